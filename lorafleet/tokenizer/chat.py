@@ -17,7 +17,13 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
-from lorafleet.tokenizer.ascii_bpe import AsciiBpeCache
+from lorafleet.tokenizer.encoding import (
+    EncodingSteps,
+    SpecialFrame,
+    run_steps,
+    steps_through_cache,
+    steps_through_library,
+)
 from lorafleet.tokenizer.messages import (
     USUAL_ARGUMENTS,
     Message,
@@ -28,9 +34,10 @@ from lorafleet.tokenizer.messages import (
     read_messages,
     read_tools,
 )
-from lorafleet.tokenizer.split_points import SplitPoints
+from lorafleet.tokenizer.split_points import SplitPoints, TokenizerFile
 from lorafleet.tokenizer.template import ChatTemplate
 from lorafleet.tokenizer.template_cache import RenderedTemplateCache
+from lorafleet.tokenizer.word_cache import WordCache
 
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
@@ -84,20 +91,24 @@ class ChatTokenizer:
         templates: Mapping[str, str],
         named_tokens: Mapping[str, str],
         split_points: SplitPoints | None = None,
-        ascii_bpe: AsciiBpeCache | None = None,
+        *,
+        word_cache: WordCache | None = None,
         added_tokens: Sequence[str] = (),
+        special_frame: SpecialFrame | None = None,
     ) -> None:
         """`templates` by name ("default", "tool_use"), `named_tokens` as templates see them ("eos_token").
 
         tokenizer     its padding and truncation are switched off
         added_tokens  every added token that any of the model's files names, as an engine adds all of them
+        special_frame the ids around a text that is encoded with special tokens; None if they may depend on the text
         """
         self.added_tokens = tuple(added_tokens)
         self._tokenizer = tokenizer
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._split_points = split_points
-        self._ascii_bpe = ascii_bpe
+        self._special_frame = special_frame
+        self.word_cache = word_cache
         self._adds_special_tokens = tokenizer.num_special_tokens_to_add(False) > 0
         self._templates = {name: ChatTemplate(source, named_tokens) for name, source in templates.items()}
         self.template_cache: RenderedTemplateCache | None = None
@@ -112,15 +123,23 @@ class ChatTokenizer:
         try:
             tokenizer = Tokenizer.from_str(files["tokenizer.json"])
             split_points = SplitPoints.from_json(files["tokenizer.json"])
-            ascii_bpe = AsciiBpeCache.from_json(files["tokenizer.json"], tokenizer.token_to_id)
+            word_cache = WordCache.from_json(files["tokenizer.json"], tokenizer.token_to_id)
+            file = msgspec.json.decode(files["tokenizer.json"], type=TokenizerFile)
+            frame = SpecialFrame.from_post_processor(file.post_processor, tokenizer)
         except msgspec.DecodeError:
-            split_points = ascii_bpe = None  # an unknown file layout: texts are encoded whole
+            split_points = word_cache = frame = None  # an unknown file layout: texts are encoded whole
         except Exception as exc:  # tokenizers raises bare Exception for every fault of the file
             raise Untokenizable(f"tokenizer.json: {exc}") from exc
         config = _parsed_object(files, "tokenizer_config.json")
         config.update(_parsed_object(files, "special_tokens_map.json"))
         return cls(
-            tokenizer, _templates(files, config), _named_tokens(config), split_points, ascii_bpe, _added_tokens(files)
+            tokenizer,
+            _templates(files, config),
+            _named_tokens(config),
+            split_points,
+            word_cache=word_cache,
+            added_tokens=_added_tokens(files),
+            special_frame=frame,
         )
 
     @classmethod
@@ -211,19 +230,20 @@ class ChatTokenizer:
             return [text]
         return self._split_points.pieces(text)
 
+    def encoding_steps(self, pieces: Sequence[str], *, add_special_tokens: bool) -> EncodingSteps:
+        """Encode each piece in steps for an event loop: what is cached, then the rest. Raises Untokenizable."""
+        frame = SpecialFrame() if not (add_special_tokens and self._adds_special_tokens) else self._special_frame
+        if self.word_cache is None or frame is None:
+            return steps_through_library(pieces, functools.partial(self.encode, add_special_tokens=add_special_tokens))
+        return steps_through_cache(pieces, self.word_cache, self._encode_plain, frame)
+
     def encode_pieces(self, pieces: Sequence[str], *, add_special_tokens: bool) -> list["array[int]"]:
-        """Encode each piece: its token ids as unsigned 32-bit integers. Raises Untokenizable."""
-        return [array("I", self.encode(piece, add_special_tokens=add_special_tokens)) for piece in pieces]
+        """Encode each piece here and now: its token ids as unsigned 32-bit integers. Raises Untokenizable."""
+        return run_steps(self.encoding_steps(pieces, add_special_tokens=add_special_tokens))
 
-    def quick_ids(self, piece: str, *, add_special_tokens: bool) -> "array[int] | None":
-        """The ids of a piece from the word cache, within about a millisecond; None if `encode` must do it."""
-        if self._ascii_bpe is None or (add_special_tokens and self._adds_special_tokens):
-            return None
-        return self._ascii_bpe.ids(piece, self._encode_word)
-
-    def _encode_word(self, word: str) -> list[int]:
-        """Token ids of one word, without special tokens. Raises Untokenizable."""
-        return self.encode(word, add_special_tokens=False)
+    def _encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens. Raises Untokenizable."""
+        return self.encode(text, add_special_tokens=False)
 
     def chat_ids(self, body: Mapping[str, Any]) -> list[int]:
         """Render and encode a chat request: the token ids of its prompt. Raises Untokenizable."""

@@ -54,6 +54,7 @@ class TokenizerFile(msgspec.Struct):
     added_tokens: list[AddedToken] = []
     normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
+    post_processor: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class SplitPoints:
         added = _pattern_of(raw)
         if added is None or looks_across or file.model.dropout or not _splits_locally(file.pre_tokenizer):
             return None
-        return cls(added, _pattern_of([token for token in raw if _always_matches(token, raw)]))
+        return cls(added, _pattern_of([token for token in raw if always_matches(token, raw)]))
 
     def pieces(self, text: str, *, sure: bool = False) -> list[str]:
         """`text` in pieces of `min_chars` or more that end after an added token; the last piece is the remainder.
@@ -112,7 +113,7 @@ def _pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
 
 
-def _always_matches(token: str, tokens: Sequence[str]) -> bool:
+def always_matches(token: str, tokens: Sequence[str]) -> bool:
     """Whether no other token can take letters of this one: by overlapping its beginning, or by being longer."""
     begins = [token[:length] for length in range(1, len(token) + 1)]
     return not any(

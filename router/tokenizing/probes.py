@@ -68,7 +68,7 @@ def checked_ids(local: ChatTokenizer, body: Mapping[str, Any]) -> "array[int] | 
     try:
         text, special = local.prompt_text(body)
         ids = array("I", local.encode(text, add_special_tokens=special))
-        quick = local.quick_ids(text, add_special_tokens=special)
+        [cached] = local.encode_pieces([text], add_special_tokens=special)
     except (Untokenizable, TemplateError, TypeError, ValueError):
         return None
-    return ids if quick in (None, ids) else None
+    return ids if cached == ids else None

@@ -1,44 +1,63 @@
-"""Threads for long prompts, with a bound on the prompts that wait for one."""
+"""Long prompts: threads that encode them, their turns on the event loop, and a bound on how many there are at once."""
 
 import asyncio
 import contextlib
 import os
 import threading
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 # Of the threads: they get a third of the event loop's share of a core that both want.
 _THREAD_NICENESS = 5
-# Prompts that may wait for a thread; further ones get an approximate prompt. A guess, nothing measured.
+# Prompts that may wait for a thread or a turn; further ones get an approximate prompt. A guess, nothing measured.
 _MAX_WAITING = 64
 
+Result = TypeVar("Result")
 
-class ThreadsBusy(Exception):
-    """Too many prompts wait for a thread."""
+
+class TooManyLongPrompts(Exception):
+    """Too many prompts are being encoded, or wait for it."""
 
 
 class TokenizerThreads:
-    """A few threads, and a bound on the work that waits for one."""
+    """A few threads, and a bound on the prompts that use them."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=_lower_thread_priority)
         self._max_in_use = threads + _MAX_WAITING
         self._in_use = 0
 
-    async def run(self, work: "Callable[[], list[array[int]]]") -> "list[array[int]]":
-        """Run `work` in a thread and return its result; raises ThreadsBusy if too many wait, and its own errors."""
+    @contextlib.contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count a prompt until it is encoded; raises TooManyLongPrompts."""
         if self._in_use >= self._max_in_use:
-            raise ThreadsBusy
+            raise TooManyLongPrompts
         self._in_use += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+            yield
         finally:
             self._in_use -= 1
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run an admitted prompt's work in a thread and return its result; raises its errors."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
         """Cancel waiting work, and let the threads end after what they run; does not wait."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class LoopTurns:
+    """Turns on the event loop: however many prompts take their steps there, one step runs between two rounds of it."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def wait(self) -> None:
+        """Wait until it is this prompt's turn, and everything else that was ready has run."""
+        async with self._lock:
+            await asyncio.sleep(0)
 
 
 def _lower_thread_priority() -> None:

@@ -3,17 +3,14 @@
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import structlog
-from jinja2 import TemplateError
 
-from lorafleet.service.fast_metrics import MetricValue
-from lorafleet.tokenizer.ascii_bpe import MAX_CHARS
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from lorafleet.tokenizer.messages import HasMedia, Untokenizable, has_media
 from router.core.fleet import Incarnation
@@ -24,8 +21,7 @@ from router.telemetry.metrics import RouterMetrics
 from router.tokenizing.agreement import TokenizerAgreement
 from router.tokenizing.pictures import PictureModel, PicturesOfEngines
 from router.tokenizing.probes import PROBES, added_token_probes, checked_ids
-from router.tokenizing.prompt_cache import PieceTokenCache
-from router.tokenizing.threads import ThreadsBusy, TokenizerThreads
+from router.tokenizing.prompt_encoder import TOKENIZE_ERRORS, LoadedTokenizer, PromptEncoder
 from router.tokenizing.tokens import NO_TOKENS, SlowTokens, Tokens
 from workers.wire import ModelFiles
 
@@ -53,35 +49,11 @@ _ENGINE_ONLY_FIELDS = (
 # All body fields on which a prompt's ids depend.
 FIELDS = frozenset({*_TOKENIZE_FIELDS, *_ENGINE_ONLY_FIELDS})
 
-# Up to this many new characters are encoded on the event loop (about 1 ms), more in a thread. Prompts longer than the
-# second number have their own threads, so that shorter ones do not wait for them.
-_INLINE_CHARS = 4_096
-_LONG_CHARS = 65_536
-# With the word cache this many characters take about as long.
-_WORD_CACHE_CHARS = MAX_CHARS
-# Prose and code have fewer characters a token, so a longer prompt is too long for its engine. White space may have more
-# (128 in Qwen 2.5's vocabulary), and then gets an approximate prompt.
-_MAX_CHARS_PER_TOKEN = 16
 # Pauses before a worker whose files made no agreeing tokenizer, or an engine that was too slow, is tried again.
 _RETRY_WORKER_S = 60.0
 _RETRY_ENGINE_S = 5.0
 # Engines probed at a time: when a router starts, all of them are new to it.
 _MAX_PROBED_ENGINES = 4
-
-
-_NO_IDS: "array[int]" = array("I")
-
-
-# Errors for a prompt that our tokenizer cannot handle.
-_TOKENIZE_ERRORS = (Untokenizable, TemplateError, TypeError, ValueError, RecursionError)
-
-
-class _LoadedTokenizer(NamedTuple):
-    """One of our tokenizers. `pieces` is its unique name in the piece cache."""
-
-    number: int
-    tokenizer: ChatTokenizer
-    pieces: str
 
 
 class Tokenizers:
@@ -110,17 +82,13 @@ class Tokenizers:
         self._mode = mode
         self._paths = dict(paths or {})
         self.remote_timeout_s = remote_timeout_s
-        self._counts: tuple[MetricValue, MetricValue] | None = None
-        if metrics is not None:
-            self._counts = metrics.tokenized.labels("cache"), metrics.tokenized.labels("tokenizer")
         self._clock = clock
-        self._cache = PieceTokenCache(cache_bytes)
-        self._long, self._very_long = (
-            TokenizerThreads(threads, "tokenize"),
-            TokenizerThreads(threads, "tokenize-long"),
-        )
+        counts = None
+        if metrics is not None:
+            counts = metrics.tokenized.labels("cache"), metrics.tokenized.labels("tokenizer")
+        self._encoder = PromptEncoder(cache_bytes, threads, counts)
         self._pictures = PicturesOfEngines(self._post_tokenize, clock)
-        self._local: dict[str, _LoadedTokenizer] = {}
+        self._local: dict[str, LoadedTokenizer] = {}
         self._numbers_used = 0
         self._agreement = TokenizerAgreement()
         # Base models where most engines disagree with our tokenizer.
@@ -133,13 +101,12 @@ class Tokenizers:
     def close(self) -> None:
         """Cancel waiting prompts and questions, and let the threads end."""
         self._pictures.close()
-        self._long.close()
-        self._very_long.close()
+        self._encoder.close()
 
     @property
     def cache_bytes(self) -> int:
         """Bytes in the piece cache."""
-        return self._cache.size_bytes
+        return self._encoder.cache.size_bytes
 
     def knows(self, base_model: str) -> bool:
         """Whether prompts of this base model are tokenized here, or never will be."""
@@ -159,7 +126,7 @@ class Tokenizers:
     def adopt(self, base_model: str, tokenizer: ChatTokenizer) -> int:
         """Make this the base model's tokenizer and return its number; no engine has agreed with it yet."""
         self._numbers_used += 1
-        self._local[base_model] = _LoadedTokenizer(self._numbers_used, tokenizer, f"{base_model}#{self._numbers_used}")
+        self._local[base_model] = LoadedTokenizer(self._numbers_used, tokenizer, f"{base_model}#{self._numbers_used}")
         self._outvoted.discard(base_model)
         return self._numbers_used
 
@@ -248,7 +215,7 @@ class Tokenizers:
             self._outvoted.add(base_model)
         self._agreement.reopen(base_model)
 
-    def _local_in_use(self, base_model: str) -> _LoadedTokenizer | None:
+    def _local_in_use(self, base_model: str) -> LoadedTokenizer | None:
         """The base model's tokenizer here; None if there is none or most engines disagree with it."""
         return None if base_model in self._outvoted else self._local.get(base_model)
 
@@ -277,7 +244,7 @@ class Tokenizers:
         kind: PromptKind | None = None,
         max_model_len: int = 0,
         model_path: str = "",
-    ) -> "Tokens | SlowTokens":
+    ) -> Tokens | SlowTokens:
         """As `ids`, or a call that returns them, if a thread or the engine must be waited for. Caches new pieces.
 
         NO_TOKENS if tokenizing is off or only the engine can know them. Errors here leave it to the engine, except for
@@ -309,104 +276,15 @@ class Tokenizers:
         remote = partial(self._tokenize_at_engine, body, base_model, engine_url)
         try:
             if local is not None:
-                return self._tokenize_here(local, body, remote, max_model_len)
+                return self._encoder.encode(local, body, remote, max_model_len)
         except HasMedia:
             assert local is not None
-            encode = partial(self._tokenize_here, local, remote=_no_tokens, max_model_len=max_model_len)
+            encode = partial(self._encoder.encode, local, remote=_no_tokens, max_model_len=max_model_len)
             model = PictureModel(local.tokenizer, base_model, model_path, engine_url, self.remote_timeout_s)
             return self._pictures.tokenize(body, model, encode)
-        except _TOKENIZE_ERRORS as exc:
+        except TOKENIZE_ERRORS as exc:
             log.debug("not tokenized here", base_model=base_model, error=str(exc))
         return NO_TOKENS if has_media(body.get("messages")) else remote
-
-    def _tokenize_here(
-        self, local: _LoadedTokenizer, body: Mapping[str, Any], remote: "SlowTokens", max_model_len: int
-    ) -> "Tokens | SlowTokens":
-        """Tokenize piece by piece, only pieces that are not cached; raises _TOKENIZE_ERRORS.
-
-        The word cache is tried first, then the tokenizer: here if the rest is short, else in a thread. NO_TOKENS for a
-        text that is far too long for the model.
-        """
-        tokenizer = local.tokenizer
-        pieces, special = tokenizer.prompt_pieces(body)
-        ids_of_piece: list[array[int]] = []
-        missing, chars, last = [], 0, len(pieces) - 1
-        for at, piece in enumerate(pieces):
-            # The last piece grows with the next turn, so caching it is useless.
-            ids = self._cache.get(local.pieces, piece) if at < last else None
-            if ids is None:
-                missing.append(at)
-                chars += len(piece)
-                ids = _NO_IDS
-            ids_of_piece.append(ids)
-        uncached = missing
-        if chars <= _WORD_CACHE_CHARS:
-            uncached = []
-            for at in missing:
-                ids = tokenizer.quick_ids(pieces[at], add_special_tokens=special)
-                if ids is None:
-                    uncached.append(at)
-                else:
-                    ids_of_piece[at] = ids
-        if uncached:
-            rest = [pieces[at] for at in uncached]
-            encode = partial(tokenizer.encode_pieces, rest, add_special_tokens=special)
-            chars = sum(map(len, rest))
-            if chars > _INLINE_CHARS:
-                if 0 < max_model_len * _MAX_CHARS_PER_TOKEN < chars:
-                    return NO_TOKENS
-                threads = self._long if chars <= _LONG_CHARS else self._very_long
-                made_of = partial(self._assemble, local, pieces, ids_of_piece, missing, uncached)
-                return partial(self._tokenize_in_thread, threads, encode, made_of, remote)
-            return self._assemble(local, pieces, ids_of_piece, missing, uncached, encode())
-        return self._assemble(local, pieces, ids_of_piece, missing)
-
-    async def _tokenize_in_thread(
-        self,
-        threads: "TokenizerThreads",
-        encode: "Callable[[], list[array[int]]]",
-        joined: "Callable[[list[array[int]]], Tokens]",
-        remote: "SlowTokens",
-    ) -> Tokens:
-        """Encode in a thread; NO_TOKENS if the threads are busy, the engine's ids on other errors."""
-        try:
-            return joined(await threads.run(encode))
-        except ThreadsBusy:
-            return NO_TOKENS  # asking the engine would load it with the longest prompts just then
-        except _TOKENIZE_ERRORS as exc:
-            log.debug("not tokenized here", error=str(exc))
-            return await remote()
-
-    def _assemble(
-        self,
-        local: _LoadedTokenizer,
-        pieces: Sequence[str],
-        ids_of_piece: "list[array[int]]",
-        missing: Sequence[int],
-        uncached: Sequence[int] = (),
-        encoded: "Sequence[array[int]]" = (),
-    ) -> Tokens:
-        """The tokens of a whole prompt. Caches new pieces, counts tokens, and completes `ids_of_piece`.
-
-        ids_of_piece  ids of each piece, except those at `uncached`, which are in `encoded`
-        missing       numbers of the pieces that the cache did not have
-        """
-        for at, ids in zip(uncached, encoded, strict=True):
-            ids_of_piece[at] = ids
-        last = len(pieces) - 1
-        new = 0
-        for at in missing:
-            new += len(ids_of_piece[at])
-            if at < last:
-                self._cache.put(local.pieces, pieces[at], ids_of_piece[at])
-        whole = ids_of_piece[0] if not last else array("I", b"".join(ids_of_piece))
-        if self._counts is not None:
-            by_cache, by_tokenizer = self._counts
-            by_tokenizer.inc(new)
-            by_cache.inc(len(whole) - new)
-        kept = len(whole) - len(ids_of_piece[last])
-        seen = kept if missing[0] == last else sum([len(ids) for ids in ids_of_piece[: missing[0]]])
-        return Tokens(whole, "local", seen, kept, local.number)
 
     async def _model_files(self, base_model: str, agent_url: str) -> Mapping[str, str]:
         """Read a base model's tokenizer files from its folder, or GET them from an agent; raises httpx.HTTPError."""

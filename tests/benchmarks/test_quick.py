@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.decision.__main__ import GROUPS
 from benchmarks.decision.size import DecisionBenchSize
+from lorafleet.local.tiny_model import make_model
+from lorafleet.tokenizer.chat import read_files
 from tests.benchmarks.smoke import KEYS, rows_of
 
 # What `python -m benchmarks.decision` measures in its own process, as small as it goes.
@@ -27,6 +29,20 @@ def test_the_agent_benchmark_gives_rows_of_verification(tmp_path):
     from benchmarks.agent import verification
 
     check([vars_of(row) for row in verification.rows(tmp_path, quick=True)])
+
+
+async def test_the_token_sweep_has_a_cost_for_each_script_and_length_and_draws_it(tmp_path):
+    from benchmarks import tokens
+
+    files = read_files(make_model(tmp_path / "model"))
+    size = tokens.SweepSize(lengths=(1_000, 20_000), rounds=1, chars=1_000)
+    costs, held_us = await tokens.sweep(files, size)
+    assert costs.keys() == held_us.keys() == tokens.SCRIPTS.keys()
+    assert all(list(cost) == [1_000, 20_000] and min(cost.values()) > 0 for cost in costs.values())
+    assert tokens.Cost({1: 10.0, 2: 30.0, 4: 20.0}).largest_step == (3.0, 2)
+    pytest.importorskip("matplotlib")
+    tokens.draw(costs, tmp_path / "sweep.svg")
+    assert "Chinese" in (tmp_path / "sweep.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.fleet
