@@ -12,7 +12,7 @@ from lorafleet.tokenizer.chat import ChatTokenizer
 from lorafleet.tokenizer.encoding import INLINE_CHARS, EncodingSteps, ThreadWork
 from lorafleet.tokenizer.messages import Untokenizable
 from router.tokenizing.prompt_cache import PieceTokenCache
-from router.tokenizing.threads import LoopTurns, TokenizerThreads, TooManyLongPrompts
+from router.tokenizing.threads import SliceTurns, TokenizerThreads, TooManyLongPrompts
 from router.tokenizing.tokens import NO_TOKENS, SlowTokens, Tokens
 
 log = structlog.get_logger()
@@ -51,7 +51,7 @@ class PromptEncoder:
         self._counts = counts
         self._long = TokenizerThreads(threads, "tokenize")
         self._very_long = TokenizerThreads(threads, "tokenize-long")
-        self._turns = LoopTurns()
+        self._turns = SliceTurns()
 
     def close(self) -> None:
         """Cancel waiting prompts and let the threads end."""

@@ -48,7 +48,7 @@ class TokenizerThreads:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-class LoopTurns:
+class SliceTurns:
     """Turns on the event loop: however many prompts take their steps there, one step runs between two rounds of it."""
 
     def __init__(self) -> None:
