@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 import structlog
 
+from lorafleet.engine.probes import PROBE_REQUESTS
 from router.core.failover.circuit_breaker import is_fault
 from router.core.fleet import Incarnation, Replica
 from router.http.engine_connection import EngineLost
@@ -19,8 +20,6 @@ log = structlog.get_logger()
 
 Finding = Literal["well", "unwell", "unknown"]
 
-# One request for models that generate, one for models that pool.
-_PROBE_REQUESTS = (("/v1/completions", {"prompt": "a", "max_tokens": 1}), ("/pooling", {"input": "a"}))
 _INCONCLUSIVE = frozenset({"no_answer_in_time", "no_descriptors"})
 
 
@@ -69,7 +68,7 @@ class HealthProbes:
 
     async def _send_probe(self, replica: Replica) -> Finding:
         """POST small requests to the engine until it supports one: well, unwell on faults, unknown if inconclusive."""
-        for path, fields in _PROBE_REQUESTS:
+        for path, fields in PROBE_REQUESTS:
             try:
                 await self._post(replica, path, msgspec.json.encode({"model": replica.model_name, **fields}))
             except FetchRefused as exc:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,19 @@ class SmallFleet:
 
 @contextlib.asynccontextmanager
 async def small_fleet(
-    folder: Path, model: Path, *, shelf: Path, workers: int = 1, routers: int = 0, **settings: Any
+    folder: Path,
+    model: Path,
+    *,
+    shelf: Path,
+    workers: int = 1,
+    routers: int = 0,
+    engine: Sequence[str] = (),
+    **settings: Any,
 ) -> AsyncIterator[SmallFleet]:
-    """A ready fleet with keys, whose workers may read adapters below `shelf` alone. `settings`: the orchestrator's."""
+    """A ready fleet with keys, whose workers may read adapters below `shelf` alone. `settings`: the orchestrator's.
+
+    engine  further flags of each sim
+    """
     folder.mkdir(parents=True)  # noqa: ASYNC240  (a test's own folder)
     key_file = folder / "keys.yaml"
     keys = {scope: add_key(key_file, None, [scope]) for scope in ("admin", "export", "register", "load")}
@@ -93,7 +103,7 @@ async def small_fleet(
             flags = ("--instance-id", name, "--orchestrator-url", url, "--token", keys["register"])
             flags += ("--key-files", str(key_file), "--warm-deadline-s", "0")
             worker = RunningWorker(model, shelf, folder / name, *SIM, *flags)
-            client = await stack.enter_async_context(worker.together())
+            client = await stack.enter_async_context(worker.together(engine=engine))
             client.headers.update(operator)
             fleet.agents[name] = client
         for _ in range(routers):

@@ -78,7 +78,7 @@ class EngineClient(Protocol):
         """Whether the health route answers with success in time. Never raises."""
 
     async def can_generate(self, model: str, *, timeout_s: float) -> bool:
-        """Whether the base model returns one token in time. Never raises."""
+        """Whether the base model returns one token in time, or pools one. Never raises."""
 
     async def fingerprint(self, adapter: str | None, prompt: Sequence[int], *, base_model: str) -> Fingerprint | None:
         """Numbers that the whole model determines, of one answer to a prompt of token ids; None without such numbers.

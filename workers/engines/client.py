@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from lorafleet.engine.canary import EngineSilent, Fingerprint
+from lorafleet.engine.probes import PROBE_REQUESTS
 from lorafleet.service.transport import DirectTransport
 from workers.core.errors import EngineError
 
@@ -40,12 +41,15 @@ class HttpEngineClient:
             return False
 
     async def can_generate(self, model: str, *, timeout_s: float) -> bool:
-        """Whether a completion of one token succeeds in time. Never raises EngineError."""
-        body = {"model": model, "prompt": "a", "max_tokens": 1}
+        """Whether a completion of one token succeeds in time, or the pooling of one. Never raises EngineError."""
         try:
-            return (await self._request("POST", "/v1/completions", body=body, timeout_s=timeout_s)).is_success
+            for path, fields in PROBE_REQUESTS:
+                answer = await self._request("POST", path, body={"model": model, **fields}, timeout_s=timeout_s)
+                if answer.is_success or answer.status_code >= 500:
+                    return answer.is_success
         except EngineError:
-            return False
+            pass
+        return False
 
     async def fingerprint(
         self,

@@ -6,7 +6,7 @@ import hashlib
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from workers.engines.sim.app import VERSION, SimHandlers, make_app
 from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.generation import GenerationHandlers
 from workers.engines.sim.metrics import SimMetrics
+from workers.engines.sim.pooling import PoolingHandlers
 from workers.engines.sim.prompts import PromptReader
 from workers.engines.sim.publisher import KVEventPublisher
 from workers.engines.sim.settings import SimSettings, parse_settings
@@ -87,7 +88,14 @@ def handlers_of(settings: SimSettings, engine: SimEngine) -> SimHandlers:
     fingerprint = f"vllm-{VERSION}-{hashlib.sha256(repr(settings).encode()).hexdigest()[:8]}"
     prompts = PromptReader(settings, engine, tokenizer, vocabulary)
     generation = GenerationHandlers(settings, engine, prompts, text_generator, fingerprint)
-    return SimHandlers(settings, engine, prompts, generation)
+    pooling = PoolingHandlers(settings, engine, prompts, _labels(config))
+    return SimHandlers(settings, engine, prompts, generation, pooling)
+
+
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the model's classes: of its config, else two."""
+    named = config.get("id2label") or {number: f"LABEL_{number}" for number in range(int(config.get("num_labels", 2)))}
+    return tuple(str(named[number]) for number in sorted(named, key=int))
 
 
 def _model_config(model: Path) -> dict[str, Any]:

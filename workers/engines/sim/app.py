@@ -18,6 +18,7 @@ from workers.engines.sim.adapters import AdapterRefused, NoAdapterFound
 from workers.engines.sim.bodies import ErrorAnswer
 from workers.engines.sim.engine import EngineDeadError, EngineDraining, SimEngine
 from workers.engines.sim.generation import GenerationHandlers
+from workers.engines.sim.pooling import PoolingHandlers
 from workers.engines.sim.prompts import PromptReader, read_json
 from workers.engines.sim.settings import SimSettings
 
@@ -26,12 +27,13 @@ VERSION = "0.32.0"
 
 @dataclass(slots=True)
 class SimHandlers:
-    """The handlers of all routes; those that generate text are in `generation`."""
+    """The handlers of all routes; those that generate text are in `generation`, those that pool in `pooling`."""
 
     settings: SimSettings
     engine: SimEngine
     prompts: PromptReader
     generation: GenerationHandlers
+    pooling: PoolingHandlers
 
     async def models(self, _request: Request) -> Response:
         """GET /v1/models: the base model and the loaded adapters."""
@@ -158,10 +160,9 @@ def make_app(handlers: SimHandlers, background: Callable[[], Awaitable[None]]) -
 
 
 def _routes(handlers: SimHandlers) -> list[Route]:
-    """All routes; those for adapters and cache resets depend on the settings, as in vLLM."""
+    """All routes; those for prompts, adapters and cache resets depend on the settings, as in vLLM."""
     routes = [
-        Route("/v1/chat/completions", handlers.generation.chat, methods=["POST"]),
-        Route("/v1/completions", handlers.generation.completions, methods=["POST"]),
+        *(_pooling_routes(handlers.pooling) if handlers.settings.pools else _text_routes(handlers.generation)),
         Route("/tokenize", handlers.tokenize, methods=["POST"]),
         Route("/detokenize", handlers.detokenize, methods=["POST"]),
     ]
@@ -185,6 +186,22 @@ def _routes(handlers: SimHandlers) -> list[Route]:
     for route in routes:
         (route.methods or set()).discard("HEAD")  # Starlette adds it to GET; FastAPI, and so vLLM, does not
     return routes
+
+
+def _text_routes(handlers: GenerationHandlers) -> list[Route]:
+    """The routes of a model that generates text."""
+    return [
+        Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
+        Route("/v1/completions", handlers.completions, methods=["POST"]),
+    ]
+
+
+def _pooling_routes(handlers: PoolingHandlers) -> list[Route]:
+    """The routes of a model that pools; vLLM has those of its task alone, the sim has all."""
+    by_path = {"/v1/embeddings": handlers.embeddings, "/pooling": handlers.pooling, "/classify": handlers.classify}
+    by_path |= dict.fromkeys(("/score", "/v1/score"), handlers.score)
+    by_path |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), handlers.rerank)
+    return [Route(path, handler, methods=["POST"]) for path, handler in by_path.items()]
 
 
 async def _answer_error(_request: Request, exc: Exception) -> Response:

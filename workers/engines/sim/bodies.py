@@ -138,6 +138,54 @@ class TokenizeChatBody(RequestBody):
     return_token_strs: bool | None = False
 
 
+class PoolingBody(RequestBody):
+    """The common fields of requests to a model that pools."""
+
+    model: str | None = None
+    cache_salt: str | None = None
+
+
+class InputBody(PoolingBody):
+    """The body of /v1/embeddings, /pooling and /classify: texts, or a chat."""
+
+    input: Tokens | list[Tokens] | str | list[str] = ""
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """The texts, each as text or token ids."""
+        if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
+            return [self.input]
+        return list(self.input)  # type: ignore[arg-type]
+
+
+class ScoreBody(PoolingBody):
+    """The body of /score, under each of vLLM's names for the two sides."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+
+    @property
+    def pair(self) -> tuple[list[str], list[str]]:
+        """The first texts and the second ones. Raises `ErrorAnswer`."""
+        one = self.text_1 if self.text_1 is not None else self.queries
+        other = self.text_2 if self.text_2 is not None else self.documents
+        if one is None or other is None:
+            raise ErrorAnswer("the sim engine scores `text_1` with `text_2`, or `queries` with `documents`")
+        return ([one] if isinstance(one, str) else one), ([other] if isinstance(other, str) else other)
+
+
+class RerankBody(PoolingBody):
+    """The body of /rerank."""
+
+    query: str
+    documents: list[str]
+    top_n: int = 0
+
+
 class DetokenizeBody(RequestBody):
     """The body of /detokenize."""
 

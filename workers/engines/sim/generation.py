@@ -163,8 +163,8 @@ class GenerationHandlers:
     async def _whole_answer(self, request: Request, generation: GenerationRequest) -> Response:
         """Run the request and return the whole answer; aborts the jobs if the client disconnects."""
         async with self._submitted_jobs(generation) as (jobs, updates):
-            finished = asyncio.ensure_future(_wait_until_finished(jobs, updates))
-            disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
+            finished = asyncio.ensure_future(wait_until_finished(jobs, updates))
+            disconnected = asyncio.ensure_future(wait_for_disconnect(request))
             await asyncio.wait({finished, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             disconnected.cancel()
             if not finished.done():
@@ -216,7 +216,7 @@ class GenerationHandlers:
         yield "data: [DONE]\n\n"
 
 
-async def _wait_until_finished(jobs: Sequence[StreamedJob], updates: "asyncio.Queue[StreamedJob]") -> None:
+async def wait_until_finished(jobs: Sequence[StreamedJob], updates: "asyncio.Queue[StreamedJob]") -> None:
     """Wait until all jobs have ended. Raises `EngineDeadError`."""
     while any(job.finish_reason is None for job in jobs):
         await updates.get()
@@ -231,7 +231,7 @@ def _checked_job(job: StreamedJob) -> StreamedJob:
     return job
 
 
-async def _wait_for_disconnect(request: Request) -> None:
+async def wait_for_disconnect(request: Request) -> None:
     """Wait until the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -106,7 +106,7 @@ class SimMetrics:
         info = {
             "block_size": str(settings.block_size),
             "cache_dtype": "auto",
-            "enable_prefix_caching": "True",
+            "enable_prefix_caching": str(settings.caches_prefixes),
             "kv_cache_size_tokens": str(settings.num_gpu_blocks * settings.block_size),
             "num_gpu_blocks": str(settings.num_gpu_blocks),
             "num_gpu_blocks_override": str(settings.num_gpu_blocks),

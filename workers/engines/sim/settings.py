@@ -16,13 +16,13 @@ IGNORED_WITH_VALUE = (
     "--distributed-executor-backend", "--download-dir", "--dtype", "--generation-config",
     "--gpu-memory-utilization", "--hf-overrides", "--kv-cache-dtype", "--kv-cache-memory-bytes", "--load-format",
     "--lora-dtype", "--max-log-len", "--pipeline-parallel-size", "--quantization", "--reasoning-parser", "--revision",
-    "--runner", "--seed", "--swap-space", "--tensor-parallel-size", "--tokenizer-mode", "--tokenizer-revision",
+    "--seed", "--swap-space", "--tensor-parallel-size", "--tokenizer-mode", "--tokenizer-revision",
     "--tool-call-parser", "--uvicorn-log-level",
 )  # fmt: skip
 IGNORED_SWITCHES = (
     "--async-scheduling", "--disable-access-log-for-endpoints", "--disable-log-requests", "--disable-log-stats",
     "--disable-uvicorn-access-log", "--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-log-requests",
-    "--enable-prefix-caching", "--enforce-eager", "--fully-sharded-loras", "--no-async-scheduling",
+    "--enforce-eager", "--fully-sharded-loras", "--no-async-scheduling",
     "--no-enable-log-requests", "--trust-remote-code",
 )  # fmt: skip
 
@@ -71,6 +71,9 @@ class SimSettings:
     has_connector: bool
     int_block_hashes: bool
     dev_mode: bool
+    pools: bool
+    """--runner pooling: the model pools, and generates nothing."""
+    caches_prefixes: bool
     lora_target_modules: frozenset[str] | None
     lora_reports: Path | None
     """Folder for reports on loaded adapters, as lorafleet's plugin of vLLM writes them."""
@@ -124,6 +127,8 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os
         has_connector=bool(flags.kv_transfer_config),
         int_block_hashes=_is_set(environment, "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1"),
         dev_mode=_is_set(environment, "VLLM_SERVER_DEV_MODE", "0"),
+        pools=flags.runner == "pooling",
+        caches_prefixes=flags.enable_prefix_caching,
         lora_target_modules=frozenset(flags.lora_target_modules) if flags.lora_target_modules else None,
         lora_reports=Path(environment[REPORTS_VARIABLE]) if environment.get(REPORTS_VARIABLE) else None,
         sim_prefill_tokens_per_s=flags.sim_prefill_tokens_per_s,
@@ -154,6 +159,10 @@ def _parser() -> argparse.ArgumentParser:
     vllm.add_argument("--num-gpu-blocks-override", type=_positive, default=8192)
     vllm.add_argument("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False)
     vllm.add_argument("--shutdown-timeout", type=float, default=0.0)
+    vllm.add_argument("--runner", choices=("auto", "generate", "pooling", "draft"), default="auto")
+    vllm.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="shown in the metrics"
+    )
     vllm.add_argument("--kv-events-config", default="{}")
     vllm.add_argument("--kv-transfer-config", default="", help="shown in the metrics; nothing is transferred")
     for flag in IGNORED_WITH_VALUE:
