@@ -237,6 +237,7 @@ class SglangStub:
         self.seed = random.getrandbits(30)
         self.token_s = float(os.environ.get("SGLANG_STUB_TOKEN_S", "0"))
         self.prefill_s = float(os.environ.get("SGLANG_STUB_PREFILL_S", "0"))
+        self.uses_adapters = os.environ.get("SGLANG_STUB_IGNORES_ADAPTERS") != "1"
         self.health_s = float(os.environ.get("SGLANG_STUB_HEALTH_S", "1"))
 
     # --- routes
@@ -263,7 +264,7 @@ class SglangStub:
                 self.totals["prefill_compute"] += len(tokens) - cached
                 self.totals["passes"] += 1
                 self.store(tokens, ref, salt)
-                seed = hashlib.sha256((ref.digest if ref else b"") + json.dumps(tokens).encode()).digest()
+                seed = self.seed_of(tokens, ref)
                 ids = Random(seed).choices(range(300, 2000), k=wanted)
                 usage = {"prompt_tokens": len(tokens), "prompt_tokens_details": {"cached_tokens": cached}}
                 yield None, usage
@@ -294,6 +295,25 @@ class SglangStub:
         events, self.cache.events = self.cache.events, []
         if events:
             self.publisher.publish([time.time(), events, 0])
+
+    def seed_of(self, tokens: list[int], ref: StubAdapter | None) -> bytes:
+        digest = ref.digest if ref and self.uses_adapters else b""
+        return hashlib.sha256(digest + json.dumps(tokens).encode()).digest()
+
+    async def native(self, request: Request) -> Response:
+        """SGLang's own route, for one prompt of token ids and one token of answer with its log-probabilities."""
+        body = await request.json()
+        tokens, count = body["input_ids"], body["top_logprobs_num"]
+        body |= {"max_tokens": body["sampling_params"]["max_new_tokens"]}
+        try:
+            texts = [text async for text, _ in self.generate(body, tokens) if text]
+        except StubRefusal as exc:
+            return JSONResponse({"error": {"message": str(exc)}}, 400)
+        async with self.adapters.in_use(self.adapter_of(body)) as ref:
+            rng = Random(self.seed_of(tokens, ref))
+        top = [[-5 * rng.random(), token, None] for token in range(count)]
+        meta = {"output_token_logprobs": [max(top)], "output_top_logprobs": [top]}
+        return JSONResponse({"text": "".join(texts), "meta_info": meta if body["return_logprob"] else {}})
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()
@@ -440,6 +460,7 @@ class SglangStub:
                 Route("/v1/chat/completions", self.chat, **post),
                 Route("/v1/completions", self.complete, **post),
                 Route("/v1/responses", self.respond, **post),
+                Route("/generate", self.native, **post),
                 Route("/tokenize", self.tokenize, **post),
                 Route("/v1/models", self.models),
                 Route("/load_lora_adapter", self.load, **post),

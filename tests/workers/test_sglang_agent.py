@@ -107,3 +107,15 @@ async def test_engine_of_another_kind_is_refused_with_a_remedy(worker, agent_mod
             assert (await client.get("/ready")).status_code == 503
     finally:
         engine.stop()
+
+
+@pytest.mark.parametrize("ignores", ["0", "1"])
+async def test_sglang_is_asked_whether_its_answers_change_with_an_adapter(worker, monkeypatch, ignores):
+    monkeypatch.setenv("SGLANG_STUB_IGNORES_ADAPTERS", ignores)
+    async with worker.inside(*SHAPE, "--", *STUB) as client:
+        answer = await post(client, "load_lora", lora_id="sql-expert/v1")
+        if ignores == "0":
+            assert answer.raise_for_status().json()["effect"] == "seen"
+        else:
+            assert answer.json()["error"]["code"] == "adapter_no_effect"
+            assert await loaded(client) == set()
