@@ -8,7 +8,7 @@ import pytest
 
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.e2e.small_fleets import POLL_S, small_fleet
-from tests.patience import SLOWNESS, until
+from tests.patience import patience, until
 
 pytestmark = pytest.mark.fleet
 
@@ -111,4 +111,4 @@ async def _equal_within_bound(fleet, wanted: list[str]) -> None:
         return await fleet.models() == [wanted] * len(fleet.routers)
 
     await until(are_equal, what=f"every router lists {wanted}")
-    assert loop.time() - began < POLL_S * 2 * SLOWNESS
+    assert loop.time() - began < patience(POLL_S * 2)
