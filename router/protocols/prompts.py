@@ -1,6 +1,6 @@
 """Converts `/v1/responses` and `/v1/messages` bodies to the chat that vLLM makes of them, to compute their token ids.
 
-The body itself goes to the engine unchanged. If only the engine can know the prompt (a stored conversation, a picture),
+The body itself goes to the engine unchanged. If only the engine can know the prompt (a stored conversation, a file),
 the result is None, and the request is routed by an approximate prompt (see `router/tokenizing/approximate.py`).
 
 Source: vLLM 0.32 entrypoints/openai/responses/utils.py construct_input_messages, responses/protocol.py
@@ -216,15 +216,23 @@ def _assistant_text(item: Mapping[str, Any]) -> str:
 
 
 def _content(content: Any) -> str | list[Message]:
-    """A message's content: text, or a list of text parts; raises _PromptUnknown for others."""
+    """A message's content: text, or a list of texts and pictures; raises _PromptUnknown for others."""
     if isinstance(content, str):
         return content
     parts = []
     for part in content:
-        if part.get("type") not in _TEXT_PARTS:
+        if part.get("type") == "input_image":
+            parts.append(_picture_part(part.get("image_url")))
+        elif part.get("type") in _TEXT_PARTS:
+            parts.append({"type": "text", "text": _require_text(part["text"])})
+        else:
             raise _PromptUnknown
-        parts.append({"type": "text", "text": _require_text(part["text"])})
     return parts
+
+
+def _picture_part(url: Any) -> Message:
+    """A picture as a part of a chat. Raises _PromptUnknown for what is no URL, such as an uploaded file's id."""
+    return {"type": "image_url", "image_url": {"url": _require_text(url)}}
 
 
 def _responses_tools(tool: Mapping[str, Any]) -> Iterator[Message]:
@@ -343,23 +351,27 @@ def _add_message(messages: list[Message], message: Mapping[str, Any]) -> None:
         messages.append({"role": role, "content": content})
         return
     turn: Message = {"role": role}
-    texts: list[Message] = []
+    parts: list[Message] = []
     for block in content:
-        _add_block(messages, turn, texts, block)
-    if len(texts) == 1:
-        turn["content"] = texts[0]["text"]
-    elif texts:
-        turn["content"] = texts
+        _add_block(messages, turn, parts, block)
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        turn["content"] = parts[0]["text"]
+    elif parts:
+        turn["content"] = parts
     if role == "assistant" or "content" in turn:
         messages.append(turn)
 
 
-def _add_block(messages: list[Message], turn: Message, texts: list[Message], block: Mapping[str, Any]) -> None:
-    """Add a content block to `turn` or its `texts`; append a tool result to `messages`. Raises _PromptUnknown."""
+def _add_block(messages: list[Message], turn: Message, parts: list[Message], block: Mapping[str, Any]) -> None:
+    """Add a content block to `turn` or its `parts`; append a tool result to `messages`. Raises _PromptUnknown."""
     kind = block["type"]
     if kind == "text":
         if block.get("text"):
-            texts.append({"type": "text", "text": _require_text(block["text"])})
+            parts.append({"type": "text", "text": _require_text(block["text"])})
+    elif kind == "image" and (source := block.get("source")):
+        is_url = source.get("type") == "url"
+        file = f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+        parts.append(_picture_part(source.get("url") if is_url else file))
     elif kind == "thinking":
         if block.get("thinking") is not None:
             turn["reasoning"] = turn.get("reasoning", "") + _require_text(block["thinking"])
@@ -371,7 +383,7 @@ def _add_block(messages: list[Message], turn: Message, texts: list[Message], blo
             {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": _tool_result_text(block)}
         )
     elif kind not in {"redacted_thinking", "tool_reference"}:
-        raise _PromptUnknown  # a picture, or a tool result in an assistant message
+        raise _PromptUnknown  # such as a tool result in an assistant message
 
 
 def _tool_result_text(block: Mapping[str, Any]) -> str:

@@ -116,7 +116,7 @@ RESPONSES_BODIES: list[tuple[str, dict[str, Any]]] = [
 # Bodies that only the engine can render, or that it refuses.
 UNKNOWN_RESPONSES: list[dict[str, Any]] = [
     {"input": "x", "previous_response_id": "resp_1"},
-    {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+    {"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "data:,"}]}]},
     {"input": "x", "tools": [{"type": "of_tomorrow"}]},
     {"input": "x", "tools": [{**CUSTOM, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}]},
     {"input": [{"type": "local_shell_call", "id": "x", "call_id": "c"}]},
@@ -180,7 +180,7 @@ MESSAGES_BODIES: list[tuple[str, dict[str, Any]]] = [
     ("an empty turn", {"messages": [USER, {"role": "user", "content": []}, USER]}),
 ]
 UNKNOWN_MESSAGES: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "x"}}]}]},
     {"messages": [{"role": "assistant", "content": [RESULT]}]},
     {"messages": [{"role": "tool", "content": "x"}]},
     {"messages": "x"},

@@ -128,4 +128,21 @@ async def test_the_router_predicts_what_the_engine_has_cached_of_prompts_with_pi
         assert predicted["red again"] > predicted["blue"] >= replica.block_size
         assert predicted["clear again"] > predicted["clear"]
         assert predicted["wide, red again"] > predicted["wide, blue"] >= predicted["red, wide"]
+        data = base64.b64encode(red).decode()
+        part = {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "auto"}
+        block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+        words = "Look closely at this picture, please, and tell all that there is to be seen in it. " * 2
+        response = {"input": [{"role": "user", "content": [part, {"type": "input_text", "text": words}]}]}
+        message = {"messages": [{"role": "user", "content": [{"type": "text", "text": words * 2}, block]}]}
+        for path, body in (
+            ("/v1/responses", response | {"max_output_tokens": 1}),
+            ("/v1/messages", message | {"max_tokens": 1}),
+        ):
+            before = index.blocks(replica.id, "device")
+            (await client.post(path, json=body | {"model": BASE, "temperature": 0})).raise_for_status()
+            await until(lambda before=before: index.blocks(replica.id, "device") > before)
+            answer = await client.post(path, json=body | {"model": BASE, "temperature": 0})
+            usage = answer.json()["usage"]
+            details = usage.get("input_tokens_details") or {"cached_tokens": usage.get("cache_read_input_tokens")}
+            assert int(answer.headers["x-lorafleet-cached-tokens"]) == details["cached_tokens"] > 0, path
         assert {decision.tokens_from for decision in parts.decisions} == {"local"}

@@ -17,6 +17,7 @@ from lorafleet.local.tiny_model import make_model
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from lorafleet.tokenizer.messages import without_pictures
 from router.tokenizing.pictures import KnownPicture, tokens_in_place, with_pictures
+from router.tokenizing.tokens import Tokens
 from tests.lorafleet.kv.test_pictures import png
 from tests.patience import until
 from tests.properties import examples
@@ -200,6 +201,34 @@ async def test_without_the_models_path_pictures_have_approximate_keys(files):
         await client.post(CHATS, json={"model": BASE, **chat(url_of(RED))})
         assert [decision.tokens_from for decision in parts.decisions] == ["approximate"]
         assert not engines[0].asked
+
+
+async def test_responses_and_messages_with_a_picture_match_the_blocks_of_their_chat(files):
+    engines, running = seeing(files)
+    text, (mark, data) = "What is this?", url_of(RED).split(",")
+    chatted = {"messages": [{"role": "user", "content": [*chat(url_of(RED))["messages"][1]["content"][:1], text]}]}
+    response = {"type": "input_image", "image_url": url_of(RED), "detail": "auto"}
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    others = {
+        "responses": {"input": [{"role": "user", "content": [response, {"type": "input_text", "text": text}]}]},
+        "messages": {"messages": [{"role": "user", "content": [block, {"type": "text", "text": text}]}]},
+    }
+    assert mark == "data:image/png;base64"
+    async with running as (_, _, parts):
+        await until(lambda: parts.tokenizers.knows(BASE))
+        found = []
+        for kind, body in [("chat", chatted), *others.items()]:
+            tokens = parts.tokenizers.tokenize(
+                body,
+                base_model=BASE,
+                engine_url=parts.discovery.fleet.replicas["w0"].engine_url,
+                kind=kind,
+                model_path=PATH,
+            )
+            found.append(tokens if isinstance(tokens, Tokens) else await tokens())
+        assert found[0].pictures
+        assert found[0].ids.tolist() == engines[0].tokens(chatted)
+        assert [(tokens.ids, tokens.pictures) for tokens in found[1:]] == [(found[0].ids, found[0].pictures)] * 2
 
 
 async def test_pictures_are_never_tokenized_at_the_engine(files):
