@@ -21,6 +21,9 @@ from router.core.kv.chains import Blocks, common_length
 _SHORTEST, _LONGEST = 4, 512
 # Plain entries of one mask become a run from so many on: making a run takes as long as a few walks.
 _MIN_NEW_RUN = 8
+# A run of at most so many blocks is compared whole, which is mostly how a walk leaves it; in a longer one the end is
+# searched.
+_SHORT_RUN = 64
 # What CPython 3.11 allocates for an integer of 60 to 90 bits, and for a run besides its blocks.
 _HASH_BYTES, _RUN_BYTES = 48, 200
 
@@ -78,8 +81,12 @@ class BlockHolders:
             value = get(hashes[position], 0)
             if value < 0:
                 run = runs[value]
-                mask = run.mask
-                position = self._leave_at(run, _position_in(run, hashes[position]), hashes, position)
+                mask, blocks = run.mask, run.blocks
+                end = position + len(blocks)
+                if len(blocks) <= _SHORT_RUN and hashes[position:end] == blocks:
+                    position = end
+                else:
+                    position = self._leave_at(run, _position_in(run, hashes[position]), hashes, position)
             elif value:
                 mask = value
                 position = self._end_of_stretch(hashes, position, mask)

@@ -150,7 +150,11 @@ class KvIndex:
                 workers ^= beyond
                 walk = [(depth + end, mask) for end, mask in self._device.walk(blocks[depth:])]
                 self._descend(beyond, blocks, depth, walk, depths)
-        if workers:
+        # Where replicas differ in depth, mostly one ends at a time.
+        single = self._by_bit.get(workers)
+        if single is not None:
+            depths[single] = depth
+        elif workers:
             depths.update(dict.fromkeys(self._worker_names.get(workers) or self._members(workers), depth))
 
     def lower_tiers(
