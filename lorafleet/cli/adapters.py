@@ -28,6 +28,14 @@ class LoadingName(StrEnum):
     weighted = "weighted"
 
 
+class LanguageName(StrEnum):
+    text = "text"
+    wrapped = "wrapped"
+    idefics = "idefics"
+    outer = "outer"
+    automodel = "automodel"
+
+
 @adapters_app.command("list")
 def adapters_list(context: typer.Context) -> None:
     """List all adapters: state, replicas, workers.
@@ -174,6 +182,38 @@ def adapters_retry(context: typer.Context, lora_id: str) -> None:
     with context.obj.orchestrator() as api:
         api.call("POST", f"/v1/adapters/{url_path(lora_id)}/retry")
     typer.echo(f"{lora_id} is tried again; see: lorafleet adapters show {lora_id}")
+
+
+@adapters_app.command("rename-modules")
+def adapters_rename_modules(
+    folder: Annotated[Path, typer.Argument(help="the adapter's folder; it is only read")],
+    out: Annotated[Path, typer.Argument(help="a new folder for the renamed adapter")],
+    base: Annotated[
+        Path | None,
+        typer.Option(help="folder of the base model that will serve it; without it only wrappers are removed"),
+    ] = None,
+    to: Annotated[
+        LanguageName | None,
+        typer.Option(help="whose names its language model gets; default: the ones that the engine finds"),
+    ] = None,
+) -> None:
+    """Write an adapter under module names that its base model has. Its weights stay byte for byte.
+
+    Renamed are a doubled prefix, names of compiled or wrapped models, the adapter's name in tensors' names, and the
+    place of the language model: `text` (AutoModelForCausalLM), `wrapped` (AutoModelForImageTextToText), `idefics`
+    (Idefics3, SmolVLM), `outer` (transformers 4), `automodel` (AutoModel). Anything else is refused: such an adapter
+    needs another base model, or another training.
+
+    Examples:
+
+      lorafleet adapters rename-modules ./sql ./sql-renamed --base ./gemma-3-4b-it
+
+      lorafleet adapters rename-modules ./sql ./sql-renamed
+    """
+    from lorafleet.local.renames import rename
+
+    for line in rename(folder, out, base, to and to.value):
+        typer.echo(line)
 
 
 @aliases_app.command("list")

@@ -44,6 +44,7 @@ _MISSING: Mapping[str, Any] = {
     "position_embedding_type": "absolute", "norm_topk_prob": True, "mla_scale_q_lora": True,
     "mla_scale_kv_lora": True, "embed_dim": 1280, "image_size": 224, "downsample_factor": 4,
     "conv_bias": False, "norm_eps": 1e-5, "route_norm": True, "route_scale": 1.0, "mlp_ratio": 4, "use_qk_norm": False,
+    "conv_dim": 1024, "block_ff_dim": 1024,
     "scoring_func": "sigmoid", "zero_expert_type": "identity", "zero_expert_num": 1, "patch_size": 16,
 }  # fmt: skip
 # Architectures whose configuration transformers does not have: the model_type of another that has the same fields.
@@ -58,6 +59,15 @@ _LIKE: Mapping[str, str] = {
 }  # fmt: skip
 # What variants of one class differ in: the modules of all of them are its modules.
 _VARIANTS: tuple[Mapping[str, Any], ...] = ({}, {"q_lora_rank": None}, {"tie_word_embeddings": True})
+# Kinds of layers that the first layers of the default configuration do not have.
+_VARIANTS_OF: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "jamba": ({"attn_layer_offset": 1, "attn_layer_period": 2},),
+    "granitemoehybrid": ({"layer_types": ["full_attention"] * 32},),
+    "lfm2": ({"layer_types": ["conv"] * 32},),
+    "lfm2_moe": ({"layer_types": ["conv", "full_attention"] * 16},),
+    "llama4": ({"interleave_moe_layer_step": 2},),
+    "llama4_text": ({"interleave_moe_layer_step": 2},),
+}
 
 
 class _Replacement(types.ModuleType):
@@ -216,7 +226,7 @@ def _initialized(engine_config: Any) -> Any:
 def _variants(architecture: str, model_type: str) -> list[Any]:
     """The models of an architecture's variants; empty if none can be built here."""
     models = []
-    for variant in _VARIANTS:
+    for variant in (*_VARIANTS, *_VARIANTS_OF.get(model_type, ())):
         extra: dict[str, Any] = {}
         # An attribute that only the repositories' configurations have is added when it is missed.
         for _ in range(8):

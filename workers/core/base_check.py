@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from workers.core.base_model import BaseModel, ModuleShapes
 from workers.core.engine_modules import EngineModules, ModuleFate
 from workers.core.errors import SourceError
-from workers.core.lora_tensors import AdapterTensors, LoraPair
+from workers.core.lora_tensors import RENAME_HINT, AdapterTensors, LoraPair
 from workers.core.tensors import Shape
 
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -119,10 +119,15 @@ def _naming_hint(modules: Sequence[str], base: BaseModel, engine: EngineModules)
         return (
             ". So names the text model alone (AutoModelForCausalLM, Unsloth's FastLanguageModel), and the engine's"
             f" {model_class.name} is multimodal: train through AutoModelForImageTextToText (Unsloth's FastVisionModel),"
-            " or rename the modules" + accepted
+            f" or rename its modules{RENAME_HINT}{accepted}"
         )
     if first.startswith(("layers.", "encoder.", "h.")):
-        return f". So names AutoModel, which trains embeddings: train through AutoModelForCausalLM{accepted}"
+        hint = "train through AutoModelForCausalLM, or rename its modules"
+        return f". So names AutoModel, which trains embeddings: {hint}{RENAME_HINT}{accepted}"
+    if "_orig_mod." in first or "_fsdp_wrapped_module." in first:
+        return (
+            f". So names a compiled or wrapped model: save it unwrapped, or rename its modules{RENAME_HINT}{accepted}"
+        )
     return accepted or ": it is of another model"
 
 

@@ -19,6 +19,7 @@ STACKED = (".experts", ".experts.base_layer")
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.(?:lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")
 _BASE_COPY = re.compile(r"(?P<module>(?:.+\.)?(?:embed_tokens|lm_head))\.base_layer\.weight")
+RENAME_HINT = " (lorafleet adapters rename-modules)"
 _DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 
 
@@ -125,7 +126,7 @@ def _lora_half(full_name: str, name: str, tensor: TensorHeader) -> tuple[str, st
 def _hint(name: str) -> str:
     """What writes a tensor of this name, and what to do; "" if it is not known."""
     if re.search(r"\.lora_[AB]\.[^.]+\.weight$", name):
-        return ": a state_dict of the model, with the adapter's name in it; save it with PEFT's save_pretrained"
+        return f": with the adapter's name in it; save it with PEFT's save_pretrained, or rename it{RENAME_HINT}"
     if name.endswith((".lora_a", ".lora_b")):
         return ": an MLX adapter; convert it to PEFT's names, lora_a and lora_b transposed"
     if name.endswith((".lora_down.weight", ".lora_up.weight", ".alpha")):

@@ -120,6 +120,7 @@ def test_a_base_model_has_its_folders_name_and_that_of_its_repository_in_a_hubs_
         ([{"r": 64}, {"r": 8}], 64),
         ([{"r": 1000}], 512),
         ([{"r": 8, "rank_pattern": {"q_proj": 128}}, {"r": 32}], 128),
+        ([{"r": 8, "rank_pattern": {r"layers\.\d{1,2}\.(self_attn|mlp)\.(q|up)_proj": 32}}], 32),
         ([{"r": 64, "use_dora": True}, {"r": 8}], 16),  # no agent takes it
         ([{"r": "many"}, {"r": 20}], 32),
     ],
