@@ -81,8 +81,8 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     metrics = RouterMetrics(metrics_adapters=config.metrics_adapters)
     own_key = OwnKey(config.token, config.token_file)
     # To the orchestrator and agents; `agents` is for calls that streams and snapshots make.
-    control = make_control_client(config, own_key)
     agents = EnginePool(connect_s=config.control_timeout_s)
+    control = make_control_client(config, own_key, agents)
     outbox = Outbox()
     # What the router knows.
     load = LoadBook()

@@ -19,7 +19,6 @@ from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.service.auth import ApiKeys
 from lorafleet.service.own_key import OwnKey
-from lorafleet.service.transport import DirectTransport
 from router.config import RouterSettings
 from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 from router.core.failover.retry_budget import RetryBudget
@@ -32,9 +31,11 @@ from router.core.schedule.policies import POLICIES
 from router.core.scheduler import Scheduler, ShadowComparison
 from router.fleet.discovery import Discovery
 from router.fleet.health_probe import Finding, HealthProbes
+from router.fleet.report_reader import is_same_but_load
 from router.fleet.usage_report import UsageCounts
 from router.http.engine_pool import EnginePool
 from router.http.fetch import fetch, stream
+from router.http.pool_transport import PoolTransport
 from router.kv.feeds import KvFeeds
 from router.request.background import Background
 from router.request.cold_starts import ColdStarts
@@ -55,6 +56,7 @@ class WorkerListener:
     """Passes the workers' reports on to the services that use them (a discovery.Listener).
 
     learning  tasks that fetch tokenizers
+    followed  each worker's report that the feeds have got last
     """
 
     feeds: KvFeeds
@@ -65,13 +67,17 @@ class WorkerListener:
     tokenizers: Tokenizers
     metrics: RouterMetrics
     learning: set[asyncio.Task[None]] = field(default_factory=set)
+    followed: dict[WorkerId, Metadata] = field(default_factory=dict)
 
     def on_report(self, replica: Replica, metadata: Metadata) -> None:
         """Apply a report to load, metrics and feeds; a task fetches the tokenizer of a ready, unprobed engine."""
         self.load.apply_report(replica)
         self.metrics.prefill_rate.labels(replica.id).set(replica.report.prefill_tokens_per_s)
         self.metrics.decode_rate.labels(replica.id).set(replica.report.decode_tokens_per_s)
-        self.feeds.update_worker(replica.id, replica.base_model, replica.block_size, metadata)
+        before = self.followed.get(replica.id)
+        if before is None or not is_same_but_load(before, metadata):
+            self.followed[replica.id] = metadata
+            self.feeds.update_worker(replica.id, replica.base_model, replica.block_size, metadata)
         if replica.state == "ready" and not self.tokenizers.has_probed(
             replica.base_model, _restartable_incarnation(replica)
         ):
@@ -85,6 +91,7 @@ class WorkerListener:
 
     def on_gone(self, worker: WorkerId) -> None:
         """Forget all that is known of a worker, its metrics included."""
+        self.followed.pop(worker, None)
         self.feeds.forget(worker)
         self.load.forget(worker)
         self.accuracy.forget(worker)
@@ -293,13 +300,10 @@ def _record_slices_failure(metrics: RouterMetrics, exc: Exception) -> None:
         metrics.loop_failures.labels("slices").inc()
 
 
-def make_control_client(config: RouterSettings, own_key: OwnKey) -> httpx.AsyncClient:
-    """The HTTP client for calls to the orchestrator and agents."""
+def make_control_client(config: RouterSettings, own_key: OwnKey, agents: EnginePool) -> httpx.AsyncClient:
+    """The HTTP client for calls to the orchestrator and agents, over this pool."""
     return httpx.AsyncClient(
-        timeout=config.control_timeout_s,
-        auth=own_key,
-        transport=DirectTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
-        trust_env=False,
+        timeout=config.control_timeout_s, auth=own_key, transport=PoolTransport(agents), trust_env=False
     )
 
 

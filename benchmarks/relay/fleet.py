@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -221,7 +222,8 @@ class Pacer:
 # --- orchestrator and agents ------------------------------------------------------------------------------------------
 
 _MSGPACK = "application/vnd.msgpack"
-_BEAT_S = 1.0
+# Keep-alives of ledgers come each second, those of events each 15 s: the defaults of agents and orchestrator.
+_BEAT_S, _BEATS_OF_EVENTS = 1.0, 15
 _EPOCH = "stub.1"
 
 
@@ -267,9 +269,10 @@ class StubControlPlane:
 
     async def run(self) -> None:
         """Signs of life to whoever follows."""
-        while True:
+        for number in count():
             await asyncio.sleep(_BEAT_S)
-            for kind, beat in (("sse", piece(b": here\n\n")), ("kv", _beat())):
+            beats = {"kv": _beat()} | ({} if number % _BEATS_OF_EVENTS else {"sse": piece(b": here\n\n")})
+            for kind, beat in beats.items():
                 left = [follower for follower in self._followers[kind] if not follower.is_gone]
                 self._followers[kind] = left
                 for follower in left:

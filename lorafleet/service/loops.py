@@ -1,7 +1,6 @@
 """Background loops that survive errors, delayed calls, and signals of changes."""
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -85,10 +84,12 @@ async def forever(
         if poke is None or failures:
             await asyncio.sleep(pause_s)
         else:
-            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the poke.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await poke.wait()
+            # A poke of our own at the end of the pause: a timeout would cancel the task, which costs as much as a step.
+            timer = asyncio.get_running_loop().call_later(pause_s, poke.set)
+            try:
+                await poke.wait()
+            finally:
+                timer.cancel()
 
 
 def _url_suffix(exc: Exception) -> str:

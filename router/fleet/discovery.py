@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -29,7 +28,14 @@ from router.fleet.catalog import (
     load_catalog,
     save_catalog,
 )
-from router.fleet.replica_report import FollowedWorker, replica_from, replica_state, with_location
+from router.fleet.replica_report import (
+    FollowedWorker,
+    is_same_but_report,
+    replica_from,
+    replica_state,
+    with_location,
+    with_newer_load,
+)
 from router.fleet.worker_sources import WorkerSource, merged_worker_sources
 from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchedStream, FetchRefused
@@ -456,7 +462,7 @@ class Discovery:
             self._update_known_adapters()
         replica = self._replica_of(followed, followed.metadata)
         known = self.fleet.replicas.get(replica.id)
-        if known is not None and replace(known, report=replica.report) == replica:
+        if known is not None and is_same_but_report(known, replica):
             self._schedule_rebuild()
         else:
             self.rebuild_fleet()
@@ -485,7 +491,7 @@ class Discovery:
         """A worker's report, from its agent or its engine; raises FetchRefused if another worker answers."""
         if followed.agentless is not None:
             return await followed.agentless.report()
-        metadata = Metadata.model_validate_json(await self._get(followed.url, "/metadata"))
+        metadata = followed.reader.read(await self._get(followed.url, "/metadata"))
         id_ = followed.source.id
         if metadata.instance_id != id_ and id_ in self.catalog_ids:  # another worker has its address now
             raise FetchRefused(f"{followed.url} is worker {metadata.instance_id!r} by now, not {id_!r}")
@@ -550,15 +556,17 @@ class Discovery:
         is_ending, draining = followed.source.is_ending, self._draining.get(followed.source.id, frozenset())
         # Only replicas whose report changed are rebuilt: a fleet reports many times a second.
         inputs = followed.made_from
-        if (
-            followed.replica is None
-            or inputs is None
-            or inputs[0] is not metadata
-            or inputs[1:] != (state, is_ending, draining)
-        ):
-            followed.replica = replica_from(followed, metadata, state=state, draining=draining, zone=self._zone)
-            followed.made_from = metadata, state, is_ending, draining
-        return followed.replica
+        replica = followed.replica
+        if replica is not None and inputs is not None and inputs[1:] == (state, is_ending, draining):
+            if inputs[0] is metadata:
+                return replica
+            replica = with_newer_load(followed, inputs[0], metadata)
+        else:
+            replica = None
+        if replica is None:
+            replica = replica_from(followed, metadata, state=state, draining=draining, zone=self._zone)
+        followed.replica, followed.made_from = replica, (metadata, state, is_ending, draining)
+        return replica
 
     def _load_saved_catalog(self) -> None:
         """Adopt the catalog saved on disk, if there is one."""

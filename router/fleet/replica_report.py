@@ -1,15 +1,19 @@
 """A followed worker, and the replica built from its report."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from math import inf
+from operator import attrgetter
 from types import MappingProxyType
 
 from lorafleet.engine.agentless import AgentlessEngine
 from router.core.fleet import EngineReport, Replica, ReplicaState, ResidentAdapter
 from router.core.kv.index import WorkerId
+from router.fleet.report_reader import ReportReader, is_same_but_load
 from router.fleet.worker_sources import WorkerSource
 from workers.wire import Metadata
+
+_fields_but_report = attrgetter(*(each.name for each in fields(Replica) if each.name != "report"))
 
 
 @dataclass(slots=True)
@@ -18,6 +22,7 @@ class FollowedWorker:
 
     source          the worker as catalog, slices or settings name it
     agentless       reads its engine, if it has no agent
+    reader          of its agent's reports
     is_named        whether a source names the worker now
     asked_at        when the report in `metadata` was requested
     is_answering    whether the last poll succeeded; `heard_at` is the last success, or the first poll
@@ -29,6 +34,7 @@ class FollowedWorker:
     url: str
     wake: asyncio.Event
     agentless: AgentlessEngine | None = None
+    reader: ReportReader = field(default_factory=ReportReader)
     is_named: bool = True
     is_answering: bool = False
     metadata: Metadata | None = None
@@ -58,8 +64,7 @@ def replica_from(
     """
     loras = () if metadata.lora.refusal else metadata.lora.loaded_loras
     resident_loras = [lora for lora in loras if lora.state in ("ready", "draining")]
-    shape, load = metadata.model.runtime_config, metadata.load
-    read_at, list_age_s = followed.heard_at - load.read_age_s, metadata.lora.list_age_s
+    shape = metadata.model.runtime_config
     residents = MappingProxyType(
         {
             lora.engine_name: ResidentAdapter(lora.lora_id, lora.digest, lora.engine_name, lora.location)
@@ -92,21 +97,40 @@ def replica_from(
         is_suspect=metadata.is_suspect,
         refusal=metadata.lora.refusal,
         is_salted=metadata.lora.is_salted,
-        report=EngineReport(
-            running=load.running,
-            waiting=load.waiting,
-            kv_usage=load.kv_usage,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_tokens_per_s=load.decode_tokens_per_s,
-            output_tokens=load.mean_output_tokens,
-            request_s=load.mean_request_s,
-            load_s=load.load_seconds,
-            at=read_at,
-            moved_at=inf if load.still_s is None else read_at - load.still_s,
-            # Counted from the poll's start, so that a list read before a request failed does not look newer. Older
-            # agents do not report the list's age; they read it about as often as the metrics.
-            listed_at=read_at if list_age_s is None else followed.asked_at - list_age_s,
-        ),
+        report=_engine_report(followed, metadata),
+    )
+
+
+def with_newer_load(followed: FollowedWorker, before: Metadata, metadata: Metadata) -> Replica | None:
+    """The worker's replica with the load of a newer report; None if anything else may have changed since `before`."""
+    if followed.replica is None or not is_same_but_load(before, metadata):
+        return None
+    return replace(followed.replica, report=_engine_report(followed, metadata))
+
+
+def is_same_but_report(before: Replica, now: Replica) -> bool:
+    """Whether two replicas differ in their engine's load and rates alone."""
+    return bool(_fields_but_report(before) == _fields_but_report(now))
+
+
+def _engine_report(followed: FollowedWorker, metadata: Metadata) -> EngineReport:
+    """The engine's load and rates in a report, with the times of its readings."""
+    load = metadata.load
+    read_at, list_age_s = followed.heard_at - load.read_age_s, metadata.lora.list_age_s
+    return EngineReport(
+        running=load.running,
+        waiting=load.waiting,
+        kv_usage=load.kv_usage,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        decode_tokens_per_s=load.decode_tokens_per_s,
+        output_tokens=load.mean_output_tokens,
+        request_s=load.mean_request_s,
+        load_s=load.load_seconds,
+        at=read_at,
+        moved_at=inf if load.still_s is None else read_at - load.still_s,
+        # Counted from the poll's start, so that a list read before a request failed does not look newer. Older agents
+        # do not report the list's age; they read it about as often as the metrics.
+        listed_at=read_at if list_age_s is None else followed.asked_at - list_age_s,
     )
 
 

@@ -6,6 +6,7 @@ They cost a twentieth of the CPU that an HTTP client takes.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from router.http.engine_connection import EngineConnection, EngineLost, Headers, Origin
 from router.http.engine_pool import EnginePool
@@ -23,21 +24,32 @@ class FetchRefused(ConnectionError):
         self.body = body
 
 
-class _BodyCollector:
-    """A ResponseSink that collects the whole body."""
+@dataclass(frozen=True, slots=True)
+class FetchedAnswer:
+    """A whole answer, whatever its status. Headers: names in lower case, the last value of each."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class _AnswerCollector:
+    """A ResponseSink that collects a whole answer."""
 
     def __init__(self, connection: EngineConnection, request: str, max_bytes: int) -> None:
-        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[FetchedAnswer] = asyncio.get_running_loop().create_future()
         self._connection = connection
         self._request = request
         self._max_bytes = max_bytes
         self._status = 0
+        self._headers: Headers = {}
         self._pieces: list[bytes] = []
         self._size_bytes = 0
 
-    def head(self, status: int, _headers: Headers) -> None:
-        """Keep the status."""
+    def head(self, status: int, headers: Headers) -> None:
+        """Keep the status and headers."""
         self._status = status
+        self._headers = headers
 
     def data(self, data: bytes) -> None:
         """Keep these bytes; over `max_bytes` close the connection and fail."""
@@ -48,14 +60,9 @@ class _BodyCollector:
             self.lost(EngineLost("no_answer", f"{self._request}: an answer of over {self._max_bytes} bytes"))
 
     def end(self) -> None:
-        """Resolve `done` with the body; with FetchRefused where the status is not 200."""
-        if self.done.done():
-            return
-        body = b"".join(self._pieces)
-        if self._status == 200:
-            self.done.set_result(body)
-        else:
-            self.done.set_exception(FetchRefused(f"{self._request}: {self._status} {body[:200]!r}", self._status, body))
+        """Resolve `done` with the answer."""
+        if not self.done.done():
+            self.done.set_result(FetchedAnswer(self._status, self._headers, b"".join(self._pieces)))
 
     def lost(self, exc: EngineLost) -> None:
         """Fail `done` with this error, unless it is done already."""
@@ -139,19 +146,36 @@ async def fetch(
 ) -> bytes:
     """Send a GET of `path` below `url`, or with `body` (JSON) a POST of it; the answer's body.
 
-    Sent once more, on a new connection, where the peer closes an idle one instead of answering. So the request must be
-    safe to repeat.
-
+    Must be safe to repeat, see `exchange`.
     raises  EngineLost, FetchRefused, and ValueError for a bad URL
     """
     origin = Origin.parse(url)
     method = "GET" if body is None else "POST"
-    request = _request(method, origin, path, token, body)
+    request, name = _request(method, origin, path, token, body), f"{method} {url}{path}"
+    answer = await exchange(pool, origin, request, name=name, timeout_s=timeout_s, max_bytes=max_bytes)
+    if answer.status != 200:
+        raise FetchRefused(f"{name}: {answer.status} {answer.body[:200]!r}", answer.status, answer.body)
+    return answer.body
 
-    async def send_on(connection: EngineConnection) -> bytes:
-        """Send the request on this connection, and wait for the body; close it when cancelled."""
-        collector = _BodyCollector(connection, f"{method} {url}{path}", max_bytes)
-        connection.deadline = asyncio.get_running_loop().time() + timeout_s
+
+async def exchange(
+    pool: EnginePool, origin: Origin, request: bytes, *, name: str, timeout_s: float | None, max_bytes: int
+) -> FetchedAnswer:
+    """Send these bytes of a request; its whole answer.
+
+    Sent once more, on a new connection, where the peer closes an idle one instead of answering. So the request must be
+    safe to repeat.
+
+    name       of the request, for errors
+    timeout_s  for the whole answer, once it is connected; None: no limit
+    raises     EngineLost
+    """
+
+    async def send_on(connection: EngineConnection) -> FetchedAnswer:
+        """Send the request on this connection, and wait for the answer; close it when cancelled."""
+        collector = _AnswerCollector(connection, name, max_bytes)
+        if timeout_s is not None:
+            connection.deadline = asyncio.get_running_loop().time() + timeout_s
         connection.send(request, collector)
         try:
             return await collector.done

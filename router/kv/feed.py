@@ -268,6 +268,8 @@ class WorkerFeed:
         for rank in self._engine:
             rank.export_counts()
         for sink in self.sinks.values():
+            if not sink.added and not sink.dropped:
+                continue
             self.metrics.kv_changed_blocks.labels(worker, "added").inc(sink.added)
             self.metrics.kv_changed_blocks.labels(worker, "dropped").inc(sink.dropped)
             sink.added = sink.dropped = 0

@@ -249,6 +249,8 @@ class ReplicaBook:
 
     def _past_prefill(self, at: float, waiting: int) -> list[LoadEntry]:
         """Unstreamed requests whose prefill was over at a report: the engine had begun them, and their time was up."""
+        if not self.in_prefill:
+            return []
         without_slot = set(self._without_slot())
         waiting = max(0, waiting - sum([entry.sequences for entry in without_slot]))
         there = [entry for entry in self.in_prefill if entry.began_at <= at and entry not in without_slot]
