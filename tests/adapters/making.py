@@ -127,9 +127,9 @@ def _store_as_published(path: Path, family: ModelFamily) -> None:
 
 
 def next_logprobs(model: torch.nn.Module) -> list[float] | None:
-    """The log-probabilities of all tokens after the prompt; of a classifier the probabilities of its classes, of an
+    """The log-probabilities of all tokens after the prompt; None of a model that fails.
 
-    embedding model the last token's vector. None of a model that fails.
+    Of a classifier the probabilities of its classes, of an embedding model the last token's vector.
     """
     try:
         with torch.inference_mode():

@@ -137,13 +137,20 @@ def test_two_adapters_in_one_file_are_refused() -> None:
         plan_renames(raw(), tensors, NO_BASE)
 
 
-def test_adapter_of_another_model_is_refused_with_its_own_fault(rules: Rules) -> None:
+def test_adapter_of_another_model_is_refused_with_the_fault_that_no_rename_mends(rules: Rules) -> None:
     with pytest.raises(SourceError) as refused:
         plan_renames(raw(), pairs(*layers("transformer.h.")), rules("gemma3"))
     assert refused.value.code == "modules_unmatched"
     with pytest.raises(SourceError) as refused:  # more layers than the base model
         plan_renames(raw(), pairs(*layers("model.", count=5)), rules("gemma3"))
-    assert refused.value.code in {"module_unknown", "modules_unmatched"}
+    assert refused.value.code == "module_unknown"
+    assert "layers.2." in str(refused.value)
+    wide = {name: TensorHeader("F32", (each.shape[0], 96)) for name, each in pairs(*layers("model.")).items()}
+    with pytest.raises(SourceError) as refused:
+        plan_renames(
+            raw(), {**pairs(*layers("model.")), **{n: t for n, t in wide.items() if "lora_A" in n}}, rules("gemma3")
+        )
+    assert refused.value.code == "shape_mismatch"
 
 
 def test_ranks_and_targets_follow_the_new_names(rules: Rules) -> None:

@@ -66,7 +66,7 @@ def plan_renames(
     rules     of the base model that will serve it; without its modules only wrappers and doubled prefixes are removed
     language  whose names the language model gets, a key of LANGUAGE_PREFIXES; None: they are tried in turn
     clock     CPU time of this thread, which ends expressions of the config that take too long
-    raises    SourceError: the fault of the adapter with its own names, if no renames mend it
+    raises    SourceError if no renames mend it: the fault that is left
     """
     plain, steps = _plain_names(tensors)
     places = [LANGUAGE_PREFIXES[language]] if language else [None, *(LANGUAGE_PREFIXES.values() if rules.base else ())]
@@ -81,7 +81,8 @@ def plan_renames(
             described = check_adapter(new_config, {new: tensors[name] for name, new in names.items()}, rules)
             _check_language_served(described)
         except SourceError as exc:
-            fault = fault or exc
+            if fault is None or fault.code == "modules_unmatched":
+                fault = exc  # names that the base model has show what else is wrong
             continue
         moved = sum(plain[name] != new for name, new in names.items())
         moves = (f"the language model is renamed, {moved} tensors: {_example(plain, names)}",) if moved else ()
