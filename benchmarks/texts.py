@@ -5,7 +5,7 @@ something new to its end: texts that repeat themselves would be tokenized from a
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
 from itertools import count
@@ -115,7 +115,7 @@ def emoji(chars: int) -> str:
     return _filled(chars, lambda: f"{' '.join(rng.choices(_english_words(), k=8))} {rng.choice(_EMOJI)} ")
 
 
-SCRIPTS: Mapping[str, Callable[[int], str]] = {
+SCRIPTS: dict[str, Callable[[int], str]] = {
     "English": english,
     "English, one curly quote": curly,
     "code": code,
