@@ -180,7 +180,8 @@ async def installed(folder: Path, values: dict[str, Any]) -> AsyncIterator[Insta
 def small_fleet(model: Path) -> dict[str, Any]:
     """Two routers, two orchestrators, two sim workers; what takes long in a cluster is short.
 
-    The Lease lasts for longer than this process, which is the API server, is ever without a processor.
+    The Lease lasts for longer than this process, which is the API server, is ever without a processor. Routers drain
+    until its proxies know that they end.
     """
     lease_s = round(patience(3))
     pool = {
@@ -197,7 +198,7 @@ def small_fleet(model: Path) -> dict[str, Any]:
         "startDeadlineSeconds": 60,
     }
     return {
-        "router": {"replicas": 2, "drainSeconds": 2, "graceSeconds": 20},
+        "router": {"replicas": 2, "drainSeconds": round(patience(1)), "graceSeconds": round(patience(10))},
         "orchestrator": {
             "lease": {"durationSeconds": lease_s, "renewSeconds": lease_s // 4, "marginSeconds": lease_s // 4}
         },
