@@ -58,7 +58,8 @@ class EngineReport:
 class Replica:
     """A worker as the router sees it.
 
-    block_size     tokens in a block of its KV cache; 0: not known, or its engine keeps no block for a later prompt
+    block_size     tokens in a block of its KV cache; 0: not known
+    caches_prefixes  its engine keeps blocks for later prompts; without, nothing of a prompt is ever cached there
     residents      its adapters by engine name
     draining       engine names of adapters that get no new requests there
     max_lora_rank  the largest rank that its engine takes; 0: not known
@@ -94,6 +95,7 @@ class Replica:
     report: EngineReport = EngineReport()
     model_name: str = ""
     model_path: str = ""
+    caches_prefixes: bool = True
 
     def __post_init__(self) -> None:
         """Set `model_name` to the base model where it is empty."""
@@ -174,8 +176,8 @@ class Roster:
 
     @cached_property
     def block_sizes(self) -> frozenset[int]:
-        """Block sizes of all replicas whose engines have reported one."""
-        return frozenset(replica.block_size for replica in self.replicas) - {0}
+        """Block sizes of all replicas that have reported one and keep blocks for later prompts."""
+        return frozenset(replica.block_size for replica in self.replicas if replica.caches_prefixes) - {0}
 
     @cached_property
     def salted(self) -> frozenset[WorkerId]:

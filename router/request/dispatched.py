@@ -71,7 +71,7 @@ class DispatchedRequest:
         trust = "estimate" if is_approximate else services.accuracy.state(worker)
         self.record = RequestRecord(request_id, time(), tokens_from, decision, trust, waited_s)
         services.decisions.add(self.record, now)
-        self.hashes = hashed.chain(worker, replica.block_size)
+        self.hashes = hashed.chain(worker, replica.block_size) if replica.caches_prefixes else ()
         self._hold: PendingBlocks | None = None
         if self.hashes:
             self._index = services.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)
