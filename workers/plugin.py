@@ -64,7 +64,7 @@ class LoraEventType(StrEnum):
 class LoraModel:
     """An adapter on a worker.
 
-    local_path  its folder, with `adapter_config.json` and `*.safetensors`; None: not on this disk
+    local_path  its folder, with `adapter_config.json` and `adapter_model.safetensors`; None: not on this disk
     digest      "" while it is not known
     pinned      of a download: the plugin's name for exactly these bytes, under which the agent fetches them again;
                 "": the same name

@@ -170,7 +170,7 @@ class Installer:
             if not deleted:
                 raise
             self._inventory.forget_deleted(deleted)
-        return await fetch()
+        return await _fetch_by_either_digest(fetch)
 
     async def _install_from_fleet(
         self, fetch: Callable[..., Awaitable[InstalledAdapter]], lora_id: str, digest: str, failed: SourceError
