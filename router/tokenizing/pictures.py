@@ -36,6 +36,9 @@ _QUESTION_S = 10.0
 _RETRY_S = 60.0
 _MOST_UNKNOWN = 4096
 
+# Errors for a chat that our tokenizer cannot handle, or an answer unlike vLLM's.
+_ANSWER_ERRORS = (Untokenizable, TemplateError, TypeError, ValueError, AttributeError, RecursionError)
+
 PostTokenize = Callable[[Mapping[str, Any], str], Awaitable["array[int] | None"]]
 EncodeChat = Callable[[Mapping[str, Any]], Tokens | SlowTokens]
 _PictureKey = tuple[str, str, bytes]
@@ -152,7 +155,7 @@ class PicturesOfEngines:
                     theirs = await self._post({"messages": [_chat_of(_part_of(picture))]}, model.engine_url)
                     place = None if theirs is None else tokens_in_place(ours, theirs)
                     known = None if place is None else KnownPicture(identified, *place)
-        except (TimeoutError, httpx.HTTPError, Untokenizable, TemplateError, TypeError, ValueError) as exc:
+        except (TimeoutError, httpx.HTTPError, *_ANSWER_ERRORS) as exc:
             log.debug("a picture's tokens are not known", base_model=model.name, error=str(exc))
         finally:
             self._questions.pop(key, None)
@@ -198,7 +201,7 @@ def _placed(shown: Mapping[str, Any], known: Sequence[KnownPicture], encode: Enc
 
     try:
         found = encode(shown)
-    except (Untokenizable, TemplateError, TypeError, ValueError, RecursionError):
+    except _ANSWER_ERRORS:
         return NO_TOKENS
     if isinstance(found, Tokens):
         return placed(found)
