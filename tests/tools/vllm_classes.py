@@ -44,8 +44,8 @@ _MISSING: Mapping[str, Any] = {
     "position_embedding_type": "absolute", "norm_topk_prob": True, "mla_scale_q_lora": True,
     "mla_scale_kv_lora": True, "embed_dim": 1280, "image_size": 224, "downsample_factor": 4,
     "conv_bias": False, "norm_eps": 1e-5, "route_norm": True, "route_scale": 1.0, "mlp_ratio": 4, "use_qk_norm": False,
-    "conv_dim": 1024, "block_ff_dim": 1024,
-    "scoring_func": "sigmoid", "zero_expert_type": "identity", "zero_expert_num": 1, "patch_size": 16,
+    "conv_dim": 1024, "block_ff_dim": 1024, "scoring_func": "sigmoid", "zero_expert_type": "identity",
+    "zero_expert_num": 1, "patch_size": 16,
 }  # fmt: skip
 # Architectures whose configuration transformers does not have: the model_type of another that has the same fields.
 _LIKE: Mapping[str, str] = {
@@ -62,11 +62,17 @@ _VARIANTS: tuple[Mapping[str, Any], ...] = ({}, {"q_lora_rank": None}, {"tie_wor
 # Kinds of layers that the first layers of the default configuration do not have.
 _VARIANTS_OF: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "jamba": ({"attn_layer_offset": 1, "attn_layer_period": 2},),
-    "granitemoehybrid": ({"layer_types": ["full_attention"] * 32},),
+    "granitemoehybrid": ({"layer_types": ["full_attention"] * 32}, {"num_local_experts": 0}),
     "lfm2": ({"layer_types": ["conv"] * 32},),
     "lfm2_moe": ({"layer_types": ["conv", "full_attention"] * 16},),
     "llama4": ({"interleave_moe_layer_step": 2},),
     "llama4_text": ({"interleave_moe_layer_step": 2},),
+    "qwen2_moe": ({"mlp_only_layers": [0]},),
+    "qwen3_moe": ({"mlp_only_layers": [0]},),
+    "qwen3_next": ({"mlp_only_layers": [0]},),
+    "qwen3_vl_moe": ({"mlp_only_layers": [0]},),
+    "deepseek_v3": ({"first_k_dense_replace": 1},),
+    "glm4_moe": ({"first_k_dense_replace": 1},),
 }
 
 
@@ -136,8 +142,8 @@ def _cut(config: Any) -> None:
         if hasattr(getattr(config, part, None), "to_dict"):
             _cut(getattr(config, part))
     layers = getattr(config, "num_hidden_layers", None)
-    # What is said by layer numbers cannot be cut.
-    if isinstance(layers, int) and layers > _LAYERS and not getattr(config, "per_layer_config", None):
+    # Gemma 4 says some things by layer numbers.
+    if isinstance(layers, int) and layers > _LAYERS and "gemma4" not in str(getattr(config, "model_type", "")):
         for key, value in list(vars(config).items()):
             if isinstance(value, (list, tuple)) and len(value) == layers:
                 setattr(config, key, [*value[: _LAYERS - 1], value[-1]])
@@ -157,6 +163,9 @@ def _config(architecture: str, model_type: str, variant: Mapping[str, Any], extr
         return None
     for key, value in variant.items():
         setattr(text, key, value)
+    for name, kind in getattr(config, "sub_configs", {}).items():
+        if getattr(config, name, None) is None and name in _PARTS and hasattr(kind, "to_dict"):
+            setattr(config, name, kind())
     for part in (config, *(getattr(config, part, None) for part in _PARTS)):
         for key, value in extra.items():
             if hasattr(part, "to_dict") and not hasattr(part, key):

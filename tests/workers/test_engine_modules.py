@@ -107,7 +107,7 @@ def test_modules_of_a_tower_are_ignored_and_named():
     model = base(*GEMMA3, text_config=TEXT)
     found = verdict({**WRAPPED, **TOWER}, model)
     assert found.ignored == tuple(sorted(TOWER))
-    assert "2 of its 8 modules are ignored" in found.notes[0]
+    assert "2 of its 8 modules are ignored" in found.why[0]
     assert refusal(TOWER, model)[0] == "modules_unmatched", "nothing of it would be served"
 
 
@@ -269,7 +269,7 @@ def test_sizes_of_the_config_are_compared_where_weights_are_packed():
 def test_class_that_is_not_in_the_table_leaves_the_question_to_the_engine():
     found = verdict(TEXT_ONLY, base("SomethingNewForCausalLM", TEXT_ONLY, **TEXT))
     assert found.ignored == ()
-    assert "SomethingNewForCausalLM is not in its table" in found.notes[0]
+    assert found.why == ("which modules of SomethingNewForCausalLM the engine uses is not in its table",)
 
 
 def test_version_without_a_table_has_none():

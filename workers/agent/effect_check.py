@@ -26,6 +26,7 @@ from workers.core.effect import (
     ignored_note,
 )
 from workers.core.errors import EngineError
+from workers.core.manifest import AdapterDescription
 from workers.engines.base import EngineClient
 from workers.engines.kinds import engine_traits
 from workers.metrics import WorkerMetrics
@@ -45,11 +46,14 @@ class EffectCheck:
         settings: WorkerSettings,
         engine: CurrentEngine,
         metrics: WorkerMetrics,
+        describe: Callable[[Path], AdapterDescription | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`describe` reads an adapter's folder and says what the engine's table says of it. Blocking, never raises."""
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
+        self._describe = describe
         self._clock = clock
         self._readings = BaseReadings()
         self._attempts: Counter[str] = Counter()
@@ -68,11 +72,31 @@ class EffectCheck:
         raises  EngineError `adapter_no_effect`, `modules_ignored`
         """
         effect = await asyncio.to_thread(self._reported_effect, adapter)
+        described = await asyncio.to_thread(self._describe, Path(adapter.path))
         if effect is None:
+            if described is not None:
+                self._check_table(adapter, described)
             effect = await self._shown_effect(client, adapter)
+            if described is not None:
+                note = _sentences(effect.note, *described.why)
+                effect = AdapterEffect(effect.effect, note, described.ignored)
+        if described is not None:
+            effect = replace(effect, note=_sentences(effect.note, *described.notes))
         if effect.note:
             log.warning("adapter's effect", lora_id=adapter.lora_id, effect=effect.effect, note=effect.note)
         return with_effect(adapter, effect)
+
+    def _check_table(self, adapter: InstalledAdapter, described: AdapterDescription) -> None:
+        """Raises EngineError if the adapter must not be served without the modules that its table calls ignored."""
+        lost = sum(".experts" in module for module in described.ignored)
+        policy = _policy_of(adapter, self._settings.ignored_modules)
+        try:
+            check_ignored(
+                described.modules, described.ignored, experts=described.experts, ignored_experts=lost, policy=policy
+            )
+        except EngineError as exc:
+            self._count("table", "refused")
+            raise EngineError(exc.code, f"load {adapter.engine_name}: {exc}") from exc
 
     def _reported_effect(self, adapter: InstalledAdapter) -> AdapterEffect | None:
         """The effect of an adapter by the reports of the engine's processes; None without a report of each.
@@ -155,6 +179,11 @@ class EffectCheck:
     def _count(self, by: str, found: str) -> None:
         """Count a check by how the engine was asked, and what was found."""
         self._metrics.effect_checks.labels(by, found).inc()
+
+
+def _sentences(*notes: str) -> str:
+    """Notes as one text; empty ones are left out."""
+    return "; ".join(note for note in notes if note)
 
 
 def _is_zero(adapter: InstalledAdapter) -> bool:

@@ -14,7 +14,7 @@ from orchestrator.wire import checked_lora_id
 from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.inventory import Inventory
 from workers.core.errors import AgentRequestError, DigestMismatch, SourceError
-from workers.core.manifest import Manifest, check_rank, is_same_base
+from workers.core.manifest import AdapterDescription, Manifest, check_rank, is_same_base
 from workers.metrics import WorkerMetrics
 from workers.sources.base import PLUGIN_SCHEME, FetchProgress, Source, Transfer
 from workers.sources.fleet import own_fleet_reference
@@ -55,6 +55,10 @@ class Installer:
         self._engine_digests = engine_digests
         self._base_model_name = base_model_name
         self._fleet = fleet
+
+    def describe(self, folder: Path) -> AdapterDescription | None:
+        """What the engine's table says of an installed adapter; None if it cannot be read. Blocking."""
+        return self._cache.describe(folder)
 
     async def digests_in_use(self) -> frozenset[str]:
         """Digests whose files must stay: wanted by this worker, or in the engine's list, which it asks.

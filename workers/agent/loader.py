@@ -49,7 +49,9 @@ class Loader:
         self._report = report
         self._metrics = metrics
         self._clock = clock
-        self._effects = EffectCheck(settings=settings, engine=engine, metrics=metrics, clock=clock)
+        self._effects = EffectCheck(
+            settings=settings, engine=engine, metrics=metrics, describe=installer.describe, clock=clock
+        )
         self._operations = AgentOperations()
         # Weak: a lock exists only while somebody holds it or waits for it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

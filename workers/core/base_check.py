@@ -19,10 +19,12 @@ class ModuleVerdict:
     """What becomes of an adapter's modules in the engine.
 
     ignored   modules that the engine takes and does not use, sorted
-    notes     sentences for operators: what is ignored, and what could not be compared
+    why       why they are ignored, and what the table does not say, as sentences
+    notes     sentences for operators: what could not be compared
     """
 
     ignored: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -83,10 +85,11 @@ def _check_in_engine(tensors: AdapterTensors, base: BaseModel, engine: EngineMod
         raise SourceError("module_unknown", f"{message}; accepted are the base model's own layers")
     _check_stacked_halves(tensors.pairs)
     compared = _check_shapes(tensors, base, fates)
-    notes = [*_ignored_notes(ignored, fates), *_uncompared_notes(len(fates) - len(ignored), compared, base)]
+    notes = _uncompared_notes(len(fates) - len(ignored), compared, base)
+    why = _ignored_notes(ignored, fates)
     if unknown := by_fate.get("unknown"):
-        notes.append(f"whether the engine uses {_first_names(unknown)} is not known before it is loaded")
-    return ModuleVerdict(tuple(sorted(ignored)), tuple(notes))
+        why = (*why, f"whether the engine uses {_first_names(unknown)} is not in its table")
+    return ModuleVerdict(tuple(sorted(ignored)), why, tuple(notes))
 
 
 def _is_absent(module: str, fate: ModuleFate, base: BaseModel, names: ModuleShapes) -> bool:
@@ -172,16 +175,16 @@ def check_shape(module: str, pair: LoraPair, shape: Shape) -> None:
     raise SourceError("shape_mismatch", f"{message}; accepted are adapters of the base model's own shapes")
 
 
-def _ignored_notes(ignored: Sequence[str], fates: Mapping[str, ModuleFate]) -> list[str]:
+def _ignored_notes(ignored: Sequence[str], fates: Mapping[str, ModuleFate]) -> tuple[str, ...]:
     """Notes on ignored modules, one for each reason."""
     by_reason: dict[str, list[str]] = {}
     for module in ignored:
         reason = fates[module].reason.partition(" module ")[0]
         by_reason.setdefault(reason, []).append(module)
-    return [
+    return tuple(
         f"{len(modules)} of its {len(fates)} modules are ignored ({_first_names(modules)}): {fates[modules[0]].reason}"
         for modules in by_reason.values()
-    ]
+    )
 
 
 def _uncompared_notes(served: int, compared: int, base: BaseModel) -> list[str]:
@@ -208,6 +211,15 @@ def _check_by_names(tensors: AdapterTensors, base: BaseModel) -> ModuleVerdict:
     unknown = [
         module for module in modules if names.find(module) is None and not (base.has_experts and ".experts" in module)
     ]
+    stacked = [module for module, pair in modules.items() if pair.is_stacked]
+    if base.unknown_class and stacked:
+        message = (
+            f"module {stacked[0]}: PEFT's target_parameters stores all experts as one module, and the engine takes"
+        )
+        accepted = "accepted are adapters without experts"
+        raise SourceError("module_unsupported", f"{message} that for model classes of its table alone; {accepted}")
+    if base.unknown_class and len(unknown) < len(modules):
+        unknown = []  # the engine may name them otherwise: it is asked
     if len(unknown) == len(modules):
         hint = f"accepted are modules such as {_example_module(base)}"
         message = f"none of its {len(modules)} modules ({unknown[0]}, ...) is in the base model; {hint}"
@@ -225,10 +237,7 @@ def _check_by_names(tensors: AdapterTensors, base: BaseModel) -> ModuleVerdict:
             check_shape(module, pair, shape)
     if not base.unknown_class:
         return NOTHING_COMPARED
-    note = (
-        f"the engine's class {base.unknown_class} is not in its table: what the engine uses is known when it is loaded"
-    )
-    return ModuleVerdict(notes=(note,))
+    return ModuleVerdict(why=(f"which modules of {base.unknown_class} the engine uses is not in its table",))
 
 
 def _example_module(base: BaseModel) -> str:

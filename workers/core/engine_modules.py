@@ -62,6 +62,8 @@ class EngineModules:
         if any(f".{start}" in f".{module}" for start in self.model_class.skipped):
             return ModuleFate("ignored", "the engine passes over modules of this name")
         name = self.model_class.rules.renamed(module + suffix).removesuffix(suffix)
+        if self._is_other_variant(name):
+            return ModuleFate("unknown", "this variant of the model class is not known here", self.by_name.get(name))
         if refusal := self._refusal(name, pair):
             return ModuleFate("refused", refusal)
         found = [full for full in self._full_names(name) if self._has(full, pair)]
@@ -78,10 +80,22 @@ class EngineModules:
         takes_towers = self.with_towers and self.model_class.takes_towers
         return (self.model_class.language, *(self.model_class.towers if takes_towers else ()))
 
+    def _is_other_variant(self, name: str) -> bool:
+        """Whether a module of the base model's language model is in a part that the class was not seen to have.
+
+        Classes were built from default configurations; others may have other kinds of layers.
+        """
+        parent = _pattern(name).rpartition(".")[0]
+        modules = self.model_class.modules
+        if modules is None or ".layers." not in name or ".experts" in name or name not in self.by_name:
+            return False
+        is_language = name.startswith(self.model_class.language)
+        return is_language and not any(module.startswith(f"{parent}.") for module in modules)
+
     def _refusal(self, name: str, pair: LoraPair) -> str:
         """Why the engine refuses a file with a module of this name; "" if it does not, or if that is not known."""
         if not self.model_class.taken:
-            return ""
+            return self._stacked_refusal(name) if pair.is_stacked else ""
         last = name.rpartition(".")[2]
         if name.endswith(".experts.base_layer"):
             return self._stacked_refusal(name)
@@ -99,12 +113,13 @@ class EngineModules:
     def _stacked_refusal(self, name: str) -> str:
         """Why the engine refuses experts that are stored as one module; "" if it does not."""
         runner = name.removesuffix(".base_layer")
-        if self.model_class.has_3d_experts or not self._has_pattern(runner):
+        is_known = self.model_class.modules is not None
+        if self.model_class.has_3d_experts or (is_known and not self._has_pattern(runner)):
             return ""  # taken, or ignored
-        parts = ", ".join(self.model_class.expert_parts)
+        parts = ", ".join(self.model_class.expert_parts) or "..."
         return (
             "PEFT's target_parameters stores all experts as one module, and the engine wants one for each expert of"
-            f" this base model (experts.0.{{{parts}}}, ...)"
+            f" this base model (experts.0.{{{parts}}})"
         )
 
     def _expert_refusal(self) -> str:

@@ -51,8 +51,6 @@ class Manifest:
 
     rank        the largest of its modules
     base_model  "" if its config names none
-    ignored     modules that the engine takes and does not use, as far as its table says
-    notes       sentences for operators: what is ignored, and what could not be compared
     """
 
     digest: str
@@ -60,18 +58,24 @@ class Manifest:
     base_model: str
     size_bytes: int
     modules: int
-    ignored: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterDescription:
-    """An adapter by its config and tensor headers: a Manifest without digest and size."""
+    """An adapter by its config and tensor headers: a Manifest without digest and size.
+
+    experts   how many of its modules are of experts
+    ignored   modules that the engine takes and does not use, as far as its table says; `why` says why, and
+              what the table does not say
+    notes     sentences for operators: what could not be compared
+    """
 
     rank: int
     base_model: str
     modules: int
+    experts: int = 0
     ignored: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -132,7 +136,15 @@ def check_adapter(
     verdict = check_against_base(parts, rules.base) if rules.base else NOTHING_COMPARED
     rank = max(with_single_ranks(parts.pairs, rules.base).values())
     check_rank(rank, rules)
-    return AdapterDescription(rank, lora_config.base_model, len(parts.pairs), verdict.ignored, verdict.notes)
+    return AdapterDescription(
+        rank=rank,
+        base_model=lora_config.base_model,
+        modules=len(parts.pairs),
+        experts=sum(".experts" in module for module in parts.pairs),
+        ignored=verdict.ignored,
+        why=verdict.why,
+        notes=verdict.notes,
+    )
 
 
 def _check_against_config(parts: AdapterTensors, config: LoraConfig, base: BaseModel | None, time: MatchTime) -> None:

@@ -21,7 +21,7 @@ import structlog
 from workers.core import manifest as manifests
 from workers.core.adapter_files import is_stored_file
 from workers.core.errors import EngineError, SourceError
-from workers.core.manifest import AdapterRules, Manifest
+from workers.core.manifest import AdapterDescription, AdapterRules, Manifest
 from workers.core.references import redacted
 from workers.sources.base import (
     CheckingSource,
@@ -34,7 +34,7 @@ from workers.sources.base import (
 )
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.pickled import convert_pickles
-from workers.storage.verify import read_file_entry, read_manifest
+from workers.storage.verify import read_description, read_file_entry, read_manifest
 
 log = structlog.get_logger()
 
@@ -129,6 +129,13 @@ class AdapterCache:
         rules = replace(self.rules, max_rank=None) if allow_any_rank else self.rules
         rules = replace(rules, base_check="off") if trust_base_model else rules
         return await asyncio.to_thread(read_manifest, folder, rules, is_counted=is_stored_file)
+
+    def describe(self, folder: Path) -> AdapterDescription | None:
+        """What the engine's table says of an adapter that was verified before; None if it cannot be read. Blocking."""
+        try:
+            return read_description(folder, replace(self.rules, max_rank=None, base_check="off"))
+        except (SourceError, OSError, ValueError):
+            return None
 
     async def install(self, partial: Path, digest: str) -> Path:
         """Rename a verified folder to its digest, or use another agent's intact copy; returns the path.

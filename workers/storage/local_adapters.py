@@ -121,11 +121,11 @@ class LocalAdapters:
         if adapter.manifest is None:
             return self._read_adapter(adapter.lora_id, adapter.path)
         try:
-            described = read_description(adapter.path, self.rules)
+            read_description(adapter.path, self.rules)
         except (SourceError, ValueError, OSError) as exc:
             log.warning("adapter in lora_path cannot be served", lora_id=adapter.lora_id, error=str(exc))
             return replace(adapter, manifest=None, error=str(exc))
-        return replace(adapter, manifest=replace(adapter.manifest, ignored=described.ignored, notes=described.notes))
+        return adapter
 
     def _read_adapter(self, lora_id: str, path: Path) -> LocalAdapter:
         """Verify an adapter; an error is logged and kept in the result."""

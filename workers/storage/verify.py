@@ -57,8 +57,6 @@ def read_manifest(
         base_model=described.base_model,
         size_bytes=size_bytes,
         modules=described.modules,
-        ignored=described.ignored,
-        notes=described.notes,
     )
 
 
