@@ -19,6 +19,7 @@ from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.service.auth import ApiKeys
 from lorafleet.service.own_key import OwnKey
+from lorafleet.service.repeats import RepeatLimiter
 from router.config import RouterSettings
 from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 from router.core.failover.retry_budget import RetryBudget
@@ -57,6 +58,7 @@ class WorkerListener:
 
     learning  tasks that fetch tokenizers
     followed  each worker's report that the feeds have got last
+    lines     limits the log lines about tokenizers that could not be fetched
     """
 
     feeds: KvFeeds
@@ -68,6 +70,7 @@ class WorkerListener:
     metrics: RouterMetrics
     learning: set[asyncio.Task[None]] = field(default_factory=set)
     followed: dict[WorkerId, Metadata] = field(default_factory=dict)
+    lines: RepeatLimiter = field(default_factory=RepeatLimiter)
 
     def on_report(self, replica: Replica, metadata: Metadata) -> None:
         """Apply a report to load, metrics and feeds; a task fetches the tokenizer of a ready, unprobed engine."""
@@ -111,7 +114,14 @@ class WorkerListener:
             )
         except (httpx.HTTPError, ValueError) as exc:
             # The next report comes in a second, and tries again.
-            log.warning("tokenizer not fetched yet", base_model=replica.base_model, error=repr(exc))
+            if failures := self.lines.count(replica.base_model):
+                log.warning(
+                    "tokenizer not fetched yet",
+                    base_model=replica.base_model,
+                    worker=replica.id,
+                    error=repr(exc),
+                    failures=failures,
+                )
 
 
 def _restartable_incarnation(replica: Replica) -> Incarnation | None:

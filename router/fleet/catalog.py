@@ -9,6 +9,7 @@ import structlog
 from pydantic import ValidationError
 
 from lorafleet.identity import engine_name
+from lorafleet.service.repeats import RepeatLimiter
 from orchestrator.wire import Catalog, checked_lora_id
 from router.core.fleet import AdapterAlias, RoutableAdapter
 from workers.wire import Metadata
@@ -60,15 +61,16 @@ def load_catalog(file: Path) -> Catalog | None:
         return None
 
 
-def save_catalog(file: Path, content: bytes) -> None:
-    """Write a copy of the catalog. A failure is logged, and nothing is raised."""
+def save_catalog(file: Path, content: bytes, lines: RepeatLimiter) -> None:
+    """Write a copy of the catalog. A failure is logged, as often as `lines` lets it, and nothing is raised."""
     # Several worker processes may save to the same file.
     partial = file.with_suffix(f".{os.getpid()}.partial")
     try:
         partial.write_bytes(content)
         partial.replace(file)
     except OSError as exc:
-        log.warning("catalog not saved", file=str(file), error=str(exc))
+        if failures := lines.count(file):
+            log.warning("catalog not saved", file=str(file), error=str(exc), failures=failures)
 
 
 def discovered_adapters(reports: Iterable[Metadata], catalog_names: Container[str]) -> Mapping[str, RoutableAdapter]:

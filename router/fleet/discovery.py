@@ -17,6 +17,7 @@ from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.slices import DiscoveredWorker
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.loops import ChangeSignal, forever
+from lorafleet.service.repeats import RepeatLimiter
 from orchestrator.wire import Catalog
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
 from router.core.fleet import AdapterAlias, Replica, RoutableAdapter, RouterFleet, with_last_resort
@@ -150,6 +151,8 @@ class Discovery:
         self._draining: dict[str, frozenset[str]] = {}
         self._etag: str | None = None
         self._catalog_wake = asyncio.Event()
+        self._save_failures = RepeatLimiter(clock)
+        self._save_failures = RepeatLimiter(clock)
         self.followed: dict[str, FollowedWorker] = {}
         self._rebuild_timer: asyncio.TimerHandle | None = None
 
@@ -307,7 +310,7 @@ class Discovery:
             self._adopt_catalog(Catalog.model_validate_json(answer.content))
             self._etag = answer.headers.get("etag")
             if self._state_file is not None:
-                save_catalog(self._state_file, answer.content)
+                save_catalog(self._state_file, answer.content, self._save_failures)
         self.confirmed_at = self.clock()
 
     async def _follow_catalog_events(self) -> None:

@@ -23,6 +23,7 @@ from prometheus_client.utils import floatToGoString
 
 from lorafleet.service.adapter_labels import OTHER, AgreedLabels, RecentUse, agree
 from lorafleet.service.files import Stamp, stamp_of
+from lorafleet.service.repeats import RepeatLimiter
 
 log = structlog.get_logger()
 
@@ -156,6 +157,7 @@ class WorkerProcesses:
             _METRICS: self._answer_metrics,
         }
         self._server: asyncio.Server | None = None
+        self._silences = RepeatLimiter()
         self._answer_within_s = answer_within_s
         self._lock_tries = lock_tries
         self._record = _SlotCounts()
@@ -187,8 +189,25 @@ class WorkerProcesses:
         """
         slots = {int(path.stem): path for path in self._folder.glob("*.sock") if path.stem != str(self._slot)}
         asked = {slot: path for slot, path in slots.items() if only is None or slot in only}
-        found = await asyncio.gather(*(_ask_process(path, name, question, within_s) for path in asked.values()))
+        found = await asyncio.gather(*(self._ask_process(path, name, question, within_s) for path in asked.values()))
         return dict(zip(asked, found, strict=True))
+
+    async def _ask_process(self, path: Path, name: str, question: bytes, within_s: float) -> bytes | None:
+        """One process's answer over its unix socket; None, logged now and then, if it is not in time."""
+        try:
+            async with asyncio.timeout(within_s):
+                reader, writer = await asyncio.open_unix_connection(path)
+                try:
+                    writer.write(_encode((name, question)))
+                    writer.write_eof()
+                    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+                    return await reader.readexactly(length)
+                finally:
+                    writer.close()
+        except (OSError, EOFError, TimeoutError) as exc:
+            if failures := self._silences.count(path.stem):
+                log.warning("a worker process does not answer", slot=path.stem, error=repr(exc), failures=failures)
+            return None
 
     async def metrics(self) -> bytes:
         """Ask all processes, and sum their metrics as Prometheus' text. Counts of ended processes are kept."""
@@ -391,20 +410,3 @@ async def _try_lock(lock: IO[str], tries: int) -> bool:
             return True
         await asyncio.sleep(_LOCK_PAUSE_S)
     return False
-
-
-async def _ask_process(path: Path, name: str, question: bytes, within_s: float) -> bytes | None:
-    """One process's answer over its unix socket; None, logged, if it does not answer in time."""
-    try:
-        async with asyncio.timeout(within_s):
-            reader, writer = await asyncio.open_unix_connection(path)
-            try:
-                writer.write(_encode((name, question)))
-                writer.write_eof()
-                length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-                return await reader.readexactly(length)
-            finally:
-                writer.close()
-    except (OSError, EOFError, TimeoutError) as exc:
-        log.warning("a worker process does not answer", slot=path.stem, error=repr(exc))
-        return None

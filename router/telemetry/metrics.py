@@ -34,7 +34,7 @@ class RouterMetrics:
         ).labels()
         self.tokenize = Histogram("tokenize_seconds", "Time to tokenize.", ("by",), buckets=_SHORT, **on)
         self.tokenized = Counter("tokenized_tokens", "Prompt tokens tokenized here, by origin.", ("origin",), **on)
-        self.token_cache_bytes = Gauge("token_cache_bytes", "Size of the cache of tokenized text.", **on)
+        self.token_cache_bytes = Gauge("token_cache_bytes", "Size of the caches of tokenized text and words.", **on)
         self.retries = Counter("retries", "Attempts that failed before an answer began, by reason.", ("reason",), **on)
         self.cold_starts = Counter("cold_starts", "Requested adapter loads, by outcome.", ("outcome",), **on)
         self.held = Gauge("held_requests", "Requests that wait for an adapter.", **on)

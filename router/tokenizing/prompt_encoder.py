@@ -111,7 +111,7 @@ class PromptEncoder:
         with threads.admit():
             try:
                 while True:
-                    encoded = None if step is None else await threads.run(step.run)
+                    encoded = None if step is None else await threads.run(step)
                     await self._turns.wait()
                     step = next(steps) if encoded is None else steps.send(encoded)
             except StopIteration as done:

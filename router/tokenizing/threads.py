@@ -4,16 +4,18 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+
+from lorafleet.service.memory import release_free_memory
+from lorafleet.tokenizer.encoding import ThreadWork
 
 # Of the threads: they get a third of the event loop's share of a core that both want.
 _THREAD_NICENESS = 5
 # Prompts that may wait for a thread or a turn; further ones get an approximate prompt. A guess, nothing measured.
 _MAX_WAITING = 64
-
-Result = TypeVar("Result")
+# The library takes some 200 bytes for a character until a text is encoded: not worth releasing for shorter texts.
+_RELEASE_CHARS = 65_536
 
 
 class TooManyLongPrompts(Exception):
@@ -39,9 +41,9 @@ class TokenizerThreads:
         finally:
             self._in_use -= 1
 
-    async def run(self, work: Callable[[], Result]) -> Result:
+    async def run(self, work: ThreadWork) -> list[bytes]:
         """Run an admitted prompt's work in a thread and return its result; raises its errors."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, _run_and_release, work)
 
     def close(self) -> None:
         """Cancel waiting work, and let the threads end after what they run; does not wait."""
@@ -58,6 +60,15 @@ class SliceTurns:
         """Wait until it is this prompt's turn, and everything else that was ready has run."""
         async with self._lock:
             await asyncio.sleep(0)
+
+
+def _run_and_release(work: ThreadWork) -> list[bytes]:
+    """Run this thread's work; what a very long text took is given back to the system."""
+    try:
+        return work.run()
+    finally:
+        if work.chars > _RELEASE_CHARS:
+            release_free_memory()
 
 
 def _lower_thread_priority() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import structlog
 
+from lorafleet.service.memory import release_free_memory
+from lorafleet.service.repeats import RepeatLimiter
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from lorafleet.tokenizer.messages import HasMedia, Untokenizable, has_media
 from router.core.fleet import Incarnation
@@ -87,6 +89,7 @@ class Tokenizers:
         if metrics is not None:
             counts = metrics.tokenized.labels("cache"), metrics.tokenized.labels("tokenizer")
         self._encoder = PromptEncoder(cache_bytes, threads, counts)
+        self._lines = RepeatLimiter(clock)
         self._pictures = PicturesOfEngines(self._post_tokenize, clock)
         self._local: dict[str, LoadedTokenizer] = {}
         self._numbers_used = 0
@@ -105,8 +108,9 @@ class Tokenizers:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes in the piece cache."""
-        return self._encoder.cache.size_bytes
+        """Bytes in the piece cache and in the word caches of all tokenizers."""
+        word_caches = [local.tokenizer.word_cache for local in self._local.values()]
+        return self._encoder.cache.size_bytes + sum([words.size_bytes for words in word_caches if words is not None])
 
     def knows(self, base_model: str) -> bool:
         """Whether prompts of this base model are tokenized here, or never will be."""
@@ -298,13 +302,23 @@ class Tokenizers:
         """Load a tokenizer of the worker's files that agrees with its engine on every probe; None, logged, if none."""
         try:
             files = await self._model_files(base_model, agent_url)
-            local = await asyncio.to_thread(ChatTokenizer.from_files, files)
+            local = await asyncio.to_thread(_load, files)
         except (Untokenizable, ValueError, KeyError, OSError) as exc:
-            log.warning("tokenizing at the engine: its files make no tokenizer", base_model=base_model, error=str(exc))
+            if failures := self._lines.count(("files", base_model)):
+                log.warning(
+                    "tokenizing at the engine: its files make no tokenizer",
+                    base_model=base_model,
+                    error=str(exc),
+                    failures=failures,
+                )
             return None
         agrees = await self._engine_agrees(local, base_model, engine_url)
-        if agrees is None:
-            log.warning("tokenizing at the engine: it answered no probe, so ours is unproven", base_model=base_model)
+        if agrees is None and (failures := self._lines.count(("unproven", base_model))):
+            log.warning(
+                "tokenizing at the engine: it answered no probe, so ours is unproven",
+                base_model=base_model,
+                failures=failures,
+            )
         if not agrees:
             return None
         log.info("tokenizing here: equal to the engine on every probe that it took", base_model=base_model)
@@ -321,7 +335,14 @@ class Tokenizers:
             if engine_ids is None:
                 continue
             if engine_ids != checked_ids(local, probe):
-                log.warning("an engine's ids are not ours", base_model=base_model, engine=engine_url, probe=number)
+                if failures := self._lines.count(("differs", base_model)):
+                    log.warning(
+                        "an engine's ids are not ours",
+                        base_model=base_model,
+                        engine=engine_url,
+                        probe=number,
+                        failures=failures,
+                    )
                 return False
             agrees = True
         return agrees
@@ -329,7 +350,7 @@ class Tokenizers:
     async def _tokenize_at_engine(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> Tokens:
         """POST a body to /tokenize for its ids; NO_TOKENS if that fails.
 
-        A slow engine is logged and not asked for 5 s.
+        A slow engine is not asked for 5 s; it is logged, once in a while.
         """
         if any(body.get(name) is not None for name in _ENGINE_ONLY_FIELDS):
             return NO_TOKENS
@@ -343,9 +364,14 @@ class Tokenizers:
             # Later requests do not wait as this one did.
             self._engine_again_at = {url: at for url, at in self._engine_again_at.items() if at > now}
             self._engine_again_at[engine_url] = now + _RETRY_ENGINE_S
-            log.warning(
-                "the engine tokenizes too slowly: approximate keys meanwhile", engine=engine_url, for_s=_RETRY_ENGINE_S
-            )
+            # Every request that was waiting there comes here.
+            if failures := self._lines.count(("slow", engine_url)):
+                log.warning(
+                    "the engine tokenizes too slowly: approximate keys meanwhile",
+                    engine=engine_url,
+                    for_s=_RETRY_ENGINE_S,
+                    failures=failures,
+                )
             ids = None
         except (httpx.HTTPError, TypeError, ValueError, RecursionError) as exc:
             log.debug("not tokenized at the engine", base_model=base_model, error=str(exc))
@@ -371,6 +397,17 @@ class Tokenizers:
 async def _no_tokens() -> Tokens:
     """NO_TOKENS, in place of an engine's ids, which do not tell pictures apart."""
     return NO_TOKENS
+
+
+def _load(files: Mapping[str, str]) -> ChatTokenizer:
+    """The tokenizer of a model's files. Raises Untokenizable.
+
+    Parsing takes several times as much memory as the tokenizer; that is given back to the system.
+    """
+    try:
+        return ChatTokenizer.from_files(files)
+    finally:
+        release_free_memory()
 
 
 def _given_ids(prompt: list[Any]) -> Tokens:

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from structlog.testing import capture_logs
 
 from lorafleet.identity import block_hashes, root_hash
 from lorafleet.local.tiny_model import make_model
@@ -254,7 +255,7 @@ async def test_a_cache_of_0_bytes_stores_nothing(client, chat):
     tokenizers = Tokenizers(client, cache_bytes=0)
     tokenizers.adopt(BASE, chat)
     await tokenizers.ids(conversation(5), base_model=BASE, engine_url="")
-    assert tokenizers.cache_bytes == 0
+    assert tokenizers.cache_bytes == chat.word_cache.size_bytes > 0
     tokenizers.close()
 
 
@@ -601,6 +602,21 @@ async def test_a_silent_engine_delays_one_request_only(client, worker):
         now[0] += 6.0
         tokenizers.remote_timeout_s = patience(5)
         assert (await tokenizers.ids(HI, base_model=BASE, engine_url=url)).source == "remote"
+    tokenizers.close()
+
+
+async def test_requests_that_waited_for_one_silent_engine_share_a_log_line(client, worker):
+    now = [100.0]
+    tokenizers = Tokenizers(client, mode="remote", remote_timeout_s=0.1, clock=lambda: now[0])
+    worker.answers.clear()
+    async with serving(worker.app) as url:
+        with capture_logs() as lines:
+            for _ in range(2):
+                await asyncio.gather(*[tokenizers.ids(HI, base_model=BASE, engine_url=url) for _ in range(20)])
+                now[0] += 61.0
+        worker.answers.set()
+    slow = [line for line in lines if line["event"].startswith("the engine tokenizes too slowly")]
+    assert [line["failures"] for line in slow] == [1, 20]
     tokenizers.close()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tracemalloc
 from array import array
 from itertools import product
 
@@ -214,6 +215,19 @@ def test_the_cache_bounds_its_bytes_and_keeps_what_is_used():
     assert 50_000 > len(kept) * (sys.getsizeof("word 10000") + sys.getsizeof(ids)) > 5_000
     cache.put("z" * 1000, ids)
     assert cache.get("z" * 1000) is None
+
+
+def test_the_cache_counts_the_bytes_that_it_takes():
+    tracemalloc.start()
+    try:
+        before, cache = tracemalloc.get_traced_memory()[0], PieceIds(2_000_000)
+        for n in range(30_000):
+            cache.put(f"word {n}" if n % 2 else f"größe{n}", array("I", [n] * (n % 4 + 1)).tobytes())
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * taken < cache.size_bytes < 2 * taken
+    assert taken < 2_500_000
 
 
 def changed(**changes):
