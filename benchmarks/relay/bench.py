@@ -137,9 +137,9 @@ class RelayBench:
             process.wait()
 
     @contextlib.contextmanager
-    def router(self, stage: Stage, name: str, *, adapters: int = 10) -> Iterator[Running]:
-        """Ours in front of a fleet, once it knows what its engines have."""
-        running = start_router(stage, name, tuple(map(lora_id, range(adapters))))
+    def router(self, stage: Stage, name: str, *, adapters: int = 10, is_before: bool = False) -> Iterator[Running]:
+        """Ours in front of a fleet, or that of the version before, once it knows what its engines have."""
+        running = start_router(stage, name, tuple(map(lora_id, range(adapters))), is_before=is_before)
         try:
             self.until_known(running, stage)
             yield running

@@ -1,6 +1,7 @@
 """What a state of the fleet costs: requests that wait, many replicas, many adapters, nothing to do; and memory."""
 
 import asyncio
+from dataclasses import replace
 from statistics import median
 
 from benchmarks.relay.bench import RelayBench
@@ -110,19 +111,33 @@ _LARGE_PROMPTS_S = 600.0
 
 async def memory_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
     """Idle: nothing was asked yet. Loaded: blocks are known and requests were answered. Then large prompts."""
-    bench, blocks = scene.bench, scene.bench.size.blocks
-    with bench.fleet(Spec(2)) as stage, bench.router(stage, "idle") as running:
-        rows.append(ReportRow("resident memory, idle", resident_mb(running.pid), "MB", 90))
-    with bench.fleet(Spec(8, blocks=blocks)) as stage, bench.router(stage, "loaded") as running:
-        for ask in (short(), long_seen()):
-            await bench.costs([running], ask, LONG_CONNECTIONS)
-        loaded_mb = resident_mb(running.pid)
-        rows.append(ReportRow(f"resident memory, loaded, {blocks:,} blocks known", loaded_mb, "MB", 130))
-        rows += await _after_large_prompts(bench, running, loaded_mb)
+    for ours in scene.ours:
+        rows += await _of_version(scene.bench, ours.name)
     for peer in scene.peers:
         before_mb = resident_mb(peer.pid)
         rows.append(ReportRow("resident memory, as this run left it", before_mb, "MB", contender=peer.name))
-        rows += await _after_large_prompts(bench, peer, before_mb)
+        rows += await _after_large_prompts(scene.bench, peer, before_mb)
+
+
+async def _of_version(bench: RelayBench, name: str) -> list[ReportRow]:
+    """The memory of new routers of this version, or of the one before."""
+    blocks, is_before = bench.size.blocks, name != EXACT
+    with bench.fleet(Spec(2)) as stage, bench.router(stage, f"idle {name}", is_before=is_before) as running:
+        idle_mb = resident_mb(running.pid)
+    with (
+        bench.fleet(Spec(8, blocks=blocks)) as stage,
+        bench.router(stage, f"loaded {name}", is_before=is_before) as running,
+    ):
+        for ask in (short(), long_seen()):
+            await bench.costs([running], ask, LONG_CONNECTIONS)
+        loaded_mb = resident_mb(running.pid)
+        large = await _after_large_prompts(bench, running, loaded_mb)
+    found = [
+        ReportRow("resident memory, idle", idle_mb, "MB", 90),
+        ReportRow(f"resident memory, loaded, {blocks:,} blocks known", loaded_mb, "MB", 130),
+        *large,
+    ]
+    return [replace(row, contender=name, reach=None, reach_ratio=None) if is_before else row for row in found]
 
 
 async def _after_large_prompts(bench: RelayBench, running: Running, before_mb: float) -> list[ReportRow]:
