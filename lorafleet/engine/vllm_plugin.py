@@ -128,15 +128,14 @@ def _report(worker_manager: Any, lora_request: Any, folder: Path) -> None:
         return
     lora.lorafleet_names = None
     taken = taken_names(manager, lora, names)
-    heads = {name for name in lora.modules_to_save if manager.modules.get(name) or manager.modules.get(f"model.{name}")}
-    in_file = names | set(lora.modules_to_save)
-    ignored = [name for name in in_file if name not in taken | heads]
-    modules = in_file
+    taken |= {name for name in lora.modules_to_save if {name, f"model.{name}"} & manager.modules.keys()}
+    modules = names | set(lora.modules_to_save)
+    ignored = [name for name in modules if name not in taken]
     # Some modules of the file never become part of `lora`: skipped prefixes, experts of other processes.
     skips = getattr(manager.model, "lora_skip_prefixes", None) or getattr(manager, "moe_ep_load_spec", None)
     if ignored or skips:
         engine_names = _engine_names(lora_request.lora_path, manager.model)
-        ignored = [name for name, in_engine in engine_names.items() if in_engine not in taken | heads]
+        ignored = [name for name, in_engine in engine_names.items() if in_engine not in taken]
         modules = frozenset(engine_names)
     group = sys.modules["vllm.distributed.parallel_state"].get_world_group()
     report = LoraReport(
