@@ -128,6 +128,16 @@ async def requests_of(client: httpx.AsyncClient) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith("vllm:request_success"))
 
 
+@pytest.mark.parametrize("flags", [(), NO_MODULE], ids=["used", "ignored"])
+async def test_scores_or_embeddings_of_a_model_that_pools_are_compared(worker, flags):
+    async with worker.together(engine=("--runner", "pooling", *flags)) as client:
+        answer = await post(client, "load_lora", lora_id=ADAPTER)
+        if flags:
+            assert code(answer) == "adapter_no_effect"
+        else:
+            assert answer.raise_for_status().json()["effect"] == "seen"
+
+
 async def test_adapter_of_zeros_is_ready_with_a_note(agent_model, agent_adapters, tmp_path, worker):
     adapter_of_zeros(agent_adapters / ADAPTER, tmp_path / "adapters" / "fresh")
     fresh = RunningWorker(agent_model, tmp_path / "adapters", tmp_path / "fresh", "--engine", "sim")
