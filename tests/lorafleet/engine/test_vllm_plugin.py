@@ -2,6 +2,7 @@
 
 import sys
 import tomllib
+import warnings
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 
 from lorafleet.engine import vllm_cpu, vllm_plugin
 from lorafleet.engine.lora_reports import LoraReport, ask_for_reports, read_reports
+from tests.workers.broken import safetensors
 
 ROOT = Path(__file__).parents[3]
 LAYER = "model.layers.0"
@@ -158,3 +160,36 @@ def test_vllm_finds_the_plugin_under_its_name_and_its_old_one(monkeypatch):
     monkeypatch.setattr(vllm_plugin, "register", lambda: called.append(1))
     vllm_cpu.register()
     assert called == [1]
+
+
+@pytest.fixture(scope="module")
+def weights_mapper() -> type:
+    """vLLM's own class of name mappings, imported before a test replaces a module of vLLM."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_module("vllm.lora.utils")
+        return import_module("vllm.model_executor.models.utils").WeightsMapper
+
+
+@pytest.mark.vllm
+def test_ignored_modules_have_their_names_in_the_file_by_vllms_own_mapping(weights_mapper, patched, tmp_path):
+    mapper = weights_mapper(
+        orig_to_new_prefix={"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower."}
+    )
+    in_file = [
+        *("model.language_model.layers.0.self_attn.q_proj", "model.language_model.layers.0.self_attn.o_proj"),
+        *("model.vision_tower.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"),
+    ]
+    in_engine = [
+        *("language_model.model.layers.0.self_attn.q_proj", "language_model.model.layers.0.self_attn.o_proj"),
+        *("vision_tower.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"),
+    ]
+    halves = [f"base_model.model.{name}.lora_{half}.weight" for name in in_file for half in "AB"]
+    (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(dict.fromkeys(halves, ("F32", (8, 8)))))
+    packed = {"language_model.model.layers.0.self_attn.qkv_proj": [in_engine[0]]}
+    inner = Manager([*packed, in_engine[1]], packed)
+    inner.model = SimpleNamespace(hf_to_vllm_mapper=mapper)
+    manager = patched(inner, {1: fresh_lora(*in_engine)})
+    ask_for_reports(tmp_path, "a1")
+    assert manager.add_adapter(SimpleNamespace(lora_int_id=1, lora_name="a1", lora_path=str(tmp_path)))
+    assert read_reports(tmp_path, "a1") == [LoraReport(1, 2, 4, tuple(sorted(in_file[2:])))]
