@@ -10,7 +10,7 @@ from benchmarks.report import ReportRow
 from benchmarks.scenes import BLOCK_SIZE, NOW, PROMPT_TOKENS, a_fleet, hashed, lora_id, some_tokens
 from router.core.fleet import RouterFleet
 from router.core.kv.index import KvIndex
-from router.core.queue.fair_queue import QueuedRequest
+from router.core.queue.queued_request import QueuedRequest
 from router.core.schedule.replica_book import LoadEntry
 from router.core.schedule.request import HashedRequest, PrefixMatch
 from router.core.scheduler import Scheduler

@@ -10,7 +10,7 @@ from lorafleet.identity import AdapterLocation, BlockHash
 from router.core.errors import NoReplica
 from router.core.fleet import EngineReport, Replica, ResidentAdapter, Roster
 from router.core.kv.index import KvIndex, PendingBlocks, WorkerId
-from router.core.queue.fair_queue import QueuedRequest
+from router.core.queue.queued_request import QueuedRequest
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policy import Decision

@@ -175,6 +175,11 @@ class Roster:
         return able
 
     @cached_property
+    def positions(self) -> dict[WorkerId, int]:
+        """The position of each replica."""
+        return {replica.id: position for position, replica in enumerate(self.replicas)}
+
+    @cached_property
     def block_sizes(self) -> frozenset[int]:
         """Block sizes of all replicas that have reported one and keep blocks for later prompts."""
         return frozenset(replica.block_size for replica in self.replicas if replica.caches_prefixes) - {0}

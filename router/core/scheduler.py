@@ -10,17 +10,22 @@ from router.core.failover.circuit_breaker import HUNG, SILENT, CircuitBreaker
 from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Replica, Roster
 from router.core.kv.index import WorkerId
-from router.core.queue.fair_queue import FairQueue, QueuedRequest
+from router.core.queue.fair_queue import FairQueue
+from router.core.queue.queued_request import QueuedRequest
+from router.core.queue.rooms import EngineRooms
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load import LoadBook
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
-from router.core.schedule.policy import Decision, RoutingPolicy, decide
+from router.core.schedule.policy import Decision, ForeseeablePolicy, RoutingPolicy, decide
 from router.core.schedule.replica_book import LoadEntry
 from router.core.schedule.request import NOTHING, HashChains, HashedRequest, PrefixMatch
 from router.core.schedule.snapshot import FleetSnapshot
 
 # A queued request is decided again and again; its prefix match is reused for this long.
 _MATCH_KEPT_S = 0.1
+# Whether a queued request may choose an engine with room is asked where at most one replica in so many has room: that
+# costs the terms of those replicas, and a decision costs those of all.
+_LEAST_FORESEEN = 4
 # Base models and adapters whose decisions are numbered.
 _MAX_TURNS = 10_000
 
@@ -64,16 +69,19 @@ class Scheduler:
     rng: Random = field(default_factory=Random)
     load: LoadBook = field(default_factory=LoadBook)
     queue: FairQueue = field(init=False)
+    _foreseeable: ForeseeablePolicy | None = field(init=False)
     _turns: dict[tuple[str, str], int] = field(default_factory=dict)
     _budgets: dict[str, RetryBudget] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Make the queue, which decides through this scheduler."""
+        self._foreseeable = self.policy if isinstance(self.policy, ForeseeablePolicy) else None
         self.queue = FairQueue(
             self._decide_queued,
             self.late_binding_s,
             self._is_full if self.most_in_flight_tokens else None,
             self.load.prefill_pace,
+            rooms=EngineRooms(self.roster, self.load, self.late_binding_s, self._may_choose),
         )
 
     def decide(self, hashed: HashedRequest, now: float) -> Decision:
@@ -199,9 +207,39 @@ class Scheduler:
 
     def _decide_queued(self, queued: QueuedRequest, backlog: Mapping[WorkerId, float], now: float) -> Decision:
         """Decide a queued request; its prefix match is kept on it for a moment and reused. Raises NoReplica."""
+        return self._decide(queued.hashed, self._matched(queued, now), backlog, now)
+
+    def _matched(self, queued: QueuedRequest, now: float) -> PrefixMatch:
+        """The prefix match of a queued request, at most `_MATCH_KEPT_S` old; kept on it."""
         if queued.matched is None or now - queued.matched[1] > _MATCH_KEPT_S:
             queued.matched = self.match(queued.hashed), now
-        return self._decide(queued.hashed, queued.matched[0], backlog, now)
+        return queued.matched[0]
+
+    def _may_choose(
+        self, queued: QueuedRequest, positions: Sequence[int], backlog: Mapping[WorkerId, float], now: float
+    ) -> bool:
+        """Whether a queued request's decision may be one of these positions of its roster, not the likely replica's.
+
+        False only where it certainly is not.
+        """
+        policy, request, likely_worker = self._foreseeable, queued.hashed.request, queued.likely_worker
+        replicas = self.roster(request.base_model).replicas
+        if policy is None or likely_worker is None or _LEAST_FORESEEN * len(positions) > len(replicas):
+            return True
+        matched = self._matched(queued, now)
+        depth = matched.depths.get(likely_worker, 0)
+        if all(matched.depths.get(replicas[i].id, 0) >= depth for i in positions):
+            return True  # what it waits for is elsewhere, too
+        snapshot = self._snapshot(queued.hashed, matched, backlog, now)
+        likely = snapshot.roster.positions.get(likely_worker)
+        try:
+            able = snapshot.able(request)
+        except NoReplica:
+            return True
+        if likely not in able:
+            return True
+        may = [position for position in positions if position in able]
+        return bool(may) and policy.may_choose(request, snapshot, may, likely)
 
     def _decide(
         self, hashed: HashedRequest, matched: PrefixMatch, backlog: Mapping[WorkerId, float], now: float
@@ -210,17 +248,31 @@ class Scheduler:
 
         Counts the decisions of each base model and engine name, from zero again when there are too many names.
         """
-        request, load = hashed.request, self.load
-        roster = self.roster(request.base_model)
-        loads = load.fleet_load(request.base_model, roster.replicas)
-        rho, context_tokens = load.utilisation(request.base_model, loads, now)
+        request = hashed.request
         # Numbered for each adapter: a client that uses two in turn would else get the same half of each one's replicas.
         names = request.base_model, request.engine_name
         if len(self._turns) >= _MAX_TURNS:
             self._turns.clear()
         turn = self._turns[names] = self._turns.get(names, 0) + 1
+        snapshot = self._snapshot(hashed, matched, backlog, now, self.rng.getrandbits(32), turn)
+        return decide(self.policy, request, snapshot)
+
+    def _snapshot(
+        self,
+        hashed: HashedRequest,
+        matched: PrefixMatch,
+        backlog: Mapping[WorkerId, float],
+        now: float,
+        seed: int = 0,
+        turn: int = 0,
+    ) -> FleetSnapshot:
+        """All that a decision on this request reads, now."""
+        base_model, load = hashed.request.base_model, self.load
+        roster = self.roster(base_model)
+        loads = load.fleet_load(base_model, roster.replicas)
+        rho, context_tokens = load.utilisation(base_model, loads, now)
         # Positional arguments take a third of the time of named ones.
-        snapshot = FleetSnapshot(
+        return FleetSnapshot(
             roster,
             loads,
             matched.depths,
@@ -232,11 +284,10 @@ class Scheduler:
             rho,
             context_tokens,
             now,
-            self.rng.getrandbits(32),
+            seed,
             turn,
             self.costs,
         )
-        return decide(self.policy, request, snapshot)
 
     def has_room(self, decision: Decision) -> bool:
         """Whether the chosen replica can take this request now."""

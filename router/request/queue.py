@@ -11,7 +11,7 @@ from lorafleet.http_server.batches import leave_batch
 from lorafleet.service.loops import forever
 from router.core.errors import DeadlineExceeded, NoReplica, RouterError, Saturated
 from router.core.queue.admission import QueueLimits, QueueUsage
-from router.core.queue.fair_queue import QueuedRequest
+from router.core.queue.queued_request import QueuedRequest
 from router.core.schedule.policy import Decision
 from router.core.scheduler import Scheduler
 from router.fleet.usage_report import HeldRequests

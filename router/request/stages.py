@@ -15,7 +15,7 @@ from lorafleet.service.auth import Caller
 from router.core.errors import ModelNotFound
 from router.core.fleet import Excluded, Incarnation, Roster, RoutableAdapter
 from router.core.kv.index import WorkerId
-from router.core.queue.fair_queue import QueuedRequest
+from router.core.queue.queued_request import QueuedRequest
 from router.core.resolve import RequestTarget, resolve
 from router.core.schedule.request import NOTHING, HashChains, HashedRequest, PrefixMatch, RoutingRequest
 from router.core.schedule.snapshot import length_rejection

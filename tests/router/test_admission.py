@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.core.errors import DeadlineExceeded, Saturated
 from router.core.fleet import Roster
 from router.core.queue.admission import QueueLimits, QueueUsage, ServiceRates, wait_s
-from router.core.queue.fair_queue import QueuedRequest
+from router.core.queue.queued_request import QueuedRequest
 from router.core.schedule.request import HashedRequest, RoutingRequest
 from router.fleet.usage_report import HeldRequests
 from router.request.queue import RequestQueue

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.core.errors import NoReplica
 from router.core.fleet import EngineReport, Roster
-from router.core.queue.fair_queue import QueuedRequest
+from router.core.queue.queued_request import QueuedRequest
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policy import Decision

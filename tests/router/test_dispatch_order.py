@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from router.core.errors import NoReplica
 from router.core.fleet import Roster
 from router.core.queue import fair_queue
-from router.core.queue.fair_queue import MAX_CANDIDATES, MAX_LAG_S, QueuedRequest
+from router.core.queue.fair_queue import MAX_CANDIDATES, MAX_LAG_S
+from router.core.queue.queued_request import QueuedRequest
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
 from router.core.schedule.policy import Decision
 from router.core.schedule.request import HashedRequest, RoutingRequest

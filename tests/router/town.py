@@ -10,7 +10,7 @@ from random import Random
 from lorafleet.engine.rates import EngineRates
 from router.core.errors import Saturated
 from router.core.fleet import EngineReport, Roster
-from router.core.queue.fair_queue import QueuedRequest
+from router.core.queue.queued_request import QueuedRequest
 from router.core.schedule.policy import Decision
 from router.core.schedule.replica_book import LoadEntry
 from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequest

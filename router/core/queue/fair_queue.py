@@ -17,21 +17,26 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-import msgspec
-
 from router.core.errors import NoReplica, Saturated
 from router.core.kv.index import WorkerId
 from router.core.queue.admission import QueueUsage, RetryTimes, ServiceRates, WaitMargin, wait_s
+from router.core.queue.queued_request import QueuedRequest
+from router.core.queue.rooms import EngineRooms
 from router.core.schedule.policy import Decision
-from router.core.schedule.request import HashedRequest, PrefixMatch
 
 # (likely replica, whether an adapter slot is waited for) of queued requests.
 _LineKey = tuple[WorkerId, bool]
+# (served seconds, adapter, position in these requests, its requests, its weight)
+_FlowEntry = tuple[float, str, int, list[QueuedRequest], float]
 
-# Queued requests decided in one pass, each at the cost of a decision; and requests scanned for one that waits for
-# another replica than all of these, at a microsecond or two each.
+# Queued requests considered in one pass; and requests scanned for one that waits for another replica than all of these,
+# at a microsecond or two each.
 MAX_CANDIDATES = 32
 MAX_SCANNED = 1000
+# Seconds after which a pass decides all of its requests again, also those that no engine with room would get: their
+# work and the lines that predictions count change with the caches. 32 decisions each half second are some 0.2 % of a
+# core.
+_DECIDED_ANEW_S = 0.5
 # A flow that cannot be served, because what it needs is scarce, falls behind the others by at most this much work:
 # else it would take the whole fleet for minutes afterwards. A guess.
 MAX_LAG_S = 10.0
@@ -45,42 +50,6 @@ _MAX_RETRY_S = 300.0
 # Idle tenants, and idle adapters of a tenant, that are remembered while any request waits. A forgotten one joins at the
 # virtual time: it is spared at most the work of its last request.
 _MAX_IDLE_FLOWS = 256
-
-
-class QueuedRequest(msgspec.Struct, eq=False, kw_only=True):
-    """A request that waits for room at an engine, or would if there is none.
-
-    tenant, adapter  the share that it counts against
-    weight           of the adapter within its tenant; 2.0 gets twice the share of 1.0
-    priority         order within one tenant and adapter, lower first, as in vLLM
-    size_bytes       memory that it holds while it waits
-    deadline_at      time after which the client no longer wants the answer
-    most_wait_s      refused at once where its predicted wait is longer; infinite: never
-    payload          the caller's own
-    matched          its prefix match, and when that was made
-    number           order of arrival
-    likely_worker, work_s   the replica that it would go to as things stand, and its seconds of work there
-    expected_s, enqueued_at  predicted wait when it was enqueued, 0.0 without a prediction; and when that was
-    wants_slot       it waits for an adapter slot at the likely replica, or behind a request that does
-    """
-
-    hashed: HashedRequest
-    tenant: str = ""
-    adapter: str = ""
-    weight: float = 1.0
-    priority: float = 0.0
-    size_bytes: int = 0
-    deadline_at: float | None = None
-    most_wait_s: float = inf
-    payload: Any = None
-    matched: tuple[PrefixMatch, float] | None = None
-    number: int = 0
-    likely_worker: WorkerId | None = None
-    work_s: float = 0.0
-    expected_s: float = 0.0
-    enqueued_at: float = 0.0
-    wants_slot: bool = False
-    is_waiting: bool = False
 
 
 @dataclass(slots=True)
@@ -121,6 +90,7 @@ class FairQueue:
     is_full         whether the decided base model takes no further request anywhere; then no request of that base model
                     overtakes this one. None: never
     pace            share of the predicted seconds that a replica's prefills took of late
+    rooms           where engines have room, so that a pass decides only what may be sent; None: a pass decides all
     usage           how much waits, and may
     rates           how fast queued work goes to each replica; tenant_rates: how fast each tenant's is served
     """
@@ -129,6 +99,7 @@ class FairQueue:
     late_binding_s: float = inf
     is_full: Callable[[Decision], bool] | None = None
     pace: Callable[[WorkerId], float] = lambda _: 1.0
+    rooms: EngineRooms | None = None
     usage: QueueUsage = field(default_factory=QueueUsage)
     rates: ServiceRates = field(default_factory=ServiceRates)
     tenant_rates: tuple[ServiceRates, ...] = field(default_factory=lambda: tuple(map(ServiceRates, _TENANT_HORIZONS_S)))
@@ -140,6 +111,8 @@ class FairQueue:
     _lines: dict[_LineKey, dict[QueuedRequest, None]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _waiting: int = 0
+    _by_model: dict[str, int] = field(default_factory=dict)
+    _decided_all_at: float = -inf
     _full: set[str] = field(default_factory=set)
 
     def __len__(self) -> int:
@@ -218,6 +191,8 @@ class FairQueue:
         insort(flow.requests, queued, key=_order_key)
         tenant.waiting += 1
         self._waiting += 1
+        base_model = decision.request.base_model
+        self._by_model[base_model] = self._by_model.get(base_model, 0) + 1
         is_behind_slot = bool(decision.request.engine_name) and (decision.replica.id, True) in self._lines
         self._assign(queued, decision, is_behind_slot=is_behind_slot)
         return None
@@ -248,6 +223,10 @@ class FairQueue:
         flow.requests.remove(queued)
         tenant.waiting -= 1
         self._waiting -= 1
+        base_model = queued.hashed.request.base_model
+        self._by_model[base_model] -= 1
+        if not self._by_model[base_model]:
+            del self._by_model[base_model]
         # A flow at the virtual time would join there again: it need not be remembered. An empty queue remembers none.
         if not flow.requests and flow.served_s <= tenant.virtual_s:
             del tenant.flows[queued.adapter]
@@ -414,8 +393,10 @@ class FairQueue:
     def take_admissible(self, now: float) -> Iterator[tuple[QueuedRequest, Decision | NoReplica]]:
         """Take the requests that can be sent now out of the queue, in fair order, each with its decision.
 
-        Requests that no replica can serve any more come with NoReplica. Those left get their new likely replica;
-        service rates go on. Record each dispatch before asking for the next request: it changes what has room.
+        The same ones as if all were decided again. A request is decided only if its decision may be an engine with
+        room, and each half second; else it keeps its likely replica. See EngineRooms.
+        Requests that no replica can serve any more come with NoReplica. Those that were decided get their new likely
+        replica; service rates go on. Record each dispatch before asking for the next request: it changes what has room.
         """
         self.rates.advance(self._backlog_s, now)
         tenants = [name for name, tenant in self._tenants.items() if tenant.waiting]
@@ -424,8 +405,13 @@ class FairQueue:
         ahead: dict[WorkerId, float] = {}
         without_slot: set[WorkerId] = set()
         self._full.clear()
+        rooms = None if self._is_time_for_all(now) else self.rooms
+        if rooms is not None and not rooms.is_any(self._by_model, now):
+            return
         for queued in self._candidates():
-            if not queued.is_waiting:
+            base_model = queued.hashed.request.base_model
+            if rooms is not None and (base_model in self._full or not rooms.may_be_sent(queued, ahead, now)):
+                _count_ahead(queued, ahead, without_slot)
                 continue
             try:
                 decision = self.decide(queued, ahead, now)
@@ -438,13 +424,10 @@ class FairQueue:
             # Requests of the base model take no slot.
             is_behind_slot = worker in without_slot and bool(decision.request.engine_name)
             if is_behind_slot or worker in ahead or not self.has_room(decision) or self._is_model_full(decision):
-                self._unassign(queued)
-                self._assign(queued, decision, is_behind_slot=is_behind_slot)
-                if queued.wants_slot:
-                    without_slot.add(worker)
-                else:
-                    # Later requests find this one ahead of them at that replica.
-                    ahead[worker] = ahead.get(worker, 0.0) + queued.work_s
+                if rooms is None or not rooms.keeps_line(queued, decision, now):
+                    self._unassign(queued)
+                    self._assign(queued, decision, is_behind_slot=is_behind_slot)
+                _count_ahead(queued, ahead, without_slot)
                 continue
             work_s = _work_s(decision)
             self._serve(queued, work_s)
@@ -454,32 +437,43 @@ class FairQueue:
             self.wait_margin.record_wait(queued.expected_s, now - queued.enqueued_at, is_over=True)
             self.remove(queued)
             yield queued, decision
+            if rooms is not None and not rooms.is_any(self._by_model, now):
+                return
 
-    def _candidates(self) -> list[QueuedRequest]:
-        """Requests to decide in this pass: the first in fair order, then the first for each other replica.
+    def _is_time_for_all(self, now: float) -> bool:
+        """Whether this pass must decide all of its requests again; if so, the next half second begins."""
+        is_changed = self.rooms is None or self.rooms.is_changed(self._by_model)
+        if not is_changed and now - self._decided_all_at < _DECIDED_ANEW_S:
+            return False
+        self._decided_all_at = now
+        return True
+
+    def _candidates(self) -> Iterator[QueuedRequest]:
+        """Requests to consider in this pass: the first in fair order, then the first for each other replica.
 
         So a long queue for one replica lets no other idle. Beyond the scan it is the request that has waited longest.
         Requests that wait for a slot and those that do not are counted apart, so that neither hides the other.
         """
-        found: list[QueuedRequest] = []
         others = set(self._lines)
-        left = [0, 0]
-        for (_, wants_slot), line in self._lines.items():
-            left[wants_slot] = min(MAX_CANDIDATES, left[wants_slot] + len(line))
+        for_slot = sum([len(line) for (_, wants_slot), line in self._lines.items() if wants_slot])
+        left = [min(MAX_CANDIDATES, self._waiting - for_slot), min(MAX_CANDIDATES, for_slot)]
         for queued in itertools.islice(self.fair_order(), MAX_SCANNED):
-            line_key = _line_key(queued)
-            if left[queued.wants_slot] or line_key in others:
-                found.append(queued)
+            if not queued.is_waiting:
+                continue
+            line_key, wants_slot = _line_key(queued), queued.wants_slot
+            if left[wants_slot] or line_key in others:
                 others.discard(line_key)
-                left[queued.wants_slot] = max(0, left[queued.wants_slot] - 1)
+                left[wants_slot] = max(0, left[wants_slot] - 1)
+                yield queued
             elif not others and not any(left):
-                return found
-        return found + [next(iter(self._lines[line])) for line in sorted(others)]
+                return
+        yield from [next(iter(self._lines[line_key])) for line_key in sorted(others & self._lines.keys())]
 
     def fair_order(self) -> Iterator[QueuedRequest]:
         """Queued requests in the order in which they would be served if all had room: least served flow first.
 
-        Limits how far the flows are behind the virtual time.
+        The order is that at the first request, whatever leaves or joins later. Limits how far the flows are behind the
+        virtual time.
         """
         tenants = []
         for name, tenant in self._tenants.items():
@@ -487,15 +481,17 @@ class FairQueue:
                 tenant.served_s = max(tenant.served_s, self._virtual_s - MAX_LAG_S)
                 tenants.append((tenant.served_s, name))
         heapq.heapify(tenants)
-        flows = {name: _flow_heap(self._tenants[name]) for _, name in tenants}
+        heaps: dict[str, list[_FlowEntry]] = {}
         while tenants:
             served_s, name = tenants[0]
-            heap = flows[name]
-            flow_served_s, adapter, position = heap[0]
-            flow = self._tenants[name].flows[adapter]
-            queued = flow.requests[position]
-            if position + 1 < len(flow.requests):
-                heapq.heapreplace(heap, (flow_served_s + queued.work_s / flow.weight, adapter, position + 1))
+            heap = heaps.get(name)
+            if heap is None:
+                heap = heaps[name] = _flow_heap(self._tenants[name])
+            flow_served_s, adapter, position, requests, weight = heap[0]
+            queued = requests[position]
+            if position + 1 < len(requests):
+                next_served_s = flow_served_s + queued.work_s / weight
+                heapq.heapreplace(heap, (next_served_s, adapter, position + 1, requests, weight))
             else:
                 heapq.heappop(heap)
             if heap:
@@ -555,6 +551,16 @@ def _line_key(queued: QueuedRequest) -> _LineKey:
     return queued.likely_worker, queued.wants_slot
 
 
+def _count_ahead(queued: QueuedRequest, ahead: dict[WorkerId, float], without_slot: set[WorkerId]) -> None:
+    """Count a request that stays in its line, for the later ones of this pass: ahead of them, or for a slot."""
+    worker = queued.likely_worker
+    assert worker is not None
+    if queued.wants_slot:
+        without_slot.add(worker)
+    else:
+        ahead[worker] = ahead.get(worker, 0.0) + queued.work_s
+
+
 def _charged_s(served_s: float, virtual_s: float, work_s: float, *, is_waiting: bool) -> float:
     """Served seconds after a charge. A waiting flow keeps its credit; an idle one joins at the virtual time first."""
     joined_s = served_s if is_waiting else max(served_s, virtual_s)
@@ -603,13 +609,16 @@ def _tenant_ahead_s(tenant: _TenantFlows, queued: QueuedRequest) -> float:
     )
 
 
-def _flow_heap(tenant: _TenantFlows) -> list[tuple[float, str, int]]:
-    """A heap of (served seconds, adapter, 0) of the tenant's waiting adapters. Raises `served_s` that lags too far."""
+def _flow_heap(tenant: _TenantFlows) -> list[_FlowEntry]:
+    """A heap of the tenant's waiting adapters, each at its first request.
+
+    Raises `served_s` that lags too far.
+    """
     heap = []
     for adapter, flow in tenant.flows.items():
         if flow.requests:
             flow.served_s = max(flow.served_s, tenant.virtual_s - MAX_LAG_S)
-            heap.append((flow.served_s, adapter, 0))
+            heap.append((flow.served_s, adapter, 0, flow.requests.copy(), flow.weight))
     heapq.heapify(heap)
     return heap
 

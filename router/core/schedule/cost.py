@@ -47,7 +47,7 @@ def replica_score(request: RoutingRequest, snapshot: FleetSnapshot, position: in
     adapter = adapter_s(request, replica, load, middle, costs)
     work = prefill + adapter
     slot = slot_wait_s(request, load, now)
-    engine_queue = load.queue_s(now) + load.full_s + load.kv_wait_s(request.prompt_tokens)
+    engine_queue = engine_queue_s(request, load, now)
     backlog = snapshot.backlog.get(replica.id, 0.0)
     interference = costs.decode_harm * prefill * load.all_in_flight
     scarcity = slot_scarcity_s(request, replica, load, costs)
@@ -121,6 +121,11 @@ def adapter_move_s(replica: Replica, engine_name: str, middle: EngineReport, cos
     if location == "host":
         return costs.host_to_device_s
     return replica.report.load_s or middle.load_s or costs.load_s
+
+
+def engine_queue_s(request: RoutingRequest, load: ReplicaLoad, now: float) -> float:
+    """Seconds until a request would start prefill, behind the engine's queue, its sequences and its full KV cache."""
+    return load.queue_s(now) + load.full_s + load.kv_wait_s(request.prompt_tokens)
 
 
 def slot_wait_s(request: RoutingRequest, load: ReplicaLoad, now: float) -> float:

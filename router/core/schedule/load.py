@@ -29,12 +29,14 @@ class _RosterBooks:
     """The books of one roster's replicas, in its order, and the loads they came to when last read.
 
     stale   positions whose load has changed since they were last read
+    read    the loads as they were last read
     """
 
     replicas: tuple[Replica, ...]
     books: list[ReplicaBook]
     table: LoadTable
     stale: set[int]
+    read: FleetLoad | None = None
 
     def is_of(self, replicas: tuple[Replica, ...]) -> bool:
         """Whether these are the same workers in the same order, and all of their books still report to `stale`."""
@@ -226,7 +228,10 @@ class LoadBook:
         return self._books.get(worker)
 
     def fleet_load(self, base_model: str, replicas: tuple[Replica, ...]) -> FleetLoad:
-        """The load of each replica of a base model, in order. Updates the kept table for changed replicas only."""
+        """The load of each replica of a base model, in order. Updates the kept table for changed replicas only.
+
+        The same object until a load changes.
+        """
         roster = self._rosters.get(base_model)
         if roster is None:
             roster = self._rosters[base_model] = self._roster_books(replicas)
@@ -236,10 +241,12 @@ class LoadBook:
                 roster.replicas = replicas
             else:
                 roster = self._rosters[base_model] = self._roster_books(replicas)
-        for position in roster.stale:
-            roster.table.update(position, load_vector(roster.books[position]))
-        roster.stale.clear()
-        return roster.table.snapshot()
+        if roster.read is None or roster.stale:
+            for position in roster.stale:
+                roster.table.update(position, load_vector(roster.books[position]))
+            roster.stale.clear()
+            roster.read = roster.table.snapshot()
+        return roster.read
 
     def _roster_books(self, replicas: tuple[Replica, ...]) -> _RosterBooks:
         """The books of these replicas, which report their changes to this roster from now on."""

@@ -139,6 +139,18 @@ class FleetLoad(msgspec.Struct, frozen=True, eq=False):
         """Each replica's load, in the roster's order."""
         return map(ReplicaLoad._make, self.vectors)
 
+    def with_room(self, now: float, most_queued_s: float) -> tuple[int, ...]:
+        """Positions where a small request would wait at most so long for prefill, or where nothing is in flight."""
+        until = now + most_queued_s
+        found = []
+        for position, vector in enumerate(self.vectors):
+            # Mostly our own prefills alone say that there is none.
+            if vector[0] <= until:
+                load = ReplicaLoad._make(vector)
+                if load.queue_s(now) + load.full_s <= most_queued_s or not load.all_in_flight:
+                    found.append(position)
+        return tuple(found)
+
     def base_placed(self, now: float) -> float:
         """`placed` of the replica whose cache is displaced slowest: the excess over it is cache pressure."""
         return max(self.least_placed, _LEAST_PLACED + now / PLACED_S)

@@ -1,6 +1,7 @@
 """The choice of one replica: filter -> cost -> pick."""
 
-from typing import ClassVar, Protocol
+from collections.abc import Sequence
+from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
@@ -53,6 +54,20 @@ class RoutingPolicy(Protocol):
 
     def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
         """The position in the roster, and its score; raises NoReplica when every replica failed a filter."""
+        ...
+
+
+@runtime_checkable
+class ForeseeablePolicy(RoutingPolicy, Protocol):
+    """A policy that can tell which replicas it does not choose, at less than the cost of a choice."""
+
+    def may_choose(
+        self, request: RoutingRequest, snapshot: FleetSnapshot, positions: Sequence[int], other: int
+    ) -> bool:
+        """Whether `choose` may return one of these positions; False only if it certainly does not.
+
+        positions, other  all able; the other one is likely to be better than these
+        """
         ...
 
 

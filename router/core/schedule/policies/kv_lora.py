@@ -46,6 +46,20 @@ class KvLoraPolicy:
             k = snapshot.seed % len(found)
         return found.positions[k], found.score(k)
 
+    def may_choose(
+        self, request: RoutingRequest, snapshot: FleetSnapshot, positions: Sequence[int], other: int
+    ) -> bool:
+        """Whether one of these positions may be chosen: whether any ties with, or beats, another one that is able.
+
+        Always true where cost does not decide alone, or where the other one may be out for its lack of a slot.
+        """
+        if snapshot.costs.temperature_s > 0 or (request.is_approximate and request.first_blocks):
+            return True
+        if snapshot.loads.without_slot and not snapshot.loads[other].has_slot(request.engine_name):
+            return True
+        found = roster_costs(request, snapshot, sorted((*positions, other)), only_close=True)
+        return found.positions != [other]
+
 
 def home_choice(request: RoutingRequest, snapshot: FleetSnapshot, found: RosterCosts) -> int:
     """Index into these costs of the replica for an approximate prompt, by rendezvous hashing on its conversation."""
