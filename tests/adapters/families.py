@@ -196,7 +196,6 @@ _FAMILIES = (
                 "num_patches": 16}, image_token_id=250),
     _pooling("qwen3_embedding", "qwen3", "AutoModel"),
     _pooling("llama_embedding", "llama", "AutoModel"),
-    _pooling("bert_classifier", "bert", "AutoModelForSequenceClassification", num_labels=3),
     _pooling("roberta_classifier", "roberta", "AutoModelForSequenceClassification", num_labels=3, type_vocab_size=1),
     _pooling("qwen3_classifier", "qwen3", "AutoModelForSequenceClassification", num_labels=3),
 )  # fmt: skip

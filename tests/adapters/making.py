@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
@@ -56,6 +57,11 @@ class Workshop:
         model.save_pretrained(into)
         _store_as_published(into / "model.safetensors", family)
         (into / REFERENCE).write_text(json.dumps(next_logprobs(model)))
+        if family.kind == "pooling":
+            words = tokenizers.Tokenizer(
+                tokenizers.models.WordLevel({f"w{id_}": id_ for id_ in range(VOCABULARY)}, "w3")
+            )
+            transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(into)
         return cls(family, model, f"acme/{family.name}-toy")
 
     @property

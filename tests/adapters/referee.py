@@ -46,7 +46,7 @@ def _flags(base: Path) -> dict[str, Any]:
     return {
         "runner": "pooling" if is_pooling else "generate",
         "model": str(base),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not is_pooling,  # scores are of texts, so these engines want a tokenizer
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
@@ -185,7 +185,8 @@ def _judge(
         taken = manager.get_adapter(number)
         wrapped = set(manager.modules)
         if manager.is_pooling_model:  # finds a module's adapter also without `model.`
-            wrapped |= {name.removeprefix("model.") for name in wrapped}
+            parts = {part for packed in manager.packed_modules.values() for part in packed}
+            wrapped |= {name.removeprefix("model.") for name in wrapped | parts}
         ignored = sorted(name for name in taken.loras if name.removesuffix(".base_layer") not in wrapped)
         applied = len(taken.loras) - len(ignored) + len(taken.modules_to_save)
         adapted = referee.logprobs(request)
