@@ -8,8 +8,9 @@ Source: tokenizers 0.23 src/tokenizer/added_vocabulary.rs extract_and_normalize,
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any, Final
 
 import msgspec
@@ -82,7 +83,7 @@ class SplitPoints:
         added = _pattern_of(raw)
         if added is None or looks_across or file.model.dropout or not _splits_locally(file.pre_tokenizer):
             return None
-        return cls(added, _pattern_of([token for token in raw if always_matches(token, raw)]))
+        return cls(added, _pattern_of(certain_tokens(raw)))
 
     def pieces(self, text: str, *, sure: bool = False) -> list[str]:
         """`text` in pieces of `min_chars` or more that end after an added token; the last piece is the remainder.
@@ -109,17 +110,47 @@ class SplitPoints:
 
 def _pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
     """A pattern of these tokens, the longest first; None without tokens."""
-    # Longest first makes an alternation leftmost-longest, as the tokenizer's own search is.
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
+    return re.compile(longest_of(tokens)) if tokens else None
 
 
-def always_matches(token: str, tokens: Sequence[str]) -> bool:
-    """Whether no other token can take letters of this one: by overlapping its beginning, or by being longer."""
-    begins = [token[:length] for length in range(1, len(token) + 1)]
-    return not any(
-        (token in other and token != other) or any(other.endswith(begin) and begin != other for begin in begins)
-        for other in tokens
-    )
+def longest_of(tokens: Iterable[str]) -> str:
+    """An expression for the longest of these tokens that begins at a place, as the tokenizer's own search finds it.
+
+    A tree of common beginnings: some tokenizers add thousands of tokens, and one after the other would be tried.
+    """
+    tails: dict[str, list[str]] = {}
+    is_end = False
+    for token in tokens:
+        if token:
+            tails.setdefault(token[0], []).append(token[1:])
+        else:
+            is_end = True
+    branches = []
+    for first, some in tails.items():
+        shared = commonprefix(some)  # noqa: RUF071  (of characters, not of paths)
+        branches.append(re.escape(first + shared) + longest_of([tail[len(shared) :] for tail in some]))
+    if not branches:
+        return ""
+    if len(branches) == 1 and not is_end:
+        return branches[0]
+    return f"(?:{'|'.join(branches)}){'?' if is_end else ''}"
+
+
+def certain_tokens(tokens: Sequence[str]) -> list[str]:
+    """The tokens of which no other can take letters: by overlapping their beginning, or by being longer."""
+    lengths = frozenset(map(len, tokens))
+    within: set[str] = set()
+    ends: set[str] = set()
+    for token in tokens:
+        ends.update(token[start:] for start in range(1, len(token)))
+        for length in lengths:
+            if length < len(token):
+                within.update(token[start : start + length] for start in range(len(token) - length + 1))
+    return [
+        token
+        for token in tokens
+        if token not in within and not any(token[:length] in ends for length in range(1, len(token) + 1))
+    ]
 
 
 def _splits_locally(pre_tokenizer: Mapping[str, Any] | None) -> bool:

@@ -26,7 +26,7 @@ from typing import Final, cast
 import msgspec
 
 from lorafleet.tokenizer.split_pattern import CUT, keeps_words_apart, split_pattern
-from lorafleet.tokenizer.split_points import TokenizerFile, always_matches
+from lorafleet.tokenizer.split_points import TokenizerFile, certain_tokens, longest_of
 
 # What any Unicode version or Python counts as white space: one more than the tokenizer's never harms, since a space
 # after it is then just not used.
@@ -183,12 +183,12 @@ class WordCache:
         split = split_pattern(file.pre_tokenizer)
         if split is None or not keeps_words_apart(file.normalizer):
             return None
-        # Longest first makes an alternation leftmost-longest, as the tokenizer's own search is.
-        longest_first = sorted((token.content for token in tokens), key=len, reverse=True)
-        added = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if tokens else None
+        contents = [token.content for token in tokens]
+        added = re.compile(f"({longest_of(contents)})") if tokens else None
         # Printable ASCII stands for itself among a byte-level model's tokens, so no other text has such a token's id.
-        separators = (token for token in longest_first if token.isascii() and token.isprintable() and " " not in token)
-        separator = next((token for token in separators if always_matches(token, longest_first)), None)
+        separators = (token for token in contents if token.isascii() and token.isprintable() and " " not in token)
+        certain = frozenset(certain_tokens(contents))
+        separator = next((token for token in separators if token in certain), None)
         return cls(split, added, {token.content: _packed([token.id]) for token in tokens}, separator)
 
     @property

@@ -1,6 +1,7 @@
 """Pieces encoded apart give the ids of the whole, on real tokenizers of every family; or there are no pieces."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from lorafleet.local.tiny_model import make_model
-from lorafleet.tokenizer.split_points import SplitPoints
+from lorafleet.tokenizer.split_points import SplitPoints, certain_tokens, longest_of
 from tests.properties import examples
 
 CORPUS = [
@@ -140,6 +141,33 @@ def test_a_token_is_certain_if_no_other_overlaps_it(tokens, sure):
     cuts = SplitPoints.from_json(bpe(added=raw(*tokens)))
     found = {token for token in tokens if cuts.sure.fullmatch(token)}
     assert found == sure
+
+
+few_letters = st.text("<a|", min_size=1, max_size=5)
+
+
+@given(tokens=st.lists(few_letters, min_size=1, max_size=8, unique=True), text=st.text("<a|b", max_size=30))
+def test_the_longest_token_is_found_at_each_place(tokens, text):
+    one_by_one = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+    assert re.findall(longest_of(tokens), text) == re.findall(one_by_one, text)
+
+
+@given(tokens=st.lists(few_letters, max_size=8, unique=True))
+def test_a_token_is_certain_unless_another_could_take_letters_of_it(tokens):
+    def can_take(other, token):
+        begins = [token[:length] for length in range(1, len(token) + 1)]
+        return (token in other and token != other) or any(other.endswith(b) and b != other for b in begins)
+
+    assert certain_tokens(tokens) == [one for one in tokens if not any(can_take(other, one) for other in tokens)]
+
+
+def test_thousands_of_added_tokens_are_read_and_searched_at_once():
+    file = json.loads(bpe())
+    token = file["added_tokens"][-1]
+    many = [f"<unused{n}>" for n in range(6000)] + ["\n" * n for n in range(1, 30)] + ["z" * 3000]
+    file["added_tokens"] += [token | {"id": 1000 + n, "content": content} for n, content in enumerate(many)]
+    cuts = SplitPoints.from_json(json.dumps(file))
+    assert len(cuts.pieces("some words <b>and</b> <unused59> more\n\n\n" * 10_000)) > 500
 
 
 LOOKS_ACROSS = {
