@@ -1,6 +1,7 @@
 """What an engine's model class does with the names in an adapter: served, ignored, refused, by version."""
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from workers.core.manifest import AdapterDescription, AdapterRules, check_adapte
 from workers.core.model_classes import NameRules
 from workers.core.tensors import Shape, TensorHeader
 from workers.engines.vllm_tables import vllm_table
+from workers.storage.verify import read_base_model
 
 HIDDEN, MIDDLE, EXPERTS, RANK = 64, 96, 4, 8
 LAYER = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (32, 64), "mlp.down_proj": (64, 96)}
@@ -264,6 +266,39 @@ def test_sizes_of_the_config_are_compared_where_weights_are_packed():
     model = base_model(config, {}, packed=TEXT_ONLY, facts=EngineFacts(table=vllm_table("0.32")))
     assert verdict(TEXT_ONLY, model).notes == ()
     assert refusal({"model.layers.0.self_attn.q_proj": (64, 32)}, model)[0] == "shape_mismatch"
+
+
+def test_packed_language_model_of_a_multimodal_model_has_the_sizes_of_its_text_config(tmp_path):
+    text = {"model_type": "qwen2_5_vl_text", "num_attention_heads": 4, "num_key_value_heads": 2, **TEXT}
+    config = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "text_config": text}
+    config["quantization_config"] = {"quant_method": "awq"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    attention = layers("model.language_model.layers", {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (32, 64)})
+    packed = {f"{name}.qweight": ("I32", [into, out // 8]) for name, (out, into) in attention.items()}
+    tower = {"model.visual.blocks.0.attn.proj.weight": ("U8", [2048, 1]), "model.norm.weight": ("BF16", [64])}
+    write_header(tmp_path / "model.safetensors", {**packed, **tower})
+    model = read_base_model(tmp_path, EngineFacts(table=vllm_table("0.32")))
+    assert verdict(attention, model).notes == ()
+    assert refusal({"model.layers.0.self_attn.v_proj": (64, 64)}, model)[0] == "shape_mismatch"
+
+
+def write_header(path, tensors):
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * {"I32": 4, "U8": 1, "BF16": 2}[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(end))
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3VLForConditionalGeneration", "LlavaForConditionalGeneration"])
+def test_head_of_a_multimodal_model_is_served_where_its_class_has_one(architecture):
+    weights = {**WRAPPED, "model.language_model.embed_tokens": (100, 64)}
+    head = {**WRAPPED, "lm_head": (100, 64)}
+    assert verdict(head, base(architecture, weights, text_config=TEXT)).ignored == ()
+    gemma = base("Gemma3ForConditionalGeneration", weights, text_config=TEXT)
+    assert refusal(head, gemma)[0] == "module_unsupported"
 
 
 def test_class_that_is_not_in_the_table_leaves_the_question_to_the_engine():

@@ -27,6 +27,14 @@ _LLAMA_LIKE = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "smollm3")
 )
 
+# model_type of further models whose attention has Llama's four layers; their other layers differ, or are experts.
+_LLAMA_ATTENTION = frozenset((
+    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text",
+    "qwen3_vl_moe_text", "phimoe", "minimax_m2",
+))  # fmt: skip
+# Parts of names of towers, whose layers have other sizes than the language model's.
+_TOWERS = ("vision", "visual", "audio", "image", "speech")
+
 # Config keys that only multimodal models have, and those of mixtures of experts.
 _PART_KEYS = ("text_config", "vision_config", "audio_config", "thinker_config", "llm_config", "language_config")
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -119,6 +127,12 @@ def base_model(
     if not quantization or packed_names:
         # Packed weights are told apart where they were read; without them all are doubtful.
         shapes |= {name: shape for name, shape in weights.items() if len(shape) == 2 and name not in packed_names}
+    sizes = _layer_sizes(_text_part(config))
+    shapes |= {
+        name: sizes[layer]
+        for name in packed_names
+        if (layer := _in_layer(name)) in sizes and not any(tower in name for tower in _TOWERS)
+    }
     names = [str(name) for name in config.get("architectures") or []]
     found = facts.table.find(names) if facts.table else None
     if not shapes and found is None:
@@ -202,25 +216,43 @@ def _without_wrappers(module: str) -> str:
 
 def _shapes_from_config(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Shapes of a Llama-like model, or of Phi-3 (which packs q, k, v and gate, up); empty for other models."""
-    try:
-        kind, hidden, middle = config["model_type"], int(config["hidden_size"]), int(config["intermediate_size"])
-        heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
-        key_heads = int(config.get("num_key_value_heads") or heads)
-        head = int(config.get("head_dim") or hidden // heads)
-        vocabulary = int(config["vocab_size"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        return {}
-    queries, keys = heads * head, key_heads * head
-    layer = {"self_attn.o_proj": (hidden, queries), "mlp.down_proj": (hidden, middle)}
-    if kind in _LLAMA_LIKE:
-        layer |= {"self_attn.q_proj": (queries, hidden)}
-        layer |= {f"self_attn.{name}": (keys, hidden) for name in ("k_proj", "v_proj")}
-        layer |= {f"mlp.{name}": (middle, hidden) for name in ("gate_proj", "up_proj")}
-    elif kind == "phi3":
-        layer |= {"self_attn.qkv_proj": (queries + 2 * keys, hidden), "mlp.gate_up_proj": (2 * middle, hidden)}
-    else:
+    kind, layers, vocabulary = config.get("model_type"), _first_count(config, _LAYER_KEYS), config.get("vocab_size")
+    layer = _layer_sizes(config)
+    if not layer or kind in _LLAMA_ATTENTION or layers is None or type(vocabulary) is not int:
         return {}
     shapes: dict[str, Shape] = {
         f"model.layers.{index}.{module}": shape for index in range(layers) for module, shape in layer.items()
     }
-    return shapes | {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden)}
+    embeddings = (vocabulary, config["hidden_size"])
+    return shapes | {"model.embed_tokens": embeddings, "lm_head": embeddings}
+
+
+def _layer_sizes(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Module in a layer -> [out, in], by the sizes of a language model's config; empty if its layers are not known."""
+    try:
+        kind, hidden = config["model_type"], int(config["hidden_size"])
+        heads = int(config["num_attention_heads"])
+        key_heads = int(config.get("num_key_value_heads") or heads)
+        head = int(config.get("head_dim") or hidden // heads)
+        middle = int(config.get("intermediate_size") or 0)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return {}
+    queries, keys = heads * head, key_heads * head
+    output: dict[str, Shape] = {"self_attn.o_proj": (hidden, queries)}
+    parts: dict[str, Shape] = {"self_attn.q_proj": (queries, hidden)}
+    parts |= {f"self_attn.{name}": (keys, hidden) for name in ("k_proj", "v_proj")}
+    if kind in _LLAMA_ATTENTION:
+        return output | parts
+    if not middle:
+        return {}
+    output |= {"mlp.down_proj": (hidden, middle)}
+    if kind in _LLAMA_LIKE:
+        return output | parts | {f"mlp.{name}": (middle, hidden) for name in ("gate_proj", "up_proj")}
+    if kind == "phi3":
+        return output | {"self_attn.qkv_proj": (queries + 2 * keys, hidden), "mlp.gate_up_proj": (2 * middle, hidden)}
+    return {}
+
+
+def _in_layer(module: str) -> str:
+    """A module's name inside its layer, such as `self_attn.q_proj`; "" outside of layers."""
+    return ".".join(module.rpartition(".layers.")[2].split(".")[1:])
