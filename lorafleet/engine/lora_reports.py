@@ -107,6 +107,11 @@ def forget_reports(folder: Path, engine_name: str) -> None:
     shutil.rmtree(_place(folder, engine_name), ignore_errors=True)
 
 
+def forget_all_reports(folder: Path) -> None:
+    """Delete the reports on all adapters, of loads that failed or were cut short; errors of the disk are ignored."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _place(folder: Path, engine_name: str) -> Path:
     """The folder of an adapter's reports. Its name is a hash, because an engine name may have any characters."""
     return folder / hashlib.sha256(engine_name.encode()).hexdigest()[:32]

@@ -11,7 +11,13 @@ from pathlib import Path
 import structlog
 
 from lorafleet.engine.canary import BaseReadings, CanaryResult, run_canary, shown_effect
-from lorafleet.engine.lora_reports import ask_for_reports, forget_reports, loaded_modules, read_reports
+from lorafleet.engine.lora_reports import (
+    ask_for_reports,
+    forget_all_reports,
+    forget_reports,
+    loaded_modules,
+    read_reports,
+)
 from lorafleet.engine.lora_weights import ZERO_NOTE, has_zero_weights, weights_effect
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.installed_adapters import InstalledAdapter
@@ -58,6 +64,10 @@ class EffectCheck:
         self._readings = BaseReadings()
         self._attempts: Counter[str] = Counter()
         self._attempts_boot = ""
+
+    async def forget_reports(self) -> None:
+        """Delete what an earlier engine, or an earlier agent, left of reports."""
+        await asyncio.to_thread(forget_all_reports, self._settings.lora_reports)
 
     async def prepare(self, adapter: InstalledAdapter) -> None:
         """Ask the engine's processes to report on the adapter when they load it. An error of the disk is logged."""

@@ -146,7 +146,11 @@ class Loader:
     # --- after a start -------------------------------------------------------------------------------------------
 
     async def adopt_engine_list(self) -> None:
-        """Empty the slots and record the adapters that a newly attached engine lists as loaded. Raises EngineError."""
+        """Empty the slots and record the adapters that a newly attached engine lists as loaded. Raises EngineError.
+
+        Deletes reports of engines before.
+        """
+        await self._effects.forget_reports()
         async with self._engine.lock:
             client = self._engine.require_client()
             self._inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)

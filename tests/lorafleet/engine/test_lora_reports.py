@@ -8,6 +8,7 @@ from lorafleet.engine.lora_reports import (
     LoadedModules,
     LoraReport,
     ask_for_reports,
+    forget_all_reports,
     forget_reports,
     loaded_modules,
     read_reports,
@@ -30,6 +31,9 @@ def test_a_report_is_written_only_where_it_was_asked_for(tmp_path):
     forget_reports(tmp_path / "reports", NAME)
     write_report(tmp_path / "reports", NAME, report)
     assert (read_reports(tmp_path / "reports", NAME), list((tmp_path / "reports").iterdir())) == ([], [])
+    ask_for_reports(tmp_path / "reports", NAME)
+    forget_all_reports(tmp_path / "reports")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"rank": 0}', '{"rank": "x", "world_size": 1, "ignored": []}'])
