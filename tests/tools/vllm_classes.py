@@ -64,6 +64,7 @@ _VARIANTS_OF: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "jamba": ({"attn_layer_offset": 1, "attn_layer_period": 2},),
     "granitemoehybrid": ({"layer_types": ["full_attention"] * 32}, {"num_local_experts": 0}),
     "lfm2": ({"layer_types": ["conv"] * 32},),
+    "lfm2_vl": ({"layer_types": ["conv"] * 32},),
     "lfm2_moe": ({"layer_types": ["conv", "full_attention"] * 16},),
     "llama4": ({"interleave_moe_layer_step": 2},),
     "llama4_text": ({"interleave_moe_layer_step": 2},),

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorafleet.local.tiny_model import make_adapter
 from workers.core.base_model import BaseModel, EngineFacts, base_model
 from workers.core.errors import SourceError
 from workers.core.manifest import AdapterDescription, AdapterRules, check_adapter
 from workers.core.model_classes import NameRules
 from workers.core.tensors import Shape, TensorHeader
-from workers.engines.vllm_tables import vllm_table
+from workers.engines.vllm_tables import vllm_facts, vllm_table, with_version
+from workers.storage.local_adapters import LocalAdapters
 from workers.storage.verify import read_base_model
 
 HIDDEN, MIDDLE, EXPERTS, RANK = 64, 96, 4, 8
@@ -164,6 +166,12 @@ def test_rank_of_stacked_experts_is_compared_with_the_config_and_the_engine():
     assert verdict(stacked(pattern), model, EXPERTS, r=4, rank_pattern=ranks).rank == RANK
 
 
+def test_stacked_rank_that_is_no_multiple_of_the_experts_is_refused():
+    pattern = THREE_D["GptOssForCausalLM"]
+    code, message = refusal(stacked(pattern), experts_base("GptOssForCausalLM", pattern, num_experts=5), EXPERTS, r=6)
+    assert (code, "no multiple of the base model's 5 experts" in message) == ("rank_mismatch", True)
+
+
 def test_experts_stacked_the_other_way_round_are_refused_as_the_engine_would_misread_them():
     pattern = THREE_D["GptOssForCausalLM"]
     turned = stacked(pattern, {end: shape[::-1] for end, shape in EXPERT_PAIRS.items()})
@@ -301,6 +309,15 @@ def test_head_of_a_multimodal_model_is_served_where_its_class_has_one(architectu
     assert refusal(head, gemma)[0] == "module_unsupported"
 
 
+def test_kind_of_layer_that_the_class_was_not_seen_to_have_is_left_to_the_engine():
+    mixer = layers("model.layers", {"mixer.x_proj": (64, 64)})
+    model = base("Qwen3ForCausalLM", {**TEXT_ONLY, **mixer}, **TEXT)
+    found = verdict({**TEXT_ONLY, **mixer}, model)
+    assert found.ignored == ()
+    assert "model.layers.0.mixer.x_proj, model.layers.1.mixer.x_proj is not in its table" in found.why[0]
+    assert refusal({**TEXT_ONLY, "model.layers.0.mixer.x_proj": (64, 32)}, model)[0] == "shape_mismatch"
+
+
 def test_class_that_is_not_in_the_table_leaves_the_question_to_the_engine():
     found = verdict(TEXT_ONLY, base("SomethingNewForCausalLM", TEXT_ONLY, **TEXT))
     assert found.ignored == ()
@@ -311,6 +328,29 @@ def test_version_without_a_table_has_none():
     assert vllm_table("0.31.2") is None
     assert vllm_table("nightly") is None
     assert vllm_table("0.32.1") is vllm_table("0.32.0")
+
+
+def test_engine_that_says_its_version_gets_that_versions_table():
+    facts = vllm_facts(["vllm", "serve", "m", "--enable-tower-connector-lora", "--runner", "pooling"])
+    assert (facts.with_towers, facts.is_pooling, facts.table) == (True, True, vllm_table("0.32"))
+    assert with_version(facts, "0.33.0").table is vllm_table("0.33")
+    assert with_version(facts, "").table is facts.table, "it does not say"
+    assert with_version(facts, "0.40.0").table is None
+
+
+async def test_adapters_of_a_folder_are_checked_again_by_other_rules_without_reading_their_weights(tmp_path):
+    folder = make_adapter(tmp_path / "adapters", "mine")
+    local = LocalAdapters(tmp_path / "adapters", AdapterRules(64, frozenset(), "off"))
+    assert await local.scan()
+    before = local.find("mine")
+    assert before.manifest is not None
+    local.use_rules(AdapterRules(4, frozenset(), "off"))
+    assert await local.scan()
+    assert "max_lora_rank 4" in local.find("mine").error
+    local.use_rules(AdapterRules(64, frozenset(), "off"))
+    assert await local.scan()
+    assert local.find("mine") == before
+    assert not await local.scan(), f"{folder} has not changed"
 
 
 # --- names --------------------------------------------------------------------------------------------------------

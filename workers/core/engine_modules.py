@@ -85,12 +85,15 @@ class EngineModules:
 
         Classes were built from default configurations; others may have other kinds of layers.
         """
-        parent = _pattern(name).rpartition(".")[0]
+        parent, _, last = _pattern(name).rpartition(".")
         modules = self.model_class.modules
         if modules is None or ".layers." not in name or ".experts" in name or name not in self.by_name:
             return False
         is_language = name.startswith(self.model_class.language)
-        return is_language and not any(module.startswith(f"{parent}.") for module in modules)
+        seen = {module.rpartition(".")[2] for module in modules}
+        seen |= {part for packed in seen for part in self.model_class.packed.get(packed, ())}
+        # A part with modules of the same names, under another name, is that part: it is not found.
+        return is_language and last not in seen and not any(module.startswith(f"{parent}.") for module in modules)
 
     def _refusal(self, name: str, pair: LoraPair) -> str:
         """Why the engine refuses a file with a module of this name; "" if it does not, or if that is not known."""
