@@ -181,6 +181,9 @@ class EngineModules:
         """The fate of a module that the engine does not have."""
         if self.model_class.modules is None and not self.patterns:
             return ModuleFate("unknown", "the modules of this model class are not known here")
+        if name.startswith(self.model_class.towers) and not name.startswith(self._prefixes()):
+            # Releases of transformers name a tower's modules differently; no name of them takes effect.
+            return ModuleFate("ignored", "the engine takes adapters on the language model alone")
         return ModuleFate("ignored", f"the engine has no module {name}", is_missing=True)
 
 
