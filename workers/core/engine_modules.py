@@ -87,7 +87,8 @@ class EngineModules:
         """
         parent, _, last = _pattern(name).rpartition(".")
         modules = self.model_class.modules
-        if modules is None or ".layers." not in name or ".experts" in name or name not in self.by_name:
+        is_layer = ".layers." in name and ".experts" not in name
+        if modules is None or not is_layer or name not in self.by_name or self._has_pattern(name):
             return False
         is_language = name.startswith(self.model_class.language)
         seen = {module.rpartition(".")[2] for module in modules}
