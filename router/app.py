@@ -119,7 +119,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         cold_starts=make_cold_starts(config, keys, agents, own_key, discovery, usage, metrics),
         usage=usage,
         metrics=metrics,
-        pool=EnginePool(connect_s=config.connect_timeout_s, outbox=outbox),
+        pool=EnginePool(connect_s=config.connect_timeout_s, max_spare=config.spare_connections, outbox=outbox),
         background=make_background(config, keys, discovery, agents),
         poison_requests=PoisonRequests("this request was", enough=2, hold_s=config.deadly_hold_s),
         poison_adapters=PoisonRequests("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),

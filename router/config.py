@@ -57,6 +57,11 @@ class RouterSettings(WorkerDiscoverySettings):
         default=10.0, gt=0, description="silence after which an agent's worker counts as unreachable"
     )
     connect_timeout_s: float = Field(default=2.0, gt=0, description="timeout for opening a connection to an engine")
+    spare_connections: int = Field(
+        default=64,
+        ge=0,
+        description="unused connections kept open to an engine for a minute after so many were in use; 0: none",
+    )
     first_data_timeout_s: float = Field(
         default=300.0,
         gt=0,

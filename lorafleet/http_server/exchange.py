@@ -141,6 +141,21 @@ class HttpExchange(msgspec.Struct, eq=False):
         self._head = b""
         connection.write(data)
 
+    def relay(self, data: bytes) -> None:
+        """`send`, for data just read from another socket.
+
+        Written to the transport directly: uvloop sends what is written while it reads sockets when all are read, so the
+        outbox would save nothing, and cost a call and a turn of the loop for each event of a stream.
+        """
+        connection = self.connection
+        if connection is None:
+            return
+        transport = connection.transport
+        if not self.chunked or self._head or connection.listener.outbox.is_due or transport.is_closing():
+            self.send(data)
+        else:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     def finish(self, last: bytes = b"") -> None:
         """End a response in pieces, and the exchange, in one write with its last piece; not if the client has left."""
         connection = self.connection

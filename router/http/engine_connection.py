@@ -97,7 +97,9 @@ class EngineConnection(asyncio.Protocol):
     deadline  loop.time() at which the request on it is lost; the sender of the request moves it. It does not pass while
               reading is paused, because then the client is slow and not the engine.
     longer    called when the deadline has passed, for the next one; a time in the past loses the request
-    answers   complete answers so far: an engine may close a connection just as it is used again
+    answers   complete answers so far
+    was_idle  taken from the pool's idle ones: an engine may close such a connection just as it is used
+    is_spare  idle, and never used
     last_data_at  loop.time() of the last bytes of a stream; set by the sink, which knows the time anyway
     """
 
@@ -122,6 +124,7 @@ class EngineConnection(asyncio.Protocol):
         "deadline",
         "http_version",
         "is_closed",
+        "is_spare",
         "last_data_at",
         "longer",
         "loop",
@@ -129,6 +132,7 @@ class EngineConnection(asyncio.Protocol):
         "read_bytes",
         "sink",
         "transport",
+        "was_idle",
     )
 
     def __init__(self, pool: "EnginePool", origin: Origin, loop: asyncio.AbstractEventLoop) -> None:
@@ -141,7 +145,7 @@ class EngineConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self.transport: asyncio.Transport = None  # type: ignore[assignment]  # until connection_made
         self.sink: ResponseSink | None = None
-        self.is_closed = False
+        self.is_closed = self.is_spare = self.was_idle = False
         self._paused_at: float | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self._fields: Headers = {}
@@ -170,7 +174,7 @@ class EngineConnection(asyncio.Protocol):
         if self.is_closed or self.transport.is_closing():
             # Closed since it left the pool. The sink receives `lost` later, as of every other loss.
             self.sink = sink
-            reason = "no_answer" if self.answers else "connection"
+            reason = "no_answer" if self.was_idle else "connection"
             self.loop.call_soon(self.lose, reason, "closed before the request was sent")
             return
         self.sink = sink
@@ -269,7 +273,7 @@ class EngineConnection(asyncio.Protocol):
             return
         if self._sent_after == self._pool.outbox.flushed:
             # The request is not sent yet: these bytes answer the one before, or none (a proxy's 408 when idle).
-            if self.answers:
+            if self.was_idle:
                 self.lose("no_answer", "it answered before the request was sent")
                 return
             self._odd = True  # on a new connection there was no other request
@@ -288,7 +292,10 @@ class EngineConnection(asyncio.Protocol):
             if self._bare_bytes > _MAX_HEAD_BYTES:
                 self.lose("no_answer", f"a head of over {_MAX_HEAD_BYTES} bytes")
                 return
-        if self._new_head or self._pieces:
+        pieces = self._pieces
+        if len(pieces) == 1 and not self._new_head:
+            sink.data(pieces.pop())  # one event of a stream: most reads by far
+        elif pieces or self._new_head:
             self._deliver(sink)
         if self._complete and self.sink is not None:
             self._finish()

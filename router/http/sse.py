@@ -172,6 +172,11 @@ def says_done(events: bytes) -> bool:
     return events[-_MAX_DONE_BYTES:].rstrip().endswith(_DONE)
 
 
+def is_plain(events: bytes) -> bool:
+    """Whether these events of a stream of choices certainly end nothing: no choice, no usage, not the stream."""
+    return b'"finish_reason":"' not in events and b'"choices":[]' not in events and b"[DONE]" not in events
+
+
 def last_type(events: bytes) -> bytes:
     """The type of the last of these events; empty: it has none."""
     text = events.rstrip().replace(b"\r\n", b"\n")

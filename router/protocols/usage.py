@@ -103,9 +103,11 @@ class UsageFilter:
     (openai/*/serving.py). So the filter adds the engine's last known fingerprint to the event that ends a choice. Until
     one is known, that event waits for the usage event. In the first stream of several choices from an unknown engine,
     choices that end early may lack it.
+
+    pending  events that wait
     """
 
-    __slots__ = ("_engine", "_fingerprints", "_pending")
+    __slots__ = ("_engine", "_fingerprints", "pending")
 
     def __init__(self, fingerprints: MutableMapping[str, bytes], engine: str) -> None:
         """
@@ -114,7 +116,7 @@ class UsageFilter:
         """
         self._fingerprints = fingerprints
         self._engine = engine
-        self._pending = b""
+        self.pending = b""
 
     def events(self, events: bytes) -> bytes:
         """The client's events for whole events of the engine; some wait for the next call.
@@ -122,7 +124,7 @@ class UsageFilter:
         Keeps the engine's fingerprint.
         """
         at = _first_final_event(events)
-        if at == len(events) and not self._pending:
+        if at == len(events) and not self.pending:
             return events
         kept: list[bytes] = []
         if at:
@@ -134,7 +136,7 @@ class UsageFilter:
                     self._fingerprints[self._engine] = found.group()
                 kept.append(self._release_with_fingerprint())
             elif _FINISHED in event and self._engine not in self._fingerprints:
-                self._pending += event
+                self.pending += event
             else:
                 kept.append(self.end())
                 kept.append(self._with_fingerprint(event) if _FINISHED in event else event)
@@ -142,7 +144,7 @@ class UsageFilter:
 
     def end(self) -> bytes:
         """Take the events that still wait: the stream has ended, or other events follow."""
-        pending, self._pending = self._pending, b""
+        pending, self.pending = self.pending, b""
         return pending
 
     def _release_with_fingerprint(self) -> bytes:

@@ -18,6 +18,7 @@ from router.http.sse import (
     event_error,
     has_first_event,
     is_finished,
+    is_plain,
     last_type,
     says_done,
 )
@@ -76,6 +77,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     _exchange: HttpExchange | None = None
     _rewriter: AnswerRewriter | None = None
     _hidden: UsageFilter | None = None
+    _relays_as_is: bool = False
     _got: list[bytes] = []
     _size: int = 0
     _tail: deque[bytes] | None = None
@@ -145,6 +147,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         hidden  see `relay`
         """
         self._rewriter, self._hidden, self.notify = rewriter, hidden, on_over
+        self._relays_as_is = not self._request.route.final_events
         self._tail = deque(maxlen=_TAIL_CHUNKS)
         self._exchange = exchange
         exchange.on_pause, exchange.on_resume = self._pause, self._resume
@@ -271,7 +274,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             exc.reason == "no_answer"
             and not self.status
             and connection is not None
-            and connection.answers > 0
+            and connection.was_idle
             and connection.is_silent
             and connection.loop.time() - self._sent_at <= STALE_WITHIN_S
         )
@@ -316,10 +319,20 @@ class EngineAttempt(msgspec.Struct, eq=False):
                 self.connection.close()
                 self.connection = None
             self._break(exc)
-        else:
-            self._send(ready)
-            if self._has_ended:
-                self._end_behind_last_event(ready)
+            return
+        exchange, tail, hidden = self._exchange, self._tail, self._hidden
+        if exchange is None or tail is None or not ready:
+            return
+        is_usual = self._relays_as_is and not self._has_ended and (hidden is None or not hidden.pending)
+        if is_usual and is_plain(ready):
+            # Most events by far: `_send` without what it does about usage and ends.
+            tail.append(ready)
+            self.events += ready.count(b"\n\n")
+            exchange.relay(ready)
+            return
+        self._send(ready)
+        if self._has_ended:
+            self._end_behind_last_event(ready)
 
     def _end_behind_last_event(self, ready: bytes) -> None:
         """End the relay behind the last event: an engine that does not end its body holds neither client nor quota.

@@ -207,6 +207,8 @@ async def faulty_fleet(
         control.workers |= {f"w{number}": engine.url for number, engine in enumerate(made)}
         control.url = await stack.enter_async_context(serving(control.app))
         usual = {
+            # Each connection is looked at: none is opened ahead.
+            "spare_connections": 0,
             "orchestrator_url": control.url,
             "metadata_poll_s": 0.2,
             "catalog_poll_s": 0.2,

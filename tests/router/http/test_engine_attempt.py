@@ -58,6 +58,8 @@ class RecordingClient:
     def send(self, data):
         self.sent.append(data)
 
+    relay = send
+
 
 def call_to(url, *, streamed):
     origin = Origin.parse(url)
