@@ -114,6 +114,8 @@ class AgentDouble:
     catalogs: int = 0  # that were asked for
     boot_id: str = "first"
     files: dict[str, str] = field(default_factory=dict)  # of the model
+    files_status: int = 200
+    files_asked: int = 0
     model_path: str = ""
     starting: frozenset = frozenset()
     suspects: frozenset = frozenset()
@@ -256,7 +258,8 @@ class AgentDouble:
             return JSONResponse({})
 
         async def model_files(_request):
-            return JSONResponse({"base_model": BASE, "files": self.files})
+            self.files_asked += 1
+            return JSONResponse({"base_model": BASE, "files": self.files}, self.files_status)
 
         return Starlette(
             routes=[

@@ -620,6 +620,15 @@ async def test_requests_that_waited_for_one_silent_engine_share_a_log_line(clien
     tokenizers.close()
 
 
+async def test_agents_that_serve_no_files_share_a_log_line():
+    control, names = AgentDouble(), [f"w{n}" for n in range(6)]
+    control.files_status = 503
+    with capture_logs() as lines:
+        async with fleet(*map(EngineDouble, names), control=control, tokenizer="auto"):
+            await until(lambda: control.files_asked >= len(names))
+    assert [line["failures"] for line in lines if line["event"] == "tokenizer not fetched yet"] == [1]
+
+
 @pytest.mark.parametrize(
     ("prompt", "ids"),
     [
