@@ -85,8 +85,8 @@ def main() -> None:
     console().print(table)
     rows = []
     for script, cost in costs.items():
-        step, at = cost.largest_step
-        rows.append(ReportRow(f"{script}: largest step between neighbours, at {at:,} characters", step, "x", _MAX_STEP))
+        step, _ = cost.largest_step
+        rows.append(ReportRow(f"{script}: largest step between neighbouring lengths", step, "x", _MAX_STEP))
     rows += [
         ReportRow(f"{script}: longest step on the event loop", held / 1000, "ms", _MAX_HOLD_MS)
         for script, held in held_us.items()
@@ -161,7 +161,8 @@ def _longest_step_us(chat: ChatTokenizer, text: str) -> float:
 
 def draw(costs: Mapping[str, Cost], into: Path) -> None:
     """Draw cost by length, one line a script. Raises ImportError without matplotlib."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  (only this function needs it)
+    from matplotlib import rc_context  # noqa: PLC0415  (only this function needs it)
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(
@@ -171,7 +172,8 @@ def draw(costs: Mapping[str, Cost], into: Path) -> None:
         axes.plot(list(cost), list(cost.values()), label=script, linewidth=1.2, marker=".", markersize=4)
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(fontsize="small", ncols=2)
-    figure.savefig(into, metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(into, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def steps_through_cache(
                     encoded = work()
                 else:
                     encoded = yield ThreadWork(chars, work)
-                    looked_up = inline = 0
+                    looked_up = STEP_CHARS  # many words to learn are a step of their own
                 cache.learn(unknown, encoded)
             ids.frombytes(lookup.ids(unknown, encoded))
             if looked_up >= STEP_CHARS:

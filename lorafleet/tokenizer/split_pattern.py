@@ -12,8 +12,8 @@ So in a pattern of these alternatives that together match every character, a wor
 2. between a letter and any other character but a mark or an apostrophe, and between a digit and anything but a number.
 
 No alternative looks behind, and `\s+(?!\S)` looks at the one character after white space. So the two texts around such
-a place split as they do in the whole text. Unicode normalization does not cross these places either: no composition has
-a space, an ASCII character or the punctuation of `CUT` as its second character.
+a place split as they do in the whole text, and each word by itself is one word. Unicode normalization does not cross
+these places either: no composition has a space, an ASCII character or the punctuation of `CUT` as its second character.
 
 Source: tokenizers 0.23 pre_tokenizers/{split,byte_level,sequence}.rs; the tokenizer.json files of those models.
 """

@@ -309,11 +309,6 @@ class WordCache:
             lookup.add(ids)
             return ids
         found = list(map(self.words.get, words))
-        # Each unknown word alone must be one word, too: after other text the pattern may cut differently.
-        unknown = {word for word, ids in zip(words, found, strict=True) if ids is None}
-        if any(self.split.findall(word) != [word] for word in unknown):
-            lookup.add_unknown(piece)
-            return None
         for word, ids in zip(words, found, strict=True):
             if ids is None:
                 lookup.add_unknown(word)

@@ -165,8 +165,9 @@ def test_new_text_of_many_words_is_encoded_in_a_thread():
     work = next(steps)
     assert isinstance(work, ThreadWork)
     assert work.chars > encoding.INLINE_CHARS
+    assert steps.send(work.run()) is None
     with pytest.raises(StopIteration):
-        steps.send(work.run())
+        next(steps)
 
 
 @pytest.mark.parametrize("text", ["a" * 70_000, "今" * 70_000, "7" * 70_000, " " * 70_000, "<|im_end|>" * 8_000])
