@@ -13,7 +13,7 @@ from tests.engines import RunningEngine, start_engine
 from tests.workers.changed_adapters import adapter_of_zeros, adapter_with
 from tests.workers.running import RunningWorker, code, metadata_of, post
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(400)]
 
 BASE = "tiny-qwen"
 
