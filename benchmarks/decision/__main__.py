@@ -30,12 +30,12 @@ class DecisionRowGroup:
 
 GROUPS = {
     "match": DecisionRowGroup(
-        lambda size: [row for replicas in (8, 64) for row in matching(replicas, size)], "hash and match", 10
+        lambda size: [row for replicas in (8, 64) for row in matching(replicas, size)], "hash and match", 5
     ),
-    "decide": DecisionRowGroup(deciding, "whole decisions", 30),
-    "estimate": DecisionRowGroup(estimating, "workers without KV events", 20),
-    "waiting": DecisionRowGroup(waiting, "a release while 64 prompts wait", 5),
-    "events": DecisionRowGroup(events, "KV events applied", 30),
+    "decide": DecisionRowGroup(deciding, "whole decisions", 15),
+    "estimate": DecisionRowGroup(estimating, "workers without KV events", 6),
+    "waiting": DecisionRowGroup(waiting, "a release while 64 prompts wait", 2),
+    "events": DecisionRowGroup(events, "KV events applied", 15),
     "growth": DecisionRowGroup(growth, "matches among a million blocks", 60),
     "memory": DecisionRowGroup(memory, "memory of a million blocks", 15),
     "catalog": DecisionRowGroup(adopting, "a catalog of 10,000 adapters", 3),
