@@ -1,6 +1,9 @@
 """Real vLLM ignores modules of an adapter without a word; its plugin says so, and its answers show it."""
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 from lorafleet.engine.lora_reports import REPORTS_VARIABLE
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import RunningEngine, start_engine
+from tests.patience import patience
 from tests.workers.changed_adapters import adapter_of_zeros, adapter_with
 from tests.workers.running import RunningWorker, code, metadata_of, post
 
@@ -96,3 +100,26 @@ async def test_adapter_that_vllm_takes_in_part_or_as_a_whole_is_ready(filtered, 
 
 def code_of(answer: dict) -> str:
     return answer["error"]["code"]
+
+
+@pytest.fixture(scope="module")
+def of_multimodal_base(tmp_path_factory) -> dict[str, dict]:
+    """What real vLLM does with adapters of Gemma 3: name -> modules, ignored ones, the canary's outcome."""
+    program = (sys.executable, "-P", "-m", "tests.contract.multimodal_effect", str(tmp_path_factory.mktemp("gemma3")))
+    done = subprocess.run(program, capture_output=True, text=True, timeout=patience(200), check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_adapter_of_the_text_model_alone_has_no_effect_on_a_multimodal_base(of_multimodal_base):
+    found = of_multimodal_base["text-alone"]
+    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    assert (found["modules"], found["ignored"], found["canary"]) == (2, names, "none")
+
+
+def test_tower_of_a_multimodal_base_is_ignored_beside_a_language_model_that_is_used(of_multimodal_base):
+    found = of_multimodal_base["both-towers"]
+    assert (found["modules"], len(found["ignored"]), found["canary"]) == (4, 2, "seen")
+    assert all(".vision_tower." in name for name in found["ignored"])
+    whole = of_multimodal_base["language"]
+    assert (whole["modules"], whole["ignored"], whole["canary"]) == (2, [], "seen")
