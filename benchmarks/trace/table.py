@@ -159,10 +159,7 @@ _OTHER = (
 
 
 def _plain(row: ReportRow, ok: bool | None) -> dict[str, object]:
-    return {
-        "what": row.what, "value": row.value, "unit": row.unit, "reach": row.reach, "ok": ok,
-        "baseline": row.baseline, "baseline_value": row.baseline_value,
-    }  # fmt: skip
+    return row.as_json() | {"ok": ok}
 
 
 def _seconds(value: float) -> str:
