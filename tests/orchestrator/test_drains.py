@@ -40,7 +40,7 @@ def test_a_drains_deadline_leaves_twice_the_time_of_its_loads(count, seconds, si
     names = [f"a{n}" for n in range(count)]
     observed = draining_fleet(*names, seconds=seconds, size_bytes=usual_mb * MB, others=others)
     found = progress(observed, *(adapter(name, size_bytes=size_mb * MB) for name in names))
-    each_s = seconds * max(1.0, size_mb / usual_mb)
+    each_s = seconds + max(0, size_mb - usual_mb) * MB * observed.load_figures.s_per_byte
     expected_s = max(each_s, count * each_s / others)
     assert (found.moves, found.move_bytes, found.left) == (count, count * size_mb * MB, tuple(sorted(names)))
     assert found.expected_s == pytest.approx(expected_s, abs=1e-3)

@@ -125,8 +125,10 @@ async def test_damaged_epoch_file_stops_the_start_with_a_remedy(worker):
 @pytest.mark.slow
 async def test_hostile_files_in_lora_path_do_not_affect_other_adapters(worker, agent_model, tmp_path):
     folder = tmp_path / "lora_path"
-    make_adapter(folder, "fine/v1")
-    os.mkfifo(make_adapter(folder, "pipe/v1") / "more.safetensors")
+    os.mkfifo(make_adapter(folder, "fine/v1") / "more.safetensors")  # which no engine reads
+    pipe = make_adapter(folder, "pipe/v1") / "adapter_model.safetensors"
+    pipe.unlink()
+    os.mkfifo(pipe)
     weights = make_adapter(folder, "endless/v1") / "adapter_model.safetensors"
     header = b'{"a.lora_A.weight": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 1e999]}}'
     weights.write_bytes(struct.pack("<Q", len(header)) + header)
