@@ -1,4 +1,4 @@
-"""httpx over the engine pool, for calls to agents and the orchestrator: a fifth of the CPU of httpx's own transport."""
+"""httpx over the engine pool, for calls to agents and the orchestrator: cheaper than httpx's own transport."""
 
 import httpx
 
