@@ -10,10 +10,13 @@ counts however the other answers differ.
 """
 
 import asyncio
+import json
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
 from typing import Any, Literal, TypeAlias
 
 from lorafleet.engine.lora_weights import ZERO_NOTE, WeightsEffect
@@ -32,6 +35,11 @@ AskEngine: TypeAlias = Callable[[str | None, Sequence[int]], Awaitable[Fingerpri
 Answers None if the engine gives no such numbers. Raises EngineSilent.
 """
 
+ReadNumbers: TypeAlias = Callable[[Any], Fingerprint | None]
+"""Reads the numbers in an answer's JSON; None for an answer without them."""
+PostQuestion: TypeAlias = Callable[[str, Mapping[str, Any], ReadNumbers], Awaitable[Fingerprint | None]]
+"""Posts a body to a route, and reads the numbers in the answer; None without numbers. Raises EngineSilent."""
+
 PROMPTS: Sequence[Sequence[int]] = (
     (72, 214, 33, 167, 95, 240, 51, 188, 126, 19, 203, 84),
     (231, 45, 109, 176, 62, 150, 97, 28, 219, 134, 77, 191),
@@ -42,6 +50,7 @@ MOST_READINGS = 4
 """Answers of each of the two models to one prompt, at most."""
 LOGPROBS = 5
 _SHOWN = 64
+_BUSY = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
 _NOISE_FACTOR = 4.0
 """A difference must be so many times that among answers of one model. A guess; nothing is refused by it."""
 _BEYOND_NOISE = 0.25
@@ -52,6 +61,22 @@ _SURE_READINGS = 3
 
 class EngineSilent(Exception):
     """The engine did not answer, or failed."""
+
+
+def answered_numbers(where: str, status: int, content: bytes, read: ReadNumbers) -> Fingerprint | None:
+    """The numbers in an engine's answer; None for another 4xx, and for an answer without numbers.
+
+    where   the request's URL, for errors
+    raises  EngineSilent if the engine failed (5xx), or was too busy (408, 429)
+    """
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in _BUSY:
+        raise EngineSilent(f"{where}: HTTP {status}")
+    if status >= HTTPStatus.MULTIPLE_CHOICES:
+        return None
+    try:
+        return read(json.loads(content))
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +239,22 @@ def vllm_body(route: str, model: str, prompt: Sequence[int]) -> dict[str, Any]:
         shape = {"max_tokens": 1, "temperature": 0, "logprobs": LOGPROBS, "return_tokens_as_token_ids": True}
         return {"model": model, "prompt": list(prompt), **shape}
     return {"model": model, "input": list(prompt)}
+
+
+class VllmQuestions:
+    """Asks a vLLM for numbers by the first of `VLLM_ROUTES` that gives some, and from then on by that one alone."""
+
+    def __init__(self) -> None:
+        self._routes: Sequence[str] = VLLM_ROUTES
+
+    async def ask(self, post: PostQuestion, model: str, prompt: Sequence[int]) -> Fingerprint | None:
+        """The model's numbers for a prompt; None if it gives none. Raises EngineSilent."""
+        for route in self._routes:
+            numbers = await post(route, vllm_body(route, model, prompt), partial(vllm_fingerprint, route))
+            if numbers is not None:
+                self._routes = (route,)
+                return numbers
+        return None
 
 
 def vllm_fingerprint(route: str, answer: Any) -> Fingerprint | None:

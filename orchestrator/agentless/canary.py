@@ -1,22 +1,23 @@
 """The canary at one agentless engine: adapters that do not change its answers are refused, or ready with a note."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from lorafleet.engine.canary import (
-    VLLM_ROUTES,
     BaseReadings,
     CanaryMode,
     EngineSilent,
     Fingerprint,
+    ReadNumbers,
     ShownEffect,
+    VllmQuestions,
+    answered_numbers,
     run_canary,
     shown_effect,
-    vllm_body,
-    vllm_fingerprint,
 )
 from lorafleet.engine.lora_weights import weights_effect
 
@@ -29,7 +30,7 @@ class AgentlessCanary:
         self._client = client
         self._mode = mode
         self._timeout_s = timeout_s
-        self._routes: Sequence[str] = VLLM_ROUTES
+        self._questions = VllmQuestions()
         self._readings = BaseReadings()
         self._effects: dict[str, ShownEffect] = {}
 
@@ -50,7 +51,7 @@ class AgentlessCanary:
 
         async def ask(adapter: str | None, prompt: Sequence[int]) -> Fingerprint | None:
             """Send a prompt to the adapter or the base model. Raises EngineSilent."""
-            return await self._ask(adapter or base_model, prompt)
+            return await self._questions.ask(self._post, adapter or base_model, prompt)
 
         result = await run_canary(ask, engine_name, readings=self._readings, timeout_s=self._timeout_s)
         weights = await asyncio.to_thread(weights_effect, Path(path)) if result.outcome == "none" else None
@@ -63,29 +64,10 @@ class AgentlessCanary:
         """Forget what was found of an adapter that is unloaded."""
         self._effects.pop(engine_name, None)
 
-    async def _ask(self, model: str, prompt: Sequence[int]) -> Fingerprint | None:
-        """The engine's numbers for a prompt; None if it gives none. Raises EngineSilent.
-
-        The route that gave numbers is the only one that is asked from then on.
-        """
-        for route in self._routes:
-            try:
-                body = vllm_body(route, model, prompt)
-                answer = await self._client.post(self._url + route, json=body, timeout=self._timeout_s)
-            except httpx.HTTPError as exc:
-                raise EngineSilent(f"{self._url}{route}: {exc!r}") from exc
-            if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or answer.status_code in {408, 429}:
-                raise EngineSilent(f"{self._url}{route}: HTTP {answer.status_code}")
-            numbers = vllm_fingerprint(route, _json(answer)) if answer.is_success else None
-            if numbers is not None:
-                self._routes = (route,)
-                return numbers
-        return None
-
-
-def _json(answer: httpx.Response) -> object:
-    """The answer's JSON; None if it is none."""
-    try:
-        return answer.json()
-    except ValueError:
-        return None
+    async def _post(self, route: str, body: Mapping[str, Any], read: ReadNumbers) -> Fingerprint | None:
+        """The numbers in the engine's answer; None without numbers. Raises EngineSilent."""
+        try:
+            answer = await self._client.post(self._url + route, json=body, timeout=self._timeout_s)
+        except httpx.HTTPError as exc:
+            raise EngineSilent(f"{self._url}{route}: {exc!r}") from exc
+        return answered_numbers(f"{self._url}{route}", answer.status_code, answer.content, read)

@@ -1,13 +1,13 @@
 """The HTTP client that the clients of all engines share, with errors translated to EngineError."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from lorafleet.engine.canary import EngineSilent, Fingerprint
+from lorafleet.engine.canary import EngineSilent, Fingerprint, ReadNumbers, answered_numbers
 from lorafleet.engine.probes import PROBE_REQUESTS
 from lorafleet.service.transport import DirectTransport
 from workers.core.errors import EngineError
@@ -62,7 +62,7 @@ class HttpEngineClient:
         return None
 
     async def _ask_for_numbers(
-        self, route: str, body: Mapping[str, Any], numbers_of: Callable[[Any], Fingerprint | None]
+        self, route: str, body: Mapping[str, Any], numbers_of: ReadNumbers
     ) -> Fingerprint | None:
         """POST a request and read the numbers in its answer; None for a 4xx, or an answer without numbers.
 
@@ -72,12 +72,7 @@ class HttpEngineClient:
             answer = await self._request("POST", route, body=body, timeout_s=_NUMBERS_TIMEOUT_S)
         except EngineError as exc:
             raise EngineSilent(str(exc)) from exc
-        if answer.status_code >= 500 or answer.status_code in {408, 429}:
-            raise EngineSilent(f"engine {self.url}{route}: HTTP {answer.status_code}")
-        try:
-            return numbers_of(answer.json()) if answer.is_success else None
-        except ValueError:
-            return None
+        return answered_numbers(f"engine {self.url}{route}", answer.status_code, answer.content, numbers_of)
 
     async def version(self) -> str:
         """An empty text: only vLLM's version matters to adapters."""

@@ -1,12 +1,11 @@
 """The client of vLLM 0.32, which works for the sim, too."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import httpx
 
-from lorafleet.engine.canary import VLLM_ROUTES, Fingerprint, vllm_body, vllm_fingerprint
+from lorafleet.engine.canary import Fingerprint, VllmQuestions
 from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
 from lorafleet.engine.vllm_errors import is_engine_stopping
 from lorafleet.kv.connectors import ConnectorVerdict, verdict_of_running_engine
@@ -27,7 +26,7 @@ class VllmClient(HttpEngineClient):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._numbers_routes: Sequence[str] = VLLM_ROUTES
+        self._questions = VllmQuestions()
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
         """Load an adapter; returns when the engine confirms it or lists it.
@@ -87,16 +86,8 @@ class VllmClient(HttpEngineClient):
         return _boot_mark_of(await self.scrape())
 
     async def fingerprint(self, adapter: str | None, prompt: Sequence[int], *, base_model: str) -> Fingerprint | None:
-        """The log-probabilities of the next token; a pooling model's scores or embedding. Raises EngineSilent.
-
-        The route that gave an answer is the only one that is asked from then on.
-        """
-        for route in self._numbers_routes:
-            body, numbers_of = vllm_body(route, adapter or base_model, prompt), partial(vllm_fingerprint, route)
-            if (numbers := await self._ask_for_numbers(route, body, numbers_of)) is not None:
-                self._numbers_routes = (route,)
-                return numbers
-        return None
+        """The log-probabilities of the next token; a pooling model's scores or embedding. Raises EngineSilent."""
+        return await self._questions.ask(self._ask_for_numbers, adapter or base_model, prompt)
 
     async def kv_event_endpoints(self) -> KvEventEndpoints:
         """The KV event endpoints of each rank, read from /kv_event_sources; empty for an older vLLM.

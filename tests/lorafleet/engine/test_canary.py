@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -160,3 +161,29 @@ def test_numbers_are_read_from_the_answers_of_each_route():
         -1.5,
     )
     assert canary.sglang_fingerprint({"meta_info": {}}) is None
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_an_engine_that_fails_or_is_too_busy_is_silent(status):
+    with pytest.raises(EngineSilent, match=f"http://e/v1/completions: HTTP {status}"):
+        canary.answered_numbers("http://e/v1/completions", status, b"{}", lambda _: (1.0,))
+
+
+@pytest.mark.parametrize(("status", "content"), [(400, b"{}"), (404, b"{}"), (200, b"no JSON"), (200, b"\xff")])
+def test_a_refusal_and_an_answer_without_json_have_no_numbers(status, content):
+    assert canary.answered_numbers("http://e/classify", status, content, lambda _: (1.0,)) is None
+    assert canary.answered_numbers("http://e/classify", 200, b"{}", lambda _: (1.0,)) == (1.0,)
+
+
+async def test_the_route_that_gave_numbers_is_the_only_one_that_is_asked_from_then_on():
+    asked = []
+
+    async def post(route, body, _read):
+        asked.append((route, body["model"]))
+        return (0.5,) if route == "/v1/embeddings" else None
+
+    questions = canary.VllmQuestions()
+    assert await questions.ask(post, "base", PROMPTS[0]) == (0.5,)
+    assert await questions.ask(post, "a@1", PROMPTS[0]) == (0.5,)
+    before = ["/v1/completions", "/classify", "/v1/embeddings"]
+    assert asked == [*((route, "base") for route in before), ("/v1/embeddings", "a@1")]
