@@ -122,9 +122,9 @@ class ChatTokenizer:
             raise Untokenizable("no tokenizer.json: only models with a fast tokenizer can be tokenized here")
         try:
             tokenizer = Tokenizer.from_str(files["tokenizer.json"])
-            split_points = SplitPoints.from_json(files["tokenizer.json"])
-            word_cache = WordCache.from_json(files["tokenizer.json"], tokenizer.token_to_id)
-            file = msgspec.json.decode(files["tokenizer.json"], type=TokenizerFile)
+            file = TokenizerFile.from_json(files["tokenizer.json"])
+            split_points = SplitPoints.from_file(file)
+            word_cache = WordCache.from_file(file, tokenizer.token_to_id)
             frame = SpecialFrame.from_post_processor(file.post_processor, tokenizer)
         except msgspec.DecodeError:
             split_points = word_cache = frame = None  # an unknown file layout: texts are encoded whole

@@ -57,6 +57,11 @@ class TokenizerFile(msgspec.Struct):
     pre_tokenizer: dict[str, Any] | None = None
     post_processor: dict[str, Any] | None = None
 
+    @classmethod
+    def from_json(cls, tokenizer_json: str) -> "TokenizerFile":
+        """These parts of the text of a tokenizer.json. Raises msgspec.DecodeError."""
+        return msgspec.json.decode(tokenizer_json, type=cls)
+
 
 @dataclass(frozen=True, slots=True)
 class SplitPoints:
@@ -72,9 +77,8 @@ class SplitPoints:
     """Shorter pieces cost more to look up than to encode."""
 
     @classmethod
-    def from_json(cls, tokenizer_json: str) -> "SplitPoints | None":
-        """The split points for the text of a tokenizer.json; None if none is safe. Raises msgspec.DecodeError."""
-        file = msgspec.json.decode(tokenizer_json, type=TokenizerFile)
+    def from_file(cls, file: TokenizerFile) -> "SplitPoints | None":
+        """The split points of a tokenizer; None if none is safe."""
         # Normalized tokens are searched between the raw ones, so none crosses a raw one.
         raw = [token.content for token in file.added_tokens if not token.normalized and token.content]
         # A single-word token depends on the characters around it, one with rstrip takes the blanks after it: a split

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, cast
 
-import msgspec
-
 from lorafleet.tokenizer.split_pattern import CUT, keeps_words_apart, split_pattern
 from lorafleet.tokenizer.split_points import TokenizerFile, certain_tokens, longest_of
 
@@ -167,13 +165,12 @@ class WordCache:
         self.stretches = dict(self.added_ids)
 
     @classmethod
-    def from_json(cls, tokenizer_json: str, token_to_id: Callable[[str], int | None]) -> "WordCache | None":
-        """A cache for the text of a tokenizer.json; None if word ids would not be exact. Raises msgspec.DecodeError.
+    def from_file(cls, file: TokenizerFile, token_to_id: Callable[[str], int | None]) -> "WordCache | None":
+        """A cache for a tokenizer; None if word ids would not be exact.
 
         token_to_id  the library's id of a token. The library renumbers added tokens where the file has gaps,
                      duplicates or clashes
         """
-        file = msgspec.json.decode(tokenizer_json, type=TokenizerFile)
         tokens = [token for token in file.added_tokens if token.content]
         is_plain = not any(token.normalized or token.single_word or token.lstrip or token.rstrip for token in tokens)
         if not is_plain or file.model.type != "BPE" or file.model.dropout:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from lorafleet.local.tiny_model import make_model
-from lorafleet.tokenizer.split_points import SplitPoints, certain_tokens, longest_of
+from lorafleet.tokenizer.split_points import SplitPoints, TokenizerFile, certain_tokens, longest_of
 from tests.properties import examples
 
 CORPUS = [
@@ -25,6 +25,10 @@ FRAGMENTS = [
     "東京", "🙂‍↔️", "\x00", "\u200d", "ﬁ", "_", "<s>",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=6), max_size=25).map("".join)
+
+
+def split_points_of(tokenizer_json: str) -> SplitPoints | None:
+    return SplitPoints.from_file(TokenizerFile.from_json(tokenizer_json))
 
 
 def build(model, trainer, *, normalizer=None, pre_tokenizer=None, added=(), post=None) -> str:
@@ -86,7 +90,7 @@ def family(request, tmp_path_factory) -> tuple[Tokenizer, SplitPoints]:
         text = (make_model(tmp_path_factory.mktemp("cuts") / "tiny-qwen") / "tokenizer.json").read_text()
     else:
         text = FAMILIES[request.param]()
-    cuts = SplitPoints.from_json(text)
+    cuts = split_points_of(text)
     assert cuts is not None
     return Tokenizer.from_str(text), cuts
 
@@ -107,7 +111,7 @@ def test_the_ids_of_the_pieces_are_the_ids_of_the_whole(family, text, min_chars)
 @settings(max_examples=examples(100))
 @given(text=TEXTS, more=TEXTS)
 def test_a_continuation_shares_every_whole_piece(text, more):
-    cuts = SplitPoints.from_json(FAMILIES["llama 2's prepended blank"]())
+    cuts = split_points_of(FAMILIES["llama 2's prepended blank"]())
     whole = replace(cuts, min_chars=20).pieces(text + "<|im_end|>" + more)
     before = replace(cuts, min_chars=20).pieces(text)
     # A marker that the end of the text had broken off may become whole: only the last piece may differ.
@@ -138,7 +142,7 @@ def test_a_text_is_split_after_every_certain_token(family, before, after, data):
     ],
 )
 def test_a_token_is_certain_if_no_other_overlaps_it(tokens, sure):
-    cuts = SplitPoints.from_json(bpe(added=raw(*tokens)))
+    cuts = split_points_of(bpe(added=raw(*tokens)))
     found = {token for token in tokens if cuts.sure.fullmatch(token)}
     assert found == sure
 
@@ -166,7 +170,7 @@ def test_thousands_of_added_tokens_are_read_and_searched_at_once():
     token = file["added_tokens"][-1]
     many = [f"<unused{n}>" for n in range(6000)] + ["\n" * n for n in range(1, 30)] + ["z" * 3000]
     file["added_tokens"] += [token | {"id": 1000 + n, "content": content} for n, content in enumerate(many)]
-    cuts = SplitPoints.from_json(json.dumps(file))
+    cuts = split_points_of(json.dumps(file))
     assert len(cuts.pieces("some words <b>and</b> <unused59> more\n\n\n" * 10_000)) > 500
 
 
@@ -186,7 +190,7 @@ def test_a_tokenizer_that_looks_across_tokens_has_no_split_points(name):
         file = json.loads(text)
         file["added_tokens"] = [token for token in file["added_tokens"] if token["normalized"]]
         text = json.dumps(file)
-    assert SplitPoints.from_json(text) is None
+    assert split_points_of(text) is None
 
 
 def test_such_a_tokenizer_gives_other_ids_in_pieces():
@@ -197,14 +201,12 @@ def test_such_a_tokenizer_gives_other_ids_in_pieces():
 
 def test_an_unknown_pre_tokenizer_and_dropout_have_no_split_points():
     file = json.loads(bpe(pre_tokenizer=pre_tokenizers.ByteLevel()))
-    assert SplitPoints.from_json(json.dumps(file)) is not None
+    assert split_points_of(json.dumps(file)) is not None
     assert (
-        SplitPoints.from_json(
-            json.dumps(file | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "New"}]}})
-        )
+        split_points_of(json.dumps(file | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "New"}]}}))
         is None
     )
-    assert SplitPoints.from_json(json.dumps(file | {"model": file["model"] | {"dropout": 0.1}})) is None
+    assert split_points_of(json.dumps(file | {"model": file["model"] | {"dropout": 0.1}})) is None
 
 
 def test_special_tokens_around_a_prompt_are_never_repeated_for_its_pieces(tmp_path):

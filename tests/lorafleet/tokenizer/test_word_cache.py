@@ -13,14 +13,19 @@ from tokenizers import Tokenizer
 
 from lorafleet.tokenizer import encoding, word_cache
 from lorafleet.tokenizer.encoding import ThreadWork, run_steps, steps_through_cache
+from lorafleet.tokenizer.split_points import TokenizerFile
 from lorafleet.tokenizer.word_cache import SLICE_CHARS, PieceIds, WordCache
 from tests.lorafleet.tokenizer.split_patterns import PATTERNS, tokenizer
 from tests.properties import examples
 
 
+def cache_of(tokenizer_json: str, token_to_id) -> WordCache | None:
+    return WordCache.from_file(TokenizerFile.from_json(tokenizer_json), token_to_id)
+
+
 def made(name: str) -> WordCache:
     """A new cache for this tokenizer."""
-    found = WordCache.from_json(tokenizer(name).to_str(), tokenizer(name).token_to_id)
+    found = cache_of(tokenizer(name).to_str(), tokenizer(name).token_to_id)
     assert found is not None
     return found
 
@@ -89,7 +94,7 @@ def test_three_ascii_characters_are_split_as_the_tokenizer_splits_them(name):
 
 def test_a_pattern_converted_from_tiktoken_gives_the_same_ids():
     other = tokenizer("llama 3", inverted=True)
-    cache = WordCache.from_json(other.to_str(), other.token_to_id)
+    cache = cache_of(other.to_str(), other.token_to_id)
     text = f"{BEFORE}it’s 12345 things,\n\n  hadn't I?"
     assert cached_ids("llama 3", text, cache) == other.encode(text, add_special_tokens=False).ids
 
@@ -232,7 +237,7 @@ def test_the_cache_counts_the_bytes_that_it_takes():
 
 
 def changed(**changes):
-    """Arguments of `WordCache.from_json` for a tokenizer with the file's own numbers."""
+    """Arguments of `cache_of` for a tokenizer with the file's own numbers."""
     file = json.loads(tokenizer("qwen 2").to_str()) | changes
     return json.dumps(file), {token["content"]: token["id"] for token in file["added_tokens"]}.get
 
@@ -255,14 +260,14 @@ TOKEN = {"id": 1, "content": "<x>", "single_word": False, "lstrip": False, "rstr
     ids=str,
 )
 def test_a_tokenizer_with_further_steps_has_no_word_cache(changes):
-    assert WordCache.from_json(*changed()) is not None
-    assert WordCache.from_json(*changed(**changes)) is None
+    assert cache_of(*changed()) is not None
+    assert cache_of(*changed(**changes)) is None
 
 
 @pytest.mark.parametrize("added", [[], [TOKEN | {"content": "é"}], [TOKEN, TOKEN | {"content": "x><", "id": 2}]])
 def test_words_are_encoded_one_by_one_without_a_token_to_separate_them(added):
     file, numbers = changed(added_tokens=added)
-    cache, asked = WordCache.from_json(file, numbers), []
+    cache, asked = cache_of(file, numbers), []
     assert cache.separator is None
 
     def encode(text):
@@ -288,4 +293,4 @@ def test_a_tokenizer_renumbered_by_its_library_has_no_word_cache(added):
     file["added_tokens"] += [TOKEN | {"special": False} | token for token in added]
     library = Tokenizer.from_str(json.dumps(file))
     assert any(library.token_to_id(token["content"]) != token["id"] for token in added)
-    assert WordCache.from_json(json.dumps(file), library.token_to_id) is None
+    assert cache_of(json.dumps(file), library.token_to_id) is None
