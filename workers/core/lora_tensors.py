@@ -6,7 +6,7 @@ source   PEFT 0.21 writes `base_model.model.<module>.lora_A.weight`, `<module>.l
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from workers.core.adapter_files import WEIGHTS_NAME
@@ -16,7 +16,8 @@ from workers.core.tensors import Shape, TensorHeader
 STACKED = (".experts", ".experts.base_layer")
 """Ends of the names under which PEFT's `target_parameters` stores the experts of a layer as one module."""
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""What PEFT puts before every module's name."""
 _TENSOR = re.compile(r"(?P<module>.+)\.(?:lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")
 _BASE_COPY = re.compile(r"(?P<module>(?:.+\.)?(?:embed_tokens|lm_head))\.base_layer\.weight")
 RENAME_HINT = " (lorafleet adapters rename-modules)"
@@ -60,15 +61,9 @@ class AdapterTensors:
     copies: Mapping[str, str]
 
 
-def module_names(tensors: Iterable[str]) -> set[str]:
-    """The modules of an adapter's tensors, by their names in the file without PEFT's prefix."""
-    matches = (_TENSOR.fullmatch(plain_name(name)) for name in tensors)
-    return {match["module"] for match in matches if match}
-
-
 def plain_name(name: str) -> str:
     """A tensor's name without PEFT's prefix, which may be there more than once; as vLLM reads it."""
-    return name.replace(_PREFIX, "") if name.startswith(_PREFIX) else name
+    return name.replace(PREFIX, "") if name.startswith(PREFIX) else name
 
 
 def adapter_tensors(tensors: Mapping[str, TensorHeader], saved: Collection[str] = ()) -> AdapterTensors:

@@ -7,17 +7,17 @@ were left on it, or with a prefix twice. Whether a name is right is the verifica
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from workers.core.errors import SourceError
+from workers.core.lora_tensors import PREFIX
 from workers.core.manifest import AdapterDescription, AdapterRules, check_adapter
 from workers.core.patterns import MatchTime, SlowExpressionError
 from workers.core.peft import LoraConfig, invalid_config, parse_config
 from workers.core.tensors import TensorHeader
 
-PREFIX = "base_model.model."
 # Where classes have their language model.
 LANGUAGE_PREFIXES = {
     "text": "model.",  # AutoModelForCausalLM
@@ -203,8 +203,3 @@ def _entries(config: LoraConfig, module: str, match_time: MatchTime) -> list[int
 def _module(name: str) -> str:
     """The module of a tensor."""
     return _TENSOR_END.sub("", name.removeprefix(PREFIX))
-
-
-def changed_names(plan: RenamePlan) -> Iterator[tuple[str, str]]:
-    """The renamed tensors, each with its new name."""
-    return ((old, new) for old, new in plan.names.items() if old != new)
