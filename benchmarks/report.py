@@ -1,4 +1,4 @@
-"""What every benchmark prints, and writes as JSON; and the table that joins the JSON of several runs.
+"""The rows that every benchmark prints and writes as JSON, and the table that joins the JSON of several runs.
 
 python -m benchmarks.report NAME=FILE[,FILE...] ... prints a Markdown table with a column for each NAME: the median of
 its files' figures. With two or more names another column has the last figure over the first. With `--contenders` the
@@ -45,7 +45,7 @@ class ReportRow:
 
     @property
     def name(self) -> str:
-        """What was measured, and of whom where it is not ours."""
+        """The row's name, with the contender's where the figure is not ours."""
         return f"{self.what}: {self.contender}" if self.contender else self.what
 
     @property
@@ -67,7 +67,7 @@ class ReportRow:
         return self.reach is not None or self.reach_ratio is not None
 
     def _is_within(self, figure: float, goal: float) -> bool:
-        """Of rates more is better, of everything else less."""
+        """Whether the figure meets the goal: at least the goal for a rate, at most the goal for everything else."""
         return figure >= goal if self._is_rate else figure <= goal
 
     @property
@@ -75,7 +75,7 @@ class ReportRow:
         return self.unit.endswith("/s")
 
     def cells(self) -> tuple[str, str, str, str, str, str]:
-        """What, figure, baseline, ratio, goal, and whether it is reached: as text."""
+        """The row's cells as text: name, figure, baseline, ratio, goal, and whether the goal is reached."""
         sign = ">=" if self._is_rate else "<="
         goal = ""
         if self.reach is not None:

@@ -66,7 +66,7 @@ async def _of_length(blocks: int, rounds: int, calls: int) -> list[ReportRow]:
 
 
 class EstimatedRequest:
-    """What a request costs beyond its decision: its match, its first token, and its answer's `cached_tokens`."""
+    """CPU of the estimate for a request: match the prompt, record it at the first token, correct by `cached_tokens`."""
 
     def __init__(self, feeds: KvFeeds, worker: WorkerId, chain: list[BlockHash], now: float) -> None:
         self._feeds, self._worker, self._chain, self._now = feeds, worker, chain, now

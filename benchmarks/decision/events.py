@@ -67,8 +67,8 @@ def events(size: DecisionBenchSize) -> list[ReportRow]:
         ),
     ]
     # All events were applied.
-    assert not engine.refused()
-    assert not one.refused()
+    assert not engine.rejected_events()
+    assert not one.rejected_events()
     assert len(engine.index) == 0
     assert len(agent.index) == size.events * EVENT_BLOCKS // (9 * EVENT_BLOCKS) * 9 * EVENT_BLOCKS
     return rows
@@ -85,8 +85,8 @@ class BenchEngineFeeds:
     def apply(self, worker: int, payload: bytes) -> None:
         self._ledgers[worker].apply(self._decode[worker](payload))
 
-    def refused(self) -> int:
-        """Events that a ledger rejected."""
+    def rejected_events(self) -> int:
+        """The number of events that the ledgers could not apply."""
         return sum(ledger.rejected.total() for ledger in self._ledgers)
 
 

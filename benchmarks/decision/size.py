@@ -1,4 +1,4 @@
-"""How much each row of the benchmark measures."""
+"""Sizes of a run: replicas, blocks, rounds and seconds of each row, for a full and for a quick one."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class DecisionBenchSize:
     prompts  different prompts
     blocks   blocks in the index
     events   KV events that are applied
-    stream_s, stream_turns   seconds of requests with and without streamed events, and how often
+    stream_s, stream_turns   seconds of requests with and without streamed events, and how often both are measured
     """
 
     rounds: int

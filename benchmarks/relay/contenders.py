@@ -39,7 +39,7 @@ def before_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What all contenders of a run share.
+    """The scene of a run, which all contenders share: engines, control plane, processor core, folders.
 
     peers     the virtual environment that has them
     before    a checkout of another version of ours, measured beside this one

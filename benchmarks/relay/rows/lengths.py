@@ -58,7 +58,7 @@ async def length_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
 
 
 def _per_kilobyte(costs_us: dict[int, float], name: str, *, is_new: bool) -> list[ReportRow]:
-    """What a kilobyte more costs from each length to the next, as a multiple of what it costs in the shortest."""
+    """Rows of the CPU per kilobyte of prompt at each length, as a multiple of that at the shortest length."""
     shortest, *longer = costs_us
     beside = f"{shortest} KB, us", costs_us[shortest] / shortest
     kind = "new" if is_new else "seen before"

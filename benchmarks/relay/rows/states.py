@@ -1,4 +1,4 @@
-"""What a state of the fleet costs: requests that wait, many replicas, many adapters, nothing to do; and memory."""
+"""Rows of the CPU that a router takes while requests wait, with many replicas or adapters, or at rest; and memory."""
 
 import asyncio
 from dataclasses import replace
@@ -47,7 +47,7 @@ async def queue_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
 
 
 async def _waits(bench: RelayBench, running: Running) -> float:
-    """How many requests wait in the router while all clients have one under way: the median of several looks."""
+    """The number of requests that wait in the router while every client has sent one: the median of several looks."""
     client = LoadClient(running.name, running.port)
     requests, looks = bench.requests(short_new(), running), []
     total = _WAITING_CLIENTS * 8
