@@ -18,7 +18,7 @@ Source: tokenizers 0.23 tokenizer/added_vocabulary.rs.
 import re
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, cast
@@ -125,6 +125,8 @@ class SliceLookup:
 
         Separately they take the tokenizer about twice as long. The few more are for the cache to learn.
         """
+        if not self._unknown:
+            return []
         unknown = list(self._unknown)
         if len(unknown) <= _LEARNED_PER_SLICE or 2 * sum(map(len, unknown)) <= len(self._text):
             return unknown
@@ -132,7 +134,9 @@ class SliceLookup:
 
     def ids(self, texts: Sequence[str], encoded: Sequence[bytes]) -> bytes:
         """The slice's ids, from those of the texts of `to_encode`."""
-        if texts and texts[0] is self._text:  # not a word of equal text
+        if not texts:
+            return b"".join(cast("list[bytes]", self._parts))
+        if texts[0] is self._text:  # not a word of equal text
             return encoded[0]
         found = dict(zip(texts, encoded, strict=True))
         for at, text in self._holes:
@@ -159,10 +163,13 @@ class WordCache:
     spaced: PieceIds = field(default_factory=lambda: PieceIds(MAX_CACHE_BYTES // 2))
     # Added tokens, and short text between two of them, such as a chat template's turn marks.
     stretches: dict[str, bytes] = field(init=False)
+    # What the stretch cache begins with: the added tokens, and the empty text that `split` finds between two of them.
+    _fixed_stretches: Mapping[str, bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin the stretch cache with the added tokens."""
-        self.stretches = dict(self.added_ids)
+        """Begin the stretch cache."""
+        self._fixed_stretches = {**self.added_ids, "": b""}
+        self.stretches = dict(self._fixed_stretches)
 
     @classmethod
     def from_file(cls, file: TokenizerFile, token_to_id: Callable[[str], int | None]) -> "WordCache | None":
@@ -193,12 +200,13 @@ class WordCache:
         """Estimated memory of the cached words and texts between spaces."""
         return self.words.size_bytes + self.spaced.size_bytes
 
-    def slices(self, text: str) -> Iterator[list[str]]:
+    def slices(self, text: str) -> Iterable[list[str]]:
         """A text in slices that can be encoded alone, each in stretches: added tokens, and text without them."""
         stretches = [text] if self.added is None else self.added.split(text)
-        if len(text) <= SLICE_CHARS:
-            yield stretches
-            return
+        return (stretches,) if len(text) <= SLICE_CHARS else self._cut_slices(stretches)
+
+    def _cut_slices(self, stretches: Sequence[str]) -> Iterator[list[str]]:
+        """The slices of a text that is longer than one, from its stretches."""
         taken: list[str] = []
         chars = 0
         for stretch in stretches:
@@ -222,19 +230,13 @@ class WordCache:
         """Look up one slice in the caches. Caches text whose words are all known."""
         found = list(map(self.stretches.get, stretches))
         lookup = SliceLookup("".join(stretches))
-        for stretch, known in zip(stretches, found, strict=True):
-            if known is not None:
-                lookup.add(known)
-            elif len(stretch) > 2 * SLICE_CHARS:
-                lookup.add_unknown(stretch)  # no word's end was found in it
-            elif len(stretch) >= _LEAST_SPLIT_CHARS:
-                self._look_up_spaced(stretch, lookup)
-            elif stretch:
-                ids = self._look_up_piece(stretch, lookup)
-                if ids is not None and len(stretch) <= _LONGEST_STRETCH:
-                    if len(self.stretches) - len(self.added_ids) > MAX_STRETCHES:
-                        self.stretches = dict(self.added_ids)
-                    self.stretches[stretch] = ids
+        found.append(None)
+        at = 0
+        while (unknown := found.index(None, at)) < len(stretches):
+            lookup.add_all(found[at:unknown])
+            self._look_up_stretch(stretches[unknown], lookup)
+            at = unknown + 1
+        lookup.add_all(found[at:-1])
         return lookup
 
     def encode_apart(self, texts: Sequence[str], encode: Encode) -> list[bytes]:
@@ -260,6 +262,19 @@ class WordCache:
         """Cache the ids of short texts."""
         for text, ids in zip(texts, encoded, strict=True):
             self.words.put(text, ids)
+
+    def _look_up_stretch(self, stretch: str, lookup: SliceLookup) -> None:
+        """Look up a stretch that the stretch cache lacks. Caches its ids there, if it is short and its words known."""
+        if len(stretch) > 2 * SLICE_CHARS:
+            lookup.add_unknown(stretch)  # no word's end was found in it
+        elif len(stretch) >= _LEAST_SPLIT_CHARS:
+            self._look_up_spaced(stretch, lookup)
+        else:
+            ids = self._look_up_piece(stretch, lookup)
+            if ids is not None and len(stretch) <= _LONGEST_STRETCH:
+                if len(self.stretches) > len(self._fixed_stretches) + MAX_STRETCHES:
+                    self.stretches = dict(self._fixed_stretches)
+                self.stretches[stretch] = ids
 
     def _look_up_spaced(self, stretch: str, lookup: SliceLookup) -> None:
         """Look up a long stretch by its text between spaces. Text that is not cached is looked up by its words."""
