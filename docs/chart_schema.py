@@ -47,8 +47,9 @@ _SCHEMA_KEYS = {"type", "enum", "const", "minimum", "exclusiveMinimum", "maximum
 _SCHEMA_KEYS |= {"items", "additionalProperties"}
 
 
-# As orchestrator/wire.py checks it, without the reserved words of the last part.
-_LORA_ID = {"pattern": "^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*$", "maxLength": 200}
+# As orchestrator/wire.py checks it, without the words and digests that a name may not end in.
+_PART = "[A-Za-z0-9._-]([A-Za-z0-9._:@-]*[A-Za-z0-9._-])?"
+_LORA_ID = {"pattern": f"^{_PART}(/{_PART})*$", "maxLength": 200}
 
 
 def settable(service: str) -> dict[str, Any]:

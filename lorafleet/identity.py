@@ -24,8 +24,8 @@ KV_HASHING: Final = 1
 
 # Token ids travel as unsigned 32-bit integers; no tokenizer has more.
 _UINT32 = "I"
-_DIGEST_DIGITS = 12
-_ENGINE_NAME = re.compile(rf"(.+)@[0-9a-f]{{{_DIGEST_DIGITS}}}")
+DIGEST_DIGITS = 12
+_ENGINE_NAME = re.compile(rf"(.+)@([0-9a-f]{{{DIGEST_DIGITS}}})")
 
 
 class HasId(Protocol):
@@ -45,7 +45,13 @@ def engine_name(lora_id: str, digest: str) -> str:
     The digest is part of the name because vLLM salts its prefix cache with the name, not with the bytes. New bytes
     under an old name would be answered from stale KV (vLLM 0.32, seen running).
     """
-    return f"{lora_id}@{digest[:_DIGEST_DIGITS]}"
+    return f"{lora_id}@{digest[:DIGEST_DIGITS]}"
+
+
+def asked_version(name: str) -> tuple[str, str] | None:
+    """(lora_id, first 12 digits of the digest) of a name `lora_id@digest12`; None for a name without a digest."""
+    match = _ENGINE_NAME.fullmatch(name)
+    return (match[1], match[2]) if match else None
 
 
 def lora_id_of(engine_name: str) -> str:

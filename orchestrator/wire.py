@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from lorafleet.identity import lora_id_of
 from workers.wire import AdapterEffectState, AdapterOperation, IgnoredModules, Metadata
 
 WIRE = 1
@@ -28,7 +29,8 @@ AdapterState = Literal["registered", "inspecting", "loading", "ready", "failed",
 WorkerState = Literal["starting", "ready", "cordoned", "draining", "unmanaged", "lost"]
 Loading = Literal["lazy", "eager", "weighted"]
 
-_LORA_ID = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+_LORA_ID_PART = r"[A-Za-z0-9._-]([A-Za-z0-9._:@-]*[A-Za-z0-9._-])?"
+_LORA_ID = re.compile(rf"{_LORA_ID_PART}(/{_LORA_ID_PART})*")
 _ROUTE_WORDS = frozenset({"ensure", "retry", "rollout", "history"})
 
 
@@ -37,7 +39,10 @@ def checked_lora_id(lora_id: str) -> str:
     if not 1 <= len(lora_id) <= 200:
         raise ValueError(f"lora_id has {len(lora_id)} characters; 1 to 200 are allowed")
     if not _LORA_ID.fullmatch(lora_id):
-        raise ValueError(f"lora_id {lora_id!r} may hold letters, digits, '.', '_' and '-', in parts joined by '/'")
+        allowed = "letters, digits, '.', '_' and '-', in parts joined by '/', and ':' and '@' within a part"
+        raise ValueError(f"lora_id {lora_id!r} may hold {allowed}")
+    if lora_id_of(lora_id) != lora_id:
+        raise ValueError(f"lora_id {lora_id!r} may not end in '@' and 12 hex digits: these name a version")
     parts = lora_id.split("/")
     if "." in parts or ".." in parts:
         raise ValueError(f"lora_id {lora_id!r} may not have a '.' or '..' part")

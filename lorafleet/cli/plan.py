@@ -211,9 +211,11 @@ def _parse_adapter_policies(texts: list[str] | tuple[()]) -> dict[str, dict[str,
     """Policy changes by lora_id, from texts `LORA_ID:NAME=VALUE`; raises CommandFailed."""
     policies: dict[str, dict[str, Any]] = {}
     for text in texts:
-        lora_id, colon, change = text.partition(":")
-        if not colon:
+        # A lora_id may have colons; a policy's fields have none, and come before the first "=".
+        named, equals, value_text = text.partition("=")
+        lora_id, colon, field = named.rpartition(":")
+        if not (colon and equals):
             raise CommandFailed(f"{text}: write LORA_ID:NAME=VALUE", status=2)
-        name, value = parse_setting(change)
+        name, value = parse_setting(f"{field}={value_text}")
         policies.setdefault(lora_id, {})[name] = value
     return policies

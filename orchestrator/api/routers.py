@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from lorafleet.identity import asked_version, lora_id_of
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor
 from orchestrator.api.views import WireViews
@@ -98,7 +99,7 @@ def router_routes(
             report.boot_id,
             report.seq,
             report.revision_seen,
-            [_adapter_usage(use) for use in report.uses if "@" in use.engine_name],
+            [_adapter_usage(use) for use in report.uses if asked_version(use.engine_name)],
             clock(),
             is_last=report.is_last,
             holds=[AdapterQueueing(**{name: getattr(hold, name) for name in _HOLDS}) for hold in report.holds],
@@ -152,7 +153,7 @@ def router_routes(
 def _adapter_usage(use: AdapterUse) -> AdapterUsage:
     """An adapter's usage in a router's report, as demand counts it: under its lora_id, without the digest."""
     counts = {name: getattr(use, name) for name in _COUNTS}
-    return AdapterUsage(lora_id=use.engine_name.rpartition("@")[0], **counts)
+    return AdapterUsage(lora_id=lora_id_of(use.engine_name), **counts)
 
 
 def _only_tenant(adapter: RegisteredAdapter) -> tuple[str, ...]:

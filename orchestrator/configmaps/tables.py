@@ -45,7 +45,7 @@ def shard_of(lora_id: str) -> str:
 
 def tombstone_shard(key: str) -> str:
     """The shard of a tombstone: that of its adapter, whose object is deleted after the tombstone is written."""
-    return shard_of(key.partition("@")[0])
+    return shard_of(tombstone_lora_id(key))
 
 
 def _is_registered(adapters: Mapping[str, RegisteredAdapter], key: str, stone: Tombstone) -> bool:

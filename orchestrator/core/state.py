@@ -115,7 +115,8 @@ class ReportedAdapter:
 
 def foreign_key(engine_name: str) -> str:
     """The key, in place of a lora_id, of an adapter that another client loaded. It is never equal to a lora_id."""
-    return engine_name if "@" in engine_name else f"{engine_name}@"
+    # No lora_id ends in a digest or in "@", see `checked_lora_id`.
+    return engine_name if lora_id_of(engine_name) != engine_name else f"{engine_name}@"
 
 
 def lora_id_of_held(held: ReportedAdapter) -> str:

@@ -267,8 +267,11 @@ class AdapterRegistry:
             taken = "an alias"
         elif name in self._store.adapters:
             taken = "an adapter"
-        elif name in self._reports.base_model_names():
+        elif name in (bases := self._reports.base_model_names()):
             taken = "a base model that a worker serves"
+        elif any(name.startswith(f"{base}:") for base in bases):
+            message = f"{name!r} begins with a base model's name and a colon, which requests write before an adapter's"
+            raise StateConflict(f"{message}; choose another", code="name_taken", param=param)
         if taken is not None:
             raise StateConflict(f"{name!r} is the name of {taken}; choose another", code="name_taken", param=param)
 

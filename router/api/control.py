@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
 
 from lorafleet.http_server.listener import HttpListener
+from lorafleet.identity import lora_id_of
 from lorafleet.service.auth import AuthFirstRoute, Caller, metrics_dependencies, requires
 from lorafleet.service.http import HttpError
 from lorafleet.service.openapi import Json
@@ -253,7 +254,7 @@ def _is_about(record: RequestRecord, adapter: str | None, worker: str | None, re
     name = record.decision.request.engine_name or "base"
     return (
         worker in (None, record.decision.replica.id)
-        and adapter in (None, name, name.rpartition("@")[0])
+        and adapter in (None, name, lora_id_of(name))
         and request in (None, record.request_id)
     )
 

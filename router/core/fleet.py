@@ -282,6 +282,19 @@ class RouterFleet:
         return known | {replica.base_model: replica for replica in ready_last}
 
     @cached_property
+    def by_digest(self) -> Mapping[str, tuple[RoutableAdapter, ...]]:
+        """Adapters by the first 12 digits of their digest, which engine names have.
+
+        Computed once a fleet, when a request first names a version: it walks every adapter.
+        """
+        found: dict[str, tuple[RoutableAdapter, ...]] = {}
+        for adapter in self.adapters.values():
+            if adapter.digest:
+                key = adapter.digest[: identity.DIGEST_DIGITS]
+                found[key] = (*found.get(key, ()), adapter)
+        return MappingProxyType(found)
+
+    @cached_property
     def _rosters(self) -> dict[str, Roster]:
         """The rosters of all base models, by name; computed once a fleet."""
         by_model: dict[str, list[Replica]] = {}

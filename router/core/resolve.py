@@ -1,5 +1,10 @@
-"""resolve: the model name of a request -> a base model, and perhaps an adapter."""
+"""resolve: the model name of a request -> a base model, and perhaps an adapter.
 
+A name is read in this order: a base model; the whole name of an adapter or alias; `name@digest12`, one version of it;
+`base:` and one of these. So a name with colons (`m:eval@3`) never depends on which base models are served.
+"""
+
+import re
 from collections.abc import Callable
 from math import log
 from random import Random
@@ -7,18 +12,34 @@ from random import Random
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from lorafleet.identity import asked_version
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound, NoReplica
 from router.core.fleet import RoutableAdapter, RouterFleet
+
+# The end of a published version's lora_id, behind the name under which it is published.
+_PUBLISHED = re.compile(r"/v[0-9]+")
 
 Visible = Callable[[RoutableAdapter], bool]
 
 
 class RequestTarget(msgspec.Struct, frozen=True):
-    """The base model and adapter to run. `asked` is the model name in the answer, as the client wrote it."""
+    """The base model and adapter to run. `asked` is the model name in the answer, as the client wrote it.
+
+    digest  beginning of the digest that the request names (`name@digest12`): no other bytes may answer; empty: any
+    """
 
     base_model: str
     adapter: RoutableAdapter | None
     asked: str
+    digest: str = ""
+
+    def with_adapter(self, adapter: RoutableAdapter) -> "RequestTarget":
+        """The target with this adapter, as the catalog has it now; raises ModelNotFound for other bytes than asked."""
+        if adapter is self.adapter:
+            return self
+        if not (adapter.digest or "").startswith(self.digest):
+            raise ModelNotFound(f"adapter {adapter.lora_id!r} has other bytes now: {adapter.engine_name}")
+        return RequestTarget(adapter.base_model or self.base_model, adapter, self.asked, self.digest)
 
 
 def resolve(
@@ -47,23 +68,7 @@ def resolve(
         why = why if isinstance(lora_id, list) else ""
         raise BadBody(f"{field} must be a string, found {type(lora_id).__name__}{why}", param=field)
     if lora_id:
-        adapter = _find_adapter(fleet, visible, session, rng, lora_id)
-        target = _adapter_target(fleet, adapter, lora_id, model or lora_id, field)
-        named_base = model if model and _is_base(fleet, visible, model) else None
-        if named_base is None and model and not _names_target(fleet, visible, model, lora_id, target):
-            if _find_adapter(fleet, visible, session, rng, _split_model(fleet, visible, model)[1]) is None:
-                raise ModelNotFound(_unknown_model(model), param="model")
-            raise BadBody(
-                f"{field} {lora_id!r} and model {model!r} name different adapters; leave one of them out",
-                param=field,
-            )
-        if named_base is not None and target.base_model != named_base:
-            raise BadBody(
-                f"{field} {lora_id!r} is an adapter of base model {target.base_model!r}, but model names {model!r};"
-                " leave model out or name the adapter's own base model",
-                param=field,
-            )
-        return target
+        return _resolve_lora_id(fleet, visible, session, rng, model, lora_id, field=field)
     if not model:
         bases = _visible_bases(fleet, visible)
         if len(bases) == 1:
@@ -73,9 +78,38 @@ def resolve(
     if _is_base(fleet, visible, model):
         return RequestTarget(model, None, model)
     base, name = _split_model(fleet, visible, model) if ":" in model else (None, model)
-    target = _adapter_target(fleet, _find_adapter(fleet, visible, session, rng, name), name, model, "model")
+    found = _find_adapter(fleet, visible, session, rng, name)
+    if found is None:
+        raise ModelNotFound(_unknown_model(fleet, visible, name, name), param="model")
+    target = _adapter_target(fleet, found, name, model, "model")
     if base is not None and target.base_model != base:
-        raise ModelNotFound(_unknown_model(model), param="model")
+        raise ModelNotFound(_unknown_model(fleet, visible, model, model), param="model")
+    return target
+
+
+def _resolve_lora_id(
+    fleet: RouterFleet, visible: Visible, session: str, rng: Random, model: str | None, lora_id: str, *, field: str
+) -> RequestTarget:
+    """The target of a request with a `lora_id`, which `model` may not contradict; raises as `resolve`."""
+    adapter = _find_adapter(fleet, visible, session, rng, lora_id)
+    if adapter is None:
+        raise ModelNotFound(_unknown_model(fleet, visible, lora_id, lora_id), param=field)
+    target = _adapter_target(fleet, adapter, lora_id, model or lora_id, field)
+    named_base = model if model and _is_base(fleet, visible, model) else None
+    if named_base is None and model and not _names_target(fleet, visible, model, lora_id, target):
+        named = _split_model(fleet, visible, model)[1]
+        if _find_adapter(fleet, visible, session, rng, named) is None:
+            raise ModelNotFound(_unknown_model(fleet, visible, named, model), param="model")
+        raise BadBody(
+            f"{field} {lora_id!r} and model {model!r} name different adapters; leave one of them out",
+            param=field,
+        )
+    if named_base is not None and target.base_model != named_base:
+        raise BadBody(
+            f"{field} {lora_id!r} is an adapter of base model {target.base_model!r}, but model names {model!r};"
+            " leave model out or name the adapter's own base model",
+            param=field,
+        )
     return target
 
 
@@ -90,29 +124,29 @@ def usable_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, RoutableA
     return {lora_id: adapter for lora_id, adapter in adapters.items() if adapter.error is None or adapter.digest}
 
 
-def _adapter_target(
-    fleet: RouterFleet, adapter: RoutableAdapter | None, name: str, asked: str, param: str
-) -> RequestTarget:
-    """The target of a found adapter; raises ModelNotFound, AdapterFailed, and NoReplica without a base model."""
-    if adapter is None:
-        raise ModelNotFound(_unknown_model(name), param=param)
+def _adapter_target(fleet: RouterFleet, adapter: RoutableAdapter, name: str, asked: str, param: str) -> RequestTarget:
+    """The target of an adapter found under this name; raises AdapterFailed, and NoReplica without a base model."""
     if adapter.error is not None:
         message = f"adapter {adapter.lora_id!r} failed its checks: {adapter.error}"
         raise AdapterFailed(message, lora_id=adapter.lora_id, param=param)
     base_model = adapter.base_model or _only_base(fleet)
     if base_model is None:
         raise NoReplica(f"the base model of adapter {adapter.lora_id!r} is not known yet; it is being inspected")
-    return RequestTarget(base_model, adapter, asked)
+    version = asked_version(name) if "@" in name else None
+    return RequestTarget(base_model, adapter, asked, version[1] if version is not None else "")
 
 
 def _find_adapter(fleet: RouterFleet, visible: Visible, session: str, rng: Random, name: str) -> RoutableAdapter | None:
-    """The visible adapter with this lora_id or alias, or None. Of several targets the session or chance chooses."""
+    """The visible adapter with this lora_id, alias or version, or None.
+
+    Of an alias's targets the session or chance chooses.
+    """
     adapter = fleet.adapters.get(name)
     if adapter is not None:
         return adapter if visible(adapter) else None
     alias = fleet.aliases.get(name)
     if alias is None:
-        return None
+        return _find_version(fleet, visible, name) if "@" in name else None
     usable = [(fleet.adapters[lora_id], weight) for lora_id, weight in alias.targets if lora_id in fleet.adapters]
     usable = [(adapter, weight) for adapter, weight in usable if weight > 0 and visible(adapter)]
     if len(usable) < 2:
@@ -120,6 +154,24 @@ def _find_adapter(fleet: RouterFleet, visible: Visible, session: str, rng: Rando
     if session:
         return max(usable, key=lambda target: _session_claim(name, session, target[0].lora_id, target[1]))[0]
     return rng.choices([adapter for adapter, _ in usable], [weight for _, weight in usable])[0]
+
+
+def _find_version(fleet: RouterFleet, visible: Visible, name: str) -> RoutableAdapter | None:
+    """The visible adapter whose bytes `name@digest12` names; None: no version of that name with them is kept."""
+    version = asked_version(name)
+    if version is None:
+        return None
+    lora_id, digest = version
+    kept = (adapter for adapter in fleet.by_digest.get(digest, ()) if visible(adapter))
+    return next((adapter for adapter in kept if _is_version(fleet, adapter.lora_id, lora_id)), None)
+
+
+def _is_version(fleet: RouterFleet, lora_id: str, name: str) -> bool:
+    """Whether an adapter is called by this name: it is its own, it is published under it, or an alias's target."""
+    if lora_id == name or _PUBLISHED.fullmatch(lora_id.removeprefix(name)):
+        return True
+    alias = fleet.aliases.get(name)
+    return alias is not None and lora_id in dict(alias.targets)
 
 
 def _session_claim(alias: str, session: str, lora_id: str, weight: float) -> float:
@@ -135,10 +187,16 @@ def _session_claim(alias: str, session: str, lora_id: str, weight: float) -> flo
 
 
 def _split_model(fleet: RouterFleet, visible: Visible, model: str) -> tuple[str | None, str]:
-    """`base:adapter` -> (base, adapter), else (None, model). Base names may hold colons, lora_ids never do."""
-    base, colon, name = model.rpartition(":")
-    if colon and _is_base(fleet, visible, base):
-        return base, name
+    """`base:adapter` -> (base, adapter), else (None, model): a whole name, or one that does not exist.
+
+    Both parts may hold colons: the longest base model goes first.
+    """
+    if model in fleet.adapters or model in fleet.aliases:
+        return None, model
+    at = len(model)
+    while (at := model.rfind(":", 0, at)) > 0:
+        if _is_base(fleet, visible, model[:at]):
+            return model[:at], model[at + 1 :]
     return None, model
 
 
@@ -147,6 +205,9 @@ def _names_target(fleet: RouterFleet, visible: Visible, model: str, lora_id: str
     base, name = _split_model(fleet, visible, model)
     alias = fleet.aliases.get(name)
     is_same = name == lora_id or (alias is not None and lora_id in dict(alias.targets))
+    if not is_same and (target.digest or "@" in name):
+        version = asked_version(lora_id)
+        is_same = _find_version(fleet, visible, name) is target.adapter or (version is not None and name == version[0])
     return is_same and base in (None, target.base_model)
 
 
@@ -169,6 +230,17 @@ def _only_base(fleet: RouterFleet) -> str | None:
     return next(iter(bases)) if len(bases) == 1 else None
 
 
-def _unknown_model(name: str) -> str:
-    """The error message for a model that is unknown, or hidden from the caller."""
-    return f"The model {name!r} does not exist or is not yours to use; GET /v1/models lists what is"
+def _unknown_model(fleet: RouterFleet, visible: Visible, name: str, shown: str) -> str:
+    """The error message for a model that is unknown, or hidden from the caller.
+
+    name   what was looked up; of a version that is not kept, the message has those that are
+    shown  the name in the message
+    """
+    version = asked_version(name)
+    if version is not None:
+        alias = fleet.aliases.get(version[0])
+        targets = [version[0]] if alias is None else [lora_id for lora_id, _ in alias.targets]
+        current = [fleet.adapters[lora_id] for lora_id in targets if lora_id in fleet.adapters]
+        if names := [str(adapter.engine_name) for adapter in current if adapter.digest and visible(adapter)]:
+            return f"The version {shown!r} is not kept; {version[0]!r} is {' or '.join(names)} now"
+    return f"The model {shown!r} does not exist or is not yours to use; GET /v1/models lists what is"

@@ -17,7 +17,7 @@ _END, _CRLF_END = b"\n\n", b"\r\n\r\n"
 # The longest event that is kept until its end has come.
 MAX_EVENT_BYTES = 8 * 2**20
 # An adapter's engine name: its lora_id and the beginning of its digest, see lorafleet/identity.py.
-_ENGINE_NAME = re.compile(rb'("model": ?"[^"@]+)@[0-9a-f]{12}"')
+_ENGINE_NAME = re.compile(rb'("model": ?"[^"]+)@[0-9a-f]{12}"')
 
 
 class AnswerRewriter(Protocol):

@@ -124,7 +124,7 @@ async def wait_for_adapter(
         return target
     adapter = services.cold_starts.resident(target.adapter.lora_id, unfit())
     if adapter is not None:
-        return _with_adapter(target, adapter)
+        return target.with_adapter(adapter)
     await leave_batch()
     adapter = await services.cold_starts.until_resident(
         target.adapter.lora_id,
@@ -134,14 +134,7 @@ async def wait_for_adapter(
         deadline_at=request.deadline_at,
         is_displaced=is_displaced,
     )
-    return _with_adapter(target, adapter)
-
-
-def _with_adapter(target: RequestTarget, adapter: RoutableAdapter) -> RequestTarget:
-    """The target with this adapter, as the catalog has it now, and with that adapter's base model."""
-    if adapter is target.adapter:
-        return target
-    return RequestTarget(adapter.base_model or target.base_model, adapter, target.asked)
+    return target.with_adapter(adapter)
 
 
 def _too_short(services: Services, target: RequestTarget, request: ParsedRequest, tokens: Tokens | None) -> Excluded:

@@ -92,7 +92,13 @@ def test_every_spelling_finds_its_target(model, lora_id, expected):
         ("org:big/7B:sql/v1", None),
         ("tiny:big/v1", None),
         ("nope:sql/v1", None),
-        ("sql/v1@aaaaaaaaaaaa", None),
+        ("sql/v1@bbbbbbbbbbbb", None),
+        ("sql/v1@aaaaaaaaaaa", None),
+        ("secret/v1@aaaaaaaaaaaa", None),
+        ("secret@aaaaaaaaaaaa", None),
+        ("tiny@aaaaaaaaaaaa", None),
+        ("org:big/7B:sql/v1@aaaaaaaaaaaa", None),
+        ("tiny", "sql/v1@bbbbbbbbbbbb"),
         ("secret/v1", None),
         ("secret", None),
         ("off", None),
@@ -190,6 +196,94 @@ def test_an_alias_may_stand_beside_what_it_names_and_nothing_that_does_not_exist
     for model in ("absent/v1", "secret/v1", "secret", "org:big/7B:absent"):
         with pytest.raises(ModelNotFound):
             resolved(model, "sql/v1")
+
+
+def with_adapters(*adapters, aliases=()):
+    return RouterFleet(
+        1,
+        FLEET.replicas,
+        MappingProxyType({a.lora_id: a for a in adapters}),
+        MappingProxyType({alias.name: alias for alias in aliases}),
+    )
+
+
+def named_in(fleet, model=None, lora_id=None):
+    target = resolve(fleet, model=model, lora_id=lora_id, visible=lambda a: a.tenants is None, rng=Random(1))
+    return target.adapter.lora_id if target.adapter else None, target.base_model, target.asked
+
+
+@pytest.mark.parametrize("name", ["m@3", "m:active", "m:eval@3", "team-a/m:eval@3", "tiny:active", "m:a:b@c"])
+def test_a_trainers_name_is_found_as_it_is_also_behind_a_base_models(name):
+    fleet = with_adapters(an_adapter(name), an_adapter("active"), an_adapter("m"))
+    assert named_in(fleet, name) == (name, "tiny", name)
+    assert named_in(fleet, lora_id=name) == (name, "tiny", name)
+    assert named_in(fleet, f"tiny:{name}") == (name, "tiny", f"tiny:{name}")
+    assert named_in(fleet, "tiny", name) == (name, "tiny", "tiny")
+
+
+def test_a_whole_name_keeps_its_meaning_whichever_base_models_are_served():
+    names = ("active", "m:active")
+    for model in ("tiny", "m"):
+        replicas = MappingProxyType({"w0": a_replica("w0", base_model=model)})
+        adapters = MappingProxyType({name: an_adapter(name, None) for name in names})
+        assert named_in(RouterFleet(1, replicas, adapters), "m:active")[0] == "m:active"
+
+
+def a_version(name, digest, tenants=None):
+    return RoutableAdapter(name, "tiny", digest * 64, "file:///x", tenants)
+
+
+VERSIONS = with_adapters(
+    a_version("m@3/v1", "1"),
+    a_version("m@3/v2", "2"),
+    a_version("m@3/v3", "3", tenants=("acme",)),
+    a_version("plain", "4"),
+    a_version("other/v1", "5"),
+    aliases=[AdapterAlias("m@3", (("m@3/v2", 1.0),)), AdapterAlias("both", (("plain", 1.0), ("other/v1", 9.0)))],
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ("m@3", "m@3/v2"),
+        (f"m@3@{'1' * 12}", "m@3/v1"),
+        (f"m@3@{'2' * 12}", "m@3/v2"),
+        (f"tiny:m@3@{'1' * 12}", "m@3/v1"),
+        (f"m@3/v1@{'1' * 12}", "m@3/v1"),
+        (f"plain@{'4' * 12}", "plain"),
+        (f"both@{'4' * 12}", "plain"),
+        (f"other@{'5' * 12}", "other/v1"),
+    ],
+)
+def test_a_version_is_asked_for_by_its_digest_while_it_is_kept(model, found):
+    assert named_in(VERSIONS, model) == (found, "tiny", model)
+    assert named_in(VERSIONS, "tiny", model.removeprefix("tiny:"))[0] == found
+    assert named_in(VERSIONS, model, model.removeprefix("tiny:"))[0] == found
+    if model != "m@3":
+        assert named_in(VERSIONS, model.rpartition("@")[0], model.removeprefix("tiny:"))[0] == found
+
+
+@pytest.mark.parametrize(
+    ("model", "current"),
+    [(f"m@3@{'3' * 12}", f"m@3/v2@{'2' * 12}"), (f"plain@{'1' * 12}", f"plain@{'4' * 12}"), (f"both@{'1' * 12}", "or")],
+)
+def test_a_version_that_is_not_kept_is_unknown_and_the_error_names_the_current_one(model, current):
+    for asked in ({"model": model}, {"model": f"tiny:{model}"}, {"lora_id": model}):
+        with pytest.raises(ModelNotFound, match="is not kept") as refused:
+            named_in(VERSIONS, **asked)
+        assert current in str(refused.value)
+
+
+def test_a_request_for_a_version_never_gets_the_bytes_that_replaced_it_while_it_waited():
+    before, after = a_version("plain", "4"), a_version("plain", "6")
+    model = f"plain@{'4' * 12}"
+    exact = resolve(VERSIONS, model=model, lora_id=None, visible=lambda _: True, rng=Random(0))
+    moving = resolve(VERSIONS, model="plain", lora_id=None, visible=lambda _: True, rng=Random(0))
+    assert exact.with_adapter(replace(before, priority=1)).adapter.priority == 1
+    assert moving.with_adapter(after).adapter is after
+    with pytest.raises(ModelNotFound, match="has other bytes now: plain@666666666666"):
+        exact.with_adapter(after)
 
 
 def test_a_quarantined_adapter_says_why():
