@@ -5,7 +5,7 @@ import sys
 from lorafleet.http_server import serve
 from lorafleet.kube.errors import KubeConfigError
 from lorafleet.service import logs
-from lorafleet.service.auth import KeyFileError
+from lorafleet.service.key_files import KeyFileError
 from lorafleet.service.settings import load_or_exit
 from orchestrator.app import main
 from orchestrator.config import OrchestratorSettings

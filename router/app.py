@@ -19,13 +19,15 @@ from lorafleet.http_server.listener import HttpListener
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.kube.errors import KubeConfigError
 from lorafleet.service import logs
-from lorafleet.service.auth import ApiKeys, KeyFileError, refuse_open_server
+from lorafleet.service.auth import ApiKeys, refuse_open_server
 from lorafleet.service.files import make_folder
 from lorafleet.service.http import add_routes, install_error_handlers
+from lorafleet.service.key_files import KeyFileError
 from lorafleet.service.openapi import change_document
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.request_log import RequestLog
 from lorafleet.service.settings import load_or_exit
+from lorafleet.service.whoami import whoami_routes
 from router.api.control import control_routes, describe_inference, health_routes, metrics_text, process_handlers
 from router.config import RouterSettings
 from router.core.errors import RouterError
@@ -161,7 +163,12 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         description="Sends each request to the worker where its adapter and its prompt are hot.",
         lifespan=lambda _app: run_services(services, control, agents, probes, http, processes),
     )
-    add_routes(app, control_routes(services, processes), health_routes(services, own_metrics, processes))
+    add_routes(
+        app,
+        control_routes(services, processes),
+        whoami_routes(services.keys),
+        health_routes(services, own_metrics, processes),
+    )
     change_document(app, describe_inference)
     install_error_handlers(app, RouterError)
     may_ask = site_check(config.allowed_origins, trusts_preflight=True)

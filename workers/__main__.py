@@ -5,7 +5,7 @@ import sys
 
 from lorafleet.http_server import serve
 from lorafleet.service import logs
-from lorafleet.service.auth import KeyFileError
+from lorafleet.service.key_files import KeyFileError
 from lorafleet.service.settings import SettingsError, load_or_exit
 from workers.app import main
 from workers.config import WorkerSettings

@@ -8,8 +8,9 @@ from fastapi import Path as PathParameter
 from fastapi.params import Depends as Depended
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
-from lorafleet.service.auth import ApiKeys, Caller, check_scope, metrics_dependencies, requires
+from lorafleet.service.auth import ApiKeys, metrics_dependencies, requires
 from lorafleet.service.http import add_routes
+from lorafleet.service.roles import Caller, check_scope
 from lorafleet.tokenizer.chat import read_files
 from orchestrator.wire import UsageReport
 from workers.agent.agent import WorkerAgent
@@ -43,7 +44,7 @@ _EPOCH_DIGITS = 15  # exact in every JSON parser and database
 
 
 def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = False) -> APIRouter:
-    """All routes. State and loads need scope `load`, drains `drain`, other changes `admin`; health needs no key.
+    """All routes. State needs scope `view` or `load`, loads `load`, drains `drain`, others `admin`; health no key.
 
     `metrics_need_key` says whether /metrics needs a key.
     """
@@ -54,25 +55,26 @@ def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = 
 
 
 def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
-    """Routes of scope `load` that change no adapter: metadata, adapters, event stream, tokenizer files.
+    """Routes that change no adapter: metadata, adapters, event stream, tokenizer files.
 
-    Also `POST /v1/usage`, which counts a router's report.
+    Also `POST /v1/usage`, which counts a router's report and needs scope `load`.
     """
-    api = APIRouter(dependencies=[Depends(requires(keys, "load"))])
+    api = APIRouter()
+    view, load = [Depends(requires(keys, "view", "load", is_for_fleet=True))], [Depends(requires(keys, "load"))]
 
-    @api.get("/metadata")
+    @api.get("/metadata", dependencies=view)
     async def metadata() -> Metadata:
         """The worker's metadata: state, engine, adapters and load."""
         return agent.metadata()
 
-    @api.get("/v1/metadata/loras")
+    @api.get("/v1/metadata/loras", dependencies=view)
     async def loras(limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 1000, cursor: str = "") -> AvailableLoras:
         """Adapters on disk or in the engine, or that failed to load: in pages, sorted by lora_id."""
         items = [item for item in agent.report.catalog() if item.lora_id > cursor]
         following = items[limit - 1].lora_id if len(items) > limit else None
         return AvailableLoras(data=tuple(items[:limit]), next=following)
 
-    @api.get("/v1/metadata/loras/{lora_id:path}")
+    @api.get("/v1/metadata/loras/{lora_id:path}", dependencies=view)
     async def lora(lora_id: str) -> AvailableLora | LoadedLora:
         """One adapter on disk or in the engine, or that failed to load; `adapter_unknown` for any other."""
         found = next((item for item in agent.report.catalog() if item.lora_id == lora_id), None)
@@ -80,24 +82,24 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
             raise AgentRequestError("adapter_unknown", f"adapter {lora_id!r} is not on this worker", param="lora_id")
         return found
 
-    @api.get("/v1/admin/loras")
+    @api.get("/v1/admin/loras", dependencies=view)
     async def loaded() -> LoadedLoras:
         """Loaded, loading and failed adapters, and the engine's slots."""
         return LoadedLoras(loaded_loras=agent.report.loaded(), capacity=agent.report.capacity())
 
-    @api.post("/v1/usage")
+    @api.post("/v1/usage", dependencies=load)
     async def usage(body: UsageReport) -> JSONResponse:
         """Count a router's report of requests; `accepted` is false for a report that was counted before."""
         return JSONResponse({"accepted": agent.count_usage(body), "wire": 1})
 
-    @api.get("/v1/events")
+    @api.get("/v1/events", dependencies=view)
     async def events(last_event_id: Annotated[str | None, Header()] = None) -> StreamingResponse:
         """The agent's events after Last-Event-ID as server-sent events; without that header the events from now on."""
         after = agent.events.position_after(last_event_id)
         stream = agent.events.stream(after, keep_alive_s=agent.settings.keep_alive_s)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
-    @api.get("/v1/model/files")
+    @api.get("/v1/model/files", dependencies=view)
     def model_files() -> ModelFiles:
         """Read the base model's tokenizer files from this disk; `model_files_unavailable` without them."""
         model = agent.settings.model
@@ -138,7 +140,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     """Routes that change the worker; scope `admin` except loads (`load`) and drains (`drain`)."""
     api = APIRouter()
     load, drainer, admin = requires(keys, "load"), requires(keys, "drain"), requires(keys, "admin")
-    operator = [Depends(admin)]
+    operator, operate = [Depends(admin)], [Depends(requires(keys, "operate"))]
 
     @api.post("/v1/admin/load_lora")
     async def load_lora(
@@ -200,7 +202,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         agent.check_epoch(epoch, is_destructive=True)
         return agent.metadata()
 
-    @api.post("/v1/admin/undrain", dependencies=operator)
+    @api.post("/v1/admin/undrain", dependencies=operate)
     async def undrain(_body: UndrainRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> Metadata:
         """End a drain: the worker takes loads and requests again at once. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=False)

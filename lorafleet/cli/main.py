@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from lorafleet.cli import adapters as adapter_commands
-from lorafleet.cli import decisions, plan, record, rollout
+from lorafleet.cli import decisions, key_commands, plan, record, rollout
 from lorafleet.cli import workers as worker_commands
 from lorafleet.cli.context import FleetAddress
 from lorafleet.service.failure import CommandFailed
@@ -24,7 +24,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Serve many LoRA adapters from one fleet of vLLM workers.\n\nFirst steps: lorafleet up --engine sim --demo",
 )
-keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
 
 
 class EngineName(StrEnum):
@@ -176,55 +175,13 @@ def up(
     raise typer.Exit(run(options))
 
 
-@keys_app.command("new")
-def keys_new(
-    file: Annotated[Path, typer.Option(help="the key file; created if missing")],
-    tenant: Annotated[
-        str | None, typer.Option(help="tenant of the key, with scope infer; default: an operator's key")
-    ] = None,
-    scopes: Annotated[
-        str,
-        typer.Option(
-            help="comma-separated: infer, load, register, drain, metrics, export, admin; a tenant's key has infer alone"
-        ),
-    ] = "infer",
-    note: Annotated[str, typer.Option(help="a comment in the file")] = "",
-    requests_per_minute: Annotated[
-        int | None, typer.Option(help="request limit of this key; default: none", show_default=False)
-    ] = None,
-    tokens_per_minute: Annotated[
-        int | None, typer.Option(help="token limit, prompt and output; default: none", show_default=False)
-    ] = None,
-    bytes_per_minute: Annotated[
-        int | None, typer.Option(help="limit of bytes of bodies, as they are read; default: none", show_default=False)
-    ] = None,
-    concurrent_requests: Annotated[
-        int | None, typer.Option(help="limit of requests at a time; default: none", show_default=False)
-    ] = None,
-) -> None:
-    """Create an API key and print it. The file gets only its hash; running services read it within a second.
-
-    Example: lorafleet keys new --tenant acme --scopes infer --requests-per-minute 600 --file keys.yaml
-    """
-    from lorafleet.cli.keys import add_key
-
-    wanted_scopes = [scope.strip() for scope in scopes.split(",") if scope.strip()]
-    limits = {
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "bytes_per_minute": bytes_per_minute,
-        "concurrent_requests": concurrent_requests,
-    }
-    typer.echo(add_key(file, tenant, wanted_scopes, note, limits))
-
-
 for name, group in (
     ("adapters", adapter_commands.adapters_app),
     ("aliases", adapter_commands.aliases_app),
     ("rollout", rollout.app),
     ("workers", worker_commands.workers_app),
     ("policy", worker_commands.policy_app),
-    ("keys", keys_app),
+    ("keys", key_commands.keys_app),
 ):
     app.add_typer(group, name=name)
 for commands in (worker_commands.app, decisions.app, plan.app, record.app):

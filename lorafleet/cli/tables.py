@@ -218,6 +218,31 @@ def history(items: Iterable[Mapping[str, Any]]) -> Table:
     )
 
 
+def keys(items: Iterable[Mapping[str, Any]], now: datetime) -> Table:
+    """A table of a key file's keys, one row each; neither key nor hash."""
+    return table(
+        ["id", "tenant", "scopes", "limits", "expires", "note"],
+        [
+            (
+                item["key_id"],
+                "all tenants" if item["tenant"] is None else item["tenant"],
+                ", ".join(item["scopes"]),
+                ", ".join(f"{name} {limit:g}" for name, limit in item["limits"].items()),
+                _expiry_text(item["expires"], now),
+                item["note"],
+            )
+            for item in items
+        ],
+    )
+
+
+def _expiry_text(expires: str | None, now: datetime) -> str:
+    """A key's expiry, and whether it is over."""
+    if expires is None:
+        return "never"
+    return f"{expires} (expired)" if datetime.fromisoformat(expires) <= now else expires
+
+
 def fields(item: Mapping[str, Any]) -> Table:
     """A table of one item's fields."""
     return table(["field", "value"], list(item.items()))

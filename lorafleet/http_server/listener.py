@@ -12,8 +12,8 @@ from lorafleet.http_server.exchange import ErrorBody, Handler, HttpExchange, pla
 from lorafleet.http_server.framing import RefusedMessage
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.outbox import Outbox
-from lorafleet.service.auth import ANYONE, Caller
 from lorafleet.service.request_log import RequestLine, RequestLog
+from lorafleet.service.roles import ANYONE, Caller
 
 if TYPE_CHECKING:
     from uvicorn import Config

@@ -23,8 +23,8 @@ from lorafleet.local.options import FleetOptions, lora_roots
 from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, tail_of
 from lorafleet.local.progress import StartProgress
 from lorafleet.service import files
-from lorafleet.service.auth import hash_key, new_key
 from lorafleet.service.failure import CommandFailed
+from lorafleet.service.key_files import hash_key, new_key
 from lorafleet.service.sockets import socket_folder
 
 _POLL_S = 0.05

@@ -14,8 +14,9 @@ from lorafleet.local import adapter_folders, commands
 from lorafleet.local.fleet import LocalFleet
 from lorafleet.local.options import FleetOptions
 from lorafleet.service import signals
-from lorafleet.service.auth import ApiKeys, KeyFileError
+from lorafleet.service.auth import ApiKeys
 from lorafleet.service.failure import CommandFailed
+from lorafleet.service.key_files import KeyFileError
 
 
 def run(options: FleetOptions) -> int:

@@ -1,16 +1,9 @@
-"""API keys: bearer keys with a tenant and scopes, in key files of hashes that are reloaded when they change.
+"""API keys at a server: the caller of a request, from key files that are re-read when they change, and scope checks."""
 
-A key file is YAML: `keys: [{sha256: <hex of the key>, tenant: acme, scopes: [infer], limits: {requests_per_minute: 60,
-tokens_per_minute: 100000, concurrent_requests: 8}}]`; all limits are optional. Keys are random (`lorafleet keys new`),
-so a plain hash is safe; the file never holds a key.
-"""
-
-import hashlib
 import ipaddress
-import secrets
 import time
-from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,35 +16,21 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match
 from starlette.types import Scope
 
-from lorafleet.service import yamls
 from lorafleet.service.files import Stamp, stamp_of
 from lorafleet.service.http import HttpError
+from lorafleet.service.key_files import KeyFileError, KeyFileUnreadable, hash_key, read_key_files
 from lorafleet.service.request_log import NOTES, RequestNotes
+from lorafleet.service.roles import ANYONE, SCOPES, Caller, check_scope
+from lorafleet.service.times import utc_text
 
 log = structlog.get_logger()
 
-# Required scope -> scopes that satisfy it.
-_SATISFIED_BY = {
-    "infer": frozenset({"infer", "load", "admin"}),
-    "load": frozenset({"load", "admin"}),
-    "register": frozenset({"register", "admin"}),
-    "drain": frozenset({"drain", "admin"}),
-    "metrics": frozenset({"metrics", "admin"}),
-    "export": frozenset({"export", "admin"}),
-    "admin": frozenset({"admin"}),
-}
-SCOPES = tuple(_SATISFIED_BY)
-LIMITS = ("requests_per_minute", "tokens_per_minute", "bytes_per_minute", "concurrent_requests")
 # Key files are checked for changes this often.
 RECHECK_S = 1.0
 # `Authorization` headers whose caller is cached, since hashing a key costs more than the rest of the look-up.
 _MAX_CACHED_CALLERS = 4096
 # Longer headers are not cached: one may have 64 KiB of blanks around its key.
 _MAX_CACHED_HEADER_BYTES = 256
-# The largest integer that floats represent exactly; token buckets use floats.
-_MAX_LIMIT = 2**53
-# Digits of a key's hash that identify the key in logs and quotas.
-_KEY_ID_DIGITS = 12
 # Top-level names below which nobody can register names (RFC 6761, RFC 6762, ICANN 2024).
 _RESERVED_NAMES = frozenset({"localhost", "local", "internal"})
 
@@ -60,76 +39,23 @@ _RESERVED_NAMES = frozenset({"localhost", "local", "internal"})
 _Stamps = tuple[Stamp | None, ...]
 
 
-class KeyFileError(Exception):
-    """A key file is unreadable or invalid. The message names the file, the entry and the expected form."""
-
-
-class KeyFileUnreadable(KeyFileError):
-    """A key file cannot be read now, because of its mode, its disk or a lack of descriptors; a retry may succeed."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeyLimits:
-    """Limits of one key; None is no limit."""
-
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    bytes_per_minute: float | None = None
-    concurrent_requests: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """A caller's tenant and scopes. `tenant` is None for an operator.
-
-    name    for quotas and histories
-    key_id  the first digits of the key's hash; empty if no key is needed
-    limits  None if there are none
-    """
-
-    tenant: str | None
-    scopes: frozenset[str]
-    key_id: str = ""
-    limits: KeyLimits | None = None
-
-    @property
-    def name(self) -> str:
-        """The caller in quotas and histories: role and key, or `anyone` where no key is needed."""
-        role = "operator" if self.tenant is None else f"tenant {self.tenant}"
-        return f"{role} (key {self.key_id})" if self.key_id else "anyone"
-
-    def may(self, scope: str) -> bool:
-        """Whether the caller has this scope; `admin` includes all others, `load` includes `infer`."""
-        return not self.scopes.isdisjoint(_SATISFIED_BY[scope])
-
-    def may_use(self, tenants: Container[str] | None) -> bool:
-        """Whether this caller may use an adapter with these tenants (None: everyone)."""
-        return tenants is None or self.may("load") or (self.tenant is not None and self.tenant in tenants)
-
-
-ANYONE = Caller(tenant=None, scopes=frozenset(SCOPES))
-
-
-def hash_key(key: str) -> str:
-    """The hash of a key, as key files hold it."""
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
-def new_key() -> str:
-    """A fresh key with 256 random bits."""
-    return "lf-" + secrets.token_urlsafe(32)
-
-
 class ApiKeys:
     """The keys of the key files, re-read when a file changes. If a new version is invalid, the last good one stays."""
 
-    def __init__(self, files: Sequence[Path], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         """Raises KeyFileError if a file is unreadable at the start."""
         self._files = tuple(files)
         self._clock = clock
+        self._wall = wall
         self._loaded_stamps: _Stamps | None = self._stamps()
         self.cached_callers: dict[str | bytes, Caller] = {}
-        self._callers = _read_key_files(self._files)
+        self._callers = read_key_files(self._files)
         self._checked_at = clock()
         self._trouble = ""
 
@@ -148,6 +74,7 @@ class ApiKeys:
         self._reload_if_changed()
         known = self.cached_callers.get(authorization) if authorization is not None else None
         if known is not None:
+            self._require_valid_now(known)
             return known
         found = self._look_up(authorization)
         assert authorization is not None
@@ -167,7 +94,18 @@ class ApiKeys:
         found = self._callers.get(hash_key(key.strip()))
         if found is None:
             raise HttpError(401, "invalid_api_key", "this API key is not known; ask the operator for one")
+        self._require_valid_now(found)
         return found
+
+    def _require_valid_now(self, caller: Caller) -> None:
+        """Raises HttpError 401 `expired_api_key` if the caller's key has expired."""
+        if caller.expires_at is not None and self._wall() >= caller.expires_at:
+            raise HttpError(
+                401,
+                "expired_api_key",
+                f"this API key (key {caller.key_id}) expired at {_time_text(caller.expires_at)}: ask the operator for"
+                " another, which `lorafleet keys rotate` makes",
+            )
 
     def _stamps(self) -> _Stamps:
         """The key files' stamps now."""
@@ -186,7 +124,7 @@ class ApiKeys:
         if stamps == self._loaded_stamps:
             return
         try:
-            self._callers = _read_key_files(self._files)
+            self._callers = read_key_files(self._files)
         except KeyFileError as exc:
             # An unreadable file is read again at every check: a key may be revoked in it, and a restored file may
             # have the stamp of the last good one.
@@ -205,11 +143,16 @@ class ApiKeys:
 
 
 class ScopeCheck:
-    """A FastAPI dependency that returns the caller and sets `request.state.caller`. `requires` makes one."""
+    """A FastAPI dependency that returns the caller and sets `request.state.caller`. `requires` makes one.
 
-    def __init__(self, keys: ApiKeys, scope: str) -> None:
+    scopes        each of them is enough
+    is_for_fleet  whether a tenant's own scope is not enough
+    """
+
+    def __init__(self, keys: ApiKeys, scopes: Sequence[str], *, is_for_fleet: bool) -> None:
         self._keys = keys
-        self.scope = scope
+        self.scopes = tuple(scopes)
+        self.is_for_fleet = is_for_fleet
 
     async def __call__(self, request: Request) -> Caller:
         """The request's caller, kept in `request.state`; raises HttpError without a valid key or the scope."""
@@ -222,16 +165,25 @@ class ScopeCheck:
         notes = request.scope.get(NOTES)
         if isinstance(notes, RequestNotes):
             notes.key, notes.tenant = found.key_id, found.tenant or ""
-        check_scope(found, self.scope)
+        check_scope(found, *self.scopes, is_for_fleet=self.is_for_fleet)
         return found
 
 
-def requires(keys: ApiKeys, scope: str) -> ScopeCheck:
+class KeyCheck(ScopeCheck):
+    """A FastAPI dependency that accepts any valid key."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        super().__init__(keys, SCOPES, is_for_fleet=False)
+
+
+def requires(keys: ApiKeys, *scopes: str, is_for_fleet: bool = False) -> ScopeCheck:
     """A FastAPI dependency that returns the caller.
 
-    It raises HttpError: 401 without a known key, 403 without the scope.
+    It raises HttpError: 401 without a known key, 403 without one of the scopes.
+
+    is_for_fleet  refuse a key that has the scope for its tenant alone
     """
-    return ScopeCheck(keys, scope)
+    return ScopeCheck(keys, scopes, is_for_fleet=is_for_fleet)
 
 
 def metrics_dependencies(keys: ApiKeys, *, need_key: bool) -> list[Depended]:
@@ -278,13 +230,6 @@ def _scope_checks(dependant: Dependant) -> Iterator[ScopeCheck]:
         yield from _scope_checks(each)
 
 
-def check_scope(caller: Caller, scope: str) -> None:
-    """Raises HttpError 403 `scope_missing` if the caller lacks the scope."""
-    if not caller.may(scope):
-        scopes_held = ", ".join(sorted(caller.scopes)) or "none"
-        raise HttpError(403, "scope_missing", f"this needs a key with scope {scope!r}; yours has: {scopes_held}")
-
-
 def refuse_open_server(keys: ApiKeys, host: str, *, allow_open: bool) -> None:
     """Raises KeyFileError if a server without keys would listen on an address other than loopback."""
     if keys.is_open and not allow_open and not _is_loopback(host):
@@ -319,64 +264,14 @@ def check_host(host: str | bytes) -> None:
     )
 
 
+def _time_text(at: float) -> str:
+    """Unix seconds as ISO 8601 text in UTC."""
+    return utc_text(datetime.fromtimestamp(at, UTC), "seconds")
+
+
 def _is_loopback(host: str) -> bool:
     """Whether this is a loopback address or `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _read_key_files(files: Sequence[Path]) -> dict[str, Caller]:
-    """The callers of all key files by key hash; raises KeyFileError."""
-    return {key: caller for path in files for key, caller in _read_key_file(path).items()}
-
-
-def _read_key_file(path: Path) -> dict[str, Caller]:
-    """The callers of one key file by key hash; raises KeyFileError."""
-    form = f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}], limits: {{...}}}}]`"
-    try:
-        raw = yamls.read_yaml(path)
-    except FileNotFoundError as exc:
-        message = f"key file {path}: {exc.strerror}; `lorafleet keys new --file {path}` makes one"
-        raise KeyFileUnreadable(message) from exc
-    except OSError as exc:
-        raise KeyFileUnreadable(f"key file {path}: {exc}") from exc
-    except ValueError as exc:  # no text, or no YAML
-        raise KeyFileError(f"key file {path}: {exc}") from exc
-    entries = raw.get("keys") if isinstance(raw, dict) else None
-    if not isinstance(entries, list):
-        raise KeyFileError(f"key file {path}: {form}")
-    return dict(_parse_entry(path, number, entry, form) for number, entry in enumerate(entries))
-
-
-def _parse_entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Caller]:
-    """The key hash and the caller of one entry; raises KeyFileError."""
-    if not isinstance(entry, dict) or entry.keys() - {"sha256", "tenant", "scopes", "note", "limits"}:
-        raise KeyFileError(f"key file {path}: entry {number}: {form}")
-    digest, tenant, scopes = entry.get("sha256"), entry.get("tenant"), entry.get("scopes")
-    if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-        raise KeyFileError(f"key file {path}: entry {number}: sha256 must be 64 lower-case hex digits")
-    if not isinstance(scopes, list) or not scopes or not all(scope in SCOPES for scope in scopes):
-        raise KeyFileError(f"key file {path}: entry {number}: scopes must be some of {', '.join(SCOPES)}")
-    if tenant is not None and not isinstance(tenant, str):
-        raise KeyFileError(f"key file {path}: entry {number}: tenant must be a name")
-    limits = _parse_limits(entry.get("limits"), f"key file {path}: entry {number}")
-    return digest, Caller(tenant, frozenset(scopes), digest[:_KEY_ID_DIGITS], limits)
-
-
-def _parse_limits(limits: object, location: str) -> KeyLimits | None:
-    """The limits of one entry; None without any. Raises KeyFileError for an unknown name or an invalid number."""
-    if limits is None:
-        return None
-    if not isinstance(limits, dict) or limits.keys() - set(LIMITS):
-        raise KeyFileError(f"{location}: limits must be some of {', '.join(LIMITS)}, each with a number")
-    for name, value in limits.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= _MAX_LIMIT
-        if not is_number or (name == "concurrent_requests" and value != int(value)):
-            kind = "a whole number" if name == "concurrent_requests" else "a number"
-            found = f"found {value!r:.40}; leave it out for none"
-            raise KeyFileError(f"{location}: {name} must be {kind} of at least 1 and at most 2**53, {found}")
-    if "concurrent_requests" in limits:  # 8.0 is valid, and shared quotas need integers
-        limits = limits | {"concurrent_requests": int(limits["concurrent_requests"])}
-    return KeyLimits(**limits) if limits else None

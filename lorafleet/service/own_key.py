@@ -7,8 +7,9 @@ from pathlib import Path
 import httpx
 import structlog
 
-from lorafleet.service.auth import RECHECK_S, KeyFileError
+from lorafleet.service.auth import RECHECK_S
 from lorafleet.service.files import stamp_of
+from lorafleet.service.key_files import KeyFileError
 from lorafleet.service.urls import checked_key
 
 log = structlog.get_logger()

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 
 from lorafleet.service.auth import ApiKeys, metrics_dependencies
 from lorafleet.service.http import add_routes
+from lorafleet.service.whoami import whoami_routes
 from orchestrator.api.adapters import adapter_routes
 from orchestrator.api.aliases import alias_routes
 from orchestrator.api.fleet import fleet_routes, heartbeat_routes, worker_routes
@@ -47,6 +48,7 @@ def build_router(
     add_routes(
         api,
         ui_routes(),
+        whoami_routes(keys),
         health_routes(reconciler, metrics, is_stopping, metrics_dependencies(keys, need_key=metrics_need_key)),
         router_routes(keys, registry, reconciler, views, is_stopping, clock),
         worker_routes(keys, reconciler, views),

@@ -65,8 +65,13 @@ class AdapterListQuery(BaseModel):
 
 
 def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews) -> APIRouter:
-    """The routes that register, list, read, change, retry and delete adapters. All need scope `admin`."""
-    api = APIRouter(tags=["adapters"], dependencies=[Depends(requires(keys, "admin"))])
+    """The routes that register, list, read, change, retry and delete adapters.
+
+    Reads need scope `view`, changes `tenant-admin`.
+    """
+    api = APIRouter(tags=["adapters"])
+    view = [Depends(requires(keys, "view", is_for_fleet=True))]
+    change = [Depends(requires(keys, "tenant-admin", is_for_fleet=True))]
     store = reconciler.store
 
     def item_with_etag(adapter: RegisteredAdapter, response: Response) -> AdapterItem:
@@ -74,7 +79,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         response.headers["etag"] = registry.adapter_etag(adapter)
         return views.adapter(adapter)
 
-    @api.post("/v1/adapters", status_code=201, response_model=AdapterItem)
+    @api.post("/v1/adapters", dependencies=change, status_code=201, response_model=AdapterItem)
     async def register(
         spec: Annotated[AdapterSpec, Body(examples=[ADAPTER_EXAMPLE])],
         response: Response,
@@ -94,7 +99,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         response.status_code = 201 if is_new else 200
         return item_with_etag(adapter, response)
 
-    @api.post("/v1/adapters:batch")
+    @api.post("/v1/adapters:batch", dependencies=change)
     async def batch(body: Annotated[AdapterBatch, Body(examples=[BATCH_EXAMPLE])], actor: Actor) -> BatchAnswer:
         """Register many adapters; each is registered or refused on its own. Answers once they are stored."""
         with store.together():
@@ -102,7 +107,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         await reconciler.publish_change(*(("adapters", spec.lora_id) for spec in body.adapters))
         return BatchAnswer(data=tuple(results))
 
-    @api.get("/v1/adapters", response_model=AdapterList)
+    @api.get("/v1/adapters", dependencies=view, response_model=AdapterList)
     async def adapters(wanted: Annotated[AdapterListQuery, Query()]) -> Response:
         """Registered adapters by lora_id that match all filters."""
         ready = reconciler.queries.ready_workers_by_adapter()
@@ -113,7 +118,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         # Serialized here: the framework would validate thousands of items a second time.
         return Response(AdapterList(data=items, next=following).model_dump_json(), media_type="application/json")
 
-    @api.post("/v1/adapters/{lora_id:path}/retry")
+    @api.post("/v1/adapters/{lora_id:path}/retry", dependencies=change)
     async def retry(lora_id: str, actor: Actor) -> AdapterItem:
         """Drop the adapter's failures and quarantine, and try again. Answers once the change is stored."""
         adapter = registry.unquarantine(lora_id, actor)
@@ -121,12 +126,12 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         await reconciler.publish_change(("adapters", lora_id))
         return views.adapter(adapter)
 
-    @api.get("/v1/adapters/{lora_id:path}")
+    @api.get("/v1/adapters/{lora_id:path}", dependencies=view)
     async def adapter(lora_id: str, response: Response) -> AdapterItem:
         """One adapter, with an ETag for a later change."""
         return item_with_etag(registry.adapter(lora_id), response)
 
-    @api.patch("/v1/adapters/{lora_id:path}")
+    @api.patch("/v1/adapters/{lora_id:path}", dependencies=change)
     async def patch(
         lora_id: str,
         body: Annotated[AdapterPatch, Body(examples=[PATCH_EXAMPLE])],
@@ -141,6 +146,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
     @api.delete(
         "/v1/adapters/{lora_id:path}",
+        dependencies=change,
         status_code=202,
         response_class=Response,
         responses={204: {"description": "gone already"}},

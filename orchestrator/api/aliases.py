@@ -17,8 +17,13 @@ ALIAS_EXAMPLE = {"targets": [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_i
 
 
 def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
-    """The routes that list, set and delete aliases, and read their history. All need scope `admin`."""
-    api = APIRouter(tags=["aliases"], dependencies=[Depends(requires(keys, "admin"))])
+    """The routes that list, set and delete aliases, and read their history.
+
+    Reads need scope `view`, changes `tenant-admin`.
+    """
+    api = APIRouter(tags=["aliases"])
+    view = [Depends(requires(keys, "view", is_for_fleet=True))]
+    change = [Depends(requires(keys, "tenant-admin", is_for_fleet=True))]
     store = reconciler.store
 
     def item(name: str) -> AliasItem:
@@ -31,13 +36,13 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         response.headers["etag"] = registry.alias_etag(name) or ""
         return item(name)
 
-    @api.get("/v1/aliases")
+    @api.get("/v1/aliases", dependencies=view)
     async def aliases(limit: Limit = 1000, cursor: Cursor = None) -> AliasList:
         """Aliases by name."""
         page, following = page_after(store.alias_names, limit, cursor)
         return AliasList(data=tuple(item(name) for name in page), next=following)
 
-    @api.put("/v1/aliases/{name:path}", response_model=AliasItem)
+    @api.put("/v1/aliases/{name:path}", dependencies=change, response_model=AliasItem)
     async def put_alias(
         name: str,
         spec: Annotated[AliasSpec, Body(examples=[ALIAS_EXAMPLE])],
@@ -57,7 +62,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         response.status_code = 201 if is_new else 202 if is_pending else 200
         return found
 
-    @api.get("/v1/aliases/{name:path}/history")
+    @api.get("/v1/aliases/{name:path}/history", dependencies=view)
     async def alias_history(name: str, limit: Limit = 100, cursor: HistoryCursor = None) -> HistoryList:
         """The alias's former targets, with time and actor, newest first. Also of a deleted alias.
 
@@ -66,13 +71,13 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         registry.require_name(name)
         return history_page(store, limit, cursor, kinds=ALIAS_KINDS, subject=name)
 
-    @api.get("/v1/aliases/{name:path}")
+    @api.get("/v1/aliases/{name:path}", dependencies=view)
     async def get_alias(name: str, response: Response) -> AliasItem:
         """One alias, with an ETag for a later change."""
         registry.alias(name)
         return item_with_etag(name, response)
 
-    @api.delete("/v1/aliases/{name:path}", status_code=204)
+    @api.delete("/v1/aliases/{name:path}", dependencies=change, status_code=204)
     async def drop_alias(name: str, actor: Actor, if_match: IfMatch = None) -> Response:
         """Forget the name; its adapters stay."""
         registry.delete_alias(name, actor, if_match=if_match)

@@ -14,8 +14,8 @@ from orchestrator.wire import Heartbeat, HeartbeatAnswer, WorkerDrain, WorkerIte
 
 
 def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> APIRouter:
-    """The routes that list workers and read one. They need scope `load`."""
-    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "load"))])
+    """The routes that list workers and read one. They need scope `view`, or a router's `load`."""
+    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "view", "load", is_for_fleet=True))])
 
     @api.get("/v1/workers")
     async def workers(limit: Limit = 1000, cursor: Cursor = None) -> WorkerList:
@@ -33,8 +33,8 @@ def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> AP
 
 
 def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
-    """The route by which agents send heartbeats. It needs scope `register`."""
-    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "register"))])
+    """The route by which agents send heartbeats. It needs scope `register`, without a tenant."""
+    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "register", is_for_fleet=True))])
 
     @api.post("/v1/workers/register")
     async def heartbeat(body: Heartbeat) -> HeartbeatAnswer:
@@ -62,8 +62,8 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
 
 
 def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews) -> APIRouter:
-    """The routes that cordon, uncordon and drain a worker."""
-    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "admin"))])
+    """The routes that cordon, uncordon and drain a worker. They need scope `operate`."""
+    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "operate"))])
 
     @api.post("/v1/workers/{worker_id}/cordon")
     async def cordon(worker_id: str, actor: Actor) -> WorkerItem:

@@ -24,9 +24,11 @@ HistoryCursor = Annotated[int | None, Query(ge=1, description="`next` of the ans
 
 def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
     """The routes that read the history and back up the store."""
-    api = APIRouter(tags=["history"], dependencies=[Depends(requires(keys, "admin"))])
+    api = APIRouter(tags=["history"])
+    view = [Depends(requires(keys, "view", is_for_fleet=True))]
+    admin = [Depends(requires(keys, "admin"))]
 
-    @api.get("/v1/history")
+    @api.get("/v1/history", dependencies=view)
     async def history(
         kind: Annotated[list[str] | None, Query(description="such as adapter_registered; may be repeated")] = None,
         subject: Annotated[str | None, Query(description="a lora_id, an alias, or a worker")] = None,
@@ -40,6 +42,7 @@ def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
 
     @api.get(
         "/v1/backup",
+        dependencies=admin,
         response_class=FileResponse,
         responses={
             200: {

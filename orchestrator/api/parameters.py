@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Query, Request
 
-from lorafleet.service.auth import Caller
+from lorafleet.service.roles import Caller
 
 
 def _actor(request: Request) -> str:

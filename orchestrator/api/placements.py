@@ -51,13 +51,19 @@ class PlacementListQuery(BaseModel):
 def placement_routes(
     keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews, clock: Callable[[], float]
 ) -> APIRouter:
-    """The routes that list placements, plan or run a pass, and list or adopt orphans. All need scope `admin`."""
-    api = APIRouter(tags=["placements"], dependencies=[Depends(requires(keys, "admin"))])
+    """The routes that list placements, plan or run a pass, and list or adopt orphans.
+
+    Reads and plans need scope `view`, a pass `operate`, an adoption `admin`.
+    """
+    api = APIRouter(tags=["placements"])
+    view = [Depends(requires(keys, "view", is_for_fleet=True))]
+    operate = [Depends(requires(keys, "operate"))]
+    admin = [Depends(requires(keys, "admin"))]
     reports, store = reconciler.reports, reconciler.store
     # One plan at a time: plans share one core, and the lease needs a free thread of the pool.
     plan_lock = asyncio.Lock()
 
-    @api.get("/v1/placements")
+    @api.get("/v1/placements", dependencies=view)
     async def placements(wanted: Annotated[PlacementListQuery, Query()]) -> PlacementList:
         """Present and desired placements that match all filters."""
         asked = wanted.model_dump(include={"lora_id", "worker_id", "state", "desired"}, exclude_none=True)
@@ -69,7 +75,7 @@ def placement_routes(
         page, following = page_after(sorted(rows), wanted.limit, wanted.cursor)
         return PlacementList(data=tuple(rows[key] for key in page), next=following)
 
-    @api.post("/v1/placements/plan")
+    @api.post("/v1/placements/plan", dependencies=view)
     async def plan(ask: Annotated[PlanRequest | None, Body(examples=[PLAN_EXAMPLE])] = None) -> Plan:
         """The actions that passes would take, with reasons and cost; starts nothing.
 
@@ -85,20 +91,20 @@ def placement_routes(
             outcome = await asyncio.to_thread(what_if, inputs, hypothesis, passes=ask.passes)
         return views.what_if_plan(outcome)
 
-    @api.post("/v1/rebalance")
+    @api.post("/v1/rebalance", dependencies=operate)
     async def rebalance() -> Plan:
         """Run a pass now; returns the actions that it started."""
         actions = reconciler.run_pass()
         return views.plan(actions, reconciler.queries.last_pass.desired)
 
-    @api.get("/v1/orphans")
+    @api.get("/v1/orphans", dependencies=view)
     async def list_orphans(limit: Limit = 1000, cursor: Cursor = None) -> OrphanList:
         """Adapters that workers hold and that are not registered; they serve no requests and are not removed."""
         rows = {f"{item.lora_id} {item.digest} {item.engine_name}": item for item in orphans(reports, store)}
         page, following = page_after(sorted(rows), limit, cursor)
         return OrphanList(data=tuple(rows[key] for key in page), next=following)
 
-    @api.post("/v1/orphans/adopt")
+    @api.post("/v1/orphans/adopt", dependencies=admin)
     async def adopt_orphans(
         actor: Actor,
         ask: Annotated[AdoptRequest, Body(examples=[{"lora_ids": ["sql-expert/v1"]}])] = AdoptRequest(),  # noqa: B008

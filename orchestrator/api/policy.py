@@ -14,16 +14,18 @@ POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1}
 
 
 def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
-    """The routes that read, replace and change the global policy. All need scope `admin`."""
-    api = APIRouter(tags=["policy"], dependencies=[Depends(requires(keys, "admin"))])
+    """The routes that read, replace and change the global policy. Reads need scope `view`, changes `operate`."""
+    api = APIRouter(tags=["policy"])
+    view = [Depends(requires(keys, "view", is_for_fleet=True))]
+    operate = [Depends(requires(keys, "operate"))]
 
-    @api.get("/v1/policy")
+    @api.get("/v1/policy", dependencies=view)
     async def get_policy(response: Response) -> Policy:
         """The global placement policy, with an ETag for a later change."""
         response.headers["etag"] = registry.policy_etag()
         return registry.policy()
 
-    @api.put("/v1/policy")
+    @api.put("/v1/policy", dependencies=operate)
     async def put_policy(
         policy: Annotated[Policy, Body(examples=[POLICY_EXAMPLE])],
         response: Response,
@@ -34,7 +36,7 @@ def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
         before = registry.policy_etag()
         return await _policy_written(registry.put_policy(policy, if_match, actor), before, response)
 
-    @api.patch("/v1/policy")
+    @api.patch("/v1/policy", dependencies=operate)
     async def patch_policy(
         changes: Annotated[dict[str, Any], Body(examples=[{"loading": "eager"}])],
         response: Response,

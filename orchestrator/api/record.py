@@ -1,6 +1,5 @@
 """Routes for other fleets: the record, its import, and adapter files by digest."""
 
-from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Query, Request
@@ -8,7 +7,7 @@ from fastapi import Path as PathParameter
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from lorafleet.service.auth import ApiKeys, Caller, check_scope, requires
+from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor
 from orchestrator.intent.record import differences, fleet_record, import_record
 from orchestrator.intent.registry import AdapterRegistry
@@ -40,7 +39,9 @@ OtherFleet = Annotated[
 def record_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, relay: FileRelay) -> APIRouter:
     """The routes that export and import the record, and relay files by digest."""
     api = APIRouter(tags=["record"])
-    store, may_read_files = reconciler.store, _files_reader(keys)
+    store = reconciler.store
+    # Agents, and other fleets.
+    may_read_files = requires(keys, "register", "export", is_for_fleet=True)
 
     @api.get("/v1/export", dependencies=[Depends(requires(keys, "export"))])
     async def export() -> FleetRecord:
@@ -100,18 +101,6 @@ class _RelayResponse(StreamingResponse):
 async def _relayed(relay: FileRelay, digest: str, name: str, fleet: str, request: Request) -> StreamingResponse:
     """The relayed answer. Raises as `FileRelay.open_file`."""
     return _RelayResponse(await relay.open_file(digest, name, fleet, request.headers))
-
-
-def _files_reader(keys: ApiKeys) -> Callable[[Request], Awaitable[None]]:
-    """A dependency that lets agents (`register`) and other fleets (`export`) read files."""
-
-    async def check(request: Request) -> None:
-        """Raises HttpError 401 without a known key, 403 without one of the scopes."""
-        caller: Caller = keys.caller(request.headers.get("authorization"))
-        if not caller.may("register"):
-            check_scope(caller, "export")
-
-    return check
 
 
 def _subject(change: RecordChange) -> Subject | None:

@@ -32,10 +32,12 @@ ROLLOUT_EXAMPLE = {
 
 def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
     """The routes; include them before those of the alias, whose name matches every path."""
-    api = APIRouter(tags=["aliases"], dependencies=[Depends(requires(keys, "admin"))])
+    api = APIRouter(tags=["aliases"])
+    view = [Depends(requires(keys, "view", is_for_fleet=True))]
+    change = [Depends(requires(keys, "tenant-admin", is_for_fleet=True))]
     rollouts = reconciler.rollouts
 
-    @api.post("/v1/aliases/{name:path}/rollout", status_code=201, response_model=RolloutItem)
+    @api.post("/v1/aliases/{name:path}/rollout", dependencies=change, status_code=201, response_model=RolloutItem)
     async def start_rollout(
         name: str, spec: Annotated[RolloutSpec, Body(examples=[ROLLOUT_EXAMPLE])], response: Response, actor: Actor
     ) -> RolloutItem:
@@ -52,13 +54,13 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         response.status_code = 201 if is_new else 200
         return rollout_item(rollout, rollouts)
 
-    @api.get("/v1/aliases/{name:path}/rollout")
+    @api.get("/v1/aliases/{name:path}/rollout", dependencies=view)
     async def get_rollout(name: str) -> RolloutItem:
         """The rollout in progress, or the last one."""
         registry.alias(name)
         return rollout_item(rollouts.rollout_of(name), rollouts)
 
-    @api.patch("/v1/aliases/{name:path}/rollout")
+    @api.patch("/v1/aliases/{name:path}/rollout", dependencies=change)
     async def patch_rollout(name: str, patch: RolloutPatch, actor: Actor) -> RolloutItem:
         """Pause or resume the rollout. A paused one does not advance, but a regression still rolls it back."""
         registry.alias(name)
@@ -66,7 +68,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         await reconciler.publish_change(("aliases", name))
         return rollout_item(rollout, rollouts)
 
-    @api.delete("/v1/aliases/{name:path}/rollout")
+    @api.delete("/v1/aliases/{name:path}/rollout", dependencies=change)
     async def abort_rollout(name: str, actor: Actor) -> RolloutItem:
         """End the rollout: the alias gets its former targets at once."""
         registry.alias(name)

@@ -60,10 +60,13 @@ def router_routes(
     clock: Callable[[], float],
 ) -> APIRouter:
     """The routes for routers: read the catalog and events, report usage, request replicas."""
-    api = APIRouter(tags=["routers"], dependencies=[Depends(requires(keys, "load"))])
+    api = APIRouter(tags=["routers"])
+    load = [Depends(requires(keys, "load"))]
+    follow = [Depends(requires(keys, "load", "view", is_for_fleet=True))]
+    ensures = [Depends(requires(keys, "load", "operate", "tenant-admin", is_for_fleet=True))]
     catalog, settings = reconciler.catalog, reconciler.settings
 
-    @api.get("/v1/catalog", response_model=Catalog)
+    @api.get("/v1/catalog", dependencies=follow, response_model=Catalog)
     async def get_catalog(if_none_match: Annotated[str | None, Header()] = None) -> Response:
         """The catalog at one revision; 304 when the ETag still matches."""
         reconciler.queries.refresh_catalog()
@@ -74,7 +77,7 @@ def router_routes(
             return Response(status_code=304, headers=headers)
         return Response(body, media_type="application/json", headers=headers)
 
-    @api.get("/v1/events", response_class=EventStream)
+    @api.get("/v1/events", dependencies=follow, response_class=EventStream)
     async def events(
         since: Annotated[int | None, Query(description="last known revision")] = None,
         last_event_id: Annotated[int | None, Header()] = None,
@@ -91,7 +94,7 @@ def router_routes(
         )
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
-    @api.post("/v1/usage")
+    @api.post("/v1/usage", dependencies=load)
     async def usage(report: Annotated[UsageReport, Body(examples=[USAGE_EXAMPLE])]) -> UsageAnswer:
         """A router's usage report. `seq` tells repeated and late reports, which change nothing."""
         accepted = reconciler.demand.record_report(
@@ -113,7 +116,7 @@ def router_routes(
             reconciler.request_pass()  # the report may end a drain
         return UsageAnswer(accepted=accepted, revision=catalog.revision)
 
-    @api.post("/v1/adapters/{lora_id:path}/ensure")
+    @api.post("/v1/adapters/{lora_id:path}/ensure", dependencies=ensures)
     async def ensure(
         lora_id: str,
         request: Request,

@@ -13,10 +13,11 @@ from prometheus_client import generate_latest
 
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.identity import lora_id_of
-from lorafleet.service.auth import AuthFirstRoute, Caller, metrics_dependencies, requires
+from lorafleet.service.auth import AuthFirstRoute, metrics_dependencies, requires
 from lorafleet.service.http import HttpError
 from lorafleet.service.openapi import Json
 from lorafleet.service.request_log import request_id
+from lorafleet.service.roles import Caller
 from router.api.explain import decision_answer, replay_answer, undecided_answer
 from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
@@ -75,7 +76,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
     """Routes for models, explain and decisions; with `processes`, of all processes on this port."""
     api = APIRouter(route_class=AuthFirstRoute)
     infers = Annotated[Caller, Depends(requires(services.keys, "infer"))]
-    admin = [Depends(requires(services.keys, "admin"))]
+    view = [Depends(requires(services.keys, "view", is_for_fleet=True))]
 
     @api.get("/v1/models")
     async def models(caller: infers) -> Response:
@@ -90,7 +91,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
         """One model card; 404 `model_not_found` for a model that the caller may not use."""
         return JSONResponse(await _card(services, caller, model))
 
-    @api.post("/v1/route", dependencies=admin, response_model=RouteAnswer)
+    @api.post("/v1/route", dependencies=view, response_model=RouteAnswer)
     async def explain(request: Request) -> Any:
         """Where this completion would go, and why. Sends nothing and loads nothing."""
         headers = request.headers
@@ -127,7 +128,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
             note="; ".join(notes) or None,
         )
 
-    @api.get("/v1/decisions", dependencies=admin, response_model=DecisionList)
+    @api.get("/v1/decisions", dependencies=view, response_model=DecisionList)
     async def decisions(
         adapter: str | None = None,
         worker: str | None = None,
@@ -151,7 +152,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
         )
         return Response(whole, media_type="application/json")
 
-    @api.post("/v1/decisions/replay", dependencies=admin, response_model=RouteAnswer)
+    @api.post("/v1/decisions/replay", dependencies=view, response_model=RouteAnswer)
     async def replay(body: ReplayBody) -> Any:
         """A recorded decision, made again, by another `policy` if given. Sends nothing."""
         return replay_answer(body)

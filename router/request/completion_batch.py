@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from lorafleet.service.auth import Caller
+from lorafleet.service.roles import Caller
 from router.protocols.completion_batch import check_not_streamed, join_completions, split_completions
 from router.request.engine_attempt import AttemptLimits
 from router.request.item_batch import serve_items

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from lorafleet.service.auth import Caller
+from lorafleet.service.roles import Caller
 from router.protocols import sglang_generate
 from router.protocols.bodies import check_items
 from router.protocols.routes import ROUTES, Route

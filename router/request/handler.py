@@ -9,8 +9,9 @@ from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.exchange import Handler, HttpExchange
 from lorafleet.http_server.lenient import trimmed
-from lorafleet.service.auth import Caller, KeyLimits, check_scope, host_check
+from lorafleet.service.auth import host_check
 from lorafleet.service.http import HttpError
+from lorafleet.service.roles import Caller, KeyLimits, check_scope
 from router.core.errors import RateLimited
 from router.protocols import sglang_generate
 from router.protocols.routes import COMPLETIONS, ROUTES, Route, find_route

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from lorafleet.service.auth import Caller
+from lorafleet.service.roles import Caller
 from router.core.errors import BadBody, RouterError
 from router.http.sse import ModelRenamer
 from router.request.accounting import record, record_error, record_usage

@@ -13,7 +13,7 @@ import structlog
 
 from lorafleet.engine.agentless import has_start_time
 from lorafleet.http_server.batches import leave_batch, next_stage
-from lorafleet.service.auth import Caller
+from lorafleet.service.roles import Caller
 from router.core.errors import (
     AdapterFailed,
     AnswerTooLarge,

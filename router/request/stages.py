@@ -11,7 +11,7 @@ import msgspec
 from lorafleet.http_server.batches import leave_batch
 from lorafleet.identity import BlockHash, adapter_salt, block_hashes, root_hash
 from lorafleet.kv.pictures import picture_blocks
-from lorafleet.service.auth import Caller
+from lorafleet.service.roles import Caller
 from router.core.errors import ModelNotFound
 from router.core.fleet import Excluded, Incarnation, Roster, RoutableAdapter
 from router.core.kv.index import WorkerId

@@ -1,6 +1,6 @@
 """Stored responses (`/v1/responses/{id}`): each is kept by one engine, whose worker its id names."""
 
-from lorafleet.service.auth import Caller
+from lorafleet.service.roles import Caller
 from router.core.errors import NoReplica, ReplicaUnreachable
 from router.core.kv.index import WorkerId
 from router.http.sse import AnswerRewriter, StoredAnswerRewriter

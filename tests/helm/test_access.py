@@ -3,7 +3,8 @@
 import pytest
 import yaml
 
-from lorafleet.service.auth import ApiKeys, hash_key
+from lorafleet.service.auth import ApiKeys
+from lorafleet.service.key_files import hash_key
 from tests.helm.rendering import NAMESPACE, VALUES, containers, manifests, of_kind, one, pod_templates, secret
 from tests.helm.test_settings import mounted
 

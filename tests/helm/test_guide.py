@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from docs.chart_schema import SERVICES
-from lorafleet.service.auth import ApiKeys, hash_key
+from lorafleet.service.auth import ApiKeys
+from lorafleet.service.key_files import hash_key
 from lorafleet.service.settings import load
 from orchestrator.wire import AdapterSpec
 from tests.helm.rendering import helm_template, manifests, of_kind

@@ -6,7 +6,9 @@ import json
 import pytest
 from fastapi.routing import APIRoute
 
-from lorafleet.service.auth import SCOPES, Caller, ScopeCheck, hash_key
+from lorafleet.service.auth import ScopeCheck
+from lorafleet.service.key_files import hash_key
+from lorafleet.service.roles import SCOPES, Caller
 from router.app import build
 from router.config import RouterSettings
 from tests.lorafleet.test_cross_site import agent, orchestrator
@@ -17,12 +19,12 @@ async def router(_folder, **more):
     yield build(RouterSettings(**more))[0]
 
 
-def wanted_scopes(route) -> list[str]:
+def scope_checks(route) -> list[ScopeCheck]:
     found, pending = [], list(route.dependant.dependencies)
     while pending:
         each = pending.pop()
         pending += each.dependencies
-        found += [each.call.scope] if isinstance(each.call, ScopeCheck) else []
+        found += [each.call] if isinstance(each.call, ScopeCheck) else []
     return found
 
 
@@ -50,16 +52,19 @@ async def response_to(app, method, path, key) -> tuple[int, str]:
 @pytest.mark.parametrize("service", [orchestrator, agent, router])
 async def test_a_body_of_a_key_without_the_scope_is_never_read(service, tmp_path):
     path = tmp_path / "keys.yaml"
-    entries = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in SCOPES]
+    entries = [
+        {"sha256": hash_key(scope), "scopes": [scope]} | ({"tenant": "acme"} if scope == "tenant-admin" else {})
+        for scope in SCOPES
+    ]
     path.write_text(json.dumps({"keys": entries}))
     tried = 0
     async with service(tmp_path, key_files=(path,)) as app:
         for route in app.routes:
             methods = route.methods & {"POST", "PUT", "PATCH", "DELETE"} if isinstance(route, APIRoute) else set()
             called = route.path.replace("{", "").replace("}", "") if methods else ""
-            for wanted in wanted_scopes(route) if methods else []:
+            for check in scope_checks(route) if methods else []:
                 for scope in SCOPES:
-                    if not Caller(None, frozenset({scope})).may(wanted):
+                    if not any(map(Caller(None, frozenset({scope})).may, check.scopes)):
                         found = await response_to(
                             app, min(methods), route.path.replace("{", "").replace("}", ""), scope
                         )

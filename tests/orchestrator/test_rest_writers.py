@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from lorafleet.service.auth import hash_key
+from lorafleet.service.key_files import hash_key
 
 
 def code(answer):

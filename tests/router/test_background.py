@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lorafleet.service.auth import hash_key
+from lorafleet.service.key_files import hash_key
 from router.core.errors import Saturated
 from router.core.fleet import EngineReport
 from router.http.engine_connection import EngineLost

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
-from lorafleet.service.auth import hash_key
+from lorafleet.service.key_files import hash_key
 from router.core.schedule.request import HashedRequest
 from router.request.dispatched import DispatchedRequest
 from router.request.services import Decisions

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from starlette.responses import StreamingResponse
 from structlog.testing import capture_logs
 
-from lorafleet.service.auth import ApiKeys, KeyLimits, hash_key
+from lorafleet.service.auth import ApiKeys
+from lorafleet.service.key_files import hash_key
+from lorafleet.service.roles import KeyLimits
 from router.core.errors import RateLimited
 from router.core.queue.quota import AccountState, Quotas, duration_text
 from router.processes import shared_quotas

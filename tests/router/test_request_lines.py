@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from structlog.testing import capture_logs
 
 from lorafleet.identity import engine_name
-from lorafleet.service.auth import hash_key
+from lorafleet.service.key_files import hash_key
 from lorafleet.service.request_log import MOST_LINES
 from tests.patience import patience
 from tests.router.doubles import CHAT, DIGEST, EngineDouble, chunk, fleet, with_sql

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.identity import block_hashes, root_hash
-from lorafleet.service.auth import hash_key
+from lorafleet.service.key_files import hash_key
 from orchestrator.wire import Draining
 from router.core.errors import RequestError, RouterError, TemporarilyUnavailable
 from router.core.queue.fair_queue import FairQueue

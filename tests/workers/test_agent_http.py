@@ -14,7 +14,8 @@ from fastapi.responses import StreamingResponse
 
 from lorafleet.identity import engine_name
 from lorafleet.local.tiny_model import make_adapter
-from lorafleet.service.auth import SCOPES, hash_key
+from lorafleet.service.key_files import hash_key
+from lorafleet.service.roles import SCOPES
 from orchestrator.wire import Heartbeat
 from tests.patience import patience, until, within
 from tests.serving import serving
@@ -446,7 +447,10 @@ async def test_failed_engine_start_is_reported_with_its_output_and_retried(worke
 
 async def test_routes_check_the_scopes_of_the_key_file(worker, tmp_path):
     keys = tmp_path / "keys.yaml"
-    rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in SCOPES]
+    rows = [
+        {"sha256": hash_key(scope), "scopes": [scope]} | ({"tenant": "acme"} if scope == "tenant-admin" else {})
+        for scope in SCOPES
+    ]
     keys.write_text(json.dumps({"keys": rows}))
     async with worker.together("--key-files", str(keys)) as client:
         assert code(await client.get("/metadata")) == "invalid_api_key"
@@ -454,7 +458,7 @@ async def test_routes_check_the_scopes_of_the_key_file(worker, tmp_path):
         assert {
             scope: (await client.get("/metrics", headers={"authorization": f"Bearer {scope}"})).status_code
             for scope in SCOPES
-        } == {"infer": 403, "load": 403, "register": 403, "drain": 403, "export": 403, "metrics": 200, "admin": 200}
+        } == dict.fromkeys(SCOPES, 403) | {"metrics": 200, "operate": 200, "admin": 200}
 
         async def status(key: str, call: str, epoch: str | None = None, **body) -> int:
             headers = {"authorization": f"Bearer {key}"} | ({"x-lorafleet-epoch": epoch} if epoch else {})

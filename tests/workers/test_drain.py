@@ -7,7 +7,7 @@ import sys
 import httpx
 import pytest
 
-from lorafleet.service.auth import hash_key
+from lorafleet.service.key_files import hash_key
 from tests.patience import patience
 from workers.config import AgentTimers
 

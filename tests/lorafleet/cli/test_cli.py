@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -26,7 +27,9 @@ from rich.table import Table
 from lorafleet.cli import main as cli
 from lorafleet.cli import tables
 from lorafleet.local import demo
-from lorafleet.service.auth import ApiKeys, hash_key
+from lorafleet.service.auth import ApiKeys
+from lorafleet.service.http import HttpError
+from lorafleet.service.key_files import hash_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.store.store import IntentStore
@@ -413,16 +416,83 @@ def test_a_file_that_is_not_a_key_file_is_not_changed(run: Run, tmp_path: Path) 
     assert not (tmp_path / "k").exists()
 
 
-@pytest.mark.parametrize("scopes", ["admin", "infer,admin", "load", "register", "drain", "metrics"])
-def test_a_tenants_key_gets_no_fleet_wide_scope(run: Run, tmp_path: Path, scopes: str) -> None:
+@pytest.mark.parametrize(
+    ("scopes", "instead"),
+    [
+        ("admin", "tenant-admin"),
+        ("infer,admin", "tenant-admin"),
+        ("view,operate", "tenant-admin"),
+        ("infer,load", "infer"),
+        ("drain", "tenant-admin"),
+        ("metrics", "tenant-admin"),
+    ],
+)
+def test_a_tenants_key_gets_no_fleet_wide_scope(run: Run, tmp_path: Path, scopes: str, instead: str) -> None:
     path = tmp_path / "keys.yaml"
     result = run("keys", "new", "--tenant", "acme", "--scopes", scopes, "--file", str(path))
     assert result.status == 2
-    assert "--tenant acme --scopes infer" in result.err
+    assert f"--tenant acme --scopes {instead}, for a key of the tenant" in result.err
     assert f"--scopes {scopes} without --tenant" in result.err
     assert not path.exists()
-    for words in (("--tenant", "acme", "--scopes", "infer"), ("--scopes", scopes)):
+    for words in (("--tenant", "acme", "--scopes", instead), ("--scopes", scopes)):
         assert run("keys", "new", *words, "--file", str(path)).status == 0
+
+
+def test_a_tenants_administrator_needs_a_tenant(run: Run, tmp_path: Path) -> None:
+    result = run("keys", "new", "--scopes", "tenant-admin", "--file", str(tmp_path / "keys.yaml"))
+    assert result.status == 2
+    assert "needs a tenant" in result.err
+
+
+def ids_of(run: Run, path: Path) -> list[str]:
+    return [item["key_id"] for item in json.loads(run("keys", "list", "--json", "--file", str(path)).out)["data"]]
+
+
+def test_keys_are_listed_without_key_or_hash_and_revoked_by_their_id(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("# ours\nkeys: []\n")
+    words = ("--tenant", "acme", "--scopes", "infer,view", "--expires", "90d", "--note", "CI")
+    first = run("keys", "new", *words, "--tokens-per-minute", "9000", "--file", str(path)).out.strip()
+    second = run("keys", "new", "--scopes", "operate", "--file", str(path)).out.strip()
+    listed = run("keys", "list", "--file", str(path)).out
+    for shown in ("acme", "infer, view", "CI", "tokens_per_minute 9000", "all tenants", "operate", "never"):
+        assert shown in listed
+    for hidden in (first, second, hash_key(first), hash_key(second)):
+        assert hidden not in listed
+    assert run("keys", "revoke", "no", "--file", str(path)).status == 1
+    gone = run("keys", "revoke", hash_key(first)[:6], "--file", str(path))
+    assert hash_key(first)[:12] in gone.out
+    assert ids_of(run, path) == [hash_key(second)[:12]]
+    assert path.read_text().startswith("# ours\n")
+    unknown = run("keys", "revoke", hash_key(first)[:12], "--file", str(path))
+    assert unknown.status == 1
+    assert hash_key(second)[:12] in unknown.err
+
+
+def test_a_rotated_key_and_its_successor_are_both_valid_for_the_grace_time(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    words = ("--tenant", "acme", "--scopes", "tenant-admin", "--requests-per-minute", "60")
+    old = run("keys", "new", *words, "--file", str(path)).out.strip()
+    rotated = run("keys", "rotate", hash_key(old)[:12], "--grace", "1h", "--file", str(path))
+    new, now = rotated.out.strip(), time.time()
+    assert "the old key is valid until" in rotated.err
+    at = now
+    keys = ApiKeys([path], wall=lambda: at)
+    before, after = keys.caller(f"Bearer {old}"), keys.caller(f"Bearer {new}")
+    assert (before.tenant, before.scopes, before.limits) == (after.tenant, after.scopes, after.limits)
+    assert after.expires_at is None
+    at = now + 3601
+    assert keys.caller(f"Bearer {new}")
+    with pytest.raises(HttpError, match="expired") as refused:
+        keys.caller(f"Bearer {old}")
+    assert (refused.value.status, refused.value.code) == (401, "expired_api_key")
+
+
+@pytest.mark.parametrize("expires", ["90", "1y", "2020-01-01T00:00:00Z", "tomorrow", "99999999d"])
+def test_an_expiry_that_is_none_or_past_is_refused(run: Run, tmp_path: Path, expires: str) -> None:
+    result = run("keys", "new", "--expires", expires, "--file", str(tmp_path / "keys.yaml"))
+    assert result.status == 2
+    assert f"--expires {expires}" in result.err
 
 
 PAGE = Path(cli.__file__).parents[2] / "docs" / "cli.md"

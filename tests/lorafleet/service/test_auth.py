@@ -9,21 +9,11 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from lorafleet.cli.keys import add_key
-from lorafleet.service.auth import (
-    ANYONE,
-    ApiKeys,
-    Caller,
-    KeyFileError,
-    KeyLimits,
-    check_host,
-    hash_key,
-    host_check,
-    new_key,
-    refuse_open_server,
-    requires,
-)
+from lorafleet.service.auth import ApiKeys, check_host, host_check, refuse_open_server, requires
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError, install_error_handlers
+from lorafleet.service.key_files import KeyFileError, hash_key, new_key
+from lorafleet.service.roles import ANYONE, SCOPES, TENANT_SCOPES, Caller, KeyLimits
 from tests.serving import serving
 
 
@@ -122,6 +112,44 @@ def test_a_limit_with_a_typo_is_refused_and_named(tmp_path, limits, says):
     with pytest.raises(KeyFileError, match="entry 0") as refused:
         ApiKeys([path])
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["2027-01-31T00:00:00Z", "2027-01-31", "'2027-01-31T00:00:00+00:00'"])
+def test_a_key_is_refused_from_its_expiry_on_even_if_it_is_cached(tmp_path, text):
+    path, at = tmp_path / "k", 1801353599.0
+    path.write_text(f"keys: [{{sha256: {hash_key('one')}, scopes: [infer], expires: {text}}}]")
+    keys = ApiKeys([path], wall=lambda: at)
+    for _ in range(2):
+        assert keys.caller("Bearer one").expires_at == 1801353600.0
+    at += 1
+    for _ in range(2):
+        with pytest.raises(HttpError, match="2027-01-31T00:00:00Z") as refused:
+            keys.caller("Bearer one")
+        assert (refused.value.status, refused.value.code) == (401, "expired_api_key")
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("scopes: [infer], expires: soon", "expires must be a UTC time"),
+        ("scopes: [tenant-admin]", "needs a tenant"),
+        ("scopes: [operate], tenant: acme", "whole fleet"),
+    ],
+)
+def test_an_entry_that_says_less_or_more_than_it_means_is_refused(tmp_path, entry, says):
+    path = tmp_path / "k"
+    path.write_text(f"keys: [{{sha256: {'a' * 64}, {entry}}}]")
+    with pytest.raises(KeyFileError, match=f"entry 0.*{says}"):
+        ApiKeys([path])
+
+
+@given(st.sampled_from(SCOPES), st.sampled_from(SCOPES))
+def test_a_tenants_key_has_no_scope_of_a_tenant_for_the_fleet(held, wanted):
+    mine, ours = Caller("acme", frozenset({held})), Caller(None, frozenset({held}))
+    assert mine.may(wanted) == ours.may(wanted) == ours.may_for_fleet(wanted)
+    assert mine.may_for_fleet(wanted) == (mine.may(wanted) and held not in TENANT_SCOPES)
+    if mine.only_tenant is None:
+        assert ours.may("load") or ours.may("operate")
 
 
 def test_a_new_key_has_the_given_limits(tmp_path):

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from lorafleet.local.tiny_model import make_model
-from lorafleet.service.auth import KeyFileError
+from lorafleet.service.key_files import KeyFileError
 from lorafleet.service.own_key import OwnKey
 from tests.patience import patience
 

@@ -1,0 +1,123 @@
+"""`lorafleet keys`: make, list, revoke and rotate API keys."""
+
+# ruff: noqa: PLC0415, PLR0917  (imports of YAML and tables wait until a command needs them; Typer passes by name)
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
+
+KeyFile = Annotated[Path, typer.Option("--file", help="the key file")]
+KeyId = Annotated[str, typer.Argument(help="the key's id, as `keys list` and logs show it, or its first digits")]
+
+
+@keys_app.command("new")
+def keys_new(
+    file: Annotated[Path, typer.Option(help="the key file; created if missing")],
+    tenant: Annotated[
+        str | None,
+        typer.Option(help="tenant of the key, with scopes infer, view, tenant-admin or register; default: none"),
+    ] = None,
+    scopes: Annotated[
+        str,
+        typer.Option(
+            help="comma-separated: infer, view, tenant-admin, operate, load, register, drain, metrics, export, admin"
+        ),
+    ] = "infer",
+    note: Annotated[str, typer.Option(help="a comment in the file")] = "",
+    requests_per_minute: Annotated[
+        int | None, typer.Option(help="request limit of this key; default: none", show_default=False)
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="token limit, prompt and output; default: none", show_default=False)
+    ] = None,
+    bytes_per_minute: Annotated[
+        int | None, typer.Option(help="limit of bytes of bodies, as they are read; default: none", show_default=False)
+    ] = None,
+    concurrent_requests: Annotated[
+        int | None, typer.Option(help="limit of requests at a time; default: none", show_default=False)
+    ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(help="90d, 12h, or a UTC time such as 2027-01-31T00:00:00Z; default: never", show_default=False),
+    ] = None,
+) -> None:
+    """Create an API key and print it. The file gets only its hash; running services read it within a second.
+
+    Examples:
+
+      lorafleet keys new --tenant acme --scopes infer --requests-per-minute 600 --file keys.yaml
+
+      lorafleet keys new --tenant acme --scopes tenant-admin --expires 90d --file keys.yaml
+
+      lorafleet keys new --scopes operate --file keys.yaml
+    """
+    from lorafleet.cli.keys import add_key, parse_expiry
+
+    wanted_scopes = [scope.strip() for scope in scopes.split(",") if scope.strip()]
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "bytes_per_minute": bytes_per_minute,
+        "concurrent_requests": concurrent_requests,
+    }
+    until = None if expires is None else parse_expiry(expires, datetime.now(UTC))
+    typer.echo(add_key(file, tenant, wanted_scopes, note, limits, until))
+
+
+@keys_app.command("list")
+def keys_list(
+    file: KeyFile,
+    as_json: Annotated[bool, typer.Option("--json", help="print the list as JSON")] = False,
+) -> None:
+    """List a file's keys by id, with tenant, scopes, limits and expiry. Neither key nor hash is shown.
+
+    Example: lorafleet keys list --file keys.yaml
+    """
+    from lorafleet.cli import tables
+    from lorafleet.cli.context import print_json
+    from lorafleet.cli.keys import list_keys
+    from lorafleet.service.whoami import who_is
+
+    rows = [who_is(key.caller).model_dump() | {"note": key.note} for key in list_keys(file)]
+    if as_json:
+        print_json({"data": rows})
+    else:
+        tables.show(tables.keys(rows, datetime.now(UTC)))
+
+
+@keys_app.command("revoke")
+def keys_revoke(key_id: KeyId, file: KeyFile) -> None:
+    """Remove a key from the file; running services refuse it within a second.
+
+    Example: lorafleet keys revoke 2c26b46b68ff --file keys.yaml
+    """
+    from lorafleet.cli.keys import revoke_key
+
+    typer.echo(f"key {revoke_key(file, key_id)} is revoked")
+
+
+@keys_app.command("rotate")
+def keys_rotate(
+    key_id: KeyId,
+    file: KeyFile,
+    grace: Annotated[str, typer.Option(help="time for which the old key stays valid, too: 45s, 30m, 24h, 7d")] = "24h",
+    expires: Annotated[
+        str | None, typer.Option(help="of the new key: 90d, or a UTC time; default: never", show_default=False)
+    ] = None,
+) -> None:
+    """Create a key with the same tenant, scopes and limits, and print it. The old one expires after the grace time.
+
+    Example: lorafleet keys rotate 2c26b46b68ff --grace 7d --file keys.yaml
+    """
+    from lorafleet.cli.keys import parse_duration, parse_expiry, rotate_key
+    from lorafleet.service.times import utc_text
+
+    now = datetime.now(UTC)
+    until = None if expires is None else parse_expiry(expires, now)
+    key, old_until = rotate_key(file, key_id, grace=parse_duration(grace, "--grace"), now=now, expires=until)
+    typer.echo(key)
+    typer.echo(f"the old key is valid until {utc_text(old_until, 'seconds')}", err=True)

@@ -1,0 +1,134 @@
+"""Key files: YAML with the hashes of API keys, read and checked. A key file never holds a key.
+
+`keys: [{sha256: <hex of the key>, tenant: acme, scopes: [infer], expires: 2027-01-01T00:00:00Z, limits:
+{requests_per_minute: 60, tokens_per_minute: 100000, concurrent_requests: 8}}]`; all limits are optional. Keys are
+random (`lorafleet keys new`), so a plain hash is safe.
+"""
+
+import contextlib
+import hashlib
+import secrets
+from collections.abc import Sequence
+from datetime import UTC, date, datetime
+from pathlib import Path
+
+from lorafleet.service import yamls
+from lorafleet.service.roles import SCOPES, Caller, KeyLimits
+
+LIMITS = ("requests_per_minute", "tokens_per_minute", "bytes_per_minute", "concurrent_requests")
+# The largest integer that floats represent exactly; token buckets use floats.
+_MAX_LIMIT = 2**53
+# Digits of a key's hash that identify the key in logs and quotas.
+_KEY_ID_DIGITS = 12
+_FIELDS = frozenset({"sha256", "tenant", "scopes", "note", "limits", "expires"})
+
+
+class KeyFileError(Exception):
+    """A key file is unreadable or invalid. The message names the file, the entry and the expected form."""
+
+
+class KeyFileUnreadable(KeyFileError):
+    """A key file cannot be read now, because of its mode, its disk or a lack of descriptors; a retry may succeed."""
+
+
+def hash_key(key: str) -> str:
+    """The hash of a key, as key files hold it."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def new_key() -> str:
+    """A fresh key with 256 random bits."""
+    return "lf-" + secrets.token_urlsafe(32)
+
+
+def read_key_files(files: Sequence[Path]) -> dict[str, Caller]:
+    """The callers of all key files by key hash; raises KeyFileError."""
+    return {key: caller for path in files for key, caller in _read_key_file(path).items()}
+
+
+def _read_key_file(path: Path) -> dict[str, Caller]:
+    """The callers of one key file by key hash; raises KeyFileError."""
+    form = (
+        f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}],"
+        " expires: <UTC time>, limits: {...}}]`"
+    )
+    try:
+        raw = yamls.read_yaml(path)
+    except FileNotFoundError as exc:
+        message = f"key file {path}: {exc.strerror}; `lorafleet keys new --file {path}` makes one"
+        raise KeyFileUnreadable(message) from exc
+    except OSError as exc:
+        raise KeyFileUnreadable(f"key file {path}: {exc}") from exc
+    except ValueError as exc:  # no text, or no YAML
+        raise KeyFileError(f"key file {path}: {exc}") from exc
+    entries = raw.get("keys") if isinstance(raw, dict) else None
+    if not isinstance(entries, list):
+        raise KeyFileError(f"key file {path}: {form}")
+    return dict(_parse_entry(path, number, entry, form) for number, entry in enumerate(entries))
+
+
+def _parse_entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Caller]:
+    """The key hash and the caller of one entry; raises KeyFileError."""
+    if not isinstance(entry, dict) or entry.keys() - _FIELDS:
+        raise KeyFileError(f"key file {path}: entry {number}: {form}")
+    digest, tenant, scopes = entry.get("sha256"), entry.get("tenant"), entry.get("scopes")
+    if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        raise KeyFileError(f"key file {path}: entry {number}: sha256 must be 64 lower-case hex digits")
+    if not isinstance(scopes, list) or not scopes or not all(scope in SCOPES for scope in scopes):
+        raise KeyFileError(f"key file {path}: entry {number}: scopes must be some of {', '.join(SCOPES)}")
+    if tenant is not None and not isinstance(tenant, str):
+        raise KeyFileError(f"key file {path}: entry {number}: tenant must be a name")
+    location = f"key file {path}: entry {number}"
+    if (trouble := scope_trouble(tenant, scopes)) is not None:
+        raise KeyFileError(f"{location}: {trouble}")
+    limits = _parse_limits(entry.get("limits"), location)
+    expires_at = _parse_expiry(entry.get("expires"), location)
+    return digest, Caller(tenant, frozenset(scopes), key_id_of(digest), limits, expires_at)
+
+
+def key_id_of(digest: str) -> str:
+    """The first digits of a key's hash, by which logs, histories and `lorafleet keys` name the key."""
+    return digest[:_KEY_ID_DIGITS]
+
+
+def scope_trouble(tenant: str | None, scopes: Sequence[str]) -> str | None:
+    """Why scopes do not go with the tenant, or with none; None if they do."""
+    if tenant is None and "tenant-admin" in scopes:
+        return "scope 'tenant-admin' needs a tenant: name one, or give scope 'admin' for the whole fleet"
+    if tenant is not None and "operate" in scopes:
+        return (
+            f"scope 'operate' holds for the whole fleet, so it takes no tenant: leave out {tenant!r}, or give scope"
+            " 'tenant-admin' for that tenant alone"
+        )
+    return None
+
+
+def _parse_expiry(value: object, location: str) -> float | None:
+    """The expiry of one entry as Unix seconds; None without one. Raises KeyFileError."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = datetime.fromisoformat(value)
+    elif isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day, tzinfo=UTC)
+    if not isinstance(value, datetime):
+        raise KeyFileError(f"{location}: expires must be a UTC time such as 2027-01-31T00:00:00Z, found {value!r:.40}")
+    return (value if value.tzinfo is not None else value.replace(tzinfo=UTC)).timestamp()
+
+
+def _parse_limits(limits: object, location: str) -> KeyLimits | None:
+    """The limits of one entry; None without any. Raises KeyFileError for an unknown name or an invalid number."""
+    if limits is None:
+        return None
+    if not isinstance(limits, dict) or limits.keys() - set(LIMITS):
+        raise KeyFileError(f"{location}: limits must be some of {', '.join(LIMITS)}, each with a number")
+    for name, value in limits.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= _MAX_LIMIT
+        if not is_number or (name == "concurrent_requests" and value != int(value)):
+            kind = "a whole number" if name == "concurrent_requests" else "a number"
+            found = f"found {value!r:.40}; leave it out for none"
+            raise KeyFileError(f"{location}: {name} must be {kind} of at least 1 and at most 2**53, {found}")
+    if "concurrent_requests" in limits:  # 8.0 is valid, and shared quotas need integers
+        limits = limits | {"concurrent_requests": int(limits["concurrent_requests"])}
+    return KeyLimits(**limits) if limits else None

@@ -1,0 +1,97 @@
+"""Roles: the scopes of a key, what each of them includes, and the caller that a key stands for. Pure."""
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from lorafleet.service.http import HttpError
+
+# Required scope -> scopes that satisfy it.
+_SATISFIED_BY = {
+    "infer": frozenset({"infer", "load", "tenant-admin", "admin"}),
+    "view": frozenset({"view", "tenant-admin", "operate", "admin"}),
+    "tenant-admin": frozenset({"tenant-admin", "admin"}),
+    "operate": frozenset({"operate", "admin"}),
+    "load": frozenset({"load", "admin"}),
+    "register": frozenset({"register", "tenant-admin", "admin"}),
+    "drain": frozenset({"drain", "operate", "admin"}),
+    "metrics": frozenset({"metrics", "operate", "admin"}),
+    "export": frozenset({"export", "admin"}),
+    "admin": frozenset({"admin"}),
+}
+SCOPES = tuple(_SATISFIED_BY)
+# Scopes that a tenant confines to its own objects. All others hold for the whole fleet, whatever tenant a key names.
+TENANT_SCOPES = ("infer", "view", "tenant-admin", "register")
+# Scopes that let their holder see every tenant's objects.
+_SEES_ALL_TENANTS = frozenset({"load", "operate", "admin"})
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """Limits of one key; None is no limit."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    bytes_per_minute: float | None = None
+    concurrent_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A caller's tenant and scopes. `tenant` is None for an operator.
+
+    name        for quotas and histories
+    key_id      the first digits of the key's hash; empty if no key is needed
+    limits      None if there are none
+    expires_at  Unix seconds from which the key is refused; None: never
+    """
+
+    tenant: str | None
+    scopes: frozenset[str]
+    key_id: str = ""
+    limits: KeyLimits | None = None
+    expires_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The caller in quotas and histories: role and key, or `anyone` where no key is needed."""
+        role = "operator" if self.tenant is None else f"tenant {self.tenant}"
+        return f"{role} (key {self.key_id})" if self.key_id else "anyone"
+
+    @property
+    def only_tenant(self) -> str | None:
+        """The tenant whose objects alone this caller may see and change; None for a caller above tenants."""
+        return self.tenant if self.scopes.isdisjoint(_SEES_ALL_TENANTS) else None
+
+    def may(self, scope: str) -> bool:
+        """Whether the caller has this scope; `admin` includes all others, `load` includes `infer`."""
+        return not self.scopes.isdisjoint(_SATISFIED_BY[scope])
+
+    def may_for_fleet(self, scope: str) -> bool:
+        """Whether the caller has this scope for the whole fleet, and not for its tenant alone."""
+        held = self.scopes & _SATISFIED_BY[scope]
+        return bool(held) if self.tenant is None else not held <= set(TENANT_SCOPES)
+
+    def may_use(self, tenants: Container[str] | None) -> bool:
+        """Whether this caller may use an adapter with these tenants (None: everyone)."""
+        return tenants is None or self.may("load") or (self.tenant is not None and self.tenant in tenants)
+
+
+ANYONE = Caller(tenant=None, scopes=frozenset(SCOPES))
+
+
+def check_scope(caller: Caller, *scopes: str, is_for_fleet: bool = False) -> None:
+    """Raises HttpError 403 `scope_missing` if the caller has none of the scopes.
+
+    With `is_for_fleet` it raises `fleet_key_needed` if the caller has them for its tenant alone.
+    """
+    if not any(map(caller.may, scopes)):
+        wanted = " or ".join(map(repr, scopes))
+        scopes_held = ", ".join(sorted(caller.scopes)) or "none"
+        raise HttpError(403, "scope_missing", f"this needs a key with scope {wanted}; yours has: {scopes_held}")
+    if is_for_fleet and not any(map(caller.may_for_fleet, scopes)):
+        raise HttpError(
+            403,
+            "fleet_key_needed",
+            f"this concerns the whole fleet, and yours is a key of tenant {caller.tenant!r}: use an operator's key"
+            f" (scope {' or '.join(map(repr, scopes))}, no tenant)",
+        )

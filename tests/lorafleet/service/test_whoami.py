@@ -1,0 +1,35 @@
+import httpx
+import yaml
+from fastapi import FastAPI
+
+from lorafleet.service.auth import ApiKeys
+from lorafleet.service.http import install_error_handlers
+from lorafleet.service.key_files import hash_key
+from lorafleet.service.whoami import whoami_routes
+from tests.serving import serving
+
+
+async def test_whoami_tells_any_valid_key_what_it_may_do_and_never_the_key(tmp_path):
+    path = tmp_path / "keys.yaml"
+    mine = {"sha256": hash_key("mine"), "tenant": "acme", "scopes": ["tenant-admin"], "limits": {"bytes_per_minute": 5}}
+    metrics = {"sha256": hash_key("page"), "scopes": ["metrics"], "expires": "2999-01-01"}
+    path.write_text(yaml.safe_dump({"keys": [mine, metrics]}))
+    app = FastAPI()
+    app.include_router(whoami_routes(ApiKeys([path])))
+    install_error_handlers(app, RuntimeError)
+    async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
+
+        async def who(key):
+            return await client.get("/v1/whoami", headers={"authorization": f"Bearer {key}"})
+
+        answer = await who("mine")
+        found = answer.json()
+        assert found["tenant"] == "acme"
+        assert found["scopes"] == ["tenant-admin"]
+        assert set(found["may"]) == {"infer", "view", "tenant-admin", "register"}
+        assert found["is_confined_to_tenant"]
+        assert found["limits"] == {"bytes_per_minute": 5}
+        assert found["expires"] is None
+        assert hash_key("mine") not in answer.text
+        assert (await who("page")).json()["expires"] == "2999-01-01T00:00:00Z"
+        assert (await who("other")).status_code == 401
