@@ -26,6 +26,7 @@ KV_HASHING: Final = 1
 _UINT32 = "I"
 DIGEST_DIGITS = 12
 _ENGINE_NAME = re.compile(rf"(.+)@([0-9a-f]{{{DIGEST_DIGITS}}})")
+_FLEET_SOURCE = re.compile(r"fleet:(?:///)?([0-9a-f]{64})")
 
 
 class HasId(Protocol):
@@ -58,6 +59,17 @@ def lora_id_of(engine_name: str) -> str:
     """The lora_id in an engine name; a name that the fleet did not give has no digest and is returned as it is."""
     match = _ENGINE_NAME.fullmatch(engine_name)
     return match[1] if match else engine_name
+
+
+def fleet_source(digest: str) -> str:
+    """The source of an adapter whose bytes are on the fleet's own workers and nowhere else: `fleet:<digest>`."""
+    return f"fleet:{digest}"
+
+
+def fleet_digest(source: str) -> str | None:
+    """The digest in a source of `fleet_source`; None for a source outside the fleet."""
+    match = _FLEET_SOURCE.fullmatch(source)
+    return match[1] if match else None
 
 
 def rendezvous_score(key: str, worker_id: str) -> int:

@@ -16,7 +16,7 @@ from router.http.error_shapes import error_body
 from tests.patience import until, within
 from tests.serving import serving
 
-HOT, COLD = "/hot", "/cold"
+HOT, COLD, UPLOAD = "/hot", "/cold", "/upload"
 # A path whose clients know another form of errors.
 MESSAGES = "/v1/messages"
 LIMIT_S = 10.0
@@ -121,11 +121,15 @@ class AsgiApp:
         self.read_body = True
         self.headers = []  # of the request that it answered last
         self.answer = None  # in place of the body's length: is given `send`
+        self.upload = None  # the app of UPLOAD
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "lifespan":
             for _ in range(2):
                 await send({"type": (await receive())["type"] + ".complete"})
+            return
+        if scope["path"] == UPLOAD and self.upload is not None:
+            await self.upload(scope, receive, send)
             return
         body, more = b"", self.read_body
         while more:
@@ -153,8 +157,11 @@ async def length(exchange: HttpExchange) -> None:
 
 
 @contextlib.asynccontextmanager
-async def listening(handler=length, *, caller_of=lambda _: ANYONE, cors_headers=None, **limits):
-    """A server with `handler` on HOT and MESSAGES for POST, GET and HEAD, and an app on every other path."""
+async def listening(handler=length, *, caller_of=lambda _: ANYONE, cors_headers=None, upload_bytes=0, **limits):
+    """A server with `handler` on HOT and MESSAGES for POST, GET and HEAD, and an app on every other path.
+
+    upload_bytes  most bytes of a body for UPLOAD
+    """
     seen: list[tuple[str, bytes]] = []
 
     async def noted(exchange: HttpExchange) -> None:
@@ -169,6 +176,7 @@ async def listening(handler=length, *, caller_of=lambda _: ANYONE, cors_headers=
         caller_of,
         cors_headers,
         error_body=error_body,
+        upload_bytes=lambda method, path: upload_bytes if (method, path) == ("PUT", UPLOAD) else 0,
     )
     app = AsgiApp(seen)
     unexpected: list[dict] = []

@@ -21,10 +21,12 @@ from workers.wire import (
     AdapterFiles,
     AvailableLora,
     AvailableLoras,
+    BeginFileRequest,
     ClaimRequest,
     DrainAnswer,
     DrainRequest,
     InspectRequest,
+    InstallUploadRequest,
     LoadAnswer,
     LoadedLora,
     LoadedLoras,
@@ -34,12 +36,16 @@ from workers.wire import (
     UndrainRequest,
     UnloadAnswer,
     UnloadRequest,
+    UploadState,
 )
 
 _MSGPACK = "application/vnd.msgpack"
 EPOCH_HEADER = "x-lorafleet-epoch"
 _MOST_LISTED = 10_000
 Digest = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{64}$")]
+UploadId = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{24}$")]
+UPLOADS_PATH = "/v1/uploads/"
+MOST_UPLOAD_BYTES = 1 << 60  # of a body; the routes know the limits
 _EPOCH_DIGITS = 15  # exact in every JSON parser and database
 
 
@@ -51,6 +57,7 @@ def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = 
     api = APIRouter()
     probed = _probe_routes(agent, metrics_dependencies(keys, need_key=metrics_need_key))
     add_routes(api, _state_routes(agent, keys), kv_routes(agent, keys), _admin_routes(agent, keys), probed)
+    add_routes(api, _upload_routes(agent, keys))
     return api
 
 
@@ -220,6 +227,48 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
             check_scope(caller, "admin")
         agent.check_epoch(epoch, is_destructive=False)
         return await agent.drain(body.deadline_s)
+
+    return api
+
+
+def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
+    """Routes for the leader, which hands on what clients send; scope `admin`, and an epoch."""
+    api = APIRouter(dependencies=[Depends(requires(keys, "admin"))])
+    uploads = agent.uploads
+
+    def check_epoch(epoch: Annotated[int | None, Depends(_epoch_of)]) -> None:
+        """Raises AgentRequestError for a stale epoch."""
+        agent.check_epoch(epoch, is_destructive=False)
+
+    leading = [Depends(check_epoch)]
+
+    @api.get("/v1/uploads/{upload_id}")
+    async def state(upload_id: UploadId) -> UploadState:
+        """What has come of an upload; 404 `upload_unknown` if nothing has."""
+        return await uploads.state(upload_id)
+
+    @api.post("/v1/uploads/{upload_id}/{name}", dependencies=leading)
+    async def begin(upload_id: UploadId, name: str, body: BeginFileRequest) -> UploadState:
+        """Begin a file of an upload; 507 `disk_full` without room for it, before a byte is sent."""
+        return await uploads.begin(upload_id, name, body.total_bytes)
+
+    @api.put("/v1/uploads/{upload_id}/{name}", dependencies=leading)
+    async def receive(
+        upload_id: UploadId, name: str, request: Request, start: Annotated[int, Query(ge=0)] = 0
+    ) -> UploadState:
+        """Append the body to a begun file, from byte `start` on. What came before a break of the connection stays."""
+        return await uploads.receive(upload_id, name, start, request.stream())
+
+    @api.post("/v1/uploads/{upload_id}", dependencies=leading)
+    async def install(upload_id: UploadId, body: InstallUploadRequest) -> AvailableLora:
+        """Unpack, verify and install an upload. Bytes that are refused are deleted."""
+        return await agent.install_upload(upload_id, body)
+
+    @api.delete("/v1/uploads/{upload_id}", dependencies=leading, status_code=204, response_class=Response)
+    async def drop(upload_id: UploadId) -> Response:
+        """Delete what has come of an upload."""
+        await uploads.drop(upload_id)
+        return Response(status_code=204)
 
     return api
 

@@ -35,7 +35,7 @@ from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.inventory import timestamp
 from workers.agent.lora_manager import AgentLoraManager
 from workers.agent.supervisor import Supervisor
-from workers.api import build_router
+from workers.api import MOST_UPLOAD_BYTES, UPLOADS_PATH, build_router
 from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.addresses import parse_networks
 from workers.core.base_model import NO_ENGINE, EngineFacts
@@ -65,6 +65,7 @@ from workers.sources.web import WebSource
 from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.local_adapters import LocalAdapters
+from workers.storage.uploads import Uploads
 from workers.storage.verify import base_model_or_none
 
 log = structlog.get_logger()
@@ -82,6 +83,11 @@ class WorkerService:
     app: FastAPI
     agent: WorkerAgent
     requests: RequestLog
+
+    def upload_bytes(self, method: str, path: str) -> int:
+        """Most bytes of a body, for the routes that take an adapter's files; else 0."""
+        is_upload = method == "PUT" and path.startswith(UPLOADS_PATH)
+        return MOST_UPLOAD_BYTES if is_upload else 0
 
     def stop(self) -> None:
         """Start the agent's stop: report "draining", cancel loads and end the streams, so that the server can stop."""
@@ -139,6 +145,7 @@ def build(
         facts=facts,
         timers=timers,
         fleet=fleet if settings.orchestrator_urls else None,
+        uploads=Uploads(cache_folder, limits_of(settings, rng)),
     )
     echo = logs.unlogged_output("lines of the engine's output").write_bytes if settings.engine_output else None
     supervisor = Supervisor(settings, agent, own_command=own_command, echo=echo, rng=rng)
@@ -330,6 +337,7 @@ async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> Non
         grace_s=settings.stop_grace_s,
         on_stop=worker.stop,
         requests=worker.requests,
+        upload_bytes=worker.upload_bytes,
     )
 
 

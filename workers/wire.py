@@ -395,6 +395,50 @@ class AdapterFiles(_WorkerMessage):
     wire: int = WIRE
 
 
+class ReceivedFile(_WorkerMessage):
+    """One file of an upload. `total_bytes`: None where the client did not say."""
+
+    name: str
+    received_bytes: int = Field(ge=0)
+    total_bytes: int | None = None
+
+
+class UploadState(_WorkerMessage):
+    """`/v1/uploads/{upload_id}`: the files of an adapter that a client sends, as far as they have come.
+
+    digest  of the adapter once it is verified and installed here; then it needs no more bytes
+    """
+
+    files: Annotated[tuple[ReceivedFile, ...], FailFast()] = ()
+    digest: str = ""
+    wire: int = WIRE
+
+
+class BeginFileRequest(_WorkerMessage):
+    """`POST /v1/uploads/{upload_id}/{name}`: begin a file, from its first byte; answers with the `UploadState`.
+
+    name         `archive` (a tar or zip file), or the name of one of an adapter's two files
+    total_bytes  its size, for which there must be room; None: not known
+    """
+
+    total_bytes: int | None = Field(default=None, ge=0)
+    wire: int = WIRE
+
+
+class InstallUploadRequest(_WorkerMessage):
+    """`POST /v1/uploads/{upload_id}`: unpack, verify and install an upload; answers with the `AvailableLora`.
+
+    Its source is from then on the fleet itself.
+
+    digest  that the bytes must have; None: any
+    """
+
+    lora_id: str
+    base_model: str | None = None
+    digest: str | None = None
+    wire: int = WIRE
+
+
 class AdapterOperation(_WorkerMessage):
     """A load or unload that no orchestrator asked for, in a heartbeat. `id` grows by one within an `agent_boot_id`.
 

@@ -181,9 +181,9 @@ class ClientConnection(ReadingProtocol):
     def _finish_connection(self) -> None:
         """Send the refusal that waits, if any, and close."""
         if self._final_error:
-            self._linger(self._final_error)
+            self.linger(self._final_error)
         elif self.drained_bytes:
-            self._linger(b"")
+            self.linger(b"")
         else:
             self.close_when_sent()
 
@@ -200,7 +200,7 @@ class ClientConnection(ReadingProtocol):
         self.restart_write_deadline()
         self.transport.close()
 
-    def _linger(self, last: bytes) -> None:
+    def linger(self, last: bytes) -> None:
         """Send these last bytes and FIN, and ignore further input, but read and drop it for `_LINGER_S` more.
 
         A close with unread bytes would reset the connection, and the client would lose the last response. Does nothing
@@ -289,7 +289,7 @@ class ClientConnection(ReadingProtocol):
         elif self.current is not None or self.queue:
             self._final_error = response
         else:
-            self._linger(response)
+            self.linger(response)
 
     def _extra_headers(self) -> bytes:
         """CORS header lines of the response to the message being read; empty without CORS or an Origin."""
@@ -309,7 +309,7 @@ class ClientConnection(ReadingProtocol):
         is_unanswered, is_done = not self.cycle.response_started, self.cycle.response_complete
         self._drop_work()
         if is_unanswered or is_done:
-            self._linger(response if is_unanswered else b"")
+            self.linger(response if is_unanswered else b"")
         else:
             self.hang_up()
 
@@ -338,6 +338,12 @@ class ClientConnection(ReadingProtocol):
         """
         if self.phase == HEAD:
             self.refuse(RefusedMessage(408, "request_timeout", f"no whole head within {self.limits.head_s:g} s"))
+        elif self.phase == BODY and self.upload_bytes:
+            if self.flow.read_paused:  # the app has not taken yet what came
+                self.read_deadline = self.loop.time() + self.limits.body_s
+            else:
+                message = f"no byte of the body within {self.limits.body_s:g} s"
+                self.refuse(RefusedMessage(408, "request_timeout", message))
         elif self.phase == BODY:
             self.refuse(RefusedMessage(408, "request_timeout", f"no whole body within {self.limits.body_s:g} s"))
         elif self.transport.get_write_buffer_size():

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # (method, path) -> the handler of a hot route; None: the ASGI app answers. The path is as sent, without its query.
 FindHandler = Callable[[str, str], Handler | None]
+# (method, path) -> most bytes of a body that the app's route reads in pieces, as they come; 0 for any other route.
+UploadBytes = Callable[[str, str], int]
 # Headers -> the caller; or the error that the handler shall answer with, and the body is thrown away as it comes.
 CallerOf = Callable[[Mapping[bytes, bytes]], Caller | Exception]
 # Origin of a web page -> CORS header lines for the response to it.
@@ -60,6 +62,7 @@ class HttpListener:
         *,
         requests: RequestLog | None = None,
         meter: BodyMeter | None = None,
+        upload_bytes: UploadBytes = lambda _method, _path: 0,
     ) -> None:
         """
         cors_headers  None: no CORS. Preflight requests (OPTIONS) go to the ASGI app
@@ -67,7 +70,9 @@ class HttpListener:
         error_body    makes the body of a refusal, by the path
         meter         charges bodies of callers with limits; None: they cost nothing
         requests      logs the requests that no handler had; None: nothing does
+        upload_bytes  such bodies may be larger than `body_bytes`; each piece must come within `body_s`
         """
+        self.upload_bytes = upload_bytes
         self.find_handler = find_handler
         self.limits = limits
         self.caller_of = caller_of
@@ -183,6 +188,8 @@ class HttpListener:
         self._timer = loop.call_at(self._sweep_at, self._sweep, loop)
 
 
-def listener_for_app(limits: ClientLimits, requests: RequestLog | None = None) -> HttpListener:
+def listener_for_app(
+    limits: ClientLimits, requests: RequestLog | None = None, upload_bytes: UploadBytes = lambda _method, _path: 0
+) -> HttpListener:
     """A listener without hot routes: the ASGI app answers all requests that keep to the limits."""
-    return HttpListener(lambda _method, _path: None, limits, requests=requests)
+    return HttpListener(lambda _method, _path: None, limits, requests=requests, upload_bytes=upload_bytes)

@@ -59,6 +59,7 @@ class ReadingProtocol(HttpToolsProtocol):
     ignores_input    all further bytes are thrown away: the last response is decided
     kept_input       bytes behind a response of the app that is not over
     expects_continue the client waits for `100 Continue` before it sends the body
+    upload_bytes     most bytes of the app's message, where its route reads the body in pieces; else 0
     """
 
     # All of ours, and those of the base that every request touches: in CPython 3.11 a method call on an object with
@@ -92,6 +93,7 @@ class ReadingProtocol(HttpToolsProtocol):
         "read_deadline",
         "tasks",
         "transport",
+        "upload_bytes",
         "url",
         "write_deadline",
     )
@@ -128,6 +130,7 @@ class ReadingProtocol(HttpToolsProtocol):
         self._reading: HttpExchange | None = None  # None: a message for the app
         self.body: bytes | bytearray = b""
         self.body_bytes = 0
+        self.upload_bytes = 0
         self.expects_continue = False
 
     # Implemented by the writing half.
@@ -146,6 +149,10 @@ class ReadingProtocol(HttpToolsProtocol):
 
     def close_when_sent(self) -> None:
         """Ignore further input, and close after the unsent bytes; the client must read them by the write deadline."""
+        raise NotImplementedError
+
+    def linger(self, last: bytes) -> None:
+        """Send these last bytes and FIN, and drop further input for a short time."""
         raise NotImplementedError
 
     def restart_write_deadline(self) -> None:
@@ -238,13 +245,14 @@ class ReadingProtocol(HttpToolsProtocol):
         path, query = checked_target(self.url)
         if self.bare_bytes + self._read_bytes > limits.head_bytes:
             self._check_head_size()
-        if content_length > limits.body_bytes:
-            raise self._body_too_large()
         name = parser.get_method()
         method = _METHODS.get(name) or name.decode("ascii")
+        if content_length > limits.body_bytes:
+            self._check_upload_size(content_length, listener.upload_bytes(method, path))
         handler, cors_headers = listener.find_handler(method, path), listener.cors_headers
         if handler is None or (cors_headers is not None and _is_preflight(method, fields)):
             self._reading = None
+            self.upload_bytes = listener.upload_bytes(method, path)
             self._begin_app_request(expects)
         else:
             keep = is_1_1 and parser.should_keep_alive()
@@ -287,7 +295,7 @@ class ReadingProtocol(HttpToolsProtocol):
             assert exchange is not None
             raise self.listener.no_room(caller, exchange, self.body_bytes, self.loop.time())
         if self.body_bytes > self.limits.body_bytes:
-            raise self._body_too_large()
+            self._check_upload_size(self.body_bytes, 0 if exchange is not None else self.upload_bytes)
         if exchange is None:
             super().on_body(body)
         elif caller is None:
@@ -358,12 +366,15 @@ class ReadingProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The app's response is complete: read on, with the bytes kept for later first, under the idle deadline.
 
-        On a closing connection only the write deadline begins anew.
+        On a closing connection only the write deadline begins anew. An upload whose body has not come whole closes.
         """
         if self.transport.is_closing():
             self.restart_write_deadline()
             return
         self.flow.resume_reading()
+        if self.phase == BODY and self.upload_bytes:
+            self.linger(b"")  # refused or broken off: the rest of so large a body is not waited for
+            return
         if not self.phase:
             self.read_deadline = self.loop.time() + self.limits.idle_s
         if self.kept_input:
@@ -422,6 +433,8 @@ class ReadingProtocol(HttpToolsProtocol):
             self._timed_phase = self.phase
             limit_s = self.limits.head_s if self.phase == HEAD else self.limits.body_s
             self.read_deadline = self.loop.time() + limit_s
+        elif self.phase == BODY and self.upload_bytes:
+            self.read_deadline = self.loop.time() + self.limits.body_s  # large bodies: each piece has that time
         if self._new_bare_bytes:
             self.bare_bytes += self._new_bare_bytes
             if self.bare_bytes > self.limits.head_bytes:
@@ -439,10 +452,11 @@ class ReadingProtocol(HttpToolsProtocol):
         self._max_lingering_bytes = _MAX_LINGERING_HEAD_BYTES
         return RefusedMessage(431, "head_too_large", f"the request's head is larger than {most} bytes")
 
-    def _body_too_large(self) -> RefusedMessage:
-        """The 413 for a body that is too large."""
-        most = self.limits.body_bytes
-        return RefusedMessage(413, "body_too_large", f"the request's body is larger than {most} bytes")
+    def _check_upload_size(self, size_bytes: int, upload_bytes: int) -> None:
+        """Raise RefusedMessage 413 for a body of over `body_bytes`, unless its route takes so many as an upload."""
+        if size_bytes > upload_bytes:
+            most = max(upload_bytes, self.limits.body_bytes)
+            raise RefusedMessage(413, "body_too_large", f"the request's body is larger than {most} bytes")
 
     def send_continue(self) -> None:
         """Send `100 Continue`, unless other responses come first or the body has begun."""

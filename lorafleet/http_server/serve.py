@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from lorafleet.http_server.limits import ClientLimits
-from lorafleet.http_server.listener import listener_for_app
+from lorafleet.http_server.listener import UploadBytes, listener_for_app
 from lorafleet.service import signals
 from lorafleet.service.request_log import RequestLog
 from lorafleet.service.sockets import bind_socket
@@ -81,6 +81,7 @@ async def serve(
     grace_s: float = 30.0,
     on_stop: Callable[[], None] | None = None,
     requests: RequestLog | None = None,
+    upload_bytes: UploadBytes = lambda _method, _path: 0,
 ) -> None:
     """Serve until SIGTERM, SIGHUP or SIGINT; then call `on_stop`, finish requests for up to `grace_s`, and return.
 
@@ -88,8 +89,9 @@ async def serve(
 
     drain_s   seconds to serve on after SIGTERM: load balancers learn of it late
     requests  logs the requests that the app never gets; with `http` its listener does
+    upload_bytes  as in HttpListener; with `http` its listener has it
     """
-    http = http or listener_for_app(DEFAULT_LIMITS, requests)
+    http = http or listener_for_app(DEFAULT_LIMITS, requests, upload_bytes)
     server = DrainingServer(uvicorn_config(app, grace_s=grace_s, http=http), on_stop, drain_s)
     if port_file is not None:
         write_port_file(port_file, sock.getsockname()[1])

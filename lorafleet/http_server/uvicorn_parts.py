@@ -30,7 +30,7 @@ SERVER_ATTRIBUTES = ("force_exit", "server_state", "should_exit")
 # By class of uvicorn; test_uvicorn_parts.py has an instance of each.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "HttpToolsProtocol": (*PROTOCOL_ATTRIBUTES, *PROTOCOL_SET_LATER, *PROTOCOL_METHODS),
-    "FlowControl": ("pause_reading", "resume_reading"),
+    "FlowControl": ("pause_reading", "read_paused", "resume_reading"),
     "RequestResponseCycle": CYCLE_ATTRIBUTES,
     "Server": (*SERVER_METHODS, *SERVER_ATTRIBUTES),
 }

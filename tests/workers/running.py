@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 from starlette.types import ASGIApp
 
-from lorafleet.http_server.serve import bind, uvicorn_config
+from lorafleet.http_server.listener import listener_for_app
+from lorafleet.http_server.serve import DEFAULT_LIMITS, bind
 from lorafleet.service.settings import load
 from tests.patience import patience, until, within
 from tests.serving import serving
@@ -70,7 +71,9 @@ class RunningWorker:
             sock.close()
             raise
         async with (
-            serving(through(worker.app), http=uvicorn_config(worker.app, grace_s=1.0).http, sock=sock) as url,
+            serving(
+                through(worker.app), http=listener_for_app(DEFAULT_LIMITS, upload_bytes=worker.upload_bytes), sock=sock
+            ) as url,
             httpx.AsyncClient(base_url=url, timeout=patience(30)) as client,
         ):
             try:

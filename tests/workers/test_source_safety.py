@@ -229,9 +229,9 @@ async def test_missing_library_is_named_with_its_install_command(tmp_path, monke
     assert (error.code, "pip install 'lorafleet[s3]'" in str(error)) == ("source_extra_missing", True)
 
 
-def tar(*members: tuple[str, object], into=None) -> bytes:
+def tar(*members: tuple[str, object], mode="w:gz") -> bytes:
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz", format=tarfile.PAX_FORMAT) as made:
+    with tarfile.open(fileobj=packed, mode=mode, format=tarfile.PAX_FORMAT) as made:
         for name, content in members:
             info = tarfile.TarInfo(name)
             if isinstance(content, bytes):
@@ -298,6 +298,10 @@ ARCHIVES = {
     "zip bomb": ("a.zip", lambda: zipped(*PLAIN, ("a/z.safetensors", bytes(20 << 20), FILE)), "source_too_big"),
     "zip zstandard": ("a.zip", lambda: of_method(zipped(*PLAIN), 93), "source_invalid"),
     "not a zip": ("a.zip", lambda: b"hello" * 100, "source_invalid"),
+    "tar link": ("a.tar", lambda: tar(*GOOD, ("a/l", (tarfile.SYMTYPE, "/etc/passwd")), mode="w"), "source_unsafe"),
+    "tar bomb": ("a.tar", lambda: tar(*GOOD, ("zeros", bytes(20 << 20)), mode="w"), "source_too_big"),
+    "tar cut": ("a.tar", lambda: tar(*GOOD, ("b.bin", bytes(200_000)), mode="w")[:100_000], "source_invalid"),
+    "empty": ("a.tar", lambda: b"", "source_invalid"),
 }  # fmt: skip
 
 
@@ -310,6 +314,20 @@ def test_hostile_archive_is_refused_and_writes_nothing_outside(tmp_path, name, m
     assert (caught.value.code, str(caught.value)[:6]) == (code, "source")
     assert {path.name for path in tmp_path.iterdir()} == {"into", "packed"}
     assert not [path for path in (tmp_path / "into").rglob("*") if path.is_symlink()]
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tgz", "a.zip"])
+@pytest.mark.parametrize(
+    "packed",
+    [tar(*GOOD, mode="w"), tar(*GOOD), zipped(*PLAIN), tar(*GOOD, mode="w").rstrip(b"\0") + bytes(512)],
+    ids=["tar", "gzip", "zip", "tar without its end"],
+)
+def test_an_archive_is_read_by_its_bytes_whatever_its_name(tmp_path, name, packed):
+    (tmp_path / "into").mkdir()
+    (tmp_path / "packed").write_bytes(packed)
+    archive.unpack(tmp_path / "packed", tmp_path / "into", f"https://host/{name}", 10 << 20, Transfer())
+    found = {path.name: path.read_bytes() for path in (tmp_path / "into").iterdir()}
+    assert found == {"adapter_config.json": CONFIG, "adapter_model.safetensors": b"weights"}
 
 
 def test_macos_files_in_an_archive_are_ignored(tmp_path):

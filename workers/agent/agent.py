@@ -27,6 +27,7 @@ from workers.agent.inventory_report import InventoryReport
 from workers.agent.kv_ledger import KvLedgers
 from workers.agent.loader import Loader
 from workers.agent.operation_log import Requester
+from workers.agent.uploaded_adapters import UploadedAdapters
 from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.base_model import NO_ENGINE, EngineFacts
 from workers.core.errors import AgentRequestError, EngineError
@@ -39,6 +40,7 @@ from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
+from workers.storage.uploads import Uploads
 from workers.storage.verify import base_model_or_none, model_folder
 from workers.wire import (
     AdapterFile,
@@ -47,6 +49,7 @@ from workers.wire import (
     AvailableLora,
     DrainAnswer,
     InspectRequest,
+    InstallUploadRequest,
     LoadedLora,
     LoadRequest,
     Metadata,
@@ -76,12 +79,15 @@ class WorkerAgent:
         timers: AgentTimers = TIMERS,
         clock: Callable[[], float] = time.monotonic,
         fleet: Source | None = None,
+        uploads: Uploads,
     ) -> None:
         """
         connector  the KV connector that the engine's command names; None: ask the engine
         facts      what is known of the engine by its command
         fleet      fetches adapters by digest from the fleet's other workers; None without an orchestrator
+        uploads    what clients send
         """
+        self.uploads = uploads
         self._connector = connector
         self._facts = facts
         self.settings = settings
@@ -121,6 +127,9 @@ class WorkerAgent:
             report=self.report,
             metrics=metrics,
             clock=clock,
+        )
+        self._uploaded = UploadedAdapters(
+            uploads, loader=self._loader, inventory=self.inventory, report=self.report, cache=cache
         )
         self._foreign_reader = ForeignFilesReader(
             self.inventory,
@@ -381,6 +390,13 @@ class WorkerAgent:
     async def inspect(self, request: InspectRequest) -> AvailableLora:
         """Fetch, verify and install an adapter without loading it. Raises WorkerError."""
         return await self._loader.inspect(request)
+
+    async def install_upload(self, upload_id: str, request: InstallUploadRequest) -> AvailableLora:
+        """Unpack, verify and install an upload; a second call finds it installed. Raises WorkerError.
+
+        An upload whose bytes are refused is deleted.
+        """
+        return await self._uploaded.install(upload_id, request)
 
     async def drain(self, deadline_s: float) -> DrainAnswer:
         """Start a drain, and wait until the engine is idle or the deadline passes. Raises EngineError.

@@ -99,18 +99,21 @@ class Installer:
             from_fleet=request.from_fleet,
         )
 
-    async def inspect(self, request: InspectRequest, *, reader: Source | None = None) -> InstalledAdapter:
+    async def inspect(
+        self, request: InspectRequest, *, reader: Source | None = None, digest: str | None = None
+    ) -> InstalledAdapter:
         """Fetch, verify and install an adapter from its source, even if it is installed already.
 
         Any rank is accepted: the caller gets it in the answer and chooses a worker for it. Raises WorkerError.
 
         reader  fetches it; default: the source of its scheme
+        digest  nothing is installed unless the bytes have it; None: any
         """
         self._check_base_model(request.base_model)
         return await self._fetch_and_install(
             request.lora_id,
             request.source,
-            None,
+            digest,
             secret=request.secret or "",
             base_model=request.base_model,
             allow_any_rank=True,

@@ -81,20 +81,22 @@ class Loader:
                 self._inventory.show_progress(adapter.lora_id, adapter.digest, "loading")
                 return self._report.loaded_lora(await self._load_into_engine(adapter, evict=request.evict, by=by))
 
-    async def inspect(self, request: InspectRequest, *, reader: Source | None = None) -> AvailableLora:
+    async def inspect(
+        self, request: InspectRequest, *, reader: Source | None = None, digest: str | None = None
+    ) -> AvailableLora:
         """Fetch, verify and install an adapter without loading it, even if it is installed; mark the inventory changed.
 
-        raises  WorkerError
+        The parameters are those of `Installer.inspect`. Raises WorkerError.
         """
         check_lora_id(request.lora_id)
-        adapter = await self._operations.run(request.lora_id, None, self._inspect(request, reader))
+        adapter = await self._operations.run(request.lora_id, None, self._inspect(request, reader, digest))
         self._inventory.mark_changed()
         return self._report.available_lora(adapter)
 
-    async def _inspect(self, request: InspectRequest, reader: Source | None) -> InstalledAdapter:
+    async def _inspect(self, request: InspectRequest, reader: Source | None, digest: str | None) -> InstalledAdapter:
         """Fetch, verify and install an adapter under its lock. Raises WorkerError."""
         async with self._lock(request.lora_id):
-            return await self._installer.inspect(request, reader=reader)
+            return await self._installer.inspect(request, reader=reader, digest=digest)
 
     async def unload(self, request: UnloadRequest, by: Requester) -> tuple[str, ...]:
         """Unload an adapter (or one version) and cancel its loads in progress; returns the unloaded engine names.

@@ -41,6 +41,11 @@ class AgentRequestError(WorkerError):
         "epoch_required": 409,
         "model_files_unavailable": 404,
         "files_not_found": 404,
+        "upload_unknown": 404,
+        "upload_file_unknown": 400,
+        "upload_offset": 409,
+        "upload_incomplete": 409,
+        "upload_superseded": 409,
         "events_gone": 410,
     }
 

@@ -14,7 +14,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Servers decode a path at most twice; one more to be safe.
 _MAX_DECODINGS = 3
 
-ARCHIVES = (".tar.gz", ".tgz", ".zip")
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def bucket_and_folder(ref: str) -> tuple[str, str]:
 
 
 def is_archive(ref: str) -> bool:
-    """Whether a reference names a `.tar.gz`, `.tgz` or `.zip` file."""
+    """Whether a reference names a `.tar`, `.tar.gz`, `.tgz` or `.zip` file."""
     return ref.lower().endswith(ARCHIVES)
 
 

@@ -1,5 +1,6 @@
-"""Unpacking of an adapter from an untrusted `.tar.gz` or `.zip`."""
+"""Unpacking of an adapter from an untrusted `.tar`, `.tar.gz` or `.zip`; its first bytes say which it is."""
 
+import contextlib
 import gzip
 import io
 import lzma
@@ -23,6 +24,9 @@ _CHUNK_BYTES = 1 << 20
 _MAX_MEMBERS = 1000
 # Limit for headers, which tarfile and zipfile keep in memory: larger ones are an attack.
 _MAX_READ_BYTES = 4 << 20
+
+_GZIP = b"\x1f\x8b"
+_ZIP = b"PK"  # also of an empty one
 
 _DAMAGED = (
     tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, gzip.BadGzipFile, EOFError, NotImplementedError,
@@ -49,12 +53,12 @@ def unpack(
     raises  SourceError: `source_unsafe`, `source_too_big`, `source_invalid`, `source_not_found`, `adapter_pickled`
     """
     try:
-        members = _zip_members(packed) if ref.lower().endswith(".zip") else _tar_members(packed)
+        members = _zip_members(packed) if _first_bytes(packed).startswith(_ZIP) else _tar_members(packed)
         folder_files = _unpack_adapter_files(members, into, ref, max_bytes, transfer)
         _keep_adapter_folder(folder_files, into, ref, transfer, allow_pickle=allow_pickle)
         packed.unlink()
     except _DAMAGED:
-        message = f"source {redacted(ref)}: damaged, or of another type; expected a .tar.gz, .tgz or .zip"
+        message = f"source {redacted(ref)}: damaged, or of another type; expected a .tar, .tar.gz, .tgz or .zip"
         raise SourceError("source_invalid", message) from None
 
 
@@ -160,12 +164,23 @@ _KINDS = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK:
 
 
 def _tar_members(packed: Path) -> ArchiveEntries:
-    """The members of a tar file, with a stream for files; reads it as they are taken."""
-    with packed.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
+    """The members of a tar file, compressed or not, with a stream for files; reads it as they are taken."""
+    with packed.open("rb") as raw, _unzipped(raw, packed) as stream:
         archive = tarfile.TarFile(fileobj=_BoundedReader(stream), mode="r", errorlevel=2)
         while (info := archive.next()) is not None:
             member = ArchiveMember(info.name, info.size, _tar_kind(info))
             yield member, archive.extractfile(info) if member.kind == "file" else None
+
+
+def _unzipped(raw: IO[bytes], packed: Path) -> "contextlib.AbstractContextManager[IO[bytes] | gzip.GzipFile]":
+    """The uncompressed content of a file that may be gzip."""
+    return gzip.GzipFile(fileobj=raw) if _first_bytes(packed).startswith(_GZIP) else contextlib.nullcontext(raw)
+
+
+def _first_bytes(packed: Path) -> bytes:
+    """The bytes that say which type of archive a file is. Raises OSError."""
+    with packed.open("rb") as file:
+        return file.read(max(len(_GZIP), len(_ZIP)))
 
 
 def _tar_kind(info: tarfile.TarInfo) -> str:

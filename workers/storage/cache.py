@@ -7,7 +7,6 @@ changed files kill the engine. So a folder is complete before it gets its name, 
 import asyncio
 import contextlib
 import errno
-import functools
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -32,7 +31,7 @@ from workers.sources.base import (
     finish_even_if_cancelled,
     source_for,
 )
-from workers.storage.cache_folder import CacheFolder
+from workers.storage.cache_folder import CacheFolder, boot_id
 from workers.storage.pickled import convert_pickles
 from workers.storage.verify import read_description, read_file_entry, read_manifest
 
@@ -81,7 +80,7 @@ class AdapterCache:
         source = source or source_for(ref, self._sources, self._prefixes)
         transfer = transfer or Transfer()
         transfer.pinned = ref
-        resume_key = f"{ref} {_boot_id()}" if isinstance(source, ResumingSource) else ""
+        resume_key = f"{ref} {boot_id()}" if isinstance(source, ResumingSource) else ""
         is_kept = False
         try:
             with self.folder.download_folder(resume_key) as partial:
@@ -269,14 +268,6 @@ def _file_sizes(folder: Path) -> dict[str, int]:
         return {path.name: path.stat().st_size for path in folder.iterdir() if is_stored_file(path.name)}
     except OSError:
         return {}
-
-
-@functools.cache
-def _boot_id() -> str:
-    """The machine's boot id, or "": files written before a crash of the machine may have holes despite their size."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
 
 
 def _fsync(path: Path) -> None:

@@ -11,6 +11,7 @@ Times are the file system's (the mtime of a file touched now): agents on several
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -237,13 +238,17 @@ class CacheFolder:
             if path not in self._open_downloads and (is_useless or now - _newest_mtime(path) > _ABANDONED_S):
                 _remove_tree(path)
 
+    def resumable_folder(self, resume_key: str) -> Path:
+        """Where the files of a resumable download or upload are, whether or not there are any."""
+        return self.folder / f"{PARTIAL}{self._agent_id}-again-{hashlib.sha256(resume_key.encode()).hexdigest()[:24]}"
+
     @contextlib.contextmanager
     def download_folder(self, resume_key: str = "") -> Iterator[Path]:
         """A folder for a download during the block; it is left to the caller to delete it. Raises OSError.
 
         resume_key  of a resumable download: the folder has the files of an earlier download with this key; "": none
         """
-        path = self.folder / f"{PARTIAL}{self._agent_id}-again-{hashlib.sha256(resume_key.encode()).hexdigest()[:24]}"
+        path = self.resumable_folder(resume_key)
         self._create_folder()
         if not resume_key or path in self._open_downloads:
             path = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{self._agent_id}-", dir=self.folder))
@@ -316,6 +321,14 @@ class CacheFolder:
             yield
         finally:
             os.close(handle)
+
+
+@functools.cache
+def boot_id() -> str:
+    """The machine's boot id, or "": files written before a crash of the machine may have holes despite their size."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def is_resumable_download(path: Path) -> bool:

@@ -1,0 +1,295 @@
+"""Adapters whose bytes clients send: received in pieces, kept while unfinished, then a source like any other.
+
+    .partial-<agent>-again-<upload>/        one upload, in the cache folder; deleted after an hour without growth
+    .partial-<agent>-again-<upload>/.files  JSON: the expected sizes of its files, and the digest once it is installed
+
+A broken connection loses nothing: the next one sends the rest. So does a restarted agent, but not a restarted machine,
+whose files may have holes.
+"""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TypeVar
+
+from workers.core.adapter_files import WEIGHTS_NAME
+from workers.core.errors import AgentRequestError, SourceError
+from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
+from workers.sources.archive import unpack
+from workers.sources.base import Limits, Transfer, finish_even_if_cancelled
+from workers.storage.cache_folder import CacheFolder, boot_id
+from workers.wire import ReceivedFile, UploadState
+
+ARCHIVE = "archive"
+"""Name of a tar or zip file as a part of an upload."""
+UPLOADED_FILES = (ARCHIVE, CONFIG_NAME, WEIGHTS_NAME)
+_NOTE = ".files"
+_PACKED = ".packed"
+# A tar file has up to 10 KiB around its members, and each member's header.
+_ARCHIVE_OVERHEAD_BYTES = 1 << 20
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Upload:
+    """One upload as its note says. `total_bytes`: file -> its size, None where the client did not say."""
+
+    folder: Path
+    total_bytes: dict[str, int | None] = field(default_factory=dict)
+    digest: str = ""
+
+    @classmethod
+    def read(cls, folder: Path) -> "_Upload":
+        """Read the note; an upload without a valid one has nothing."""
+        try:
+            raw = json.loads((folder / _NOTE).read_text())
+            return cls(
+                folder, {name: raw["files"][name] for name in UPLOADED_FILES if name in raw["files"]}, raw["digest"]
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return cls(folder)
+
+    def write(self) -> None:
+        """Write the note. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.folder / f"{_NOTE}.new"
+        partial.write_text(json.dumps({"files": self.total_bytes, "digest": self.digest}))
+        partial.replace(self.folder / _NOTE)
+
+    def path(self, name: str) -> Path:
+        """Where the received bytes of a file are."""
+        return self.folder / (_PACKED if name == ARCHIVE else name)
+
+    def received_bytes(self, name: str) -> int:
+        """Bytes of a file that are here. All of them once the upload is installed, which deletes them."""
+        if self.digest:
+            return self.total_bytes[name] or 0
+        try:
+            return self.path(name).stat().st_size
+        except OSError:
+            return 0
+
+    def state(self) -> UploadState:
+        """The upload as the wire shows it."""
+        files = (
+            ReceivedFile(name=name, received_bytes=self.received_bytes(name), total_bytes=total)
+            for name, total in self.total_bytes.items()
+        )
+        return UploadState(files=tuple(files), digest=self.digest)
+
+
+class Uploads:
+    """The uploads of one agent. Of each file one connection writes at a time: the newest."""
+
+    def __init__(self, folder: CacheFolder, limits: Limits) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._writers: dict[tuple[str, str], asyncio.Task[object]] = {}
+        self._locks: dict[tuple[str, str], asyncio.Lock] = {}
+
+    async def state(self, upload_id: str) -> UploadState:
+        """What has come of an upload. Raises AgentRequestError `upload_unknown` if nothing has."""
+        upload = await asyncio.to_thread(self._read, upload_id)
+        if not upload.total_bytes:
+            raise AgentRequestError("upload_unknown", f"no byte of upload {upload_id} is on this worker")
+        return upload.state()
+
+    async def begin(self, upload_id: str, name: str, total_bytes: int | None) -> UploadState:
+        """Begin a file of an upload, from its first byte; a former attempt at the file is deleted.
+
+        total_bytes  its size, for which there must be room; None: not known
+        raises       AgentRequestError `upload_file_unknown`, SourceError `source_too_big`, `disk_full`
+        """
+        self._check_name(name)
+        self._check_size(name, total_bytes or 0)
+        async with self._only_writer(upload_id, name):
+            return await self._on_disk(lambda: self._begin(upload_id, name, total_bytes))
+
+    async def receive(self, upload_id: str, name: str, start: int, chunks: AsyncIterator[bytes]) -> UploadState:
+        """Append bytes to a begun file as they come; what came before an error stays.
+
+        start   where they belong: at most the number of bytes that are here; further ones are replaced
+        raises  AgentRequestError `upload_unknown`, `upload_offset`, `upload_superseded` once another connection sends
+                the file; SourceError `source_too_big`, `disk_full`; and what `chunks` raises
+        """
+        self._check_name(name)
+        async with self._only_writer(upload_id, name):
+            upload = await asyncio.to_thread(self._read, upload_id)
+            if name not in upload.total_bytes or upload.digest:
+                raise AgentRequestError("upload_unknown", f"upload {upload_id} has no unfinished file {name}; begin it")
+            if start > (received := upload.received_bytes(name)):
+                message = f"bytes from {start} on were sent, but {received} are here; send from {received} on"
+                raise AgentRequestError("upload_offset", message, param="start")
+            total = upload.total_bytes[name]
+            path = upload.path(name)
+            file = await self._on_disk(lambda: path.open("r+b" if path.exists() else "wb"))
+            try:
+                await asyncio.to_thread(_truncate, file, start)
+                async for chunk in chunks:
+                    size = file.tell() + len(chunk)
+                    if total is not None and size > total:
+                        message = f"{name} was announced with {total} bytes, and {size} have come"
+                        raise AgentRequestError("upload_offset", message, param=name)
+                    self._check_size(name, size)
+                    await self._on_disk(lambda data=chunk: file.write(data))  # type: ignore[misc]
+            finally:
+                await finish_even_if_cancelled(self._on_disk(file.close))
+            return upload.state()
+
+    def source(self, upload_id: str) -> "UploadSource":
+        """The upload as a source of one adapter."""
+        return UploadSource(self, upload_id)
+
+    async def unpack(self, upload_id: str, ref: str, into: Path, transfer: Transfer) -> None:
+        """Put the adapter's files into a folder. The upload stays.
+
+        raises  AgentRequestError `upload_unknown`, `upload_incomplete`; SourceError
+        """
+        upload = await asyncio.to_thread(self._read, upload_id)
+        if not upload.total_bytes or upload.digest:
+            raise AgentRequestError("upload_unknown", f"no byte of upload {upload_id} is on this worker; send it again")
+        for name, total in upload.total_bytes.items():
+            if total is not None and (received := upload.received_bytes(name)) != total:
+                message = f"of {name} {received} of {total} bytes have come; send the rest"
+                raise AgentRequestError("upload_incomplete", message)
+        await finish_even_if_cancelled(
+            asyncio.to_thread(self._unpack, upload, ref, into, transfer), on_cancel=transfer.cancel
+        )
+
+    async def finish(self, upload_id: str, digest: str) -> None:
+        """Note that the upload is installed with this digest, and delete its bytes. Raises SourceError `disk_full`."""
+        await self._on_disk(lambda: self._finish(upload_id, digest))
+
+    async def drop(self, upload_id: str) -> None:
+        """Delete an upload and all that has come of it; nothing without it."""
+        await asyncio.to_thread(shutil.rmtree, self._path(upload_id), ignore_errors=True)
+
+    # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _path(self, upload_id: str) -> Path:
+        """The folder of an upload."""
+        return self._folder.resumable_folder(f"upload {upload_id} {boot_id()}")
+
+    def _read(self, upload_id: str) -> _Upload:
+        """The upload as it is on the disk. Blocking."""
+        return _Upload.read(self._path(upload_id))
+
+    def _begin(self, upload_id: str, name: str, total_bytes: int | None) -> UploadState:
+        """As `begin`, blocking. Raises OSError."""
+        upload = self._read(upload_id)
+        if upload.digest or (name == ARCHIVE) != (ARCHIVE in upload.total_bytes):
+            # Installed already, or of another form: all of it is begun anew.
+            shutil.rmtree(upload.folder, ignore_errors=True)
+            upload = _Upload(upload.folder)
+        upload.path(name).unlink(missing_ok=True)
+        # As much again: an archive is unpacked beside itself.
+        needed = (total_bytes or 0) * (2 if name == ARCHIVE else 1)
+        if needed > self._folder.free_bytes():
+            raise OSError(errno.ENOSPC, "no space left for the upload")
+        upload.total_bytes[name] = total_bytes
+        upload.write()
+        return upload.state()
+
+    def _finish(self, upload_id: str, digest: str) -> None:
+        """As `finish`, blocking. Raises OSError."""
+        upload = self._read(upload_id)
+        sizes: dict[str, int | None] = {name: upload.received_bytes(name) for name in upload.total_bytes}
+        upload.total_bytes, upload.digest = sizes, digest
+        upload.write()
+        for name in sizes:
+            upload.path(name).unlink(missing_ok=True)
+
+    def _unpack(self, upload: _Upload, ref: str, into: Path, transfer: Transfer) -> None:
+        """Link or copy the upload's files into the folder, and unpack its archive there. Raises SourceError."""
+        for name in upload.total_bytes:
+            _link_or_copy(upload.path(name), into / upload.path(name).name)
+        limits = self._limits
+        if ARCHIVE in upload.total_bytes:
+            unpack(into / _PACKED, into, ref, limits.max_bytes, transfer, allow_pickle=limits.allow_pickle)
+        else:
+            transfer.choose_files(list(upload.total_bytes), allow_pickle=False)
+
+    @contextlib.asynccontextmanager
+    async def _only_writer(self, upload_id: str, name: str) -> AsyncIterator[None]:
+        """Be the only writer of a file during the block, in place of the present one, whose task is cancelled.
+
+        The connection of that one may be dead without a sign. Raises AgentRequestError `upload_superseded` in the task
+        that is cancelled.
+        """
+        key, task = (upload_id, name), asyncio.current_task()
+        assert task is not None, "an upload is written by a task"
+        if (before := self._writers.get(key)) is not None:
+            before.cancel()
+        self._writers[key] = task
+        try:
+            async with self._locks.setdefault(key, asyncio.Lock()):
+                yield
+        except asyncio.CancelledError as exc:
+            if self._writers[key] is task or task.uncancel():
+                raise
+            message = "another connection sends this file now; this one has ended"
+            raise AgentRequestError("upload_superseded", message) from exc
+        finally:
+            if self._writers[key] is task:
+                del self._writers[key], self._locks[key]
+
+    @staticmethod
+    def _check_name(name: str) -> None:
+        """Raises AgentRequestError `upload_file_unknown` for a file that is no part of an adapter."""
+        if name not in UPLOADED_FILES:
+            expected = ", ".join(UPLOADED_FILES)
+            message = f"{name[:100]!r} is no file of an upload; expected one of {expected}"
+            raise AgentRequestError("upload_file_unknown", message, param="name")
+
+    def _check_size(self, name: str, size_bytes: int) -> None:
+        """Raises SourceError `source_too_big` for so many bytes of a file."""
+        most = MAX_CONFIG_BYTES if name == CONFIG_NAME else self._limits.max_bytes
+        if size_bytes > most + (_ARCHIVE_OVERHEAD_BYTES if name == ARCHIVE else 0):
+            hint = "" if name == CONFIG_NAME else "; see max_adapter_bytes"
+            message = f"upload: {name} has {size_bytes} bytes or more, at most {most} are allowed{hint}"
+            raise SourceError("source_too_big", message)
+
+    async def _on_disk(self, operation: Callable[[], T]) -> T:
+        """The result of a blocking operation on the disk. Raises SourceError `disk_full`, OSError."""
+        try:
+            return await asyncio.to_thread(operation)
+        except OSError as exc:
+            if exc.errno not in _FULL:
+                raise
+            free = await asyncio.to_thread(self._folder.free_bytes)
+            message = f"upload: no space left in {self._folder.folder}: {free} bytes are free; give it more room"
+            raise SourceError("disk_full", message, retry_after_s=30) from exc
+
+
+class UploadSource:
+    """An upload as a source: its fetch unpacks what has come."""
+
+    def __init__(self, uploads: Uploads, upload_id: str) -> None:
+        self._uploads = uploads
+        self._upload_id = upload_id
+
+    async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
+        """Put the adapter's files into the folder. Raises SourceError, AgentRequestError. See `Source.fetch`."""
+        await self._uploads.unpack(self._upload_id, ref, into, transfer)
+
+
+def _truncate(file: IO[bytes], start: int) -> None:
+    """Cut an open file to its first bytes, and go to its end. Raises OSError."""
+    file.seek(start)
+    file.truncate()
+
+
+def _link_or_copy(path: Path, target: Path) -> None:
+    """Make a file the same as another; by a hard link where the file system has them. Raises OSError."""
+    try:
+        os.link(path, target)
+    except OSError:
+        shutil.copyfile(path, target)
