@@ -23,7 +23,7 @@ from lorafleet.kube.discovery import SliceWatch
 from lorafleet.service.auth import ApiKeys, check_route_scopes, refuse_open_server
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
-from lorafleet.service.openapi import change_document
+from lorafleet.service.openapi import change_document, documented_app
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.request_log import RequestLog
 from lorafleet.service.transport import DirectTransport
@@ -202,7 +202,7 @@ def build(
             if kube is not None:
                 await kube.close()
 
-    app = FastAPI(
+    app = documented_app(
         title="lorafleet orchestrator",
         version=version("lorafleet"),
         description="Decides which adapter lives on which worker, and makes it so.",

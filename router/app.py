@@ -23,7 +23,7 @@ from lorafleet.service.auth import ApiKeys, refuse_open_server
 from lorafleet.service.files import make_folder
 from lorafleet.service.http import add_routes, install_error_handlers
 from lorafleet.service.key_files import KeyFileError
-from lorafleet.service.openapi import change_document
+from lorafleet.service.openapi import change_document, documented_app
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.request_log import RequestLog
 from lorafleet.service.settings import load_or_exit
@@ -157,7 +157,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
             adapters=metrics.adapters,
             answers=process_handlers(services),
         )
-    app = FastAPI(
+    app = documented_app(
         title="lorafleet router",
         version=version("lorafleet"),
         description="Sends each request to the worker where its adapter and its prompt are hot.",

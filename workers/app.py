@@ -25,6 +25,7 @@ from lorafleet.service.auth import ApiKeys, check_route_scopes, refuse_open_serv
 from lorafleet.service.files import make_folder, write_atomically
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
+from lorafleet.service.openapi import documented_app
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.request_log import RequestLog
 from lorafleet.service.transport import DirectTransport
@@ -186,7 +187,7 @@ def build(
                 await supervisor.stop()
                 os.close(state_lock)  # last: another agent may now use the state folder
 
-    app = FastAPI(
+    app = documented_app(
         title="lorafleet worker",
         version=version("lorafleet"),
         description="The agent beside one engine: starts and watches it, and holds its adapters.",

@@ -1,14 +1,19 @@
-"""Changes to the OpenAPI documents that FastAPI generates: our error envelope in place of its own, and our keys.
+"""A service's OpenAPI document and its pages: `/openapi.json`, `/docs` (Swagger UI), `/redoc`.
 
-A document is changed once, when it is generated; FastAPI keeps it.
+The document that FastAPI generates gets our error envelope in place of its own, and our keys. It is changed once, when
+it is generated; FastAPI keeps it. Scripts and styles of the pages come from an installed package, not from the network.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 
 Json = dict[str, Any]
+
+DOCS_ASSETS = "/docs-assets"
+"""The path of the scripts and styles of `/docs` and `/redoc`."""
 
 # The envelope of every error answer; see `lorafleet.service.http.envelope`.
 ERROR_SCHEMA: Json = {
@@ -33,6 +38,12 @@ _KEY = {
     "scheme": "bearer",
     "description": "A key of the key file. Without a key file no key is needed.",
 }
+
+
+def documented_app(**options: Any) -> FastAPI:
+    """A FastAPI app whose `/docs` and `/redoc` need no network. `options`: FastAPI's own."""
+    # Swagger UI would send the document's address to a validator of its own on the internet.
+    return FastAPIOffline(static_url=DOCS_ASSETS, swagger_ui_parameters={"validatorUrl": None}, **options)
 
 
 def change_document(app: FastAPI, change: Callable[[Json], None]) -> None:

@@ -12,7 +12,6 @@ from lorafleet.service.key_files import LIMITS
 from lorafleet.service.roles import SCOPES, Caller
 from lorafleet.service.times import utc_text
 
-
 _EXAMPLE: JsonDict = {
     "key_id": "2c26b46b68ff",
     "tenant": "acme",

@@ -17,13 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorafleet.service.http import error_response
 from lorafleet.service.loops import run_watched
+from lorafleet.service.openapi import DOCS_ASSETS
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import OrchestratorMetrics
 
-LOCAL = frozenset({"/ui", "/health", "/ready", "/metrics", "/docs", "/redoc", "/openapi.json"})
-"""Routes about this process itself."""
+_LOCAL = ("/ui", "/health", "/ready", "/metrics", "/docs", DOCS_ASSETS, "/redoc", "/openapi.json")
 LEADERS = frozenset({"/v1/catalog", "/v1/events"})
 """Reads whose revisions belong to one orchestrator: those of two would confuse followers."""
 FORWARDED = "x-lorafleet-forwarded-by"
@@ -35,6 +35,11 @@ _CHECK_EVERY_S = 0.2
 _CHECKS_WHEN_STOPPING = 10
 # A standby reads the lease once in `lease_renew_s`; the rest of this wait is for the beginning of its term.
 _SUCCESSOR_RENEWALS = 2
+
+
+def _is_local(path: str) -> bool:
+    """Whether a path is about this process itself: a local route, or a file below one."""
+    return path in _LOCAL or path.startswith(tuple(f"{route}/" for route in _LOCAL))
 
 
 class _ServiceStopping(Exception):
@@ -105,9 +110,9 @@ class LeaderForwarding:
 
         Without a leader, a read is answered from the store, which is read again first.
         """
-        if scope["type"] == "http" and scope["path"] not in LOCAL and self._leadership.is_late:
+        if scope["type"] == "http" and not _is_local(scope["path"]) and self._leadership.is_late:
             await self._leadership.wait_for_check(self._retry_after_s)
-        if scope["type"] != "http" or scope["path"] in LOCAL:
+        if scope["type"] != "http" or _is_local(scope["path"]):
             await self._app(scope, receive, send)
             return
         if self._is_stopping():
