@@ -234,7 +234,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     """Routes for the leader, which hands on what clients send; scope `admin`, and an epoch."""
     api = APIRouter(dependencies=[Depends(requires(keys, "admin"))])
-    uploads = agent.uploads
+    uploads = agent.incoming
 
     def check_epoch(epoch: Annotated[int | None, Depends(_epoch_of)]) -> None:
         """Raises AgentRequestError for a stale epoch."""

@@ -87,7 +87,7 @@ class WorkerAgent:
         fleet      fetches adapters by digest from the fleet's other workers; None without an orchestrator
         uploads    what clients send
         """
-        self.uploads = uploads
+        self.incoming = uploads
         self._connector = connector
         self._facts = facts
         self.settings = settings

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Upload:
+class _ReceivedFiles:
     """One upload as its note says. `total_bytes`: file -> its size, None where the client did not say."""
 
     folder: Path
@@ -47,7 +47,7 @@ class _Upload:
     digest: str = ""
 
     @classmethod
-    def read(cls, folder: Path) -> "_Upload":
+    def read(cls, folder: Path) -> "_ReceivedFiles":
         """Read the note; an upload without a valid one has nothing."""
         try:
             raw = json.loads((folder / _NOTE).read_text())
@@ -178,9 +178,9 @@ class Uploads:
         """The folder of an upload."""
         return self._folder.resumable_folder(f"upload {upload_id} {boot_id()}")
 
-    def _read(self, upload_id: str) -> _Upload:
+    def _read(self, upload_id: str) -> _ReceivedFiles:
         """The upload as it is on the disk. Blocking."""
-        return _Upload.read(self._path(upload_id))
+        return _ReceivedFiles.read(self._path(upload_id))
 
     def _begin(self, upload_id: str, name: str, total_bytes: int | None) -> UploadState:
         """As `begin`, blocking. Raises OSError."""
@@ -188,7 +188,7 @@ class Uploads:
         if upload.digest or (name == ARCHIVE) != (ARCHIVE in upload.total_bytes):
             # Installed already, or of another form: all of it is begun anew.
             shutil.rmtree(upload.folder, ignore_errors=True)
-            upload = _Upload(upload.folder)
+            upload = _ReceivedFiles(upload.folder)
         upload.path(name).unlink(missing_ok=True)
         # As much again: an archive is unpacked beside itself.
         needed = (total_bytes or 0) * (2 if name == ARCHIVE else 1)
@@ -207,7 +207,7 @@ class Uploads:
         for name in sizes:
             upload.path(name).unlink(missing_ok=True)
 
-    def _unpack(self, upload: _Upload, ref: str, into: Path, transfer: Transfer) -> None:
+    def _unpack(self, upload: _ReceivedFiles, ref: str, into: Path, transfer: Transfer) -> None:
         """Link or copy the upload's files into the folder, and unpack its archive there. Raises SourceError."""
         for name in upload.total_bytes:
             _link_or_copy(upload.path(name), into / upload.path(name).name)
