@@ -122,6 +122,12 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         " `other`",
     )
     event_buffer: int = Field(default=4096, ge=1, description="events kept for followers that reconnect")
+    confirm_wait_s: float = Field(
+        default=2.0,
+        ge=0,
+        description="a change of adapters, aliases or workers is answered when every router goes by it, or after this"
+        " long: a router that is cut off delays one change, and is not waited for until it is back",
+    )
     keep_alive_s: float = Field(default=15.0, gt=0, description="time between comments on an idle event stream")
     tombstones_kept_s: float = Field(
         default=7 * 86400.0,

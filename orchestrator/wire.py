@@ -836,11 +836,17 @@ class Draining(_OrchestratorModel):
 
 
 class Catalog(_OrchestratorModel):
-    """`GET /v1/catalog`: all that routers follow, at one revision. Revisions only grow, over restarts too."""
+    """`GET /v1/catalog`: all that routers follow, at one revision. Revisions only grow, over restarts too.
+
+    With `since`, adapters and aliases are only those that changed after that revision; drains and workers are all.
+    """
 
     revision: int
+    since: int | None = Field(default=None, description="the revision that these are the changes to; null: all")
     adapters: tuple[CatalogAdapter, ...] = ()
     aliases: tuple[AliasItem, ...] = ()
+    gone_adapters: tuple[str, ...] = Field(default=(), description="lora_ids that there are no longer")
+    gone_aliases: tuple[str, ...] = Field(default=(), description="alias names that there are no longer")
     draining: tuple[Draining, ...] = ()
     workers: tuple[CatalogWorker, ...] = ()
     wire: int = WIRE

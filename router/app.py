@@ -102,7 +102,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         tokenizers=tokenizers,
         metrics=metrics,
     )
-    discovery = make_discovery(config, control, agents, own_key, listener, metrics)
+    discovery = make_discovery(config, control, agents, own_key, listener, metrics, router_id=router_id)
     # What the router decides.
     scheduler = make_scheduler(config, discovery, feeds, load, breaker, metrics)
     probes = make_health_probes(config, scheduler, agents, metrics)

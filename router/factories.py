@@ -219,6 +219,8 @@ def make_discovery(
     own: OwnKey,
     listener: WorkerListener,
     metrics: RouterMetrics,
+    *,
+    router_id: str,
 ) -> Discovery:
     """Discovery of workers and adapters, from the orchestrator, settings and Kubernetes. Raises KubeConfigError."""
     slices = None
@@ -237,6 +239,7 @@ def make_discovery(
         engine_key=config.engine_key,
         engine_salt=config.engine_salt,
         orchestrator_url=config.orchestrator_url.rstrip("/"),
+        router_id=router_id,
         engines=engines_by_id(config.engines),
         slices=slices,
         zone=config.zone,

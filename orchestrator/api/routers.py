@@ -67,14 +67,25 @@ def router_routes(
     catalog, settings = reconciler.catalog, reconciler.settings
 
     @api.get("/v1/catalog", dependencies=follow, response_model=Catalog)
-    async def get_catalog(if_none_match: Annotated[str | None, Header()] = None) -> Response:
-        """The catalog at one revision; 304 when the ETag still matches."""
+    async def get_catalog(
+        request: Request,
+        since: Annotated[int | None, Query(description="answer with the changes after this revision")] = None,
+        router_id: Annotated[str, Query(max_length=256, description="the router that reads")] = "",
+        revision_seen: Annotated[int | None, Query(description="the revision that the router has in force")] = None,
+        if_none_match: Annotated[str | None, Header()] = None,
+    ) -> Response:
+        """The catalog at one revision, or with `since` its changes; 304 when the ETag still matches.
+
+        `router_id` and `revision_seen` confirm what is in force there: changes of intent are answered after that.
+        """
+        if router_id and request.state.caller.may("load"):  # others may read, and are not waited for
+            reconciler.confirmations.record_read(router_id, revision_seen)
         reconciler.queries.refresh_catalog()
-        revision, body = catalog.catalog_json()
-        headers = {"etag": f'"{revision}"', "cache-control": "no-cache"}
+        headers = {"etag": f'"{catalog.revision}"', "cache-control": "no-cache"}
         seen = {tag.strip().removeprefix("W/") for tag in (if_none_match or "").split(",")}
         if headers["etag"] in seen:
             return Response(status_code=304, headers=headers)
+        body = catalog.catalog_json()[1] if since is None else catalog.changes_json(since)
         return Response(body, media_type="application/json", headers=headers)
 
     @api.get("/v1/events", dependencies=follow, response_class=EventStream)
@@ -108,6 +119,7 @@ def router_routes(
             holds=[AdapterQueueing(**{name: getattr(hold, name) for name in _HOLDS}) for hold in report.holds],
         )
         if accepted:
+            reconciler.confirmations.record_report(report.router_id, is_last=report.is_last)
             in_flight = Counter[str]()
             for use in report.uses:
                 in_flight[use.worker_id] += use.in_flight

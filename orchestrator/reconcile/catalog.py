@@ -6,6 +6,7 @@ Every event makes a new revision, so an event's id says exactly which changes a 
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
+from typing import Literal
 
 from lorafleet.service.loops import ChangeSignal
 from lorafleet.service.times import utc_text
@@ -13,6 +14,8 @@ from orchestrator.core.errors import EventsExpired
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from orchestrator.wire import AliasItem, AliasTarget, Catalog, CatalogAdapter, CatalogWorker, Draining, FleetEvent
+
+_Kind = Literal["adapter", "alias"]
 
 
 class CatalogBook:
@@ -29,6 +32,9 @@ class CatalogBook:
         self._workers: dict[str, CatalogWorker] = {}
         self._draining: tuple[Draining, ...] = ()
         self._body: tuple[int, bytes] = (-1, b"")
+        # (kind, name) -> revision of its last change or removal, the latest last; and from where on all are in it.
+        self._last_changes: dict[tuple[_Kind, str], int] = {}
+        self._changes_from = store.revision
         self.changed = ChangeSignal()
 
     @property
@@ -39,7 +45,8 @@ class CatalogBook:
     def begin_term(self) -> None:
         """Drop the events, as those of a leader before us are not known here: followers must read the catalog again."""
         self._events.clear()
-        self._oldest = self.revision
+        self._last_changes.clear()
+        self._oldest = self._changes_from = self.revision
 
     def emit_event(
         self, kind: str, *, lora_id: str | None = None, worker_id: str | None = None, message: str = ""
@@ -86,7 +93,7 @@ class CatalogBook:
         """Update the catalog's adapters from the store, with one event for each difference, deletions included."""
         for lora_id in [name for name in self._adapters if name not in self._store.adapters]:
             del self._adapters[lora_id], self._sources[lora_id]
-            self.emit_event("adapter_deleted", lora_id=lora_id)
+            self._note_change("adapter", lora_id, self.emit_event("adapter_deleted", lora_id=lora_id))
         for lora_id, adapter in self._store.adapters.items():
             state, error = states[lora_id]
             source = self._sources.get(lora_id)
@@ -110,18 +117,26 @@ class CatalogBook:
             if self._adapters.get(lora_id) != item:
                 kind = "adapter_changed" if lora_id in self._adapters else "adapter_registered"
                 self._adapters[lora_id] = item
-                self.emit_event(kind, lora_id=lora_id, message=error or state)
+                self._note_change("adapter", lora_id, self.emit_event(kind, lora_id=lora_id, message=error or state))
 
     def _refresh_aliases(self) -> None:
         """Update the catalog's aliases from the store, with one event for each difference."""
         for name in [name for name in self._aliases if name not in self._store.aliases]:
             del self._aliases[name]
-            self.emit_event("alias_deleted", message=name)
+            self._note_change("alias", name, self.emit_event("alias_deleted", message=name))
         for name, targets in self._store.aliases.items():
             item = alias_item(name, targets)
             if self._aliases.get(name) != item:
                 self._aliases[name] = item
-                self.emit_event("alias_changed", message=name)
+                self._note_change("alias", name, self.emit_event("alias_changed", message=name))
+
+    def _note_change(self, kind: _Kind, name: str, revision: int) -> None:
+        """Record the revision of an entry's last change, and forget the oldest one where there are too many."""
+        self._last_changes.pop((kind, name), None)
+        self._last_changes[kind, name] = revision
+        if len(self._last_changes) > (self._events.maxlen or 0):
+            oldest = next(iter(self._last_changes))
+            self._changes_from = self._last_changes.pop(oldest)
 
     def catalog_json(self) -> tuple[int, bytes]:
         """The revision, and the catalog as JSON, which is rendered once a revision and kept."""
@@ -135,6 +150,28 @@ class CatalogBook:
             )
             self._body = (self.revision, catalog.model_dump_json().encode())
         return self._body
+
+    def changes_json(self, since: int) -> bytes:
+        """The changes after a revision as JSON; the whole catalog where they are not all known any more."""
+        if not self._changes_from <= since <= self.revision:
+            return self.catalog_json()[1]
+        changed: dict[_Kind, list[str]] = {"adapter": [], "alias": []}
+        for (kind, name), revision in reversed(self._last_changes.items()):
+            if revision <= since:
+                break
+            changed[kind].append(name)
+        adapters, aliases = sorted(changed["adapter"]), sorted(changed["alias"])
+        changes = Catalog(
+            revision=self.revision,
+            since=since,
+            adapters=tuple(self._adapters[name] for name in adapters if name in self._adapters),
+            aliases=tuple(self._aliases[name] for name in aliases if name in self._aliases),
+            gone_adapters=tuple(name for name in adapters if name not in self._adapters),
+            gone_aliases=tuple(name for name in aliases if name not in self._aliases),
+            draining=self._draining,
+            workers=tuple(self._workers[name] for name in sorted(self._workers)),
+        )
+        return changes.model_dump_json().encode()
 
     def events_since(self, revision: int) -> list[FleetEvent]:
         """Events after this revision. Raises EventsExpired when the buffer does not hold all of them."""

@@ -35,6 +35,7 @@ from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.actor import ActionRunner
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
+from orchestrator.reconcile.confirmations import RouterConfirmations
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries, LastPass
@@ -83,6 +84,7 @@ class Reconciler:
         self.reports = reports
         self.demand = demand
         self.router_queues = RouterQueues()
+        self.confirmations = RouterConfirmations(clock)
         self.catalog = catalog
         self._metrics = metrics
         self._clock, self._wall = clock, wall
@@ -167,6 +169,7 @@ class Reconciler:
         # A leader in between may have dropped failures or registered an adapter anew.
         self.operations.failures.clear()
         self.catalog.begin_term()
+        self.confirmations.clear()
         self.monitor.claim_all_workers()
         self.request_pass()
 
@@ -217,12 +220,17 @@ class Reconciler:
         return self._due.is_set()
 
     async def publish_change(self, *about: Subject) -> None:
-        """Show changed intent to routers, request a pass, and wait until the changes of `about` are durable.
+        """Show changed intent to routers, request a pass, and wait until it is durable and every router goes by it.
 
-        Raises OrchestratorError when they cannot be made durable.
+        A router that does not confirm it within `confirm_wait_s` is not waited for; see `RouterConfirmations`.
+
+        about   the changes that must be durable
+        raises  OrchestratorError when they cannot be made durable
         """
         self.on_intent_changed()
+        revision = self.catalog.revision
         await self.store.wait_durable(about)
+        await self.confirmations.wait(revision, self.settings.confirm_wait_s)
 
     def on_intent_changed(self) -> None:
         """Refresh the catalog, which shows changed intent to routers, and request a pass."""

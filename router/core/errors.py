@@ -129,6 +129,17 @@ class NoReplica(TemporarilyUnavailable):
     code = "no_replica"
 
 
+class AdapterInspecting(NoReplica):
+    """An adapter's base model is not known yet: it was registered without one, and a worker inspects it.
+
+    Of several base models none can be chosen. The request may wait for the inspection.
+    """
+
+    def __init__(self, lora_id: str) -> None:
+        super().__init__(f"the base model of adapter {lora_id!r} is not known yet; it is being inspected")
+        self.lora_id = lora_id
+
+
 class NoCapacity(TemporarilyUnavailable):
     code = "no_capacity"
     outcome = "not_loaded"

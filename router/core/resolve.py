@@ -13,7 +13,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from lorafleet.identity import asked_version
-from router.core.errors import AdapterFailed, BadBody, ModelNotFound, NoReplica
+from router.core.errors import AdapterFailed, AdapterInspecting, BadBody, ModelNotFound
 from router.core.fleet import RoutableAdapter, RouterFleet
 
 # The end of a published version's lora_id, behind the name under which it is published.
@@ -58,8 +58,8 @@ def resolve(
     visible         whether the caller may use an adapter; others do not exist for it
     session         keeps to one of an alias's targets; empty: each request draws anew
     field           the body's name for `lora_id`, for errors
-    raises          BadBody for wrong types or two fields that disagree, ModelNotFound, AdapterFailed, and NoReplica
-                    when the adapter's base model is not served or not known yet
+    raises          BadBody for wrong types or two fields that disagree, ModelNotFound, AdapterFailed, and
+                    AdapterInspecting when the adapter's base model is not served or not known yet
     """
     if not (model is None or isinstance(model, str)):
         raise BadBody(f"model must be a string, found {type(model).__name__}", param="model")
@@ -125,13 +125,13 @@ def usable_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, RoutableA
 
 
 def _adapter_target(fleet: RouterFleet, adapter: RoutableAdapter, name: str, asked: str, param: str) -> RequestTarget:
-    """The target of an adapter found under this name; raises AdapterFailed, and NoReplica without a base model."""
+    """The target of an adapter found under this name; raises AdapterFailed and AdapterInspecting."""
     if adapter.error is not None:
         message = f"adapter {adapter.lora_id!r} failed its checks: {adapter.error}"
         raise AdapterFailed(message, lora_id=adapter.lora_id, param=param)
     base_model = adapter.base_model or _only_base(fleet)
     if base_model is None:
-        raise NoReplica(f"the base model of adapter {adapter.lora_id!r} is not known yet; it is being inspected")
+        raise AdapterInspecting(adapter.lora_id)
     version = asked_version(name) if "@" in name else None
     return RequestTarget(base_model, adapter, asked, version[1] if version is not None else "")
 

@@ -1,76 +1,94 @@
-"""Adapters of the orchestrator's catalog and of engines without an agent, and the catalog's last copy on disk."""
+"""What a router keeps of the orchestrator's catalog, and adapters that only engines without an agent list."""
 
-import os
 from collections.abc import Container, Iterable, Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import structlog
-from pydantic import ValidationError
-
 from lorafleet.identity import engine_name
-from lorafleet.service.repeats import RepeatLimiter
-from orchestrator.wire import Catalog, checked_lora_id
+from orchestrator.wire import AliasItem, Catalog, CatalogAdapter, CatalogWorker, checked_lora_id
 from router.core.fleet import AdapterAlias, RoutableAdapter
 from workers.wire import Metadata
 
-log = structlog.get_logger()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterCatalog:
+    """The catalog at one revision.
+
+    adapters  by lora_id, without those that are being deleted; these are in `deleting`
+    draining  worker id -> engine names that take no new requests on that worker
+    """
+
+    revision: int = 0
+    adapters: Mapping[str, RoutableAdapter] = field(default_factory=dict)
+    aliases: Mapping[str, AdapterAlias] = field(default_factory=dict)
+    deleting: frozenset[str] = frozenset()
+    draining: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    workers: tuple[CatalogWorker, ...] = ()
+
+    def names(self) -> frozenset[str]:
+        """All lora_ids and alias names, which no engine's own list can redefine."""
+        return self.deleting.union(self.adapters, self.aliases)
 
 
-def adapters_and_aliases(catalog: Catalog) -> tuple[Mapping[str, RoutableAdapter], Mapping[str, AdapterAlias]]:
-    """Adapters by lora_id and aliases by name, without adapters that are being deleted."""
-    adapters = {
+def router_catalog(catalog: Catalog) -> RouterCatalog:
+    """The router's form of a whole catalog."""
+    return _with_entries(RouterCatalog(), catalog)
+
+
+def with_changes(known: RouterCatalog, changes: Catalog) -> RouterCatalog | None:
+    """The catalog after these changes, which may repeat what is known; None where some before them are missing."""
+    if changes.since is None or changes.since > known.revision:
+        return None
+    return known if changes.revision <= known.revision else _with_entries(known, changes)
+
+
+def _with_entries(known: RouterCatalog, changes: Catalog) -> RouterCatalog:
+    """The catalog with these entries in place of those of the same names, and with these drains and workers."""
+    deleting = {adapter.lora_id for adapter in changes.adapters if adapter.state == "deleting"}
+    named = {adapter.lora_id for adapter in changes.adapters}.union(changes.gone_adapters)
+    adapters = dict(known.adapters)
+    for lora_id in deleting.union(changes.gone_adapters):
+        adapters.pop(lora_id, None)
+    adapters |= {a.lora_id: _routable(a) for a in changes.adapters if a.state != "deleting"}
+    aliases = {name: alias for name, alias in known.aliases.items() if name not in changes.gone_aliases}
+    aliases |= {alias.name: _alias(alias) for alias in changes.aliases}
+    return RouterCatalog(
+        revision=changes.revision,
+        adapters=MappingProxyType(adapters),
+        aliases=MappingProxyType(aliases),
+        deleting=frozenset((known.deleting - named) | deleting),
+        draining=MappingProxyType(_draining_by_worker(changes)),
+        workers=changes.workers,
+    )
+
+
+def _routable(adapter: CatalogAdapter) -> RoutableAdapter:
+    """The adapter as requests are routed by it."""
+    return RoutableAdapter(
+        adapter.lora_id,
+        adapter.base_model,
+        adapter.digest,
+        adapter.source,
+        adapter.tenants,
         # A request may wait for any error to pass but a quarantine, which is the adapter's own fault.
-        a.lora_id: RoutableAdapter(
-            a.lora_id,
-            a.base_model,
-            a.digest,
-            a.source,
-            a.tenants,
-            a.error if a.state == "failed" else None,
-            a.priority,
-            a.secret,
-            rank=a.rank or 0,
-        )
-        for a in catalog.adapters
-        if a.state != "deleting"
-    }
-    aliases = {
-        a.name: AdapterAlias(a.name, tuple((target.lora_id, target.weight) for target in a.targets))
-        for a in catalog.aliases
-    }
-    return MappingProxyType(adapters), MappingProxyType(aliases)
+        adapter.error if adapter.state == "failed" else None,
+        adapter.priority,
+        adapter.secret,
+        rank=adapter.rank or 0,
+    )
 
 
-def draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
+def _alias(alias: AliasItem) -> AdapterAlias:
+    """The alias as requests are resolved by it."""
+    return AdapterAlias(alias.name, tuple((target.lora_id, target.weight) for target in alias.targets))
+
+
+def _draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
     """Worker id -> engine names that take no new requests on that worker."""
     names: dict[str, set[str]] = {}
     for entry in catalog.draining:
         names.setdefault(entry.worker_id, set()).add(engine_name(entry.lora_id, entry.digest))
     return {worker: frozenset(worker_names) for worker, worker_names in names.items()}
-
-
-def load_catalog(file: Path) -> Catalog | None:
-    """The saved copy of the catalog; None if there is none, or it cannot be read, which is logged."""
-    try:
-        return Catalog.model_validate_json(file.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValidationError) as exc:
-        log.warning("saved catalog not used", file=str(file), error=str(exc))
-        return None
-
-
-def save_catalog(file: Path, content: bytes, lines: RepeatLimiter) -> None:
-    """Write a copy of the catalog. A failure is logged, as often as `lines` lets it, and nothing is raised."""
-    # Several worker processes may save to the same file.
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(file)
-    except OSError as exc:
-        if failures := lines.count(file):
-            log.warning("catalog not saved", file=str(file), error=str(exc), failures=failures)
 
 
 def discovered_adapters(reports: Iterable[Metadata], catalog_names: Container[str]) -> Mapping[str, RoutableAdapter]:

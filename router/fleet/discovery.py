@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -18,17 +17,11 @@ from lorafleet.kube.slices import DiscoveredWorker
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.loops import ChangeSignal, forever
 from lorafleet.service.repeats import RepeatLimiter
-from orchestrator.wire import Catalog
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
-from router.core.fleet import AdapterAlias, Replica, RoutableAdapter, RouterFleet, with_last_resort
+from router.core.fleet import Replica, RoutableAdapter, RouterFleet, with_last_resort
 from router.core.kv.index import WorkerId
-from router.fleet.catalog import (
-    adapters_and_aliases,
-    discovered_adapters,
-    draining_by_worker,
-    load_catalog,
-    save_catalog,
-)
+from router.fleet.catalog import RouterCatalog, discovered_adapters
+from router.fleet.catalog_follower import CatalogFollower
 from router.fleet.replica_report import (
     FollowedWorker,
     is_same_but_report,
@@ -37,6 +30,7 @@ from router.fleet.replica_report import (
     with_location,
     with_newer_load,
 )
+from router.fleet.saved_catalog import SavedCatalog
 from router.fleet.worker_sources import WorkerSource, merged_worker_sources
 from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchedStream, FetchRefused
@@ -49,9 +43,6 @@ log = structlog.get_logger()
 _METRICS_REBUILD_DELAY_S = 0.25
 # A router that starts while the API server is unreachable waits this long, then takes its workers from the catalog.
 _SLICES_WAIT_S = 10.0
-# Requests for unknown adapters make the router re-read the catalog: at most this often, waiting at most this long.
-_CATALOG_READ_SPACING_S = 0.1
-_CATALOG_REFRESH_TIMEOUT_S = 1.0
 
 
 class ReplicaListener(Protocol):
@@ -70,7 +61,8 @@ class ReplicaListener(Protocol):
 class Discovery:
     """Owns the snapshot `fleet`, replaces it whole at every change and notifies `changes`.
 
-    followed  workers that are polled now, by id
+    followed     workers that are polled now, by id
+    catalog_ids  workers that the catalog names
     """
 
     def __init__(
@@ -83,6 +75,7 @@ class Discovery:
         engine_key: str = "",
         engine_salt: EngineSalt = "auto",
         orchestrator_url: str,
+        router_id: str,
         engines: Mapping[str, str] = MappingProxyType({}),
         slices: SliceWatch | None = None,
         zone: str = "",
@@ -103,6 +96,7 @@ class Discovery:
         open_stream        GETs a path below a URL of an agent or the orchestrator as a stream
         engine_key, engine_salt  of engines without an agent
         orchestrator_url   empty if there is none; then only `engines` are followed
+        router_id          by which the orchestrator knows this router
         engines            worker id -> URL of engines without an agent
         slices             the workers that Kubernetes lists; followed while `run` runs
         zone               of this router; empty if unknown
@@ -112,15 +106,9 @@ class Discovery:
         self.changes = ChangeSignal()
         self.drains_begun = asyncio.Event()
         """Set when the catalog names new drains. The orchestrator waits for a usage report that confirms them."""
-        self.has_catalog = False
-        self.confirmed_at: float | None = None
         self._was_synced = False
         self._is_starting_up = True
         self._first_sync_wait_s = first_sync_wait_s
-        self._catalog_asked_at = self._catalog_read_began_at = -inf
-        self._is_orchestrator_away = False
-        self._catalog_read_timer: asyncio.TimerHandle | None = None
-        self._client = client
         self._get = get
         self._get_from_engine = get_from_engine
         self._open_stream = open_stream
@@ -134,39 +122,36 @@ class Discovery:
         self._agent_names: dict[tuple[str, str], str] = {}
         self._began_at = clock()
         self._listener = listener
-        self._state_file = state_file
         self._catalog_poll_s = catalog_poll_s
         self._metadata_poll_s = metadata_poll_s
         self._unreachable_after_s = unreachable_after_s
         self.clock = clock
         self._on_failure = on_failure
-        self._catalog = Catalog(revision=0)
+        self._catalog = CatalogFollower(
+            client,
+            url=self._url,
+            router_id=router_id,
+            saved=None if state_file is None else SavedCatalog(state_file, RepeatLimiter(clock)),
+            clock=clock,
+            changes=self.changes,
+            on_change=self._adopt_catalog,
+        )
         self.catalog_ids: frozenset[str] = frozenset()
-        # Adapters and aliases of the catalog; an engine's own list cannot redefine them.
-        self._catalog_names: frozenset[str] = frozenset()
-        # Built once a catalog, not at every report: there may be thousands of adapters.
-        self._adapters: Mapping[str, RoutableAdapter] = MappingProxyType({})
-        self._all_adapters: Mapping[str, RoutableAdapter] = self._adapters
-        self._aliases: Mapping[str, AdapterAlias] = MappingProxyType({})
-        self._draining: dict[str, frozenset[str]] = {}
-        self._etag: str | None = None
-        self._catalog_wake = asyncio.Event()
-        self._save_failures = RepeatLimiter(clock)
-        self._save_failures = RepeatLimiter(clock)
+        self._all_adapters: Mapping[str, RoutableAdapter] = MappingProxyType({})
+        self._has_heard_engines = False
         self.followed: dict[str, FollowedWorker] = {}
         self._rebuild_timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Follow the fleet until cancelled. The catalog saved on disk is used until the orchestrator answers."""
         if self._url:
-            self._load_saved_catalog()
+            self._catalog.load_saved()
         self._update_followed()
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._url:
-                    tasks.create_task(
-                        self._repeat(self._poll_catalog, "catalog", self._catalog_poll_s, self._catalog_wake)
-                    )
+                    read, wake = self._catalog.read, self._catalog.wake
+                    tasks.create_task(self._repeat(read, "catalog", self._catalog_poll_s, wake))
                     tasks.create_task(self._repeat(self._follow_catalog_events, "catalog_events", self._catalog_poll_s))
                 if self.slices is not None:
                     follow_slices = partial(self.slices.run, self._adopt_slices)
@@ -174,8 +159,7 @@ class Discovery:
                 tasks.create_task(asyncio.Event().wait())  # also without orchestrator and slices: until cancelled
         finally:
             self._cancel_rebuild()
-            if self._catalog_read_timer is not None:
-                self._catalog_read_timer.cancel()
+            self._catalog.cancel_read()
             for followed in self.followed.values():
                 for task in followed.tasks:
                     task.cancel()
@@ -215,38 +199,23 @@ class Discovery:
             await self.changes.until(lambda: not self.is_starting_up, timeout_s=left_s)
 
     @property
+    def has_catalog(self) -> bool:
+        """Whether the adapters are known: by a catalog, or without an orchestrator by the workers' reports."""
+        return self._catalog.is_known or self._has_heard_engines
+
+    @property
+    def confirmed_at(self) -> float | None:
+        """When the orchestrator last confirmed the catalog in force; None before the first time."""
+        return self._catalog.confirmed_at
+
+    @property
     def can_refresh_catalog(self) -> bool:
         """Whether the orchestrator can be asked for a newer catalog."""
-        return bool(self._url) and not self._is_orchestrator_away
+        return bool(self._url) and self._catalog.can_refresh
 
     async def refresh_catalog(self) -> bool:
-        """Wake the catalog's polling, and wait for it; whether a catalog requested after this call is now in force.
-
-        Such a catalog has everything that was registered before the request came. False if the orchestrator is
-        unreachable or does not answer soon.
-        """
-        if not self.can_refresh_catalog:
-            return False
-        asked_at = self.clock()
-        self._schedule_catalog_read(asked_at)
-        await self.changes.until(
-            lambda: self._catalog_asked_at >= asked_at or not self.can_refresh_catalog,
-            timeout_s=_CATALOG_REFRESH_TIMEOUT_S,
-        )
-        return self._catalog_asked_at >= asked_at
-
-    def _schedule_catalog_read(self, now: float) -> None:
-        """Wake the polling of the catalog now, or by one timer as soon as the spacing between reads allows."""
-        wait_s = self._catalog_read_began_at + _CATALOG_READ_SPACING_S - now
-        if wait_s <= 0:
-            self._catalog_wake.set()
-        elif self._catalog_read_timer is None:
-            self._catalog_read_timer = asyncio.get_running_loop().call_later(wait_s, self._start_catalog_read)
-
-    def _start_catalog_read(self) -> None:
-        """Wake the polling of the catalog; the timer calls this."""
-        self._catalog_read_timer = None
-        self._catalog_wake.set()
+        """Whether a catalog requested after this call is now in force; see `CatalogFollower.refresh`."""
+        return bool(self._url) and await self._catalog.refresh()
 
     def slices_age_s(self) -> float | None:
         """Seconds since the API server last confirmed the slices; None before the first time or without slices."""
@@ -268,57 +237,27 @@ class Discovery:
 
     def poll_now(self, worker: str | None = None) -> None:
         """Wake the polling of the orchestrator and of one worker (None: every worker); does not wait for answers."""
-        self._catalog_wake.set()
+        self._catalog.wake.set()
         for id_, followed in self.followed.items():
             if worker in (None, id_):
                 followed.wake.set()
 
     def catalog_age_s(self) -> float | None:
         """Seconds since the orchestrator last confirmed the catalog in force; None before the first time."""
-        return None if self.confirmed_at is None else self.clock() - self.confirmed_at
+        return self._catalog.age_s()
 
     def report_age_s(self, worker: WorkerId) -> float | None:
         """Seconds since a worker last reported; None if it has not, or is not followed."""
         followed = self.followed.get(worker)
         return None if followed is None or followed.metadata is None else self.clock() - followed.heard_at
 
-    async def _poll_catalog(self) -> None:
-        """Read and adopt the catalog, and record whether the orchestrator is reachable; raises what the read raises.
-
-        Notifies `changes` in any case.
-        """
-        self._catalog_read_began_at = began_at = self.clock()
-        try:
-            await self._fetch_catalog()
-        except BaseException:
-            self._is_orchestrator_away = True
-            raise
-        else:
-            self._is_orchestrator_away, self._catalog_asked_at = False, began_at
-        finally:
-            self.changes.notify()
-
-    async def _fetch_catalog(self) -> None:
-        """GET the catalog; a new one is adopted and saved. Records when the catalog was confirmed.
-
-        Raises httpx.HTTPError, or ValueError for an invalid one.
-        """
-        headers = {"if-none-match": self._etag} if self._etag else {}
-        answer = await self._client.get(f"{self._url}/v1/catalog", headers=headers)
-        if answer.status_code != 304:
-            answer.raise_for_status()
-            self._adopt_catalog(Catalog.model_validate_json(answer.content))
-            self._etag = answer.headers.get("etag")
-            if self._state_file is not None:
-                save_catalog(self._state_file, answer.content, self._save_failures)
-        self.confirmed_at = self.clock()
-
     async def _follow_catalog_events(self) -> None:
         """Wake the polling of the catalog at each of the orchestrator's events, until the stream ends.
 
         Raises FetchRefused.
         """
-        await self._follow_events(self._url, f"/v1/events?since={self._catalog.revision}", self._catalog_wake)
+        path = f"/v1/events?since={self._catalog.current.revision}"
+        await self._follow_events(self._url, path, self._catalog.wake)
 
     async def _follow_events(self, url: str, path: str, wake: asyncio.Event) -> None:
         """Set `wake` at each message of an SSE stream until it ends; once for a 410. Raises FetchRefused for others."""
@@ -332,19 +271,14 @@ class Discovery:
                 if b"data:" in data:  # not a keep-alive comment
                     wake.set()
 
-    def _adopt_catalog(self, catalog: Catalog) -> None:
-        """Put a catalog in force: adapters, aliases, drains, workers. Rebuilds the fleet, and signals new drains."""
-        # Without the parts converted below: with 10,000 adapters they would take 10 MB.
-        self._catalog = catalog.model_copy(update={"adapters": (), "aliases": (), "draining": ()})
-        self.catalog_ids = frozenset(worker.id for worker in catalog.workers)
-        self._adapters, self._aliases = adapters_and_aliases(catalog)
-        self._catalog_names = frozenset([adapter.lora_id for adapter in catalog.adapters]) | self._aliases.keys()
+    def _adopt_catalog(self, before: RouterCatalog) -> None:
+        """Follow the catalog that is now in force: rebuilds the fleet, and signals new drains."""
+        self.catalog_ids = frozenset(worker.id for worker in self._catalog.current.workers)
         self._update_known_adapters()
-        before, self._draining = self._draining, draining_by_worker(catalog)
-        self.has_catalog = True
         self._update_followed()
         self.rebuild_fleet()
-        if any(names - before.get(worker_id, frozenset()) for worker_id, names in self._draining.items()):
+        known, now = before.draining, self._catalog.current.draining
+        if any(names - known.get(worker_id, frozenset()) for worker_id, names in now.items()):
             self.drains_begun.set()
 
     def _adopt_slices(self) -> None:
@@ -373,11 +307,12 @@ class Discovery:
         A worker that none of them names is still followed for as long as it answers. An orchestrator that just started
         has no reports yet, and a pod may have lost its label.
         """
-        workers = merged_worker_sources(self._catalog.workers, self._slice_workers, self._engines, self._agent_names)
+        named = self._catalog.current.workers
+        workers = merged_worker_sources(named, self._slice_workers, self._engines, self._agent_names)
         named_ids = workers.keys()
         now = self._slice_workers if self.slices is None else self.slices.workers
         if len(now) < len(self._slice_workers):
-            named_ids = merged_worker_sources(self._catalog.workers, now, self._engines, self._agent_names).keys()
+            named_ids = merged_worker_sources(named, now, self._engines, self._agent_names).keys()
         for id_, followed in self.followed.items():
             followed.is_named = id_ in named_ids
         for id_, worker in workers.items():
@@ -511,8 +446,9 @@ class Discovery:
     def _update_known_adapters(self) -> None:
         """Merge the catalog's adapters with those that engines without an agent last listed."""
         agentless = [f.metadata for f in self.followed.values() if f.agentless is not None and f.metadata is not None]
-        listed = discovered_adapters(agentless, self._catalog_names) if agentless else {}
-        self._all_adapters = MappingProxyType({**self._adapters, **listed}) if listed else self._adapters
+        catalog = self._catalog.current
+        listed = discovered_adapters(agentless, catalog.names()) if agentless else {}
+        self._all_adapters = MappingProxyType({**catalog.adapters, **listed}) if listed else catalog.adapters
 
     async def _is_engine_healthy(self, followed: FollowedWorker) -> bool:
         """GET /health of a silent agent's engine; whether it answers: then its last report stays valid."""
@@ -538,7 +474,7 @@ class Discovery:
     def rebuild_fleet(self) -> None:
         """Replace the snapshot `fleet` with one of the latest reports, and notify `changes`; ends a scheduled rebuild.
 
-        Without an orchestrator, sets `has_catalog` once all workers have been polled.
+        Without an orchestrator, `has_catalog` is true once all workers have been polled.
         """
         self._cancel_rebuild()
         replicas = {
@@ -547,16 +483,18 @@ class Discovery:
             if followed.metadata is not None
         }
         replicas = with_last_resort(replicas)
-        self.fleet = RouterFleet(self._catalog.revision, MappingProxyType(replicas), self._all_adapters, self._aliases)
+        catalog = self._catalog.current
+        self.fleet = RouterFleet(catalog.revision, MappingProxyType(replicas), self._all_adapters, catalog.aliases)
         if not self._url and replicas and self._has_polled_all():
-            self.has_catalog = True  # without an orchestrator the workers' reports are the catalog
+            self._has_heard_engines = True
         self.changes.notify()
 
     def _replica_of(self, followed: FollowedWorker, metadata: Metadata) -> Replica:
         """A worker's replica, built again, and kept, only if its report, state or drains have changed."""
         is_silent = self.clock() - followed.heard_at > self._unreachable_after_s
         state = replica_state(followed, metadata, is_silent=is_silent)
-        is_ending, draining = followed.source.is_ending, self._draining.get(followed.source.id, frozenset())
+        catalog, id_ = self._catalog.current, followed.source.id
+        is_ending, draining = followed.source.is_ending, catalog.draining.get(id_, frozenset())
         # Only replicas whose report changed are rebuilt: a fleet reports many times a second.
         inputs = followed.made_from
         replica = followed.replica
@@ -570,12 +508,6 @@ class Discovery:
             replica = replica_from(followed, metadata, state=state, draining=draining, zone=self._zone)
         followed.replica, followed.made_from = replica, (metadata, state, is_ending, draining)
         return replica
-
-    def _load_saved_catalog(self) -> None:
-        """Adopt the catalog saved on disk, if there is one."""
-        saved = None if self._state_file is None else load_catalog(self._state_file)
-        if saved is not None:
-            self._adopt_catalog(saved)
 
     async def _repeat(
         self,

@@ -16,6 +16,7 @@ from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.service.roles import Caller
 from router.core.errors import (
     AdapterFailed,
+    AdapterInspecting,
     AnswerTooLarge,
     ModelNotFound,
     NoAnswerInTime,
@@ -39,7 +40,15 @@ from router.request.engine_request import EngineRequest, engine_request, new_res
 from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest, request_digest
 from router.request.queue import Displaced
 from router.request.services import Services
-from router.request.stages import dispatch, hash_prompt, prefill_tokens, resolve_target, tokenize, wait_for_adapter
+from router.request.stages import (
+    dispatch,
+    hash_prompt,
+    prefill_tokens,
+    resolve_target,
+    tokenize,
+    wait_for_adapter,
+    wait_for_inspection,
+)
 from router.telemetry.trace import Trace
 from router.tokenizing.tokens import Tokens
 
@@ -130,10 +139,11 @@ class RequestRun(msgspec.Struct, eq=False):
     async def _resolve(self) -> None:
         """resolve and authorise: set `target`.
 
-        Waits for the fleet where this router has just started. Asks the orchestrator about a name that is unknown here.
+        Waits for the fleet where this router has just started, and for the inspection of an adapter whose base model
+        it shows. Asks the orchestrator about a name that is unknown here.
         For a response that its engine keeps, see `_prepare_stored_response`.
 
-        raises  HeldBack, and what `resolve_target` and `_prepare_stored_response` raise
+        raises  HeldBack, and what `resolve_target`, `_prepare_stored_response` and a cold start raise
         """
         trace, services = self.trace, self.services
         discovery = services.discovery
@@ -143,13 +153,18 @@ class RequestRun(msgspec.Struct, eq=False):
         if trace is not None:
             trace.begin_stage("resolve")
         try:
-            target = resolve_target(services, self.caller, self.request)
-        except (ModelNotFound, AdapterFailed):
-            if not discovery.can_refresh_catalog:
-                raise
+            try:
+                target = resolve_target(services, self.caller, self.request)
+            except (ModelNotFound, AdapterFailed):
+                if not discovery.can_refresh_catalog:
+                    raise
+                await leave_batch()
+                if not await discovery.refresh_catalog():
+                    raise
+                target = resolve_target(services, self.caller, self.request)
+        except AdapterInspecting as exc:
             await leave_batch()
-            if not await discovery.refresh_catalog():
-                raise
+            await wait_for_inspection(services, self.caller, exc.lora_id, self.request)
             target = resolve_target(services, self.caller, self.request)
         self.target = target
         self._check_poison(target)

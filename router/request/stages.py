@@ -137,6 +137,13 @@ async def wait_for_adapter(
     return target.with_adapter(adapter)
 
 
+async def wait_for_inspection(services: Services, caller: Caller, lora_id: str, request: ParsedRequest) -> None:
+    """Wait until an adapter whose base model is not known yet is inspected and loaded; see `until_resident`."""
+    await services.cold_starts.until_resident(
+        lora_id, tenant=caller.tenant or "", size_bytes=request.size_bytes, deadline_at=request.deadline_at
+    )
+
+
 def _too_short(services: Services, target: RequestTarget, request: ParsedRequest, tokens: Tokens | None) -> Excluded:
     """Replicas whose `max_model_len` is too short for this request, where a longer one exists."""
     roster, adapter = services.discovery.fleet.roster(target.base_model), target.adapter

@@ -885,3 +885,20 @@ async def test_adapter_without_a_known_base_model_is_loaded_once():
             answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
             assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, "w1")
     assert control.ensured == ["sql/v1"]
+
+
+async def test_an_adapter_whose_base_model_is_still_inspected_is_waited_for():
+    async def placed(control, lora_id):
+        control.adapters.clear()
+        control.add_adapter("other/v1", base_model="other-base")
+        control.add_adapter(lora_id, on=["w0"])
+        control.tell()
+        return loading(lora_id, ready=["w0"], loading=[], state="ready")
+
+    control = AgentDouble(ensure=placed)
+    control.add_adapter("other/v1", base_model="other-base")
+    control.add_adapter("sql/v1", base_model=None, digest=None, state="registered")
+    async with fleet(EngineDouble("w0"), control=control) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
+        assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, "w0"), answer.text
+    assert control.ensured == ["sql/v1"]

@@ -1,0 +1,89 @@
+"""The last catalog on disk: the whole catalog in one file, and beside it the changes since, one a line.
+
+A router that starts while the orchestrator is away goes on with it. Several processes of one router may write to the
+same files: each writes the whole catalog under its own name first, and a change that two of them add is read once.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+from pydantic import ValidationError
+
+from lorafleet.service.repeats import RepeatLimiter
+from orchestrator.wire import Catalog
+from router.fleet.catalog import RouterCatalog, router_catalog, with_changes
+
+log = structlog.get_logger()
+
+_LEAST_REWRITE_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class SavedCatalog:
+    """The files of one catalog. `lines` limits how often a failure to write is logged."""
+
+    file: Path
+    lines: RepeatLimiter
+    _whole_bytes: int = field(default=0, init=False)
+    _changes_bytes: int = field(default=0, init=False)
+
+    @property
+    def changes_file(self) -> Path:
+        """The file of the changes since the whole catalog was written."""
+        return self.file.with_suffix(".changes")
+
+    @property
+    def wants_whole(self) -> bool:
+        """Whether the changes written here have grown so large that the whole catalog should be written again."""
+        return self._changes_bytes > max(self._whole_bytes, _LEAST_REWRITE_BYTES)
+
+    def save_whole(self, content: bytes) -> None:
+        """Write a whole catalog in place of the one before and its changes. A failure is logged, and not raised."""
+        partial = self.file.with_suffix(f".{os.getpid()}.partial")
+        self._whole_bytes, self._changes_bytes = len(content), 0
+        try:
+            partial.write_bytes(content)
+            partial.replace(self.file)
+            self.changes_file.unlink(missing_ok=True)
+        except OSError as exc:
+            self._log_failure(exc)
+
+    def add_changes(self, content: bytes) -> None:
+        """Add changes to those since the whole catalog. A failure is logged, and not raised."""
+        self._changes_bytes += len(content) + 1
+        try:
+            # One write each: lines of several processes do not mix.
+            with self.changes_file.open("ab", buffering=0) as changes:
+                changes.write(content + b"\n")
+        except OSError as exc:
+            self._log_failure(exc)
+
+    def load(self) -> RouterCatalog | None:
+        """The catalog with its changes; None if there is none, or it cannot be read, which is logged.
+
+        Changes are read up to the first that is broken, or that does not follow from those before it.
+        """
+        try:
+            catalog = router_catalog(Catalog.model_validate_json(self.file.read_bytes()))
+            lines = self.changes_file.read_bytes().splitlines() if self.changes_file.exists() else []
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as exc:
+            log.warning("saved catalog not used", file=str(self.file), error=str(exc))
+            return None
+        for line in lines:
+            try:
+                changed = with_changes(catalog, Catalog.model_validate_json(line))
+            except ValidationError:
+                break  # cut off while it was written
+            if changed is None:
+                break
+            catalog = changed
+        return catalog
+
+    def _log_failure(self, exc: OSError) -> None:
+        """Log that the catalog could not be written."""
+        if failures := self.lines.count(self.file):
+            log.warning("catalog not saved", file=str(self.file), error=str(exc), failures=failures)

@@ -1,0 +1,136 @@
+"""Changes of the catalog, and the wait for routers that confirm them."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.state import RegisteredAdapter
+from orchestrator.reconcile.catalog import CatalogBook
+from orchestrator.wire import Catalog
+from router.fleet.catalog import router_catalog, with_changes
+from tests.patience import patience, until
+
+NAMES = ("a", "b", "c", "d")
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("register", "delete", "mark", "alias", "unalias", "read", "event", "term")),
+        st.sampled_from(NAMES),
+    ),
+    max_size=30,
+)
+
+
+class StoreDouble:
+    """The intent that a catalog is made of."""
+
+    def __init__(self):
+        self.adapters, self.aliases, self.revision = {}, {}, 7
+
+    def next_revision(self):
+        self.revision += 1
+        return self.revision
+
+
+@given(STEPS, st.integers(1, 6))
+def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept):
+    store = StoreDouble()
+    book = CatalogBook(store, wall=lambda: 0.0, buffer=kept)
+    known = router_catalog(Catalog.model_validate_json(book.catalog_json()[1]))
+    for step, name in [*steps, ("read", "")]:
+        match step:
+            case "register":
+                store.adapters[name] = RegisteredAdapter(lora_id=name, source=f"file:///{store.revision}")
+            case "mark" if name in store.adapters:
+                store.adapters[name] = RegisteredAdapter(lora_id=name, source="file:///x", is_deleting=True)
+            case "delete":
+                store.adapters.pop(name, None)
+            case "alias":
+                store.aliases[f"to-{name}"] = ((name, 1.0 + store.revision),)
+            case "unalias":
+                store.aliases.pop(f"to-{name}", None)
+            case "event":
+                book.emit_event("load_failed", lora_id=name)
+            case "term":
+                book.begin_term()
+        states = {n: ("deleting" if a.is_deleting else "ready", None) for n, a in store.adapters.items()}
+        book.refresh(states, {}, ())
+        if step == "read":
+            changes = Catalog.model_validate_json(book.changes_json(known.revision))
+            known = router_catalog(changes) if changes.since is None else with_changes(known, changes)
+            assert known == router_catalog(Catalog.model_validate_json(book.catalog_json()[1]))
+
+
+def test_changes_that_do_not_follow_are_refused_and_repeated_ones_change_nothing():
+    known = router_catalog(Catalog(revision=5))
+    assert with_changes(known, Catalog(revision=9, since=6)) is None
+    assert with_changes(known, Catalog(revision=9)) is None
+    assert with_changes(known, Catalog(revision=4, since=2, gone_adapters=("a",))) is known
+
+
+async def read_as(service, router_id, revision=None, **query):
+    seen = {} if revision is None else {"revision_seen": revision}
+    return await service.http.get("/v1/catalog", params={"router_id": router_id, **seen, **query})
+
+
+async def test_a_change_is_answered_when_every_router_has_confirmed_it(open_service):
+    service = open_service(confirm_wait_s=patience(30))
+    before = (await read_as(service, "r0")).json()["revision"]
+    await read_as(service, "r0", before)
+    await read_as(service, "r1", before)
+    for change in (
+        lambda: service.register("sql/v1"),
+        lambda: service.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]}),
+        lambda: service.http.delete("/v1/aliases/sql"),
+        lambda: service.http.delete("/v1/adapters/sql/v1"),
+    ):
+        changing = asyncio.create_task(change())
+        revision = await changed_revision(service, before)
+        changes = (await read_as(service, "r0", before, since=before)).json()
+        assert changes["since"] == before
+        await read_as(service, "r0", revision)
+        assert not changing.done(), "r1 has not confirmed"
+        await read_as(service, "r1", revision)
+        await changing
+        before = revision
+
+
+async def changed_revision(service, before):
+    """The catalog's revision, once it is above this one."""
+    await until(lambda: service.reconciler.catalog.revision > before, what="the catalog has changed")
+    return service.reconciler.catalog.revision
+
+
+async def test_a_router_that_is_cut_off_delays_one_change_until_it_is_back(open_service):
+    service = open_service(confirm_wait_s=0.2)
+    before = (await read_as(service, "r0", 0)).json()["revision"]
+    await service.register("sql/v1")  # after 0.2 s
+    assert service.reconciler.confirmations.missing(before + 100) == [], "r0 is late"
+    await read_as(service, "r0", 0)
+    assert service.reconciler.confirmations.missing(before + 100) == [], "it still has the old one"
+    await read_as(service, "r0", service.reconciler.catalog.revision)
+    assert service.reconciler.confirmations.missing(before + 100) == ["r0"]
+
+
+@pytest.mark.parametrize("way", ["silent", "stopped"])
+async def test_a_router_that_is_gone_is_not_waited_for(service, clock, way):
+    await read_as(service, "r0", 0)
+    assert service.reconciler.confirmations.missing(10**15) == ["r0"]
+    if way == "silent":
+        clock.now += 11
+    else:
+        last = {"router_id": "r0", "boot_id": "b", "seq": 1, "revision_seen": 0, "is_last": True}
+        await service.http.post("/v1/usage", json=last)
+    assert service.reconciler.confirmations.missing(10**15) == []
+    await service.register("sql/v1")
+
+
+async def test_reports_keep_a_router_that_reads_rarely_in_mind(service, clock):
+    await read_as(service, "r0", 0)
+    clock.now += 9
+    await service.usage(0, router_id="r0", seq=1)
+    clock.now += 9
+    assert service.reconciler.confirmations.missing(10**15) == ["r0"]
+    await service.usage(0, router_id="of-an-older-version", seq=1)
+    assert service.reconciler.confirmations.missing(10**15) == ["r0"], "it confirms nothing by reading"
