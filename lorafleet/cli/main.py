@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from lorafleet.cli import adapters as adapter_commands
-from lorafleet.cli import decisions, key_commands, plan, record, rollout
+from lorafleet.cli import decisions, key_commands, monitoring, plan, record, rollout
 from lorafleet.cli import workers as worker_commands
 from lorafleet.cli.context import FleetAddress
 from lorafleet.service.failure import CommandFailed
@@ -184,7 +184,7 @@ for name, group in (
     ("keys", key_commands.keys_app),
 ):
     app.add_typer(group, name=name)
-for commands in (worker_commands.app, decisions.app, plan.app, record.app):
+for commands in (worker_commands.app, decisions.app, plan.app, record.app, monitoring.app):
     app.add_typer(commands)
 
 

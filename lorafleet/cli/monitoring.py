@@ -1,0 +1,71 @@
+"""`lorafleet monitoring`: Prometheus' and Grafana's files for a fleet without Kubernetes."""
+
+# ruff: noqa: PLC0415  (YAML is imported when a command needs it)
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from lorafleet.cli.context import FleetAddress
+from lorafleet.service.failure import CommandFailed
+
+if TYPE_CHECKING:
+    from lorafleet.local.monitoring import ScrapeTarget
+
+app = typer.Typer(no_args_is_help=True)
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+@app.command()
+def monitoring(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="where the files go; it is made if it is missing")],
+    credentials_file: Annotated[
+        Path | None, typer.Option(help="file with a key of scope `metrics` (lorafleet keys new --scopes metrics)")
+    ] = None,
+    router_processes: Annotated[int, typer.Option(min=1, help="`processes` of each router")] = 1,
+) -> None:
+    """Write prometheus.yml, alerts.yml and dashboard.json for this fleet, with its workers of now.
+
+    Run it again when workers were added or have other addresses. On Kubernetes the chart installs the same.
+
+    Example: lorafleet monitoring ./monitoring
+    """
+    from lorafleet.local.monitoring import monitoring_files
+
+    address: FleetAddress = context.obj
+    with address.orchestrator() as api:
+        targets = scrape_targets(address, api.list_all("/v1/workers"))
+    written = monitoring_files(
+        targets,
+        router_processes=router_processes,
+        credentials_file=None if credentials_file is None else str(credentials_file.resolve()),
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in written.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise CommandFailed(f"{folder}: {exc.strerror}; name a folder that you may write to") from exc
+    typer.echo(f"{folder}: {', '.join(written)}, for {len(targets)} processes")
+    typer.echo(f"Next: prometheus --config.file={folder / 'prometheus.yml'}")
+    typer.echo("      then import dashboard.json in Grafana (Dashboards, New, Import)")
+
+
+def scrape_targets(fleet: FleetAddress, workers: Iterable[Mapping[str, Any]]) -> "list[ScrapeTarget]":
+    """The router, the orchestrator, and the agent of each worker; an agentless engine has metrics of its own only."""
+    named = [("router", fleet.router_url), ("orchestrator", fleet.orchestrator_url)]
+    named += [(worker["id"], worker["agent_url"]) for worker in workers if worker["agent_url"]]
+    return [_target(name, url) for name, url in named]
+
+
+def _target(name: str, url: str) -> "ScrapeTarget":
+    """The target of a service's URL, with its port."""
+    from lorafleet.local.monitoring import ScrapeTarget
+
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return ScrapeTarget(f"{host}:{parts.port or _DEFAULT_PORTS[parts.scheme]}", name, parts.scheme)
