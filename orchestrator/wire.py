@@ -52,6 +52,25 @@ def checked_lora_id(lora_id: str) -> str:
 
 
 LoraId = Annotated[str, AfterValidator(checked_lora_id)]
+
+MOST_VERSIONS = 100
+"""Versions of a published name that may stay. A worker has a few slots; more would be a way to fill disks."""
+
+
+_MOST_NAME_LENGTH = 180
+"""A version's lora_id is longer than its name, by its number."""
+
+
+def checked_published_name(name: str) -> str:
+    """The published name. Raises ValueError, which names the rule that it breaks: those of lora_ids, and a length."""
+    if len(name) > _MOST_NAME_LENGTH:
+        raise ValueError(f"name has {len(name)} characters; 1 to {_MOST_NAME_LENGTH} are allowed")
+    try:
+        return checked_lora_id(name)
+    except ValueError as exc:
+        raise ValueError(str(exc).replace("lora_id", "name", 1)) from exc
+
+
 _WITH_SECRETS = ("hf://", "https://")
 
 
@@ -162,6 +181,7 @@ class AdapterItem(_OrchestratorModel):
     workers  where it is ready
     ignored_modules  modules of its file that an engine does not have: the worst of its copies; null without any
     effect   whether it changes the engines' answers, as agents say (docs/protocol.md); the least proved of its copies
+    published_as  published name that it is a version of; null for any other adapter
     note     what to know of a copy that is ready, with the worker's name; "" without any
     idle_s   seconds since it was asked for last; null without a `ttl_s` or a copy, and where nobody has asked yet
     """
@@ -184,6 +204,7 @@ class AdapterItem(_OrchestratorModel):
     ignored_modules: IgnoredModules | None = None
     effect: AdapterEffectState = ""
     note: str = ""
+    published_as: str | None = None
 
 
 class AdapterList(_OrchestratorModel):
@@ -276,6 +297,88 @@ class AliasItem(_OrchestratorModel):
 
 class AliasList(_OrchestratorModel):
     data: tuple[AliasItem, ...]
+    next: str | None = None
+
+
+# -- published names -----------------------------------------------------------------------------------------
+
+
+class PublishSpec(_PersonWrittenModel):
+    """`POST /v1/published/{name}`: the bytes of the name's next version, and how the name is kept.
+
+    A field of retention that is left out keeps its value.
+    """
+
+    source: str | None = Field(
+        default=None, min_length=1, max_length=2000, description="where the bytes are now; they are copied"
+    )
+    digest: str | None = Field(
+        default=None,
+        pattern=r"^[0-9a-f]{64}$",
+        description="digest of the bytes; without `source`, of bytes that the fleet has. With it, other bytes at"
+        " `source` count as not visible yet",
+    )
+    base_model: str | None = Field(default=None, max_length=500)
+    replicas: int | Literal["all"] | None = Field(
+        default=None, description='workers that must have a version before the name points at it; at first "all"'
+    )
+    keep_versions: int | None = Field(default=None, ge=1, le=MOST_VERSIONS, description="null: the policy's")
+    max_staleness_s: float | None = Field(default=None, ge=0, description="0: no limit; null: the policy's")
+    timeout_s: float = Field(
+        default=28.0, gt=0, le=110, description="how long the call may wait for the bytes, the loads and the routers"
+    )
+
+    @model_validator(mode="after")
+    def _names_bytes(self) -> Self:
+        """Raises ValueError without a source and a digest, and for less than one replica."""
+        if self.source is None and self.digest is None:
+            raise ValueError("name `source`, where the bytes are, or `digest`, of bytes that the fleet has")
+        if isinstance(self.replicas, int) and self.replicas < 1:
+            raise ValueError(f'replicas must be at least 1, or "all"; found {self.replicas}')
+        return self
+
+
+class PublishedVersion(_OrchestratorModel):
+    """A version of a published name.
+
+    published_at   when the name was last pointed at it; null while a publish of it is in progress
+    superseded_at  when the name was pointed elsewhere; null for the version that it points at
+    """
+
+    lora_id: str
+    version: int
+    digest: str
+    published_at: str | None
+    superseded_at: str | None = None
+
+
+class PublishedItem(_OrchestratorModel):
+    """A published name.
+
+    lora_id, digest, version  what it points at; null before its first version is ready
+    versions      all that are kept, the newest first
+    workers       workers on which that version is ready
+    is_new        whether this call made the version; false where its bytes were there already, and for reads
+    replicas      workers that must have a version before the name points at it
+    shadows_base  whether keys that may shadow base models get it in place of the base model of this name
+    """
+
+    name: str
+    lora_id: str | None
+    digest: str | None
+    version: int | None
+    versions: tuple[PublishedVersion, ...]
+    workers: tuple[str, ...]
+    is_new: bool = False
+    tenant: str | None = None
+    replicas: int | Literal["all"] = "all"
+    keep_versions: int
+    max_staleness_s: float
+    shadows_base: bool = False
+
+
+class PublishedList(_OrchestratorModel):
+    data: tuple[PublishedItem, ...]
     next: str | None = None
 
 
@@ -401,6 +504,20 @@ class Policy(_PersonWrittenModel):
         ge=0,
         description="an adapter that nobody asked for in so many seconds is unloaded, never below its minimum;"
         " 0: never",
+    )
+    keep_versions: int = Field(
+        default=2, ge=1, le=MOST_VERSIONS, description="newest versions of a published name that stay"
+    )
+    max_staleness_s: float = Field(
+        default=3600.0,
+        ge=0,
+        description="a version that its published name left so many seconds ago is deleted, also if it is one of"
+        " `keep_versions`; 0: never",
+    )
+    unused_name_s: float = Field(
+        default=7 * 86400.0,
+        ge=0,
+        description="a published name that nobody published or asked for in so many seconds is deleted; 0: never",
     )
 
 
@@ -812,6 +929,7 @@ class CatalogAdapter(_OrchestratorModel):
     error: str | None = None
     priority: int = 0
     secret: str | None = Field(default=None, description="name/key of the credentials for `source`")
+    published_as: str | None = Field(default=None, description="published name that it is a version of")
 
 
 class CatalogWorker(_OrchestratorModel):

@@ -49,7 +49,7 @@ from workers.engines.vllm_tables import vllm_facts
 from workers.metrics import WorkerMetrics
 from workers.plugin import LoraDownloaderBase
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source
-from workers.sources.fleet import FLEET_SCHEMES, FleetSource
+from workers.sources.fleet import FLEET_SCHEMES, OWN_FLEET, FleetSource
 from workers.sources.guard import GuardedTransport
 from workers.sources.hub import HubSource
 from workers.sources.local import LocalSource
@@ -115,7 +115,7 @@ def build(
     cache_folder = cache_folder_of(settings)
     sources = sources_of(settings, rng)
     fleet = FleetSource(limits_of(settings, rng), orchestrator_urls=settings.orchestrator_urls, own_key=own)
-    sources |= dict.fromkeys(FLEET_SCHEMES, fleet)
+    sources |= dict.fromkeys((*FLEET_SCHEMES, OWN_FLEET), fleet)
     downloader = _downloader_of(settings, sources["hf"], cache_folder.folder)
     if downloader is not None:
         sources[PLUGIN_SCHEME] = PluginSource(downloader, limits_of(settings, rng))

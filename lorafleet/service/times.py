@@ -1,8 +1,13 @@
 """Times as text."""
 
-from datetime import datetime
+from datetime import UTC, datetime
 
 
 def utc_text(at: datetime, timespec: str = "milliseconds") -> str:
     """A time in UTC as ISO 8601 text that ends in `Z`. `timespec`: as in `datetime.isoformat`."""
     return at.isoformat(timespec=timespec).replace("+00:00", "Z")
+
+
+def unix_text(at: float) -> str:
+    """Unix seconds as ISO 8601 text in UTC, with milliseconds."""
+    return utc_text(datetime.fromtimestamp(at, UTC))

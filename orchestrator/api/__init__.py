@@ -18,11 +18,13 @@ from orchestrator.api.health import health_routes
 from orchestrator.api.history import history_routes
 from orchestrator.api.placements import placement_routes
 from orchestrator.api.policy import policy_routes
+from orchestrator.api.published import published_routes
 from orchestrator.api.record import record_routes
 from orchestrator.api.rollouts import rollout_routes
 from orchestrator.api.routers import router_routes
 from orchestrator.api.ui import ui_routes
 from orchestrator.api.views import WireViews
+from orchestrator.intent.publisher import NamePublisher
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.file_relay import FileRelay
@@ -55,6 +57,7 @@ def build_router(
         adapter_routes(keys, registry, reconciler, views),
         rollout_routes(keys, registry, reconciler),
         alias_routes(keys, registry, reconciler),
+        published_routes(keys, reconciler.store, NamePublisher(registry, reconciler, clock=clock, wall=wall)),
         policy_routes(keys, registry, reconciler),
         history_routes(keys, reconciler.store),
         heartbeat_routes(keys, reconciler),

@@ -40,6 +40,27 @@ _PLACEMENT = {
     "location": "device",
     "desired": True,
 }
+_PUBLISHED = {
+    "name": "rollout-policy",
+    "lora_id": "rollout-policy/v7",
+    "digest": _DIGEST,
+    "version": 7,
+    "versions": [
+        {"lora_id": "rollout-policy/v7", "version": 7, "digest": _DIGEST, "published_at": _AT},
+        {
+            "lora_id": "rollout-policy/v6",
+            "version": 6,
+            "digest": "b" * 64,
+            "published_at": _AT,
+            "superseded_at": _AT,
+        },
+    ],
+    "workers": ["w0", "w1"],
+    "is_new": True,
+    "replicas": "all",
+    "keep_versions": 2,
+    "max_staleness_s": 3600,
+}
 _HISTORY = {
     "id": 41,
     "at": _AT,
@@ -162,6 +183,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "adapters": [{"lora_id": "tax/v1", "source": "file:///srv/adapters/tax/v1", "policy": {"loading": "eager"}}],
     },
     "Policy": {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1},
+    "PublishSpec": {"source": "/shared/runs/42/step-7", "replicas": "all", "keep_versions": 2},
+    "PublishedItem": _PUBLISHED,
+    "PublishedList": {"data": [_PUBLISHED], "next": None},
     "RolloutItem": {
         "alias": "sql-expert",
         "before": [{"lora_id": "sql-expert/v1", "weight": 1}],

@@ -80,6 +80,7 @@ class WireViews:
                 "ignored_modules": None if copy is None else copy.ignored_modules,
                 "effect": "" if copy is None else copy.effect,
                 "note": f"{worker_id}: {copy.note}" if copy is not None and copy.note else "",
+                "published_as": self._reconciler.store.published_as(adapter.lora_id),
             }
         )
 

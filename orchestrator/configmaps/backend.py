@@ -373,7 +373,7 @@ class ConfigMapBackend:
                 if table == "adapters":
                     self.rendering.deleting.pop((table, lora_id))
                     self._restore_row(table, lora_id, again_s)
-        elif key.table in ("workers", "counters"):
+        elif key.table in ("workers", "counters", "published"):
             setattr(self.tables, key.table, getattr(tables_from_objects(self.mirror, self.fleet), key.table))
         else:  # no caller waits for the others
             asyncio.get_running_loop().call_later(_AGAIN_S, self._retry_write, key)
@@ -440,6 +440,8 @@ def _write_keys(change: StoreChange) -> Iterable[WriteKey]:
             yield WriteKey(1, "aliases", change.key)
         case "tombstones":
             yield WriteKey(0, "tombstones", tombstone_shard(change.key))
+        case "published":
+            yield WriteKey(0, "published", shard_of(change.key))
         case "policy":
             yield WriteKey(1, "policy", "")
         case "workers":

@@ -37,8 +37,10 @@ from orchestrator.configmaps.tables import (
     StoreTables,
     counters_data,
     counters_in_object,
+    published_data,
     row_in_record,
     shard_data,
+    shard_of,
     workers_data,
 )
 from orchestrator.configmaps.writer import DesiredObject, WriteKey
@@ -187,10 +189,16 @@ class ObjectRendering:
             case "tombstones" | "known":
                 self.on_state()
                 return self._render_shard(key.name)
-            case "workers":
-                return self._render_state("workers", lambda _: workers_data(self.tables))
-            case _:
+            case "counters":
                 return self._render_counters()
+            case _:
+                return self._render_own(key)
+
+    def _render_own(self, key: WriteKey) -> DesiredObject:
+        """The object of orders for workers, or of a shard of published names."""
+        if key.table == "workers":
+            return self._render_state("workers", lambda _: workers_data(self.tables))
+        return self._render_state(f"published-{key.name}", lambda _: published_data(self.tables, key.name))
 
     def _render_shard(self, shard: str) -> DesiredObject:
         """A shard of remembered adapters and tombstones, with the object's uid, without which it proves no deletion."""
@@ -359,7 +367,11 @@ class ObjectRendering:
             copies.append(self._backup_object("policy", "", text, PolicyRecord(text_mark(text), rules)))
         workers = {name: order for name, order in self.tables.workers.items() if order.state != "draining"}
         state = new_object(self.fleet, "state", self.tables.state_name("workers"))
-        return [*copies, {**state, "data": workers_data(StoreTables(self.fleet, workers=workers))}]
+        copies.append({**state, "data": workers_data(StoreTables(self.fleet, workers=workers))})
+        for shard in sorted({shard_of(name) for name in self.tables.published}):
+            state = new_object(self.fleet, "state", self.tables.state_name(f"published-{shard}"))
+            copies.append({**state, "data": published_data(self.tables, shard)})
+        return copies
 
     def _backup_object(self, table: str, key: str, text: str, record: Record) -> Json:
         """The backup of one object. An owned object keeps its owner's text: a restore takes no field from them."""

@@ -21,6 +21,7 @@ from orchestrator.configmaps.objects import (
     uid_of,
 )
 from orchestrator.core.errors import StoreError
+from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import StoreChange, StoredIntent, Tombstone, WorkerIntent, tombstone_lora_id
@@ -66,6 +67,7 @@ class StoreTables:
     adapters: dict[str, RegisteredAdapter] = field(default_factory=dict)
     aliases: dict[str, Targets] = field(default_factory=dict)
     rollouts: dict[str, Rollout] = field(default_factory=dict)
+    published: dict[str, PublishedName] = field(default_factory=dict)
     workers: dict[str, WorkerIntent] = field(default_factory=dict)
     tombstones: dict[str, Tombstone] = field(default_factory=dict)
     policy: dict[str, PlacementPolicy] = field(default_factory=dict)
@@ -100,6 +102,7 @@ class StoreTables:
             adapters=adapters,
             aliases=dict(self.aliases),
             rollouts=dict(self.rollouts),
+            published=dict(self.published),
             workers=dict(self.workers),
             tombstones={
                 key: stone for key, stone in self.tombstones.items() if not _is_registered(adapters, key, stone)
@@ -179,6 +182,12 @@ def workers_data(tables: StoreTables) -> dict[str, str]:
     return {"workers.json": msgspec.json.encode(tables.workers).decode()}
 
 
+def published_data(tables: StoreTables, shard: str) -> dict[str, str]:
+    """The data of a shard's object of published names."""
+    names = {name: record for name, record in sorted(tables.published.items()) if shard_of(name) == shard}
+    return {"published.json": msgspec.json.encode(names).decode()}
+
+
 def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str, str]:
     """The data of a shard's object.
 
@@ -196,7 +205,7 @@ def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str,
 
 
 def _read_state(mirror: ConfigMapMirror, tables: StoreTables) -> None:
-    """Set the tables' counters, operators' orders, remembered adapters and tombstones from state objects.
+    """Set the tables' counters, orders for workers, published names, memory and tombstones from state objects.
 
     Raises StoreError.
     """
@@ -208,6 +217,8 @@ def _read_state(mirror: ConfigMapMirror, tables: StoreTables) -> None:
         tables.remembered |= remembered_in_object(found)
         tombstones = _decoded(((found or {}).get("data") or {}).get("tombstones.json"), dict[str, tuple[str, float]])
         tables.tombstones |= {key: Tombstone(*stone) for key, stone in tombstones.items()}
+        names = (mirror.objects.get(tables.state_name(f"published-{shard}")) or {}).get("data") or {}
+        tables.published |= _decoded(names.get("published.json"), dict[str, PublishedName])
 
 
 def _decoded(text: str | None, kind: Any) -> Any:

@@ -10,6 +10,7 @@ OrchestratorError
 ├── OrchestratorUnavailable  503 with Retry-After: no worker, store or leader can answer now
 ├── WorkerFailed             a worker failed for the moment; retried after `retry_after_s`, perhaps on another worker
 ├── InvalidAdapter           a worker found the adapter's bytes or source wrong; kept as data until something changes
+├── PublishUnfinished        504: a publish was not done in its time; the same call goes on where it ended
 ├── LeaseLost                another orchestrator leads: this one must stop acting at once
 ├── LeaseUnreachable         the lease can be neither read nor written now; retried at the next renewal
 └── StoreError               the store cannot be used; the process refuses to start and leaves the file unchanged
@@ -83,6 +84,11 @@ class WorkerFailed(OrchestratorError):
 class InvalidAdapter(OrchestratorError):
     status = 422
     code = "adapter_refused"
+
+
+class PublishUnfinished(OrchestratorError):
+    status = 504
+    code = "publish_unfinished"
 
 
 class LeaseLost(OrchestratorError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lorafleet.identity import lora_id_of
+from orchestrator.core.version_ids import is_retired_version
 
 Pair = tuple[str, str]
 """(lora_id, worker_id)"""
@@ -77,21 +78,34 @@ class PlacementPolicy:
     storm_window_s: float = 60.0
     storm_moves_per_worker: int = 4
     ttl_s: float = 0.0
+    keep_versions: int = 2
+    max_staleness_s: float = 3600.0
+    unused_name_s: float = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """The stored intent that placement needs. `tombstones`: lora_id -> digests of its deleted versions."""
+    """The stored intent that placement needs.
+
+    tombstones    lora_id -> digests of its deleted versions
+    next_numbers  published name -> number of its next version; all before were used
+    superseded    versions of published names that no name points at any longer
+    """
 
     adapters: Mapping[str, RegisteredAdapter] = field(default_factory=dict)
     tombstones: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    next_numbers: Mapping[str, int] = field(default_factory=dict)
+    superseded: frozenset[str] = frozenset()
 
     def is_deleted(self, lora_id: str, digest: str) -> bool:
         """Whether this version of the adapter was deleted, and is not what is registered now."""
         known = self.adapters.get(lora_id)
         if known is not None and known.digest in (None, digest):
             return False  # registered again; without a digest the same bytes may be meant
-        return digest in self.tombstones.get(lora_id, ())
+        if digest in self.tombstones.get(lora_id, ()):
+            return True
+        # Ten thousand versions of a name leave no tombstones: the next number says as much.
+        return is_retired_version(lora_id, self.next_numbers, self.adapters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

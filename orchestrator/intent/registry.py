@@ -66,7 +66,7 @@ class AdapterRegistry:
         """
         known = self._store.adapters.get(spec.lora_id)
         if known is None:
-            self._require_free(spec.lora_id, "lora_id")
+            self.require_free(spec.lora_id, "lora_id")
             _require_no_secret(spec.source)
             return None
         _require_same(known, spec)
@@ -121,7 +121,7 @@ class AdapterRegistry:
         """
         is_registered = replaces is not None and adapter.lora_id in self._store.adapters
         if not is_registered:
-            self._require_free(adapter.lora_id, "lora_id")
+            self.require_free(adapter.lora_id, "lora_id")
         with self._store.together():
             if replaces is not None:
                 self._store.put_tombstone(foreign_key(replaces), adapter.digest or "")
@@ -212,7 +212,7 @@ class AdapterRegistry:
         _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
         is_new = name not in self._store.aliases
         if is_new:
-            self._require_free(name, "name")
+            self.require_free(name, "name")
         for target in spec.targets:
             self._require_target(target.lora_id, "targets")
         if not sum(target.weight for target in spec.targets) > 0:
@@ -245,9 +245,15 @@ class AdapterRegistry:
         return found
 
     def delete_alias(self, name: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
-        """Delete the alias and its rollout, and record it in the history. Raises NotFound, PreconditionFailed."""
+        """Delete the alias and its rollout, and record it in the history.
+
+        Raises NotFound, StateConflict for a published name, PreconditionFailed.
+        """
         was = self.alias(name)
         _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
+        if name in self._store.published:
+            message = f"{name!r} is a published name; DELETE /v1/published/{name} deletes it with its versions"
+            raise StateConflict(message, code="name_published", param="name")
         with self._store.together():
             self._store.drop_alias(name)
             self._store.record("alias_deleted", name, {"was": was}, actor)
@@ -260,13 +266,18 @@ class AdapterRegistry:
         except ValueError as exc:
             raise OrchestratorRequestError(str(exc).replace("lora_id", "alias", 1), param="name") from exc
 
-    def _require_free(self, name: str, param: str) -> None:
-        """Raise StateConflict when the name is an alias, an adapter or a base model. `param`: named in the error."""
+    def require_free(self, name: str, param: str) -> None:
+        """Raise StateConflict when the name is an alias, a published name, an adapter or a base model.
+
+        param  named in the error
+        """
         taken = None
         if name in self._store.aliases:
             taken = "an alias"
         elif name in self._store.adapters:
             taken = "an adapter"
+        elif name in self._store.published:
+            taken = "a published name"
         elif name in (bases := self._reports.base_model_names()):
             taken = "a base model that a worker serves"
         elif any(name.startswith(f"{base}:") for base in bases):

@@ -111,6 +111,7 @@ class CatalogBook:
                     "error": error,
                     "priority": adapter.priority,
                     "secret": adapter.secret,
+                    "published_as": self._store.published_as(lora_id),
                 }
             )
             self._sources[lora_id] = (adapter, state, error)

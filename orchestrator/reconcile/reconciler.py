@@ -22,9 +22,11 @@ from orchestrator.core.placement.place import place
 from orchestrator.core.placement.pools import RouterQueues
 from orchestrator.core.placement.warm_up import warm_up_loads
 from orchestrator.core.plan import WorkerAction, diff, is_drained, required_drains
+from orchestrator.core.published_names import with_published_floors
 from orchestrator.core.state import (
     DesiredPlacement,
     DrainProgress,
+    Intent,
     ObservedFleet,
     Pair,
     PlannedLoad,
@@ -39,6 +41,7 @@ from orchestrator.reconcile.confirmations import RouterConfirmations
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries, LastPass
+from orchestrator.reconcile.retention import VersionRetention
 from orchestrator.reconcile.rollouts import RolloutController
 from orchestrator.reconcile.tasks import BackgroundTasks
 from orchestrator.reconcile.worker_reports import WorkerReports, worker_state
@@ -59,6 +62,7 @@ class Reconciler:
     monitor     heartbeats and probes
     runner      runs actions on agents
     rollouts    moves aliases
+    retention   deletes old versions of published names
     audit       who asked for what
     on_pass     called at the end of each pass
     """
@@ -107,6 +111,7 @@ class Reconciler:
             clock=clock,
             wall=wall,
         )
+        self.retention = VersionRetention(store, demand, clock=clock, wall=wall)
         self.monitor = HeartbeatMonitor(
             settings=settings,
             store=store,
@@ -166,6 +171,7 @@ class Reconciler:
         """Begin to lead: drop failures and events, claim all workers and request a pass."""
         self._term_began_at = self._clock()
         self.demand.begin_term(self._term_began_at)
+        self.retention.begin_term()
         # A leader in between may have dropped failures or registered an adapter anew.
         self.operations.failures.clear()
         self.catalog.begin_term()
@@ -338,7 +344,7 @@ class Reconciler:
         if not self._can_decide:
             return DesiredPlacement(), observed, [], {}
         self.demand.window_s = self.store.rules.demand_window_s
-        intent = self.rollouts.with_replica_floors(self.store.intent)
+        intent = self._wanted_intent(observed)
         self.demand.keep_asked_s = longest_ttl_s(intent, self.store.rules)
         demand = self.demand.snapshot(now)
         desired = place(intent, observed, demand, self.store.rules, now)
@@ -354,6 +360,17 @@ class Reconciler:
         steps = replace(desired, loads=(*desired.loads, *chain.from_iterable(warming.values())))
         actions = diff(steps, observed, self._drain_results(observed), self.store.rules, inspects, now)
         return desired, observed, actions, warming
+
+    def _wanted_intent(self, observed: ObservedFleet) -> Intent:
+        """The stored intent with the replicas that rollouts and published names need."""
+        return with_published_floors(
+            self.rollouts.with_replica_floors(self.store.intent),
+            self.store.published,
+            self.store.aliases,
+            observed.workers.values(),
+            most_replicas=self.store.rules.max_replicas,
+            last_asked_at=self.retention.last_asked_at(),
+        )
 
     def _drain_results(self, observed: ObservedFleet) -> dict[Pair, bool]:
         """(lora_id, worker_id) of each drain -> whether it has finished."""
@@ -377,6 +394,7 @@ class Reconciler:
                 self.demand.drop_want(lora_id)
                 self.audit.forget_requester(lora_id)
         if self._can_decide:
+            self.retention.retire()
             self._finish_deletions()
 
     def finish_deletions(self) -> None:

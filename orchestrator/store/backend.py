@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 
@@ -51,13 +52,14 @@ class StoredIntent:
     adapters: Mapping[str, RegisteredAdapter] = field(default_factory=dict)
     aliases: Mapping[str, Targets] = field(default_factory=dict)
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
+    published: Mapping[str, PublishedName] = field(default_factory=dict)
     workers: Mapping[str, WorkerIntent] = field(default_factory=dict)
     tombstones: Mapping[str, Tombstone] = field(default_factory=dict)
     rules: PlacementPolicy = field(default_factory=PlacementPolicy)
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
-Table = Literal["adapters", "aliases", "rollouts", "workers", "tombstones", "policy", "counters"]
+Table = Literal["adapters", "aliases", "rollouts", "published", "workers", "tombstones", "policy", "counters"]
 
 Subject = tuple[Table, str]
 """The (table, key) of a change."""
@@ -68,7 +70,9 @@ class StoreChange(NamedTuple):
 
     table: Table
     key: str
-    value: RegisteredAdapter | Targets | Rollout | WorkerIntent | Tombstone | PlacementPolicy | int | None
+    value: (
+        RegisteredAdapter | Targets | Rollout | PublishedName | WorkerIntent | Tombstone | PlacementPolicy | int | None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,15 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lorafleet.service import files
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
+from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets, rollout_json
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import HistoryEntry, StoreChange, StoredIntent, Subject, Tombstone, WorkerIntent
-from orchestrator.store.typed import parsed, rollout_in, typed
+from orchestrator.store.typed import parsed, published_in, rollout_in, typed
 
 _MIGRATIONS: tuple[str, ...] = (
     """
@@ -53,6 +56,9 @@ _MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE workers ADD COLUMN moves INTEGER;
     ALTER TABLE workers ADD COLUMN move_bytes INTEGER NOT NULL DEFAULT 0;
     """,
+    """
+    CREATE TABLE published (name TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
+    """,
 )
 SCHEMA = len(_MIGRATIONS)
 _POLICY_FIELDS = ("loading", "min_replicas", "max_replicas", "pinned", "priority", "weight", "ttl_s", "ignored_modules")
@@ -63,6 +69,7 @@ _KEYS = {
     "adapters": "lora_id",
     "aliases": "name",
     "rollouts": "alias",
+    "published": "name",
     "workers": "id",
     "tombstones": "lora_id",
     "counters": "name",
@@ -131,6 +138,10 @@ class SqliteBackend:
             rollouts={
                 alias: rollout_in(body, f"rollout of {alias!r}")
                 for alias, body in rows("SELECT alias, body FROM rollouts")
+            },
+            published={
+                name: published_in(body, f"published name {name!r}")
+                for name, body in rows("SELECT name, body FROM published")
             },
             workers={
                 row["id"]: typed(dict(row), WorkerIntent, f"worker {row['id']!r}")
@@ -398,6 +409,8 @@ def _row_of_change(change: StoreChange) -> tuple[Any, ...]:
             return _adapter_row(adapter)
         case Rollout() as rollout:
             return change.key, json.dumps(rollout_json(rollout))
+        case PublishedName() as record:
+            return change.key, msgspec.json.encode(record).decode()
         case WorkerIntent() as intent:
             return change.key, *astuple(intent)
         case Tombstone(digest, at):

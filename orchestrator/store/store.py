@@ -13,8 +13,10 @@ from typing import Any, cast
 from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 
 from orchestrator.core.errors import OrchestratorUnavailable
+from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import Intent, PlacementPolicy, RegisteredAdapter
+from orchestrator.core.version_ids import is_retired_version
 from orchestrator.store.backend import (
     HistoryEntry,
     StoreBackend,
@@ -28,6 +30,10 @@ from orchestrator.store.backend import (
 )
 from orchestrator.store.sqlite import SqliteBackend
 
+MOST_TOMBSTONES = 20_000
+"""Tombstones kept; of more the oldest go, some at a time. A trainer that names each step anew deletes one a step."""
+_TOMBSTONES_SPARE = 500
+
 _RESERVED = 1000
 """Revisions reserved in the backend at a time; unused ones are skipped after a crash."""
 
@@ -36,7 +42,7 @@ NOBODY = "lorafleet"
 
 KINDS = (
     "adapter_registered", "adapter_adopted", "adapter_changed", "adapter_deleted", "adapter_retried",
-    "alias_set", "alias_deleted", "alias_rollout", "policy_changed",
+    "alias_set", "alias_deleted", "alias_rollout", "name_published", "name_deleted", "policy_changed",
     "worker_cordoned", "worker_draining", "worker_uncordoned", "load", "drain", "unload",
 )  # fmt: skip
 """The kinds of history entries."""
@@ -55,6 +61,9 @@ class IntentStore:
         self.adapters: MutableMapping[str, RegisteredAdapter] = SortedDict()
         self.aliases: MutableMapping[str, Targets] = SortedDict()
         self.rollouts: dict[str, Rollout] = {}
+        self.published: MutableMapping[str, PublishedName] = SortedDict()
+        self.next_numbers: dict[str, int] = {}  # published name -> number of its next version
+        self._version_names: dict[str, str] = {}  # lora_id of a version -> its published name
         self.workers: dict[str, WorkerIntent] = {}
         self.tombstones: dict[str, frozenset[str]] = {}  # lora_id -> digests of its deleted versions
         self._stones: dict[str, Tombstone] = {}
@@ -125,7 +134,7 @@ class IntentStore:
     @property
     def intent(self) -> Intent:
         """The part of the stored intent that placement needs: views, not copies."""
-        return Intent(adapters=self.adapters, tombstones=self.tombstones)
+        return Intent(adapters=self.adapters, tombstones=self.tombstones, next_numbers=self.next_numbers)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -213,12 +222,12 @@ class IntentStore:
     def drop_adapter(self, lora_id: str) -> None:
         """Delete the adapter and leave a tombstone, so that a worker that comes back with it unloads it.
 
-        Without a known digest there is no tombstone.
+        Without a known digest there is no tombstone, nor for a version of a published name, whose number is used.
         """
         with self.together():
             adapter = self.adapters.pop(lora_id)
             self._queue_change("adapters", lora_id, None)
-            if adapter.digest is not None:
+            if adapter.digest is not None and not is_retired_version(lora_id, self.next_numbers, self.adapters):
                 self.put_tombstone(lora_id, adapter.digest)
 
     def put_tombstone(self, lora_id: str, digest: str) -> None:
@@ -228,6 +237,10 @@ class IntentStore:
             self._queue_change("tombstones", key, stone)
             self._stones[key] = stone
             self.tombstones[lora_id] = self.tombstones.get(lora_id, frozenset()) | {digest}
+            if len(self._stones) >= MOST_TOMBSTONES + _TOMBSTONES_SPARE:
+                oldest = sorted(self._stones, key=lambda key: self._stones[key].at)[:-MOST_TOMBSTONES]
+                for old in oldest:
+                    self._drop_tombstone(old)
 
     def _drop_tombstone(self, key: str) -> None:
         """Delete the tombstone with this key, if there is one."""
@@ -289,6 +302,29 @@ class IntentStore:
                 self._queue_change("rollouts", alias, rollout)
                 self.rollouts[alias] = rollout
 
+    def put_published(self, name: str, record: PublishedName | None) -> None:
+        """Store a published name; None drops it."""
+        with self.together():
+            if record is not None or name in self.published:
+                self._queue_change("published", name, record)
+                self._set_published(name, record)
+
+    def published_as(self, lora_id: str) -> str | None:
+        """The published name that the adapter is a version of; None for any other adapter."""
+        return self._version_names.get(lora_id)
+
+    def _set_published(self, name: str, record: PublishedName | None) -> None:
+        """Set or drop a published name in memory, with the indices of its versions."""
+        before = self.published.pop(name, None)
+        for version in before.versions if before is not None else ():
+            self._version_names.pop(version.lora_id, None)
+        if record is None:
+            self.next_numbers.pop(name, None)
+            return
+        self.published[name] = record
+        self.next_numbers[name] = record.next_number
+        self._version_names |= {version.lora_id: name for version in record.versions}
+
     def put_rules(self, rules: PlacementPolicy) -> None:
         """Store the global policy."""
         with self.together():
@@ -313,6 +349,9 @@ class IntentStore:
         self.adapters = SortedDict(stored.adapters)
         self.aliases = SortedDict(stored.aliases)
         self.rollouts = dict(stored.rollouts)
+        self.published, self.next_numbers, self._version_names = SortedDict(), {}, {}
+        for name, record in stored.published.items():
+            self._set_published(name, record)
         self.workers = dict(stored.workers)
         self._stones = dict(stored.tombstones)
         digests: dict[str, set[str]] = {}

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout
 
 T = TypeVar("T")
@@ -34,3 +35,8 @@ def parsed(text: object, label: str) -> Any:
 def rollout_in(text: object, label: str) -> Rollout:
     """A rollout from the text of `rollout_json`. Raises ValueError."""
     return typed(parsed(text, label), Rollout, label)
+
+
+def published_in(text: object, label: str) -> PublishedName:
+    """A published name from its JSON text. Raises ValueError."""
+    return typed(parsed(text, label), PublishedName, label)

@@ -11,7 +11,9 @@ from lorafleet.service.http import envelope
 
 
 def digest_of(source):
-    """The digest of a source, whose content is its own URL here."""
+    """The digest of a source, whose content is its own URL here; one of the fleet's own bytes names it."""
+    if source.startswith("fleet:"):
+        return source.rpartition("/")[2].removeprefix("fleet:")
     return hashlib.sha256(source.encode()).hexdigest()
 
 

@@ -32,6 +32,9 @@ class StoreDouble:
         self.revision += 1
         return self.revision
 
+    def published_as(self, _lora_id):
+        return None
+
 
 @given(STEPS, st.integers(1, 6))
 def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept):

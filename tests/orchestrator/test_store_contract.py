@@ -7,6 +7,7 @@ import pytest
 
 from lorafleet.kube.client import connect
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
+from orchestrator.core.published_names import NameVersion, PublishedName
 from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, WeightStep
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import WorkerIntent
@@ -45,6 +46,19 @@ ROLLOUT = Rollout(
     phase="watching",
     scale=3,
     new=RequestTally(10, 1, 9, 0.5),
+)
+
+
+PUBLISHED = PublishedName(
+    name="run@3",
+    tenant="acme",
+    next_number=3,
+    versions=(NameVersion(lora_id="run@3/v2", number=2, digest="b" * 64, registered_at=7.0, pointed_at=8.5),),
+    published_at=8.5,
+    replicas=2,
+    keep_versions=4,
+    max_staleness_s=60.0,
+    shadows_base=True,
 )
 
 
@@ -122,6 +136,7 @@ async def test_all_intent_survives_a_restart(stores):
     store.put_adapter(ADAPTER)
     store.put_alias("sql", (("sql/v1", 1.0),))
     store.put_rollout("sql", ROLLOUT)
+    store.put_published("run@3", PUBLISHED)
     store.put_rules(PlacementPolicy(loading="weighted", loads_per_worker=3))
     store.put_worker("w0", WorkerIntent("draining", 17.5))
     store.put_adapter(RegisteredAdapter(lora_id="old", source="x", digest="e" * 64))
@@ -135,16 +150,19 @@ async def test_all_intent_survives_a_restart(stores):
     assert dict(again.adapters) == {"sql/v1": ADAPTER}
     assert dict(again.aliases) == {"sql": (("sql/v1", 1.0),)}
     assert again.rollouts == {"sql": ROLLOUT}
+    assert dict(again.published) == {"run@3": PUBLISHED}
+    assert (again.published_as("run@3/v2"), again.next_numbers) == ("run@3", {"run@3": 3})
     assert again.rules == PlacementPolicy(loading="weighted", loads_per_worker=3)
     assert again.workers == {"w0": WorkerIntent("draining", 17.5)}
     assert again.tombstones == {"old": {"e" * 64}}
     assert again.epoch >= 7
     again.drop_alias("sql")
+    again.put_published("run@3", None)
     again.put_worker("w0", None)
     await again.wait_durable()
     await stores.close(again)
     last = await stores.open()
-    assert (dict(last.aliases), last.rollouts, last.workers) == ({}, {}, {})
+    assert (dict(last.aliases), last.rollouts, dict(last.published), last.workers) == ({}, {}, {}, {})
     await stores.close(last)
 
 
@@ -305,6 +323,7 @@ async def test_a_backup_leaves_out_deletions_drains_and_rollouts(stores, tmp_pat
     store.drop_adapter("gone")
     store.put_alias("sql", (("sql/v1", 2.0),))
     store.put_rollout("sql", ROLLOUT)
+    store.put_published("run@3", PUBLISHED)
     store.put_rules(PlacementPolicy(loading="eager"))
     store.put_worker("w0", WorkerIntent("draining", 17.5))
     store.put_worker("w1", WorkerIntent("cordoned"))
@@ -318,6 +337,7 @@ async def test_a_backup_leaves_out_deletions_drains_and_rollouts(stores, tmp_pat
     assert (copy.adapters["sql/v1"], copy.tombstones, copy.rollouts) == (ADAPTER, {}, {})
     assert not copy.adapters["going"].is_deleting
     assert dict(copy.aliases) == {"sql": (("sql/v1", 2.0),)}
+    assert dict(copy.published) == {"run@3": PUBLISHED}
     assert copy.workers == {"w1": WorkerIntent("cordoned")}
     assert copy.rules == PlacementPolicy(loading="eager")
     await stores.close(copy)

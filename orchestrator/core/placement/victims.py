@@ -56,7 +56,7 @@ def cheapest_victim(
 ) -> tuple[ReportedAdapter, float] | None:
     """The evictable copy on the worker with the least worth, and that worth; None when all must stay.
 
-    A copy that already drains comes first, so that a choice once made stands.
+    A copy that already drains comes first, so that a choice once made stands; then versions that no name points at.
 
     below      only copies worth less than this
     is_repair  only copies with a lower habitual rate: a repair must not evict a hotter adapter that is silent just now
@@ -74,7 +74,8 @@ def cheapest_victim(
             continue
         if is_in_use(context, held, worker):
             value = inf
-        order = (held.state != "draining", known.priority, value, held.since, held.lora_id)
+        is_current = held.lora_id not in context.intent.superseded
+        order = (held.state != "draining", known.priority, is_current, value, held.since, held.lora_id)
         if best is None or order < best[0]:
             best = (order, held, value)
     return None if best is None else (best[1], best[2])
@@ -126,7 +127,9 @@ def _is_evictable(
         is_in_use(context, held, worker) and not had_its_turn
     ):
         return False
-    if context.now - held.since < context.policy.min_residency_s and not is_surplus(context, held.lora_id, worker.id):
+    is_young = context.now - held.since < context.policy.min_residency_s
+    is_superseded = held.lora_id in context.intent.superseded
+    if is_young and not is_superseded and not is_surplus(context, held.lora_id, worker.id):
         return False
     if context.current_failure(held.lora_id, worker.id) is not None:
         return False

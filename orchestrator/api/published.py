@@ -1,0 +1,62 @@
+"""Routes for published names: publish a version, list and read names, delete one."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Depends, Request, Response
+
+from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.service.roles import Caller
+from orchestrator.api.parameters import Cursor, Limit, page_after
+from orchestrator.intent.publisher import NamePublisher
+from orchestrator.store.store import IntentStore
+from orchestrator.wire import PublishedItem, PublishedList, PublishSpec
+
+PUBLISH_EXAMPLE = {"source": "/shared/runs/42/step-7", "replicas": "all", "keep_versions": 2}
+
+
+def _caller(request: Request) -> Caller:
+    """The request's caller. `requires` has authenticated it before."""
+    found: Caller = request.state.caller
+    return found
+
+
+WhoCalls = Annotated[Caller, Depends(_caller)]
+
+
+def published_routes(keys: ApiKeys, store: IntentStore, publisher: NamePublisher) -> APIRouter:
+    """The routes that publish under names, list, read and delete them. A tenant's key sees its own names alone."""
+    api = APIRouter(tags=["published names"])
+    read = [Depends(requires(keys, "view", "register"))]
+    write = [Depends(requires(keys, "register"))]
+
+    @api.get("/v1/published", dependencies=read)
+    async def names(caller: WhoCalls, limit: Limit = 1000, cursor: Cursor = None) -> PublishedList:
+        """Published names in order, of those that the caller may use."""
+        mine = [name for name in store.published if publisher.is_visible(name, caller)]
+        page, following = page_after(mine, limit, cursor)
+        return PublishedList(data=tuple(publisher.item(name) for name in page), next=following)
+
+    @api.post("/v1/published/{name:path}", dependencies=write)
+    async def publish(
+        name: str, spec: Annotated[PublishSpec, Body(examples=[PUBLISH_EXAMPLE])], caller: WhoCalls
+    ) -> PublishedItem:
+        """Publish bytes as the name's next version; answers once every router sends its requests to that version.
+
+        The bytes are copied: their place is not read again. The same bytes again answer at once. On an error the name
+        is as it was.
+        """
+        return await publisher.publish(name, spec, caller)
+
+    @api.get("/v1/published/{name:path}", dependencies=read)
+    async def published(name: str, caller: WhoCalls) -> PublishedItem:
+        """One published name with its versions. 404 if there is none."""
+        publisher.record(name, caller)
+        return publisher.item(name)
+
+    @api.delete("/v1/published/{name:path}", status_code=204, dependencies=write)
+    async def delete(name: str, caller: WhoCalls) -> Response:
+        """Delete the name and its versions. What runs on them finishes. 404 if there is none."""
+        await publisher.delete(name, caller)
+        return Response(status_code=204)
+
+    return api

@@ -1,0 +1,197 @@
+"""Published names: which version a name gets next, which workers must have it, and which versions are retired. Pure.
+
+A published name is an alias that the fleet keeps pointed at its newest version. Each version is an ordinary adapter,
+with bytes that never change. Times here are Unix times, as they are stored.
+"""
+
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from orchestrator.core.rollout import Targets
+from orchestrator.core.state import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
+from orchestrator.core.version_ids import version_id
+
+UNFINISHED_S = 120.0
+"""A version that its name has not been pointed at for this long belongs to a publish that failed. No publish may take
+as long, so that a repeated one still finds the version of the interrupted one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameVersion:
+    """One version of a published name.
+
+    pointed_at     when the name was last pointed at it; None: a publish is in progress, or failed
+    superseded_at  when the name was pointed elsewhere; None while it is the name's target
+    """
+
+    lora_id: str
+    number: int
+    digest: str
+    registered_at: float
+    pointed_at: float | None = None
+    superseded_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedName:
+    """A name that a trainer publishes versions under.
+
+    tenant           tenant that may publish under it and use it; None: operators publish, everyone uses
+    next_number      number of the next version; numbers are never used twice
+    versions         registered versions, the oldest first
+    published_at     when it was last published
+    used_at          when a request for it was last noted; more recent ones may be known
+    replicas         workers that must have a version before the name points at it; None: all
+    keep_versions    newest versions that stay; None: the policy's
+    max_staleness_s  how long a superseded version stays; None: the policy's
+    shadows_base     whether keys that may shadow a base model get the name in place of the base model of this name
+    """
+
+    name: str
+    tenant: str | None = None
+    next_number: int = 1
+    versions: tuple[NameVersion, ...] = ()
+    published_at: float = 0.0
+    used_at: float = 0.0
+    replicas: int | None = None
+    keep_versions: int | None = None
+    max_staleness_s: float | None = None
+    shadows_base: bool = False
+
+    def version_of(self, digest: str) -> NameVersion | None:
+        """The newest version with these bytes; None without one."""
+        return next((version for version in reversed(self.versions) if version.digest == digest), None)
+
+
+def with_next_version(
+    record: PublishedName, digest: str, taken: Container[str], now: float
+) -> tuple[PublishedName, NameVersion]:
+    """The record with a new version of these bytes, and that version.
+
+    taken  lora_ids in use: an adapter that somebody registered as `name/v3` is no version of the name
+    """
+    number = record.next_number
+    while (lora_id := version_id(record.name, number)) in taken:
+        number += 1
+    version = NameVersion(lora_id=lora_id, number=number, digest=digest, registered_at=now)
+    return replace(record, next_number=number + 1, versions=(*record.versions, version)), version
+
+
+def after_pointing(record: PublishedName, lora_id: str, now: float) -> PublishedName:
+    """The record after its name was pointed at this version: the one before is superseded from now on."""
+
+    def after(version: NameVersion) -> NameVersion:
+        """The version as it is from now on."""
+        if version.lora_id == lora_id:
+            return replace(version, pointed_at=now, superseded_at=None)
+        is_current = version.pointed_at is not None and version.superseded_at is None
+        return replace(version, superseded_at=now) if is_current else version
+
+    return replace(record, versions=tuple(map(after, record.versions)), published_at=now)
+
+
+def without_versions(record: PublishedName, gone: Container[str]) -> PublishedName:
+    """The record without these versions."""
+    return replace(record, versions=tuple(version for version in record.versions if version.lora_id not in gone))
+
+
+def retired_versions(
+    record: PublishedName, targets: Collection[str], policy: PlacementPolicy, now: float
+) -> tuple[str, ...]:
+    """lora_ids of the versions that are to be drained and deleted: too many, too old, or of a publish that failed.
+
+    targets  lora_ids that the name points at, or is about to: they are never retired
+    """
+    keep = policy.keep_versions if record.keep_versions is None else record.keep_versions
+    stale_s = policy.max_staleness_s if record.max_staleness_s is None else record.max_staleness_s
+    pointed = [version for version in record.versions if version.pointed_at is not None]
+    newest = sorted(pointed, key=lambda version: (version.pointed_at or 0.0, version.number), reverse=True)
+    kept = {version.lora_id for version in newest[: max(1, keep)]} | set(targets)
+
+    def is_retired(version: NameVersion) -> bool:
+        """Whether the version is to go."""
+        if version.lora_id in targets:
+            return False
+        if version.pointed_at is None:
+            return now - version.registered_at >= UNFINISHED_S
+        is_stale = bool(stale_s) and version.superseded_at is not None and now - version.superseded_at >= stale_s
+        return version.lora_id not in kept or is_stale
+
+    return tuple(version.lora_id for version in record.versions if is_retired(version))
+
+
+def is_unused(record: PublishedName, last_asked_at: float | None, policy: PlacementPolicy, now: float) -> bool:
+    """Whether nobody has published the name, or asked for it, in the policy's `unused_name_s`."""
+    registered = [version.registered_at for version in record.versions]
+    used_at = max(record.published_at, record.used_at, last_asked_at or 0.0, *registered)
+    return bool(policy.unused_name_s) and now - used_at >= policy.unused_name_s
+
+
+def meant_workers(
+    workers: Iterable[ObservedWorker], base_model: str | None, rank: int, replicas: int | None
+) -> tuple[frozenset[str], int]:
+    """Workers that may get a version, and how many of them must have it before its name may point at it."""
+    able = frozenset(worker.id for worker in workers if worker.can_accept(base_model, rank) and not worker.drain)
+    return able, len(able) if replicas is None else min(replicas, len(able))
+
+
+def with_published_floors(
+    intent: Intent,
+    names: Mapping[str, PublishedName],
+    aliases: Mapping[str, Targets],
+    workers: Collection[ObservedWorker],
+    *,
+    most_replicas: int,
+    last_asked_at: Mapping[str, float] | None = None,
+) -> Intent:
+    """The intent with the replicas that published names need as minimum of their versions.
+
+    Needed are the versions that names point at, and those that publishes wait for. Names used last come first: names
+    for which the smallest worker has no slot left get no minimum, so that names of a trainer that died can be evicted.
+    Versions that no name points at any longer are marked, so that they make room first.
+
+    most_replicas  maximum of adapters that set none of their own
+    last_asked_at  name -> when a request for it came last; by the clock of `PublishedName.published_at`
+    """
+    if not names:
+        return intent
+    asked = last_asked_at or {}
+    order = sorted(
+        names.values(), key=lambda name: (-max(name.published_at, name.used_at, asked.get(name.name, 0.0)), name.name)
+    )
+    wanted = list(_needed_versions(order, aliases, intent))
+    current = {adapter.lora_id for adapter, _ in wanted}
+    taken: dict[str, int] = {}
+    raised: dict[str, RegisteredAdapter] = {}
+    for adapter, replicas in wanted:
+        able, count = meant_workers(workers, adapter.base_model, adapter.rank or 0, replicas)
+        room = min((worker.slots for worker in workers if worker.id in able), default=0)
+        base = adapter.base_model or ""
+        taken[base] = taken.get(base, 0) + 1
+        if count and taken[base] <= room:
+            raised[adapter.lora_id] = replace(
+                adapter,
+                min_replicas=max(count, adapter.min_replicas or 0),
+                max_replicas=max(count, most_replicas if adapter.max_replicas is None else adapter.max_replicas),
+            )
+    superseded = {version.lora_id for name in order for version in name.versions} - current
+    return replace(intent, adapters={**intent.adapters, **raised}, superseded=frozenset(superseded))
+
+
+def _needed_versions(
+    order: Iterable[PublishedName], aliases: Mapping[str, Targets], intent: Intent
+) -> Iterator[tuple[RegisteredAdapter, int | None]]:
+    """Versions that names point at or publishes wait for, each with its name's `replicas`; in the order of the names.
+
+    Those that publishes wait for come first.
+    """
+    names = list(order)
+    for name in names:
+        for version in name.versions:
+            if version.pointed_at is None and (found := intent.adapters.get(version.lora_id)) is not None:
+                yield found, name.replicas
+    for name in names:
+        own = {version.lora_id for version in name.versions if version.pointed_at is not None}
+        for lora_id, _weight in aliases.get(name.name, ()):
+            if lora_id in own and (found := intent.adapters.get(lora_id)) is not None:
+                yield found, name.replicas

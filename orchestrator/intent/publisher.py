@@ -1,0 +1,431 @@
+"""Publishing: the next version of a name, copied, loaded on every worker meant, and only then pointed at.
+
+`publish` either leaves the name at the new version, or as it was. Whoever is interrupted may repeat the call: it goes
+on with the version that the interrupted one has made. Passes load the version, as they do any adapter with a minimum
+of replicas; `VersionRetention` deletes what no publish has finished.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import structlog
+
+from lorafleet.identity import fleet_source, rendezvous_score
+from lorafleet.service.roles import Caller
+from lorafleet.service.times import unix_text
+from orchestrator.core.errors import (
+    InvalidAdapter,
+    NotFound,
+    OrchestratorRequestError,
+    OrchestratorUnavailable,
+    PublishUnfinished,
+    StateConflict,
+    WorkerFailed,
+)
+from orchestrator.core.publish_wait import load_progress, may_become_visible
+from orchestrator.core.published_names import (
+    NameVersion,
+    PublishedName,
+    after_pointing,
+    meant_workers,
+    with_next_version,
+    without_versions,
+)
+from orchestrator.core.source_rules import secret_part, without_secrets
+from orchestrator.core.state import ObservedWorker, RegisteredAdapter
+from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.reconcile.agent_client import CONTENT_CODES
+from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.wire import PublishedItem, PublishSpec, checked_published_name
+
+log = structlog.get_logger()
+
+_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 1.0
+"""Between two looks at bytes that are not visible yet: a network mount shows a new file within seconds."""
+_RETRY_S = 1.0
+"""A load that failed for a reason of the moment is repeated so often."""
+_LOOK_S = 0.5
+"""Loads are looked at so often, besides at every event of the catalog."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Deadline:
+    """The end of a publish, on the orchestrator's clock."""
+
+    began_at: float
+    at: float
+    clock: Callable[[], float]
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left; never negative."""
+        return max(0.0, self.at - self.clock())
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since the publish began."""
+        return self.clock() - self.began_at
+
+
+class NamePublisher:
+    """Publishes versions under names, and deletes names. Publishes of one name run one after another."""
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        reconciler: Reconciler,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._registry = registry
+        self._reconciler = reconciler
+        self._store = reconciler.store
+        self._clock = clock
+        self._wall = wall
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._waiting: Counter[str] = Counter()
+
+    async def publish(self, name: str, spec: PublishSpec, caller: Caller) -> PublishedItem:
+        """Make the bytes the name's version, and return the name once every router sends requests to it.
+
+        The bytes of a version that the name still has are pointed at again. Nothing changes on an error, except that
+        a version whose loads were too slow stays for a while, so that the call can be repeated.
+
+        Raises OrchestratorRequestError for a wrong name or source, StateConflict for a name that is another's,
+        InvalidAdapter for wrong bytes, PublishUnfinished when the time is over, and OrchestratorUnavailable without a
+        worker, store or leader.
+        """
+        self._require_publishable(name, spec, caller)
+        now = self._clock()
+        deadline = _Deadline(now, now + spec.timeout_s, self._clock)
+        async with self._turn(name, deadline):
+            self._require_publishable(name, spec, caller)
+            found = await self._copied(name, spec, deadline)
+            version, is_new = await self._registered(name, spec, found, caller)
+            await self._wait_for_loads(name, version, deadline)
+            await self._point(name, version, caller, is_new=is_new)
+            log.info("name published", name=name, lora_id=version.lora_id, is_new=is_new, asked_by=caller.name)
+            return self.item(name, is_new=is_new)
+
+    async def delete(self, name: str, caller: Caller) -> None:
+        """Delete the name and its versions: routers forget it at once, and what runs finishes.
+
+        Raises NotFound, StateConflict while another alias points at one of its versions.
+        """
+        record = self.record(name, caller)
+        ids = {version.lora_id for version in record.versions}
+        users = [
+            alias for alias, targets in self._store.aliases.items() if alias != name and ids & {to for to, _ in targets}
+        ]
+        if users:
+            message = f"versions of {name!r} are targets of alias {', '.join(map(repr, users))}; change that first"
+            raise StateConflict(message, code="in_use", param="name")
+        self._reconciler.retention.drop_name(record, caller.name, "deleted")
+        await self._reconciler.publish_change(
+            ("published", name), ("aliases", name), *(("adapters", id_) for id_ in ids)
+        )
+        self._reconciler.finish_deletions()
+
+    def record(self, name: str, caller: Caller) -> PublishedName:
+        """The published name. Raises NotFound, also for a name of another tenant."""
+        found = self._store.published.get(name)
+        if found is None or not self.is_visible(name, caller):
+            message = f"{name!r} is no published name; POST /v1/published/{name} publishes one"
+            raise NotFound(message, code="name_not_found", param="name")
+        return found
+
+    def is_visible(self, name: str, caller: Caller) -> bool:
+        """Whether the published name exists for the caller."""
+        tenant = self._store.published[name].tenant
+        return tenant is None or caller.may_use((tenant,))
+
+    def item(self, name: str, *, is_new: bool = False) -> PublishedItem:
+        """The published name as wire model. The name must exist."""
+        record, rules = self._store.published[name], self._store.rules
+        targets = [lora_id for lora_id, _ in self._store.aliases.get(name, ())]
+        current = next((v for v in record.versions if v.lora_id in targets and v.pointed_at is not None), None)
+        return PublishedItem.model_validate(
+            {
+                "name": name,
+                "lora_id": current and current.lora_id,
+                "digest": current and current.digest,
+                "version": current and current.number,
+                "versions": [_version_fields(version) for version in reversed(record.versions)],
+                "workers": self._reconciler.queries.ready_workers(current.lora_id) if current else (),
+                "is_new": is_new,
+                "tenant": record.tenant,
+                "replicas": "all" if record.replicas is None else record.replicas,
+                "keep_versions": record.keep_versions or rules.keep_versions,
+                "max_staleness_s": rules.max_staleness_s if record.max_staleness_s is None else record.max_staleness_s,
+                "shadows_base": record.shadows_base,
+            }
+        )
+
+    # -- stages ------------------------------------------------------------------------------------------------
+
+    def _require_publishable(self, name: str, spec: PublishSpec, caller: Caller) -> None:
+        """Raise OrchestratorRequestError or StateConflict when the caller may not publish this under the name."""
+        try:
+            checked_published_name(name)
+        except ValueError as exc:
+            raise OrchestratorRequestError(str(exc), param="name") from exc
+        if spec.source is not None and (part := secret_part(spec.source)) is not None:
+            message = f"source {without_secrets(spec.source)} has {part} with it; give credentials to workers instead"
+            raise OrchestratorRequestError(message, code="source_has_credentials", param="source")
+        known = self._store.published.get(name)
+        if known is None:
+            self._registry.require_free(name, "name")
+        elif not self.is_visible(name, caller):
+            raise StateConflict(
+                f"{name!r} is published by another tenant; choose another", code="name_taken", param="name"
+            )
+
+    @asynccontextmanager
+    async def _turn(self, name: str, deadline: _Deadline) -> AsyncIterator[None]:
+        """Hold the name's turn for the time of the block. Raises PublishUnfinished when it does not come in time."""
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        self._waiting[name] += 1
+        try:
+            try:
+                async with asyncio.timeout(deadline.left_s):
+                    await lock.acquire()
+            except TimeoutError as exc:
+                raise PublishUnfinished(f"another publish of {name!r} is in progress; nothing was changed") from exc
+            try:
+                yield
+            finally:
+                lock.release()
+        finally:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name], self._locks[name]
+
+    async def _copied(self, name: str, spec: PublishSpec, deadline: _Deadline) -> RegisteredAdapter:
+        """The adapter as a worker's agent has fetched, verified and stored it.
+
+        Waits while no worker sees the bytes. Raises InvalidAdapter, PublishUnfinished, OrchestratorUnavailable.
+        """
+        known = self._store.published.get(name) or PublishedName(name=name)
+        _, version = with_next_version(known, "", self._taken_ids(), 0.0)
+        asked = RegisteredAdapter(
+            lora_id=version.lora_id,
+            source=spec.source or fleet_source(spec.digest or ""),
+            base_model=spec.base_model,
+            digest=spec.digest,
+        )
+        pause_s = _PAUSE_S
+        refusal: InvalidAdapter | WorkerFailed | None = None
+        while True:
+            for worker in self._copiers(name, spec.base_model):
+                try:
+                    async with asyncio.timeout(deadline.left_s):
+                        return await self._reconciler.runner.inspect_unregistered(asked, worker.id)
+                except InvalidAdapter as exc:
+                    refusal = exc
+                    if exc.code not in ("source_forbidden", "base_model_mismatch") and not may_become_visible(
+                        exc.code, deadline.since_s
+                    ):
+                        raise
+                except WorkerFailed as exc:
+                    refusal = exc
+                except TimeoutError:
+                    break
+            is_hopeless = refusal is not None and refusal.code in ("source_forbidden", "base_model_mismatch")
+            if is_hopeless and isinstance(refusal, InvalidAdapter):
+                raise refusal
+            if deadline.left_s <= pause_s:
+                why = str(refusal or "no worker has answered")
+                message = f"the bytes could not be copied within {spec.timeout_s:g} s: {why}; {name!r} is as it was"
+                raise PublishUnfinished(message, code="bytes_not_visible")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _copiers(self, name: str, base_model: str | None) -> list[ObservedWorker]:
+        """Workers with an agent that can copy the bytes, the name's home first. Raises OrchestratorUnavailable."""
+        reports = self._reconciler.reports.workers
+        ready = [
+            worker
+            for worker in self._reconciler.queries.observe().workers.values()
+            if worker.state == "ready" and worker.can_serve(base_model)
+        ]
+        able = [worker for worker in ready if reports[worker.id].report.agent_url.startswith("http")]
+        if ready and not able:
+            raise OrchestratorUnavailable(
+                "publishing copies the bytes on workers, and no worker here has an agent: start `lorafleet worker`"
+                " beside each engine, or register adapters whose files stay (POST /v1/adapters)",
+                code="no_agent",
+            )
+        if not able:
+            serving = f" for {base_model!r}" if base_model else ""
+            raise OrchestratorUnavailable(f"no worker is ready{serving}, so nothing can be published", code="no_worker")
+        return sorted(able, key=lambda worker: (-rendezvous_score(name, worker.id), worker.id))
+
+    async def _registered(
+        self, name: str, spec: PublishSpec, found: RegisteredAdapter, caller: Caller
+    ) -> tuple[NameVersion, bool]:
+        """The version with these bytes, registered durably, and whether this call registered it.
+
+        Raises OrchestratorError when it cannot be stored.
+        """
+        assert found.digest is not None, "an inspection names the digest"
+        now = self._wall()
+        record = self._store.published.get(name) or PublishedName(name=name, tenant=caller.tenant)
+        record = _with_settings(record, spec)
+        version, is_new = record.version_of(found.digest), False
+        if version is not None and self._is_usable(version):
+            record = replace(record, versions=tuple(_renewed(record.versions, version, now)))
+        else:
+            is_new = True
+            record, version = with_next_version(record, found.digest, self._taken_ids(), now)
+        with self._store.together():
+            self._store.put_published(name, record)
+            if is_new:
+                adapter = replace(
+                    found,
+                    lora_id=version.lora_id,
+                    source=fleet_source(found.digest),
+                    pinned_source=None,
+                    # Copies of a version that no name points at may make room: its name's settings alone count.
+                    loading="lazy",
+                    tenants=None if record.tenant is None else (record.tenant,),
+                )
+                self._store.put_adapter(adapter)
+        self._reconciler.on_intent_changed()
+        await self._store.wait_durable([("published", name), ("adapters", version.lora_id)])
+        return version, is_new
+
+    def _is_usable(self, version: NameVersion) -> bool:
+        """Whether the version is registered and may be loaded."""
+        adapter = self._store.adapters.get(version.lora_id)
+        return adapter is not None and not adapter.is_deleting and adapter.quarantine is None
+
+    async def _wait_for_loads(self, name: str, version: NameVersion, deadline: _Deadline) -> None:
+        """Wait until the version is ready on every worker meant. Raises InvalidAdapter, PublishUnfinished.
+
+        A version that engines refuse is deleted at once.
+        """
+        reconciler, lora_id = self._reconciler, version.lora_id
+        meant, mended_at = self._able_workers(version), self._clock()
+        while True:
+            reconciler.leadership.require_leading()
+            record = self._store.published.get(name)
+            if record is None or lora_id not in self._store.adapters:
+                raise StateConflict(f"{name!r} was deleted while it was published", code="name_deleted", param="name")
+            able = meant & self._able_workers(version)
+            progress = load_progress(
+                lora_id,
+                able,
+                record.replicas,
+                reconciler.queries.ready_workers(lora_id),
+                reconciler.operations.failures.by_pair,
+                CONTENT_CODES,
+            )
+            if progress.is_done:
+                return
+            if progress.refused is not None:
+                await self._take_back(name, version)
+                raise InvalidAdapter(f"{progress.refused.message}; {name!r} is as it was", code=progress.refused.code)
+            if deadline.left_s <= 0:
+                raise PublishUnfinished(self._load_lack(name, lora_id, progress.ready, progress.lacking, deadline))
+            if not able:
+                meant = self._able_workers(version)
+            if self._clock() - mended_at >= _RETRY_S:
+                # A failure of the moment blocks a worker for a minute, and here a trainer waits.
+                mended_at = self._clock()
+                for worker_id in progress.lacking:
+                    reconciler.operations.failures.record_success((lora_id, worker_id))
+            reconciler.request_pass()
+            await reconciler.catalog.changed.wait(min(deadline.left_s, _LOOK_S))
+
+    def _load_lack(
+        self, name: str, lora_id: str, ready: frozenset[str], lacking: frozenset[str], deadline: _Deadline
+    ) -> str:
+        """What a publish lacks whose time is over, in words."""
+        where = ", ".join(sorted(lacking)) or "any worker"
+        why = self._reconciler.queries.last_error(lora_id)
+        why = why or self._reconciler.queries.last_pass.desired.unplaced.get(lora_id)
+        reason = f": {why}" if why else ": no free slot there, or a load takes longer (engines need max_cpu_loras > 1)"
+        return (
+            f"{lora_id} is ready on {len(ready)} workers and not on {where} after {deadline.since_s:.0f} s{reason};"
+            f" {name!r} is as it was, and the same call goes on where this one ended"
+        )
+
+    def _able_workers(self, version: NameVersion) -> frozenset[str]:
+        """Workers that may get the version now."""
+        adapter = self._store.adapters.get(version.lora_id)
+        if adapter is None:
+            return frozenset()
+        workers = self._reconciler.queries.observe().workers.values()
+        return meant_workers(workers, adapter.base_model, adapter.rank or 0, None)[0]
+
+    async def _take_back(self, name: str, version: NameVersion) -> None:
+        """Delete a version that cannot be used, unless the name points at it."""
+        record = self._store.published.get(name)
+        if record is None or version.pointed_at is not None:
+            return
+        with self._store.together():
+            self._reconciler.retention.delete_versions([version.lora_id])
+            left = without_versions(record, {version.lora_id})
+            is_empty = not left.versions and name not in self._store.aliases
+            self._store.put_published(name, None if is_empty else left)
+        self._reconciler.on_intent_changed()
+
+    async def _point(self, name: str, version: NameVersion, caller: Caller, *, is_new: bool) -> None:
+        """Point the name at the version, retire older ones, and wait until that is durable and routers go by it."""
+        targets = ((version.lora_id, 1.0),)
+        record, was = self._store.published[name], self._store.aliases.get(name)
+        if was == targets:
+            await self._reconciler.publish_change(("published", name), ("aliases", name))
+            return
+        self._reconciler.leadership.require_leading()
+        retention = self._reconciler.retention
+        with self._store.together():
+            self._store.put_alias(name, targets)
+            self._store.put_rollout(name, None)
+            record = after_pointing(record, version.lora_id, self._wall())
+            self._store.put_published(name, record)
+            body = {"lora_id": version.lora_id, "digest": version.digest, "was": was, "is_new": is_new}
+            self._store.record("name_published", name, body, caller.name)
+            retention.retire_versions(record, retention.targeted_ids(), self._store.rules)
+        await self._reconciler.publish_change(("published", name), ("aliases", name))
+
+    def _taken_ids(self) -> frozenset[str]:
+        """lora_ids that a new version may not get: registered ones, and those that workers hold."""
+        held = {
+            lora.lora_id
+            for entry in self._reconciler.reports.workers.values()
+            for lora in entry.report.lora.loaded_loras
+        }
+        return frozenset(held | self._store.adapters.keys())
+
+
+def _with_settings(record: PublishedName, spec: PublishSpec) -> PublishedName:
+    """The record with the settings that the spec names."""
+    if spec.replicas is not None:
+        record = replace(record, replicas=None if spec.replicas == "all" else int(spec.replicas))
+    given = spec.model_fields_set & {"keep_versions", "max_staleness_s"}
+    return replace(record, **{field: getattr(spec, field) for field in given})
+
+
+def _renewed(versions: tuple[NameVersion, ...], version: NameVersion, now: float) -> Iterator[NameVersion]:
+    """The versions, with a fresh time for this one if its publish has not finished: this one may take as long."""
+    for each in versions:
+        is_renewed = each.lora_id == version.lora_id and each.pointed_at is None
+        yield replace(each, registered_at=now) if is_renewed else each
+
+
+def _version_fields(version: NameVersion) -> dict[str, object]:
+    """The fields of a version's wire model."""
+    return {
+        "lora_id": version.lora_id,
+        "version": version.number,
+        "digest": version.digest,
+        "published_at": None if version.pointed_at is None else unix_text(version.pointed_at),
+        "superseded_at": None if version.superseded_at is None else unix_text(version.superseded_at),
+    }

@@ -1,0 +1,129 @@
+"""Retention of published names: versions that are too many, too old or unfinished are drained and deleted.
+
+A pass retires them, so a trainer that died leaves nothing behind.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import structlog
+
+from orchestrator.core.demand import DemandBook
+from orchestrator.core.published_names import PublishedName, is_unused, retired_versions, without_versions
+from orchestrator.core.state import DemandSnapshot, PlacementPolicy
+from orchestrator.store.store import NOBODY, IntentStore
+
+log = structlog.get_logger()
+
+_USE_NOTED_PART = 0.1
+"""A name's use is stored when the stored time is older than this part of `unused_name_s`: a write a day, not a pass."""
+_LISTEN_S = 600.0
+"""No name is deleted as unused before routers have had this long to report to the leader; a guess."""
+
+
+class VersionRetention:
+    """Deletes retired versions and unused names. Placement then drains and unloads them, as any deleted adapter."""
+
+    def __init__(
+        self,
+        store: IntentStore,
+        demand: DemandBook,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._demand = demand
+        self._clock = clock
+        self._wall = wall
+        self._term_began_at = clock()
+
+    def begin_term(self) -> None:
+        """Note the begin of a term: a new leader knows nothing of requests before it."""
+        self._term_began_at = self._clock()
+
+    def last_asked_at(self) -> Mapping[str, float]:
+        """Published name -> Unix time of the last request for one of its versions, as far as routers have reported."""
+        if not self._store.published:
+            return {}
+        snapshot = self._demand.snapshot(self._clock())
+        return {name: at for name, record in self._store.published.items() if (at := self._asked_at(record, snapshot))}
+
+    def _asked_at(self, record: PublishedName, demand: DemandSnapshot) -> float:
+        """Unix time of the last request for a version of the name; 0.0 if none is known."""
+        ids = [version.lora_id for version in record.versions]
+        times = [at for lora_id in ids if (at := demand.last_request_at.get(lora_id)) is not None]
+        return self._wall() - (self._clock() - max(times)) if times else 0.0
+
+    def targeted_ids(self) -> frozenset[str]:
+        """lora_ids that an alias points at, or that a rollout leads from or to."""
+        found = {lora_id for targets in self._store.aliases.values() for lora_id, _ in targets}
+        for rollout in self._store.rollouts.values():
+            if rollout.is_active:
+                found |= rollout.old_ids | rollout.new_ids
+        return frozenset(found)
+
+    def retire(self) -> int:
+        """Mark retired versions as to be deleted, and delete unused names; returns the number of versions marked."""
+        if not self._store.published:
+            return 0
+        asked, targeted = self.last_asked_at(), self.targeted_ids()
+        is_listening = self._clock() - self._term_began_at >= _LISTEN_S
+        has_silent = self._demand.snapshot(self._clock()).has_unheard_routers
+        gone = 0
+        for record in list(self._store.published.values()):
+            current = self._with_use(record, asked.get(record.name))
+            is_idle = is_unused(current, asked.get(record.name), self._store.rules, self._wall())
+            if is_listening and not has_silent and is_idle:
+                gone += len(current.versions)
+                self.drop_name(current, NOBODY, f"nobody asked for it in {self._store.rules.unused_name_s:.0f} s")
+            else:
+                gone += self.retire_versions(current, targeted, self._store.rules)
+        return gone
+
+    def retire_versions(self, record: PublishedName, targeted: Iterable[str], rules: PlacementPolicy) -> int:
+        """Mark a name's retired versions as to be deleted, and drop them from its record; returns their number.
+
+        A name without any version left, as a first publish that failed leaves it, is dropped.
+        """
+        targets = frozenset(targeted)
+        retired = set(retired_versions(record, targets, rules, self._wall()))
+        # Somebody may have deleted a version by hand.
+        retired |= {version.lora_id for version in record.versions if version.lora_id not in self._store.adapters}
+        if not retired:
+            return 0
+        with self._store.together():
+            self.delete_versions(retired)
+            left = without_versions(record, retired)
+            is_empty = not left.versions and record.name not in self._store.aliases
+            self._store.put_published(record.name, None if is_empty else left)
+        log.info("versions retired", name=record.name, lora_ids=sorted(retired), kept=len(left.versions))
+        return len(retired)
+
+    def drop_name(self, record: PublishedName, actor: str, why: str) -> None:
+        """Delete a name with its alias and all its versions, and record it in the history."""
+        with self._store.together():
+            if record.name in self._store.aliases:
+                self._store.drop_alias(record.name)
+            # Dropped first: its versions leave tombstones, as their numbers say nothing without the name.
+            self._store.put_published(record.name, None)
+            self.delete_versions(version.lora_id for version in record.versions)
+            self._store.record("name_deleted", record.name, {"versions": len(record.versions), "why": why}, actor)
+        log.info("published name deleted", name=record.name, why=why, asked_by=actor)
+
+    def delete_versions(self, lora_ids: Iterable[str]) -> None:
+        """Mark the adapters as to be deleted; placement drains and unloads them."""
+        for lora_id in lora_ids:
+            adapter = self._store.adapters.get(lora_id)
+            if adapter is not None and not adapter.is_deleting:
+                self._store.put_adapter(replace(adapter, is_deleting=True))
+
+    def _with_use(self, record: PublishedName, asked_at: float | None) -> PublishedName:
+        """The record with its last use, stored where the stored one is old: a new leader has to know of it."""
+        noted = max(record.used_at, record.published_at)
+        if asked_at is None or asked_at - noted < self._store.rules.unused_name_s * _USE_NOTED_PART:
+            return record
+        used = replace(record, used_at=asked_at)
+        self._store.put_published(record.name, used)
+        return used

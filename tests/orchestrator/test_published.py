@@ -1,0 +1,322 @@
+"""Publishing under names, over REST, with agents that are doubles: versions, their loads, retention, interruptions."""
+
+import asyncio
+
+import pytest
+
+from tests.orchestrator.doubles import digest_of
+
+
+@pytest.fixture
+async def fleet(service):
+    """Two workers of four slots, ready."""
+    for worker_id in ("w0", "w1"):
+        await service.worker(worker_id)
+    return service
+
+
+async def publish(fleet, name="policy", source="/run/step-1", **spec):
+    """The answer to a publish, with passes meanwhile."""
+    call = asyncio.create_task(fleet.http.post(f"/v1/published/{name}", json={"source": source} | spec))
+    while not call.done():
+        await fleet.turn()
+        fleet.clock.now += 0.2  # drains end by reports that are younger than they
+        await asyncio.wait([call], timeout=0.01)
+    return call.result()
+
+
+async def drained(fleet, clock):
+    """Passes until all that is to be unloaded is, with time for drains to end."""
+    for _ in range(3):
+        await fleet.settle()
+        clock.now += 31
+
+
+async def targets(fleet, name="policy"):
+    """What routers get when they are asked for the name."""
+    aliases = {alias["name"]: alias["targets"] for alias in (await fleet.catalog())["aliases"]}
+    return [target["lora_id"] for target in aliases.get(name, ())]
+
+
+async def test_first_publish_makes_version_one_ready_on_every_worker_before_it_answers(fleet):
+    answer = await publish(fleet)
+
+    assert answer.status_code == 200, answer.text
+    item = answer.json()
+    assert (item["lora_id"], item["digest"], item["is_new"]) == ("policy/v1", digest_of("/run/step-1"), True)
+    assert item["workers"] == ["w0", "w1"]
+    assert all("policy/v1" in agent.loaded for agent in fleet.agents.values())
+    assert await targets(fleet) == ["policy/v1"]
+    assert (await fleet.adapter("policy/v1"))["published_as"] == "policy"
+
+
+async def test_place_that_bytes_came_from_is_never_read_again(fleet):
+    await publish(fleet)
+
+    loads = [body for agent in fleet.agents.values() for verb, body in agent.calls if verb == "load_lora"]
+    assert {body["source"] for body in loads} == {f"fleet:{digest_of('/run/step-1')}"}
+
+
+async def test_second_publish_is_next_version_and_name_points_at_it(fleet):
+    await publish(fleet)
+
+    item = (await publish(fleet, source="/run/step-2")).json()
+
+    assert (item["lora_id"], item["version"]) == ("policy/v2", 2)
+    assert await targets(fleet) == ["policy/v2"]
+    assert [version["lora_id"] for version in item["versions"]] == ["policy/v2", "policy/v1"]
+
+
+async def test_same_bytes_again_answer_without_a_load(fleet):
+    first = (await publish(fleet)).json()
+    loads = sum(verb == "load_lora" for agent in fleet.agents.values() for verb, _ in agent.calls)
+
+    answer = await fleet.http.post("/v1/published/policy", json={"source": "/run/step-1"})
+
+    assert answer.json() == first | {"is_new": False}
+    assert loads == sum(verb == "load_lora" for agent in fleet.agents.values() for verb, _ in agent.calls)
+
+
+async def test_bytes_of_a_kept_version_are_pointed_at_again(fleet):
+    await publish(fleet)
+    await publish(fleet, source="/run/step-2")
+
+    item = (await publish(fleet, source="/run/step-1")).json()
+
+    assert (item["lora_id"], item["is_new"]) == ("policy/v1", False)
+    assert await targets(fleet) == ["policy/v1"]
+
+
+async def test_name_stays_at_its_version_until_the_next_is_ready_on_all_workers(fleet):
+    await publish(fleet)
+    fleet.agents["w1"].hold_loads = asyncio.Event()
+    call = asyncio.create_task(fleet.http.post("/v1/published/policy", json={"source": "/run/step-2"}))
+    while "policy/v2" not in fleet.agents["w0"].loaded:
+        await fleet.beat()
+        fleet.reconciler.run_pass()
+        await asyncio.wait([call], timeout=0.01)
+
+    assert not call.done()
+    assert await targets(fleet) == ["policy/v1"]
+    fleet.agents["w1"].hold_loads.set()
+    while not call.done():
+        await fleet.turn()
+        await asyncio.wait([call], timeout=0.01)
+    assert call.result().json()["lora_id"] == "policy/v2"
+
+
+async def test_replicas_limit_the_workers_that_must_have_a_version(fleet):
+    item = (await publish(fleet, replicas=1)).json()
+
+    assert len(item["workers"]) == 1
+    assert item["replicas"] == 1
+
+
+async def test_worker_that_joins_later_gets_the_live_version(fleet):
+    await publish(fleet)
+
+    late = await fleet.worker("w2")
+    await fleet.settle()
+
+    assert "policy/v1" in late.loaded
+
+
+async def test_bytes_that_engines_refuse_leave_name_as_it_was(fleet, clock):
+    await publish(fleet)
+    for agent in fleet.agents.values():
+        agent.refuse["policy/v2"] = "adapter_refused"
+
+    answer = await publish(fleet, source="/run/step-2")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "adapter_refused")
+    assert await targets(fleet) == ["policy/v1"]
+    await drained(fleet, clock)
+    assert "policy/v2" not in fleet.store.adapters
+
+
+async def test_bytes_that_no_worker_sees_are_waited_for(fleet):
+    for agent in fleet.agents.values():
+        agent.refuse["policy/v1"] = "source_not_found"
+    call = asyncio.create_task(fleet.http.post("/v1/published/policy", json={"source": "/run/step-1"}))
+    while len(fleet.agents["w0"].calls) + len(fleet.agents["w1"].calls) < 3:
+        await asyncio.wait([call], timeout=0.01)
+    for agent in fleet.agents.values():
+        agent.refuse.clear()
+    while not call.done():
+        await fleet.turn()
+        await asyncio.wait([call], timeout=0.01)
+
+    assert call.result().json()["lora_id"] == "policy/v1"
+
+
+async def test_bytes_that_never_appear_end_in_an_error_that_says_so(fleet, clock):
+    for agent in fleet.agents.values():
+        agent.refuse["policy/v1"] = "source_not_found"
+    call = asyncio.create_task(fleet.http.post("/v1/published/policy", json={"source": "/nowhere"}))
+    while not fleet.agents["w0"].calls or not fleet.agents["w1"].calls:
+        await asyncio.wait([call], timeout=0.01)
+    clock.now += 30
+
+    answer = await call
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "bytes_not_visible")
+    assert "policy" not in fleet.store.published
+
+
+async def test_publish_without_a_worker_says_so(service):
+    answer = await publish(service)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+
+
+async def test_publish_waits_until_every_router_goes_by_the_name(fleet):
+    await fleet.http.get("/v1/catalog?router_id=r0&revision_seen=1")
+    call = asyncio.create_task(fleet.http.post("/v1/published/policy", json={"source": "/run/step-1"}))
+    while await targets(fleet) != ["policy/v1"]:
+        await fleet.turn()
+        await asyncio.wait([call], timeout=0.01)
+    assert not call.done()
+
+    await fleet.http.get(f"/v1/catalog?router_id=r0&revision_seen={(await fleet.catalog())['revision']}")
+
+    assert (await call).status_code == 200
+
+
+async def test_publishes_of_one_name_take_turns(fleet):
+    calls = [
+        asyncio.create_task(fleet.http.post("/v1/published/policy", json={"source": f"/run/step-{n}"}))
+        for n in range(1, 4)
+    ]
+    while not all(call.done() for call in calls):
+        await fleet.turn()
+        await asyncio.wait(calls, timeout=0.01)
+
+    items = [call.result().json() for call in calls]
+    assert sorted(item["version"] for item in items) == [1, 2, 3]
+    assert await targets(fleet) == ["policy/v3"]
+
+
+async def test_versions_beyond_keep_versions_leave_workers_and_store(fleet, clock):
+    for step in range(1, 5):
+        await publish(fleet, source=f"/run/step-{step}", keep_versions=2)
+    await drained(fleet, clock)
+
+    kept = ["policy/v3", "policy/v4"]
+    assert [lora_id for lora_id in fleet.store.adapters if lora_id.startswith("policy/")] == kept
+    assert all(sorted(agent.loaded) == kept for agent in fleet.agents.values())
+    assert fleet.store.tombstones == {}
+
+
+async def test_worker_that_comes_back_with_a_retired_version_unloads_it(fleet, clock):
+    for step in range(1, 4):
+        await publish(fleet, source=f"/run/step-{step}", keep_versions=1)
+    await drained(fleet, clock)
+
+    fleet.agents["w0"].put("policy/v1", "/run/step-1")
+    await drained(fleet, clock)
+
+    assert sorted(fleet.agents["w0"].loaded) == ["policy/v3"]
+
+
+async def test_superseded_version_is_deleted_when_it_is_stale_though_no_trainer_calls(fleet, clock):
+    await publish(fleet, max_staleness_s=60)
+    await publish(fleet, source="/run/step-2")
+
+    clock.now += 59
+    await fleet.settle()
+    assert "policy/v1" in fleet.store.adapters
+
+    clock.now += 2
+    await drained(fleet, clock)
+    assert "policy/v1" not in fleet.store.adapters
+
+
+async def test_publish_cut_off_by_the_end_of_its_leader_leaves_old_version_and_is_repeatable(
+    fleet, open_service, clock
+):
+    await publish(fleet)
+    fleet.agents["w1"].hold_loads = asyncio.Event()
+    call = asyncio.create_task(fleet.http.post("/v1/published/policy", json={"source": "/run/step-2"}))
+    while "policy/v2" not in fleet.store.adapters:
+        await asyncio.wait([call], timeout=0.01)
+    call.cancel()
+    await asyncio.wait([call])
+
+    successor = open_service()
+    for agent in fleet.agents.values():
+        agent.hold_loads = None
+        await successor.join(agent)
+    assert await targets(successor) == ["policy/v1"]
+    item = (await publish(successor, source="/run/step-2")).json()
+
+    assert (item["lora_id"], item["is_new"]) == ("policy/v2", False)
+    assert await targets(successor) == ["policy/v2"]
+
+
+async def test_version_of_a_publish_that_nobody_repeats_is_deleted(fleet, clock):
+    await publish(fleet)
+    for agent in fleet.agents.values():
+        agent.hold_loads = asyncio.Event()
+    call = asyncio.create_task(fleet.http.post("/v1/published/policy", json={"source": "/run/step-2"}))
+    while "policy/v2" not in fleet.store.adapters:
+        await asyncio.wait([call], timeout=0.01)
+    call.cancel()
+    await asyncio.wait([call])
+    for agent in fleet.agents.values():
+        agent.hold_loads.set()
+
+    clock.now += 130
+    await drained(fleet, clock)
+
+    assert "policy/v2" not in fleet.store.adapters
+    assert await targets(fleet) == ["policy/v1"]
+
+
+async def test_deleted_name_is_gone_from_workers_and_a_second_delete_says_404(fleet, clock):
+    await publish(fleet)
+
+    assert (await fleet.http.delete("/v1/published/policy")).status_code == 204
+    await drained(fleet, clock)
+
+    assert all(agent.loaded == {} for agent in fleet.agents.values())
+    assert await targets(fleet) == []
+    answer = await fleet.http.delete("/v1/published/policy")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "name_not_found")
+
+
+async def test_names_of_adapters_aliases_and_base_models_cannot_be_published(fleet):
+    await fleet.register("sql/v1")
+    await fleet.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]})
+
+    for name in ("sql/v1", "sql", "tiny-qwen"):
+        answer = await publish(fleet, name)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "name_taken"), name
+
+
+async def test_full_workers_make_room_for_a_version_by_one_that_no_name_points_at(fleet):
+    for step in range(1, 7):
+        answer = await publish(fleet, source=f"/run/step-{step}", keep_versions=100)
+        assert answer.status_code == 200, answer.text
+
+    assert "policy/v6" in fleet.agents["w0"].loaded
+    assert "policy/v1" not in fleet.agents["w0"].loaded
+
+
+async def test_published_names_are_listed_with_their_versions(fleet):
+    await publish(fleet)
+    await publish(fleet, "other", "/other")
+
+    page = (await fleet.http.get("/v1/published?limit=1")).json()
+
+    assert [item["name"] for item in page["data"]] == ["other"]
+    rest = (await fleet.http.get(f"/v1/published?cursor={page['next']}")).json()
+    assert [item["name"] for item in rest["data"]] == ["policy"]
+
+
+async def test_history_has_an_entry_for_each_publish(fleet):
+    await publish(fleet)
+    await publish(fleet, source="/run/step-2")
+
+    entries = (await fleet.http.get("/v1/history?kind=name_published")).json()["data"]
+
+    assert [entry["body"]["lora_id"] for entry in entries] == ["policy/v2", "policy/v1"]
