@@ -44,6 +44,17 @@ def keys_new(
         str | None,
         typer.Option(help="90d, 12h, or a UTC time such as 2027-01-31T00:00:00Z; default: never", show_default=False),
     ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="the key's name `x` means `NAMESPACE/x`; default: none", show_default=False),
+    ] = None,
+    lora_ids: Annotated[
+        str,
+        typer.Option(help="comma-separated patterns of names that it may register and publish, such as team-a/*"),
+    ] = "",
+    may_shadow_base: Annotated[
+        bool, typer.Option(help="it may publish under a base model's name, and then gets that in its place")
+    ] = False,
 ) -> None:
     """Create an API key and print it. The file gets only its hash; running services read it within a second.
 
@@ -54,8 +65,10 @@ def keys_new(
       lorafleet keys new --tenant acme --scopes tenant-admin --expires 90d --file keys.yaml
 
       lorafleet keys new --scopes operate --file keys.yaml
+
+      lorafleet keys new --tenant acme --scopes infer,register --namespace run-7 --file keys.yaml
     """
-    from lorafleet.cli.keys import add_key, parse_expiry
+    from lorafleet.cli.keys import KeyNaming, add_key, parse_expiry
 
     wanted_scopes = [scope.strip() for scope in scopes.split(",") if scope.strip()]
     limits = {
@@ -65,7 +78,9 @@ def keys_new(
         "concurrent_requests": concurrent_requests,
     }
     until = None if expires is None else parse_expiry(expires, datetime.now(UTC))
-    typer.echo(add_key(file, tenant, wanted_scopes, note, limits, until))
+    patterns = tuple(pattern.strip() for pattern in lora_ids.split(",") if pattern.strip())
+    naming = KeyNaming(namespace, patterns, may_shadow_base)
+    typer.echo(add_key(file, tenant, wanted_scopes, note, limits, until, naming=naming))
 
 
 @keys_app.command("list")

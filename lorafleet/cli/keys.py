@@ -15,7 +15,15 @@ from lorafleet.cli.key_text import KeyTextError, with_entry, with_expiry, withou
 from lorafleet.service import yamls
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import mode_of, write_atomically, write_error_text
-from lorafleet.service.key_files import KeyFileError, hash_key, key_id_of, new_key, read_key_files, scope_trouble
+from lorafleet.service.key_files import (
+    KeyFileError,
+    hash_key,
+    key_id_of,
+    naming_trouble,
+    new_key,
+    read_key_files,
+    scope_trouble,
+)
 from lorafleet.service.roles import SCOPES, TENANT_SCOPES, Caller
 from lorafleet.service.times import utc_text
 
@@ -33,6 +41,18 @@ class ListedKey:
     note: str
 
 
+@dataclass(frozen=True, slots=True)
+class KeyNaming:
+    """Which names a key uses and may register; the fields are those of `Caller`."""
+
+    namespace: str | None = None
+    lora_ids: tuple[str, ...] = ()
+    may_shadow_base: bool = False
+
+
+NO_NAMING = KeyNaming()
+
+
 def add_key(
     path: Path,
     tenant: str | None,
@@ -40,15 +60,19 @@ def add_key(
     note: str = "",
     limits: Mapping[str, float | None] = MappingProxyType({}),
     expires: datetime | None = None,
+    *,
+    naming: KeyNaming = NO_NAMING,
 ) -> str:
     """Create a key, append its hash to the file, and return the key. The file is replaced atomically.
 
     limits  by the names of KeyLimits; None for no limit
 
-    Raises CommandFailed for an unknown scope, a tenant's key with a fleet-wide scope, a limit below 1, or a file that
-    is not a key file.
+    Raises CommandFailed for an unknown scope, a tenant's key with a fleet-wide scope, names that do not go together, a
+    limit below 1, or a file that is not a key file.
     """
     _check_scopes(tenant, scopes)
+    if (trouble := naming_trouble(naming.namespace, naming.lora_ids or None, naming.may_shadow_base)) is not None:
+        raise CommandFailed(f"--{trouble.replace('_', '-', 2)}", status=2)
     given = {name: value for name, value in limits.items() if value is not None}
     for name, value in given.items():
         if value < 1:
@@ -61,6 +85,9 @@ def add_key(
         "note": note,
         "limits": given,
         "expires": expires,
+        "namespace": naming.namespace,
+        "lora_ids": list(naming.lora_ids),
+        "may_shadow_base": naming.may_shadow_base,
     }
     with _edited(path, may_create=True) as file:
         file.text = with_entry(file.text, {name: value for name, value in entry.items() if value})

@@ -7,6 +7,7 @@ random (`lorafleet keys new`), so a plain hash is safe.
 
 import contextlib
 import hashlib
+import re
 import secrets
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
@@ -20,7 +21,11 @@ LIMITS = ("requests_per_minute", "tokens_per_minute", "bytes_per_minute", "concu
 _MAX_LIMIT = 2**53
 # Digits of a key's hash that identify the key in logs and quotas.
 _KEY_ID_DIGITS = 12
-_FIELDS = frozenset({"sha256", "tenant", "scopes", "note", "limits", "expires"})
+_FIELDS = frozenset(
+    {"sha256", "tenant", "scopes", "note", "limits", "expires", "namespace", "lora_ids", "may_shadow_base"}
+)
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+_MAX_NAMESPACE = 100
 
 
 class KeyFileError(Exception):
@@ -50,7 +55,7 @@ def _read_key_file(path: Path) -> dict[str, Caller]:
     """The callers of one key file by key hash; raises KeyFileError."""
     form = (
         f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}],"
-        " expires: <UTC time>, limits: {...}}]`"
+        " expires: <UTC time>, limits: {...}, namespace: <name>, lora_ids: [<pattern>], may_shadow_base: true}]`"
     )
     try:
         raw = yamls.read_yaml(path)
@@ -83,7 +88,19 @@ def _parse_entry(path: Path, number: int, entry: object, form: str) -> tuple[str
         raise KeyFileError(f"{location}: {trouble}")
     limits = _parse_limits(entry.get("limits"), location)
     expires_at = _parse_expiry(entry.get("expires"), location)
-    return digest, Caller(tenant, frozenset(scopes), key_id_of(digest), limits, expires_at)
+    namespace, lora_ids, shadows = entry.get("namespace"), entry.get("lora_ids"), entry.get("may_shadow_base")
+    if (trouble := naming_trouble(namespace, lora_ids, shadows)) is not None:
+        raise KeyFileError(f"{location}: {trouble}")
+    return digest, Caller(
+        tenant,
+        frozenset(scopes),
+        key_id_of(digest),
+        limits,
+        expires_at,
+        namespace or "",
+        tuple(lora_ids or ()),
+        bool(shadows),
+    )
 
 
 def key_id_of(digest: str) -> str:
@@ -100,6 +117,21 @@ def scope_trouble(tenant: str | None, scopes: Sequence[str]) -> str | None:
             f"scope 'operate' holds for the whole fleet, so it takes no tenant: leave out {tenant!r}, or give scope"
             " 'tenant-admin' for that tenant alone"
         )
+    return None
+
+
+def naming_trouble(namespace: object, lora_ids: object, may_shadow_base: object) -> str | None:
+    """Why these fields of a key do not go together, or are none; None if they do. None stands for a missing field."""
+    is_namespace = isinstance(namespace, str) and len(namespace) <= _MAX_NAMESPACE and _NAMESPACE.fullmatch(namespace)
+    if namespace is not None and (not is_namespace or {".", ".."} & set(str(namespace).split("/"))):
+        return f"namespace must be letters, digits, '.', '_' and '-', in parts joined by '/', found {namespace!r:.40}"
+    is_list = isinstance(lora_ids, list | tuple) and all(isinstance(each, str) and each for each in lora_ids)
+    if lora_ids is not None and not (is_list and lora_ids):
+        return f"lora_ids must be a list of patterns such as team-a/*, found {lora_ids!r:.40}"
+    if may_shadow_base not in (None, True, False):
+        return f"may_shadow_base must be true or false, found {may_shadow_base!r:.40}"
+    if may_shadow_base and namespace is None:
+        return "may_shadow_base needs a namespace: what is published under a base model's name lives there"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Container
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from lorafleet.service.http import HttpError
 
@@ -43,6 +44,9 @@ class Caller:
     key_id      the first digits of the key's hash; empty if no key is needed
     limits      None if there are none
     expires_at  Unix seconds from which the key is refused; None: never
+    namespace   the caller's name `x` means `namespace/x` where there is one; empty: no namespace
+    lora_ids    patterns of names that the caller may register and publish; empty: any, or any in the namespace
+    may_shadow_base  whether the caller may publish under a base model's name, and then gets that in its place
     """
 
     tenant: str | None
@@ -50,6 +54,9 @@ class Caller:
     key_id: str = ""
     limits: KeyLimits | None = None
     expires_at: float | None = None
+    namespace: str = ""
+    lora_ids: tuple[str, ...] = ()
+    may_shadow_base: bool = False
 
     @property
     def name(self) -> str:
@@ -71,12 +78,33 @@ class Caller:
         held = self.scopes & _SATISFIED_BY[scope]
         return bool(held) if self.tenant is None else not held <= set(TENANT_SCOPES)
 
+    def whole_name(self, name: str) -> str:
+        """The name with the caller's namespace, where it has one and the name does not begin with it."""
+        is_whole = not self.namespace or name.startswith(f"{self.namespace}/")
+        return name if is_whole else f"{self.namespace}/{name}"
+
+    def short_name(self, name: str) -> str:
+        """The name as this caller writes it: without its namespace."""
+        return name.removeprefix(f"{self.namespace}/") if self.namespace else name
+
+    def may_register(self, name: str) -> bool:
+        """Whether the caller's key allows it to register or publish under this whole name."""
+        patterns = self.lora_ids or ((f"{self.namespace}/*",) if self.namespace else ("*",))
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
     def may_use(self, tenants: Container[str] | None) -> bool:
         """Whether this caller may use an adapter with these tenants (None: everyone)."""
         return tenants is None or self.may("load") or (self.tenant is not None and self.tenant in tenants)
 
 
 ANYONE = Caller(tenant=None, scopes=frozenset(SCOPES))
+
+
+def check_name(caller: Caller, name: str) -> None:
+    """Raises HttpError 403 `name_forbidden` unless the caller's key allows it to register under this whole name."""
+    if not caller.may_register(name):
+        allowed = ", ".join(caller.lora_ids or (f"{caller.namespace}/*",))
+        raise HttpError(403, "name_forbidden", f"your key may register {allowed}, and not {name[:200]!r}")
 
 
 def check_scope(caller: Caller, *scopes: str, is_for_fleet: bool = False) -> None:

@@ -34,6 +34,7 @@ class WhoAmI(BaseModel):
     is_confined_to_tenant  whether reads and changes concern the tenant's own objects alone
     limits   those that the key has, by name
     expires  UTC; null: never
+    namespace, lora_ids, may_shadow_base  as the key file has them
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra={"examples": [_EXAMPLE]})
@@ -45,6 +46,9 @@ class WhoAmI(BaseModel):
     is_confined_to_tenant: bool
     limits: dict[str, float]
     expires: str | None
+    namespace: str = ""
+    lora_ids: tuple[str, ...] = ()
+    may_shadow_base: bool = False
     wire: int = 1
 
 
@@ -72,4 +76,7 @@ def who_is(caller: Caller) -> WhoAmI:
         is_confined_to_tenant=caller.only_tenant is not None,
         limits={name: limit for name, limit in limits.items() if limit is not None},
         expires=None if expires_at is None else utc_text(datetime.fromtimestamp(expires_at, UTC), "seconds"),
+        namespace=caller.namespace,
+        lora_ids=caller.lora_ids,
+        may_shadow_base=caller.may_shadow_base,
     )

@@ -45,18 +45,19 @@ def published_routes(keys: ApiKeys, store: IntentStore, publisher: NamePublisher
         The bytes are copied: their place is not read again. The same bytes again answer at once. On an error the name
         is as it was.
         """
-        return await publisher.publish(name, spec, caller)
+        return await publisher.publish(caller.whole_name(name), spec, caller)
 
     @api.get("/v1/published/{name:path}", dependencies=read)
     async def published(name: str, caller: WhoCalls) -> PublishedItem:
         """One published name with its versions. 404 if there is none."""
-        publisher.record(name, caller)
-        return publisher.item(name)
+        whole = caller.whole_name(name)
+        publisher.record(whole, caller)
+        return publisher.item(whole)
 
     @api.delete("/v1/published/{name:path}", status_code=204, dependencies=write)
     async def delete(name: str, caller: WhoCalls) -> Response:
         """Delete the name and its versions. What runs on them finishes. 404 if there is none."""
-        await publisher.delete(name, caller)
+        await publisher.delete(caller.whole_name(name), caller)
         return Response(status_code=204)
 
     return api

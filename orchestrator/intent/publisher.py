@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from lorafleet.identity import fleet_source, rendezvous_score
-from lorafleet.service.roles import Caller
+from lorafleet.service.roles import Caller, check_name
 from lorafleet.service.times import unix_text
 from orchestrator.core.errors import (
     InvalidAdapter,
@@ -118,6 +118,7 @@ class NamePublisher:
 
         Raises NotFound, StateConflict while another alias points at one of its versions.
         """
+        check_name(caller, name)
         record = self.record(name, caller)
         ids = {version.lora_id for version in record.versions}
         users = [
@@ -171,6 +172,7 @@ class NamePublisher:
 
     def _require_publishable(self, name: str, spec: PublishSpec, caller: Caller) -> None:
         """Raise OrchestratorRequestError or StateConflict when the caller may not publish this under the name."""
+        check_name(caller, name)
         try:
             checked_published_name(name)
         except ValueError as exc:
@@ -178,6 +180,13 @@ class NamePublisher:
         if spec.source is not None and (part := secret_part(spec.source)) is not None:
             message = f"source {without_secrets(spec.source)} has {part} with it; give credentials to workers instead"
             raise OrchestratorRequestError(message, code="source_has_credentials", param="source")
+        short = caller.short_name(name)
+        if short in self._reconciler.reports.base_model_names() and not caller.may_shadow_base:
+            message = (
+                f"{short!r} is a base model that a worker serves; a key may publish under its name, for itself alone,"
+                " with a `namespace` and `may_shadow_base: true` in the key file; else choose another name"
+            )
+            raise StateConflict(message, code="name_taken", param="name")
         known = self._store.published.get(name)
         if known is None:
             self._registry.require_free(name, "name")
@@ -275,8 +284,9 @@ class NamePublisher:
         """
         assert found.digest is not None, "an inspection names the digest"
         now = self._wall()
+        shadows = caller.short_name(name) in self._reconciler.reports.base_model_names()
         record = self._store.published.get(name) or PublishedName(name=name, tenant=caller.tenant)
-        record = _with_settings(record, spec)
+        record = replace(_with_settings(record, spec), shadows_base=shadows)
         version, is_new = record.version_of(found.digest), False
         if version is not None and self._is_usable(version):
             record = replace(record, versions=tuple(_renewed(record.versions, version, now)))

@@ -22,7 +22,7 @@ from router.api.explain import decision_answer, replay_answer, undecided_answer
 from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
 from router.core.fleet import ReplicaState, RoutableAdapter, RouterFleet
-from router.core.resolve import usable_adapters
+from router.core.resolve import usable_adapters, whole_name
 from router.processes.aggregate import Answer, WorkerProcesses
 from router.protocols.routes import likely_route
 from router.request.parsed_request import parse_request
@@ -304,4 +304,18 @@ def _cards(fleet: RouterFleet, caller: Caller) -> dict[str, dict[str, Any]]:
         targets = [mine[lora_id] for lora_id, _weight in alias.targets if lora_id in mine]
         if targets:
             cards[name] = card(name, targets[0].lora_id, targets[0].base_model)
-    return cards
+    return _in_namespace(fleet, caller, cards) if caller.namespace else cards
+
+
+def _in_namespace(fleet: RouterFleet, caller: Caller, cards: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The cards by the names that the caller's requests use: those of its namespace in place of others of that name.
+
+    What it published under a base model's name has the base model's place in the order.
+    """
+    found = dict(cards)
+    for name, card in cards.items():
+        short = caller.short_name(name)
+        if short != name and whole_name(fleet, caller.namespace, short, may_shadow_base=caller.may_shadow_base) == name:
+            del found[name]
+            found[short] = card | {"id": short}
+    return found

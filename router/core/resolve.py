@@ -113,6 +113,31 @@ def _resolve_lora_id(
     return target
 
 
+def whole_name(fleet: RouterFleet, namespace: str, name: str, *, may_shadow_base: bool) -> str:
+    """The name that a name of a namespace means: `namespace/name` if there is one, else the name as it is.
+
+    A base model's name means the base model, unless the caller may shadow it. `base:name` has the namespace inside.
+    """
+    whole = f"{namespace}/{name}"
+    if fleet.base_models.get(name) is not None and not may_shadow_base:
+        return name
+    if _exists(fleet, whole):
+        return whole
+    at = len(name)
+    while (at := name.rfind(":", 0, at)) > 0:
+        inner = f"{namespace}/{name[at + 1 :]}"
+        if name[:at] in fleet.base_models and _exists(fleet, inner):
+            return f"{name[:at]}:{inner}"
+    return name
+
+
+def _exists(fleet: RouterFleet, name: str) -> bool:
+    """Whether an adapter or alias has this name, or, of `name@digest12`, the part before the digest."""
+    version = asked_version(name) if "@" in name else None
+    names = (name,) if version is None else (name, version[0])
+    return any(each in fleet.adapters or each in fleet.aliases for each in names)
+
+
 def visible_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, RoutableAdapter]:
     """The adapters that exist for a caller, by lora_id."""
     return {lora_id: adapter for lora_id, adapter in fleet.adapters.items() if visible(adapter)}

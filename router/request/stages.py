@@ -13,10 +13,10 @@ from lorafleet.identity import BlockHash, adapter_salt, block_hashes, root_hash
 from lorafleet.kv.pictures import picture_blocks
 from lorafleet.service.roles import Caller
 from router.core.errors import ModelNotFound
-from router.core.fleet import Excluded, Incarnation, Roster, RoutableAdapter
+from router.core.fleet import Excluded, Incarnation, Roster, RoutableAdapter, RouterFleet
 from router.core.kv.index import WorkerId
 from router.core.queue.queued_request import QueuedRequest
-from router.core.resolve import RequestTarget, resolve
+from router.core.resolve import RequestTarget, resolve, whole_name
 from router.core.schedule.request import NOTHING, HashChains, HashedRequest, PrefixMatch, RoutingRequest
 from router.core.schedule.snapshot import length_rejection
 from router.core.scheduler import first_blocks
@@ -43,11 +43,15 @@ def resolve_target(services: Services, caller: Caller, request: ParsedRequest) -
     """
     if not services.discovery.has_catalog:
         raise services.discovery.catalog_unavailable()
+    model, lora_id = request.decoded.get("model"), request.lora_id
+    asked = lora_id if model is None else model
+    if caller.namespace:
+        model, lora_id = whole_names(services.discovery.fleet, caller, model, lora_id)
     try:
         target = resolve(
             services.discovery.fleet,
-            model=request.decoded.get("model"),
-            lora_id=request.lora_id,
+            model=model,
+            lora_id=lora_id,
             field=request.adapter_field,
             visible=lambda adapter: caller.may_use(adapter.tenants),
             rng=services.scheduler.rng,
@@ -56,8 +60,23 @@ def resolve_target(services: Services, caller: Caller, request: ParsedRequest) -
     except ModelNotFound:
         services.discovery.check_any_report()
         raise
+    if caller.namespace and isinstance(asked, str) and asked:
+        target = msgspec.structs.replace(target, asked=asked)  # an answer has the name that the client wrote
     # Routes that run no adapter (`/tokenize`) take its name: they are the base model's, and nothing is loaded.
     return target if request.route.adapter == "runs" else RequestTarget(target.base_model, None, target.asked)
+
+
+def whole_names(fleet: RouterFleet, caller: Caller, model: object, lora_id: object) -> tuple[object, object]:
+    """`model` and `lora_id` as whole names. Of a request with a `lora_id`, `model` shadows no base model."""
+
+    def whole(name: object, *, may_shadow_base: bool) -> object:
+        """The whole name; anything but a text, and an empty one, stays as it is."""
+        if not isinstance(name, str) or not name:
+            return name
+        return whole_name(fleet, caller.namespace, name, may_shadow_base=may_shadow_base)
+
+    may_shadow = caller.may_shadow_base and not lora_id
+    return whole(model, may_shadow_base=may_shadow), whole(lora_id, may_shadow_base=False)
 
 
 async def tokenize(services: Services, target: RequestTarget, request: ParsedRequest) -> Tokens:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from lorafleet.cli.keys import KeyNaming, add_key
 from tests.orchestrator.doubles import digest_of
 
 
@@ -320,3 +321,72 @@ async def test_history_has_an_entry_for_each_publish(fleet):
     entries = (await fleet.http.get("/v1/history?kind=name_published")).json()["data"]
 
     assert [entry["body"]["lora_id"] for entry in entries] == ["policy/v2", "policy/v1"]
+
+
+@pytest.fixture
+async def keyed(open_service, tmp_path):
+    """A fleet with keys, and a function that makes one: it returns its headers."""
+    path = tmp_path / "keys.yaml"
+    admin = {"authorization": f"Bearer {add_key(path, None, ['admin'])}"}
+
+    def headers(tenant, namespace=None, **naming):
+        key = add_key(path, tenant, ["infer", "register"], naming=KeyNaming(namespace, **naming))
+        return {"authorization": f"Bearer {key}"}
+
+    team, rival, shadow = (
+        headers("acme", "team-a"),
+        headers("globex", "team-b"),
+        headers("acme", "team-a", may_shadow_base=True),
+    )
+    narrow, free = headers("acme", lora_ids=("run-7/*",)), headers("globex")
+    service = open_service(key_files=(path,), token=admin["authorization"].removeprefix("Bearer "))
+    service.http.headers.update(admin)
+    await service.worker("w0")
+    service.team, service.rival, service.shadow, service.narrow, service.free = team, rival, shadow, narrow, free
+    return service
+
+
+async def published(service, headers, name="policy", source="/run/step-1"):
+    call = asyncio.create_task(service.http.post(f"/v1/published/{name}", json={"source": source}, headers=headers))
+    while not call.done():
+        await service.turn()
+        await asyncio.wait([call], timeout=0.01)
+    return call.result()
+
+
+async def test_two_teams_publish_under_one_name_and_see_their_own_alone(keyed):
+    assert (await published(keyed, keyed.team)).json()["name"] == "team-a/policy"
+    assert (await published(keyed, keyed.rival, source="/other")).json()["name"] == "team-b/policy"
+
+    for headers, name in ((keyed.team, "team-a/policy"), (keyed.rival, "team-b/policy")):
+        listed = (await keyed.http.get("/v1/published", headers=headers)).json()["data"]
+        assert [item["name"] for item in listed] == [name]
+        assert (await keyed.http.get("/v1/published/policy", headers=headers)).json()["name"] == name
+    assert (await keyed.http.get("/v1/published/team-a/policy", headers=keyed.rival)).status_code == 404
+    assert keyed.store.adapters["team-a/policy/v1"].tenants == ("acme",)
+
+
+async def test_key_publishes_under_its_own_names_alone(keyed):
+    assert (await published(keyed, keyed.narrow, "run-7/policy")).status_code == 200
+    answer = await published(keyed, keyed.narrow, "run-8/policy")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "name_forbidden")
+    assert "run-7/*" in answer.json()["error"]["message"]
+
+
+async def test_name_of_another_tenant_is_taken(keyed):
+    await published(keyed, keyed.narrow, "run-7/policy")
+
+    answer = await published(keyed, keyed.free, "run-7/policy")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "name_taken")
+
+
+async def test_base_models_name_is_published_for_a_key_that_may_shadow_it(keyed):
+    answer = await published(keyed, keyed.team, "tiny-qwen")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "name_taken")
+    assert "may_shadow_base" in answer.json()["error"]["message"]
+
+    item = (await published(keyed, keyed.shadow, "tiny-qwen")).json()
+
+    assert (item["name"], item["lora_id"], item["shadows_base"]) == ("team-a/tiny-qwen", "team-a/tiny-qwen/v1", True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound
 from router.core.fleet import AdapterAlias, RoutableAdapter, RouterFleet
-from router.core.resolve import resolve, usable_adapters
+from router.core.resolve import resolve, usable_adapters, whole_name
 from tests.properties import examples
 from tests.router.test_policy import a_replica
 
@@ -306,3 +306,45 @@ def test_a_base_model_that_only_a_hidden_adapter_tells_of_does_not_exist(model):
         resolve(fleet, model=None, lora_id=None, visible=lambda a: a.tenants is None, rng=Random(0))
     assert "hidden" not in str(missing.value)
     assert resolve(fleet, model="hidden", lora_id=None, visible=lambda _: True, rng=Random(0)).base_model == "hidden"
+
+
+TEAM = RouterFleet(
+    replicas=FLEET.replicas,
+    adapters=MappingProxyType(
+        {
+            name: an_adapter(name)
+            for name in ("policy/v1", "team/policy/v1", "team/policy/v2", "team/tiny/v1", "team/org:big/7B/v1")
+        }
+    ),
+    aliases=MappingProxyType(
+        {
+            "policy": AdapterAlias("policy", (("policy/v1", 1.0),)),
+            "team/policy": AdapterAlias("team/policy", (("team/policy/v2", 1.0),)),
+            "team/tiny": AdapterAlias("team/tiny", (("team/tiny/v1", 1.0),)),
+        }
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("policy", "team/policy"),
+        ("policy/v1", "team/policy/v1"),
+        ("team/policy", "team/policy"),
+        ("other", "other"),
+        ("tiny", "tiny"),
+        ("tiny:policy", "tiny:team/policy"),
+        ("policy@" + "a" * 12, "team/policy@" + "a" * 12),
+        ("other@" + "a" * 12, "other@" + "a" * 12),
+        ("org:big/7B:policy", "org:big/7B:team/policy"),
+    ],
+)
+def test_name_means_the_one_of_its_namespace_first(name, whole):
+    assert whole_name(TEAM, "team", name, may_shadow_base=False) == whole
+
+
+def test_base_models_name_means_what_shadows_it_for_those_who_may_alone():
+    assert whole_name(TEAM, "team", "tiny", may_shadow_base=True) == "team/tiny"
+    assert whole_name(TEAM, "team", "tiny", may_shadow_base=False) == "tiny"
+    assert whole_name(TEAM, "elsewhere", "tiny", may_shadow_base=True) == "tiny"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from lorafleet.cli.keys import add_key
+from lorafleet.cli.keys import KeyNaming, add_key
 from lorafleet.service.auth import ApiKeys, check_host, host_check, refuse_open_server, requires
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError, install_error_handlers
@@ -395,3 +395,49 @@ async def test_errors_of_every_kind_come_in_one_envelope(tmp_path):
     assert logs["/v1/\u20ac"] == f"there is no /v1/\\u20ac{'x' * 72}... here; GET /docs shows what there is"
     assert "secret" not in answers["/broken"].text
     assert answers["/admin"].headers["www-authenticate"] == "Bearer"
+
+
+NAMING = KeyNaming("team-a", ("team-a/*", "shared/x"), may_shadow_base=True)
+
+
+def test_key_has_the_namespace_and_names_of_its_file(tmp_path):
+    key = add_key(tmp_path / "k", "acme", ["infer", "register"], naming=NAMING)
+
+    caller = ApiKeys([tmp_path / "k"]).caller(f"Bearer {key}")
+
+    assert (caller.namespace, caller.lora_ids, caller.may_shadow_base) == ("team-a", ("team-a/*", "shared/x"), True)
+    assert (caller.whole_name("policy"), caller.whole_name("team-a/policy")) == ("team-a/policy",) * 2
+    assert (caller.short_name("team-a/policy"), caller.short_name("team-ab/x")) == ("policy", "team-ab/x")
+    names = ("team-a/policy", "team-a/x/y", "shared/x", "shared/y", "team-ab/x", "policy")
+    assert [caller.may_register(name) for name in names] == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("caller", "may"),
+    [
+        (Caller("acme", frozenset({"register"})), [True, True]),
+        (Caller("acme", frozenset({"register"}), namespace="team-a"), [True, False]),
+        (Caller("acme", frozenset({"register"}), lora_ids=("b/*",)), [False, True]),
+    ],
+)
+def test_key_without_patterns_registers_anything_or_all_of_its_namespace(caller, may):
+    assert [caller.may_register(name) for name in ("team-a/x", "b/x")] == may
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ("namespace: a/../b", "namespace"),
+        ("namespace: 'a b'", "namespace"),
+        ("namespace: [a]", "namespace"),
+        ("lora_ids: team-a/*", "lora_ids"),
+        ("lora_ids: []", "lora_ids"),
+        ("may_shadow_base: true", "needs a namespace"),
+        ("may_shadow_base: 1.5, namespace: a", "true or false"),
+    ],
+)
+def test_key_file_with_wrong_naming_is_refused_with_the_reason(tmp_path, fields, why):
+    path = tmp_path / "k"
+    path.write_text(f"keys:\n- {{sha256: {hash_key('one')}, scopes: [infer], {fields}}}\n")
+    with pytest.raises(KeyFileError, match=why):
+        ApiKeys([path])
