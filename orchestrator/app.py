@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -31,6 +31,8 @@ from orchestrator.agentless.engine import AgentlessLoadRules, AgentlessWorker
 from orchestrator.agentless.transport import SCHEME, AgentlessTransport
 from orchestrator.api import build_router
 from orchestrator.api.examples import add_examples
+from orchestrator.api.traffic import live_routers
+from orchestrator.api.views import WireViews
 from orchestrator.config import OrchestratorSettings
 from orchestrator.configmaps.backend import ConfigMapBackend
 from orchestrator.configmaps.edits import ObjectEdits
@@ -49,10 +51,13 @@ from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.file_relay import FileRelay
 from orchestrator.reconcile.kube_workers import KubeWorkerFinder
+from orchestrator.reconcile.readings import fleet_readings
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.standby import StandbyFollower
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.store import IntentStore
+from orchestrator.traffic.book import Reading, TrafficBook
+from orchestrator.traffic.file import TrafficFile
 
 log = structlog.get_logger()
 
@@ -76,6 +81,7 @@ class OrchestratorService:
     leadership: Leadership
     client: httpx.AsyncClient
     agentless: AgentlessTransport
+    book: TrafficBook
     configmaps: ConfigMapBackend | None = None
     own_calls: OwnCalls = field(default_factory=OwnCalls)
     is_stopping: bool = False
@@ -172,10 +178,9 @@ def build(
     registry = AdapterRegistry(
         store, reports, reconciler.rollouts, forget_failures=reconciler.operations.failures.forget_adapter, wall=wall
     )
-    configmap_loops: list[Callable[[], Coroutine[Any, Any, object]]] = []
-    if configmaps is not None:
-        configmap_loops = _configmap_loops(configmaps, kube, settings, registry, reconciler)
+    configmap_loops = [] if configmaps is None else _configmap_loops(configmaps, kube, settings, registry, reconciler)
 
+    book = _traffic_book(settings, reconciler, clock, wall)
     finder = _worker_finder(settings, kube, reports, agents, reconciler, metrics)
 
     @contextlib.asynccontextmanager
@@ -185,7 +190,13 @@ def build(
             await configmaps.wait_until_listed(_FIRST_LIST_S)
         await leadership.start()
         follow = forever(standby.sync_workers, name="standby", every_s=settings.heartbeat_interval_s)
-        works = (leadership.run(), reconciler.run(), follow, agentless.run(reconciler.monitor.record_heartbeat))
+        works = (
+            leadership.run(),
+            reconciler.run(),
+            follow,
+            agentless.run(reconciler.monitor.record_heartbeat),
+            book.run(lambda: leadership.is_leading),
+        )
         loops += [*map(asyncio.create_task, works), *_record_loops(settings, store, leadership)]
         loops += [asyncio.create_task(finder.run())] if finder is not None else []
         try:
@@ -198,6 +209,7 @@ def build(
             await reconciler.stop()
             await leadership.release()
             await client.aclose()
+            book.close()
             store.close()
             if kube is not None:
                 await kube.close()
@@ -216,6 +228,7 @@ def build(
         leadership,
         client,
         agentless,
+        book,
         configmaps,
     )
     add_routes(
@@ -225,6 +238,7 @@ def build(
             registry=registry,
             reconciler=reconciler,
             relay=_file_relay(settings, client, reports, agents),
+            book=book,
             metrics=metrics,
             is_stopping=lambda: service.is_stopping,
             clock=clock,
@@ -269,6 +283,25 @@ def _file_relay(
         peer_key=OwnKey("", settings.peer_token_file),
         probe_timeout_s=settings.probe_timeout_s,
     )
+
+
+def _traffic_book(
+    settings: OrchestratorSettings,
+    reconciler: Reconciler,
+    clock: Callable[[], float],
+    wall: Callable[[], float],
+) -> TrafficBook:
+    """The book of past traffic, with its file opened."""
+    views = WireViews(reconciler, clock, wall)
+
+    def readings() -> Iterator[Reading]:
+        """The fleet's readings now."""
+        routers = (seen.now for seen in live_routers(book, wall()) if seen.now is not None)
+        return fleet_readings(reconciler.reports, routers, views.workers_by_state())
+
+    file = TrafficFile(settings.traffic_path, most_bytes=settings.traffic_max_bytes)
+    book = TrafficBook(file, readings=readings, wall=wall)
+    return book
 
 
 def _record_loops(

@@ -43,6 +43,16 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         description="JSON file with a readable copy of the stored intent, written within a second of each change;"
         " default: beside `store`, as <store>.record.json; with backend configmaps none",
     )
+    traffic: Path | None = Field(
+        default=None,
+        description="SQLite file of the last two days' traffic, which the console shows; default: beside `store`, as"
+        " <store>.traffic.db; with backend configmaps in memory, until the process ends",
+    )
+    traffic_max_bytes: int = Field(
+        default=64 * 2**20,
+        ge=2**20,
+        description="largest size of that file; beyond it the oldest of the finest slices go first",
+    )
     peer_fleets: tuple[Url, ...] = Field(
         default=(),
         description="URLs of other fleets' orchestrators that adapters' files may be fetched from by digest",
@@ -154,6 +164,13 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         if self.record is not None or self.backend == "configmaps":
             return self.record
         return self.store.with_name(f"{self.store.name}.record.json")
+
+    @property
+    def traffic_path(self) -> Path | None:
+        """Where past traffic is kept; None: in memory."""
+        if self.traffic is not None or self.backend == "configmaps":
+            return self.traffic
+        return self.store.with_name(f"{self.store.name}.traffic.db")
 
     @model_validator(mode="after")
     def _lease_times_fit(self) -> Self:

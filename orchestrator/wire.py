@@ -21,7 +21,35 @@ from pydantic import (
 )
 
 from lorafleet.identity import lora_id_of
+from orchestrator.wire_traffic import (
+    Count,
+    FleetNow,
+    RouterItem,
+    RouterList,
+    RouterNow,
+    Seconds,
+    TrafficBatch,
+    TrafficPoints,
+    TrafficRow,
+    TrafficSeries,
+    TrafficTotal,
+    TrafficTotals,
+)
 from workers.wire import AdapterEffectState, AdapterOperation, IgnoredModules, Metadata
+
+# Routers and people's programs import this module alone.
+__all__ = [
+    "FleetNow",
+    "RouterItem",
+    "RouterList",
+    "RouterNow",
+    "TrafficBatch",
+    "TrafficPoints",
+    "TrafficRow",
+    "TrafficSeries",
+    "TrafficTotal",
+    "TrafficTotals",
+]
 
 WIRE = 1
 
@@ -984,11 +1012,6 @@ class FleetEvent(_OrchestratorModel):
 # -- routers: usage and ensure -------------------------------------------------------------------------------
 
 
-Count = Annotated[int, Field(ge=0, le=1 << 62)]
-Seconds = Annotated[float, Field(ge=0, le=1e12)]
-"""The bounds of counts and sums are above what any fleet reaches: a router that reports more has miscounted."""
-
-
 _MOST_WORKERS = 10_000
 """Workers in one report: more than any fleet has."""
 
@@ -1035,6 +1058,8 @@ class UsageReport(_OrchestratorModel):
 
     waits_s  worker_id -> seconds until the requests queued in the router for it have been sent, where not 0
     is_last  the router stops, and has no requests any more
+    traffic  counts for the console that no earlier report has brought; each is sent until a report is accepted
+    now      how the router is now; null from a router that is older than this field
     """
 
     router_id: str
@@ -1046,6 +1071,8 @@ class UsageReport(_OrchestratorModel):
     holds: Annotated[tuple[AdapterHold, ...], FailFast()] = ()
     waits_s: dict[str, Seconds] = {}
     is_last: bool = False
+    traffic: Annotated[tuple[TrafficBatch, ...], FailFast()] = Field(default=(), max_length=100)
+    now: RouterNow | None = None
     wire: int = WIRE
 
     @field_validator("waits_s", mode="before")

@@ -48,6 +48,7 @@ from router.factories import (
     make_scheduler,
     make_tokenizers,
     queue_waits_s,
+    router_now,
 )
 from router.fleet.usage_report import UsageCounts
 from router.http.engine_pool import EnginePool
@@ -134,6 +135,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
             on_outcome=lambda outcome, count: metrics.traces.labels(outcome).inc(count),
         ),
     )
+    usage.traffic.now_of = partial(router_now, services)
     # What listens.
     handler = InferenceHandler(services)
     limits, origins = client_limits(config, keys), cors_header_lines(config.allowed_origins)

@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from math import inf
 from typing import Any
 
@@ -20,6 +21,7 @@ from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.service.auth import ApiKeys
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.repeats import RepeatLimiter
+from orchestrator.wire import RouterNow
 from router.config import RouterSettings
 from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 from router.core.failover.retry_budget import RetryBudget
@@ -41,6 +43,7 @@ from router.kv.feeds import KvFeeds
 from router.request.background import Background
 from router.request.cold_starts import ColdStarts
 from router.request.queue import RequestQueue
+from router.request.services import Services
 from router.request.stages import match
 from router.telemetry.metrics import RouterMetrics
 from router.tokenizing.tokenizers import Tokenizers
@@ -48,6 +51,7 @@ from workers.wire import Metadata
 
 log = structlog.get_logger()
 
+_VERSION = version("lorafleet")
 # Agents and orchestrators send keep-alives more often.
 _LISTEN_IDLE_S = 60.0
 
@@ -258,6 +262,22 @@ def queue_waits_s(scheduler: Scheduler) -> dict[WorkerId, float]:
     """Seconds until the requests queued for each worker have been sent, at that worker's present rate."""
     waiting = scheduler.queue
     return {worker: work_s / waiting.rates.rate(worker) for worker, work_s in waiting.backlog.items()}
+
+
+def router_now(services: Services) -> RouterNow:
+    """How this router is now, for its usage reports."""
+    scheduler, now = services.scheduler, services.clock()
+    states = {
+        replica.id: scheduler.breaker.state(replica, now) for replica in services.discovery.fleet.replicas.values()
+    }
+    return RouterNow(
+        version=_VERSION,
+        policy=services.config.policy,
+        in_flight=scheduler.load.total_in_flight,
+        waiting={tenant: requests for tenant, (requests, _) in scheduler.queue.usage.tenants.items()},
+        held={tenant: requests for tenant, (requests, _) in services.cold_starts.held.tenants.items()},
+        circuits={worker: state for worker, state in states.items() if state != "closed"},
+    )
 
 
 def client_limits(config: RouterSettings, keys: ApiKeys) -> ClientLimits:

@@ -22,6 +22,7 @@ from orchestrator.api.published import published_routes
 from orchestrator.api.record import record_routes
 from orchestrator.api.rollouts import rollout_routes
 from orchestrator.api.routers import router_routes
+from orchestrator.api.traffic import traffic_routes
 from orchestrator.api.ui import ui_routes
 from orchestrator.api.views import WireViews
 from orchestrator.intent.publisher import NamePublisher
@@ -29,6 +30,7 @@ from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.file_relay import FileRelay
 from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.traffic.book import TrafficBook
 
 
 def build_router(
@@ -37,6 +39,7 @@ def build_router(
     registry: AdapterRegistry,
     reconciler: Reconciler,
     relay: FileRelay,
+    book: TrafficBook,
     metrics: OrchestratorMetrics,
     is_stopping: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
@@ -52,7 +55,8 @@ def build_router(
         ui_routes(),
         whoami_routes(keys),
         health_routes(reconciler, metrics, is_stopping, metrics_dependencies(keys, need_key=metrics_need_key)),
-        router_routes(keys, registry, reconciler, views, is_stopping, clock),
+        router_routes(keys, registry, reconciler, views, book, is_stopping=is_stopping, clock=clock),
+        traffic_routes(keys, reconciler, book, views.workers_by_state, is_stopping, wall),
         worker_routes(keys, reconciler, views),
         adapter_routes(keys, registry, reconciler, views),
         rollout_routes(keys, registry, reconciler),

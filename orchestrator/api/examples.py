@@ -226,6 +226,66 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
+_FIRST_TOKEN = {"p50": 0.21, "p95": 0.48, "p99": 0.9}
+_WHOLE = {"p50": 1.9, "p95": 4.2, "p99": 6.6}
+_TOTAL = {
+    "name": "sql-expert/v1",
+    "requests": 7200,
+    "requests_per_s": 2.0,
+    "errors": 3,
+    "refusals": 40,
+    "codes": {"429 rate_limited": 40, "502 engine_error": 3},
+    "prompt_tokens": 8_600_000,
+    "output_tokens": 1_600_000,
+    "hit_predicted": 0.71,
+    "hit_real": 0.69,
+    "waited_s": 0.02,
+    "cold_starts": 1,
+    "cold_s": 4.4,
+    "first_token_s": _FIRST_TOKEN,
+    "whole_s": _WHOLE,
+}
+_COLUMN = [1.9, None]
+EXAMPLES |= {
+    "TrafficSeries": {
+        "kind": "adapter",
+        "name": "sql-expert/v1",
+        "range_s": 3600,
+        "step_s": 60,
+        "total": _TOTAL,
+        "points": {
+            "at": [1_794_900_000, 1_794_900_060],
+            "requests_per_s": _COLUMN,
+            "errors_per_s": _COLUMN,
+            "refusals_per_s": _COLUMN,
+            "prompt_tokens_per_s": _COLUMN,
+            "output_tokens_per_s": _COLUMN,
+            "waited_s": _COLUMN,
+            "cold_starts": [1, None],
+            "hit_predicted": [0.7, None],
+            "hit_real": [0.7, None],
+            "first_token_s": {"p50": _COLUMN, "p95": _COLUMN, "p99": _COLUMN},
+            "whole_s": {"p50": _COLUMN, "p95": _COLUMN, "p99": _COLUMN},
+            "codes": {"429 rate_limited": _COLUMN},
+            "gauges": {"waiting": _COLUMN},
+        },
+    },
+    "TrafficTotals": {"kind": "adapter", "range_s": 3600, "data": [_TOTAL]},
+    "RouterList": {
+        "data": [
+            {
+                "id": "router-0",
+                "state": "live",
+                "age_s": 0.4,
+                "revision_seen": 1794900000000,
+                "now": {"version": "0.1.0", "policy": "kv_lora", "in_flight": 2, "waiting": {"acme": 1}},
+            }
+        ],
+        "next": None,
+    },
+}
+
+
 def add_examples(document: dict[str, Any]) -> None:
     """Add our examples to the schemas of an OpenAPI document that have none."""
     for name, schema in document["components"]["schemas"].items():

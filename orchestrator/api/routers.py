@@ -17,6 +17,7 @@ from orchestrator.core.errors import NotFound, StateConflict
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.traffic.book import TrafficBook
 from orchestrator.wire import AdapterHold, AdapterUse, Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
 
 
@@ -48,6 +49,25 @@ USAGE_EXAMPLE = {
     ],
     "holds": [{"lora_id": "legal/v2", "held": 1, "hold_s": 4.4, "sheds": 0, "waiting": 2}],
     "waits_s": {"w0": 1.8},
+    "traffic": [
+        {
+            "number": 3,
+            "age_s": 2.5,
+            "rows": [
+                {
+                    "adapter": "sql-expert/v1",
+                    "base_model": "Qwen/Qwen2.5-Coder-7B",
+                    "worker": "w0",
+                    "tenant": "acme",
+                    "key": "3f9a1c2b77aa",
+                    "requests": 12,
+                    "codes": {"429 saturated": 1},
+                    "first_token": {"25": 9, "27": 2},
+                }
+            ],
+        }
+    ],
+    "now": {"version": "0.1.0", "policy": "kv_lora", "in_flight": 2, "waiting": {"acme": 1}},
 }
 
 
@@ -56,6 +76,8 @@ def router_routes(
     registry: AdapterRegistry,
     reconciler: Reconciler,
     views: WireViews,
+    book: TrafficBook,
+    *,
     is_stopping: Callable[[], bool],
     clock: Callable[[], float],
 ) -> APIRouter:
@@ -124,6 +146,14 @@ def router_routes(
             for use in report.uses:
                 in_flight[use.worker_id] += use.in_flight
             reconciler.router_queues.record_report(report.router_id, report.waits_s, in_flight, clock())
+            book.record_report(
+                report.router_id,
+                report.boot_id,
+                report.revision_seen,
+                report.traffic,
+                report.now,
+                is_last=report.is_last,
+            )
         if accepted and reconciler.operations.drains:
             reconciler.request_pass()  # the report may end a drain
         return UsageAnswer(accepted=accepted, revision=catalog.revision)

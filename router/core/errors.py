@@ -104,10 +104,15 @@ class Saturated(RequestError):
 
 
 class RateLimited(RequestError):
-    """`limit` is the name of the limit that was reached; `headers` are the x-ratelimit headers of the key."""
+    """`limit` is the name of the limit that was reached; `headers` are the x-ratelimit headers of the key.
+
+    key_id, tenant  of the key, where the request was refused before it was read
+    """
 
     status = 429
     code = "rate_limited"
+    key_id = ""
+    tenant = ""
 
     def __init__(self, message: str, *, retry_after_s: float, limit: str, headers: Mapping[str, str]) -> None:
         super().__init__(message, retry_after_s=retry_after_s)

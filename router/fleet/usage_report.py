@@ -10,6 +10,7 @@ import httpx
 from orchestrator.wire import AdapterHold, AdapterUse, UsageReport
 from router.core.kv.index import WorkerId
 from router.core.schedule.load import LoadBook
+from router.fleet.traffic import TrafficLog
 
 # Unused entries are dropped after this time. Demand is computed from the last minute.
 _FORGET_AFTER_S = 900.0
@@ -111,6 +112,7 @@ class UsageCounts:
     router_id: str
     load: LoadBook
     holds: HeldRequests = field(default_factory=HeldRequests)
+    traffic: TrafficLog = field(default_factory=TrafficLog)
     waits_s: Callable[[], Mapping[WorkerId, float]] = dict
     boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _uses: dict[tuple[WorkerId, str], UseCounts] = field(default_factory=dict)
@@ -166,6 +168,8 @@ class UsageCounts:
             holds=self.holds.report(now),
             waits_s={str(worker): round(wait_s, 3) for worker, wait_s in self.waits_s().items()},
             is_last=is_last,
+            traffic=self.traffic.batches(now, is_last=is_last),
+            now=self.traffic.now_of(),
         )
 
 
@@ -182,6 +186,8 @@ async def send_usage(
 
     is_last  the router stops
     """
-    body = usage.report(revision(), now(), is_last=is_last).model_dump_json()
+    report = usage.report(revision(), now(), is_last=is_last)
+    body = report.model_dump_json()
     answer = await client.post(f"{url}/v1/usage", content=body, headers={"content-type": "application/json"})
     answer.raise_for_status()
+    usage.traffic.accept(report.traffic)

@@ -77,9 +77,13 @@ class InferenceHandler:
         size_bytes = int(headers.get(b"content-length", b"0"))
         if is_chunked or size_bytes:
             services = self._services
-            services.quotas.check_body(
-                caller.key_id, limits, services.clock(), size_bytes=None if is_chunked else size_bytes
-            )
+            try:
+                services.quotas.check_body(
+                    caller.key_id, limits, services.clock(), size_bytes=None if is_chunked else size_bytes
+                )
+            except RateLimited as exc:
+                exc.key_id, exc.tenant = caller.key_id, caller.tenant or ""
+                raise
 
     def find_handler(self, method: str, path: str) -> Handler | None:
         """The handler of this method and path, or of a known path's wrong method; None: it is no inference route.

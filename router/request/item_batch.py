@@ -7,6 +7,7 @@ from lorafleet.service.roles import Caller
 from router.core.errors import BadBody, RouterError
 from router.http.sse import ModelRenamer
 from router.request.accounting import record, record_error, record_usage
+from router.request.ended import count_run
 from router.request.engine_attempt import AttemptLimits
 from router.request.parsed_request import ParsedRequest
 from router.request.response import ClientResponse, within_deadline
@@ -105,22 +106,26 @@ async def _item_body(run: RequestRun, slots: asyncio.Semaphore) -> bytes:
     """Run one item at its engine, once it has a slot, and record its end; its whole answer. Raises _ItemRefused."""
     async with slots:
         try:
+            status, code = 499, ""
             try:
                 await run.reach_engine()
             except RouterError as exc:
+                status, code = exc.status, exc.code
                 record_error(run, exc)
                 raise
             assert run.attempt is not None
             assert run.dispatched is not None
             assert run.engine_request is not None
             answer = ModelRenamer(run.engine_request.engine_model, run.dispatched.target.asked).whole(run.attempt.first)
-            if run.attempt.status >= 400:
-                raise _ItemRefused(run.attempt.status, answer)
+            status = run.attempt.status
+            if status >= 400:
+                raise _ItemRefused(status, answer)
             run.dispatched.record_whole_answer()
             record_usage(run)
             return answer
         finally:
             record(run)
+            count_run(run.services, run, status, code)
 
 
 class _ItemRefused(Exception):

@@ -21,6 +21,7 @@ from router.protocols.routes import Route
 from router.protocols.usage import UsageFilter
 from router.request.accounting import record, record_error, record_usage
 from router.request.dispatched import DispatchedRequest
+from router.request.ended import count_refusal, count_run
 from router.request.engine_attempt import EngineAttempt
 from router.request.line import record_line
 from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest
@@ -211,6 +212,10 @@ class ClientResponse(msgspec.Struct, eq=False):
             self.services.quotas.settle(self.granted, self.services.clock(), prompt_tokens=0)
         status = self.exchange.status or 499
         self.services.metrics.requests.labels(self.route.path, status, self.code).inc()
+        if run is not None:
+            count_run(self.services, run, status, self.code)
+        elif status >= 400 or self.code:
+            count_refusal(self.services, self.exchange, status, self.code)
         if status >= 400 or self.code or self.services.requests.has_all:
             record_line(self, run, status)
         if self.trace is not None:

@@ -56,6 +56,8 @@ log = structlog.get_logger()
 
 # While a whole answer takes longer than usual: seconds between two checks that its engine works on it.
 _PROGRESS_CHECK_S = 5.0
+# Finding an adapter that is loaded takes microseconds, its load tenths of a second.
+_LEAST_COLD_S = 0.005
 _NO_FAILURES: Mapping[Incarnation, FailedAttempt] = MappingProxyType({})
 
 
@@ -71,6 +73,7 @@ class RequestRun(msgspec.Struct, eq=False):
     dispatched, engine_request    of the attempt under way, or of the one that was answered
     attempt                       the attempt that was answered
     is_held                       it waits for its adapter, or did so when it ended
+    cold_s                        seconds that it has waited for its adapter to be loaded
     has_failed                    it ends in an error of ours
     outcome                       of that error, for the metrics of the adapter; None: it does not count there
     background_id                 a response that its engine goes on with after our answer, or without its client
@@ -99,6 +102,7 @@ class RequestRun(msgspec.Struct, eq=False):
     attempt: EngineAttempt | None = None
     usage: EngineUsage | None = None
     is_held: bool = False
+    cold_s: float = 0.0
     has_failed: bool = False
     outcome: RoutingOutcome | None = None
     background_id: str = ""
@@ -241,16 +245,21 @@ class RequestRun(msgspec.Struct, eq=False):
         """
         target = self.target
         assert target is not None
-        self.is_held = target.adapter is not None
-        servable = await wait_for_adapter(
-            self.services,
-            self.caller,
-            target,
-            self.request,
-            self._excluded_now,
-            tokens=self.tokens,
-            is_displaced=is_displaced,
-        )
+        self.is_held, began_at = target.adapter is not None, self.services.clock()
+        try:
+            servable = await wait_for_adapter(
+                self.services,
+                self.caller,
+                target,
+                self.request,
+                self._excluded_now,
+                tokens=self.tokens,
+                is_displaced=is_displaced,
+            )
+        finally:
+            waited_s = self.services.clock() - began_at
+            if self.is_held and waited_s > _LEAST_COLD_S:
+                self.cold_s += waited_s
         self.is_held = False
         excluded_now = self._excluded_now()
         if servable is not target or excluded_now != self.excluded:

@@ -93,6 +93,7 @@ class OrchestratorUnderTest:
         await self.reconciler.stop()
         await self.built.leadership.release()
         await self.built.client.aclose()
+        self.built.book.close()
         self.store.close()
         await self.stack.aclose()
 

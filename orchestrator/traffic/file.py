@@ -1,0 +1,180 @@
+"""The file of past traffic: one SQLite row for each series and slice. Bounded in time and in bytes.
+
+It is a record for people, and may be lost: a file that is damaged, or of another version, is begun anew.
+"""
+
+import sqlite3
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from orchestrator.core.traffic import GRAINS, Grain, SeriesKey, SeriesKind, TrafficSums
+
+log = structlog.get_logger()
+
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE slices (
+    step INTEGER NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, at INTEGER NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (step, kind, name, at)
+) WITHOUT ROWID, STRICT;
+CREATE INDEX slices_by_time ON slices (step, at);
+"""
+_BUSY_S = 2.0
+# Part of the slices of a grain that go when the file is too large.
+_DROPPED_SHARE = 0.1
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(TrafficSums).decode
+
+
+class TrafficFile:
+    """Slices of every grain by series. Methods block, and may be called from any thread.
+
+    most_bytes  largest size; beyond it the oldest slices of the finest grain go first
+    """
+
+    def __init__(self, path: Path | None, *, most_bytes: int) -> None:
+        """The first call of a method opens the file, or begins it. None: in memory, until the process ends."""
+        self._path = path
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._opened: sqlite3.Connection | None = None
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            if self._opened is not None:
+                self._opened.close()
+            self._opened = None
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        """The open database; the lock is held."""
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    def read(self, grain: Grain, kind: SeriesKind, name: str, since: float) -> dict[int, TrafficSums]:
+        """Beginning of a slice -> its sums, of one series."""
+        rows = self._rows(
+            "SELECT at, body FROM slices WHERE step = ? AND kind = ? AND name = ? AND at >= ?",
+            (grain.step_s, kind, name, since),
+        )
+        return {at: _decode(body) for at, body in rows}
+
+    def read_all(self, grain: Grain, kind: SeriesKind, since: float) -> Iterable[tuple[str, int, TrafficSums]]:
+        """(name, beginning, sums) of every series of a kind."""
+        rows = self._rows(
+            "SELECT name, at, body FROM slices WHERE step = ? AND kind = ? AND at >= ?", (grain.step_s, kind, since)
+        )
+        return ((name, at, _decode(body)) for name, at, body in rows)
+
+    def read_slice(self, grain: Grain, at: int) -> dict[SeriesKey, TrafficSums]:
+        """All series of one slice."""
+        rows = self._rows("SELECT kind, name, body FROM slices WHERE step = ? AND at = ?", (grain.step_s, at))
+        return {(kind, name): _decode(body) for kind, name, body in rows}
+
+    def write(self, grain: Grain, at: int, series: Mapping[SeriesKey, TrafficSums]) -> None:
+        """Write a slice in place of what it held; raises nothing: what cannot be written is logged and lost."""
+        rows = [(grain.step_s, kind, name, at, _encode(sums)) for (kind, name), sums in series.items()]
+        try:
+            with self._lock, self._db as db:
+                db.executemany("INSERT OR REPLACE INTO slices VALUES (?, ?, ?, ?, ?)", rows)
+        except sqlite3.Error as exc:
+            log.warning("past traffic not written", path=str(self._path), error=str(exc))
+
+    def trim(self, now: float) -> None:
+        """Drop slices that are too old, and the oldest ones while the file is too large. Raises nothing."""
+        try:
+            with self._lock:
+                for grain in GRAINS:
+                    with self._db:
+                        self._drop_before(grain, now - grain.kept_s)
+                for grain in GRAINS:
+                    while self._size_bytes() > self._most_bytes and self._drop_oldest(grain):
+                        pass
+                self._db.execute("PRAGMA incremental_vacuum")
+        except sqlite3.Error as exc:
+            log.warning("past traffic not trimmed", path=str(self._path), error=str(exc))
+
+    def size_bytes(self) -> int:
+        """Bytes that rows take."""
+        with self._lock:
+            return self._size_bytes()
+
+    def _size_bytes(self) -> int:
+        """Bytes of the pages in use; the lock is held."""
+        (pages,), (free,), (page,) = (
+            self._db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count", "page_size")
+        )
+        return int((pages - free) * page)
+
+    def _drop_before(self, grain: Grain, at: float) -> int:
+        """Delete a grain's slices that began before; the number of rows."""
+        found = self._db.execute("DELETE FROM slices WHERE step = ? AND at < ?", (grain.step_s, at))
+        return found.rowcount
+
+    def _drop_oldest(self, grain: Grain) -> bool:
+        """Delete a tenth of a grain's time span, at least one slice; False: it has none."""
+        first, last = self._db.execute("SELECT min(at), max(at) FROM slices WHERE step = ?", (grain.step_s,)).fetchone()
+        if first is None:
+            return False
+        with self._db:
+            return self._drop_before(grain, first + max(1.0, (last - first) * _DROPPED_SHARE)) > 0
+
+    def _rows(self, query: str, arguments: tuple[object, ...]) -> list[tuple]:  # type: ignore[type-arg]
+        """The rows of a query; none where the file cannot be read, which is logged."""
+        try:
+            with self._lock:
+                return self._db.execute(query, arguments).fetchall()
+        except sqlite3.Error as exc:
+            log.warning("past traffic not read", path=str(self._path), error=str(exc))
+            return []
+
+    def _open(self) -> sqlite3.Connection:
+        """The open database: that of the file, or a new one where it cannot be used."""
+        if self._path is None:
+            return _connected(":memory:")
+        try:
+            return _connected(str(self._path))
+        except (sqlite3.Error, ValueError) as exc:
+            log.warning("past traffic begun anew", path=str(self._path), error=str(exc))
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(OSError):
+                self._path.with_name(self._path.name + suffix).unlink()
+        try:
+            return _connected(str(self._path))
+        except sqlite3.Error as exc:
+            log.warning("past traffic kept in memory alone", path=str(self._path), error=str(exc))
+            return _connected(":memory:")
+
+
+def _connected(path: str) -> sqlite3.Connection:
+    """A connection with our table. Raises sqlite3.Error, ValueError for another version."""
+    db = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
+    try:
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        db.execute("PRAGMA journal_mode = WAL")
+        # A power cut may lose the last seconds; the file stays whole.
+        db.execute("PRAGMA synchronous = NORMAL")
+        _make_table(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _make_table(db: sqlite3.Connection) -> None:
+    """Make our table in a new database. Raises sqlite3.Error, ValueError for another version."""
+    (found,) = db.execute("PRAGMA user_version").fetchone()
+    if found == 0:
+        with db:
+            db.executescript(_SCHEMA)
+            db.execute(f"PRAGMA user_version = {_VERSION}")
+    elif found != _VERSION:
+        raise ValueError(f"version {found} is not {_VERSION}")

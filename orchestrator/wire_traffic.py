@@ -1,0 +1,184 @@
+"""What routers report for the console: counts of a few seconds of traffic, and how each router is now.
+
+Re-exported by `wire`. Unknown fields are ignored, so that versions may differ.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+"""The bounds of counts and sums are above what any fleet reaches: a router that reports more has miscounted."""
+Name = Annotated[str, Field(max_length=300)]
+BucketCounts = Annotated[dict[Annotated[int, Field(ge=0, le=1000)], Count], Field(max_length=200)]
+"""lorafleet.histogram bucket -> count"""
+
+
+class _TrafficModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class TrafficRow(_TrafficModel):
+    """Requests that ended: those of one adapter, worker and key together.
+
+    adapter    lora_id; "" for requests of the base model, and for those refused before their model was known
+    worker     the last one that had the request; "" for none
+    key        the key's id; "" where no key is needed
+    codes      answers that failed, as "<status> <code>" -> count; what clients broke off is "499"
+    predicted_tokens, cached_tokens  of `compared_tokens` prompt tokens: predicted and reported as cached
+    waited_s   in the router's queue; `cold_starts` requests waited `cold_s` for their adapter to load
+    first_token, whole  streamed answers by the time to their first token, and all answers by their duration
+    """
+
+    adapter: Name = ""
+    base_model: Name = ""
+    worker: Name = ""
+    tenant: Name = ""
+    key: Name = ""
+    requests: Count = 0
+    codes: Annotated[dict[Name, Count], Field(max_length=100)] = {}
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    predicted_tokens: Count = 0
+    cached_tokens: Count = 0
+    compared_tokens: Count = 0
+    waited_s: Seconds = 0.0
+    cold_starts: Count = 0
+    cold_s: Seconds = 0.0
+    first_token: BucketCounts = {}
+    whole: BucketCounts = {}
+
+
+class TrafficBatch(_TrafficModel):
+    """What a router counted in a few seconds. It is sent until it is accepted; `number` tells a repeated one.
+
+    age_s  seconds since its middle, when the report was made
+    """
+
+    number: Count
+    age_s: Seconds = 0.0
+    rows: Annotated[tuple[TrafficRow, ...], FailFast()] = Field(default=(), max_length=20_000)
+
+
+class RouterNow(_TrafficModel):
+    """How a router is now.
+
+    waiting, held  requests that wait for room at an engine, and for an adapter; by tenant, "" for none
+    circuits       worker_id -> open or half_open; a closed one is left out
+    """
+
+    version: Name = ""
+    policy: Name = ""
+    in_flight: Count = 0
+    waiting: Annotated[dict[Name, Count], Field(max_length=10_000)] = {}
+    held: Annotated[dict[Name, Count], Field(max_length=10_000)] = {}
+    circuits: Annotated[dict[Name, Literal["open", "half_open"]], Field(max_length=10_000)] = {}
+
+
+# -- what the console reads ------------------------------------------------------------------------------------
+
+
+class TrafficPoints(_TrafficModel):
+    """A series over time, as columns of the same length; null where nothing was counted or read.
+
+    at  beginning of each slice, in Unix seconds
+    first_token_s, whole_s  "p50", "p95" and "p99" -> seconds, at most a fifth too high
+    hit_predicted, hit_real share of prompt tokens that were predicted and reported as cached
+    codes    "<status> <code>" -> answers a second
+    gauges   quantity -> its mean: running, waiting, kv_usage, ...
+    """
+
+    at: tuple[int, ...]
+    requests_per_s: tuple[float | None, ...]
+    errors_per_s: tuple[float | None, ...]
+    refusals_per_s: tuple[float | None, ...]
+    prompt_tokens_per_s: tuple[float | None, ...]
+    output_tokens_per_s: tuple[float | None, ...]
+    waited_s: tuple[float | None, ...]
+    cold_starts: tuple[int | None, ...]
+    hit_predicted: tuple[float | None, ...]
+    hit_real: tuple[float | None, ...]
+    first_token_s: dict[str, tuple[float | None, ...]]
+    whole_s: dict[str, tuple[float | None, ...]]
+    codes: dict[str, tuple[float | None, ...]]
+    gauges: dict[str, tuple[float | None, ...]]
+
+
+class TrafficSeries(_TrafficModel):
+    """`GET /v1/traffic`: one series. `step_s`: width of a slice; `total`: of the whole range."""
+
+    kind: str
+    name: str
+    range_s: float
+    step_s: int
+    total: "TrafficTotal"
+    points: TrafficPoints
+
+
+class TrafficTotal(_TrafficModel):
+    """Counts of one series over a range; null where nothing was measured. Fields as in TrafficRow and TrafficPoints.
+
+    waited_s  mean wait in the routers' queues; `cold_s`: mean wait for a load, of `cold_starts` requests
+    """
+
+    name: str
+    requests: int = 0
+    requests_per_s: float = 0.0
+    errors: int = 0
+    refusals: int = 0
+    codes: dict[str, int] = {}
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    hit_predicted: float | None = None
+    hit_real: float | None = None
+    waited_s: float | None = None
+    cold_starts: int = 0
+    cold_s: float | None = None
+    first_token_s: dict[str, float | None] = {}
+    whole_s: dict[str, float | None] = {}
+    gauges: dict[str, float] = {}
+
+
+class TrafficTotals(_TrafficModel):
+    """`GET /v1/traffic/totals`: every series of a kind, the one with the most requests first."""
+
+    kind: str
+    range_s: float
+    data: tuple[TrafficTotal, ...]
+
+
+class RouterItem(_TrafficModel):
+    """A router by its last report. `state`: live, silent (no report for 10 s), ended (it said so)."""
+
+    id: str
+    state: Literal["live", "silent", "ended"]
+    age_s: float
+    revision_seen: int
+    now: RouterNow | None = None
+
+
+class RouterList(_TrafficModel):
+    data: tuple[RouterItem, ...]
+    next: str | None = None
+
+
+class FleetNow(_TrafficModel):
+    """The fleet in one message of `GET /v1/live`.
+
+    workers   worker state -> number
+    waiting, held  requests in all routers that wait for room, and for an adapter; by tenant
+    circuits  worker_id -> open or half_open, the worst of all routers
+    slice_at  beginning of the newest whole slice: read `/v1/traffic` again when it changes
+    """
+
+    at: float
+    revision: int
+    epoch: int
+    workers: dict[str, int]
+    routers: int
+    in_flight: int
+    waiting: dict[str, int]
+    held: dict[str, int]
+    circuits: dict[str, str]
+    slice_at: int

@@ -1,0 +1,182 @@
+"""Counts of ended requests for the console: kept for a few seconds, then reported once.
+
+Each batch is repeated until the orchestrator has accepted it. While it is away, the oldest batches are merged, so that
+memory is bounded by the adapters, workers and keys in use.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from lorafleet.histogram import bucket_of
+from orchestrator.wire import RouterNow, TrafficBatch, TrafficRow
+
+BATCH_S = 5.0
+_MOST_BATCHES = 60
+_MOST_ROWS = 5000
+"""Adapters x workers x keys in one batch; what comes beyond is counted without its adapter and key."""
+_MOST_CODES = 50
+
+
+@dataclass(slots=True)
+class EndedRequest:
+    """What a request's end says about it. Fields as in wire.TrafficRow; None: not known, or there was none."""
+
+    adapter: str = ""
+    base_model: str = ""
+    worker: str = ""
+    tenant: str = ""
+    key: str = ""
+    code: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    predicted_tokens: int = 0
+    cached_tokens: int | None = None
+    waited_s: float = 0.0
+    cold_s: float = 0.0
+    first_token_s: float | None = None
+    whole_s: float | None = None
+
+
+_RowKey = tuple[str, str, str, str, str]
+
+
+class TrafficCounts:
+    """Counts of one row; the fields are those of wire.TrafficRow."""
+
+    __slots__ = (
+        "cached_tokens",
+        "codes",
+        "cold_s",
+        "cold_starts",
+        "compared_tokens",
+        "first_token",
+        "output_tokens",
+        "predicted_tokens",
+        "prompt_tokens",
+        "requests",
+        "waited_s",
+        "whole",
+    )
+
+    def __init__(self) -> None:
+        self.requests = self.prompt_tokens = self.output_tokens = self.cold_starts = 0
+        self.predicted_tokens = self.cached_tokens = self.compared_tokens = 0
+        self.waited_s = self.cold_s = 0.0
+        self.codes: dict[str, int] = {}
+        self.first_token: dict[int, int] = {}
+        self.whole: dict[int, int] = {}
+
+    def add(self, ended: EndedRequest) -> None:
+        """Count one request that ended."""
+        self.requests += 1
+        self.prompt_tokens += ended.prompt_tokens
+        self.output_tokens += ended.output_tokens
+        self.waited_s += ended.waited_s
+        if ended.code:
+            code = ended.code if ended.code in self.codes or len(self.codes) < _MOST_CODES else "other"
+            self.codes[code] = self.codes.get(code, 0) + 1
+        if ended.cached_tokens is not None:
+            self.predicted_tokens += ended.predicted_tokens
+            self.cached_tokens += ended.cached_tokens
+            self.compared_tokens += ended.prompt_tokens
+        if ended.cold_s:
+            self.cold_starts += 1
+            self.cold_s += ended.cold_s
+        if ended.first_token_s is not None:
+            bucket = bucket_of(ended.first_token_s)
+            self.first_token[bucket] = self.first_token.get(bucket, 0) + 1
+        if ended.whole_s is not None:
+            bucket = bucket_of(ended.whole_s)
+            self.whole[bucket] = self.whole.get(bucket, 0) + 1
+
+    def merge(self, other: "TrafficCounts") -> None:
+        """Add another row's counts to these."""
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, dict):
+                for at, count in theirs.items():
+                    mine[at] = mine.get(at, 0) + count
+            else:
+                setattr(self, name, mine + theirs)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Counts of the time from `began_at` to `ended_at`."""
+
+    number: int
+    began_at: float
+    ended_at: float
+    rows: dict[_RowKey, TrafficCounts]
+
+    def wire(self, now: float) -> TrafficBatch:
+        """This batch as it is sent at `now`."""
+        rows = (
+            TrafficRow.model_construct(
+                adapter=adapter,
+                base_model=base_model,
+                worker=worker,
+                tenant=tenant,
+                key=key,
+                **{name: getattr(counts, name) for name in counts.__slots__},
+            )
+            for (adapter, base_model, worker, tenant, key), counts in self.rows.items()
+        )
+        middle = (self.began_at + self.ended_at) / 2
+        return TrafficBatch.model_construct(number=self.number, age_s=max(0.0, now - middle), rows=tuple(rows))
+
+
+@dataclass(slots=True)
+class TrafficLog:
+    """This router's traffic since the last accepted report.
+
+    now_of  how the router is now, for each report
+    """
+
+    now_of: Callable[[], RouterNow | None] = lambda: None
+    _rows: dict[_RowKey, TrafficCounts] = field(default_factory=dict)
+    _began_at: float | None = None
+    _unsent: deque[_Batch] = field(default_factory=deque)
+    _numbered: int = 0
+
+    def record_end(self, ended: EndedRequest, now: float) -> None:
+        """Count one request that ended: two dict look-ups and a dozen additions."""
+        if self._began_at is None:
+            self._began_at = now
+        key = (ended.adapter, ended.base_model, ended.worker, ended.tenant, ended.key)
+        counts = self._rows.get(key)
+        if counts is None:
+            if len(self._rows) >= _MOST_ROWS:
+                key = ("", ended.base_model, ended.worker, ended.tenant, "")
+                counts = self._rows.get(key)
+            if counts is None:
+                counts = self._rows[key] = TrafficCounts()
+        counts.add(ended)
+
+    def batches(self, now: float, *, is_last: bool = False) -> tuple[TrafficBatch, ...]:
+        """All batches that were not accepted yet, the oldest first; closes the present one when it is old enough.
+
+        is_last  the router stops: the present batch is closed however young it is
+        """
+        began_at = self._began_at
+        if began_at is not None and (is_last or now - began_at >= BATCH_S):
+            self._numbered += 1
+            self._unsent.append(_Batch(self._numbered, began_at, now, self._rows))
+            self._rows, self._began_at = {}, None
+        while len(self._unsent) > _MOST_BATCHES:
+            self._merge_oldest()
+        return tuple(batch.wire(now) for batch in self._unsent)
+
+    def accept(self, batches: Iterable[TrafficBatch]) -> None:
+        """Drop batches that the orchestrator has accepted."""
+        numbers = {batch.number for batch in batches}
+        self._unsent = deque(batch for batch in self._unsent if batch.number not in numbers)
+
+    def _merge_oldest(self) -> None:
+        """Merge the two oldest batches into one, under the number of the later one."""
+        first, second = self._unsent.popleft(), self._unsent[0]
+        for key, counts in first.rows.items():
+            known = second.rows.setdefault(key, TrafficCounts())
+            known.merge(counts)
+        second.began_at = first.began_at

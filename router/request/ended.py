@@ -1,0 +1,57 @@
+"""record: what a request's end counts as in the router's traffic, which the console shows."""
+
+from typing import TYPE_CHECKING
+
+from lorafleet.http_server.exchange import HttpExchange
+from router.core.errors import RateLimited
+from router.fleet.traffic import EndedRequest
+from router.request.services import Services
+
+if TYPE_CHECKING:
+    from router.request.run import RequestRun
+
+_CLIENT_GONE = 499
+
+
+def count_refusal(services: Services, exchange: HttpExchange, status: int, code: str) -> None:
+    """Count an answer to a request that had no run: it was refused before its model was known."""
+    ended, caller, refusal = EndedRequest(code=_code_text(status, code)), exchange.caller, exchange.refusal
+    if caller is not None:
+        ended.tenant, ended.key = caller.tenant or "", caller.key_id
+    elif isinstance(refusal, RateLimited):
+        ended.tenant, ended.key = refusal.tenant, refusal.key_id
+    services.usage.traffic.record_end(ended, services.clock())
+
+
+def count_run(services: Services, run: "RequestRun", status: int, code: str) -> None:
+    """Count a request that was recorded, with its times and tokens; `status` and `code` are those of its answer."""
+    caller, target, dispatched, usage = run.caller, run.target, run.dispatched, run.usage
+    now, read_at = services.clock(), run.request.read_at
+    ended = EndedRequest(tenant=caller.tenant or "", key=caller.key_id, cold_s=run.cold_s)
+    if status >= 400 or code:
+        ended.code = _code_text(status, code)
+    else:
+        ended.whole_s = now - read_at
+    if target is not None:
+        ended.base_model = target.base_model
+        if target.adapter is not None:
+            ended.adapter = target.adapter.lora_id
+    if dispatched is None:
+        ended.worker = run.last_worker
+    else:
+        record = dispatched.record
+        ended.worker, ended.waited_s = dispatched.replica.id, record.waited_s
+        if record.first_data_s is not None and run.attempt is not None and run.attempt.streamed:
+            ended.first_token_s = dispatched.load.began_at + record.first_data_s - read_at
+    if usage is not None:
+        ended.prompt_tokens, ended.output_tokens = usage.prompt_tokens, usage.completion_tokens or 0
+        if dispatched is not None and dispatched.record.cached_tokens is not None:
+            ended.predicted_tokens, ended.cached_tokens = dispatched.predicted_tokens, dispatched.record.cached_tokens
+    services.usage.traffic.record_end(ended, now)
+
+
+def _code_text(status: int, code: str) -> str:
+    """`<status> <code>`; of an engine's own error without one `<status> engine`; of a client that left `499`."""
+    if status == _CLIENT_GONE:
+        return str(status)
+    return f"{status} {code or 'engine'}"

@@ -1,0 +1,264 @@
+"""Past traffic: sums that add up in any order, slices that outlive a restart, and what the routes say of them."""
+
+import asyncio
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorafleet.histogram import LAST_BUCKET, bucket_of, percentile_s, upper_bound_s
+from orchestrator.core.traffic import GRAINS, OTHER, GaugeSums, TrafficSums, bounded, grain_for, summed
+from orchestrator.traffic.book import TrafficBook
+from orchestrator.traffic.file import TrafficFile
+from orchestrator.wire import RouterNow, TrafficBatch, TrafficRow
+from tests.properties import examples
+
+COUNTS = st.integers(0, 10**6)
+BUCKETS = st.dictionaries(st.integers(0, LAST_BUCKET), st.integers(1, 1000), max_size=6)
+SUMS = st.builds(
+    TrafficSums,
+    requests=COUNTS,
+    prompt_tokens=COUNTS,
+    cached_tokens=COUNTS,
+    waited_s=st.integers(0, 1000).map(float),
+    codes=st.dictionaries(st.sampled_from(["429 saturated", "503 no_replica", "499"]), st.integers(1, 9)),
+    first_token=BUCKETS,
+    gauges=st.dictionaries(
+        st.sampled_from(["running", "kv_usage"]),
+        st.builds(GaugeSums, st.integers(1, 9), st.integers(0, 99).map(float), st.integers(0, 99).map(float)),
+    ),
+)
+
+
+class Wall:
+    """Wall-clock time that a test moves by hand."""
+
+    def __init__(self):
+        self.now = 1_800_000_000.0
+
+    def __call__(self):
+        return self.now
+
+
+def row(**fields):
+    return TrafficRow(
+        **{"adapter": "sql/v1", "base_model": "qwen", "worker": "w0", "tenant": "acme", "requests": 1} | fields
+    )
+
+
+def batch(number=1, *rows, age_s=0.0):
+    return TrafficBatch(number=number, age_s=age_s, rows=rows or (row(),))
+
+
+@pytest.fixture
+def wall():
+    return Wall()
+
+
+@pytest.fixture
+def opened(tmp_path, wall):
+    made = []
+
+    def make(path=tmp_path / "traffic.db", readings=list, most_bytes=2**26):
+        made.append(TrafficBook(TrafficFile(path, most_bytes=most_bytes), readings=readings, wall=wall))
+        return made[-1]
+
+    yield make
+    for book in made:
+        book.close()
+
+
+@settings(max_examples=examples(300))
+@given(st.lists(SUMS, max_size=6), st.randoms(use_true_random=False))
+def test_sums_are_the_same_in_any_order_and_grouping(parts, rng):
+    shuffled, cut = parts.copy(), rng.randint(0, len(parts))
+    rng.shuffle(shuffled)
+    assert summed([summed(shuffled[:cut]), summed(shuffled[cut:])]) == summed(parts)
+
+
+@settings(max_examples=examples(300))
+@given(st.lists(st.floats(0.0011, 900), min_size=1, max_size=60), st.sampled_from([0.5, 0.95, 0.99]))
+def test_a_percentile_of_merged_histograms_is_within_a_fifth_of_the_true_one(durations, share):
+    counts = {}
+    for duration in durations:
+        counts[bucket_of(duration)] = counts.get(bucket_of(duration), 0) + 1
+    true = sorted(durations)[max(0, math.ceil(share * len(durations)) - 1)]
+    assert true / 1.19 <= percentile_s(counts, share) <= true * 1.19
+
+
+def test_every_duration_is_in_the_bucket_that_ends_at_or_above_it():
+    for duration in (0.0, 0.001, 0.0010001, 0.25, 3.0, 59.9, 1000.0):
+        assert duration <= upper_bound_s(bucket_of(duration)) <= max(0.001, duration * 1.19)
+    assert bucket_of(1e9) == LAST_BUCKET
+    assert percentile_s({}, 0.5) is None
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.tuples(st.sampled_from(["adapter", "key"]), st.integers(0, 30), SUMS), max_size=40), st.integers(2, 8)
+)
+def test_a_bounded_slice_loses_names_and_no_counts(rows, most):
+    series = {(kind, f"n{number}"): sums for kind, number, sums in rows}
+    kept = bounded(series, most)
+    for kind in ("adapter", "key"):
+        assert len([key for key in kept if key[0] == kind]) <= most
+        before = summed(sums for key, sums in series.items() if key[0] == kind)
+        assert summed(sums for key, sums in kept.items() if key[0] == kind) == before
+        named = {key[1] for key in kept if key[0] == kind} - {OTHER}
+        left_out = [sums.requests for key, sums in series.items() if key[0] == kind and key[1] not in named]
+        assert all(series[kind, name].requests >= most_left for name in named for most_left in left_out)
+
+
+def test_a_grain_is_the_finest_that_reaches_back_far_enough():
+    assert [grain_for(range_s).step_s for range_s in (60, 900, 901, 6 * 3600, 24 * 3600, 10**9)] == [
+        5, 5, 60, 60, 600, 600,
+    ]  # fmt: skip
+    for finer, coarser in itertools.pairwise(GRAINS):
+        assert coarser.step_s % finer.step_s == 0
+        assert coarser.kept_s > finer.kept_s
+
+
+async def test_a_batch_counts_once_however_often_it_is_sent(opened):
+    book = opened()
+    for _ in range(3):
+        book.record_report("r0", "b0", 1, [batch(1, row(requests=5))], None)
+    book.record_report("r0", "b1", 1, [batch(1, row(requests=2))], None)  # a restarted router numbers anew
+    assert {name: sums.requests for name, sums in (await book.totals("adapter", 300)).items()} == {"sql/v1": 7}
+
+
+async def test_a_row_counts_in_the_fleet_its_adapter_worker_tenant_and_key(opened):
+    book = opened()
+    book.record_report(
+        "r0",
+        "b0",
+        1,
+        [batch(1, row(key="k1"), row(adapter="", requests=4), TrafficRow(requests=2, codes={"401 x": 2}))],
+        None,
+    )
+    for kind, expected in (
+        ("fleet", {"": 7}),
+        ("adapter", {"sql/v1": 1}),
+        ("base", {"qwen": 4}),
+        ("worker", {"w0": 5}),
+        ("tenant", {"acme": 5, "": 2}),
+        ("key", {"k1": 1}),
+    ):
+        assert {name: sums.requests for name, sums in (await book.totals(kind, 300)).items()} == expected, kind
+
+
+async def test_traffic_is_there_after_a_restart_and_goes_on_in_the_same_slices(opened, wall):
+    first = opened()
+    first.record_report("r0", "b0", 1, [batch(1, row(requests=3))], None)
+    await first.write_closed()
+    first.close()
+    second = opened()
+    second.record_report("r0", "b0", 1, [batch(2, row(requests=4))], None)
+    for _ in range(3):  # every grain's slice closes
+        wall.now += 700
+        second.read_now()
+        await second.write_closed()
+    _, slices = await second.series("adapter", "sql/v1", 24 * 3600)
+    assert [sums.requests for sums in slices.values()] == [7]
+
+
+async def test_a_late_batch_counts_in_the_slice_of_its_time(opened, wall):
+    book = opened()
+    book.record_report("r0", "b0", 1, [batch(1, row(requests=3))], None)
+    start, wall.now = wall.now, wall.now + 200
+    await book.write_closed()
+    book.record_report("r0", "b0", 1, [batch(2, row(requests=4), age_s=200)], None)
+    await book.write_closed()
+    _, slices = await book.series("fleet", "", 600)
+    assert {at: sums.requests for at, sums in slices.items()} == {GRAINS[0].start_of(start): 7}
+
+
+async def test_old_slices_go_and_the_file_stays_within_its_bytes(opened, wall, tmp_path):
+    book = opened(most_bytes=2**20)
+    for number in range(120):
+        rows = [row(adapter=f"a{index}", first_token={index % 80: 1, 3: 2}) for index in range(100)]
+        book.record_report("r0", "b0", 1, [batch(number, *rows)], None)
+        wall.now += 60
+        await book.write_closed()
+    assert book.file.size_bytes() <= 2**20
+    _, slices = await book.series("fleet", "", 24 * 3600)
+    assert slices, "the coarse slices, which reach back furthest, are the last to go"
+    fine = (await book.series("adapter", "a1", 300))[1]
+    assert all(at > wall.now - 900 for at in fine)
+
+
+def test_a_file_that_is_none_is_begun_anew(tmp_path, wall, opened):
+    path = tmp_path / "traffic.db"
+    path.write_bytes(b"not a database at all, and long enough to be read as one" * 50)
+    book = opened(path)
+    book.record_report("r0", "b0", 1, [batch()], None)
+    book.close()
+    assert path.read_bytes().startswith(b"SQLite format 3")
+
+
+async def test_readings_are_kept_as_means_and_routers_as_they_said(opened, wall):
+    values = iter((1.0, 5.0))
+    book = opened(readings=lambda: [(("worker", "w0"), "running", next(values))])
+    book.read_now()
+    book.read_now()
+    _, slices = await book.series("worker", "w0", 300)
+    (sums,) = slices.values()
+    assert (sums.gauges["running"].mean, sums.gauges["running"].most) == (3.0, 5.0)
+    book.record_report("r0", "b0", 9, [], RouterNow(policy="kv_lora", waiting={"acme": 2}), is_last=True)
+    seen = book.routers["r0"]
+    assert (seen.now.waiting, seen.has_ended, seen.revision_seen) == ({"acme": 2}, True, 9)
+
+
+async def test_the_routes_say_rates_percentiles_and_hit_shares(service):
+    report = {
+        "router_id": "r0",
+        "boot_id": "b0",
+        "seq": 1,
+        "revision_seen": 1,
+        "now": {"policy": "kv_lora", "in_flight": 3, "waiting": {"acme": 2}, "circuits": {"w0": "open"}},
+        "traffic": [
+            {
+                "number": 1,
+                "age_s": 20,
+                "rows": [
+                    {
+                        "adapter": "sql/v1",
+                        "base_model": "qwen",
+                        "worker": "w0",
+                        "tenant": "acme",
+                        "key": "k1",
+                        "requests": 10,
+                        "prompt_tokens": 1000,
+                        "predicted_tokens": 500,
+                        "cached_tokens": 400,
+                        "compared_tokens": 1000,
+                        "codes": {"429 saturated": 2, "502 engine": 1, "499": 1},
+                        "first_token": {bucket_of(0.2): 9, bucket_of(2.0): 1},
+                    }
+                ],
+            }
+        ],
+    }
+    assert (await service.http.post("/v1/usage", json=report)).json()["accepted"]
+    (row_,) = (await service.http.get("/v1/traffic/totals?kind=adapter&range_s=300")).json()["data"]
+    assert (row_["name"], row_["requests"], row_["errors"], row_["refusals"]) == ("sql/v1", 10, 1, 2)
+    assert (row_["hit_predicted"], row_["hit_real"]) == (0.5, 0.4)
+    assert 0.15 < row_["first_token_s"]["p50"] <= 0.24
+    assert 1.6 < row_["first_token_s"]["p99"] <= 2.4
+    series = (await service.http.get("/v1/traffic?kind=fleet&range_s=300")).json()
+    columns = series["points"]
+    assert {len(column) for name, column in columns.items() if isinstance(column, list)} == {len(columns["at"])}
+    assert sum(rate for rate in columns["requests_per_s"] if rate) * series["step_s"] == pytest.approx(10)
+    (router,) = (await service.http.get("/v1/routers")).json()["data"]
+    assert (router["id"], router["state"], router["now"]["circuits"]) == ("r0", "live", {"w0": "open"})
+    refused = await service.http.get("/v1/traffic?kind=none")
+    assert refused.status_code == 400
+
+
+async def test_the_live_stream_begins_with_the_fleet_now(service):
+    await service.worker()
+    asyncio.get_running_loop().call_soon(service.built.stop)  # else the stream goes on
+    answer = await service.http.get("/v1/live")
+    assert answer.text.startswith("event: now\ndata: {")
+    assert '"ready":1' in answer.text

@@ -1,0 +1,152 @@
+"""What a router counts for the console: each end of a request once, in batches that are sent until accepted."""
+
+import asyncio
+import sys
+import time
+
+from starlette.responses import JSONResponse, StreamingResponse
+
+from router.fleet.traffic import BATCH_S, EndedRequest, TrafficLog
+from tests.patience import until
+from tests.router.doubles import CHAT, EngineDouble, chunk, fleet, with_sql
+
+SQL = {**CHAT, "lora_id": "sql/v1"}
+USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 7,
+    "total_tokens": 12,
+    "prompt_tokens_details": {"cached_tokens": 3},
+}
+
+
+def rows(log, now=None):
+    """All rows of what was counted so far, by adapter."""
+    batches = log.batches(time.monotonic() if now is None else now, is_last=True)
+    return {row.adapter or row.base_model: row for batch in batches for row in batch.rows}
+
+
+async def whole(engine, body):
+    return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": USAGE})
+
+
+async def streamed(engine, body):
+    async def pieces():
+        yield chunk(body["model"], "one")
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+async def failing(engine, body):
+    return JSONResponse({"error": {"message": "out of order"}}, 500)
+
+
+async def counted(answer, body):
+    async with fleet(EngineDouble("w0", answer), control=with_sql("w0"), max_tries=1, failover_wait_s=0.01) as (
+        client,
+        _,
+        parts,
+    ):
+        await client.post("/v1/chat/completions", json=body)
+        await until(lambda: not parts.scheduler.load.total_in_flight)
+        return rows(parts.usage.traffic)
+
+
+async def test_a_whole_answer_counts_with_its_tokens_and_duration():
+    row = (await counted(whole, SQL))["sql/v1"]
+    assert (row.requests, row.prompt_tokens, row.output_tokens, row.codes) == (1, 5, 7, {})
+    assert sum(row.whole.values()) == 1
+    assert row.first_token == {}
+    assert row.worker
+
+
+async def test_a_streamed_answer_counts_with_its_first_token():
+    row = (await counted(streamed, SQL | {"stream": True}))["sql/v1"]
+    assert sum(row.first_token.values()) == sum(row.whole.values()) == 1
+
+
+async def test_a_failed_request_counts_by_its_code_and_not_in_the_durations():
+    row = (await counted(failing, SQL))["sql/v1"]
+    assert row.requests == 1
+    assert [code for code in row.codes if code.startswith("5")] == list(row.codes)
+    assert (row.whole, row.first_token) == ({}, {})
+
+
+async def test_base_model_and_refused_requests_count_too():
+    async with fleet(EngineDouble("w0", whole), control=with_sql("w0"), max_tries=1, failover_wait_s=0.01) as (
+        client,
+        _,
+        parts,
+    ):
+        await client.post("/v1/chat/completions", json=CHAT)
+        await client.post("/v1/chat/completions", json=CHAT | {"model": "unknown"})
+        await client.post("/v1/chat/completions", content=b"{")
+        await until(lambda: not parts.scheduler.load.total_in_flight)
+        found = rows(parts.usage.traffic)
+    assert found[CHAT["model"]].requests == 1
+    assert found[""].codes == {"404 model_not_found": 1, "400 invalid_request_body": 1}
+
+
+def test_a_batch_is_sent_until_it_is_accepted_and_then_never_again():
+    log = TrafficLog()
+    log.record_end(EndedRequest(adapter="sql/v1"), 100.0)
+    assert log.batches(100.0 + BATCH_S / 2) == ()
+    first = log.batches(100.0 + BATCH_S)
+    log.record_end(EndedRequest(adapter="sql/v1"), 110.0)
+    both = log.batches(110.0 + BATCH_S)
+    assert [batch.number for batch in both] == [first[0].number, first[0].number + 1]
+    assert both[0].age_s == 15.0 - BATCH_S / 2
+    log.accept(both)
+    assert log.batches(200.0, is_last=True) == ()
+
+
+def test_batches_of_a_long_silence_are_merged_and_lose_nothing():
+    log, hours = TrafficLog(), 3
+    for second in range(0, 3600 * hours, 5):
+        log.record_end(EndedRequest(adapter="sql/v1", code="503 no_replica", whole_s=0.1), float(second))
+        log.batches(float(second) + BATCH_S)
+    batches = log.batches(3600.0 * hours, is_last=True)
+    assert len(batches) <= 60
+    assert sum(row.requests for batch in batches for row in batch.rows) == 720 * hours
+    assert sum(row.codes["503 no_replica"] for batch in batches for row in batch.rows) == 720 * hours
+
+
+def test_rows_of_one_batch_are_bounded_and_lose_no_request():
+    log = TrafficLog()
+    for number in range(6000):
+        log.record_end(EndedRequest(adapter=f"a{number}", base_model="qwen", worker="w0", key=f"k{number}"), 0.0)
+    (batch,) = log.batches(BATCH_S)
+    assert len(batch.rows) <= 5001
+    assert sum(row.requests for row in batch.rows) == 6000
+
+
+def test_counting_a_request_takes_few_calls():
+    log, calls = TrafficLog(), 0
+    ended = EndedRequest(adapter="sql/v1", first_token_s=0.2, whole_s=1.0, prompt_tokens=9, cached_tokens=3)
+    log.record_end(ended, 0.0)
+
+    def count(_frame, event, _arg):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    log.record_end(ended, 0.1)
+    sys.setprofile(None)
+    # record_end, add, and for each of two durations a bucket (itself, log2, ceil, min) and a look-up.
+    assert calls <= 16
+
+
+async def test_a_report_that_does_not_arrive_is_repeated():
+    async with fleet(EngineDouble("w0", whole), control=with_sql("w0"), max_tries=1, failover_wait_s=0.01) as (
+        client,
+        _,
+        parts,
+    ):
+        await asyncio.gather(*(client.post("/v1/chat/completions", json=SQL) for _ in range(3)))
+        now = time.monotonic() + BATCH_S
+        for _ in range(2):
+            report = parts.usage.report(1, now)
+            assert [row.requests for batch in report.traffic for row in batch.rows] == [3]
+        parts.usage.traffic.accept(report.traffic)
+        assert parts.usage.report(1, now).traffic == ()
+        assert report.now.policy == "kv_lora"
