@@ -44,7 +44,7 @@ def traffic_routes(
     wall: Callable[[], float],
 ) -> APIRouter:
     """The routes that read traffic, routers, and the fleet now."""
-    api = APIRouter(tags=["traffic"], dependencies=[Depends(requires(keys, "admin"))])
+    api = APIRouter(tags=["traffic"], dependencies=[Depends(requires(keys, "view", is_for_fleet=True))])
 
     @api.get("/v1/traffic")
     async def traffic(kind: Kind = "fleet", name: str = "", range_s: Range = 3600.0) -> TrafficSeries:
