@@ -225,6 +225,11 @@ class RouterSettings(WorkerDiscoverySettings):
         default="x-session-id",
         description="header that names a client's session, for policy session; default: the body's user",
     )
+    fingerprint: Literal["engine", "adapter"] = Field(
+        default="engine",
+        description="system_fingerprint of chats and completions: the engine's own, or the adapter that answered,"
+        " lora_id@digest12; header x-lorafleet-fingerprint decides for one request",
+    )
     drain_s: float = Field(
         default=5.0,
         ge=0,

@@ -278,6 +278,7 @@ class SglangStub:
                         self.tokenizer.decode([token]),
                         usage
                         | {
+                            "token": token,
                             "completion_tokens": number,
                             "total_tokens": len(tokens) + number,
                         },
@@ -301,19 +302,47 @@ class SglangStub:
         return hashlib.sha256(digest + json.dumps(tokens).encode()).digest()
 
     async def native(self, request: Request) -> Response:
-        """SGLang's own route, for one prompt of token ids and one token of answer with its log-probabilities."""
+        """SGLang's own route, for one prompt: token ids, log-probabilities, and streams of growing events."""
         body = await request.json()
-        tokens, count = body["input_ids"], body["top_logprobs_num"]
-        body |= {"max_tokens": body["sampling_params"]["max_new_tokens"]}
+        tokens = body.get("input_ids") or self.tokenizer.completion_ids(body["text"])
+        body |= {"max_tokens": body["sampling_params"].get("max_new_tokens", 128)}
+        steps = self.generate(body, tokens)
         try:
-            texts = [text async for text, _ in self.generate(body, tokens) if text]
+            await anext(steps)
         except StubRefusal as exc:
             return JSONResponse({"error": {"message": str(exc)}}, 400)
         async with self.adapters.in_use(self.adapter_of(body)) as ref:
             rng = Random(self.seed_of(tokens, ref))
-        top = [[-5 * rng.random(), token, None] for token in range(count)]
-        meta = {"output_token_logprobs": [max(top)], "output_top_logprobs": [top]}
-        return JSONResponse({"text": "".join(texts), "meta_info": meta if body["return_logprob"] else {}})
+        outputs = self.native_outputs(body, tokens, steps, rng)
+        if not body.get("stream"):
+            (*_, last) = [output async for output in outputs]
+            return JSONResponse(last)
+
+        async def events():
+            async for output in outputs:
+                yield f"data: {json.dumps(output, separators=(',', ':'))}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def native_outputs(self, body: dict, tokens: list[int], steps, rng: Random):
+        """The output after each token, with all of the text so far."""
+        count, text, ids = body.get("top_logprobs_num") or 0, "", []
+        own: list = []
+        top: list = []
+        meta = {"id": body.get("rid") or uuid.uuid4().hex, "prompt_tokens": len(tokens), "weight_version": "default"}
+        async for piece, usage in steps:
+            text, ids = text + piece, [*ids, usage["token"]]
+            places = sorted(([-5 * rng.random(), token, None] for token in range(count)), reverse=True)
+            top.append(places)
+            own.append(places[0] if count else [-5 * rng.random(), usage["token"], None])
+            is_last = len(ids) == body["max_tokens"]
+            meta |= {"completion_tokens": len(ids), "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]}
+            meta["finish_reason"] = {"type": "length", "length": len(ids)} if is_last else None
+            if body.get("return_logprob"):
+                meta |= {"input_token_logprobs": [], "output_token_logprobs": [*own]}
+                meta |= {"output_top_logprobs": [*top]} if count else {}
+            yield {"text": text, "output_ids": ids, "meta_info": dict(meta)}
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()

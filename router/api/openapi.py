@@ -9,7 +9,7 @@ from typing import Any
 
 from lorafleet.service.openapi import ERROR_SCHEMA, Json
 from router.protocols import sglang_generate
-from router.protocols.routes import COMPLETIONS, ROUTES, Route
+from router.protocols.routes import COMPLETIONS, GENERATE_TOKENS, ROUTES, Route
 
 _MODEL = "sql-expert/v1"
 _HELLO = [{"role": "user", "content": "Which customers ordered twice?"}]
@@ -64,6 +64,22 @@ EXAMPLES: Mapping[str, tuple[Json | None, Json]] = {
             "object": "text_completion",
             "model": _MODEL,
             "choices": [{"index": 0, "text": " name FROM", "finish_reason": "length"}],
+            "usage": _USAGE,
+        },
+    ),
+    GENERATE_TOKENS: (
+        {"model": _MODEL, "token_ids": [836, 329], "sampling_params": {"max_tokens": 4, "logprobs": 0}},
+        {
+            "request_id": "generate-tokens-1",
+            "model": _MODEL,
+            "choices": [
+                {
+                    "index": 0,
+                    "token_ids": [295],
+                    "logprobs": {"content": [{"token_id": 295, "logprob": -0.5, "rank": 1, "top_logprobs": []}]},
+                    "finish_reason": "length",
+                }
+            ],
             "usage": _USAGE,
         },
     ),

@@ -33,6 +33,12 @@ class RequestTarget(msgspec.Struct, frozen=True):
     asked: str
     digest: str = ""
 
+    @property
+    def weights(self) -> str:
+        """The weights that answer: an adapter's engine name, `lora_id@digest12`, or the base model's name."""
+        adapter = self.adapter
+        return self.base_model if adapter is None else adapter.engine_name or adapter.lora_id
+
     def with_adapter(self, adapter: RoutableAdapter) -> "RequestTarget":
         """The target with this adapter, as the catalog has it now; raises ModelNotFound for other bytes than asked."""
         if adapter is self.adapter:

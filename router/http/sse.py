@@ -10,18 +10,25 @@ import msgspec
 from lorafleet.service.http import envelope
 from router.core.errors import StreamBroken
 from router.http.error_shapes import status_of_type
-from router.protocols.routes import ErrorShape, event_type
+from router.protocols.routes import ErrorShape, UsageKind, event_type
 
 # The end of an event: a blank line, with either line end.
 _END, _CRLF_END = b"\n\n", b"\r\n\r\n"
 # The longest event that is kept until its end has come.
 MAX_EVENT_BYTES = 8 * 2**20
+_EVENT = re.compile(rb".+?(?:\r?\n\r?\n|$)", re.DOTALL)
+# Inside a JSON string the quotes would be escaped.
+_FINGERPRINT = re.compile(rb'"system_fingerprint": ?(?:null|"[^"\\]*")')
 # An adapter's engine name: its lora_id and the beginning of its digest, see lorafleet/identity.py.
 _ENGINE_NAME = re.compile(rb'("model": ?"[^"]+)@[0-9a-f]{12}"')
 
 
 class AnswerRewriter(Protocol):
     """Rewrites an engine's answer for its client."""
+
+    @property
+    def usage(self) -> UsageKind | None:
+        """The form of the usage in what it makes of a stream; None: the engine's."""
 
     def whole(self, body: bytes) -> bytes:
         """A complete body, rewritten."""
@@ -41,6 +48,7 @@ class ModelRenamer:
     """
 
     __slots__ = ("_held", "_pairs")
+    usage: UsageKind | None = None
 
     def __init__(self, engine_model: str, asked: str) -> None:
         self._held = b""
@@ -84,6 +92,38 @@ def _replacements(engine_model: str, asked: str) -> tuple[tuple[bytes, bytes], .
     return tuple((key + ours, key + theirs) for key in (b'"model":', b'"model": '))
 
 
+class WeightSigner(ModelRenamer):
+    """Also puts the name of the weights into each answer and event of choices, as its `system_fingerprint`.
+
+    Engines have theirs on a stream's last events alone, or none at all.
+    """
+
+    __slots__ = ("_field",)
+
+    def __init__(self, engine_model: str, asked: str, weights: str) -> None:
+        """weights  the name, see `RequestTarget.weights`"""
+        super().__init__(engine_model, asked)
+        self._field = b'"system_fingerprint":' + msgspec.json.encode(weights)
+
+    def whole(self, body: bytes) -> bytes:
+        """A complete body or event, renamed and signed; an error stays as it is."""
+        return self._signed(super().whole(body))
+
+    def rewrite(self, chunk: bytes) -> bytes:
+        """The events that this chunk completes, renamed and signed; the rest is kept. Raises StreamBroken."""
+        return b"".join([self._signed(event) for event in _EVENT.findall(super().rewrite(chunk))])
+
+    def _signed(self, event: bytes) -> bytes:
+        """A body or event with the fingerprint, in place of the engine's own where it has one."""
+        if b'"choices"' not in event:
+            return event
+        found = _FINGERPRINT.search(event)
+        if found is not None:
+            return event[: found.start()] + self._field + event[found.end() :]
+        cut = event.rfind(b"}")
+        return event[:cut] + b"," + self._field + event[cut:] if cut >= 0 else event
+
+
 class StoredAnswerRewriter(ModelRenamer):
     """Also cuts the digest off an adapter's name: for stored responses, where the client's name is not known."""
 
@@ -102,6 +142,7 @@ class CumulativeRewriter(ModelRenamer):
     """Passes whole events through a function that makes each of them repeat the text so far."""
 
     __slots__ = ("_events",)
+    usage: UsageKind | None = "sglang"
 
     def __init__(self, events: Callable[[bytes], bytes]) -> None:
         super().__init__("", "")

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -61,4 +61,11 @@ def per_item(name: str, value: object, count: int, *, is_list: bool, kind: type 
     return value
 
 
-_KINDS: Mapping[type, str] = {str: "a text", dict: "an object"}
+_KINDS: Mapping[type, str] = {str: "a text", dict: "an object", bool: "true or false", int: "an integer"}
+
+
+class ItemAnswer(NamedTuple):
+    """The whole answer to one item of a batch, and the weights that made it: `lora_id@digest12`, or a base model."""
+
+    body: bytes
+    weights: str

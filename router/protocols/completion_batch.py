@@ -12,6 +12,7 @@ import msgspec
 
 from router.core.errors import BadBody, ReplicaUnreachable
 from router.protocols.adapter_fields import LORA_ID, LORA_PATH, RawFields, text_list
+from router.protocols.bodies import ItemAnswer
 
 _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 # Fields of a call that no single completion gets.
@@ -40,19 +41,26 @@ def check_not_streamed(*, is_streamed: bool, param: str) -> None:
         raise BadBody(f"{param} names several: {message}", param="stream")
 
 
-def join_completions(answer_id: str, answers: Sequence[bytes]) -> bytes:
+def join_completions(answer_id: str, answers: Sequence[ItemAnswer], *, names_weights: bool = False) -> bytes:
     """The answer to the call, from its completions' answers in order; all else is of the first.
+
+    names_weights  each choice has its own weights as `system_fingerprint`, and the answer has all of them
 
     raises  ReplicaUnreachable for an answer that is no completion
     """
     try:
-        wholes = [msgspec.json.decode(answer, type=dict[str, Any]) for answer in answers]
-        choices = [choice for whole in wholes for choice in sorted(whole["choices"], key=lambda one: one["index"])]
+        wholes = [msgspec.json.decode(answer.body, type=dict[str, Any]) for answer in answers]
+        choices = []
+        for whole, answer in zip(wholes, answers, strict=True):
+            own = {"system_fingerprint": answer.weights} if names_weights else {}
+            choices += [choice | own for choice in sorted(whole["choices"], key=lambda one: one["index"])]
         joined = wholes[0] | {
             "id": answer_id,
             "choices": [choice | {"index": index} for index, choice in enumerate(choices)],
             "usage": _total_usage([whole["usage"] for whole in wholes]),
         }
+        if names_weights:
+            joined["system_fingerprint"] = ",".join(dict.fromkeys(answer.weights for answer in answers))
     except _PARSE_ERRORS as exc:
         raise ReplicaUnreachable("an engine's answer is no completion", reason="bad_answer") from exc
     return msgspec.json.encode(joined)

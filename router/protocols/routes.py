@@ -5,8 +5,7 @@ adapter (tests/contract/test_surface.py); pooling rows on one started with `--ru
 
 Not offered, on purpose:
 - `/v1/audio/*`, `/v1/realtime`: multipart bodies and websockets, not text.
-- `/inference/v1/generate`, `/v1/*/render`, `/v1/*/derender`: internal to a disaggregated fleet. They take raw sampling
-  parameters, whose `extra_args` control engine and index.
+- `/v1/*/render`, `/v1/*/derender`, `/inference/v1/abort_requests`: internal to a disaggregated fleet.
 - `/invocations`, `/adapters`: SageMaker's routes, which reach every other route without the checks here.
 - `/cohere/v2/chat`: off by default in vLLM, and `/v1/chat/completions` does the same.
 """
@@ -15,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PromptKind = Literal["chat", "completion", "input", "responses", "messages", "none"]
+PromptKind = Literal["chat", "completion", "input", "responses", "messages", "token_ids", "none"]
 """The form of a body's prompt, from which its token ids and KV blocks are computed."""
 
-UsageKind = Literal["openai", "responses", "messages", "none"]
+UsageKind = Literal["openai", "responses", "messages", "sglang", "none"]
 """The form of an answer's usage, see `router.protocols.usage`."""
 
 AdapterUse = Literal["runs", "names"]
@@ -100,6 +99,7 @@ _PROMPT_FIELDS: Mapping[PromptKind, frozenset[str]] = {
             "truncate_prompt_tokens",
         }
     ),
+    "token_ids": frozenset({"token_ids", "sampling_params", "features", "content_parts"}),
     "none": frozenset(),
 }
 
@@ -116,6 +116,7 @@ class Route:
     computes      whether it takes a slot at the engine; False if it only counts or spells tokens
     early_events  event types of a stream that the engine sends before it computes anything
     final_events  event types that only a stream's last event has, besides `[DONE]`
+    signs         whether its answers have a `system_fingerprint`
     takes_salt    whether its `cache_salt` reaches the engine's block hashes (vLLM 0.32, read in its source)
     lists         body fields that may hold several texts; the engine makes a sequence of each
     fields        body fields to decode; the rest is forwarded unread
@@ -135,6 +136,7 @@ class Route:
     errors: ErrorShape = "openai"
     early_events: frozenset[bytes] = frozenset()
     final_events: frozenset[bytes] = frozenset()
+    signs: bool = False
     takes_salt: bool = True
     lists: tuple[str, ...] = ()
     has_body: bool = field(init=False)
@@ -153,16 +155,19 @@ class Route:
         """The operation's name in OpenTelemetry's conventions: `embeddings` for every route that does not generate."""
         if not self.generates:
             return "embeddings"
-        return "text_completion" if self.prompt == "completion" else "chat"
+        return "text_completion" if self.prompt in ("completion", "token_ids") else "chat"
 
 
 COMPLETIONS = "/v1/completions"
+# vLLM has it where it was started with --enable-scale-out; agents start it so.
+GENERATE_TOKENS = "/inference/v1/generate"
 _EARLY_EVENTS = frozenset({b"response.queued", b"response.created", b"response.in_progress"})
 _FINAL_EVENTS = frozenset({b"response.completed", b"response.incomplete", b"response.failed", b"response.cancelled"})
 
 _ROWS = (
     Route(
         path="/v1/chat/completions",
+        signs=True,
         summary="A chat completion",
         prompt="chat",
         generates=True,
@@ -171,18 +176,28 @@ _ROWS = (
     ),
     Route(
         path="/v1/chat/completions/batch",
+        signs=True,
         summary="Several chats, one answer each",
         generates=True,
         lists=("messages",),
     ),
     Route(
         path=COMPLETIONS,
+        signs=True,
         summary="A text completion",
         prompt="completion",
         generates=True,
         streams=True,
         hides_usage=True,
         lists=("prompt",),
+    ),
+    Route(
+        path=GENERATE_TOKENS,
+        summary="Token ids continued, in vLLM's own form",
+        prompt="token_ids",
+        generates=True,
+        streams=True,
+        hides_usage=True,
     ),
     Route(
         path="/v1/responses",

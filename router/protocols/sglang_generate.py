@@ -1,7 +1,7 @@
 """`POST /generate`: SGLang's native route, served by completions. One batch may mix adapters and the base model.
 
 A batch is split into bodies of `/v1/completions`. Each is routed by itself, and their answers are joined. If one item
-fails, the whole call fails.
+fails, the whole call fails. An item that goes to an SGLang goes there in SGLang's own form, and so does its answer.
 
 Source of the formats: SGLang 0.5 docs basic_usage/sampling_params.md and native_api, managers/io_struct.py
 GenerateReqInput, managers/tokenizer_manager.py (meta_info). Parameters that vLLM does not have are refused by name.
@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 
 from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
+from router.protocols import sglang_logprobs
 from router.protocols.adapter_fields import adapter_field_error, chosen_adapter, is_adapter_name
-from router.protocols.bodies import BOM, DECODE_ERRORS, bad_json_error, per_item
+from router.protocols.bodies import BOM, DECODE_ERRORS, ItemAnswer, bad_json_error, per_item
+from router.protocols.sglang_logprobs import LogprobsRequest
 
 PATH = "/generate"
 ITEM_PATH = "/v1/completions"
@@ -57,6 +59,16 @@ _CONSTRAINTS: Mapping[str, str] = {
 }
 _ITEM_FIELDS = frozenset({"text", "input_ids", "lora_id", "lora_path", "sampling_params", "rid"})
 _SHARED_FIELDS = frozenset({"model", "stream", "cache_salt", "priority", "user"})
+_KNOWN_FIELDS = _ITEM_FIELDS | _SHARED_FIELDS | {*sglang_logprobs.FIELDS}
+# SGLang passes these on to its scheduler; the rest of an item is its own.
+_NATIVE_SHARED = ("cache_salt", "priority")
+# Fields that trainers send, and what there is in their place.
+_NOT_OFFERED: Mapping[str, str] = {
+    "image_data": "send pictures to /v1/chat/completions, as image_url",
+    "return_hidden_states": "hidden states are at /pooling, of an engine with a model that pools",
+    "return_routed_experts": "vLLM and SGLang encode routed experts differently; train without replaying them",
+    "token_ids_logprob": "ask for top_logprobs_num, or for logprob_start_len with the tokens in the prompt",
+}
 # Values that switch a field off: an unsupported field may have these.
 _UNUSED_VALUES: Sequence[Any] = (None, False, [], {})
 # Errors of parsing an answer that is not a completion.
@@ -70,10 +82,14 @@ class GenerateBatch:
     items     bodies of `/v1/completions` as JSON, in order; some with a `lora_id`
     names     each item's id in the answer; empty takes the engine's
     is_list   whether the answer is a list
+    natives   each item in SGLang's own form, without its adapter
+    logprobs  the log-probabilities that each item's answer has; None: none
     """
 
     items: tuple[bytes, ...]
     names: tuple[str, ...]
+    natives: tuple[Mapping[str, Any], ...]
+    logprobs: tuple[LogprobsRequest | None, ...]
     is_list: bool
     is_streamed: bool
 
@@ -88,10 +104,11 @@ def split_batch(body: bytes) -> GenerateBatch:
     except DECODE_ERRORS as exc:
         raise bad_json_error(body, exc) from exc
     for name, value in body_fields.items():
-        if name not in _ITEM_FIELDS | _SHARED_FIELDS and value not in _UNUSED_VALUES:
+        if name not in _KNOWN_FIELDS and value not in _UNUSED_VALUES:
             if is_adapter_name(name):
                 raise adapter_field_error(name)
-            raise BadBody(f"{name} is not offered by /generate here", param=name)
+            instead = f": {_NOT_OFFERED[name]}" if name in _NOT_OFFERED else ""
+            raise BadBody(f"{name} is not offered by /generate here{instead}", param=name)
     prompts, is_list = _prompts(body_fields)
     count = len(prompts)
     name, adapter_names = chosen_adapter(body_fields)
@@ -100,9 +117,17 @@ def split_batch(body: bytes) -> GenerateBatch:
     names = _names(body_fields.get("rid"), count, is_list)
     is_streamed = body_fields.get("stream") is True
     shared = {name: body_fields[name] for name in _SHARED_FIELDS - {"stream"} if body_fields.get(name) is not None}
-    items = []
-    for prompt, adapter, sampling in zip(prompts, adapters, params, strict=True):
+    logprobs = sglang_logprobs.logprobs_requests(body_fields, count, is_list=is_list)
+    own = {name: shared[name] for name in _NATIVE_SHARED if name in shared}
+    prompt_field = "text" if body_fields.get("input_ids") is None else "input_ids"
+    items, natives = [], []
+    for prompt, adapter, sampling, wanted in zip(prompts, adapters, params, logprobs, strict=True):
         item = shared | {"prompt": prompt, "return_token_ids": True} | completion_params(sampling or {})
+        native = own | {prompt_field: prompt, "sampling_params": sampling or {}, "stream": is_streamed}
+        if wanted is not None:
+            item |= wanted.completion_fields()
+            native |= wanted.native_fields()
+        natives.append(native)
         if adapter:
             item["lora_id"] = adapter
         if is_streamed:
@@ -110,7 +135,8 @@ def split_batch(body: bytes) -> GenerateBatch:
         items.append(item)
     if is_streamed and (is_list or items[0].get("n", 1) != 1):
         raise BadBody("/generate streams one text with n 1; send several calls, or leave out stream", param="stream")
-    return GenerateBatch(tuple(map(msgspec.json.encode, items)), names, is_list, is_streamed)
+    encoded = tuple(map(msgspec.json.encode, items))
+    return GenerateBatch(encoded, names, tuple(natives), tuple(logprobs), is_list, is_streamed)
 
 
 def completion_params(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,21 +166,35 @@ def completion_params(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
-def join_answers(batch: GenerateBatch, answers: Sequence[bytes]) -> bytes:
+def join_answers(batch: GenerateBatch, answers: Sequence[ItemAnswer]) -> bytes:
     """The answer to a call, joined from its items' answers in order; raises ReplicaUnreachable for a bad answer."""
     try:
-        outputs = [item for answer, name in zip(answers, batch.names, strict=True) for item in _outputs(answer, name)]
+        outputs = [
+            output
+            for answer, name, wanted in zip(answers, batch.names, batch.logprobs, strict=True)
+            for output in _outputs(answer, name, wanted)
+        ]
     except _PARSE_ERRORS as exc:
         raise ReplicaUnreachable("an engine's answer is no completion", reason="bad_answer") from exc
+    if not outputs:
+        raise ReplicaUnreachable("an engine's answer is no completion", reason="bad_answer")
     alone = not batch.is_list and len(outputs) == 1
     return msgspec.json.encode(outputs[0] if alone else outputs)
 
 
 class CumulativeStream:
-    """Converts a completion's stream to SGLang's form, where each event has all of the text so far."""
+    """Converts a completion's stream to SGLang's form, where each event has all of the text so far.
 
-    def __init__(self, name: str) -> None:
+    An SGLang's own stream gets the id and the weights alone.
+
+    weights  those that make the answer, see `ItemAnswer`; set before the first event
+    """
+
+    def __init__(self, name: str, logprobs: LogprobsRequest | None = None) -> None:
+        self.weights = ""
         self._name = name
+        self._wanted = logprobs
+        self._logprobs: dict[str, list[Any]] = {}
         self._text: list[str] = []
         self._ids: list[int] = []
         self._last: dict[str, Any] = {}
@@ -175,26 +215,35 @@ class CumulativeStream:
         if data == b"[DONE]":
             return self._take_last_event() + b"data: [DONE]\n\n"
         chunk = msgspec.json.decode(data)
+        if "meta_info" in chunk:
+            return b"data: " + msgspec.json.encode(_signed(chunk, self._name, self.weights)) + b"\n\n"
         choices, usage = chunk.get("choices"), chunk.get("usage")
         if choices is None:
             return self._take_last_event() + b"data: " + data + b"\n\n"
         if not choices:
             if self._last:
-                self._last = _output(self._name or chunk["id"], self._text_and_ids(), usage, self._last["meta_info"])
+                self._last = self._output(chunk, usage, self._last["meta_info"]["finish_reason"])
             return self._take_last_event()
         (choice,) = choices
         self._text.append(choice["text"])
-        self._ids += choice.get("token_ids") or []
+        new_ids = choice.get("token_ids") or []
+        self._ids += new_ids
+        if self._wanted is not None:
+            if not self._logprobs:
+                self._logprobs = sglang_logprobs.input_logprobs(choice, self._wanted)
+            for name, values in sglang_logprobs.output_logprobs(choice, new_ids, self._wanted).items():
+                self._logprobs.setdefault(name, []).extend(values)
         reason = _finish_reason(choice, self._ids)
-        output = _output(self._name or chunk["id"], self._text_and_ids(), usage, {"finish_reason": reason})
+        output = self._output(chunk, usage, reason)
         if reason is not None:
             self._last = output
             return b""
         return b"data: " + msgspec.json.encode(output) + b"\n\n"
 
-    def _text_and_ids(self) -> tuple[str, list[int]]:
-        """Text and token ids of all events so far."""
-        return "".join(self._text), self._ids
+    def _output(self, chunk: Mapping[str, Any], usage: Mapping[str, Any], reason: Any) -> dict[str, Any]:
+        """SGLang's output with all of the text so far."""
+        name = self._name or chunk["id"]
+        return _output(name, ("".join(self._text), self._ids), usage, reason, self.weights, self._logprobs)
 
     def _take_last_event(self) -> bytes:
         """Take the event that waits, encoded; empty where none waits."""
@@ -233,30 +282,48 @@ def _names(rid: Any, count: int, is_list: bool) -> tuple[str, ...]:
     return tuple(name or "" for name in per_item("rid", rid, count, is_list=is_list))
 
 
-def _outputs(answer: bytes, name: str) -> list[dict[str, Any]]:
-    """SGLang's outputs for the choices of one completion."""
-    whole = msgspec.json.decode(answer)
+def _outputs(answer: ItemAnswer, name: str, wanted: LogprobsRequest | None) -> list[dict[str, Any]]:
+    """SGLang's outputs for the choices of one completion, or of an SGLang's own answer."""
+    whole = msgspec.json.decode(answer.body)
+    if isinstance(whole, list) or "meta_info" in whole:
+        return [_signed(output, name, answer.weights) for output in (whole if isinstance(whole, list) else [whole])]
     outputs = []
     for choice in whole["choices"]:
         ids = choice.get("token_ids") or []
         counted = whole["usage"] | {"completion_tokens": len(ids)}  # the engine's own is of all choices together
-        finish = {"finish_reason": _finish_reason(choice, ids)}
-        outputs.append(_output(name or whole["id"], (choice["text"], ids), counted, finish))
+        logprobs = {}
+        if wanted is not None:
+            logprobs = sglang_logprobs.input_logprobs(choice, wanted)
+            logprobs |= sglang_logprobs.output_logprobs(choice, ids, wanted)
+        reason = _finish_reason(choice, ids)
+        outputs.append(_output(name or whole["id"], (choice["text"], ids), counted, reason, answer.weights, logprobs))
     return outputs
 
 
 def _output(
-    name: str, text: tuple[str, list[int]], usage: Mapping[str, Any], finish: Mapping[str, Any]
+    name: str,
+    text: tuple[str, list[int]],
+    usage: Mapping[str, Any],
+    reason: Any,
+    weights: str,
+    logprobs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """One output in SGLang's form. `text`: the text and its token ids; `finish`: has the `finish_reason`."""
+    """One output in SGLang's form. `text`: the text and its token ids."""
     meta = {
         "id": name,
-        "finish_reason": finish["finish_reason"],
+        "finish_reason": reason,
         "prompt_tokens": usage["prompt_tokens"],
+        "weight_version": weights,
         "completion_tokens": usage["completion_tokens"],
         "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
     }
-    return {"text": text[0], "output_ids": text[1], "meta_info": meta}
+    return {"text": text[0], "output_ids": text[1], "meta_info": {**meta, **logprobs}}
+
+
+def _signed(output: dict[str, Any], name: str, weights: str) -> dict[str, Any]:
+    """An SGLang's own output with the client's id, if it gave one, and the weights by the fleet's name."""
+    meta = output["meta_info"] | {"weight_version": weights}
+    return output | {"meta_info": meta | {"id": name} if name else meta}
 
 
 def _finish_reason(choice: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any] | None:

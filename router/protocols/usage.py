@@ -63,15 +63,31 @@ class _MessagesAnswer(msgspec.Struct):
     usage: _MessagesUsage | None = None
 
 
+class _SglangMeta(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+
+
+class _SglangAnswer(msgspec.Struct):
+    meta_info: _SglangMeta
+
+
 _openai = msgspec.json.Decoder(_OpenAIAnswer).decode
 _responses = msgspec.json.Decoder(_ResponsesAnswer).decode
 _messages = msgspec.json.Decoder(_MessagesAnswer).decode
+
+_sglang = msgspec.json.Decoder(_SglangAnswer | list[_SglangAnswer]).decode
+
+
+# The field that has an answer's usage.
+_USAGE_MARK, _SGLANG_MARK = b'"usage"', b'"meta_info"'
 
 
 def usage_of(kind: UsageKind, body: bytes) -> EngineUsage | None:
     """The usage in a whole answer or in the data of one event; None if there is none or its form is unknown."""
     # Searched from the end, where engines write it.
-    if kind == "none" or body.rfind(b'"usage"') < 0:
+    if kind == "none" or body.rfind(_SGLANG_MARK if kind == "sglang" else _USAGE_MARK) < 0:
         return None
     try:
         return _READERS[kind](body)
@@ -85,7 +101,7 @@ def usage_of_events(kind: UsageKind, events: bytes) -> EngineUsage | None:
     vLLM may send a usage with every event, but only the last one has the cached tokens. Inside a JSON string the quotes
     of "usage" would be escaped, so a plain search finds the field.
     """
-    at = events.rfind(b'"usage"')
+    at = events.rfind(_SGLANG_MARK if kind == "sglang" else _USAGE_MARK)
     line = events[events.rfind(b"\n", 0, max(at, 0)) + 1 :].split(b"\n", 1)[0]
     return usage_of(kind, line.removeprefix(b"data:")) if line.startswith(b"data:") else None
 
@@ -109,9 +125,9 @@ class UsageFilter:
 
     __slots__ = ("_engine", "_fingerprints", "pending")
 
-    def __init__(self, fingerprints: MutableMapping[str, bytes], engine: str) -> None:
+    def __init__(self, fingerprints: MutableMapping[str, bytes] | None, engine: str) -> None:
         """
-        fingerprints  engine -> its fingerprint; shared by all streams and updated here
+        fingerprints  engine -> its fingerprint; shared by all streams and updated here; None: these streams have none
         engine        this stream's engine
         """
         self._fingerprints = fingerprints
@@ -132,10 +148,10 @@ class UsageFilter:
         for event in _EVENT.findall(events, at):
             if _NO_CHOICES in event and _USAGE in event:
                 found = _FINGERPRINT.search(event)
-                if found:
+                if found and self._fingerprints is not None:
                     self._fingerprints[self._engine] = found.group()
                 kept.append(self._release_with_fingerprint())
-            elif _FINISHED in event and self._engine not in self._fingerprints:
+            elif _FINISHED in event and self._fingerprints is not None and self._engine not in self._fingerprints:
                 self.pending += event
             else:
                 kept.append(self.end())
@@ -153,7 +169,7 @@ class UsageFilter:
 
     def _with_fingerprint(self, event: bytes) -> bytes:
         """An event with the engine's fingerprint, if that is known."""
-        fingerprint = self._fingerprints.get(self._engine)
+        fingerprint = None if self._fingerprints is None else self._fingerprints.get(self._engine)
         cut = event.rfind(b"}")
         if fingerprint is None or cut < 0:
             return event
@@ -204,8 +220,18 @@ def _read_messages(body: bytes) -> EngineUsage | None:
     return EngineUsage(prompt, usage.output_tokens, usage.cache_read_input_tokens)
 
 
+def _read_sglang(body: bytes) -> EngineUsage | None:
+    """The usage in SGLang's own answer; of several texts to one prompt, their sum. None: it has none."""
+    answers = _sglang(body)
+    found = [answer.meta_info for answer in (answers if isinstance(answers, list) else [answers])]
+    if not found:
+        return None
+    return EngineUsage(found[0].prompt_tokens, sum(one.completion_tokens for one in found), found[0].cached_tokens)
+
+
 _READERS: Mapping[UsageKind, Callable[[bytes], EngineUsage | None]] = {
     "openai": _read_openai,
     "responses": _read_responses,
     "messages": _read_messages,
+    "sglang": _read_sglang,
 }

@@ -15,6 +15,8 @@ _NOT_LOADED = (
 )
 # Engines get no client's key, so these refuse the router's: vLLM's --api-key, or a mesh or proxy in front of it.
 _KEY_REFUSALS = frozenset({401, 403, 407})
+# vLLM 0.32 scale_out/factories.py: a 403 at a route that its command line leaves off. The message says what to do.
+_ROUTE_IS_OFF = b"--enable-scale-out"
 LOSS_MESSAGES = {
     "connection": "no connection",
     "no_descriptors": "no connection, because this router has no file descriptor left",
@@ -37,7 +39,7 @@ def retry_reason(status: int, first: bytes, request: EngineRequest, *, in_band_e
     """Why another replica may do better (a reason of core.failover.verdict); None: the client gets this answer."""
     if status in (502, 503):
         return "engine_unavailable"
-    if status in _KEY_REFUSALS and not in_band_error:
+    if status in _KEY_REFUSALS and not in_band_error and _ROUTE_IS_OFF not in first:
         return "engine_unauthorized"
     # A 404 for an unknown model names the model; any other (a route that the engine lacks) is the client's.
     if status == 404 and request.engine_name and request.engine_model.encode() in first:

@@ -31,5 +31,5 @@ async def serve_completion_batch(
         (reader.read_item(response, request.route, body, number) for number, body in enumerate(bodies)),
         count=len(request.lora_id),
         param="prompt",
-        join=partial(join_completions, f"cmpl-{response.request_id}"),
+        join=partial(join_completions, f"cmpl-{response.request_id}", names_weights=request.names_weights),
     )

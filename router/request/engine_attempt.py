@@ -195,7 +195,9 @@ class EngineAttempt(msgspec.Struct, eq=False):
         kind = self._request.route.usage
         if self._tail is None:
             return usage_of(kind, self.first if self.metadata is None else self.metadata)
-        return usage_of_events(kind, b"".join(self._tail))
+        assert self._rewriter is not None
+        # The kept events are rewritten ones.
+        return usage_of_events(self._rewriter.usage or kind, b"".join(self._tail))
 
     def close(self) -> None:
         """Release the connection and the client's exchange. An answer not at its end is cut off: the engine aborts."""

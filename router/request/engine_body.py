@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 import msgspec
 
@@ -23,7 +24,7 @@ _SESSIONS = "sessions are pinned to engines; send the whole prompt, its prefix i
 REFUSED_FIELDS: Mapping[str, str] = {
     # llama.cpp
     "id_slot": _RANK,
-    # TensorRT-LLM, Dynamo
+    # Dynamo; what is no order is dropped, see `drop_nvext`
     "nvext": _RANK,
     # SGLang 0.5 managers/io_struct.py GenerateReqInput; its OpenAI routes take these, too
     "bootstrap_host": _CACHES,
@@ -45,6 +46,10 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "kv_cache_report_mode": "the router asks for reports itself",
     "kv_transfer_params": _CACHES,
 }
+NVEXT = "nvext"
+# Fields of Dynamo's `nvext` that change neither the answer nor the engine: hints, and further fields of the answer. ART
+# asks for `extra_fields: ["engine_data"]`, and reads vLLM's own token ids where they are there.
+_NVEXT_HINTS = frozenset({"agent_hints", "annotations", "extra_fields", "request_timestamp_ms"})
 # The same within `vllm_xargs`: vLLM 0.32 v1/request.py reads these there.
 REFUSED_EXTRA_ARGS: Mapping[str, str] = {
     "ec_transfer_params": _CACHES,
@@ -55,6 +60,10 @@ REFUSED_EXTRA_ARGS: Mapping[str, str] = {
 # (v1/core/block_pool.py), and takes it from either place.
 STRIPPED_FIELDS = frozenset({"lora_id", "lora_path", "session_id"})
 STRIPPED_EXTRA_ARGS = frozenset({"session_id"})
+# Where `/inference/v1/generate` has them: it passes its sampling parameters to the engine as they are.
+_SAMPLING, _EXTRA_ARGS = "sampling_params", "extra_args"
+# Its sampling parameters that routing needs; other routes have fields of these names.
+_READ_SAMPLING = frozenset({"n", "max_tokens", "prompt_logprobs", "skip_reading_prefix_cache"})
 # The headers of a client that an engine gets. vLLM 0.32 is steered by others (X-data-parallel-rank,
 # X-Session-ID, X-Vllm-Priority, X-Request-Id); of these the router sends its own rank and request id.
 FORWARDED_HEADERS = frozenset({b"traceparent", b"tracestate"})
@@ -93,6 +102,37 @@ def refuse_steering(body: Body, extra_args: object) -> None:
             _refuse(name, REFUSED_EXTRA_ARGS, "vllm_xargs.", is_empty=is_empty_value(extra_args[name]))
         if "vllm_xargs" in body:
             body["vllm_xargs"] = _without_fields(body["vllm_xargs"], unset)
+
+
+def drop_nvext(body: Body) -> bool:
+    """Drop the body's `nvext` where it holds only hints, and return whether it did; others are left to be refused."""
+    try:
+        hints = _fields(body[NVEXT])
+    except msgspec.ValidationError:
+        return False
+    if not hints or not _NVEXT_HINTS.issuperset(name for name, raw in hints.items() if not is_empty(raw)):
+        return False
+    del body[NVEXT]
+    return True
+
+
+def sampling_fields(body: Body, sampling: object) -> dict[str, object]:
+    """The sampling parameters of `/inference/v1/generate` that routing needs, by name.
+
+    Raises BadBody where its `extra_args` steer engine or index; drops such ones from the body where they are empty.
+
+    sampling  the decoded `sampling_params`
+    """
+    if not isinstance(sampling, dict):
+        return {}
+    extra_args = sampling.get(_EXTRA_ARGS)
+    if isinstance(extra_args, dict) and not REFUSED_EXTRA_ARGS.keys().isdisjoint(extra_args):
+        unset = frozenset([name for name in extra_args if name in REFUSED_EXTRA_ARGS])
+        for name in unset:
+            prefix = f"{_SAMPLING}.{_EXTRA_ARGS}."
+            _refuse(name, REFUSED_EXTRA_ARGS, prefix, is_empty=is_empty_value(extra_args[name]))
+        body[_SAMPLING] = _with_extra_args(body[_SAMPLING], dropped=unset)
+    return {name: sampling[name] for name in _READ_SAMPLING.intersection(sampling)}
 
 
 def _refuse(name: str, table: Mapping[str, str], prefix: str = "", *, is_empty: bool) -> None:
@@ -140,7 +180,10 @@ def vllm_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> by
     engine_body = _with_options(body, model, options)
     if "vllm_xargs" in engine_body:
         engine_body["vllm_xargs"] = _without_fields(engine_body["vllm_xargs"], STRIPPED_EXTRA_ARGS)
-    if options.report_full:
+    if options.prompt == "token_ids" and _SAMPLING in engine_body:
+        added = {"kv_cache_report_mode": _FULL} if options.report_full else {}
+        engine_body[_SAMPLING] = _with_extra_args(engine_body[_SAMPLING], added, dropped=STRIPPED_EXTRA_ARGS)
+    elif options.report_full:
         engine_body["vllm_xargs"] = _with_field(engine_body.get("vllm_xargs"), "kv_cache_report_mode", _FULL)
     if options.response_id:
         engine_body["request_id"] = msgspec.Raw(msgspec.json.encode(options.response_id))
@@ -161,6 +204,12 @@ def sglang_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> 
     model  `served name:engine name`, or the base model's served name
     """
     return msgspec.json.encode(_with_options(body, model, options))
+
+
+def sglang_native_body(native: Mapping[str, object], adapter: str, request_id: str) -> bytes:
+    """The body of SGLang's own `/generate`, which selects an adapter by `lora_path`; empty: the base model."""
+    chosen = {"lora_path": adapter} if adapter else {}
+    return msgspec.json.encode({**native, "rid": request_id, **chosen})
 
 
 def sgl_jax_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> bytes:
@@ -219,6 +268,7 @@ _SGLANG_PATHS = frozenset(
         "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",
+        "/generate",
     }
 )
 
@@ -339,6 +389,21 @@ def _without_fields(given: msgspec.Raw, names: frozenset[str]) -> msgspec.Raw:
     if not fields.keys() & names:
         return given
     return msgspec.Raw(msgspec.json.encode({name: value for name, value in fields.items() if name not in names}))
+
+
+def _with_extra_args(
+    sampling: msgspec.Raw, added: Mapping[str, msgspec.Raw] = MappingProxyType({}), *, dropped: frozenset[str]
+) -> msgspec.Raw:
+    """Sampling parameters whose `extra_args` have the added fields, and none of the dropped; unchanged else."""
+    try:
+        params = _fields(sampling) or {}
+        args = (_fields(params[_EXTRA_ARGS]) or {}) if _EXTRA_ARGS in params else {}
+    except msgspec.ValidationError:
+        return sampling  # no object: the engine refuses it
+    if not added and not args.keys() & dropped:
+        return sampling
+    kept = {**{name: value for name, value in args.items() if name not in dropped}, **added}
+    return msgspec.Raw(msgspec.json.encode(params | {_EXTRA_ARGS: msgspec.Raw(msgspec.json.encode(kept))}))
 
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode

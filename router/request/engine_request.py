@@ -8,13 +8,16 @@ import msgspec
 from router.core.fleet import Replica
 from router.http.engine_connection import Origin
 from router.protocols.routes import Route
+from router.protocols.sglang_logprobs import check_for_completions
 from router.protocols.stored_responses import tagged_response_id
 from router.request.dispatched import DispatchedRequest
-from router.request.engine_body import EngineOptions, dialect_of, may_send_ids, salt_for
+from router.request.engine_body import EngineOptions, dialect_of, may_send_ids, salt_for, sglang_native_body
 from router.request.parsed_request import ParsedRequest
 from router.request.services import Services
 from router.tokenizing.tokens import Tokens
 
+# An item of `/generate` at an SGLang: its own call, which alone gives token ids and log-probabilities there.
+SGLANG_ITEM = Route(path="/generate", summary="A text continued", generates=True, streams=True, usage="sglang")
 # Shorter prompts are sent as text: the engine tokenizes them in less time than we write their ids.
 _MIN_SENT_IDS = 256
 
@@ -99,6 +102,15 @@ def engine_request(
         routing.engine_name,
     )
     endpoint = endpoint_of(replica, services.config.engine_key)
+    native = request.native
+    if native is not None:
+        if replica.dialect == "sglang":
+            route = SGLANG_ITEM
+            request = msgspec.structs.replace(request, target=route.path.encode())
+            body = sglang_native_body(native, routing.engine_name, request.request_id)
+            head = endpoint.request(request, body, dispatched.decision.rank)
+            return EngineRequest(route, endpoint.origin, head, model, routing.engine_name, replica.id, request.streamed)
+        check_for_completions(native)
     body = dialect.body(request.fields, model, options)
     return EngineRequest(
         route,

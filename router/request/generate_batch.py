@@ -25,11 +25,11 @@ async def serve_generate_batch(
     with response.counting_wrong_body(caller):
         check_items(body, services.config.max_body_items)
         batch = sglang_generate.split_batch(body)
-        streamed = reader.read_item(response, _ITEM, batch.items[0], 0) if batch.is_streamed else None
+        streamed = reader.read_item(response, _ITEM, batch.items[0], 0, batch.natives[0]) if batch.is_streamed else None
     if streamed is not None:
         response.take_quota(caller)
         run = RequestRun(services, limits, caller, streamed, granted=response.granted)
-        run.cumulative = sglang_generate.CumulativeStream(batch.names[0])
+        run.cumulative = sglang_generate.CumulativeStream(batch.names[0], batch.logprobs[0])
         if services.config.stream_keep_alive_s:
             response.keep_alive(services.config.stream_keep_alive_s)
         await response.serve(run)
@@ -39,7 +39,10 @@ async def serve_generate_batch(
         limits,
         caller,
         response,
-        (reader.read_item(response, _ITEM, item, number) for number, item in enumerate(batch.items)),
+        (
+            reader.read_item(response, _ITEM, item, number, native)
+            for number, (item, native) in enumerate(zip(batch.items, batch.natives, strict=True))
+        ),
         param="text",
         count=len(batch.items),
         join=partial(sglang_generate.join_answers, batch),

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lorafleet.service.roles import Caller
 from router.core.errors import BadBody, RouterError
-from router.http.sse import ModelRenamer
+from router.http.sse import ModelRenamer, WeightSigner
+from router.protocols.bodies import ItemAnswer
 from router.request.accounting import record, record_error, record_usage
 from router.request.ended import count_run
 from router.request.engine_attempt import AttemptLimits
@@ -20,7 +21,7 @@ MAX_RUNNING_ITEMS = 64
 MAX_ITEMS = 10_000
 _JSON = "content-type: application/json\r\n"
 
-JoinAnswers = Callable[[Sequence[bytes]], bytes]
+JoinAnswers = Callable[[Sequence[ItemAnswer]], bytes]
 """The items' whole answers, in their order, as the call's answer. Raises RouterError."""
 
 
@@ -89,9 +90,9 @@ async def _serve_items(
 ) -> None:
     """Run all items, and send one body; the first refused item refuses the batch, and ends the others."""
     slots = asyncio.Semaphore(max_running)
-    tasks = [asyncio.create_task(_item_body(run, slots)) for run in runs]
+    tasks = [asyncio.create_task(_item_answer(run, slots)) for run in runs]
     try:
-        bodies = await asyncio.gather(*tasks)
+        answers = await asyncio.gather(*tasks)
     except _ItemRefused as exc:
         response.send_whole(exc.status, _JSON, exc.body)
         return
@@ -99,10 +100,10 @@ async def _serve_items(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    response.send_whole(200, _JSON, join(bodies))
+    response.send_whole(200, _JSON, join(answers))
 
 
-async def _item_body(run: RequestRun, slots: asyncio.Semaphore) -> bytes:
+async def _item_answer(run: RequestRun, slots: asyncio.Semaphore) -> ItemAnswer:
     """Run one item at its engine, once it has a slot, and record its end; its whole answer. Raises _ItemRefused."""
     async with slots:
         try:
@@ -116,13 +117,16 @@ async def _item_body(run: RequestRun, slots: asyncio.Semaphore) -> bytes:
             assert run.attempt is not None
             assert run.dispatched is not None
             assert run.engine_request is not None
-            answer = ModelRenamer(run.engine_request.engine_model, run.dispatched.target.asked).whole(run.attempt.first)
-            status = run.attempt.status
+            target, model, status = run.dispatched.target, run.engine_request.engine_model, run.attempt.status
+            rewriter = ModelRenamer(model, target.asked)
+            if run.request.names_weights and status < 400:
+                rewriter = WeightSigner(model, target.asked, target.weights)
+            answer = rewriter.whole(run.attempt.first)
             if status >= 400:
                 raise _ItemRefused(status, answer)
             run.dispatched.record_whole_answer()
             record_usage(run)
-            return answer
+            return ItemAnswer(answer, target.weights)
         finally:
             record(run)
             count_run(run.services, run, status, code)

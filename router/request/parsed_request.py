@@ -11,7 +11,7 @@ from router.core.errors import BadBody
 from router.protocols.adapter_fields import EXTRA_BODY, LORA_ID, chosen_adapter, prompt_adapters, with_extra_body
 from router.protocols.bodies import BOM, DECODE_ERRORS, bad_json_error, check_items
 from router.protocols.routes import COMPLETIONS, Route, sequence_count
-from router.request.engine_body import Body, asks_for_usage, refuse_steering
+from router.request.engine_body import NVEXT, Body, asks_for_usage, drop_nvext, refuse_steering, sampling_fields
 from router.request.services import Services
 
 # Seconds that the client waits for the whole answer.
@@ -22,6 +22,9 @@ _MAX_SESSION_CHARS = 200
 
 _decode_body = msgspec.json.Decoder(Body).decode
 _decode_any = msgspec.json.Decoder().decode
+
+
+NativeBody = Mapping[str, Any] | None
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
@@ -36,6 +39,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     lora_id      the adapter's name, as it came; None: the body has none. A list: a completion's prompts have
                  different ones, see `completion_batch`
     adapter_field  the body's field that has it: `lora_id` or `lora_path`
+    names_weights  the answer names the weights that made it, as its `system_fingerprint`
+    native       an item of `/generate` in SGLang's own form, without its adapter; None: another request
     """
 
     request_id: str
@@ -54,6 +59,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     forwarded: bytes = b""
     lora_id: Any = None
     adapter_field: str = LORA_ID
+    names_weights: bool = False
+    native: NativeBody = None
 
 
 def parse_request(
@@ -66,6 +73,7 @@ def parse_request(
     session: str | None = None,
     timeout: str | None = None,
     forwarded: bytes = b"",
+    names_weights: bool = False,
 ) -> ParsedRequest:
     """The request, with those fields of its body decoded that its route names; steering fields are refused or dropped.
 
@@ -85,9 +93,13 @@ def parse_request(
             if EXTRA_BODY in fields:
                 fields = with_extra_body(fields)
             decoded = {name: _decode_any(fields[name]) for name in route.fields.intersection(fields)}
+            if NVEXT in fields and drop_nvext(fields):
+                services.metrics.dropped_fields.labels(NVEXT).inc()
             refuse_steering(fields, decoded.get("vllm_xargs"))
         except DECODE_ERRORS as exc:
             raise bad_json_error(raw, exc) from exc
+        if route.prompt == "token_ids":
+            decoded |= sampling_fields(fields, decoded.get("sampling_params"))
         adapter_field, lora_id = chosen_adapter(decoded)
         if isinstance(lora_id, list) and route.path == COMPLETIONS:
             lora_id = prompt_adapters(adapter_field, lora_id, decoded.get("prompt"))
@@ -122,6 +134,7 @@ def parse_request(
         forwarded,
         lora_id,
         adapter_field,
+        names_weights,
     )
 
 
@@ -141,7 +154,7 @@ def reads_prefix_cache(request: ParsedRequest) -> bool:
     For log probabilities of the prompt vLLM 0.32 computes all of it (sampling_params.py skip_reading_prefix_cache).
     """
     decoded = request.decoded
-    if decoded.get("prompt_logprobs") is not None:
+    if decoded.get("prompt_logprobs") is not None or decoded.get("skip_reading_prefix_cache"):
         return False
     if not decoded.get("echo"):
         return True

@@ -9,11 +9,12 @@ from router.core.errors import BadBody
 from router.protocols.adapter_fields import refuse_adapter_headers
 from router.protocols.routes import Route
 from router.request.engine_body import FORWARDED_HEADERS
-from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest, parse_request
+from router.request.parsed_request import TIMEOUT_HEADER, NativeBody, ParsedRequest, parse_request
 from router.request.response import ClientResponse
 from router.request.services import Services
 from router.telemetry.trace import Trace
 
+FINGERPRINT_NAME = b"x-lorafleet-fingerprint"
 TIMEOUT_NAME = TIMEOUT_HEADER.encode()
 
 
@@ -22,6 +23,7 @@ class InferenceRequestReader:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._names_weights = services.config.fingerprint == "adapter"
         self._session_header = services.config.session_header.lower().encode()
 
     def read(self, response: ClientResponse, body: bytes) -> ParsedRequest:
@@ -39,9 +41,15 @@ class InferenceRequestReader:
             response.exchange.request_id = own_id
         return msgspec.structs.replace(request, request_id=response.request_id)
 
-    def read_item(self, response: ClientResponse, route: Route, body: bytes, item: int) -> ParsedRequest:
-        """Parse one item of a batch as a separate request with the batch's head. Raises BadBody."""
-        return self._parse(response, route, body, f"{response.request_id}-{item}")
+    def read_item(
+        self, response: ClientResponse, route: Route, body: bytes, item: int, native: NativeBody = None
+    ) -> ParsedRequest:
+        """Parse one item of a batch as a separate request with the batch's head. Raises BadBody.
+
+        native  the item in SGLang's own form, for engines that speak it
+        """
+        request = self._parse(response, route, body, f"{response.request_id}-{item}")
+        return request if native is None else msgspec.structs.replace(request, native=native)
 
     def _parse(self, response: ClientResponse, route: Route, body: bytes, name: str) -> ParsedRequest:
         """Parse head and body of this response's request. Raises BadBody."""
@@ -49,6 +57,9 @@ class InferenceRequestReader:
         if headers.get(b"content-type") != b"application/json":
             _check_media_type(headers)
         refuse_adapter_headers(headers, response.exchange.query)
+        names_weights = self._names_weights
+        if FINGERPRINT_NAME in headers:
+            names_weights = _names_weights(headers[FINGERPRINT_NAME])
         return parse_request(
             self._services,
             name,
@@ -57,6 +68,7 @@ class InferenceRequestReader:
             session=text_header(headers, self._session_header),
             timeout=text_header(headers, TIMEOUT_NAME),
             forwarded=_forwarded(headers, response.trace),
+            names_weights=names_weights,
         )
 
 
@@ -64,6 +76,14 @@ def text_header(headers: Mapping[bytes, bytes], name: bytes) -> str | None:
     """One header's value as text; None where there is none."""
     value = headers.get(name)
     return None if value is None else value.decode("latin-1")
+
+
+def _names_weights(asked: bytes) -> bool:
+    """Whether this value of the fingerprint's header asks for the weights. Raises BadBody."""
+    if asked not in (b"adapter", b"engine"):
+        name = FINGERPRINT_NAME.decode()
+        raise BadBody(f"{name} must be adapter or engine, found {asked.decode('latin-1')!r}", param=name)
+    return asked == b"adapter"
 
 
 def _forwarded(headers: Mapping[bytes, bytes], trace: Trace | None) -> bytes:

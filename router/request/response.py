@@ -16,7 +16,7 @@ from lorafleet.service.roles import Caller
 from router.core.errors import BadBody, DeadlineExceeded, RateLimited, RouterError, StreamBroken, without_addresses
 from router.core.queue.quota import QuotaGrant
 from router.http.error_shapes import shaped
-from router.http.sse import AnswerRewriter, CumulativeRewriter, ModelRenamer, error_event, refusal_event
+from router.http.sse import AnswerRewriter, CumulativeRewriter, ModelRenamer, WeightSigner, error_event, refusal_event
 from router.protocols.routes import Route
 from router.protocols.usage import UsageFilter
 from router.request.accounting import record, record_error, record_usage
@@ -120,14 +120,22 @@ class ClientResponse(msgspec.Struct, eq=False):
         if run.granted is not None:
             headers += header_lines(self.services.quotas.headers(run.granted, self.services.clock()))
         rewriter: AnswerRewriter = ModelRenamer(model, target.asked if run.request.route.echoes_model else model)
+        signs_weights = run.request.names_weights and run.request.route.signs
+        if signs_weights:
+            rewriter = WeightSigner(model, target.asked, target.weights)
         if attempt.metadata is not None:
             headers += f"metadata: {rewriter.whole(attempt.metadata).decode('latin-1')}\r\n"
         if not attempt.streamed:
             self.send_whole(attempt.status, headers, rewriter.whole(attempt.first))
             return
         if run.cumulative is not None:
+            run.cumulative.weights = target.weights
             rewriter = CumulativeRewriter(run.cumulative.events)
-        usage_filter = UsageFilter(self.services.signatures, dispatched.replica.id) if run.request.hides_usage else None
+        usage_filter = None
+        if run.request.hides_usage:
+            # A signed stream has a fingerprint in each event already.
+            signatures = self.services.signatures if run.request.route.signs and not signs_weights else None
+            usage_filter = UsageFilter(signatures, dispatched.replica.id)
         self.send_head(attempt.status, headers)
         await attempt.relay(self.exchange, rewriter, hidden=usage_filter)
         self.finish_stream(attempt)

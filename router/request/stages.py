@@ -254,7 +254,9 @@ def _total_tokens(request: ParsedRequest, prompt_tokens: int, roster: Roster) ->
 
     At most what the longest replica takes: such a replica cuts the answer, or says that the prompt is too long.
     """
-    wanted = (_number(request.fields.get(name)) for name in _ANSWER_TOKENS)
+    wanted = [_number(request.fields.get(name)) for name in _ANSWER_TOKENS]
+    sampled = request.decoded.get("max_tokens")  # of `/inference/v1/generate`; elsewhere this is not decoded
+    wanted.append(sampled if isinstance(sampled, int) else 0)
     return min(prompt_tokens + max(1, next(filter(None, wanted), 1)), roster.max_model_len)
 
 
@@ -279,7 +281,7 @@ def prefill_tokens(roster: Roster, request: ParsedRequest, tokens: Tokens) -> in
     else:
         found = tokens.approximation.tokens if tokens.approximation is not None else request.size_bytes // 4
         # A batch is several prompts, each as long as `max_model_len`.
-        if request.route.prompt in ("none", "input"):
+        if request.route.prompt in ("none", "input", "token_ids"):
             return found
         batch = request.decoded.get("prompt")
         if isinstance(batch, list):

@@ -98,6 +98,12 @@ class RouterMetrics:
             ("code",),
             **on,
         )
+        self.dropped_fields = Counter(
+            "dropped_fields",
+            "Requests with hints for another gateway, which no engine got, by field.",
+            ("field",),
+            **on,
+        )
         self.traces = Counter("traces", "Traced requests, by outcome of sending.", ("outcome",), **on)
         self.replicas = Gauge("replicas", "Replicas known, by state.", ("state",), **on)
         self.catalog_age = Gauge("catalog_age_seconds", "Time since the orchestrator last confirmed the catalog.", **on)

@@ -21,6 +21,7 @@ from router.protocols.prompts import prompt_body
 from router.protocols.routes import PromptKind
 from router.telemetry.metrics import RouterMetrics
 from router.tokenizing.agreement import TokenizerAgreement
+from router.tokenizing.given import given_prompt, packed_ids
 from router.tokenizing.pictures import PictureModel, PicturesOfEngines
 from router.tokenizing.probes import PROBES, added_token_probes, checked_ids
 from router.tokenizing.prompt_encoder import TOKENIZE_ERRORS, LoadedTokenizer, PromptEncoder
@@ -262,12 +263,10 @@ class Tokenizers:
             if prompt is None:
                 return NO_TOKENS
             body, kind = prompt, "chat" if "messages" in prompt else "completion"
-        given = body.get("prompt") if kind in {None, "completion"} else None
-        if isinstance(given, list):
-            if len(given) == 1 and isinstance(given[0], str | list):
-                (given,) = given  # a batch of one, as some clients write every prompt
-            if isinstance(given, list):
-                return _given_ids(given) if body.get("truncate_prompt_tokens") is None else NO_TOKENS
+        given = None if kind == "chat" else given_prompt(body, kind)
+        if isinstance(given, Tokens):
+            return given
+        if given is not None:
             body = {**body, "prompt": given}
         if self._mode == "off":
             return NO_TOKENS
@@ -391,7 +390,7 @@ class Tokenizers:
         if answer.status_code != 200:
             return None
         tokens = answer.json().get("tokens")
-        return _packed_ids(tokens) if isinstance(tokens, list) else None
+        return packed_ids(tokens) if isinstance(tokens, list) else None
 
 
 async def _no_tokens() -> Tokens:
@@ -408,19 +407,3 @@ def _load(files: Mapping[str, str]) -> ChatTokenizer:
         return ChatTokenizer.from_files(files)
     finally:
         release_free_memory()
-
-
-def _given_ids(prompt: list[Any]) -> Tokens:
-    """Token ids given in the request; NO_TOKENS for a batch of prompts or invalid ids."""
-    if not prompt or set(map(type, prompt)) != {int}:
-        return NO_TOKENS
-    ids = _packed_ids(prompt)
-    return NO_TOKENS if ids is None else Tokens(ids, "given")
-
-
-def _packed_ids(ids: list[Any]) -> "array[int] | None":
-    """The ids as an array of unsigned 32-bit integers; None if one does not fit."""
-    try:
-        return array("I", ids)
-    except (TypeError, OverflowError):
-        return None

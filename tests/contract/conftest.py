@@ -32,8 +32,11 @@ def engine_of(model_dir: Path) -> Iterator[Callable[[Kind], RunningEngine]]:
         if kind not in started or started[kind].process.poll() is not None:
             # float32, so that log-probabilities can be compared with a reference
             flags = (*GENERATE_FLAGS, "--dtype", "float32")
-            only_vllm = {"flags": flags, "environment": STORE} if kind == "vllm" else {}
-            started[kind] = start_engine(kind, model_dir, **only_vllm)
+            own: dict[Kind, dict[str, Any]] = {
+                "vllm": {"flags": flags, "environment": STORE},
+                "sim": {"flags": ("--enable-scale-out",)},
+            }
+            started[kind] = start_engine(kind, model_dir, **own.get(kind, {}))
         return started[kind]
 
     yield engine

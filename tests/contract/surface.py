@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,7 @@ def assert_table_has_every_route(direct: DirectEngine) -> None:
     """Every route of the engine is in the table or in the list of excluded ones."""
     known = {path for _method, path in ROUTES} | {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"}
     left_out = re.compile(
-        r"/(adapters.*|invocations|ping|health|load|version|metrics|kv_event_sources|v1/models|inference/v1/.*"
+        r"/(adapters.*|invocations|ping|health|load|version|metrics|kv_event_sources|v1/models|inference/v1/abort_requests"
         r"|v1/(un)?load_lora_adapter|.*/(de)?render|(is_)?scal(e|ing)_elastic_ep)"
     )
     served = direct.client.get("/openapi.json").json()["paths"]
@@ -179,14 +179,16 @@ def _without_texts(value: Any, texts: dict[str, list[str]], *, in_choice: bool) 
 
 @asynccontextmanager
 async def routed(
-    direct: DirectEngine, model_dir: Path, *, figures: Load | None = None, **settings: Any
+    direct: DirectEngine, model_dir: Path, *, figures: Load | None = None, also: Sequence[str] = (), **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
     """(client of a real router in front of this one engine, the router's parts); it tokenizes itself.
 
     figures  the engine's load in the agent's metadata
+    also     further adapters that the engine has, with the bytes of the first
     """
     control = AgentDouble(workers={"w0": direct.engine.url}, block_sizes={"w0": 32}, figures=figures or Load())
-    control.add_adapter(LORA_ID, on=["w0"])
+    for lora_id in (LORA_ID, *also):
+        control.add_adapter(lora_id, on=["w0"])
     async with AsyncExitStack() as stack:
         control.url = await stack.enter_async_context(serving(control.app))
         own = {"orchestrator_url": control.url, "tokenizer_paths": {BASE: str(model_dir)}}

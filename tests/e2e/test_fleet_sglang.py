@@ -4,6 +4,7 @@ The engine is its stub, or the real one in an environment that has it.
 """
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,3 +77,32 @@ class TestTwoSglangWorkers(FleetSuite):
         assert fleet.http("POST", url, json=body | {"model": "tiny-qwen"}).status_code == 200
         refused = fleet.http("POST", url, json=body | {"model": SQL})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request_body")
+
+    @pytest.mark.parametrize("adapter", [SQL, None])
+    def test_generate_is_sglangs_own_call_with_its_logprobs_and_the_fleets_name_of_the_weights(
+        self, fleet: RunningFleet, adapter: str | None
+    ) -> None:
+        ids = list(range(300, 400))
+        body = {"input_ids": ids, "lora_path": adapter, "rid": "mine", "return_logprob": True, "top_logprobs_num": 2}
+        body |= {"sampling_params": {"max_new_tokens": 3, "temperature": 0}}
+        url = f"{fleet.router}/generate"
+        first = fleet.http("POST", url, json=body)
+        assert first.status_code == 200, first.text
+        found = fleet.http("POST", url, json=body).json()
+        meta = found["meta_info"]
+        assert len(found["output_ids"]) == len(meta["output_token_logprobs"]) == len(meta["output_top_logprobs"]) == 3
+        assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", len(ids), 3)
+        assert meta["weight_version"].startswith(f"{SQL}@" if adapter else "tiny-qwen")
+        streamed = fleet.http("POST", url, json=body | {"stream": True}).text
+        events = [part.removeprefix("data: ") for part in streamed.split("\n\n") if part]
+        last = json.loads(events[-2])
+        assert events[-1] == "[DONE]"
+        assert last["output_ids"] == found["output_ids"]
+        assert last["meta_info"]["weight_version"] == meta["weight_version"]
+        assert last["meta_info"]["id"] == "mine"
+        completion = {"prompt": ids, "lora_id": adapter, "max_tokens": 3}
+        plain = fleet.http("POST", f"{fleet.router}/v1/completions", json=completion)
+        assert plain.json()["choices"][0]["text"] == found["text"]
+        batch = fleet.http("POST", url, json=body | {"input_ids": [ids, ids], "lora_path": [SQL, None]}).json()
+        assert [output["meta_info"]["id"] for output in batch] == ["mine_0", "mine_1"]
+        assert batch[0]["text"] != batch[1]["text"]

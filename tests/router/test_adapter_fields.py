@@ -16,6 +16,7 @@ from router.protocols.adapter_fields import (
     refuse_adapter_fields,
     with_extra_body,
 )
+from router.protocols.bodies import ItemAnswer
 from router.protocols.completion_batch import join_completions, split_completions
 from router.protocols.routes import ROUTES
 from tests.router.doubles import BASE, CHAT, DIGEST, EngineDouble, error_of, fleet, with_sql
@@ -219,7 +220,8 @@ def test_choices_are_joined_in_the_order_of_the_prompts_and_usage_is_added_up():
         choices = [{"index": i, "text": text} for i, text in enumerate(texts)]
         usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
         usage["prompt_tokens_details"] = None if cached is None else {"cached_tokens": cached}
-        return json.dumps({"id": "x", "model": "m", "choices": choices[::-1], "usage": usage}).encode()
+        body = {"id": "x", "model": "m", "choices": choices[::-1], "usage": usage}
+        return ItemAnswer(json.dumps(body).encode(), "m")
 
     joined = json.loads(join_completions("cmpl-1", [answer("a", "b"), answer("c", "d", cached=2)]))
     assert [(choice["index"], choice["text"]) for choice in joined["choices"]] == list(enumerate("abcd"))
@@ -232,7 +234,7 @@ def test_choices_are_joined_in_the_order_of_the_prompts_and_usage_is_added_up():
     }
     for wrong in (b"{}", b"[", b'{"choices":[{"index":"x"}],"usage":{}}'):
         with pytest.raises(ReplicaUnreachable, match="no completion"):
-            join_completions("cmpl-1", [answer("a"), wrong])
+            join_completions("cmpl-1", [answer("a"), ItemAnswer(wrong, "m")])
 
 
 # --- before a router

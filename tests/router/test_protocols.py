@@ -51,7 +51,7 @@ def test_every_row_is_found_by_its_method_and_path():
     ("method", "path"),
     [
         ("POST", "/v1/audio/transcriptions"),
-        ("POST", "/inference/v1/generate"),
+        ("POST", "/inference/v1/abort_requests"),
         ("POST", "/v1/chat/completions/render"),
         ("POST", "/invocations"),
         ("POST", "/v1/load_lora_adapter"),

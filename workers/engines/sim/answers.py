@@ -28,6 +28,8 @@ class AnswerHead:
     """The client asked for return_token_ids."""
     choices_per_prompt: int
     block_size: int
+    is_tokens: bool = False
+    """The answer is one of /inference/v1/generate, see `token_answers`."""
     logprobs: int | None = None
     """How many log-probabilities of each token a completion has; None: none."""
 
@@ -53,7 +55,7 @@ def full_answer(head: AnswerHead, jobs: Sequence[StreamedJob], echoes: Sequence[
         "choices": choices,
         "service_tier": None,
         "system_fingerprint": head.fingerprint,
-        "usage": _usage(head, jobs, whole=True),
+        "usage": usage_of_jobs(head, jobs, whole=True),
     }
     if head.is_chat:
         ids = jobs[0].chain.tokens[: jobs[0].prompt_tokens] if head.token_ids else None
@@ -67,7 +69,7 @@ def role_chunk(head: AnswerHead, index: int, job: StreamedJob, *, continuous: bo
     choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
     chunk = _chunk(head, [choice])
     if continuous:
-        chunk["usage"] = _running_usage(head, job, 0)
+        chunk["usage"] = _runningusage_of_jobs(head, job, 0)
     ids = job.chain.tokens[: job.prompt_tokens] if head.token_ids else None
     return chunk | {"prompt_token_ids": ids, "prompt_text": None}
 
@@ -103,7 +105,7 @@ def text_chunk(
     choice["token_ids"] = ids
     chunk = _chunk(head, [choice])
     if continuous:
-        chunk["usage"] = _running_usage(head, job, until)
+        chunk["usage"] = _runningusage_of_jobs(head, job, until)
     if reason is not None and with_fingerprint:
         chunk["system_fingerprint"] = head.fingerprint
     return chunk
@@ -111,7 +113,7 @@ def text_chunk(
 
 def usage_chunk(head: AnswerHead, jobs: Sequence[StreamedJob]) -> dict[str, Any]:
     """The last chunk of a stream with `stream_options.include_usage`."""
-    return _chunk(head, []) | {"usage": _usage(head, jobs, whole=False), "system_fingerprint": head.fingerprint}
+    return _chunk(head, []) | {"usage": usage_of_jobs(head, jobs, whole=False), "system_fingerprint": head.fingerprint}
 
 
 def model_list(names: Sequence[str], root: str, max_model_len: int, adapters: Sequence[SimAdapter]) -> dict[str, Any]:
@@ -161,14 +163,14 @@ def _chunk(head: AnswerHead, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
 
 
-def _running_usage(head: AnswerHead, job: StreamedJob, produced: int) -> dict[str, Any]:
+def _runningusage_of_jobs(head: AnswerHead, job: StreamedJob, produced: int) -> dict[str, Any]:
     """The `usage` of a chunk with `continuous_usage_stats`."""
     counts = {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens + produced}
     counts["completion_tokens"] = produced
     return {**counts, "completion_tokens_details": None} if head.is_chat else counts
 
 
-def _usage(head: AnswerHead, jobs: Sequence[StreamedJob], *, whole: bool) -> dict[str, Any]:
+def usage_of_jobs(head: AnswerHead, jobs: Sequence[StreamedJob], *, whole: bool) -> dict[str, Any]:
     """The `usage` of an answer; with `whole`, of one without `stream`."""
     prompt_tokens = sum(job.prompt_tokens for job in jobs[:: head.choices_per_prompt])
     produced = sum(job.produced for job in jobs)

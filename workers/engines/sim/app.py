@@ -193,6 +193,7 @@ def _text_routes(handlers: GenerationHandlers) -> list[Route]:
     return [
         Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
         Route("/v1/completions", handlers.completions, methods=["POST"]),
+        Route("/inference/v1/generate", handlers.tokens, methods=["POST"]),
     ]
 
 

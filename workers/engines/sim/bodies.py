@@ -121,6 +121,44 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
 
 
+class SamplingBody(RequestBody):
+    """`sampling_params` of /inference/v1/generate: vLLM's own, of which the sim knows some."""
+
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    extra_args: dict[str, Any] | None = None
+
+
+class GenerateTokensBody(RequestBody):
+    """The body of /inference/v1/generate."""
+
+    token_ids: Tokens = Field(min_length=1)
+    sampling_params: SamplingBody
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+
+    def as_completion(self) -> "CompletionBody":
+        """The completion that generates the same tokens. Raises `ErrorAnswer` for the prompt's log-probabilities."""
+        if self.sampling_params.prompt_logprobs is not None:
+            message = "the sim engine computes no prompt_logprobs; ask without `sampling_params.prompt_logprobs`"
+            raise ErrorAnswer(message, param="sampling_params.prompt_logprobs")
+        sampling = self.sampling_params.model_dump(exclude={"extra_args", "prompt_logprobs"})
+        own = self.model_dump(exclude={"token_ids", "sampling_params"})
+        asked = {"prompt": self.token_ids, "return_tokens_as_token_ids": True}
+        return CompletionBody(**own | sampling | asked | {"vllm_xargs": self.sampling_params.extra_args})
+
+
 class TokenizePromptBody(RequestBody):
     """The body of /tokenize with a prompt."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from workers.engines.sim import answers, bodies
+from workers.engines.sim import answers, bodies, token_answers
 from workers.engines.sim.adapters import SimAdapter
 from workers.engines.sim.bodies import ErrorAnswer
 from workers.engines.sim.engine import EngineDeadError, EngineDraining, SimEngine, StreamedJob
@@ -39,7 +39,7 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class GenerationHandlers:
-    """The handlers of /v1/chat/completions and /v1/completions."""
+    """The handlers of /v1/chat/completions, /v1/completions and /inference/v1/generate."""
 
     settings: SimSettings
     engine: SimEngine
@@ -67,11 +67,23 @@ class GenerationHandlers:
 
     async def completions(self, request: Request) -> Response:
         """Answer POST /v1/completions, whole or as a stream. Raises `ErrorAnswer`."""
-        body = bodies.parse_body(bodies.CompletionBody, await read_json(request))
+        return await self._complete(request, bodies.parse_body(bodies.CompletionBody, await read_json(request)))
+
+    async def tokens(self, request: Request) -> Response:
+        """Answer POST /inference/v1/generate, whole or as a stream. Raises `ErrorAnswer`, 403 without its flag."""
+        if not self.settings.scales_out:
+            message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            raise ErrorAnswer(message, "PermissionDeniedError", 403)
+        body = bodies.parse_body(bodies.GenerateTokensBody, await read_json(request))
+        return await self._complete(request, body.as_completion(), is_tokens=True)
+
+    async def _complete(self, request: Request, body: bodies.CompletionBody, *, is_tokens: bool = False) -> Response:
+        """Check and answer a completion; `is_tokens`: in the form of /inference/v1/generate. Raises `ErrorAnswer`."""
         bodies.check_generate(body)
         given_prompts = bodies.prompts_of(body)
         adapter = self.prompts.adapter_named(body.model)
-        bodies.check_logprobs(body)
+        if not is_tokens:
+            bodies.check_logprobs(body)
         prompts: list[list[int]] = []
         for prompt in given_prompts:
             if isinstance(prompt, str):
@@ -84,7 +96,7 @@ class GenerationHandlers:
         echoes = [
             (p if isinstance(p, str) else self.prompts.tokenizer.decode(p)) if body.echo else "" for p in given_prompts
         ]
-        return await self._generate(request, body, adapter, prompts, body.max_tokens, echoes)
+        return await self._generate(request, body, adapter, prompts, body.max_tokens, echoes, is_tokens=is_tokens)
 
     async def _generate(
         self,
@@ -94,6 +106,8 @@ class GenerationHandlers:
         prompts: list[list[int]],
         max_tokens: int | None,
         echoes: list[str],
+        *,
+        is_tokens: bool = False,
     ) -> Response:
         """Check limits, run the prompts in the engine and answer, whole or as a stream. Raises `ErrorAnswer`."""
         limit = self.settings.max_model_len
@@ -103,7 +117,7 @@ class GenerationHandlers:
         name = request.headers.get("x-request-id") or body.request_id or answers.random_id()
         head = answers.AnswerHead(
             is_chat=is_chat,
-            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
+            id=f"{'chatcmpl' if is_chat else 'generate-tokens' if is_tokens else 'cmpl'}-{name}",
             created=int(time.time()),
             model=adapter.name if adapter else self.settings.served_model_name[0],
             fingerprint=self.fingerprint,
@@ -111,6 +125,7 @@ class GenerationHandlers:
             token_ids=bool(body.return_token_ids),
             choices_per_prompt=body.n,
             block_size=self.settings.block_size,
+            is_tokens=is_tokens,
             logprobs=body.logprobs if isinstance(body, bodies.CompletionBody) else None,
         )
         self.engine.check_alive()
@@ -171,6 +186,8 @@ class GenerationHandlers:
                 finished.cancel()
                 return Response(status_code=499)  # the client has disconnected
             finished.result()
+            if generation.head.is_tokens:
+                return JSONResponse(token_answers.full_token_answer(generation.head, jobs))
             return JSONResponse(answers.full_answer(generation.head, jobs, generation.echoes))
 
     async def _stream_events(self, generation: GenerationRequest) -> AsyncIterator[str]:
@@ -191,6 +208,9 @@ class GenerationHandlers:
                     if first == job.produced:
                         continue
                     index = places[job]
+                    if head.is_tokens:
+                        yield _sse_event(token_answers.token_chunk(head, index, job, first, job.produced))
+                        continue
                     text = "" if first else generation.echoes[index]
                     text += "".join(job.reply_text.pieces[first : job.produced])
                     yield _sse_event(
@@ -206,7 +226,8 @@ class GenerationHandlers:
                         )
                     )
                 if with_usage:
-                    yield _sse_event(answers.usage_chunk(head, jobs))
+                    make = token_answers.token_usage_chunk if head.is_tokens else answers.usage_chunk
+                    yield _sse_event(make(head, jobs))
         except (
             EngineDeadError,
             EngineDraining,

@@ -71,6 +71,8 @@ class SimSettings:
     has_connector: bool
     int_block_hashes: bool
     dev_mode: bool
+    scales_out: bool
+    """--enable-scale-out: it has /inference/v1/generate."""
     pools: bool
     """--runner pooling: the model pools, and generates nothing."""
     caches_prefixes: bool
@@ -127,6 +129,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os
         has_connector=bool(flags.kv_transfer_config),
         int_block_hashes=_is_set(environment, "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1"),
         dev_mode=_is_set(environment, "VLLM_SERVER_DEV_MODE", "0"),
+        scales_out=flags.enable_scale_out,
         pools=flags.runner == "pooling",
         caches_prefixes=flags.enable_prefix_caching,
         lora_target_modules=frozenset(flags.lora_target_modules) if flags.lora_target_modules else None,
@@ -158,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     vllm.add_argument("--block-size", type=_positive, default=16)
     vllm.add_argument("--num-gpu-blocks-override", type=_positive, default=8192)
     vllm.add_argument("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False)
+    vllm.add_argument("--enable-scale-out", action=argparse.BooleanOptionalAction, default=False)
     vllm.add_argument("--shutdown-timeout", type=float, default=0.0)
     vllm.add_argument("--runner", choices=("auto", "generate", "pooling", "draft"), default="auto")
     vllm.add_argument(
