@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from lorafleet.service.roles import SCOPES
 from lorafleet.service.settings import ServiceSettings
 from orchestrator.config import OrchestratorSettings
 from orchestrator.wire import AdapterSpec
@@ -64,6 +65,7 @@ def schema_with_settings() -> str:
     for service in SERVICES:
         definition = {"workers": "worker"}.get(service, service) + "Settings"
         schema["definitions"][definition]["properties"] = settable(service)
+    schema["definitions"]["scope"] = {"enum": list(SCOPES)}
     schema["definitions"]["adapter"] = _body(AdapterSpec)
     fields = schema["definitions"]["adapter"]["properties"]
     fields["lora_id"] |= _LORA_ID

@@ -69,6 +69,11 @@ class Caller:
         """The tenant whose objects alone this caller may see and change; None for a caller above tenants."""
         return self.tenant if self.scopes.isdisjoint(_SEES_ALL_TENANTS) else None
 
+    @property
+    def name_prefixes(self) -> tuple[str, ...]:
+        """The beginnings of the names that a tenant's key may give to adapters and aliases."""
+        return (f"{self.tenant}/",)
+
     def may(self, scope: str) -> bool:
         """Whether the caller has this scope; `admin` includes all others, `load` includes `infer`."""
         return not self.scopes.isdisjoint(_SATISFIED_BY[scope])

@@ -9,7 +9,9 @@ from pydantic import BaseModel, Field
 
 from lorafleet.identity import rendezvous_score
 from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.service.http import add_routes
 from orchestrator.api.parameters import Actor, Cursor, IfMatch, Limit, page_after
+from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import (
     InvalidAdapter,
@@ -69,27 +71,56 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
     Reads need scope `view`, changes `tenant-admin`.
     """
-    api = APIRouter(tags=["adapters"])
-    view = [Depends(requires(keys, "view", is_for_fleet=True))]
-    change = [Depends(requires(keys, "tenant-admin", is_for_fleet=True))]
+    api = APIRouter()
+    add_routes(api, _read_routes(keys, registry, reconciler, views), _change_routes(keys, registry, reconciler, views))
+    return api
+
+
+def _read_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews) -> APIRouter:
+    """The routes that list adapters and read one."""
+    api = APIRouter(tags=["adapters"], dependencies=[Depends(requires(keys, "view"))])
     store = reconciler.store
+    seen_by = Annotated[TenantView, Depends(tenant_view_of(store))]
 
-    def item_with_etag(adapter: RegisteredAdapter, response: Response) -> AdapterItem:
-        """The adapter as wire model; sets the response's ETag."""
-        response.headers["etag"] = registry.adapter_etag(adapter)
-        return views.adapter(adapter)
+    @api.get("/v1/adapters", response_model=AdapterList)
+    async def adapters(wanted: Annotated[AdapterListQuery, Query()], seen: seen_by) -> Response:
+        """Registered adapters by lora_id that match all filters."""
+        ready = reconciler.queries.ready_workers_by_adapter()
+        rows = _matching_ids(wanted, reconciler, ready, seen)
+        page, following = page_after(rows, wanted.limit, wanted.cursor)
+        copies = reconciler.queries.copies_with_notes(frozenset(page))
+        items = tuple(seen.adapter(views.adapter(store.adapters[name], ready=ready, copies=copies)) for name in page)
+        # Serialized here: the framework would validate thousands of items a second time.
+        return Response(AdapterList(data=items, next=following).model_dump_json(), media_type="application/json")
 
-    @api.post("/v1/adapters", dependencies=change, status_code=201, response_model=AdapterItem)
+    @api.get("/v1/adapters/{lora_id:path}")
+    async def adapter(lora_id: str, response: Response, seen: seen_by) -> AdapterItem:
+        """One adapter, with an ETag for a later change."""
+        seen.require_adapter(lora_id)
+        return _with_etag(registry.adapter(lora_id), response, seen, registry, views)
+
+    return api
+
+
+def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews) -> APIRouter:
+    """The routes that register, change, retry and delete adapters."""
+    api = APIRouter(tags=["adapters"], dependencies=[Depends(requires(keys, "tenant-admin"))])
+    store = reconciler.store
+    seen_by = Annotated[TenantView, Depends(tenant_view_of(store))]
+
+    @api.post("/v1/adapters", status_code=201, response_model=AdapterItem)
     async def register(
         spec: Annotated[AdapterSpec, Body(examples=[ADAPTER_EXAMPLE])],
         response: Response,
         actor: Actor,
+        seen: seen_by,
         dry_run: Annotated[bool, Query(description="fetch and verify the adapter without registering it")] = False,
     ) -> AdapterItem:
         """Register an adapter: 201; the same body again: 200; another source, digest or base model: 409 `immutable`.
 
         A new source is first checked with workers that may read it. A dry run inspects it only: 200.
         """
+        spec = seen.own_spec(spec)
         if dry_run:
             response.status_code = 200
             return await _dry_run(spec, registry, reconciler, views)
@@ -97,63 +128,54 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         adapter, is_new = registry.register(spec, actor)
         await reconciler.publish_change(("adapters", spec.lora_id))
         response.status_code = 201 if is_new else 200
-        return item_with_etag(adapter, response)
+        return _with_etag(adapter, response, seen, registry, views)
 
-    @api.post("/v1/adapters:batch", dependencies=change)
-    async def batch(body: Annotated[AdapterBatch, Body(examples=[BATCH_EXAMPLE])], actor: Actor) -> BatchAnswer:
+    @api.post("/v1/adapters:batch")
+    async def batch(
+        body: Annotated[AdapterBatch, Body(examples=[BATCH_EXAMPLE])], actor: Actor, seen: seen_by
+    ) -> BatchAnswer:
         """Register many adapters; each is registered or refused on its own. Answers once they are stored."""
         with store.together():
-            results = [_batch_result(registry, spec, actor) for spec in body.adapters]
+            results = [_batch_result(registry, spec, actor, seen) for spec in body.adapters]
         await reconciler.publish_change(*(("adapters", spec.lora_id) for spec in body.adapters))
         return BatchAnswer(data=tuple(results))
 
-    @api.get("/v1/adapters", dependencies=view, response_model=AdapterList)
-    async def adapters(wanted: Annotated[AdapterListQuery, Query()]) -> Response:
-        """Registered adapters by lora_id that match all filters."""
-        ready = reconciler.queries.ready_workers_by_adapter()
-        rows = _matching_ids(wanted, reconciler, ready)
-        page, following = page_after(rows, wanted.limit, wanted.cursor)
-        copies = reconciler.queries.copies_with_notes(frozenset(page))
-        items = tuple(views.adapter(store.adapters[name], ready=ready, copies=copies) for name in page)
-        # Serialized here: the framework would validate thousands of items a second time.
-        return Response(AdapterList(data=items, next=following).model_dump_json(), media_type="application/json")
-
-    @api.post("/v1/adapters/{lora_id:path}/retry", dependencies=change)
-    async def retry(lora_id: str, actor: Actor) -> AdapterItem:
+    @api.post("/v1/adapters/{lora_id:path}/retry")
+    async def retry(lora_id: str, actor: Actor, seen: seen_by) -> AdapterItem:
         """Drop the adapter's failures and quarantine, and try again. Answers once the change is stored."""
+        seen.require_own_adapter(lora_id)
         adapter = registry.unquarantine(lora_id, actor)
         reconciler.operations.failures.forget_adapter(lora_id)
         await reconciler.publish_change(("adapters", lora_id))
-        return views.adapter(adapter)
+        return seen.adapter(views.adapter(adapter))
 
-    @api.get("/v1/adapters/{lora_id:path}", dependencies=view)
-    async def adapter(lora_id: str, response: Response) -> AdapterItem:
-        """One adapter, with an ETag for a later change."""
-        return item_with_etag(registry.adapter(lora_id), response)
-
-    @api.patch("/v1/adapters/{lora_id:path}", dependencies=change)
+    @api.patch("/v1/adapters/{lora_id:path}")
     async def patch(
         lora_id: str,
         body: Annotated[AdapterPatch, Body(examples=[PATCH_EXAMPLE])],
         response: Response,
         actor: Actor,
+        seen: seen_by,
         if_match: IfMatch = None,
     ) -> AdapterItem:
         """Change the named fields of policy, tenants and secret; in force at the next pass."""
+        seen.require_own_adapter(lora_id)
+        seen.require_own_patch(body)
         changed = registry.patch_adapter(lora_id, body, actor, if_match=if_match)
         await reconciler.publish_change(("adapters", lora_id))
-        return item_with_etag(changed, response)
+        return _with_etag(changed, response, seen, registry, views)
 
     @api.delete(
         "/v1/adapters/{lora_id:path}",
-        dependencies=change,
         status_code=202,
         response_class=Response,
         responses={204: {"description": "gone already"}},
     )
-    async def delete(lora_id: str, actor: Actor, if_match: IfMatch = None) -> Response:
+    async def delete(lora_id: str, actor: Actor, seen: seen_by, if_match: IfMatch = None) -> Response:
         """Drain the adapter everywhere, unload it, delete it: 204 when that is done at once, else 202."""
-        registry.delete_adapter(lora_id, actor, if_match=if_match)
+        seen.require_own_adapter(lora_id)
+        with seen.errors():
+            registry.delete_adapter(lora_id, actor, if_match=if_match)
         reconciler.audit.note_requester(lora_id, actor)
         await reconciler.publish_change(("adapters", lora_id))
         if reconciler.is_settled:
@@ -166,10 +188,18 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     return api
 
 
+def _with_etag(
+    adapter: RegisteredAdapter, response: Response, seen: TenantView, registry: AdapterRegistry, views: WireViews
+) -> AdapterItem:
+    """The adapter as the caller may see it; sets the response's ETag."""
+    response.headers["etag"] = registry.adapter_etag(adapter)
+    return seen.adapter(views.adapter(adapter))
+
+
 def _matching_ids(
-    wanted: AdapterListQuery, reconciler: Reconciler, ready: Mapping[str, Sequence[str]]
+    wanted: AdapterListQuery, reconciler: Reconciler, ready: Mapping[str, Sequence[str]], seen: TenantView
 ) -> Sequence[str]:
-    """lora_ids in order, of the adapters that match all filters."""
+    """lora_ids in order, of the adapters that the caller sees and that match all filters."""
     store = reconciler.store
     rows = store.adapter_ids
     if wanted.prefix:
@@ -177,10 +207,12 @@ def _matching_ids(
     if wanted.worker is not None:
         rows = [name for name in rows if wanted.worker in ready.get(name, ())]
     tests: list[Callable[[RegisteredAdapter], bool]] = []
+    if not seen.is_whole:
+        tests.append(lambda adapter: seen.sees_tenants(adapter.tenants))
     if wanted.base_model is not None:
         tests.append(lambda adapter: adapter.base_model == wanted.base_model)
     if wanted.tenant is not None:
-        tests.append(lambda adapter: adapter.tenants is None or wanted.tenant in adapter.tenants)
+        tests.append(lambda adapter: adapter.tenants is None or wanted.tenant in seen.known_tenants(adapter.tenants))
     if wanted.quarantined is not None:
         tests.append(
             lambda adapter: (reconciler.queries.quarantine_reason(adapter.lora_id) is not None) == wanted.quarantined
@@ -236,10 +268,10 @@ async def _dry_run(
     return views.adapter(found, ready={})
 
 
-def _batch_result(registry: AdapterRegistry, spec: AdapterSpec, actor: str) -> BatchResult:
+def _batch_result(registry: AdapterRegistry, spec: AdapterSpec, actor: str, seen: TenantView) -> BatchResult:
     """Register one adapter of a batch; errors become its result."""
     try:
-        _, is_new = registry.register(spec, actor)
+        _, is_new = registry.register(seen.own_spec(spec), actor)
     except OrchestratorError as exc:
         return BatchResult(lora_id=spec.lora_id, status=exc.status, code=exc.code, error=str(exc))
     return BatchResult(lora_id=spec.lora_id, status=201 if is_new else 200)

@@ -8,6 +8,7 @@ from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.history import ALIAS_KINDS, HistoryCursor, history_page
 from orchestrator.api.parameters import Actor, Cursor, IfMatch, Limit, page_after
 from orchestrator.api.rollouts import pending_of
+from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.catalog import alias_item
 from orchestrator.reconcile.reconciler import Reconciler
@@ -22,25 +23,26 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     Reads need scope `view`, changes `tenant-admin`.
     """
     api = APIRouter(tags=["aliases"])
-    view = [Depends(requires(keys, "view", is_for_fleet=True))]
-    change = [Depends(requires(keys, "tenant-admin", is_for_fleet=True))]
+    view = [Depends(requires(keys, "view"))]
+    change = [Depends(requires(keys, "tenant-admin"))]
     store = reconciler.store
+    seen_by = Annotated[TenantView, Depends(tenant_view_of(store))]
 
     def item(name: str) -> AliasItem:
         """The alias with its pending targets, as wire model."""
         pending = pending_of(store.rollouts.get(name), reconciler.rollouts)
         return alias_item(name, store.aliases[name]).model_copy(update={"pending": pending})
 
-    def item_with_etag(name: str, response: Response) -> AliasItem:
-        """The alias as wire model; sets the response's ETag."""
+    def item_with_etag(name: str, response: Response, seen: TenantView) -> AliasItem:
+        """The alias as the caller may see it; sets the response's ETag."""
         response.headers["etag"] = registry.alias_etag(name) or ""
-        return item(name)
+        return seen.alias(item(name))
 
     @api.get("/v1/aliases", dependencies=view)
-    async def aliases(limit: Limit = 1000, cursor: Cursor = None) -> AliasList:
+    async def aliases(seen: seen_by, limit: Limit = 1000, cursor: Cursor = None) -> AliasList:
         """Aliases by name."""
-        page, following = page_after(store.alias_names, limit, cursor)
-        return AliasList(data=tuple(item(name) for name in page), next=following)
+        page, following = page_after(list(filter(seen.sees_alias, store.alias_names)), limit, cursor)
+        return AliasList(data=tuple(seen.alias(item(name)) for name in page), next=following)
 
     @api.put("/v1/aliases/{name:path}", dependencies=change, response_model=AliasItem)
     async def put_alias(
@@ -48,6 +50,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         spec: Annotated[AliasSpec, Body(examples=[ALIAS_EXAMPLE])],
         response: Response,
         actor: Actor,
+        seen: seen_by,
         if_match: IfMatch = None,
     ) -> AliasItem:
         """Point a name at adapters: 201 when new, 200 when it does, 202 while the new ones are being placed.
@@ -55,31 +58,36 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         Until the new targets have replicas like the old ones, the alias keeps its targets; `pending` says which are
         missing.
         """
-        is_new = registry.put_alias(name, spec, actor, if_match=if_match)
+        seen.require_own_alias(name, [target.lora_id for target in spec.targets])
+        with seen.errors():
+            is_new = registry.put_alias(name, spec, actor, if_match=if_match)
         await reconciler.publish_change(("aliases", name))
-        found = item_with_etag(name, response)
+        found = item_with_etag(name, response, seen)
         is_pending = found.pending is not None and found.pending.state == "placing"
         response.status_code = 201 if is_new else 202 if is_pending else 200
         return found
 
     @api.get("/v1/aliases/{name:path}/history", dependencies=view)
-    async def alias_history(name: str, limit: Limit = 100, cursor: HistoryCursor = None) -> HistoryList:
+    async def alias_history(name: str, seen: seen_by, limit: Limit = 100, cursor: HistoryCursor = None) -> HistoryList:
         """The alias's former targets, with time and actor, newest first. Also of a deleted alias.
 
         400 for an invalid name.
         """
         registry.require_name(name)
-        return history_page(store, limit, cursor, kinds=ALIAS_KINDS, subject=name)
+        seen.require_alias(name)
+        return history_page(store, limit, cursor, kinds=ALIAS_KINDS, subject=name, seen=seen)
 
     @api.get("/v1/aliases/{name:path}", dependencies=view)
-    async def get_alias(name: str, response: Response) -> AliasItem:
+    async def get_alias(name: str, response: Response, seen: seen_by) -> AliasItem:
         """One alias, with an ETag for a later change."""
+        seen.require_alias(name)
         registry.alias(name)
-        return item_with_etag(name, response)
+        return item_with_etag(name, response, seen)
 
     @api.delete("/v1/aliases/{name:path}", dependencies=change, status_code=204)
-    async def drop_alias(name: str, actor: Actor, if_match: IfMatch = None) -> Response:
+    async def drop_alias(name: str, actor: Actor, seen: seen_by, if_match: IfMatch = None) -> Response:
         """Forget the name; its adapters stay."""
+        seen.require_own_alias(name, [])
         registry.delete_alias(name, actor, if_match=if_match)
         await reconciler.publish_change(("aliases", name))
         return Response(status_code=204)

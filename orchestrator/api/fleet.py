@@ -6,6 +6,7 @@ from fastapi import APIRouter, Body, Depends
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor, Cursor, Limit, page_after
+from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import StateConflict
 from orchestrator.intent.registry import AdapterRegistry
@@ -15,19 +16,21 @@ from orchestrator.wire import Heartbeat, HeartbeatAnswer, WorkerDrain, WorkerIte
 
 def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> APIRouter:
     """The routes that list workers and read one. They need scope `view`, or a router's `load`."""
-    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "view", "load", is_for_fleet=True))])
+    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "view", "load"))])
+
+    seen_by = Annotated[TenantView, Depends(tenant_view_of(reconciler.store))]
 
     @api.get("/v1/workers")
-    async def workers(limit: Limit = 1000, cursor: Cursor = None) -> WorkerList:
+    async def workers(seen: seen_by, limit: Limit = 1000, cursor: Cursor = None) -> WorkerList:
         """All workers by id."""
         ids = sorted(reconciler.reports.workers)
         page, following = page_after(ids, limit, cursor)
-        return WorkerList(data=tuple(views.worker(worker_id) for worker_id in page), next=following)
+        return WorkerList(data=tuple(seen.worker(views.worker(worker_id)) for worker_id in page), next=following)
 
     @api.get("/v1/workers/{worker_id}")
-    async def worker(worker_id: str) -> WorkerItem:
+    async def worker(worker_id: str, seen: seen_by) -> WorkerItem:
         """One worker."""
-        return views.worker(worker_id)
+        return seen.worker(views.worker(worker_id))
 
     return api
 

@@ -11,6 +11,7 @@ from starlette.background import BackgroundTask
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import Limit
+from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import timestamp
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.store.backend import HistoryEntry
@@ -25,11 +26,14 @@ HistoryCursor = Annotated[int | None, Query(ge=1, description="`next` of the ans
 def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
     """The routes that read the history and back up the store."""
     api = APIRouter(tags=["history"])
-    view = [Depends(requires(keys, "view", is_for_fleet=True))]
+    view = [Depends(requires(keys, "view"))]
     admin = [Depends(requires(keys, "admin"))]
+
+    seen_by = Annotated[TenantView, Depends(tenant_view_of(store))]
 
     @api.get("/v1/history", dependencies=view)
     async def history(
+        seen: seen_by,
         kind: Annotated[list[str] | None, Query(description="such as adapter_registered; may be repeated")] = None,
         subject: Annotated[str | None, Query(description="a lora_id, an alias, or a worker")] = None,
         limit: Limit = 100,
@@ -38,7 +42,7 @@ def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
         """Changes of intent, newest first; of each kind the newest are kept. 400 for an unknown kind."""
         if unknown := sorted(set(kind or ()) - set(KINDS)):
             raise OrchestratorRequestError(f"kind {unknown[0]!r} is unknown; known: {', '.join(KINDS)}", param="kind")
-        return history_page(store, limit, cursor, kinds=tuple(kind or ()), subject=subject)
+        return history_page(store, limit, cursor, kinds=tuple(kind or ()), subject=subject, seen=seen)
 
     @api.get(
         "/v1/backup",
@@ -72,24 +76,34 @@ def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
 
 
 def history_page(
-    store: IntentStore, limit: int, cursor: int | None, *, kinds: tuple[str, ...], subject: str | None
+    store: IntentStore,
+    limit: int,
+    cursor: int | None,
+    *,
+    kinds: tuple[str, ...],
+    subject: str | None,
+    seen: TenantView,
 ) -> HistoryList:
-    """One page of the history, newest first, and the cursor of the next."""
+    """One page of the history, newest first, and the cursor of the next.
+
+    A tenant's page may be short, even empty, with a next one: entries of others are passed over, so many at a time.
+    """
     # One more than the limit, to know whether there is a next page.
     found = store.history(kinds=kinds, subject=subject, before=cursor, limit=limit + 1)
     page = found[:limit]
     return HistoryList(
-        data=tuple(_history_item(entry) for entry in page), next=str(page[-1].id) if len(found) > limit else None
+        data=tuple(_history_item(entry, seen) for entry in page if seen.sees_entry(entry)),
+        next=str(page[-1].id) if len(found) > limit else None,
     )
 
 
-def _history_item(entry: HistoryEntry) -> HistoryItem:
-    """A history entry as wire model."""
+def _history_item(entry: HistoryEntry, seen: TenantView) -> HistoryItem:
+    """A history entry as the caller may see it."""
     return HistoryItem(
         id=entry.id,
         at=timestamp(entry.at),
         kind=entry.kind,
         subject=entry.subject,
-        actor=entry.actor,
-        body=dict(entry.body),
+        actor=seen.actor(entry.actor),
+        body=seen.body(entry.body),
     )

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor, Cursor, Limit, page_after
+from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import NotFound, OrchestratorRequestError
 from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, what_if
@@ -56,40 +57,44 @@ def placement_routes(
     Reads and plans need scope `view`, a pass `operate`, an adoption `admin`.
     """
     api = APIRouter(tags=["placements"])
-    view = [Depends(requires(keys, "view", is_for_fleet=True))]
+    view = [Depends(requires(keys, "view"))]
     operate = [Depends(requires(keys, "operate"))]
     admin = [Depends(requires(keys, "admin"))]
     reports, store = reconciler.reports, reconciler.store
+    seen_by = Annotated[TenantView, Depends(tenant_view_of(store))]
     # One plan at a time: plans share one core, and the lease needs a free thread of the pool.
     plan_lock = asyncio.Lock()
 
     @api.get("/v1/placements", dependencies=view)
-    async def placements(wanted: Annotated[PlacementListQuery, Query()]) -> PlacementList:
+    async def placements(wanted: Annotated[PlacementListQuery, Query()], seen: seen_by) -> PlacementList:
         """Present and desired placements that match all filters."""
         asked = wanted.model_dump(include={"lora_id", "worker_id", "state", "desired"}, exclude_none=True)
         rows = {
             f"{row.lora_id} {row.worker_id}": row
             for row in views.placements()
-            if all(getattr(row, name) == value for name, value in asked.items())
+            if seen.sees_adapter(row.lora_id) and all(getattr(row, name) == value for name, value in asked.items())
         }
         page, following = page_after(sorted(rows), wanted.limit, wanted.cursor)
         return PlacementList(data=tuple(rows[key] for key in page), next=following)
 
     @api.post("/v1/placements/plan", dependencies=view)
-    async def plan(ask: Annotated[PlanRequest | None, Body(examples=[PLAN_EXAMPLE])] = None) -> Plan:
+    async def plan(seen: seen_by, ask: Annotated[PlanRequest | None, Body(examples=[PLAN_EXAMPLE])] = None) -> Plan:
         """The actions that passes would take, with reasons and cost; starts nothing.
 
         Without a body: of the next pass. With one: of all passes under its assumptions, until nothing is left to do.
         """
         if ask is None:
             desired, actions = reconciler.planned_actions()
-            return views.plan(actions, desired)
+            return seen.plan(views.plan(actions, desired))
+        for lora_id in (*ask.demand, *ask.adapter_policies, *(spec.lora_id for spec in ask.adapters)):
+            if lora_id in store.adapters:
+                seen.require_adapter(lora_id)
         inputs = _placement_inputs(reconciler, clock())
         hypothesis = _hypothesis(ask, inputs)
         # In a thread: on a large fleet this takes seconds, and heartbeats must not wait for it.
         async with plan_lock:
             outcome = await asyncio.to_thread(what_if, inputs, hypothesis, passes=ask.passes)
-        return views.what_if_plan(outcome)
+        return seen.plan(views.what_if_plan(outcome))
 
     @api.post("/v1/rebalance", dependencies=operate)
     async def rebalance() -> Plan:
@@ -98,9 +103,11 @@ def placement_routes(
         return views.plan(actions, reconciler.queries.last_pass.desired)
 
     @api.get("/v1/orphans", dependencies=view)
-    async def list_orphans(limit: Limit = 1000, cursor: Cursor = None) -> OrphanList:
+    async def list_orphans(seen: seen_by, limit: Limit = 1000, cursor: Cursor = None) -> OrphanList:
         """Adapters that workers hold and that are not registered; they serve no requests and are not removed."""
-        rows = {f"{item.lora_id} {item.digest} {item.engine_name}": item for item in orphans(reports, store)}
+        # Orphans have no tenants, so a tenant sees none.
+        found = orphans(reports, store) if seen.is_whole else []
+        rows = {f"{item.lora_id} {item.digest} {item.engine_name}": item for item in found}
         page, following = page_after(sorted(rows), limit, cursor)
         return OrphanList(data=tuple(rows[key] for key in page), next=following)
 

@@ -16,7 +16,7 @@ POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1}
 def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
     """The routes that read, replace and change the global policy. Reads need scope `view`, changes `operate`."""
     api = APIRouter(tags=["policy"])
-    view = [Depends(requires(keys, "view", is_for_fleet=True))]
+    view = [Depends(requires(keys, "view"))]
     operate = [Depends(requires(keys, "operate"))]
 
     @api.get("/v1/policy", dependencies=view)

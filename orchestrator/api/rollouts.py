@@ -6,6 +6,7 @@ from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor
+from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import timestamp
 from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, Targets, WeightStep, current_targets
 from orchestrator.intent.registry import AdapterRegistry
@@ -33,15 +34,21 @@ ROLLOUT_EXAMPLE = {
 def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
     """The routes; include them before those of the alias, whose name matches every path."""
     api = APIRouter(tags=["aliases"])
-    view = [Depends(requires(keys, "view", is_for_fleet=True))]
-    change = [Depends(requires(keys, "tenant-admin", is_for_fleet=True))]
+    view = [Depends(requires(keys, "view"))]
+    change = [Depends(requires(keys, "tenant-admin"))]
     rollouts = reconciler.rollouts
+    seen_by = Annotated[TenantView, Depends(tenant_view_of(reconciler.store))]
 
     @api.post("/v1/aliases/{name:path}/rollout", dependencies=change, status_code=201, response_model=RolloutItem)
     async def start_rollout(
-        name: str, spec: Annotated[RolloutSpec, Body(examples=[ROLLOUT_EXAMPLE])], response: Response, actor: Actor
+        name: str,
+        spec: Annotated[RolloutSpec, Body(examples=[ROLLOUT_EXAMPLE])],
+        response: Response,
+        actor: Actor,
+        seen: seen_by,
     ) -> RolloutItem:
         """Move the alias to another version in steps: 201; 200 when this rollout is in progress already."""
+        seen.require_own_alias(name, [spec.to])
         registry.require_rollout_target(name, spec.to)
         guard = RolloutGuard(
             max_error_rate_increase=spec.max_error_rate_increase,
@@ -52,29 +59,32 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         rollout, is_new = rollouts.start_rollout(name, spec.to, steps, guard, actor, place_s=spec.place_s)
         await reconciler.publish_change(("aliases", name))
         response.status_code = 201 if is_new else 200
-        return rollout_item(rollout, rollouts)
+        return seen.rollout(rollout_item(rollout, rollouts))
 
     @api.get("/v1/aliases/{name:path}/rollout", dependencies=view)
-    async def get_rollout(name: str) -> RolloutItem:
+    async def get_rollout(name: str, seen: seen_by) -> RolloutItem:
         """The rollout in progress, or the last one."""
+        seen.require_alias(name)
         registry.alias(name)
-        return rollout_item(rollouts.rollout_of(name), rollouts)
+        return seen.rollout(rollout_item(rollouts.rollout_of(name), rollouts))
 
     @api.patch("/v1/aliases/{name:path}/rollout", dependencies=change)
-    async def patch_rollout(name: str, patch: RolloutPatch, actor: Actor) -> RolloutItem:
+    async def patch_rollout(name: str, patch: RolloutPatch, actor: Actor, seen: seen_by) -> RolloutItem:
         """Pause or resume the rollout. A paused one does not advance, but a regression still rolls it back."""
+        seen.require_own_alias(name, [])
         registry.alias(name)
         rollout = rollouts.set_paused(name, patch.paused, actor)
         await reconciler.publish_change(("aliases", name))
-        return rollout_item(rollout, rollouts)
+        return seen.rollout(rollout_item(rollout, rollouts))
 
     @api.delete("/v1/aliases/{name:path}/rollout", dependencies=change)
-    async def abort_rollout(name: str, actor: Actor) -> RolloutItem:
+    async def abort_rollout(name: str, actor: Actor, seen: seen_by) -> RolloutItem:
         """End the rollout: the alias gets its former targets at once."""
+        seen.require_own_alias(name, [])
         registry.alias(name)
         rollout = rollouts.abort_rollout(name, actor)
         await reconciler.publish_change(("aliases", name))
-        return rollout_item(rollout, rollouts)
+        return seen.rollout(rollout_item(rollout, rollouts))
 
     return api
 

@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from lorafleet.identity import asked_version, lora_id_of
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor
+from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.demand import ENSURE_REPEAT_S, AdapterQueueing, AdapterUsage
 from orchestrator.core.errors import NotFound, StateConflict
@@ -85,8 +86,9 @@ def router_routes(
     api = APIRouter(tags=["routers"])
     load = [Depends(requires(keys, "load"))]
     follow = [Depends(requires(keys, "load", "view", is_for_fleet=True))]
-    ensures = [Depends(requires(keys, "load", "operate", "tenant-admin", is_for_fleet=True))]
+    ensures = [Depends(requires(keys, "load", "operate", "tenant-admin"))]
     catalog, settings = reconciler.catalog, reconciler.settings
+    seen_by = Annotated[TenantView, Depends(tenant_view_of(reconciler.store))]
 
     @api.get("/v1/catalog", dependencies=follow, response_model=Catalog)
     async def get_catalog(
@@ -110,8 +112,9 @@ def router_routes(
         body = catalog.catalog_json()[1] if since is None else catalog.changes_json(since)
         return Response(body, media_type="application/json", headers=headers)
 
-    @api.get("/v1/events", dependencies=follow, response_class=EventStream)
+    @api.get("/v1/events", dependencies=[Depends(requires(keys, "load", "view"))], response_class=EventStream)
     async def events(
+        seen: seen_by,
         since: Annotated[int | None, Query(description="last known revision")] = None,
         last_event_id: Annotated[int | None, Header()] = None,
     ) -> StreamingResponse:
@@ -124,6 +127,7 @@ def router_routes(
             start,
             keep_alive_s=settings.keep_alive_s,
             is_stopping=lambda: is_stopping() or not reconciler.leadership.is_leading,
+            shown=seen.event,
         )
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
@@ -163,12 +167,16 @@ def router_routes(
         lora_id: str,
         request: Request,
         actor: Actor,
+        seen: seen_by,
         ask: Annotated[EnsureRequest, Body(examples=[ENSURE_EXAMPLE])] = EnsureRequest(),  # noqa: B008
     ) -> EnsureAnswer:
         """Ask for replicas of the adapter. Answers when they are ready, or after `wait_s` with the state of then.
 
         If the client leaves, the wait ends and its demand counts as abandoned.
         """
+        seen.require_adapter(lora_id)
+        if seen.tenant is not None:
+            ask = ask.model_copy(update={"tenants": (seen.tenant,)})
         asking = asyncio.create_task(
             _wait_for_replicas(
                 lora_id,
@@ -185,7 +193,7 @@ def router_routes(
         try:
             await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
-                return await asking
+                return seen.ensured(await asking)
         finally:
             asking.cancel()
             gone.cancel()

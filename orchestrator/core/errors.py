@@ -2,6 +2,7 @@
 
 OrchestratorError
 ├── OrchestratorRequestError the caller's mistake: 4xx, nothing was changed
+│   ├── Forbidden            403: another tenant's name or object
 │   ├── NotFound             404
 │   ├── StateConflict        409: immutable, adapter_failed, name_taken, worker_id_taken, in_use, …
 │   ├── PreconditionFailed   412: another change came in between (If-Match)
@@ -36,6 +37,11 @@ class OrchestratorError(Exception):
 class OrchestratorRequestError(OrchestratorError):
     status = 400
     code = "invalid_request"
+
+
+class Forbidden(OrchestratorRequestError):
+    status = 403
+    code = "not_yours"
 
 
 class NotFound(OrchestratorRequestError):

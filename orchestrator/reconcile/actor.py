@@ -225,8 +225,12 @@ class ActionRunner:
             now=self._clock(),
             rng=self._rng,
         )
-        where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
-        self._catalog.emit_event(f"{action.operation}_failed", **where, message=f"{code}: {message}")
+        self._catalog.emit_event(
+            f"{action.operation}_failed",
+            lora_id=action.lora_id,
+            worker_id=action.worker_id,
+            message=f"{code}: {message}",
+        )
 
     def _record_refusal(self, action: WorkerAction, exc: InvalidAdapter) -> None:
         """Record that an agent found source or bytes wrong, or that its engine refuses the registered bytes.

@@ -16,6 +16,8 @@ from orchestrator.store.store import IntentStore
 from orchestrator.wire import AliasItem, AliasTarget, Catalog, CatalogAdapter, CatalogWorker, Draining, FleetEvent
 
 _Kind = Literal["adapter", "alias"]
+Tenants = tuple[str, ...] | None
+"""The tenants of an adapter; None: everyone."""
 
 
 class CatalogBook:
@@ -24,7 +26,7 @@ class CatalogBook:
     def __init__(self, store: IntentStore, *, wall: Callable[[], float], buffer: int) -> None:
         self._store = store
         self._wall = wall
-        self._events: deque[FleetEvent] = deque(maxlen=buffer)
+        self._events: deque[tuple[FleetEvent, Tenants]] = deque(maxlen=buffer)
         self._oldest = store.revision
         self._adapters: dict[str, CatalogAdapter] = {}
         self._sources: dict[str, tuple[RegisteredAdapter, str, str | None]] = {}
@@ -49,19 +51,27 @@ class CatalogBook:
         self._oldest = self._changes_from = self.revision
 
     def emit_event(
-        self, kind: str, *, lora_id: str | None = None, worker_id: str | None = None, message: str = ""
+        self,
+        kind: str,
+        *,
+        lora_id: str | None = None,
+        worker_id: str | None = None,
+        message: str = "",
+        tenants: Tenants = (),
     ) -> int:
         """Add an event under the store's next revision and notify followers; returns the revision.
 
         Drops the oldest if full.
+
+        tenants  of an adapter that is not registered any more; else they are those that it has
         """
+        adapter = None if lora_id is None else self._store.adapters.get(lora_id)
         if len(self._events) == self._events.maxlen:
-            self._oldest = self._events[0].id
+            self._oldest = self._events[0][0].id
         revision = self._store.next_revision()
         at = utc_text(datetime.fromtimestamp(self._wall(), UTC))
-        self._events.append(
-            FleetEvent(id=revision, type=kind, at=at, lora_id=lora_id, worker_id=worker_id, message=message)
-        )
+        event = FleetEvent(id=revision, type=kind, at=at, lora_id=lora_id, worker_id=worker_id, message=message)
+        self._events.append((event, tenants if adapter is None else adapter.tenants))
         self.changed.notify()
         return revision
 
@@ -92,8 +102,10 @@ class CatalogBook:
     def _refresh_adapters(self, states: Mapping[str, tuple[str, str | None]]) -> None:
         """Update the catalog's adapters from the store, with one event for each difference, deletions included."""
         for lora_id in [name for name in self._adapters if name not in self._store.adapters]:
-            del self._adapters[lora_id], self._sources[lora_id]
-            self._note_change("adapter", lora_id, self.emit_event("adapter_deleted", lora_id=lora_id))
+            del self._sources[lora_id]
+            tenants = self._adapters.pop(lora_id).tenants
+            deleted = self.emit_event("adapter_deleted", lora_id=lora_id, tenants=tenants)
+            self._note_change("adapter", lora_id, deleted)
         for lora_id, adapter in self._store.adapters.items():
             state, error = states[lora_id]
             source = self._sources.get(lora_id)
@@ -176,18 +188,30 @@ class CatalogBook:
 
     def events_since(self, revision: int) -> list[FleetEvent]:
         """Events after this revision. Raises EventsExpired when the buffer does not hold all of them."""
+    def events_since(self, revision: int) -> list[tuple[FleetEvent, Tenants]]:
+        """Events after this revision, each with its adapter's tenants.
+
+        Raises EventsExpired when the buffer does not hold all of them.
+        """
         if not self._oldest <= revision <= self.revision:
             raise EventsExpired(
                 f"events since {revision} are not kept (from {self._oldest} on they are): fetch /v1/catalog"
             )
-        return [event for event in self._events if event.id > revision]
+        return [(event, tenants) for event, tenants in self._events if event.id > revision]
 
     async def event_stream(
-        self, revision: int, *, keep_alive_s: float, is_stopping: Callable[[], bool]
+        self,
+        revision: int,
+        *,
+        keep_alive_s: float,
+        is_stopping: Callable[[], bool],
+        shown: Callable[[FleetEvent, Tenants], FleetEvent | None] = lambda event, _: event,
     ) -> AsyncIterator[str]:
         """SSE text: the events after `revision` as they happen, and a comment after `keep_alive_s` without an event.
 
         Ends when the service stops, or when the buffer no longer has the reader's next event.
+
+        shown  an event as the reader may see it, by its adapter's tenants; None: not at all
         """
         yield f": following from {revision}\n\n"
         while not is_stopping():
@@ -195,9 +219,10 @@ class CatalogBook:
                 events = self.events_since(revision)
             except EventsExpired:
                 return  # the reader is slower than the buffer: it reconnects and gets 410
-            for event in events:
-                yield f"id: {event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"
+            for event, tenants in events:
                 revision = event.id
+                if (visible := shown(event, tenants)) is not None:
+                    yield f"id: {event.id}\nevent: {event.type}\ndata: {visible.model_dump_json()}\n\n"
             if not events and not await self.changed.wait(keep_alive_s):
                 yield ": still here\n\n"
 

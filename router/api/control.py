@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, get_args
 
 import msgspec
@@ -18,7 +19,7 @@ from lorafleet.service.http import HttpError
 from lorafleet.service.openapi import Json
 from lorafleet.service.request_log import request_id
 from lorafleet.service.roles import Caller
-from router.api.explain import decision_answer, replay_answer, undecided_answer
+from router.api.explain import decision_answer, replay_answer, tenants_answer, undecided_answer
 from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
 from router.core.fleet import ReplicaState, RoutableAdapter, RouterFleet
@@ -42,6 +43,7 @@ class _DecisionFilter(msgspec.Struct, frozen=True):
     worker: str | None
     request: str | None
     limit: int
+    tenant: str | None = None
 
 
 _Items = list[tuple[float, msgspec.Raw]]
@@ -61,12 +63,15 @@ def process_handlers(services: Services) -> Mapping[str, Answer]:
 
 async def _decisions(services: Services, wanted: _DecisionFilter) -> _Items:
     """(time, item as JSON) of this process's decisions, the newest first."""
-    found = [d for d in reversed(services.decisions) if _is_about(d, wanted.adapter, wanted.worker, wanted.request)]
+    found = [
+        record
+        for record in reversed(services.decisions)
+        if wanted.tenant in (None, record.tenant) and _is_about(record, wanted.adapter, wanted.worker, wanted.request)
+    ]
     items: _Items = []
     for record in found[: wanted.limit]:
-        items.append(
-            (record.at, msgspec.Raw(decision_answer(record, services.accuracy.state).model_dump_json().encode()))
-        )
+        answer = _shown_to(services, wanted.tenant, decision_answer(record, services.accuracy.state))
+        items.append((record.at, msgspec.Raw(answer.model_dump_json().encode())))
         # A few milliseconds each with 64 replicas: relayed streams get their turn in between.
         await asyncio.sleep(0)
     return items
@@ -76,7 +81,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
     """Routes for models, explain and decisions; with `processes`, of all processes on this port."""
     api = APIRouter(route_class=AuthFirstRoute)
     infers = Annotated[Caller, Depends(requires(services.keys, "infer"))]
-    view = [Depends(requires(services.keys, "view", is_for_fleet=True))]
+    views = Annotated[Caller, Depends(requires(services.keys, "view"))]
 
     @api.get("/v1/models")
     async def models(caller: infers) -> Response:
@@ -91,8 +96,8 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
         """One model card; 404 `model_not_found` for a model that the caller may not use."""
         return JSONResponse(await _card(services, caller, model))
 
-    @api.post("/v1/route", dependencies=view, response_model=RouteAnswer)
-    async def explain(request: Request) -> Any:
+    @api.post("/v1/route", response_model=RouteAnswer)
+    async def explain(request: Request, caller: views) -> Any:
         """Where this completion would go, and why. Sends nothing and loads nothing."""
         headers = request.headers
         session = headers.get(services.config.session_header)
@@ -101,7 +106,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
             services, request_id(headers.get("x-request-id")), likely_route(body), body, session=session
         )
         await _fleet(services)
-        target = resolve_target(services, services.keys.caller(headers.get("authorization")), question)
+        target = resolve_target(services, _reader(caller), question)
         tokens = await tokenize(services, target, question)
         prompt = hash_prompt(services, target, question, tokens)
         try:
@@ -109,7 +114,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
         except NoReplica as exc:
             adapter = target.adapter.lora_id if target.adapter else "base"
             note = f"{exc}; a request would wait for a load" if target.adapter else str(exc)
-            return undecided_answer(
+            undecided = undecided_answer(
                 prompt.request,
                 request_id=question.request_id,
                 at=time.time(),
@@ -118,25 +123,28 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
                 roster=services.discovery.fleet.roster(target.base_model),
                 note=note,
             )
+            return _shown_to(services, caller.only_tenant, undecided)
         trust = services.accuracy.state(decision.replica.id)
         notes = [] if services.scheduler.has_room(decision) else ["a request would wait in the router for room there"]
         if tried := _half_open(services, target.base_model):
             notes.append(f"half-open, so that one request at a time tries: {', '.join(tried)}")
-        return decision_answer(
+        answer = decision_answer(
             RequestRecord(question.request_id, time.time(), tokens.source, decision, trust),
             services.accuracy.state,
             note="; ".join(notes) or None,
         )
+        return _shown_to(services, caller.only_tenant, answer)
 
-    @api.get("/v1/decisions", dependencies=view, response_model=DecisionList)
+    @api.get("/v1/decisions", response_model=DecisionList)
     async def decisions(
+        caller: views,
         adapter: str | None = None,
         worker: str | None = None,
         request: str | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> Any:
         """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`; `request` a request's id."""
-        wanted = _DecisionFilter(adapter, worker, request, limit)
+        wanted = _DecisionFilter(adapter, worker, request, limit, caller.only_tenant)
         items = await _decisions(services, wanted)
         missing = []
         if processes is not None:
@@ -152,7 +160,9 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
         )
         return Response(whole, media_type="application/json")
 
-    @api.post("/v1/decisions/replay", dependencies=view, response_model=RouteAnswer)
+    @api.post(
+        "/v1/decisions/replay", dependencies=[Depends(requires(services.keys, "view"))], response_model=RouteAnswer
+    )
     async def replay(body: ReplayBody) -> Any:
         """A recorded decision, made again, by another `policy` if given. Sends nothing."""
         return replay_answer(body)
@@ -242,6 +252,20 @@ async def _fleet(services: Services) -> RouterFleet:
     if not services.discovery.has_catalog:
         raise services.discovery.catalog_unavailable()
     return services.discovery.fleet
+
+
+def _reader(caller: Caller) -> Caller:
+    """The caller with the sight of all tenants' adapters, if it may read the whole fleet."""
+    return replace(caller, scopes=caller.scopes | {"load"}) if caller.may_for_fleet("view") else caller
+
+
+def _shown_to(services: Services, tenant: str | None, answer: RouteAnswer) -> RouteAnswer:
+    """The answer as a caller of this tenant may see it; None: a caller above tenants."""
+    if tenant is None:
+        return answer
+    adapter = services.discovery.fleet.adapters.get(lora_id_of(answer.adapter))
+    is_alone = adapter is not None and adapter.tenants is not None and set(adapter.tenants) == {tenant}
+    return tenants_answer(answer, has_adapter_alone=is_alone)
 
 
 def _half_open(services: Services, base_model: str) -> list[str]:

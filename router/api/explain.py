@@ -70,6 +70,22 @@ def decision_answer(record: RequestRecord, trust: Callable[[WorkerId], str], *, 
     )
 
 
+def tenants_answer(answer: RouteAnswer, *, has_adapter_alone: bool) -> RouteAnswer:
+    """A decision as a tenant's key may see it: without the record, which names all that workers hold.
+
+    Of an adapter that it shares, or of the base model, without scores and cached tokens: what is cached of a prompt
+    there would disclose other tenants' prompts.
+
+    has_adapter_alone  whether the adapter is that tenant's alone
+    """
+    rejected = tuple(item.model_copy(update={"reason": "not able"}) for item in answer.rejected)
+    shown = answer.model_copy(update={"record": None, "rejected": rejected})
+    if has_adapter_alone:
+        return shown
+    note = "; ".join(filter(None, (answer.note, "scores are shown for adapters of your tenant alone")))
+    return shown.model_copy(update={"scores": (), "cached_tokens": 0, "engine_cached_tokens": None, "note": note})
+
+
 def undecided_answer(
     request: RoutingRequest, *, request_id: str, at: float, adapter: str, tokens_from: Source, roster: Roster, note: str
 ) -> RouteAnswer:

@@ -294,6 +294,7 @@ class RequestRun(msgspec.Struct, eq=False):
                 log.info("displaced while waiting", request_id=request.request_id, why=str(exc))
                 await self._wait_until_servable(is_displaced=True)
             else:
+                self.dispatched.record.tenant = self.caller.tenant or ""
                 return
         raise NoReplica(f"every replica went while this waited, {most} times", retry_after_s=1.0)
 

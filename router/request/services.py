@@ -49,6 +49,7 @@ class RequestRecord(msgspec.Struct):
     waited_s       in the router's queue
     first_data_s   from dispatch to first token or whole answer; None: there is none yet
     cached_tokens  in the engine's usage; None: it reported none
+    tenant         of the caller; empty: none
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class RequestRecord(msgspec.Struct):
     waited_s: float = 0.0
     first_data_s: float | None = None
     cached_tokens: int | None = None
+    tenant: str = ""
 
 
 class Decisions(deque[RequestRecord]):

@@ -773,6 +773,41 @@ async def test_keys_scopes_and_tenants(tmp_path):
         assert (await client.get("/health")).status_code == 200
 
 
+async def test_a_tenants_viewer_sees_its_own_decisions_and_no_cached_prompts_of_others(tmp_path):
+    keys = tmp_path / "keys.yaml"
+    rows = [f"- {{sha256: {hash_key(name)}, tenant: {name}, scopes: [infer, view]}}\n" for name in ("acme", "rival")]
+    keys.write_text("keys:\n" + "".join(rows) + f"- {{sha256: {hash_key('viewer')}, scopes: [view]}}\n")
+    control = with_sql("w0")
+    control.add_adapter("secret/v1", on=["w0"], tenants=("acme",))
+
+    def bearer(key):
+        return {"headers": {"authorization": f"Bearer {key}"}}
+
+    async with fleet(EngineDouble("w0"), control=control, key_files=(keys,)) as (client, _, _):
+        for lora_id, key in (("secret/v1", "acme"), ("sql/v1", "acme"), ("sql/v1", "rival")):
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": lora_id}, **bearer(key))
+            assert answer.status_code == 200
+        seen = {
+            key: (await client.get("/v1/decisions", **bearer(key))).json()["data"]
+            for key in ("acme", "rival", "viewer")
+        }
+        assert {key: [item["adapter"].partition("@")[0] for item in items] for key, items in seen.items()} == {
+            "acme": ["sql/v1", "secret/v1"],
+            "rival": ["sql/v1"],
+            "viewer": ["sql/v1", "sql/v1", "secret/v1"],
+        }
+        shared, own = seen["acme"]
+        assert own["scores"]
+        assert not shared["scores"]
+        assert own["record"] is None is shared["record"]
+        assert all(item["scores"] and item["record"] for item in seen["viewer"])
+        secret = {**CHAT, "lora_id": "secret/v1"}
+        assert (await client.post("/v1/route", json=secret, **bearer("viewer"))).json()["scores"]
+        assert (await client.post("/v1/route", json=secret, **bearer("acme"))).json()["scores"]
+        assert not (await client.post("/v1/route", json=CHAT, **bearer("rival"))).json()["scores"]
+        assert error_of(await client.post("/v1/route", json=secret, **bearer("rival"))) == (404, "model_not_found")
+
+
 async def test_who_may_not_infer_is_refused_on_every_route(tmp_path):
     keys, engine = tmp_path / "keys.yaml", EngineDouble("w0")
     keys.write_text(f"keys:\n- {{sha256: {hash_key('agent')}, scopes: [register]}}\n")

@@ -1,0 +1,370 @@
+"""What a tenant's key may see and change: its own adapters and aliases, and nothing of another tenant's.
+
+A tenant sees the adapters that it may use: those with its name among their tenants, and those open to everyone. It may
+change adapters that are its alone and whose names begin as its key's names do. Of another tenant it learns nothing, not
+even a name in an error or a reason; a name that it may not see does not exist for it.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from starlette.requests import Request
+
+from lorafleet.service.roles import Caller
+from orchestrator.core.errors import Forbidden, NotFound, StateConflict
+from orchestrator.core.state import RegisteredAdapter
+from orchestrator.reconcile.catalog import Tenants
+from orchestrator.store.backend import HistoryEntry
+from orchestrator.store.store import IntentStore
+from orchestrator.wire import (
+    ActionItem,
+    AdapterItem,
+    AdapterPatch,
+    AdapterPolicy,
+    AdapterSpec,
+    AliasItem,
+    AliasTarget,
+    EnsureAnswer,
+    FleetEvent,
+    Plan,
+    PlanCost,
+    RolloutItem,
+    SecretRef,
+    WorkerItem,
+)
+
+_ABOUT_THE_FLEET = frozenset({"policy_changed", "worker_cordoned", "worker_draining", "worker_uncordoned"})
+OTHER = "another tenant's adapter"
+_NAME = re.compile(r"[A-Za-z0-9._:@/-]+")
+# Names in reasons of adapters that may be deleted since, and so are not known any more.
+_MADE_ROOM = re.compile(r"(?<=made room for )[^\s;,]+|[^\s;,]+(?= makes room)")
+# Facts of an engine that a tenant is shown; counts of slots in use say what others have loaded.
+_SHOWN_CAPACITY = frozenset({"max_loras", "max_lora_rank"})
+
+
+class TenantView:
+    """The fleet as one caller may see it. For a caller above tenants everything passes unchanged."""
+
+    def __init__(self, caller: Caller, store: IntentStore) -> None:
+        self.tenant = caller.only_tenant
+        self._caller = caller
+        self._store = store
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the caller is above tenants."""
+        return self.tenant is None
+
+    # -- what is seen ----------------------------------------------------------------------------------------
+
+    def sees_tenants(self, tenants: Sequence[str] | None) -> bool:
+        """Whether the caller sees an adapter of these tenants (None: everyone)."""
+        return self.tenant is None or tenants is None or self.tenant in tenants
+
+    def sees_entry(self, entry: HistoryEntry) -> bool:
+        """Whether the caller sees this entry of the history. Entries about workers and the policy name no tenant."""
+        if self.tenant is None or entry.kind in _ABOUT_THE_FLEET:
+            return True
+        return self.sees_alias(entry.subject) if entry.kind.startswith("alias_") else self.sees_adapter(entry.subject)
+
+    def known_tenants(self, tenants: Sequence[str]) -> Sequence[str]:
+        """Those of an adapter's tenants of which the caller knows."""
+        return tenants if self.tenant is None else tuple(tenant for tenant in tenants if tenant == self.tenant)
+
+    def sees_adapter(self, lora_id: str) -> bool:
+        """Whether the caller sees this adapter. One that is not registered (any more) goes by its name."""
+        adapter = self._store.adapters.get(lora_id)
+        return self.sees_tenants(adapter.tenants) if adapter is not None else self.has_name(lora_id)
+
+    def sees_alias(self, name: str) -> bool:
+        """Whether the caller sees this alias: it may use one of its targets, or the name is its own."""
+        if self.tenant is None or self.has_name(name):
+            return True
+        return any(map(self.sees_adapter, (lora_id for lora_id, _ in self._store.aliases.get(name, ()))))
+
+    def sees_name(self, name: str) -> bool:
+        """Whether the caller sees the adapter or alias of this name."""
+        return self.sees_alias(name) if name in self._store.aliases else self.sees_adapter(name)
+
+    def has_name(self, name: str) -> bool:
+        """Whether the name is the caller's to give."""
+        return self.tenant is None or name.startswith(self._caller.name_prefixes)
+
+    def require_adapter(self, lora_id: str) -> None:
+        """Raises NotFound for an adapter that the caller does not see, as for one that is not registered."""
+        if not self.sees_adapter(lora_id):
+            raise NotFound(f"adapter {lora_id!r} is not registered; POST /v1/adapters registers one", param="lora_id")
+
+    def require_alias(self, name: str) -> None:
+        """Raises NotFound for an alias that the caller does not see, as for one that does not exist."""
+        if not self.sees_alias(name):
+            raise NotFound(f"alias {name!r} does not exist", code="alias_not_found", param="name")
+
+    # -- what may be changed ---------------------------------------------------------------------------------
+
+    def require_own_name(self, name: str, param: str) -> None:
+        """Raises Forbidden for a name that is not the caller's to give. `param`: the field that has it."""
+        if not self.has_name(name):
+            wanted = " or ".join(map(repr, self._caller.name_prefixes))
+            message = f"{name!r} is no name of tenant {self.tenant!r}: names of this key begin with {wanted}"
+            raise Forbidden(message, code="name_not_yours", param=param)
+
+    def require_own_adapter(self, lora_id: str) -> None:
+        """Raises NotFound for an adapter that the caller does not see, Forbidden for one that it may not change."""
+        if self.tenant is None:
+            return
+        self.require_adapter(lora_id)
+        self.require_own_name(lora_id, "lora_id")
+        adapter = self._store.adapters.get(lora_id)
+        if adapter is not None and not self._is_own(adapter):
+            message = f"{lora_id!r} is not of tenant {self.tenant!r} alone, so an operator must change it"
+            raise Forbidden(message, param="lora_id")
+
+    def require_own_alias(self, name: str, targets: Sequence[str]) -> None:
+        """Raises Forbidden for an alias that the caller may not change, NotFound for a target that it does not see."""
+        self.require_own_name(name, "name")
+        for lora_id in targets:
+            self.require_adapter(lora_id)
+
+    def own_spec(self, spec: AdapterSpec) -> AdapterSpec:
+        """The spec as the caller may register it: for its tenant alone.
+
+        Raises Forbidden for other tenants or a name of others, for another's secret, and for a priority.
+        """
+        if self.tenant is None:
+            return spec
+        self.require_own_name(spec.lora_id, "lora_id")
+        known = self._store.adapters.get(spec.lora_id)
+        if known is not None and not self._is_own(known):
+            # Without a word of what is registered there.
+            raise Forbidden(f"{spec.lora_id!r} is taken, and not of tenant {self.tenant!r} alone", param="lora_id")
+        if "tenants" in spec.model_fields_set:
+            self._require_own_tenants(spec.tenants)
+        self._require_own_secret(spec.secret_ref)
+        self._require_own_policy(spec.policy)
+        return spec.model_copy(update={"tenants": (self.tenant,)})
+
+    def require_own_patch(self, patch: AdapterPatch) -> None:
+        """Raises Forbidden for changes that a tenant may not make: other tenants, another's secret, a priority."""
+        if self.tenant is None:
+            return
+        if "tenants" in patch.model_fields_set:
+            self._require_own_tenants(patch.tenants)
+        self._require_own_secret(patch.secret_ref)
+        if patch.policy is not None:
+            self._require_own_policy(patch.policy)
+
+    def _is_own(self, adapter: RegisteredAdapter) -> bool:
+        """Whether the adapter is the caller's tenant's alone."""
+        return adapter.tenants == (self.tenant,)
+
+    def _require_own_tenants(self, tenants: Sequence[str] | None) -> None:
+        """Raises Forbidden unless the tenants are the caller's alone."""
+        if tenants is None or set(tenants) != {self.tenant}:
+            message = f"a key of tenant {self.tenant!r} registers for that tenant alone; leave out `tenants`"
+            raise Forbidden(message, param="tenants")
+
+    def _require_own_secret(self, ref: SecretRef | None) -> None:
+        """Raises Forbidden for a secret of another name than the tenant's."""
+        if ref is not None and ref.name != self.tenant:
+            message = f"a key of tenant {self.tenant!r} may refer to the secret named {self.tenant!r} alone"
+            raise Forbidden(message, param="secret_ref")
+
+    def _require_own_policy(self, policy: AdapterPolicy) -> None:
+        """Raises Forbidden for a priority above others' default."""
+        if policy.priority > 0:
+            message = "`priority` puts an adapter before other tenants' adapters, so it takes an operator's key"
+            raise Forbidden(message, param="policy.priority")
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Errors of the block, without names that the caller does not see."""
+        try:
+            yield
+        except StateConflict as exc:
+            if self.tenant is None:
+                raise
+            raise StateConflict(self.text(str(exc)), code=exc.code, param=exc.param) from exc
+
+    # -- how it is shown -------------------------------------------------------------------------------------
+
+    def text(self, text: str) -> str:
+        """A reason or an error without the names of adapters and aliases that the caller does not see."""
+        if self.tenant is None or not text:
+            return text
+
+        def shown(match: re.Match[str]) -> str:
+            """The word itself, unless it is a hidden name, with or without a digest or punctuation around it."""
+            word = match[0]
+            for name in (word, word.rstrip(".:"), word.partition("@")[0]):
+                is_known = name in self._store.adapters or name in self._store.aliases
+                if is_known and not self.sees_name(name):
+                    return OTHER
+            return word
+
+        text = _MADE_ROOM.sub(lambda match: match[0] if self.sees_name(match[0].strip("'\"")) else OTHER, text)
+        for tenant in self._other_tenants():
+            text = re.sub(rf"(?<![\w.-]){re.escape(tenant)}(?![\w.-])", "another tenant", text)
+        return _NAME.sub(shown, text)
+
+    def _other_tenants(self) -> frozenset[str]:
+        """The names of all other tenants of registered adapters."""
+        named = {tenant for adapter in self._store.adapters.values() for tenant in adapter.tenants or ()}
+        return frozenset(named - {cast("str", self.tenant)})
+
+    def adapter(self, item: AdapterItem) -> AdapterItem:
+        """The adapter as the caller may see it. Of one that it shares, neither others' demand nor the secret."""
+        if self.tenant is None:
+            return item
+        changed: dict[str, Any] = {"error": item.error and self.text(item.error), "note": self.text(item.note)}
+        if item.tenants != (self.tenant,):
+            tenants = None if item.tenants is None else (self.tenant,)
+            changed |= {"tenants": tenants, "requests_per_s": 0.0, "idle_s": None, "secret_ref": None}
+        return item.model_copy(update=changed)
+
+    def ensured(self, answer: EnsureAnswer) -> EnsureAnswer:
+        """The answer to an `ensure` without names that the caller does not see."""
+        return answer if answer.error is None else answer.model_copy(update={"error": self.text(answer.error)})
+
+    def alias(self, item: AliasItem) -> AliasItem:
+        """The alias with the targets that the caller sees."""
+        if self.tenant is None:
+            return item
+        pending = item.pending
+        if pending is not None:
+            pending = pending.model_copy(
+                update={
+                    "targets": self._targets(pending.targets),
+                    "lacks": self._by_adapter(pending.lacks),
+                    "error": pending.error and self.text(pending.error),
+                }
+            )
+        return item.model_copy(update={"targets": self._targets(item.targets), "pending": pending})
+
+    def rollout(self, item: RolloutItem) -> RolloutItem:
+        """The rollout with the targets that the caller sees."""
+        if self.tenant is None:
+            return item
+        return item.model_copy(
+            update={
+                "before": self._targets(item.before),
+                "to": self._targets(item.to),
+                "lacks": self._by_adapter(item.lacks),
+                "reason": self.text(item.reason),
+            }
+        )
+
+    def _targets(self, targets: Sequence[AliasTarget]) -> tuple[AliasTarget, ...]:
+        """The targets that the caller sees."""
+        return tuple(target for target in targets if self.sees_adapter(target.lora_id))
+
+    def _by_adapter(self, texts: Mapping[str, str]) -> dict[str, str]:
+        """lora_id -> text, of the adapters that the caller sees."""
+        return {lora_id: self.text(text) for lora_id, text in texts.items() if self.sees_adapter(lora_id)}
+
+    def worker(self, item: WorkerItem) -> WorkerItem:
+        """The worker with the adapters that the caller sees, and without addresses and counts of others."""
+        if self.tenant is None:
+            return item
+        return item.model_copy(
+            update={
+                "agent_url": "",
+                "engine_url": "",
+                "node": "",
+                "capacity": {name: count for name, count in item.capacity.items() if name in _SHOWN_CAPACITY},
+                "adapters": tuple(filter(self.sees_adapter, item.adapters)),
+                "orphans": (),
+                "refusal": self.text(item.refusal),
+                "drain": None,
+            }
+        )
+
+    def plan(self, plan: Plan) -> Plan:
+        """The part of the plan that concerns adapters that the caller sees, with that part's cost."""
+        if self.tenant is None:
+            return plan
+        actions = tuple(self._action(action) for action in plan.actions if self.sees_adapter(action.lora_id))
+        operations = [action.operation for action in actions]
+        cost = PlanCost(
+            loads=operations.count("load"),
+            unloads=operations.count("unload") + sum(action.evict is not None for action in actions),
+            bytes=sum(action.size_bytes or 0 for action in actions),
+            seconds=max((action.seconds or 0.0 for action in actions), default=0.0),
+        )
+        return plan.model_copy(
+            update={
+                "actions": actions,
+                "unplaced": tuple(filter(self.sees_adapter, plan.unplaced)),
+                "reasons": self._by_adapter(plan.reasons),
+                "targets": {name: change for name, change in plan.targets.items() if self.sees_adapter(name)},
+                "cost": cost,
+            }
+        )
+
+    def _action(self, action: ActionItem) -> ActionItem:
+        """The action without another tenant's victim."""
+        evict = action.evict if action.evict is not None and self.sees_adapter(action.evict) else None
+        return action.model_copy(update={"evict": evict, "reason": self.text(action.reason)})
+
+    def event(self, event: FleetEvent, tenants: Tenants) -> FleetEvent | None:
+        """The event as the caller may see it; None for one that it may not.
+
+        tenants  those of the event's adapter, as far as known when it was emitted
+        """
+        if self.tenant is None:
+            return event
+        is_seen = event.lora_id is None or self.sees_tenants(tenants)
+        if event.type.startswith("alias_"):
+            is_seen = self.sees_alias(event.message.partition(": ")[0])
+        return event.model_copy(update={"message": self.text(event.message)}) if is_seen else None
+
+    def actor(self, actor: str) -> str:
+        """Who did it; of other tenants no name."""
+        is_other = self.tenant is not None and actor.startswith("tenant ") and actor != self._caller.name
+        is_ours = actor.startswith(f"tenant {self.tenant} (")
+        return "another tenant" if is_other and not is_ours else actor
+
+    def body(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A history entry's body without names that the caller does not see."""
+        return {name: self._value(name, value) for name, value in body.items()} if self.tenant else dict(body)
+
+    def _value(self, name: str, value: Any) -> Any:
+        """One value of a history entry's body, without names that the caller does not see."""
+        if name == "tenants":
+            return self._tenant_names(value)
+        if name in {"targets", "was", "before", "to"} and isinstance(value, list | tuple):
+            return [target for target in value if self.sees_adapter(_name_in(target))]
+        if name == "evict":
+            return value if isinstance(value, str) and self.sees_adapter(value) else None
+        if name in {"secret", "secret_ref"}:
+            return None
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {key: self._value(key, each) for key, each in value.items()}
+        return [self._value("", each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _tenant_names(self, value: Any) -> Any:
+        """Tenants, or a list of them before and after a change, without the other tenants."""
+        if isinstance(value, list | tuple):
+            return [self._tenant_names(each) for each in value if not isinstance(each, str) or each == self.tenant]
+        return value
+
+
+def _name_in(target: Any) -> str:
+    """The lora_id of an alias's stored target."""
+    if isinstance(target, Mapping):
+        return str(target.get("lora_id", ""))
+    return str(target[0]) if isinstance(target, list | tuple) and target else str(target)
+
+
+def tenant_view_of(store: IntentStore) -> Callable[[Request], TenantView]:
+    """A dependency that returns the caller's view. The route's scope check has authenticated the caller before."""
+
+    def view(request: Request) -> TenantView:
+        """The view of the request's caller."""
+        return TenantView(request.state.caller, store)
+
+    return view
