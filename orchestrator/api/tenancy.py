@@ -67,6 +67,8 @@ class TenantView:
         """Whether the caller sees this entry of the history. Entries about workers and the policy name no tenant."""
         if self.tenant is None or entry.kind in _ABOUT_THE_FLEET:
             return True
+        if entry.kind.startswith("name_") and entry.subject in self._store.published:
+            return self._store.published[entry.subject].tenant in {None, self.tenant}
         return self.sees_alias(entry.subject) if entry.kind.startswith("alias_") else self.sees_adapter(entry.subject)
 
     def known_tenants(self, tenants: Sequence[str]) -> Sequence[str]:

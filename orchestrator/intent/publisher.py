@@ -144,7 +144,7 @@ class NamePublisher:
     def is_visible(self, name: str, caller: Caller) -> bool:
         """Whether the published name exists for the caller."""
         tenant = self._store.published[name].tenant
-        return tenant is None or caller.may_use((tenant,))
+        return tenant is None or caller.may_use((tenant,)) or caller.may_for_fleet("view")
 
     def item(self, name: str, *, is_new: bool = False) -> PublishedItem:
         """The published name as wire model. The name must exist."""

@@ -186,8 +186,6 @@ class CatalogBook:
         )
         return changes.model_dump_json().encode()
 
-    def events_since(self, revision: int) -> list[FleetEvent]:
-        """Events after this revision. Raises EventsExpired when the buffer does not hold all of them."""
     def events_since(self, revision: int) -> list[tuple[FleetEvent, Tenants]]:
         """Events after this revision, each with its adapter's tenants.
 
