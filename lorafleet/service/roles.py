@@ -70,9 +70,14 @@ class Caller:
         return self.tenant if self.scopes.isdisjoint(_SEES_ALL_TENANTS) else None
 
     @property
-    def name_prefixes(self) -> tuple[str, ...]:
-        """The beginnings of the names that a tenant's key may give to adapters and aliases."""
-        return (f"{self.tenant}/",)
+    def own_prefixes(self) -> tuple[str, ...]:
+        """The beginnings of names that are this tenant's, whether or not anything is registered under them."""
+        return (f"{self.tenant}/", f"{self.namespace}/") if self.namespace else (f"{self.tenant}/",)
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Patterns of the names that a tenant's key may give to adapters and aliases."""
+        return self.lora_ids or ((f"{self.namespace}/*",) if self.namespace else (f"{self.tenant}/*",))
 
     def may(self, scope: str) -> bool:
         """Whether the caller has this scope; `admin` includes all others, `load` includes `infer`."""

@@ -8,6 +8,7 @@ even a name in an error or a reason; a name that it may not see does not exist f
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -91,8 +92,8 @@ class TenantView:
         return self.sees_alias(name) if name in self._store.aliases else self.sees_adapter(name)
 
     def has_name(self, name: str) -> bool:
-        """Whether the name is the caller's to give."""
-        return self.tenant is None or name.startswith(self._caller.name_prefixes)
+        """Whether the name is the tenant's by how it begins, whatever is or was registered under it."""
+        return self.tenant is None or name.startswith(self._caller.own_prefixes)
 
     def require_adapter(self, lora_id: str) -> None:
         """Raises NotFound for an adapter that the caller does not see, as for one that is not registered."""
@@ -108,9 +109,9 @@ class TenantView:
 
     def require_own_name(self, name: str, param: str) -> None:
         """Raises Forbidden for a name that is not the caller's to give. `param`: the field that has it."""
-        if not self.has_name(name):
-            wanted = " or ".join(map(repr, self._caller.name_prefixes))
-            message = f"{name!r} is no name of tenant {self.tenant!r}: names of this key begin with {wanted}"
+        patterns = self._caller.own_names
+        if self.tenant is not None and not any(fnmatchcase(name, pattern) for pattern in patterns):
+            message = f"{name!r} is no name of tenant {self.tenant!r}: this key's names are {', '.join(patterns)}"
             raise Forbidden(message, code="name_not_yours", param=param)
 
     def require_own_adapter(self, lora_id: str) -> None:
