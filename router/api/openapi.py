@@ -177,6 +177,7 @@ EXAMPLES: Mapping[str, tuple[Json | None, Json]] = {
                 "prompt_tokens": 1,
                 "completion_tokens": 4,
                 "cached_tokens": 0,
+                "weight_version": "sql-expert/v1@0123456789ab",
             },
         },
     ),
@@ -246,6 +247,12 @@ def _sglang_generate_operation() -> Json:
         "lora_path": _ADAPTER_OR_LIST,
         "sampling_params": {"oneOf": [{"type": ["object", "null"]}, {"type": "array", "items": {"type": "object"}}]},
         "model": _OURS["model"],
+        "return_logprob": {
+            "type": ["boolean", "null"],
+            "description": "triples [logprob, token id, text] in meta_info",
+        },
+        "logprob_start_len": {"type": ["integer", "null"], "description": "first token of the prompt that has one; -1"},
+        "top_logprobs_num": {"type": ["integer", "null"], "description": "likeliest tokens at each place; 0"},
     }
     return {
         "summary": "SGLang's native call; one batch may mix adapters and the base model",

@@ -51,13 +51,17 @@ class LogprobsRequest:
         return dict(zip(FIELDS, values, strict=True))
 
 
-def check_for_completions(native: Mapping[str, Any]) -> None:
-    """Raise BadBody for log-probabilities that no completion of vLLM 0.32 has.
+def check_for_completions(native: Mapping[str, Any], dialect: str) -> None:
+    """Raise BadBody for log-probabilities that no completion of this kind of engine has.
 
-    native  one item in SGLang's own form
+    native   one item in SGLang's own form
+    dialect  the engine's; of the kinds that are known only vLLM 0.32 names token ids
     """
     if not native.get(_WANTED):
         return
+    if dialect != "vllm":
+        message = f"this adapter is served by {dialect}, whose completions have no token ids; there are vLLM and SGLang"
+        raise BadBody(f"{_WANTED}: {message}", param=_WANTED)
     if native[_WITH_TEXT] and native[_TOP]:
         message = f"with {_TOP} vLLM says texts or token ids, and not both; leave one of the two out"
         raise BadBody(f"{_WITH_TEXT}: {message}", param=_WITH_TEXT)

@@ -110,7 +110,7 @@ def engine_request(
             body = sglang_native_body(native, routing.engine_name, request.request_id)
             head = endpoint.request(request, body, dispatched.decision.rank)
             return EngineRequest(route, endpoint.origin, head, model, routing.engine_name, replica.id, request.streamed)
-        check_for_completions(native)
+        check_for_completions(native, replica.dialect)
     body = dialect.body(request.fields, model, options)
     return EngineRequest(
         route,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lorafleet.service.roles import Caller
 from router.core.errors import BadBody, RouterError
-from router.http.sse import ModelRenamer, WeightSigner
+from router.http.sse import ModelRenamer
 from router.protocols.bodies import ItemAnswer
 from router.request.accounting import record, record_error, record_usage
 from router.request.ended import count_run
@@ -118,10 +118,7 @@ async def _item_answer(run: RequestRun, slots: asyncio.Semaphore) -> ItemAnswer:
             assert run.dispatched is not None
             assert run.engine_request is not None
             target, model, status = run.dispatched.target, run.engine_request.engine_model, run.attempt.status
-            rewriter = ModelRenamer(model, target.asked)
-            if run.request.names_weights and status < 400:
-                rewriter = WeightSigner(model, target.asked, target.weights)
-            answer = rewriter.whole(run.attempt.first)
+            answer = ModelRenamer(model, target.asked).whole(run.attempt.first)
             if status >= 400:
                 raise _ItemRefused(status, answer)
             run.dispatched.record_whole_answer()

@@ -365,7 +365,10 @@ def test_an_item_in_sglangs_form_has_the_clients_sampling_parameters_untranslate
 def test_logprobs_that_only_sglang_has_are_refused_for_vllm_by_name(body, param):
     (native,) = split_batch(json.dumps({"text": "x", "return_logprob": True} | body).encode()).natives
     with pytest.raises(BadBody, match="vLLM") as refused:
-        check_for_completions(native)
+        check_for_completions(native, "vllm")
     assert refused.value.param == param
+    with pytest.raises(BadBody, match="sgl-jax"):
+        check_for_completions(native | {"stream": False, "top_logprobs_num": 0}, "sgl-jax")
     (unused,) = split_batch(json.dumps({"text": "x"} | body).encode()).natives
-    check_for_completions(unused)
+    check_for_completions(unused, "vllm")
+    check_for_completions(unused, "sgl-jax")
