@@ -123,6 +123,16 @@ class OrchestratorSettings(WorkerDiscoverySettings):
     inspect_timeout_s: float = Field(default=300.0, gt=0, description="deadline of fetching and verifying an adapter")
     load_timeout_s: float = Field(default=300.0, gt=0, description="deadline of a load, the fetch included")
     unload_timeout_s: float = Field(default=30.0, gt=0, description="deadline of an unload")
+    pause_lease_s: float = Field(
+        default=60.0, gt=0, description="how long a pause of requests lasts unless it is repeated or ended before"
+    )
+    pause_max_lease_s: float = Field(default=3600.0, gt=0, description="longest pause that one call may ask for")
+    pause_wait_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="how long a pause may take to be in force everywhere, in mode wait until nothing runs; longer: 503,"
+        " and nothing is paused",
+    )
     inspects_in_flight: int = Field(default=8, ge=1, description="most adapters inspected at the same time")
     metrics_adapters: int = Field(
         default=200,

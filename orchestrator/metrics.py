@@ -65,6 +65,7 @@ class OrchestratorMetrics:
         self.frozen = Gauge(
             "lorafleet_orchestrator_frozen", "1 while the churn limiter freezes moves", registry=self.registry
         )
+        self.pauses = Gauge("lorafleet_orchestrator_pauses", "Pauses of requests in force", registry=self.registry)
         self.forwarded = Counter(
             "lorafleet_orchestrator_forwarded",
             "Requests that this orchestrator does not answer itself, by outcome",
@@ -97,6 +98,10 @@ class OrchestratorMetrics:
         """Set what a scrape reads: adapters' replicas, workers by state, pools, orphans by origin. Call it once."""
         self.registry.register(_FleetCollector(self.adapter_labels, replicas, workers, orphans))
         self.registry.register(_PoolCollector(pools))
+
+    def observe_pauses(self, count: Callable[[], float]) -> None:
+        """Set what a scrape reads: the pauses in force."""
+        self.pauses.set_function(count)
 
     def observe_term(
         self, *, failed: Callable[[], float], leading: Callable[[], float], epoch: Callable[[], float]

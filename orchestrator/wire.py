@@ -981,6 +981,29 @@ class Draining(_OrchestratorModel):
     digest: str
 
 
+PauseMode = Literal["keep", "wait", "abort"]
+"""What becomes of requests that run when a pause begins: they go on, are waited for, or are ended."""
+
+
+class CatalogPause(_OrchestratorModel):
+    """A pause: routers hold the new requests of its scope.
+
+    key           of the scope, as in `UsageReport.running_in_pause`
+    tenant        null: every tenant's requests; `namespace`: "" for those of every namespace
+    began_at, renewals  tell a new call from one that the router knows
+    lease_s       a router that hears nothing more ends the pause so many seconds after it has read it
+    """
+
+    key: str
+    tenant: str | None = None
+    namespace: str = ""
+    mode: PauseMode = "keep"
+    began_at: float
+    renewals: int = 0
+    expires_at: float
+    lease_s: float
+
+
 class Catalog(_OrchestratorModel):
     """`GET /v1/catalog`: all that routers follow, at one revision. Revisions only grow, over restarts too.
 
@@ -995,6 +1018,7 @@ class Catalog(_OrchestratorModel):
     gone_aliases: tuple[str, ...] = Field(default=(), description="alias names that there are no longer")
     draining: tuple[Draining, ...] = ()
     workers: tuple[CatalogWorker, ...] = ()
+    pauses: tuple[CatalogPause, ...] = ()
     wire: int = WIRE
 
 
@@ -1060,6 +1084,7 @@ class UsageReport(_OrchestratorModel):
     is_last  the router stops, and has no requests any more
     traffic  counts for the console that no earlier report has brought; each is sent until a report is accepted
     now      how the router is now; null from a router that is older than this field
+    running_in_pause  key of a pause that the router holds -> its requests at engines; null from older versions
     """
 
     router_id: str
@@ -1073,6 +1098,7 @@ class UsageReport(_OrchestratorModel):
     is_last: bool = False
     traffic: Annotated[tuple[TrafficBatch, ...], FailFast()] = Field(default=(), max_length=100)
     now: RouterNow | None = None
+    running_in_pause: dict[str, Count] | None = None
     wire: int = WIRE
 
     @field_validator("waits_s", mode="before")
@@ -1090,6 +1116,34 @@ class UsageAnswer(_OrchestratorModel):
     accepted: bool
     revision: int
     wire: int = WIRE
+
+
+class PauseSpec(_PersonWrittenModel):
+    """`POST /v1/pauses`. `lease_s`: default `pause_lease_s`, at most `pause_max_lease_s`."""
+
+    mode: PauseMode = "keep"
+    lease_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
+class PauseItem(_OrchestratorModel):
+    """A pause. `running`: requests of its scope that run on, at routers that have reported.
+
+    routers_behind  live routers that do not hold yet; 0 in the answer to `POST /v1/pauses`
+    """
+
+    scope: str
+    tenant: str | None
+    namespace: str
+    mode: PauseMode
+    owner: str
+    began_at: str
+    expires_at: str
+    running: int
+    routers_behind: int
+
+
+class PauseList(_OrchestratorModel):
+    data: tuple[PauseItem, ...]
 
 
 class EnsureRequest(_OrchestratorModel):

@@ -29,6 +29,8 @@ from lorafleet.service.request_log import RequestLog
 from lorafleet.service.settings import load_or_exit
 from lorafleet.service.whoami import whoami_routes
 from router.api.control import control_routes, describe_inference, health_routes, metrics_text, process_handlers
+from router.api.engine_calls import engine_call_routes
+from router.api.pauses import pause_routes
 from router.config import RouterSettings
 from router.core.errors import RouterError
 from router.core.failover.poison import PoisonRequests
@@ -44,6 +46,7 @@ from router.factories import (
     make_control_client,
     make_discovery,
     make_health_probes,
+    make_pause_gate,
     make_request_queue,
     make_scheduler,
     make_tokenizers,
@@ -109,6 +112,10 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     probes = make_health_probes(config, scheduler, agents, metrics)
     breaker.probe = probes.probe
     usage.waits_s = partial(queue_waits_s, scheduler)
+    # What holds requests.
+    pauses = make_pause_gate(config, keys)
+    discovery.adopt_pauses, usage.running_in_pause = pauses.adopt, pauses.running_counts
+    pauses.on_settled = discovery.confirmation_due.set
     # What serves the requests.
     services = Services(
         config=config,
@@ -126,6 +133,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         background=make_background(config, keys, discovery, agents),
         poison_requests=PoisonRequests("this request was", enough=2, hold_s=config.deadly_hold_s),
         poison_adapters=PoisonRequests("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),
+        pauses=pauses,
         quotas=Quotas(SharedQuotas(me.accounts, me.slot, me.processes) if me else None),
         requests=RequestLog("router", config.access_log),
         tracer=make_tracer(
@@ -168,6 +176,8 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     add_routes(
         app,
         control_routes(services, processes),
+        pause_routes(services, control),
+        engine_call_routes(services),
         whoami_routes(services.keys),
         health_routes(services, own_metrics, processes),
     )

@@ -28,6 +28,7 @@ from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Incarnation, Replica
 from router.core.kv.index import WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy
+from router.core.queue.admission import QueueLimits, QueueUsage
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load import LoadBook
 from router.core.schedule.policies import POLICIES
@@ -42,6 +43,7 @@ from router.http.pool_transport import PoolTransport
 from router.kv.feeds import KvFeeds
 from router.request.background import Background
 from router.request.cold_starts import ColdStarts
+from router.request.pauses import PauseGate
 from router.request.queue import RequestQueue
 from router.request.services import Services
 from router.request.stages import match
@@ -370,6 +372,12 @@ def make_request_queue(
         tenant_share=tenant_share(config, keys),
         holds=usage.holds,
     )
+
+
+def make_pause_gate(config: RouterSettings, keys: ApiKeys) -> PauseGate:
+    """The gate that holds paused requests, as many as may wait for engines."""
+    limits = QueueLimits(config.max_waiting_requests, config.max_waiting_bytes, tenant_share(config, keys))
+    return PauseGate(QueueUsage(limits), time.monotonic)
 
 
 def make_cold_starts(  # noqa: PLR0917  (what a cold start needs)

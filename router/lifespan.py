@@ -167,7 +167,7 @@ async def _send_last_usage(client: httpx.AsyncClient, services: Services) -> Non
 async def _report_usage(
     client: httpx.AsyncClient, url: str, usage: UsageCounts, discovery: Discovery, metrics: RouterMetrics
 ) -> None:
-    """Send usage to the orchestrator each second, and at once when a drain begins, until cancelled."""
+    """Send usage to the orchestrator each second, and at once when it waits to hear of something, until cancelled."""
 
     async def step() -> None:
         """Send one usage report."""
@@ -177,6 +177,6 @@ async def _report_usage(
         step,
         name="usage",
         every_s=USAGE_EVERY_S,
-        poke=discovery.drains_begun,
+        poke=discovery.confirmation_due,
         on_failure=metrics.loop_failures.labels("usage").inc,
     )

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from lorafleet.cli import adapters as adapter_commands
-from lorafleet.cli import decisions, key_commands, monitoring, plan, record, rollout
+from lorafleet.cli import decisions, key_commands, monitoring, pauses, plan, record, rollout
 from lorafleet.cli import workers as worker_commands
 from lorafleet.cli.context import FleetAddress
 from lorafleet.service.failure import CommandFailed
@@ -181,6 +181,7 @@ for name, group in (
     ("rollout", rollout.app),
     ("workers", worker_commands.workers_app),
     ("policy", worker_commands.policy_app),
+    ("pauses", pauses.app),
     ("keys", key_commands.keys_app),
 ):
     app.add_typer(group, name=name)

@@ -99,6 +99,25 @@ def placements(items: Iterable[Mapping[str, Any]]) -> Table:
     )
 
 
+def pauses(items: Iterable[Mapping[str, Any]]) -> Table:
+    """Pauses, one row each."""
+    return table(
+        ["holds requests of", "mode", "by", "since", "ends by itself", "still run", "routers behind"],
+        [
+            (
+                item["scope"],
+                item["mode"],
+                item["owner"],
+                _time_text(item["began_at"]),
+                _time_text(item["expires_at"]),
+                item["running"],
+                item["routers_behind"],
+            )
+            for item in items
+        ],
+    )
+
+
 def workers(items: Iterable[Mapping[str, Any]]) -> Table:
     """Workers. Drain, zone, node and the reason for taking no adapters are columns only if some worker has them."""
     found = sorted(items, key=lambda item: str(item["id"]))

@@ -16,6 +16,7 @@ from orchestrator.api.aliases import alias_routes
 from orchestrator.api.fleet import fleet_routes, heartbeat_routes, worker_routes
 from orchestrator.api.health import health_routes
 from orchestrator.api.history import history_routes
+from orchestrator.api.pauses import pause_routes
 from orchestrator.api.placements import placement_routes
 from orchestrator.api.policy import policy_routes
 from orchestrator.api.published import published_routes
@@ -67,6 +68,7 @@ def build_router(
         heartbeat_routes(keys, reconciler),
         fleet_routes(keys, registry, reconciler, views),
         record_routes(keys, registry, reconciler, relay),
+        pause_routes(keys, reconciler, is_stopping),
         placement_routes(keys, registry, reconciler, views, clock),
     )
     return api

@@ -112,6 +112,17 @@ _METADATA = {
     "engine_boot_id": "e1",
 }
 
+_PAUSE = {
+    "scope": "tenant acme",
+    "tenant": "acme",
+    "namespace": "",
+    "mode": "keep",
+    "owner": "tenant acme (key 3f9a1c2b77aa)",
+    "began_at": _AT,
+    "expires_at": _AT,
+    "running": 2,
+    "routers_behind": 0,
+}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "AdapterBatch": {"adapters": [_SPEC, {"lora_id": "legal/v2", "source": "s3://bucket/legal-v2"}]},
     "AdapterItem": _ADAPTER,
@@ -182,6 +193,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "adapter_policies": {"legal/v2": {"min_replicas": 2}},
         "adapters": [{"lora_id": "tax/v1", "source": "file:///srv/adapters/tax/v1", "policy": {"loading": "eager"}}],
     },
+    "PauseItem": _PAUSE,
+    "PauseList": {"data": [_PAUSE]},
+    "PauseSpec": {"mode": "keep", "lease_s": 60},
     "Policy": {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1},
     "PublishSpec": {"source": "/shared/runs/42/step-7", "replicas": "all", "keep_versions": 2},
     "PublishedItem": _PUBLISHED,

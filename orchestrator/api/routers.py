@@ -142,6 +142,7 @@ def router_routes(
             [_adapter_usage(use) for use in report.uses if asked_version(use.engine_name)],
             clock(),
             is_last=report.is_last,
+            running_in_pause=report.running_in_pause,
             holds=[AdapterQueueing(**{name: getattr(hold, name) for name in _HOLDS}) for hold in report.holds],
         )
         if accepted:
@@ -158,6 +159,7 @@ def router_routes(
                 report.now,
                 is_last=report.is_last,
             )
+        reconciler.pauses.reported.notify()
         if accepted and reconciler.operations.drains:
             reconciler.request_pass()  # the report may end a drain
         return UsageAnswer(accepted=accepted, revision=catalog.revision)

@@ -373,7 +373,7 @@ class ConfigMapBackend:
                 if table == "adapters":
                     self.rendering.deleting.pop((table, lora_id))
                     self._restore_row(table, lora_id, again_s)
-        elif key.table in ("workers", "counters", "published"):
+        elif key.table in ("workers", "pauses", "counters", "published"):
             setattr(self.tables, key.table, getattr(tables_from_objects(self.mirror, self.fleet), key.table))
         else:  # no caller waits for the others
             asyncio.get_running_loop().call_later(_AGAIN_S, self._retry_write, key)
@@ -444,7 +444,7 @@ def _write_keys(change: StoreChange) -> Iterable[WriteKey]:
             yield WriteKey(0, "published", shard_of(change.key))
         case "policy":
             yield WriteKey(1, "policy", "")
-        case "workers":
-            yield WriteKey(0, "workers", "")
+        case "workers" | "pauses" as table:
+            yield WriteKey(0, table, "")
         case "counters":
             yield WriteKey(0, "counters", "")

@@ -37,6 +37,7 @@ from orchestrator.configmaps.tables import (
     StoreTables,
     counters_data,
     counters_in_object,
+    pauses_data,
     published_data,
     row_in_record,
     shard_data,
@@ -195,9 +196,10 @@ class ObjectRendering:
                 return self._render_own(key)
 
     def _render_own(self, key: WriteKey) -> DesiredObject:
-        """The object of orders for workers, or of a shard of published names."""
-        if key.table == "workers":
-            return self._render_state("workers", lambda _: workers_data(self.tables))
+        """The object of orders for workers, of pauses, or of a shard of published names."""
+        if key.table in ("workers", "pauses"):
+            data = workers_data if key.table == "workers" else pauses_data
+            return self._render_state(key.table, lambda _: data(self.tables))
         return self._render_state(f"published-{key.name}", lambda _: published_data(self.tables, key.name))
 
     def _render_shard(self, shard: str) -> DesiredObject:

@@ -21,6 +21,7 @@ from orchestrator.configmaps.objects import (
     uid_of,
 )
 from orchestrator.core.errors import StoreError
+from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
@@ -70,6 +71,7 @@ class StoreTables:
     published: dict[str, PublishedName] = field(default_factory=dict)
     workers: dict[str, WorkerIntent] = field(default_factory=dict)
     tombstones: dict[str, Tombstone] = field(default_factory=dict)
+    pauses: dict[str, PauseLease] = field(default_factory=dict)
     policy: dict[str, PlacementPolicy] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     object_names: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -107,6 +109,7 @@ class StoreTables:
             tombstones={
                 key: stone for key, stone in self.tombstones.items() if not _is_registered(adapters, key, stone)
             },
+            pauses=dict(self.pauses),
             rules=self.policy.get("", PlacementPolicy()),
             counters=dict(self.counters),
         )
@@ -188,6 +191,11 @@ def published_data(tables: StoreTables, shard: str) -> dict[str, str]:
     return {"published.json": msgspec.json.encode(names).decode()}
 
 
+def pauses_data(tables: StoreTables) -> dict[str, str]:
+    """The data of the object of pauses."""
+    return {"pauses.json": msgspec.json.encode(tables.pauses).decode()}
+
+
 def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str, str]:
     """The data of a shard's object.
 
@@ -205,13 +213,15 @@ def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str,
 
 
 def _read_state(mirror: ConfigMapMirror, tables: StoreTables) -> None:
-    """Set the tables' counters, orders for workers, published names, memory and tombstones from state objects.
+    """Set the tables' counters, orders for workers, pauses, published names, memory and tombstones from state objects.
 
     Raises StoreError.
     """
     tables.counters = counters_in_object(mirror.objects.get(tables.state_name("counters")))
     workers = (mirror.objects.get(tables.state_name("workers")) or {}).get("data") or {}
     tables.workers = _decoded(workers.get("workers.json"), dict[str, WorkerIntent])
+    pauses = (mirror.objects.get(tables.state_name("pauses")) or {}).get("data") or {}
+    tables.pauses = _decoded(pauses.get("pauses.json"), dict[str, PauseLease])
     for shard in SHARDS:
         found = mirror.objects.get(tables.state_name(f"adapters-{shard}"))
         tables.remembered |= remembered_in_object(found)

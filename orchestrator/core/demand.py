@@ -90,6 +90,8 @@ class RouterCounts:
     """Whether it was the last report of a router that stops."""
     waiting: Mapping[str, int] = field(default_factory=dict)
     """lora_id -> requests that wait for room"""
+    running_in_pause: Mapping[str, int] | None = None
+    """scope of a pause -> its requests that are at engines; None from a router of an older version, which holds none"""
     counted: dict[_CountKey, AdapterUsage | AdapterQueueing] = field(default_factory=dict)
     """The last count of every key since that boot, so that a key that a report omits is not counted again later."""
     old_boots: list[str] = field(default_factory=list)
@@ -156,10 +158,12 @@ class DemandBook:
         *,
         holds: Iterable[AdapterQueueing] = (),
         is_last: bool = False,
+        running_in_pause: Mapping[str, int] | None = None,
     ) -> bool:
         """Record a router's cumulative counts, and add their growth to the adapters' sums.
 
-        is_last  the router stops: it has no requests any more, and is neither live nor silent from now on
+        is_last           the router stops: it has no requests any more, and is neither live nor silent from now on
+        running_in_pause  as in `RouterCounts`
 
         False for a report that was recorded before or is out of date; it changes nothing.
         """
@@ -192,6 +196,7 @@ class DemandBook:
             uses=table,
             waiting={hold.lora_id: hold.waiting for hold in holds if hold.waiting > 0},
             counted=counted | fresh,
+            running_in_pause=running_in_pause,
             has_ended=is_last,
             old_boots=old[-_BOOTS_REMEMBERED:],
         )

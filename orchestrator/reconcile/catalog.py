@@ -6,6 +6,7 @@ Every event makes a new revision, so an event's id says exactly which changes a 
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Literal
 
 from lorafleet.service.loops import ChangeSignal
@@ -13,7 +14,16 @@ from lorafleet.service.times import utc_text
 from orchestrator.core.errors import EventsExpired
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import AliasItem, AliasTarget, Catalog, CatalogAdapter, CatalogWorker, Draining, FleetEvent
+from orchestrator.wire import (
+    AliasItem,
+    AliasTarget,
+    Catalog,
+    CatalogAdapter,
+    CatalogPause,
+    CatalogWorker,
+    Draining,
+    FleetEvent,
+)
 
 _Kind = Literal["adapter", "alias"]
 Tenants = tuple[str, ...] | None
@@ -33,6 +43,9 @@ class CatalogBook:
         self._aliases: dict[str, AliasItem] = {}
         self._workers: dict[str, CatalogWorker] = {}
         self._draining: tuple[Draining, ...] = ()
+        self._pauses: dict[str, CatalogPause] = {}
+        self.pause_revisions: dict[str, int] = {}
+        """Key of a pause's scope -> the revision since which the catalog has it as it is."""
         self._body: tuple[int, bytes] = (-1, b"")
         # (kind, name) -> revision of its last change or removal, the latest last; and from where on all are in it.
         self._last_changes: dict[tuple[_Kind, str], int] = {}
@@ -80,6 +93,7 @@ class CatalogBook:
         states: Mapping[str, tuple[str, str | None]],
         workers: Mapping[str, CatalogWorker],
         draining: tuple[Draining, ...],
+        pauses: Mapping[str, CatalogPause] = MappingProxyType({}),
     ) -> None:
         """Update the catalog from the store and these arguments, with one event for each difference.
 
@@ -98,6 +112,7 @@ class CatalogBook:
             for mark in sorted(before.symmetric_difference(draining), key=lambda d: (d.worker_id, d.lora_id)):
                 kind = "drain_ended" if mark in before else "drain_began"
                 self.emit_event(kind, lora_id=mark.lora_id, worker_id=mark.worker_id)
+        self._refresh_pauses(pauses)
 
     def _refresh_adapters(self, states: Mapping[str, tuple[str, str | None]]) -> None:
         """Update the catalog's adapters from the store, with one event for each difference, deletions included."""
@@ -132,6 +147,18 @@ class CatalogBook:
                 self._adapters[lora_id] = item
                 self._note_change("adapter", lora_id, self.emit_event(kind, lora_id=lora_id, message=error or state))
 
+    def _refresh_pauses(self, pauses: Mapping[str, CatalogPause]) -> None:
+        """Update the catalog's pauses, with one event for each difference."""
+        for key in [key for key in self._pauses if key not in pauses]:
+            del self._pauses[key], self.pause_revisions[key]
+            self.emit_event("pause_ended", message=key)
+        for key, pause in pauses.items():
+            known = self._pauses.get(key)
+            if known != pause:
+                is_new = known is None or known.began_at != pause.began_at
+                self._pauses[key] = pause
+                self.pause_revisions[key] = self.emit_event("pause_began" if is_new else "pause_renewed", message=key)
+
     def _refresh_aliases(self) -> None:
         """Update the catalog's aliases from the store, with one event for each difference."""
         for name in [name for name in self._aliases if name not in self._store.aliases]:
@@ -160,6 +187,7 @@ class CatalogBook:
                 aliases=tuple(self._aliases[name] for name in sorted(self._aliases)),
                 draining=self._draining,
                 workers=tuple(self._workers[name] for name in sorted(self._workers)),
+                pauses=tuple(self._pauses[key] for key in sorted(self._pauses)),
             )
             self._body = (self.revision, catalog.model_dump_json().encode())
         return self._body
@@ -183,6 +211,7 @@ class CatalogBook:
             gone_aliases=tuple(name for name in aliases if name not in self._aliases),
             draining=self._draining,
             workers=tuple(self._workers[name] for name in sorted(self._workers)),
+            pauses=tuple(self._pauses[key] for key in sorted(self._pauses)),
         )
         return changes.model_dump_json().encode()
 

@@ -11,7 +11,7 @@ from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, is_warming, serving_adapters, worker_state
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import CatalogWorker, Draining
+from orchestrator.wire import CatalogPause, CatalogWorker, Draining
 from workers.wire import AdapterEffectState, LoadedLora
 
 
@@ -24,6 +24,7 @@ class LastPass:
     warming: Mapping[str, Sequence[PlannedLoad]] = field(default_factory=dict)
 
 
+_PAUSE_FIELDS = CatalogPause.model_fields.keys() - {"key"}
 _EFFECTS: tuple[AdapterEffectState, ...] = ("unknown", "zero", "", "seen", "applied")
 """From the least to the most that is known to show."""
 
@@ -39,12 +40,13 @@ class FleetQueries:
         catalog: CatalogBook,
         operations: FleetOperations,
         clock: Callable[[], float],
+        wall: Callable[[], float],
     ) -> None:
         self._store = store
         self._reports = reports
         self._catalog = catalog
         self._operations = operations
-        self._clock = clock
+        self._clock, self._wall = clock, wall
         self.last_pass = LastPass(ObservedFleet(), DesiredPlacement())
 
     def observe(self) -> ObservedFleet:
@@ -235,7 +237,16 @@ class FleetQueries:
             Draining(worker_id=worker_id, lora_id=lora_id, digest=self._digest_on(lora_id, worker_id))
             for lora_id, worker_id in sorted(self._operations.drains)
         )
-        self._catalog.refresh(self.adapter_states(), workers, draining)
+        self._catalog.refresh(self.adapter_states(), workers, draining, self._pauses_in_force())
+
+    def _pauses_in_force(self) -> dict[str, CatalogPause]:
+        """The pauses that have not ended, by the key of their scope."""
+        now = self._wall()
+        return {
+            key: CatalogPause(key=key, **{name: getattr(lease, name) for name in _PAUSE_FIELDS})
+            for key, lease in self._store.pauses.items()
+            if lease.expires_at > now
+        }
 
     def _catalog_state(self, worker_id: str, entry: KnownWorker) -> str:
         """The worker's state for routers: one that is to drain counts as cordoned until its adapters are elsewhere."""

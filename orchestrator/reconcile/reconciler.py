@@ -40,6 +40,7 @@ from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.confirmations import RouterConfirmations
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
 from orchestrator.reconcile.operations import FleetOperations
+from orchestrator.reconcile.pauses import FleetPauses
 from orchestrator.reconcile.queries import FleetQueries, LastPass
 from orchestrator.reconcile.retention import VersionRetention
 from orchestrator.reconcile.rollouts import RolloutController
@@ -100,7 +101,17 @@ class Reconciler:
         self.audit = AuditLog(store)
         self.operations = operations = FleetOperations()
         self.queries = queries = FleetQueries(
-            store=store, reports=reports, catalog=catalog, operations=operations, clock=clock
+            store=store, reports=reports, catalog=catalog, operations=operations, clock=clock, wall=wall
+        )
+        self.pauses = FleetPauses(
+            store=store,
+            demand=demand,
+            catalog=catalog,
+            refresh_catalog=queries.refresh_catalog,
+            has_heard_routers=lambda: clock() - self._term_began_at >= settings.settle_s,
+            wait_s=settings.pause_wait_s,
+            clock=clock,
+            wall=wall,
         )
         self.rollouts = RolloutController(
             store=store,
@@ -143,6 +154,7 @@ class Reconciler:
             rng=self._rng,
             clock=clock,
         )
+        metrics.observe_pauses(lambda: len(self.pauses.in_force()))
         metrics.observe_usage(self._usage_by_adapter)
         metrics.observe_term(
             failed=queries.failed_count, leading=lambda: leadership.is_leading, epoch=lambda: store.epoch
@@ -308,6 +320,7 @@ class Reconciler:
         if not self.leadership.is_leading:
             return []
         self._drop_finished()
+        self.pauses.end_expired()
         self.rollouts.advance_all()
         desired, observed, actions, warming = self._decide()
         if desired.frozen_reason is not None and self.queries.last_pass.desired.frozen_reason is None:

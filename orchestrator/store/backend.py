@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
@@ -55,11 +56,12 @@ class StoredIntent:
     published: Mapping[str, PublishedName] = field(default_factory=dict)
     workers: Mapping[str, WorkerIntent] = field(default_factory=dict)
     tombstones: Mapping[str, Tombstone] = field(default_factory=dict)
+    pauses: Mapping[str, PauseLease] = field(default_factory=dict)
     rules: PlacementPolicy = field(default_factory=PlacementPolicy)
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
-Table = Literal["adapters", "aliases", "rollouts", "published", "workers", "tombstones", "policy", "counters"]
+Table = Literal["adapters", "aliases", "rollouts", "published", "workers", "tombstones", "pauses", "policy", "counters"]
 
 Subject = tuple[Table, str]
 """The (table, key) of a change."""
@@ -71,7 +73,16 @@ class StoreChange(NamedTuple):
     table: Table
     key: str
     value: (
-        RegisteredAdapter | Targets | Rollout | PublishedName | WorkerIntent | Tombstone | PlacementPolicy | int | None
+        RegisteredAdapter
+        | Targets
+        | Rollout
+        | PublishedName
+        | WorkerIntent
+        | Tombstone
+        | PauseLease
+        | PlacementPolicy
+        | int
+        | None
     )
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from lorafleet.service import files
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
+from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets, rollout_json
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
@@ -59,6 +60,9 @@ _MIGRATIONS: tuple[str, ...] = (
     """
     CREATE TABLE published (name TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
     """,
+    """
+    CREATE TABLE pauses (scope TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
+    """,
 )
 SCHEMA = len(_MIGRATIONS)
 _POLICY_FIELDS = ("loading", "min_replicas", "max_replicas", "pinned", "priority", "weight", "ttl_s", "ignored_modules")
@@ -72,6 +76,7 @@ _KEYS = {
     "published": "name",
     "workers": "id",
     "tombstones": "lora_id",
+    "pauses": "scope",
     "counters": "name",
 }
 _TRIM_EVERY = 64
@@ -151,6 +156,10 @@ class SqliteBackend:
                 lora_id: Tombstone(typed(digest, str, lora_id), typed(at, float, f"deletion of {lora_id!r}"))
                 for lora_id, digest, at in rows("SELECT lora_id, digest, at FROM tombstones")
             },
+            pauses={
+                scope: typed(parsed(body, f"pause {scope}"), PauseLease, f"pause {scope}")
+                for scope, body in rows("SELECT scope, body FROM pauses")
+            },
             rules=rules,
             counters={name: typed(value, int, name) for name, value in rows("SELECT name, value FROM counters")},
         )
@@ -226,7 +235,7 @@ class SqliteBackend:
             raise _unreadable_error(self._path, exc) from exc
 
     def backup(self, path: Path) -> None:
-        """Write a copy without deletions, drains and rollouts. Raises StoreError, also if the path exists.
+        """Write a copy without deletions, drains, rollouts and pauses. Raises StoreError, also if the path exists.
 
         A restored store must not remove or shift anything: an adapter deleted then may be registered again by now.
         """
@@ -242,6 +251,7 @@ class SqliteBackend:
                 with copy:
                     copy.execute("DELETE FROM tombstones")
                     copy.execute("DELETE FROM rollouts")
+                    copy.execute("DELETE FROM pauses")
                     copy.execute("UPDATE adapters SET is_deleting = 0")
                     copy.execute("DELETE FROM workers WHERE state = 'draining'")
         except sqlite3.Error as exc:
@@ -409,7 +419,7 @@ def _row_of_change(change: StoreChange) -> tuple[Any, ...]:
             return _adapter_row(adapter)
         case Rollout() as rollout:
             return change.key, json.dumps(rollout_json(rollout))
-        case PublishedName() as record:
+        case PublishedName() | PauseLease() as record:
             return change.key, msgspec.json.encode(record).decode()
         case WorkerIntent() as intent:
             return change.key, *astuple(intent)

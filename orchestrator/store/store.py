@@ -1,4 +1,4 @@
-"""Stored intent: adapters, aliases, rollouts, policy, workers' cordons, tombstones, history, and two counters.
+"""Stored intent: adapters, aliases, rollouts, pauses, policy, workers' cordons, tombstones, history, and two counters.
 
 Observed state is not stored. All but the history is also in memory: reads never touch the backend, and writes are
 visible at once. Await `wait_durable` before you promise a caller that a write is durable, and before you act on it.
@@ -13,6 +13,7 @@ from typing import Any, cast
 from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 
 from orchestrator.core.errors import OrchestratorUnavailable
+from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import Intent, PlacementPolicy, RegisteredAdapter
@@ -67,6 +68,7 @@ class IntentStore:
         self.workers: dict[str, WorkerIntent] = {}
         self.tombstones: dict[str, frozenset[str]] = {}  # lora_id -> digests of its deleted versions
         self._stones: dict[str, Tombstone] = {}
+        self.pauses: dict[str, PauseLease] = {}  # by the key of their scope
         self.rules = PlacementPolicy()
         self.writes = 0  # number of changes of intent
         self.epoch = self.revision = self._reserved = 0
@@ -128,7 +130,7 @@ class IntentStore:
         return self._backend.backup_name
 
     def backup(self, path: Path) -> None:
-        """Write a copy to a new path, without deletions, drains and rollouts. Raises StoreError."""
+        """Write a copy to a new path, without deletions, drains, rollouts and pauses. Raises StoreError."""
         self._backend.backup(path)
 
     @property
@@ -340,6 +342,15 @@ class IntentStore:
             else:
                 self.workers[worker_id] = intent
 
+    def put_pause(self, key: str, lease: PauseLease | None) -> None:
+        """Store a pause under the key of its scope; None ends it."""
+        with self.together():
+            self._queue_change("pauses", key, lease)
+            if lease is None:
+                self.pauses.pop(key, None)
+            else:
+                self.pauses[key] = lease
+
     def _queue_change(self, *change: Any) -> None:
         """Add a change to those that the outermost `together` block sends to the backend."""
         self._changes.append(StoreChange(*change))
@@ -353,6 +364,7 @@ class IntentStore:
         for name, record in stored.published.items():
             self._set_published(name, record)
         self.workers = dict(stored.workers)
+        self.pauses = dict(stored.pauses)
         self._stones = dict(stored.tombstones)
         digests: dict[str, set[str]] = {}
         for key, stone in self._stones.items():

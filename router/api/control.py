@@ -185,6 +185,8 @@ def metrics_text(services: Services, clients: HttpListener) -> bytes:
             metrics.kv_error.labels(worker).set(share)
     metrics.in_flight.set(services.scheduler.load.total_in_flight)
     metrics.token_cache_bytes.set(services.tokenizers.cache_bytes)
+    metrics.pauses.set(services.pauses.count)
+    metrics.paused.set(len(services.pauses.held))
     metrics.waiting_bytes.set(room.size_bytes)
     metrics.held_bytes.set(services.cold_starts.held_bytes)
     metrics.connections.set(len(clients.connections))

@@ -167,6 +167,12 @@ class PoisonRequestHeld(TemporarilyUnavailable):
     code = "deadly_request"
 
 
+class EndedByPause(TemporarilyUnavailable):
+    """A pause with mode `abort` ended this request, in a format that has no word for that."""
+
+    code = "ended_by_pause"
+
+
 class DeadlineExceeded(RouterError):
     """The client's own deadline passed before an answer began."""
 

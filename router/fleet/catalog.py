@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from lorafleet.identity import engine_name
-from orchestrator.wire import AliasItem, Catalog, CatalogAdapter, CatalogWorker, checked_lora_id
+from orchestrator.wire import AliasItem, Catalog, CatalogAdapter, CatalogPause, CatalogWorker, checked_lora_id
 from router.core.fleet import AdapterAlias, RoutableAdapter
 from workers.wire import Metadata
 
@@ -24,6 +24,7 @@ class RouterCatalog:
     deleting: frozenset[str] = frozenset()
     draining: Mapping[str, frozenset[str]] = field(default_factory=dict)
     workers: tuple[CatalogWorker, ...] = ()
+    pauses: tuple[CatalogPause, ...] = ()
 
     def names(self) -> frozenset[str]:
         """All lora_ids and alias names, which no engine's own list can redefine."""
@@ -43,7 +44,7 @@ def with_changes(known: RouterCatalog, changes: Catalog) -> RouterCatalog | None
 
 
 def _with_entries(known: RouterCatalog, changes: Catalog) -> RouterCatalog:
-    """The catalog with these entries in place of those of the same names, and with these drains and workers."""
+    """The catalog with these entries in place of those of the same names, and with these drains, workers and pauses."""
     deleting = {adapter.lora_id for adapter in changes.adapters if adapter.state == "deleting"}
     named = {adapter.lora_id for adapter in changes.adapters}.union(changes.gone_adapters)
     adapters = dict(known.adapters)
@@ -59,6 +60,7 @@ def _with_entries(known: RouterCatalog, changes: Catalog) -> RouterCatalog:
         deleting=frozenset((known.deleting - named) | deleting),
         draining=MappingProxyType(_draining_by_worker(changes)),
         workers=changes.workers,
+        pauses=changes.pauses,
     )
 
 

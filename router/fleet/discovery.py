@@ -17,6 +17,7 @@ from lorafleet.kube.slices import DiscoveredWorker
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.loops import ChangeSignal, forever
 from lorafleet.service.repeats import RepeatLimiter
+from orchestrator.wire import CatalogPause
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
 from router.core.fleet import Replica, RoutableAdapter, RouterFleet, with_last_resort
 from router.core.kv.index import WorkerId
@@ -104,8 +105,10 @@ class Discovery:
         """
         self.fleet = RouterFleet()
         self.changes = ChangeSignal()
-        self.drains_begun = asyncio.Event()
-        """Set when the catalog names new drains. The orchestrator waits for a usage report that confirms them."""
+        self.confirmation_due = asyncio.Event()
+        """Set when the catalog has new drains or pauses: the orchestrator waits for a report that confirms them."""
+        self.adopt_pauses: Callable[[tuple[CatalogPause, ...]], bool] = lambda _: False
+        """Puts a catalog's pauses in force: whether there is a new one."""
         self._was_synced = False
         self._is_starting_up = True
         self._first_sync_wait_s = first_sync_wait_s
@@ -272,14 +275,15 @@ class Discovery:
                     wake.set()
 
     def _adopt_catalog(self, before: RouterCatalog) -> None:
-        """Follow the catalog that is now in force: rebuilds the fleet, and signals new drains."""
+        """Follow the catalog now in force: rebuilds the fleet, adopts pauses, signals new drains and pauses."""
         self.catalog_ids = frozenset(worker.id for worker in self._catalog.current.workers)
         self._update_known_adapters()
         self._update_followed()
         self.rebuild_fleet()
         known, now = before.draining, self._catalog.current.draining
-        if any(names - known.get(worker_id, frozenset()) for worker_id, names in now.items()):
-            self.drains_begun.set()
+        has_drains = any(names - known.get(worker_id, frozenset()) for worker_id, names in now.items())
+        if self.adopt_pauses(self._catalog.current.pauses) or has_drains:
+            self.confirmation_due.set()
 
     def _adopt_slices(self) -> None:
         """Put the current workers of the EndpointSlices in force, and rebuild the fleet.

@@ -5,7 +5,8 @@ same files: each writes the whole catalog under its own name first, and a change
 """
 
 import os
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -61,7 +62,9 @@ class SavedCatalog:
             self._log_failure(exc)
 
     def load(self) -> RouterCatalog | None:
-        """The catalog with its changes; None if there is none, or it cannot be read, which is logged.
+        """The catalog with its changes, without pauses that have ended by this machine's clock.
+
+        None if there is none, or it cannot be read, which is logged.
 
         Changes are read up to the first that is broken, or that does not follow from those before it.
         """
@@ -81,7 +84,8 @@ class SavedCatalog:
             if changed is None:
                 break
             catalog = changed
-        return catalog
+        # The orchestrator that would say so may be away.
+        return replace(catalog, pauses=tuple(pause for pause in catalog.pauses if pause.expires_at > time.time()))
 
     def _log_failure(self, exc: OSError) -> None:
         """Log that the catalog could not be written."""

@@ -107,13 +107,17 @@ class HeldRequests:
 
 @dataclass(slots=True)
 class UsageCounts:
-    """Cumulative counts per (worker, engine name) since this router's boot. `waits_s`: as in wire.UsageReport."""
+    """Cumulative counts per (worker, engine name) since this router's boot.
+
+    waits_s, running_in_pause  as in wire.UsageReport
+    """
 
     router_id: str
     load: LoadBook
     holds: HeldRequests = field(default_factory=HeldRequests)
     traffic: TrafficLog = field(default_factory=TrafficLog)
     waits_s: Callable[[], Mapping[WorkerId, float]] = dict
+    running_in_pause: Callable[[], Mapping[str, int]] = dict
     boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _uses: dict[tuple[WorkerId, str], UseCounts] = field(default_factory=dict)
     _seq: "itertools.count[int]" = field(default_factory=itertools.count)
@@ -170,6 +174,7 @@ class UsageCounts:
             is_last=is_last,
             traffic=self.traffic.batches(now, is_last=is_last),
             now=self.traffic.now_of(),
+            running_in_pause=dict(self.running_in_pause()),
         )
 
 

@@ -39,6 +39,9 @@ class AnswerRewriter(Protocol):
     def end(self) -> bytes:
         """The kept rest of a stream that has ended, rewritten."""
 
+    def drop_rest(self) -> None:
+        """Forget the kept rest: the stream goes on with whole events of our own."""
+
 
 class ModelRenamer:
     """Replaces the engine's name of the model by the client's.
@@ -83,6 +86,10 @@ class ModelRenamer:
         """The kept rest of a stream that ends without a blank line, renamed; it is kept no longer."""
         left, self._held = self._held, b""
         return self.whole(left)
+
+    def drop_rest(self) -> None:
+        """Forget the kept rest: the stream goes on with whole events of our own."""
+        self._held = b""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -120,6 +120,7 @@ def record(run: "RequestRun") -> None:
     prompt and the events sent on.
     """
     attempt, dispatched, usage, services = run.attempt, run.dispatched, run.usage, run.services
+    services.pauses.end(run)
     _record_outcome(run)
     if run.background_id and _hand_to_background(run):
         return

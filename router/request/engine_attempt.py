@@ -8,13 +8,14 @@ import msgspec
 
 from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.exchange import HttpExchange
-from router.core.errors import ReplicaUnreachable, StreamBroken
+from router.core.errors import EndedByPause, ReplicaUnreachable, StreamBroken
 from router.http.engine_connection import EngineConnection, EngineLost, Headers
 from router.http.engine_pool import EnginePool
 from router.http.error_shapes import enveloped
 from router.http.sse import (
     MAX_EVENT_BYTES,
     AnswerRewriter,
+    end_of_events,
     event_error,
     has_first_event,
     is_finished,
@@ -22,6 +23,7 @@ from router.http.sse import (
     last_type,
     says_done,
 )
+from router.protocols.aborted import AbortedAnswer
 from router.protocols.routes import has_only_early_events
 from router.protocols.usage import EngineUsage, UsageFilter, usage_of, usage_of_events
 from router.request.attempt_failures import retry_reason, unreachable
@@ -206,6 +208,49 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self.connection = None
         if self._exchange is not None:
             self._detach_client()
+
+    def abort(self, answer: AbortedAnswer | None) -> None:
+        """End the answer with this, and close the engine's connection: the engine aborts the request.
+
+        Does nothing for an answer that is whole. None: the client gets an error instead.
+        """
+        is_relayed = self._exchange is not None
+        if self.connection is None or (self._is_decided and not is_relayed and not self.streamed):
+            return
+        self.connection.close()
+        self.connection = None
+        error = EndedByPause("a pause with mode abort ended this request; send it again")
+        if is_relayed:
+            self._abort_relay(answer, error)
+            return
+        if self._is_decided:  # a stream whose relay is about to begin
+            got = b"".join(self._got)
+            self._got = [got[: end_of_events(got)] + (b"" if answer is None else answer.events)]
+            if answer is None:
+                self._break(StreamBroken(str(error)), error)
+            return
+        if answer is None:
+            self.failure = error
+        else:
+            self.status, self.first = 200, b"" if self.streamed else answer.body
+            self.content_type = _EVENT_STREAM if self.streamed else b"application/json"
+            self._got = [answer.events] if self.streamed else []
+        self._decide()
+
+    def _abort_relay(self, answer: AbortedAnswer | None, error: EndedByPause) -> None:
+        """End a relay with this answer's last events, or break it off with an error."""
+        exchange, rewriter = self._exchange, self._rewriter
+        assert exchange is not None
+        assert rewriter is not None
+        if answer is None:
+            self._break(StreamBroken(str(error)), error)
+            return
+        rewriter.drop_rest()
+        if self._hidden is not None:
+            exchange.send(self._hidden.end())
+        self._send(rewriter.rewrite(answer.events))
+        self._detach_client()
+        self.notify()
 
     # Called by the connection.
 
@@ -424,17 +469,27 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self.connection.resume()
 
 
-async def open_attempt(pool: EnginePool, request: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
+def _ignore_begin(_: EngineAttempt) -> None:
+    """Do nothing with an attempt that begins."""
+
+
+async def open_attempt(
+    pool: EnginePool,
+    request: EngineRequest,
+    limits: AttemptLimits,
+    on_begin: Callable[[EngineAttempt], None] = _ignore_begin,
+) -> EngineAttempt:
     """Send one request and wait until it is decided; once more, on a new connection, where an idle one was stale.
 
     Leaves the batch where it must connect. vLLM sends a streamed 200 head long before its first token, so the head
     decides nothing.
+    on_begin  called with each attempt whose request was sent
     raises  ReplicaUnreachable, see EngineAttempt.check
     """
     lost: EngineLost | None = None
     connection = pool.take_idle(request.origin)
     if connection is not None:
-        attempt = await _attempt_on(connection, request, limits)
+        attempt = await _attempt_on(connection, request, limits, on_begin)
         if not attempt.is_stale:
             attempt.check()
             return attempt
@@ -447,12 +502,17 @@ async def open_attempt(pool: EnginePool, request: EngineRequest, limits: Attempt
         # An engine that has just broken off and no longer listens has died.
         why = lost if lost is not None and exc.reason == "connection" else exc
         raise unreachable(request, why) from why
-    attempt = await _attempt_on(connection, request, limits)
+    attempt = await _attempt_on(connection, request, limits, on_begin)
     attempt.check()
     return attempt
 
 
-async def _attempt_on(connection: EngineConnection, request: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
+async def _attempt_on(
+    connection: EngineConnection,
+    request: EngineRequest,
+    limits: AttemptLimits,
+    on_begin: Callable[[EngineAttempt], None],
+) -> EngineAttempt:
     """Send the request on this connection, and return the attempt once it is decided.
 
     Closed where the wait is cancelled.
@@ -460,6 +520,7 @@ async def _attempt_on(connection: EngineConnection, request: EngineRequest, limi
     decided = Signal()
     attempt = EngineAttempt(request, limits, decided.set, request.streamed)
     attempt.begin(connection)
+    on_begin(attempt)
     try:
         await decided
     except BaseException:

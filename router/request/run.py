@@ -4,6 +4,7 @@ The last three stages run again, at another replica, while that may help.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -33,6 +34,7 @@ from router.core.schedule.request import HashedRequest
 from router.protocols import sglang_generate
 from router.protocols.stored_responses import adapter_gone_error, worker_gone_error, worker_of_response
 from router.protocols.usage import EngineUsage
+from router.request.aborts import answer_to_abort
 from router.request.accounting import record_answer, record_failure
 from router.request.dispatched import DispatchedRequest
 from router.request.engine_attempt import AttemptLimits, EngineAttempt, open_attempt
@@ -53,6 +55,11 @@ from router.telemetry.trace import Trace
 from router.tokenizing.tokens import Tokens
 
 log = structlog.get_logger()
+
+
+class _HeldByPause(Exception):
+    """A pause began while the request waited for an engine: it has not started."""
+
 
 # While a whole answer takes longer than usual: seconds between two checks that its engine works on it.
 _PROGRESS_CHECK_S = 5.0
@@ -79,6 +86,7 @@ class RequestRun(msgspec.Struct, eq=False):
     background_id                 a response that its engine goes on with after our answer, or without its client
     is_computed                   an engine has computed an answer that the client does not get
     last_worker                   of the last failed attempt
+    is_aborted                    a pause ends it
     is_trial                      the attempt tries a replica whose circuit is half-open
     """
 
@@ -109,9 +117,11 @@ class RequestRun(msgspec.Struct, eq=False):
     is_computed: bool = False
     is_trial: bool = False
     is_in_background: bool = False
+    is_aborted: bool = False
     last_worker: str = ""
     _may_wait: bool = True
     _last_failure: str = ""
+    _opening: EngineAttempt | None = None
 
     async def reach_engine(self) -> None:
         """Run the stages up to an engine's answer, then in `attempt`, with retries. The client has got no part of it.
@@ -119,6 +129,8 @@ class RequestRun(msgspec.Struct, eq=False):
         The results of the stages are set on this run. After deaths, one such request runs at a time on an engine.
         raises  RouterError
         """
+        if self._must_wait_for_pause():
+            await self._wait_at_gate()
         await self._resolve()
         await self._tokenize()
         await next_stage()
@@ -130,6 +142,8 @@ class RequestRun(msgspec.Struct, eq=False):
                 else:
                     await self._decide()
                     await self._open()
+            except _HeldByPause:
+                await self._wait_for_pause()
             except ReplicaUnreachable as exc:
                 self._check_retry(exc)
             except NoReplica as exc:
@@ -139,6 +153,48 @@ class RequestRun(msgspec.Struct, eq=False):
                 raise NoReplica(message, retry_after_s=exc.retry_after_s or 1.0) from exc
             else:
                 return
+
+    def _must_wait_for_pause(self) -> bool:
+        """Whether a pause holds this request. A route that takes no slot at an engine is never held."""
+        return self.request.route.computes and self.services.pauses.must_wait(self)
+
+    async def _wait_at_gate(self) -> None:
+        """Wait until no pause holds the request. Raises Saturated, DeadlineExceeded."""
+        await self.services.pauses.wait(self.caller, self.request.size_bytes, self.request.deadline_at)
+
+    async def _wait_for_pause(self) -> None:
+        """Give back what the request has at a replica, wait until its pause is over, and resolve its name anew.
+
+        A pause is mostly made for new weights: those under this name now are what the client wants. Where the name is
+        gone, the request keeps its target. Raises Saturated, DeadlineExceeded.
+        """
+        if self.dispatched is not None:
+            self.dispatched.end()
+        self.dispatched = self.engine_request = self.hashed = None
+        self.attempts -= 1
+        await self._wait_at_gate()
+        assert self.target is not None
+        if self.request.route.state == "none":
+            with suppress(ModelNotFound, AdapterFailed):
+                target = resolve_target(self.services, self.caller, self.request)
+                if target.base_model == self.target.base_model:  # its tokens are those of the base model
+                    self.target = target
+
+    def abort(self) -> None:
+        """End the request at its engine, because of a pause: the client gets an answer that ends with `abort`.
+
+        A request between two attempts ends with its next one.
+        """
+        self.is_aborted = True
+        attempt = self.attempt or self._opening
+        if attempt is not None:
+            attempt.abort(answer_to_abort(self.request, self.dispatched, self.engine_request))
+
+    def _begin_attempt(self, attempt: EngineAttempt) -> None:
+        """Note the attempt under way; end it at once where a pause has ended the request meanwhile."""
+        self._opening = attempt
+        if self.is_aborted:
+            self.abort()
 
     async def _resolve(self) -> None:
         """resolve and authorise: set `target`.
@@ -307,12 +363,15 @@ class RequestRun(msgspec.Struct, eq=False):
     async def _open(self) -> None:
         """open: send the request, wait until its `attempt` is decided, and record the answer.
 
-        Sets `engine_request`, `attempt` and, for a background response, its id. Raises ReplicaUnreachable.
+        Sets `engine_request`, `attempt` and, for a background response, its id. Raises ReplicaUnreachable, and
+        _HeldByPause where a pause began before the request started.
         """
         dispatched, tokens = self.dispatched, self.tokens
         assert dispatched is not None
         assert tokens is not None
         await next_stage()
+        if self.request.route.computes and not self.services.pauses.start(self):
+            raise _HeldByPause
         if self.trace is not None:
             self.trace.begin_stage("open", **{"lorafleet.worker": dispatched.replica.id})
         response_id = ""
@@ -323,8 +382,10 @@ class RequestRun(msgspec.Struct, eq=False):
         outgoing = engine_request(self.services, self.request, dispatched, tokens, response_id)
         self.engine_request = outgoing
         await next_stage()
-        self.attempt = await open_attempt(self.services.pool, outgoing, self._attempt_limits(dispatched))
-        record_answer(self.services, self.attempt, dispatched)
+        limits = self._attempt_limits(dispatched)
+        self.attempt = await open_attempt(self.services.pool, outgoing, limits, self._begin_attempt)
+        if not self.is_aborted:
+            record_answer(self.services, self.attempt, dispatched)
 
     async def _open_alone(self) -> None:
         """decide and open a request that an engine may have died of: one such request at a time at each engine.

@@ -27,6 +27,7 @@ from router.http.engine_pool import EnginePool
 from router.kv.feeds import KvFeeds
 from router.request.background import Background
 from router.request.cold_starts import ColdStarts
+from router.request.pauses import PauseGate
 from router.request.queue import RequestQueue
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tracing import Tracer
@@ -103,6 +104,7 @@ class Services:
     background: Background
     poison_requests: PoisonRequests
     poison_adapters: PoisonRequests
+    pauses: PauseGate
     quotas: Quotas = field(default_factory=Quotas)
     requests: RequestLog = field(default_factory=lambda: RequestLog("router"))
     tracer: Tracer | None = None

@@ -112,7 +112,9 @@ class RouterMetrics:
         self.loop_failures = Counter("loop_failures", "Failures of background loops by our own fault.", ("loop",), **on)
 
     def _add_circuits(self, on: Any) -> None:
-        """Add the metrics of circuits and of the retry budget."""
+        """Add the metrics of circuits, of the retry budget and of pauses."""
+        self.pauses = Gauge("pauses", "Pauses in force at this router.", **on)
+        self.paused = Gauge("paused_requests", "Requests that a pause holds.", **on)
         self.circuit_open = Gauge(
             "circuit_open", "1 while a replica's circuit is open or half-open.", ("worker",), **on
         )

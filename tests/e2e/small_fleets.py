@@ -27,7 +27,7 @@ POLL_S = 1.0
 class SmallFleet:
     """One fleet. `http` calls its orchestrator, `agents` its agents, `routers` its routers, all as operator.
 
-    keys  scope -> key
+    keys  scope -> key, and tenant -> key
     """
 
     url: str
@@ -72,15 +72,18 @@ async def small_fleet(
     workers: int = 1,
     routers: int = 0,
     engine: Sequence[str] = (),
+    tenants: Sequence[str] = (),
     **settings: Any,
 ) -> AsyncIterator[SmallFleet]:
     """A ready fleet with keys, whose workers may read adapters below `shelf` alone. `settings`: the orchestrator's.
 
-    engine  further flags of each sim
+    engine   further flags of each sim
+    tenants  each has a key with scopes infer and register, in `keys` by its name
     """
     folder.mkdir(parents=True)  # noqa: ASYNC240  (a test's own folder)
     key_file = folder / "keys.yaml"
     keys = {scope: add_key(key_file, None, [scope]) for scope in ("admin", "export", "register", "load")}
+    keys |= {tenant: add_key(key_file, tenant, ["infer", "register"]) for tenant in tenants}
     orchestrator = build_orchestrator(
         OrchestratorSettings(
             store=folder / "store.db",

@@ -7,6 +7,7 @@ import pytest
 
 from lorafleet.kube.client import connect
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
+from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import NameVersion, PublishedName
 from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, WeightStep
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
@@ -35,6 +36,10 @@ ADAPTER = RegisteredAdapter(
     quarantine="adapter_invalid: no",
 )
 
+PAUSE = PauseLease(
+    tenant="acme", namespace="run-1", mode="wait", owner="tenant acme", began_at=5.0, expires_at=65.5, lease_s=60.5,
+    renewals=2,
+)  # fmt: skip
 ROLLOUT = Rollout(
     alias="sql",
     before=(("sql/v1", 1.0),),
@@ -139,6 +144,7 @@ async def test_all_intent_survives_a_restart(stores):
     store.put_published("run@3", PUBLISHED)
     store.put_rules(PlacementPolicy(loading="weighted", loads_per_worker=3))
     store.put_worker("w0", WorkerIntent("draining", 17.5))
+    store.put_pause(PAUSE.scope.key, PAUSE)
     store.put_adapter(RegisteredAdapter(lora_id="old", source="x", digest="e" * 64))
     await store.wait_durable()
     store.drop_adapter("old")
@@ -154,15 +160,18 @@ async def test_all_intent_survives_a_restart(stores):
     assert (again.published_as("run@3/v2"), again.next_numbers) == ("run@3", {"run@3": 3})
     assert again.rules == PlacementPolicy(loading="weighted", loads_per_worker=3)
     assert again.workers == {"w0": WorkerIntent("draining", 17.5)}
+    assert again.pauses == {PAUSE.scope.key: PAUSE}
     assert again.tombstones == {"old": {"e" * 64}}
     assert again.epoch >= 7
     again.drop_alias("sql")
     again.put_published("run@3", None)
     again.put_worker("w0", None)
+    again.put_pause(PAUSE.scope.key, None)
     await again.wait_durable()
     await stores.close(again)
     last = await stores.open()
     assert (dict(last.aliases), last.rollouts, dict(last.published), last.workers) == ({}, {}, {}, {})
+    assert last.pauses == {}
     await stores.close(last)
 
 
@@ -315,7 +324,7 @@ async def test_after_a_term_nothing_is_written_until_the_next_one(stores):
     assert store.rules.loads_per_worker == 9
 
 
-async def test_a_backup_leaves_out_deletions_drains_and_rollouts(stores, tmp_path):
+async def test_a_backup_leaves_out_deletions_drains_rollouts_and_pauses(stores, tmp_path):
     store = await stores.open()
     store.put_adapter(ADAPTER)
     store.put_adapter(RegisteredAdapter(lora_id="going", source="x", digest="e" * 64, is_deleting=True))
@@ -327,6 +336,7 @@ async def test_a_backup_leaves_out_deletions_drains_and_rollouts(stores, tmp_pat
     store.put_rules(PlacementPolicy(loading="eager"))
     store.put_worker("w0", WorkerIntent("draining", 17.5))
     store.put_worker("w1", WorkerIntent("cordoned"))
+    store.put_pause(PAUSE.scope.key, PAUSE)
     path = tmp_path / store.backup_name
     store.backup(path)
     with pytest.raises(StoreError, match="new file"):
@@ -334,7 +344,7 @@ async def test_a_backup_leaves_out_deletions_drains_and_rollouts(stores, tmp_pat
     assert sorted(store.adapters) == ["going", "sql/v1"]
     await stores.close(store)
     copy = await stores.restored(Path(path))
-    assert (copy.adapters["sql/v1"], copy.tombstones, copy.rollouts) == (ADAPTER, {}, {})
+    assert (copy.adapters["sql/v1"], copy.tombstones, copy.rollouts, copy.pauses) == (ADAPTER, {}, {}, {})
     assert not copy.adapters["going"].is_deleting
     assert dict(copy.aliases) == {"sql": (("sql/v1", 2.0),)}
     assert dict(copy.published) == {"run@3": PUBLISHED}

@@ -1,0 +1,67 @@
+"""Which requests a pause holds: leases of the orchestrator, as one router knows them. Pure: time is an argument."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedPause:
+    """A pause as the catalog lists it.
+
+    key           of its scope
+    tenant        None: every tenant's requests; `namespace`: "" for those of every namespace
+    call          of the orchestrator's calls for this scope, the one that it is of
+    lease_s       it ends so many seconds after it was read, if nothing more is heard
+    is_abort      requests that run are ended; `is_awaited`: somebody waits for their end
+    """
+
+    key: str
+    tenant: str | None
+    namespace: str
+    call: tuple[float, int]
+    lease_s: float
+    is_abort: bool = False
+    is_awaited: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeldScope:
+    """A pause in force at this router, until the time `until` at the latest."""
+
+    pause: ListedPause
+    until: float
+
+    def covers(self, tenant: str | None, namespace: str, now: float) -> bool:
+        """Whether it holds a new request of this tenant and namespace now."""
+        pause = self.pause
+        return (
+            now < self.until
+            and (pause.tenant is None or pause.tenant == tenant)
+            and (not pause.namespace or pause.namespace == namespace)
+        )
+
+
+def after_catalog(
+    known: Mapping[str, HeldScope], listed: Iterable[ListedPause], now: float
+) -> tuple[Mapping[str, HeldScope], list[HeldScope]]:
+    """The pauses after a catalog was read, and those of them that are of a call that was not known before.
+
+    A pause that the catalog lists no longer has ended. The same call read again ends no later than before: so a pause
+    ends also where the orchestrator is gone, and clocks of machines are never compared.
+    """
+    found: dict[str, HeldScope] = {}
+    new = []
+    for pause in listed:
+        before = known.get(pause.key)
+        if before is not None and before.pause == pause:
+            found[pause.key] = before
+        else:
+            found[pause.key] = held = HeldScope(pause, now + pause.lease_s)
+            new.append(held)
+    return found, new
+
+
+def holding(pauses: Mapping[str, HeldScope], tenant: str | None, namespace: str, now: float) -> HeldScope | None:
+    """The pause that holds a new request of this tenant and namespace the longest; None: it may go."""
+    covering = [held for held in pauses.values() if held.covers(tenant, namespace, now)]
+    return max(covering, key=lambda held: held.until) if covering else None

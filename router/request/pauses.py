@@ -1,0 +1,149 @@
+"""Pauses at this router: new requests are held before they start, and requests that run are counted or ended."""
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import structlog
+
+from lorafleet.http_server.batches import leave_batch
+from lorafleet.service.loops import ChangeSignal
+from lorafleet.service.roles import Caller
+from orchestrator.wire import CatalogPause
+from router.core.errors import DeadlineExceeded, Saturated
+from router.core.pauses import HeldScope, ListedPause, after_catalog, holding
+from router.core.queue.admission import QueueUsage
+
+if TYPE_CHECKING:
+    from router.request.run import RequestRun
+
+log = structlog.get_logger()
+
+
+class PauseGate:
+    """Holds the new requests of paused callers. A request has started once `start` was true for it.
+
+    held     requests that wait here, with their bytes
+    on_settled  called when the last request has ended that a pause waits for
+    """
+
+    def __init__(self, room: QueueUsage, clock: Callable[[], float]) -> None:
+        self.held = room
+        self.on_settled: Callable[[], object] = lambda: None
+        self._clock = clock
+        self._pauses: Mapping[str, HeldScope] = MappingProxyType({})
+        self._running: set[RequestRun] = set()
+        # Key of a pause that somebody waits for -> the requests that ran when it began.
+        self._awaited: dict[str, set[RequestRun]] = {}
+        self._changed = ChangeSignal()
+
+    # --- the pauses -----------------------------------------------------------------------------------------------
+
+    def adopt(self, listed: Iterable[CatalogPause]) -> bool:
+        """Put the catalog's pauses in force: whether the orchestrator waits to hear of that.
+
+        Ends running requests where a new pause says so, and lets held ones go where their pause has ended.
+        """
+        known, now = self._pauses, self._clock()
+        found, new = after_catalog(known, map(_listed, listed), now)
+        self._pauses = found
+        for held in new:
+            self._begin(held, is_known=held.pause.key in known)
+        for key in known.keys() - found.keys():
+            self._awaited.pop(key, None)
+            log.info("pause over", scope=key, held=len(self.held))
+        if known != found:
+            self._changed.notify()
+        return bool(new)
+
+    def _begin(self, held: HeldScope, *, is_known: bool) -> None:
+        """Put one pause in force: note the requests that it waits for, and end them where it says so."""
+        pause, running = held.pause, self._covered(held)
+        if not is_known:
+            log.info("pause in force", scope=pause.key, lease_s=pause.lease_s, running=len(running))
+        if pause.is_awaited:
+            self._awaited[pause.key] = set(running)
+        if pause.is_abort:
+            for run in running:
+                run.abort()
+
+    def holding(self, caller: Caller) -> HeldScope | None:
+        """The pause that holds this caller's new requests; None: there is none."""
+        return holding(self._pauses, caller.tenant, caller.namespace, self._clock()) if self._pauses else None
+
+    @property
+    def count(self) -> int:
+        """Pauses in force at this router."""
+        now = self._clock()
+        return sum(now < held.until for held in self._pauses.values())
+
+    def running_counts(self) -> dict[str, int]:
+        """Key of each pause -> requests of its scope that run."""
+        return {key: len(self._covered(held)) for key, held in self._pauses.items()}
+
+    def _covered(self, held: HeldScope) -> "list[RequestRun]":
+        """The running requests of a pause's scope."""
+        now = self._clock()
+        return [run for run in self._running if held.covers(run.caller.tenant, run.caller.namespace, now)]
+
+    # --- the requests ---------------------------------------------------------------------------------------------
+
+    def start(self, run: "RequestRun") -> bool:
+        """Count the request as running; False, with nothing done, where a pause holds it. One that runs always may."""
+        if self._pauses and run not in self._running and self.holding(run.caller) is not None:
+            return False
+        self._running.add(run)
+        return True
+
+    def end(self, run: "RequestRun") -> None:
+        """Count the request as ended. Safe for one that never started."""
+        self._running.discard(run)
+        if self._awaited:
+            for key, left in list(self._awaited.items()):
+                left.discard(run)
+                if not left:
+                    del self._awaited[key]
+                    self.on_settled()
+
+    def must_wait(self, run: "RequestRun") -> bool:
+        """Whether a pause holds this request, which has not started."""
+        return bool(self._pauses) and run not in self._running and self.holding(run.caller) is not None
+
+    async def wait(self, caller: Caller, size_bytes: int, deadline_at: float | None) -> None:
+        """Wait until no pause holds this caller's requests. Leaves the batch.
+
+        size_bytes   of the request's body; `deadline_at`: the client waits no longer
+        raises  Saturated: as many requests as may wait in the router's queue wait here
+                DeadlineExceeded: the client's own deadline has passed
+        """
+        tenant, held = caller.tenant or "", self.holding(caller)
+        if held is None:
+            return
+        refusal = self.held.refusal(tenant, size_bytes)
+        if refusal is not None:
+            message = f"requests are paused, and {refusal}; ask again when the pause is over"
+            raise Saturated(message, retry_after_s=max(1.0, held.until - self._clock()))
+        self.held.add(tenant, size_bytes)
+        try:
+            await leave_batch()
+            while (held := self.holding(caller)) is not None:
+                until = held.until if deadline_at is None else min(held.until, deadline_at)
+                now = self._clock()
+                if deadline_at is not None and now >= deadline_at:
+                    raise DeadlineExceeded("the deadline of this request passed while requests were paused")
+                await self._changed.wait(until - now)
+        finally:
+            self.held.remove(tenant, size_bytes)
+
+
+def _listed(pause: CatalogPause) -> ListedPause:
+    """A pause of the catalog, for the core."""
+    return ListedPause(
+        key=pause.key,
+        tenant=pause.tenant,
+        namespace=pause.namespace,
+        call=(pause.began_at, pause.renewals),
+        lease_s=pause.lease_s,
+        is_abort=pause.mode == "abort",
+        is_awaited=pause.mode != "keep",
+    )

@@ -1,0 +1,34 @@
+-- A store as the fifth schema wrote it: the first with times and moves of drains.
+CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
+CREATE TABLE adapters (
+    lora_id TEXT PRIMARY KEY, source TEXT NOT NULL, base_model TEXT, digest TEXT, rank INTEGER, size_bytes INTEGER,
+    policy TEXT NOT NULL, tenants TEXT, quarantine TEXT, is_deleting INTEGER NOT NULL DEFAULT 0, secret TEXT,
+    pinned_source TEXT
+) STRICT;
+CREATE TABLE aliases (name TEXT PRIMARY KEY, targets TEXT NOT NULL) STRICT;
+CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL) STRICT;
+CREATE TABLE workers (
+    id TEXT PRIMARY KEY, state TEXT NOT NULL, until REAL, since REAL, deadline_s REAL, moves INTEGER,
+    move_bytes INTEGER NOT NULL DEFAULT 0
+) STRICT;
+CREATE TABLE tombstones (lora_id TEXT PRIMARY KEY, digest TEXT NOT NULL, at REAL NOT NULL) STRICT;
+INSERT INTO counters VALUES ('epoch', 7), ('revision', 1800000000000);
+INSERT INTO adapters VALUES (
+    'sql/v1', 'file:///sql', 'qwen', 'dddddddddddddddddddddddddddddddddddddddddddddddddddddddddddddddd', 8, 12,
+    '{"loading": "eager", "min_replicas": 2, "max_replicas": 3, "pinned": true, "priority": -5, "weight": 2.5}',
+    '["acme"]', NULL, 0, NULL, NULL
+);
+INSERT INTO aliases VALUES ('sql', '[["sql/v1", 1.0]]');
+INSERT INTO policy VALUES (1, '{"loading": "weighted", "loads_per_worker": 3, "gone_since": 1}');
+INSERT INTO workers VALUES ('w0', 'cordoned', NULL, NULL, NULL, NULL, 0), ('w1', 'draining', 17.5, NULL, NULL, NULL, 0);
+INSERT INTO tombstones VALUES ('old', 'eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee', 1000.0);
+CREATE TABLE history (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL,
+    actor TEXT NOT NULL, body TEXT NOT NULL
+) STRICT;
+CREATE INDEX history_by_kind ON history (kind, id);
+CREATE INDEX history_by_subject ON history (subject, id);
+INSERT INTO history VALUES (41, 1800000000.5, 'alias_set', 'sql', 'operator', '{"targets": [["sql/v1", 1.0]]}');
+CREATE TABLE rollouts (alias TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
+CREATE TABLE published (name TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
+PRAGMA user_version = 6;
