@@ -157,6 +157,33 @@ async def test_predicted_cached_tokens_of_given_ids_are_the_engines(
     assert int(other.headers["x-lorafleet-cached-tokens"]) == 0
 
 
+_CHOICE = "index,finish_reason,stop_reason,token_ids,routed_experts,sampling_mask,weight_versions,logprobs"
+_WHOLE = (
+    "request_id,model,created,usage,prompt_logprobs,prompt_token_id_logprobs,prompt_token_ids,mm_placeholders,metrics,"
+    "kv_transfer_params,ec_transfer_params,output_mode,choices"
+)
+
+
+def keys(found: dict[str, Any]) -> str:
+    return ",".join(found)
+
+
+async def test_answers_in_token_ids_have_vllms_keys_in_its_order(direct: DirectEngine) -> None:
+    body = {"token_ids": IDS, "sampling_params": {**GREEDY, "logprobs": 2}, "model": ENGINE_NAME}
+    whole = direct.client.post(GENERATE, json=body).json()
+    (choice,) = whole["choices"]
+    (first, *_) = choice["logprobs"]["content"]
+    assert (keys(whole), keys(choice)) == (_WHOLE, _CHOICE)
+    assert keys(first) == "token_id,logprob,rank,top_logprobs"
+    assert keys(first["top_logprobs"][0]) == "token_id,logprob,rank"
+    streamed = direct.client.post(GENERATE, json=body | {"stream": True, "return_token_ids": True}).text
+    events = [json.loads(part.removeprefix("data: ")) for part in streamed.split("\n\n") if part.endswith("}")]
+    assert events[0]["prompt_token_ids"] == IDS
+    assert keys(events[0]) == "request_id,usage,prompt_token_ids,output_mode,choices"
+    assert {keys(event["choices"][0]) for event in events} == {_CHOICE}
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == choice["token_ids"]
+
+
 async def test_prompts_logprobs_predict_no_hit_on_generate(direct: DirectEngine, client: httpx.AsyncClient) -> None:
     sampled = {"prompt_logprobs": 0} if is_vllm(direct) else {"skip_reading_prefix_cache": True}
     body = {"token_ids": [1200, *IDS], "sampling_params": {"max_tokens": 1, **sampled}, "model": LORA_ID}
