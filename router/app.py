@@ -28,6 +28,7 @@ from lorafleet.service.own_key import OwnKey
 from lorafleet.service.request_log import RequestLog
 from lorafleet.service.settings import load_or_exit
 from lorafleet.service.whoami import whoami_routes
+from router.api.adapter_calls import adapter_call_routes
 from router.api.control import control_routes, describe_inference, health_routes, metrics_text, process_handlers
 from router.api.engine_calls import engine_call_routes
 from router.api.pauses import pause_routes
@@ -178,6 +179,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         control_routes(services, processes),
         pause_routes(services, control),
         engine_call_routes(services),
+        adapter_call_routes(services, control),
         whoami_routes(services.keys),
         health_routes(services, own_metrics, processes),
     )

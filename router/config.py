@@ -53,6 +53,12 @@ class RouterSettings(WorkerDiscoverySettings):
         default=1.0, gt=0, description="longest time between two reads of each agent's report"
     )
     control_timeout_s: float = Field(default=5.0, gt=0, description="timeout of a call to an agent or the orchestrator")
+    publish_timeout_s: float = Field(
+        default=28.0,
+        gt=0,
+        le=110,
+        description="longest time for a load of an adapter by the engines' own calls; trainers give up after 30 s",
+    )
     unreachable_after_s: float = Field(
         default=10.0, gt=0, description="silence after which an agent's worker counts as unreachable"
     )

@@ -6,11 +6,17 @@ with bytes that never change. Times here are Unix times, as they are stored.
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from orchestrator.core.rollout import Targets
 from orchestrator.core.state import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
 from orchestrator.core.version_ids import version_id
 
+LINGER_S = 5.0
+"""A version stays at least this long after its name has left it, and longer while requests for it wait or run: a router
+reports its requests each second, and those that it has resolved to a version go on with it."""
+MOST_LINGER_S = 900.0
+"""A request may run that long on a version that is to go; engines finish a request whose adapter they unload."""
 UNFINISHED_S = 120.0
 """A version that its name has not been pointed at for this long belongs to a publish that failed. No publish may take
 as long, so that a repeated one still finds the version of the interrupted one."""
@@ -44,6 +50,7 @@ class PublishedName:
     replicas         workers that must have a version before the name points at it; None: all
     keep_versions    newest versions that stay; None: the policy's
     max_staleness_s  how long a superseded version stays; None: the policy's
+    deleted_at       when the name was deleted, and its versions are about to go; None while the name exists
     shadows_base     whether keys that may shadow a base model get the name in place of the base model of this name
     """
 
@@ -57,6 +64,7 @@ class PublishedName:
     keep_versions: int | None = None
     max_staleness_s: float | None = None
     shadows_base: bool = False
+    deleted_at: float | None = None
 
     def version_of(self, digest: str) -> NameVersion | None:
         """The newest version with these bytes; None without one."""
@@ -87,7 +95,17 @@ def after_pointing(record: PublishedName, lora_id: str, now: float) -> Published
         is_current = version.pointed_at is not None and version.superseded_at is None
         return replace(version, superseded_at=now) if is_current else version
 
-    return replace(record, versions=tuple(map(after, record.versions)), published_at=now)
+    return replace(record, versions=tuple(map(after, record.versions)), published_at=now, deleted_at=None)
+
+
+def after_deletion(record: PublishedName, now: float) -> PublishedName:
+    """The record after its name was deleted: no version is its target any more."""
+
+    def after(version: NameVersion) -> NameVersion:
+        """The version as it is from now on."""
+        return replace(version, superseded_at=now) if version.superseded_at is None else version
+
+    return replace(record, versions=tuple(map(after, record.versions)), deleted_at=now)
 
 
 def without_versions(record: PublishedName, gone: Container[str]) -> PublishedName:
@@ -96,11 +114,16 @@ def without_versions(record: PublishedName, gone: Container[str]) -> PublishedNa
 
 
 def retired_versions(
-    record: PublishedName, targets: Collection[str], policy: PlacementPolicy, now: float
+    record: PublishedName,
+    targets: Collection[str],
+    policy: PlacementPolicy,
+    now: float,
+    busy: Container[str] = (),
 ) -> tuple[str, ...]:
     """lora_ids of the versions that are to be drained and deleted: too many, too old, or of a publish that failed.
 
-    targets  lora_ids that the name points at, or is about to: they are never retired
+    targets  lora_ids that some name points at, or is about to: they are never retired
+    busy     lora_ids with requests that wait or run: they stay, but not for longer than `MOST_LINGER_S`
     """
     keep = policy.keep_versions if record.keep_versions is None else record.keep_versions
     stale_s = policy.max_staleness_s if record.max_staleness_s is None else record.max_staleness_s
@@ -112,9 +135,14 @@ def retired_versions(
         """Whether the version is to go."""
         if version.lora_id in targets:
             return False
-        if version.pointed_at is None:
+        if version.pointed_at is None and record.deleted_at is None:
             return now - version.registered_at >= UNFINISHED_S
-        is_stale = bool(stale_s) and version.superseded_at is not None and now - version.superseded_at >= stale_s
+        left_s = inf if version.superseded_at is None else now - version.superseded_at
+        if left_s < LINGER_S or (version.lora_id in busy and left_s < MOST_LINGER_S):
+            return False
+        if record.deleted_at is not None:
+            return True
+        is_stale = bool(stale_s) and version.superseded_at is not None and left_s >= stale_s
         return version.lora_id not in kept or is_stale
 
     return tuple(version.lora_id for version in record.versions if is_retired(version))
@@ -131,7 +159,12 @@ def meant_workers(
     workers: Iterable[ObservedWorker], base_model: str | None, rank: int, replicas: int | None
 ) -> tuple[frozenset[str], int]:
     """Workers that may get a version, and how many of them must have it before its name may point at it."""
-    able = frozenset(worker.id for worker in workers if worker.can_accept(base_model, rank) and not worker.drain)
+
+    def is_open(worker: ObservedWorker) -> bool:
+        """Whether the worker may get the version."""
+        return worker.has_agent and worker.drain is None and worker.can_accept(base_model, rank)
+
+    able = frozenset(worker.id for worker in workers if is_open(worker))
     return able, len(able) if replicas is None else min(replicas, len(able))
 
 

@@ -201,6 +201,7 @@ class ObservedWorker:
     is_agent_draining  the agent has been told to drain
     is_terminating  Kubernetes is ending its pod: nothing is done there, and its adapters are needed elsewhere
     reported_at     when the report was made, so that "nothing runs" differs from "nothing ran a while ago"
+    has_agent       an agent keeps files there: without one, the engine loads none that only the fleet has
     """
 
     id: str
@@ -218,6 +219,7 @@ class ObservedWorker:
     is_agent_draining: bool = False
     is_terminating: bool = False
     reported_at: float = 0.0
+    has_agent: bool = True
 
     def can_accept(self, base_model: str | None, rank: int) -> bool:
         """Whether the worker is ready and its engine takes adapters of this base model and rank; it may be full."""

@@ -128,10 +128,7 @@ class NamePublisher:
             message = f"versions of {name!r} are targets of alias {', '.join(map(repr, users))}; change that first"
             raise StateConflict(message, code="in_use", param="name")
         self._reconciler.retention.drop_name(record, caller.name, "deleted")
-        await self._reconciler.publish_change(
-            ("published", name), ("aliases", name), *(("adapters", id_) for id_ in ids)
-        )
-        self._reconciler.finish_deletions()
+        await self._reconciler.publish_change(("published", name), ("aliases", name))
 
     def record(self, name: str, caller: Caller) -> PublishedName:
         """The published name. Raises NotFound, also for a name of another tenant."""
@@ -143,8 +140,10 @@ class NamePublisher:
 
     def is_visible(self, name: str, caller: Caller) -> bool:
         """Whether the published name exists for the caller."""
-        tenant = self._store.published[name].tenant
-        return tenant is None or caller.may_use((tenant,)) or caller.may_for_fleet("view")
+        record = self._store.published[name]
+        if record.deleted_at is not None:
+            return False
+        return record.tenant is None or caller.may_use((record.tenant,)) or caller.may_for_fleet("view")
 
     def item(self, name: str, *, is_new: bool = False) -> PublishedItem:
         """The published name as wire model. The name must exist."""
@@ -190,7 +189,7 @@ class NamePublisher:
         known = self._store.published.get(name)
         if known is None:
             self._registry.require_free(name, "name")
-        elif not self.is_visible(name, caller):
+        elif known.tenant is not None and not caller.may_use((known.tenant,)):
             raise StateConflict(
                 f"{name!r} is published by another tenant; choose another", code="name_taken", param="name"
             )
@@ -257,13 +256,12 @@ class NamePublisher:
 
     def _copiers(self, name: str, base_model: str | None) -> list[ObservedWorker]:
         """Workers with an agent that can copy the bytes, the name's home first. Raises OrchestratorUnavailable."""
-        reports = self._reconciler.reports.workers
         ready = [
             worker
             for worker in self._reconciler.queries.observe().workers.values()
             if worker.state == "ready" and worker.can_serve(base_model)
         ]
-        able = [worker for worker in ready if reports[worker.id].report.agent_url.startswith("http")]
+        able = [worker for worker in ready if worker.has_agent]
         if ready and not able:
             raise OrchestratorUnavailable(
                 "publishing copies the bytes on workers, and no worker here has an agent: start `lorafleet worker`"
@@ -286,7 +284,7 @@ class NamePublisher:
         now = self._wall()
         shadows = caller.short_name(name) in self._reconciler.reports.base_model_names()
         record = self._store.published.get(name) or PublishedName(name=name, tenant=caller.tenant)
-        record = replace(_with_settings(record, spec), shadows_base=shadows)
+        record = replace(_with_settings(record, spec), shadows_base=shadows, deleted_at=None)
         version, is_new = record.version_of(found.digest), False
         if version is not None and self._is_usable(version):
             record = replace(record, versions=tuple(_renewed(record.versions, version, now)))
@@ -325,7 +323,7 @@ class NamePublisher:
         while True:
             reconciler.leadership.require_leading()
             record = self._store.published.get(name)
-            if record is None or lora_id not in self._store.adapters:
+            if record is None or record.deleted_at is not None or lora_id not in self._store.adapters:
                 raise StateConflict(f"{name!r} was deleted while it was published", code="name_deleted", param="name")
             able = meant & self._able_workers(version)
             progress = load_progress(
@@ -394,7 +392,6 @@ class NamePublisher:
             await self._reconciler.publish_change(("published", name), ("aliases", name))
             return
         self._reconciler.leadership.require_leading()
-        retention = self._reconciler.retention
         with self._store.together():
             self._store.put_alias(name, targets)
             self._store.put_rollout(name, None)
@@ -402,7 +399,6 @@ class NamePublisher:
             self._store.put_published(name, record)
             body = {"lora_id": version.lora_id, "digest": version.digest, "was": was, "is_new": is_new}
             self._store.record("name_published", name, body, caller.name)
-            retention.retire_versions(record, retention.targeted_ids(), self._store.rules)
         await self._reconciler.publish_change(("published", name), ("aliases", name))
 
     def _taken_ids(self) -> frozenset[str]:

@@ -10,8 +10,14 @@ from dataclasses import replace
 import structlog
 
 from orchestrator.core.demand import DemandBook
-from orchestrator.core.published_names import PublishedName, is_unused, retired_versions, without_versions
-from orchestrator.core.state import DemandSnapshot, PlacementPolicy
+from orchestrator.core.published_names import (
+    PublishedName,
+    after_deletion,
+    is_unused,
+    retired_versions,
+    without_versions,
+)
+from orchestrator.core.state import DemandSnapshot
 from orchestrator.store.store import NOBODY, IntentStore
 
 log = structlog.get_logger()
@@ -64,51 +70,56 @@ class VersionRetention:
                 found |= rollout.old_ids | rollout.new_ids
         return frozenset(found)
 
+    def busy_ids(self) -> frozenset[str]:
+        """lora_ids with requests that wait in live routers, or run."""
+        found: set[str] = set()
+        for router in self._demand.live_routers(self._clock()):
+            found |= router.waiting.keys()
+            found |= {use.lora_id for use in router.uses.values() if use.in_flight}
+        return frozenset(found)
+
     def retire(self) -> int:
         """Mark retired versions as to be deleted, and delete unused names; returns the number of versions marked."""
         if not self._store.published:
             return 0
-        asked, targeted = self.last_asked_at(), self.targeted_ids()
+        asked, targeted, busy = self.last_asked_at(), self.targeted_ids(), self.busy_ids()
         is_listening = self._clock() - self._term_began_at >= _LISTEN_S
-        has_silent = self._demand.snapshot(self._clock()).has_unheard_routers
+        is_listening &= not self._demand.snapshot(self._clock()).has_unheard_routers
         gone = 0
         for record in list(self._store.published.values()):
             current = self._with_use(record, asked.get(record.name))
             is_idle = is_unused(current, asked.get(record.name), self._store.rules, self._wall())
-            if is_listening and not has_silent and is_idle:
-                gone += len(current.versions)
+            if is_listening and is_idle and current.deleted_at is None:
                 self.drop_name(current, NOBODY, f"nobody asked for it in {self._store.rules.unused_name_s:.0f} s")
             else:
-                gone += self.retire_versions(current, targeted, self._store.rules)
+                gone += self._retire_versions(current, targeted, busy)
         return gone
 
-    def retire_versions(self, record: PublishedName, targeted: Iterable[str], rules: PlacementPolicy) -> int:
+    def _retire_versions(self, record: PublishedName, targeted: frozenset[str], busy: frozenset[str]) -> int:
         """Mark a name's retired versions as to be deleted, and drop them from its record; returns their number.
 
-        A name without any version left, as a first publish that failed leaves it, is dropped.
+        A name without any version left, deleted or after a first publish that failed, is dropped.
         """
-        targets = frozenset(targeted)
-        retired = set(retired_versions(record, targets, rules, self._wall()))
+        retired = set(retired_versions(record, targeted, self._store.rules, self._wall(), busy))
         # Somebody may have deleted a version by hand.
         retired |= {version.lora_id for version in record.versions if version.lora_id not in self._store.adapters}
-        if not retired:
+        if not retired and record.versions:
             return 0
         with self._store.together():
-            self.delete_versions(retired)
             left = without_versions(record, retired)
             is_empty = not left.versions and record.name not in self._store.aliases
+            # Versions of a name that is gone leave tombstones: their numbers say nothing without the name.
             self._store.put_published(record.name, None if is_empty else left)
+            self.delete_versions(retired)
         log.info("versions retired", name=record.name, lora_ids=sorted(retired), kept=len(left.versions))
         return len(retired)
 
     def drop_name(self, record: PublishedName, actor: str, why: str) -> None:
-        """Delete a name with its alias and all its versions, and record it in the history."""
+        """Delete a name with its alias, and record it in the history. Its versions go when no request needs them."""
         with self._store.together():
             if record.name in self._store.aliases:
                 self._store.drop_alias(record.name)
-            # Dropped first: its versions leave tombstones, as their numbers say nothing without the name.
-            self._store.put_published(record.name, None)
-            self.delete_versions(version.lora_id for version in record.versions)
+            self._store.put_published(record.name, after_deletion(record, self._wall()))
             self._store.record("name_deleted", record.name, {"versions": len(record.versions), "why": why}, actor)
         log.info("published name deleted", name=record.name, why=why, asked_by=actor)
 

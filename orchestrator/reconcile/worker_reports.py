@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from lorafleet.kube.slices import DiscoveredWorker
+from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.placement.warm_up import WARMING
 from orchestrator.core.state import (
     OCCUPYING,
@@ -263,6 +264,7 @@ class WorkerReports:
             is_agent_draining=report.state == "draining",
             is_terminating=entry.is_terminating,
             reported_at=entry.heard_at,
+            has_agent=bool(agent_url_of(report)),
         )
 
     def _drain_order(self, intent: WorkerIntent | None) -> WorkerDrainOrder | None:

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -73,12 +74,14 @@ async def small_fleet(
     routers: int = 0,
     engine: Sequence[str] = (),
     tenants: Sequence[str] = (),
+    router_settings: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[SmallFleet]:
     """A ready fleet with keys, whose workers may read adapters below `shelf` alone. `settings`: the orchestrator's.
 
-    engine   further flags of each sim
-    tenants  each has a key with scopes infer and register, in `keys` by its name
+    engine           further flags of each sim
+    tenants          each has a key with scopes infer and register, in `keys` by its name
+    router_settings  further settings of each router
     """
     folder.mkdir(parents=True)  # noqa: ASYNC240  (a test's own folder)
     key_file = folder / "keys.yaml"
@@ -110,10 +113,10 @@ async def small_fleet(
             client.headers.update(operator)
             fleet.agents[name] = client
         for _ in range(routers):
-            router_settings = RouterSettings(
-                orchestrator_url=url, token=keys["load"], key_files=(key_file,), catalog_poll_s=POLL_S
+            given = {"catalog_poll_s": POLL_S, **router_settings}
+            app, parts = build_router(
+                RouterSettings(orchestrator_url=url, token=keys["load"], key_files=(key_file,), **given)
             )
-            app, parts = build_router(router_settings)
             router = await stack.enter_async_context(serving(app, http=app.state.http))
             fleet.routers.append(await stack.enter_async_context(client_of(router, headers=operator)))
             assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(10))

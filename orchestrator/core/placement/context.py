@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 
-from lorafleet.identity import rendezvous_score
+from lorafleet.identity import fleet_digest, rendezvous_score
 from orchestrator.core.state import (
     OCCUPYING,
     SERVING,
@@ -184,11 +184,14 @@ class PlacementContext:
     def can_load(self, adapter: RegisteredAdapter, worker: ObservedWorker) -> bool:
         """Whether the worker is one of the adapter's `able_workers`."""
         fits = worker.can_accept(adapter.base_model, adapter.rank or 0)
+        fits = fits and (worker.has_agent or fleet_digest(adapter.source) is None)
         return fits and self.current_failure(adapter.lora_id, worker.id) is None
 
     def able_workers(self, adapter: RegisteredAdapter) -> list[ObservedWorker]:
         """Ready workers that take the adapter and where it has not failed of late."""
         fitting = self.accepting_workers(adapter.base_model, adapter.rank or 0)
+        if fleet_digest(adapter.source) is not None:
+            fitting = [worker for worker in fitting if worker.has_agent]
         if adapter.lora_id not in self._failures:
             return fitting
         return [worker for worker in fitting if self.current_failure(adapter.lora_id, worker.id) is None]

@@ -1,0 +1,232 @@
+"""The engines' own calls that load and unload adapters, for the whole fleet: trainers need only another base URL.
+
+A load publishes the files as the next version of its name, at the orchestrator and with the caller's own key. The
+answers are those of vLLM 0.32 (entrypoints/serve/lora/api_router.py) and, on `/load_lora_adapter`, also have the
+fields of SGLang 0.5.23. A load is never answered 404 or 503: trainers take the first for a missing route (TRL), and
+give up at the second (prime-rl).
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import httpx
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from lorafleet.service.auth import AuthFirstRoute, requires
+from router.request.services import Services
+
+VLLM_LOADS = ("/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
+SGLANG_LOAD = "/load_lora_adapter"
+SGLANG_UNLOAD = "/unload_lora_adapter"
+UNLOADS = ("/v1/unload_lora_adapter", SGLANG_UNLOAD)
+
+_MOST_BODY_BYTES = 64 * 1024
+_RETRY_S = 0.25
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Refusals by the orchestrator that end by themselves: a new leader, its first seconds, a store that is away.
+_PASSING_CODES = frozenset(
+    {"not_leading", "starting", "stopping", "store_unreachable", "no_worker", "worker_unreachable"}
+)
+# The statuses that say that the request itself is wrong. All others are answered as 500.
+_OWN_STATUSES = frozenset({400, 401, 403})
+# Of these a 409 or 422 speaks: the name is taken, the bytes are refused. vLLM answers 400 for both.
+_CALLER_STATUSES = frozenset({409, 413, 422})
+
+
+class LoadCall(msgspec.Struct, frozen=True):
+    """The body of a load. Other fields of the engines (`pinned`, `is_3d_lora_weight`) change nothing here.
+
+    load_inplace  accepted: a second load of a name is its next version anyway
+    """
+
+    lora_name: str = ""
+    lora_path: str = ""
+    load_inplace: bool = False
+    base_model_name: str | None = None
+
+
+class UnloadCall(msgspec.Struct, frozen=True):
+    """The body of an unload."""
+
+    lora_name: str = ""
+
+
+class _Refusal(Exception):
+    """Why a load or unload was refused, as it is answered. `kind`: the error's type, in vLLM's words."""
+
+    def __init__(self, status: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.message = message
+
+
+class _Success(NamedTuple):
+    """The message of a success, as vLLM writes it; and SGLang's `loaded_adapters`."""
+
+    message: str
+    loaded: Mapping[str, str]
+
+
+def adapter_call_routes(services: Services, control: httpx.AsyncClient) -> APIRouter:
+    """The routes that load and unload adapters as the engines' own do. They need scope `register`."""
+    checks = [Depends(requires(services.keys, "register"))]
+    api = APIRouter(route_class=AuthFirstRoute, tags=["adapter calls"], dependencies=checks)
+    publisher = _FleetPublisher(services, control)
+
+    async def load(request: Request) -> Response:
+        """Publish the files at `lora_path` as the next version of `lora_name`; answers when all workers have it."""
+        return await _answer(request, publisher.load)
+
+    async def unload(request: Request) -> Response:
+        """Forget the name and unload its versions; what runs on them finishes. 404 if there is no such name."""
+        return await _answer(request, publisher.unload)
+
+    for path in (*VLLM_LOADS, SGLANG_LOAD):
+        api.post(path, response_class=PlainTextResponse)(load)
+    for path in UNLOADS:
+        api.post(path, response_class=PlainTextResponse)(unload)
+    return api
+
+
+async def _answer(request: Request, call: Callable[[Request], Awaitable[_Success]]) -> Response:
+    """The answer of the call: vLLM's, and below no `/v1` with SGLang's fields."""
+    is_sglang = request.url.path in (SGLANG_LOAD, SGLANG_UNLOAD)
+    try:
+        done = await call(request)
+    except _Refusal as exc:
+        error = {"message": exc.message, "type": exc.kind, "param": None, "code": exc.status}
+        more = {"success": False, "error_message": exc.message} if is_sglang else {}
+        return JSONResponse({"error": error, **more}, exc.status)
+    if is_sglang:
+        return JSONResponse({"success": True, "error_message": None, "loaded_adapters": done.loaded})
+    return PlainTextResponse(done.message)
+
+
+class _FleetPublisher:
+    """Calls the orchestrator's routes of published names, again while it changes its leader."""
+
+    def __init__(self, services: Services, control: httpx.AsyncClient) -> None:
+        self._services = services
+        self._control = control
+
+    async def load(self, request: Request) -> _Success:
+        """Publish the files under the name. Raises _Refusal."""
+        wanted: LoadCall = await _body(request, LoadCall)
+        if not wanted.lora_name or not wanted.lora_path:
+            raise _Refusal(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
+        within_s = self._services.config.publish_timeout_s
+        deadline = self._services.clock() + within_s
+        spec: dict[str, Any] = {"source": _source(wanted.lora_path)}
+        if wanted.base_model_name in self._services.discovery.fleet.base_models:
+            spec["base_model"] = wanted.base_model_name
+
+        def body() -> dict[str, Any]:
+            """The spec, with the time that is left."""
+            left_s = deadline - self._services.clock()
+            return spec | {"timeout_s": max(0.1, left_s)}
+
+        answer = await self._call("POST", wanted.lora_name, request, deadline, body)
+        if not answer.is_success:
+            raise _refusal_of(answer)
+        message = f"Success: LoRA adapter '{wanted.lora_name}' added successfully."
+        return _Success(message, {wanted.lora_name: wanted.lora_path})
+
+    async def unload(self, request: Request) -> _Success:
+        """Delete the published name. Raises _Refusal, with status 404 for a name that does not exist."""
+        name = (await _body(request, UnloadCall)).lora_name
+        if not name:
+            raise _Refusal(400, "InvalidUserInput", "'lora_name' needs to be provided to unload a LoRA adapter.")
+        deadline = self._services.clock() + self._services.config.publish_timeout_s
+        answer = await self._call("DELETE", name, request, deadline, None)
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise _Refusal(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
+        if not answer.is_success:
+            raise _refusal_of(answer)
+        return _Success(f"Success: LoRA adapter '{name}' removed successfully.", {})
+
+    async def _call(
+        self,
+        method: str,
+        name: str,
+        request: Request,
+        deadline: float,
+        body: Callable[[], Mapping[str, Any]] | None,
+    ) -> httpx.Response:
+        """The orchestrator's answer, that of the next leader where it changes. Raises _Refusal."""
+        url = self._services.config.orchestrator_url.rstrip("/")
+        if not url:
+            raise _Refusal(
+                500,
+                "InternalServerError",
+                "this router follows engines without an orchestrator, and only an orchestrator loads adapters on all of"
+                " them: start `lorafleet orchestrator` and an agent beside each engine, and give --orchestrator-url",
+            )
+        authorization = request.headers.get("authorization")
+        headers = {"authorization": authorization} if authorization else {}
+        trouble = "it does not answer"
+        while (left_s := deadline - self._services.clock()) > 0:
+            try:
+                answer = await self._control.request(
+                    method,
+                    f"{url}/v1/published/{quote(name, safe='/')}",
+                    json=None if body is None else body(),
+                    headers=headers,
+                    # The orchestrator ends in time by itself; a little more lets its answer through.
+                    timeout=left_s + 1.0,
+                )
+            except (httpx.HTTPError, httpx.InvalidURL) as exc:
+                trouble = f"it does not answer ({type(exc).__name__})"
+            else:
+                code, message = _error_of(answer)
+                if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or code not in _PASSING_CODES:
+                    return answer
+                trouble = message
+            await asyncio.sleep(min(_RETRY_S, left_s))
+        raise _Refusal(500, "InternalServerError", f"the orchestrator could not do it in time: {trouble}")
+
+
+async def _body(request: Request, kind: type[Any]) -> Any:
+    """The request's body as this kind. Raises _Refusal."""
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > _MOST_BODY_BYTES:
+            raise _Refusal(400, "InvalidUserInput", f"the body has over {_MOST_BODY_BYTES} bytes")
+    try:
+        return msgspec.json.decode(bytes(content), type=kind)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise _Refusal(400, "InvalidUserInput", f"not a body of this call: {exc}") from exc
+
+
+def _source(lora_path: str) -> str:
+    """The source of a `lora_path`: a path, a URL, or the id of a repository on the hub, as vLLM takes them."""
+    is_hub_id = "://" not in lora_path and not lora_path.startswith("/") and _HUB_ID.fullmatch(lora_path)
+    return f"hf://{lora_path}" if is_hub_id else lora_path
+
+
+def _error_of(answer: httpx.Response) -> tuple[str, str]:
+    """(code, message) of the orchestrator's error; empty for none."""
+    if answer.is_success:
+        return "", ""
+    try:
+        error = msgspec.json.decode(answer.content)["error"]
+        return str(error["code"]), str(error["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return "", f"the orchestrator answers HTTP {answer.status_code}"
+
+
+def _refusal_of(answer: httpx.Response) -> _Refusal:
+    """The refusal for the orchestrator's error: 400 for what the caller can mend, else 500; never 404 or 503."""
+    code, message = _error_of(answer)
+    text = f"{message} [{code}]" if code else message
+    if answer.status_code in _OWN_STATUSES:
+        return _Refusal(answer.status_code, "InvalidUserInput", text)
+    if answer.status_code in _CALLER_STATUSES:
+        return _Refusal(400, "InvalidUserInput", text)
+    return _Refusal(500, "InternalServerError", text)

@@ -1,0 +1,161 @@
+"""The engines' own load and unload calls at a router, in front of a double of the orchestrator's published names."""
+
+import contextlib
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from lorafleet.cli.keys import add_key
+from lorafleet.service.http import envelope
+from router.app import build
+from router.config import RouterSettings
+from tests.serving import client_of, serving
+
+LOADS = ("/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter", "/load_lora_adapter")
+BODY = {"lora_name": "policy", "lora_path": "/run/step-1", "load_inplace": True, "is_3d_lora_weight": False}
+
+
+class PublishingOrchestrator:
+    """Answers publishes and deletions with what is in `answers`, the last one again and again."""
+
+    def __init__(self):
+        self.calls, self.answers = [], [(200, None)]
+        self.app = FastAPI()
+        self.app.add_api_route("/v1/published/{name:path}", self._answer, methods=["POST", "DELETE"])
+
+    async def _answer(self, name: str, request: Request):
+        body = await request.body()
+        self.calls.append((request.method, name, body and await request.json(), request.headers.get("authorization")))
+        status, code = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
+        if code is not None:
+            return JSONResponse(envelope(status, code, f"why: {code}"), status)
+        return Response(status_code=204) if request.method == "DELETE" else JSONResponse({"name": name}, status)
+
+
+@contextlib.asynccontextmanager
+async def a_router(**settings):
+    app, _ = build(RouterSettings(**settings))
+    async with serving(app, http=app.state.http) as url, client_of(url) as client:
+        yield client
+
+
+@pytest.fixture
+async def scene():
+    """A router and its orchestrator."""
+    orchestrator = PublishingOrchestrator()
+    async with serving(orchestrator.app) as url, a_router(orchestrator_url=url, publish_timeout_s=2) as router:
+        yield router, orchestrator
+
+
+@pytest.mark.parametrize("path", LOADS)
+async def test_load_is_a_publish_and_answers_as_its_engine(scene, path):
+    router, orchestrator = scene
+
+    answer = await router.post(path, json=BODY)
+
+    assert answer.status_code == 200
+    ((method, name, spec, _),) = orchestrator.calls
+    assert (method, name, spec["source"]) == ("POST", "policy", "/run/step-1")
+    assert 0 < spec["timeout_s"] <= 2
+    if path.startswith("/load"):
+        assert answer.json() == {
+            "success": True,
+            "error_message": None,
+            "loaded_adapters": {"policy": "/run/step-1"},
+        }
+    else:
+        assert answer.text == "Success: LoRA adapter 'policy' added successfully."
+
+
+@pytest.mark.parametrize("path", ["/v1/unload_lora_adapter", "/unload_lora_adapter"])
+async def test_unload_deletes_the_name(scene, path):
+    router, orchestrator = scene
+
+    assert (await router.post(path, json={"lora_name": "m@3"})).status_code == 200
+    assert [call[:2] for call in orchestrator.calls] == [("DELETE", "m@3")]
+    orchestrator.answers = [(404, "name_not_found")]
+    answer = await router.post(path, json={"lora_name": "m@3"})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, 404)
+    assert answer.json()["error"]["message"] == "The lora adapter 'm@3' cannot be found."
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "answered"),
+    [
+        (400, "source_forbidden", 400),
+        (403, "name_forbidden", 403),
+        (404, "name_not_found", 500),
+        (409, "name_taken", 400),
+        (422, "adapter_refused", 400),
+        (500, "internal_error", 500),
+        (503, "no_agent", 500),
+        (503, "no_worker", 500),
+        (504, "bytes_not_visible", 500),
+    ],
+)
+async def test_load_is_never_answered_404_or_503(scene, status, code, answered):
+    router, orchestrator = scene
+    orchestrator.answers = [(status, code)]
+
+    for path in LOADS:
+        answer = await router.post(path, json=BODY)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (answered, answered)
+        assert code in error["message"]
+    assert answer.json()["error_message"] == error["message"]
+
+
+async def test_load_goes_on_with_the_next_leader(scene):
+    router, orchestrator = scene
+    orchestrator.answers = [(503, "not_leading"), (503, "starting"), (200, None)]
+
+    assert (await router.post(LOADS[0], json=BODY)).status_code == 200
+    assert len(orchestrator.calls) == 3
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"{}", b'{"lora_name": "x"}', b'{"lora_name": 7, "lora_path": "/x"}'])
+async def test_body_without_name_and_path_is_the_callers_mistake(scene, body):
+    router, orchestrator = scene
+
+    for path in LOADS:
+        answer = await router.post(path, content=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "InvalidUserInput")
+    assert orchestrator.calls == []
+
+
+@pytest.mark.parametrize(
+    ("lora_path", "source"),
+    [("/a/b", "/a/b"), ("org/name", "hf://org/name"), ("s3://b/x", "s3://b/x"), ("./a/b", "./a/b")],
+)
+async def test_path_is_a_folder_a_source_or_a_repository(scene, lora_path, source):
+    router, orchestrator = scene
+
+    await router.post(LOADS[0], json=BODY | {"lora_path": lora_path})
+
+    assert orchestrator.calls[0][2]["source"] == source
+
+
+async def test_call_has_the_callers_own_key_and_needs_scope_register(tmp_path):
+    trainer, client = (add_key(tmp_path / "k", "acme", [scope]) for scope in ("register", "infer"))
+    orchestrator = PublishingOrchestrator()
+    async with (
+        serving(orchestrator.app) as url,
+        a_router(orchestrator_url=url, key_files=(tmp_path / "k",), token="routers-own") as router,
+    ):
+        headers = {"authorization": f"Bearer {trainer}"}
+        assert (await router.post(LOADS[0], json=BODY, headers=headers)).status_code == 200
+        assert orchestrator.calls[0][3] == f"Bearer {trainer}"
+        for key, status in ((client, 403), ("none", 401)):
+            answer = await router.post(LOADS[0], json=BODY, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == status
+        assert len(orchestrator.calls) == 1
+
+
+async def test_router_without_an_orchestrator_says_what_is_missing():
+    async with a_router(engines=("http://127.0.0.1:9",)) as router:
+        answer = await router.post(LOADS[0], json=BODY)
+
+    assert answer.status_code == 500
+    assert "--orchestrator-url" in answer.json()["error"]["message"]
