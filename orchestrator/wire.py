@@ -511,6 +511,12 @@ class Policy(_PersonWrittenModel):
     reserve_slots: int = Field(default=0, ge=0)
     loads_per_worker: int = Field(default=1, ge=1)
     loads_fleet_wide: int = Field(default=16, ge=1)
+    load_spread_s: float = Field(
+        default=2.0,
+        ge=0,
+        description="half of a base model's workers load the same adapter at once, because an engine stalls while it"
+        " loads; the others follow when these have it, or after this long; 0: all at once",
+    )
     min_residency_s: float = Field(default=10.0, ge=0)
     drain_deadline_s: float = Field(default=30.0, ge=0)
     failure_expiry_s: float = Field(default=60.0, gt=0)

@@ -113,6 +113,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     probes = make_health_probes(config, scheduler, agents, metrics)
     breaker.probe = probes.probe
     usage.waits_s = partial(queue_waits_s, scheduler)
+    usage.is_registered = discovery.is_registered
     # What holds requests.
     pauses = make_pause_gate(config, keys)
     discovery.adopt_pauses, usage.running_in_pause = pauses.adopt, pauses.running_counts

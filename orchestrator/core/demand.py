@@ -77,6 +77,31 @@ _CountKey = tuple[str, str]
 """(engine_name, worker_id) of an `AdapterUsage`; ("", lora_id) of an `AdapterQueueing`"""
 
 
+@dataclass(frozen=True, slots=True)
+class _RecentCounts:
+    """The last count of every key that a router reported in the last hour, and of some of the hour before.
+
+    A router drops a key that is unused for 15 minutes, and begins it at zero when it comes back. Without an end, ten
+    thousand versions of a name would stay for as long as the router runs.
+    """
+
+    since: float = 0.0
+    now: Mapping[_CountKey, AdapterUsage | AdapterQueueing] = field(default_factory=dict)
+    before: Mapping[_CountKey, AdapterUsage | AdapterQueueing] = field(default_factory=dict)
+
+    def get(self, key: _CountKey) -> AdapterUsage | AdapterQueueing | None:
+        """The key's last count; None if it was not reported of late."""
+        return self.now.get(key) or self.before.get(key)
+
+    def turned(self, now: float) -> "_RecentCounts":
+        """These counts, the older ones dropped where an hour is over."""
+        return self if now - self.since < _FORGET_ROUTER_S else _RecentCounts(now, {}, self.now)
+
+    def with_counts(self, fresh: Mapping[_CountKey, AdapterUsage | AdapterQueueing]) -> "_RecentCounts":
+        """These counts with those of one more report."""
+        return _RecentCounts(self.since, {**self.now, **fresh}, self.before)
+
+
 @dataclass(slots=True)
 class RouterCounts:
     """A router's last report. `uses`: (engine_name, worker_id) -> usage."""
@@ -92,8 +117,8 @@ class RouterCounts:
     """lora_id -> requests that wait for room"""
     running_in_pause: Mapping[str, int] | None = None
     """scope of a pause -> its requests that are at engines; None from a router of an older version, which holds none"""
-    counted: dict[_CountKey, AdapterUsage | AdapterQueueing] = field(default_factory=dict)
-    """The last count of every key since that boot, so that a key that a report omits is not counted again later."""
+    counted: _RecentCounts = field(default_factory=_RecentCounts)
+    """The last count of every key of late, so that a key that a report omits is not counted again later."""
     old_boots: list[str] = field(default_factory=list)
 
     def in_flight(self, engine_name: str, worker_id: str) -> int:
@@ -140,6 +165,7 @@ class DemandBook:
         self._open_wants: dict[str, _OpenWant] = {}
         self._last_load_at: dict[str, float] = {}
         self._asked_at: dict[str, float] = {}
+        self._current_versions: dict[str, str] = {}
         self._counts_since: float | None = None
         self._listens_since: float | None = None
 
@@ -177,7 +203,8 @@ class DemandBook:
             **table,
             **{("", hold.lora_id): hold for hold in holds},
         }
-        counted = last.counted if last is not None and is_same_boot else {}
+        counted = last.counted if last is not None and is_same_boot else _RecentCounts(since=now)
+        counted = counted.turned(now)
         # The first report after our own start counts since the router's boot: a total, not a rate.
         if last is not None:
             for source, count in fresh.items():
@@ -195,16 +222,14 @@ class DemandBook:
             reported_at=now,
             uses=table,
             waiting={hold.lora_id: hold.waiting for hold in holds if hold.waiting > 0},
-            counted=counted | fresh,
             running_in_pause=running_in_pause,
+            counted=counted.with_counts(fresh),
             has_ended=is_last,
             old_boots=old[-_BOOTS_REMEMBERED:],
         )
         return True
 
-    def _record_asked(
-        self, uses: Iterable[AdapterUsage], counted: Mapping[_CountKey, AdapterUsage | AdapterQueueing], now: float
-    ) -> None:
+    def _record_asked(self, uses: Iterable[AdapterUsage], counted: _RecentCounts, now: float) -> None:
         """Update when each adapter was asked for last, from one report and the counts before it."""
         for use in uses:
             before = counted.get((use.engine_name, use.worker_id))
@@ -240,12 +265,8 @@ class DemandBook:
         entry = self._sums.get(count.lora_id)
         if entry is None:
             entry = self._sums[count.lora_id] = _AdapterSums(now)
-        fade = math.exp(-(now - entry.at) / self.window_s)
         share = _unit_weight(over_s, self.window_s)
-        entry.weighted = [amount * fade for amount in entry.weighted]
-        entry.habit *= math.exp(-(now - entry.at) / (HABIT_WINDOWS * self.window_s))
-        entry.surge *= math.exp(-(now - entry.at) / (SURGE_WINDOWS * self.window_s))
-        entry.at = now
+        self._fade(entry, now)
         if isinstance(count, AdapterQueueing):
             self._note_asked(count.lora_id, now)
         for name, amount in grown:
@@ -313,6 +334,43 @@ class DemandBook:
         self._open_wants.pop(lora_id, None)
         self._sums.pop(lora_id, None)
         self._asked_at.pop(lora_id, None)
+
+    def follow_names(self, current: Mapping[str, str]) -> None:
+        """Let demand follow published names: one whose version has changed takes the demand of the version before.
+
+        A version that is superseded begins at zero again: it has the demand of those who still ask for it alone. So a
+        name with ten versions is one hot adapter and not ten.
+
+        current  published name -> lora_id of the version that its requests get; names that are missing are forgotten
+        """
+        for name, lora_id in current.items():
+            before = self._current_versions.get(name, lora_id)
+            if before != lora_id:
+                self._hand_over(before, lora_id)
+        self._current_versions = dict(current)
+
+    def _hand_over(self, before: str, after: str) -> None:
+        """Move one adapter's rates to another. Totals stay: they say which version was asked."""
+        given = self._sums.get(before)
+        if given is None:
+            return
+        taken = self._sums.setdefault(after, _AdapterSums(given.at))
+        at = max(given.at, taken.at)
+        self._fade(given, at)
+        self._fade(taken, at)
+        taken.weighted = [a + b for a, b in zip(taken.weighted, given.weighted, strict=True)]
+        taken.habit, taken.surge = taken.habit + given.habit, taken.surge + given.surge
+        given.weighted = [0.0] * len(_TRAFFIC_FIELDS)
+        given.habit = given.surge = 0.0
+
+    def _fade(self, entry: _AdapterSums, at: float) -> None:
+        """Bring an adapter's weighted sums to a later time."""
+        over_s = at - entry.at
+        fade = math.exp(-over_s / self.window_s)
+        entry.weighted = [amount * fade for amount in entry.weighted]
+        entry.habit *= math.exp(-over_s / (HABIT_WINDOWS * self.window_s))
+        entry.surge *= math.exp(-over_s / (SURGE_WINDOWS * self.window_s))
+        entry.at = at
 
     def request_rate(self, lora_id: str, now: float) -> float:
         """The adapter's requests per second, recent ones weighted most."""

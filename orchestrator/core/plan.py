@@ -3,13 +3,21 @@
 An adapter is unloaded only where `place` names it with a reason, and only after it has drained there.
 """
 
+import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.core.demand import RouterCounts
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
-from orchestrator.core.state import DesiredPlacement, ObservedFleet, ObservedWorker, Pair, PlacementPolicy
+from orchestrator.core.state import (
+    DesiredPlacement,
+    ObservedFleet,
+    ObservedWorker,
+    Pair,
+    PlacementPolicy,
+)
 
 Operation = Literal["inspect", "load", "drain", "unload"]
 
@@ -112,7 +120,7 @@ def diff(
     ]
     busy = dict(observed.busy)
     actions += _unload_actions(desired, observed, drained, policy, busy, now)
-    actions += _load_actions(desired, observed, drained, policy, busy)
+    actions += _load_actions(desired, observed, drained, policy, busy, now)
     actions += [
         WorkerAction(
             operation="drain", lora_id="", worker_id=worker_id, reason="asked to drain; nothing is left to move"
@@ -154,15 +162,29 @@ def _unload_actions(
     return actions
 
 
+def workers_at_once(workers: int) -> int:
+    """The workers of a base model that load one adapter at once, of so many that serve: half of them, or the one."""
+    return max(1, math.ceil(workers / 2))
+
+
 def _load_actions(
     desired: DesiredPlacement,
     observed: ObservedFleet,
     drained: Mapping[Pair, bool],
     policy: PlacementPolicy,
     busy: dict[str, int],
+    now: float,
 ) -> list[WorkerAction]:
-    """Loads that have a slot or a drained victim, within the budgets. Adds them to the counts in `busy`."""
+    """Loads that have a slot or a drained victim, within the budgets. Adds them to the counts in `busy`.
+
+    An adapter is loaded on half of its base model's workers at once, since they stall meanwhile. A load that takes
+    longer than `load_spread_s` holds the others up no more.
+    """
     actions: list[WorkerAction] = []
+    peers = Counter(worker.base_model for worker in observed.workers.values() if worker.state == "ready")
+    loading = Counter(
+        lora_id for (lora_id, _), began_at in observed.load_began.items() if now - began_at < policy.load_spread_s
+    )
     left = policy.loads_fleet_wide - observed.loads_in_flight
     free = {worker_id: worker.slots - worker.occupied_slots for worker_id, worker in observed.workers.items()}
     for step in desired.loads:
@@ -171,11 +193,16 @@ def _load_actions(
         has_slot = free[step.worker_id] > 0
         if not has_slot and (step.evict is None or not drained.get((step.evict, step.worker_id))):
             continue
-        is_warming = observed.workers[step.worker_id].state == WARMING
+        worker = observed.workers[step.worker_id]
+        is_warming = worker.state == WARMING
+        is_spread = policy.load_spread_s > 0 and not is_warming
+        if is_spread and loading[step.lora_id] >= workers_at_once(peers[worker.base_model]):
+            continue
         most = max(LOADS_AT_ONCE, policy.loads_per_worker) if is_warming else policy.loads_per_worker
         if busy.get(step.worker_id, 0) < most:
             busy[step.worker_id] = busy.get(step.worker_id, 0) + 1
             left -= 1
+            loading[step.lora_id] += 1
             free[step.worker_id] -= has_slot
             actions.append(
                 WorkerAction(

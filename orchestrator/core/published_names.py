@@ -155,6 +155,11 @@ def is_unused(record: PublishedName, last_asked_at: float | None, policy: Placem
     return bool(policy.unused_name_s) and now - used_at >= policy.unused_name_s
 
 
+def current_versions(names: Iterable[str], aliases: Mapping[str, Targets]) -> dict[str, str]:
+    """Published name -> lora_id of the version that its requests get, of the names that have one."""
+    return {name: aliases[name][0][0] for name in names if aliases.get(name)}
+
+
 def meant_workers(
     workers: Iterable[ObservedWorker], base_model: str | None, rank: int, replicas: int | None
 ) -> tuple[frozenset[str], int]:

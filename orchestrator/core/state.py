@@ -69,6 +69,7 @@ class PlacementPolicy:
     reserve_slots: int = 0
     loads_per_worker: int = 1
     loads_fleet_wide: int = 16
+    load_spread_s: float = 2.0
     min_residency_s: float = 10.0
     drain_deadline_s: float = 30.0
     failure_expiry_s: float = 60.0
@@ -302,6 +303,8 @@ class ObservedFleet:
     inspecting: Mapping[str, str] = field(default_factory=dict)
     """lora_id -> worker_id that fetches and verifies it now"""
     loads_in_flight: int = 0
+    load_began: Mapping[Pair, float] = field(default_factory=dict)
+    """(lora_id, worker_id) of each load in progress -> since when"""
     reserve_victims: Mapping[Pair, str] = field(default_factory=dict)
     """(lora_id, worker_id) that leaves once drained -> adapter whose load took the reserve slot instead of waiting"""
     loading_victims: frozenset[Pair] = frozenset()

@@ -63,7 +63,12 @@ class FleetQueries:
             loading_victims=operations.loading_victims,
             digests=self.digest,
         )
-        return replace(observed, memory=self.last_pass.desired.memory, load_figures=self.load_figures())
+        return replace(
+            observed,
+            memory=self.last_pass.desired.memory,
+            load_figures=self.load_figures(),
+            load_began=dict(operations.load_began),
+        )
 
     def load_figures(self) -> LoadFigures:
         """Duration of the last loads by their bytes: as measured here, else as agents report; else a guess."""

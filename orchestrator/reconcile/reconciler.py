@@ -22,7 +22,7 @@ from orchestrator.core.placement.place import place
 from orchestrator.core.placement.pools import RouterQueues
 from orchestrator.core.placement.warm_up import warm_up_loads
 from orchestrator.core.plan import WorkerAction, diff, is_drained, required_drains
-from orchestrator.core.published_names import with_published_floors
+from orchestrator.core.published_names import current_versions, with_published_floors
 from orchestrator.core.state import (
     DesiredPlacement,
     DrainProgress,
@@ -300,8 +300,14 @@ class Reconciler:
         return self.is_settled and has_settled and self.store.is_caught_up
 
     def _next_pass_s(self) -> float:
-        """Seconds until the next pass: the interval, the end of `settle_s`, or the next probe of a silent worker."""
+        """Seconds until the next pass.
+
+        That is the interval, the end of `settle_s`, the next probe of a silent worker, or when a load holds up no
+        others any more.
+        """
         waits = [self.settings.pass_interval_s]
+        spread_until = [at + self.store.rules.load_spread_s for at in self.operations.load_began.values()]
+        waits += [until - self._clock() for until in spread_until if until > self._clock()]
         settled_in = max(self._started_at, self._term_began_at) + self.settings.settle_s - self._clock()
         silent_in = self.reports.next_probe_in_s(self.settings.probe_after_s)
         waits += [settled_in] if settled_in > 0 else []
@@ -359,6 +365,7 @@ class Reconciler:
         self.demand.window_s = self.store.rules.demand_window_s
         intent = self._wanted_intent(observed)
         self.demand.keep_asked_s = longest_ttl_s(intent, self.store.rules)
+        self.demand.follow_names(current_versions(self.store.published, self.store.aliases))
         demand = self.demand.snapshot(now)
         desired = place(intent, observed, demand, self.store.rules, now)
         warming = warm_up_loads(intent, observed, demand, self.store.rules, now)

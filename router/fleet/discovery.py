@@ -206,6 +206,10 @@ class Discovery:
         """Whether the adapters are known: by a catalog, or without an orchestrator by the workers' reports."""
         return self._catalog.is_known or self._has_heard_engines
 
+    def is_registered(self, lora_id: str) -> bool:
+        """Whether the adapter is in the catalog, or an engine lists it; true for all while no catalog is known."""
+        return not self.has_catalog or lora_id in self.fleet.adapters
+
     @property
     def confirmed_at(self) -> float | None:
         """When the orchestrator last confirmed the catalog in force; None before the first time."""

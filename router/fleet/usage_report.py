@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from lorafleet.identity import lora_id_of
 from orchestrator.wire import AdapterHold, AdapterUse, UsageReport
 from router.core.kv.index import WorkerId
 from router.core.schedule.load import LoadBook
@@ -14,6 +15,8 @@ from router.fleet.traffic import TrafficLog
 
 # Unused entries are dropped after this time. Demand is computed from the last minute.
 _FORGET_AFTER_S = 900.0
+# Those of adapters that were deleted: a trainer's old versions would make each report longer for a quarter of an hour.
+_FORGET_DELETED_AFTER_S = 30.0
 
 
 @dataclass(slots=True)
@@ -88,9 +91,13 @@ class HeldRequests:
         if lora_id:
             self._counts_of(lora_id, now).sheds += 1
 
-    def report(self, now: float) -> tuple[AdapterHold, ...]:
-        """All counts so far; drops adapters that were unused for 15 minutes."""
-        old = [name for name, hold in self._holds.items() if not hold.waiting and now - hold.last_at > _FORGET_AFTER_S]
+    def report(self, now: float, is_registered: Callable[[str], bool] = lambda _: True) -> tuple[AdapterHold, ...]:
+        """All counts so far; drops adapters that were unused for 15 minutes, or that were deleted."""
+        old = [
+            name
+            for name, hold in self._holds.items()
+            if not hold.waiting and now - hold.last_at > _kept_s(is_registered(name))
+        ]
         for lora_id in old:
             del self._holds[lora_id]
         return tuple(
@@ -110,6 +117,7 @@ class UsageCounts:
     """Cumulative counts per (worker, engine name) since this router's boot.
 
     waits_s, running_in_pause  as in wire.UsageReport
+    is_registered              whether a lora_id is in the catalog
     """
 
     router_id: str
@@ -118,6 +126,7 @@ class UsageCounts:
     traffic: TrafficLog = field(default_factory=TrafficLog)
     waits_s: Callable[[], Mapping[WorkerId, float]] = dict
     running_in_pause: Callable[[], Mapping[str, int]] = dict
+    is_registered: Callable[[str], bool] = lambda _: True
     boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _uses: dict[tuple[WorkerId, str], UseCounts] = field(default_factory=dict)
     _seq: "itertools.count[int]" = field(default_factory=itertools.count)
@@ -138,14 +147,16 @@ class UsageCounts:
             del self._uses[key]
 
     def report(self, revision_seen: int, now: float, *, is_last: bool = False) -> UsageReport:
-        """All counts so far, numbered; drops entries that were unused for 15 minutes. `is_last`: the router stops.
+        """All counts so far, numbered; drops entries that were unused for 15 minutes, and soon those of deleted
+        adapters. `is_last`: the router stops.
 
         The receiver takes differences, so a lost report loses nothing.
         """
         in_flight = {(worker, name): count for worker, name, count in self.load.counts_by_name()}
         # An entry that is dropped and used again starts at zero, as a new one does.
         for key, use in list(self._uses.items()):
-            if key not in in_flight and now - max(use.last_at, use.ended_at) > _FORGET_AFTER_S:
+            kept_s = _kept_s(self.is_registered(lora_id_of(key[1])))
+            if key not in in_flight and now - max(use.last_at, use.ended_at) > kept_s:
                 del self._uses[key]
         uses = tuple(
             AdapterUse(
@@ -169,13 +180,18 @@ class UsageCounts:
             seq=next(self._seq),
             revision_seen=revision_seen,
             uses=uses,
-            holds=self.holds.report(now),
+            holds=self.holds.report(now, self.is_registered),
             waits_s={str(worker): round(wait_s, 3) for worker, wait_s in self.waits_s().items()},
             is_last=is_last,
             traffic=self.traffic.batches(now, is_last=is_last),
             now=self.traffic.now_of(),
             running_in_pause=dict(self.running_in_pause()),
         )
+
+
+def _kept_s(is_registered: bool) -> float:
+    """Seconds for which an adapter's unused counts are kept."""
+    return _FORGET_AFTER_S if is_registered else _FORGET_DELETED_AFTER_S
 
 
 async def send_usage(

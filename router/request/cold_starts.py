@@ -187,7 +187,8 @@ class ColdStarts:
             wanted[lora_id] -= 1
             if not wanted[lora_id]:
                 del wanted[lora_id]
-                if not start.task.done() and self.tenant_adapters < inf:
+                is_given_up = not start.task.done() and self.resident(lora_id) is None
+                if is_given_up and self.tenant_adapters < inf:
                     self.recently_wanted.setdefault(tenant, {})[lora_id] = self.clock() + _WANTED_FOR_S
             if not wanted:
                 del self.wanted[tenant]
@@ -212,13 +213,13 @@ class ColdStarts:
     def _loading_for(self, tenant: str) -> set[str]:
         """Adapters that are being loaded for a tenant, also those that it no longer waits for.
 
-        Forgets old ones of these.
+        Of these it forgets old ones, those that are loaded, and those that were deleted.
         """
-        now = self.clock()
+        now, registered = self.clock(), self.discovery.fleet.adapters
         left = {
             lora_id: until
             for lora_id, until in self.recently_wanted.pop(tenant, {}).items()
-            if until > now and self.resident(lora_id) is None
+            if until > now and lora_id in registered and self.resident(lora_id) is None
         }
         if left:
             self.recently_wanted[tenant] = left

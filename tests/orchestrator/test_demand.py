@@ -1,5 +1,6 @@
 """Demand: what routers report becomes rates, whatever is lost, repeated or late."""
 
+import pickle
 from dataclasses import replace
 from random import Random
 
@@ -193,3 +194,62 @@ def test_a_want_that_is_not_repeated_counts_as_abandoned():
     book.mark_abandoned("never asked for")
     assert book.open_wants(31.0).keys() == {"a"}
     assert ABANDONED_AFTER_S > 2 * ENSURE_REPEAT_S
+
+
+def figures(book, now):
+    """Of every adapter: rates, work, habits and surges, summed."""
+    seen = book.snapshot(now)
+    return [sum(part.values()) for part in (seen.rates, seen.work, seen.habits, seen.surges)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 9)), max_size=20))
+def test_demand_follows_a_published_name_and_none_is_lost_or_made(publishes):
+    """(the version that the name points at, seconds until then, requests a second meanwhile) of each publish."""
+    named, unnamed = DemandBook(), DemandBook()
+    counts, now, current = [0, 0, 0, 0], 1.0, "n/v0"
+    for book in (named, unnamed):
+        book.record_report("r0", "b0", 0, 0, [], now)
+    named.follow_names({"n": current})
+    for seq, (version, seconds, rate) in enumerate(publishes, 1):
+        now += seconds
+        counts[int(current[-1])] += rate * seconds
+        uses = [use(count, lora_id=f"n/v{i}", work_s=count / 10) for i, count in enumerate(counts) if count]
+        for book in (named, unnamed):
+            book.record_report("r0", "b0", seq, 0, uses, now)
+        current = f"n/v{version}"
+        named.follow_names({"n": current})
+        assert figures(named, now) == pytest.approx(figures(unnamed, now))
+        hot = [lora_id for lora_id, per_s in named.snapshot(now).rates.items() if per_s > 1e-9]
+        assert set(hot) <= {current}
+        assert [named.traffic_totals(f"n/v{i}").requests for i in range(4)] == pytest.approx(counts), "who was asked"
+
+
+def test_a_superseded_version_has_the_demand_of_those_who_still_ask_for_it():
+    book = DemandBook()
+    heard(book, *range(1, 100))
+    book.follow_names({"n": "a"})
+    book.follow_names({"n": "b"})
+    assert (book.request_rate("a", 99.0), book.request_rate("b", 99.0)) == (0.0, pytest.approx(3, rel=0.1))
+    heard(book, *range(100, 400))
+    assert book.request_rate("a", 399.0) == pytest.approx(3, rel=0.05)
+    assert book.request_rate("b", 399.0) < 0.05
+    book.follow_names({})
+    book.follow_names({"n": "b"})
+    assert book.request_rate("a", 399.0) == pytest.approx(3, rel=0.05), "a name that is new hands nothing over"
+
+
+def test_thousands_of_versions_leave_nothing_behind():
+    book, size = DemandBook(), {}
+    for version in range(4_000):
+        now, lora_id = 5.0 * version, f"n/v{version}"
+        recent = [use(3, lora_id=f"n/v{v}", last_dispatch_age_s=5.0) for v in range(max(0, version - 5), version + 1)]
+        book.record_report("r0", "b0", version, 0, recent, now, holds=[AdapterQueueing(lora_id=lora_id, held=1)])
+        book.add_want(lora_id, WantedReplicas(replicas=1, since=now), now + 60)
+        book.follow_names({"n": lora_id})
+        if version >= 5:
+            book.forget_adapter(f"n/v{version - 5}")
+        if version % 100 == 0:
+            book.snapshot(now)
+            size[version] = len(pickle.dumps(book))
+    later = [bytes_ for version, bytes_ in size.items() if version > 2000]
+    assert max(later) < 1.2 * max(bytes_ for version, bytes_ in size.items() if version <= 2000)

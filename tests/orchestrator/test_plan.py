@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.core.demand import AdapterUsage, DemandBook
-from orchestrator.core.plan import AdapterDrain, diff, is_drained
+from orchestrator.core.plan import AdapterDrain, diff, is_drained, workers_at_once
 from orchestrator.core.state import (
     DesiredPlacement,
     ObservedFleet,
@@ -13,6 +15,7 @@ from orchestrator.core.state import (
     PlacementPolicy,
     PlannedLoad,
     PlannedRemoval,
+    ReportedAdapter,
 )
 
 MARK = AdapterDrain(
@@ -90,8 +93,8 @@ def many(count, worker_id="w0"):
     return tuple(PlannedLoad(lora_id=f"a{i}", worker_id=worker_id, reason="wanted") for i in range(count))
 
 
-def started(loads, observed, rules):
-    actions = diff(DesiredPlacement(loads=loads), observed, {}, rules, 0, 0.0)
+def started(loads, observed, rules, now=0.0):
+    actions = diff(DesiredPlacement(loads=loads), observed, {}, rules, 0, now)
     return [action.worker_id for action in actions]
 
 
@@ -109,6 +112,45 @@ def test_the_fleet_gets_loads_within_its_remaining_budget():
     assert (
         len(started(loads, ObservedFleet(workers=workers, loads_in_flight=3), PlacementPolicy(loads_fleet_wide=4))) == 1
     )
+
+
+@given(st.integers(1, 12), st.sets(st.integers(0, 11)))
+def test_workers_that_serve_do_not_all_load_one_adapter_at_once_and_all_have_it_after_two_waves(n, holders):
+    at_once = workers_at_once(n)
+    assert at_once < n or n == 1
+    held = ReportedAdapter(lora_id="a", digest="d" * 64, engine_name="a@dddddddddddd", state="ready")
+    workers = {f"w{i}": replace(IDLE, id=f"w{i}", adapters={"a": held} if i in holders else {}) for i in range(n)}
+    missing = [name for name, worker in workers.items() if not worker.adapters]
+    rules, waves = PlacementPolicy(load_spread_s=2.0, loads_fleet_wide=100), 0
+    while missing:
+        loads = tuple(PlannedLoad(lora_id="a", worker_id=name, reason="meant for all") for name in missing)
+        wave = started(loads, ObservedFleet(workers=workers), rules)
+        assert 0 < len(wave) <= at_once
+        # Passes while they load start no more than the rest of the wave; after `load_spread_s` they start all.
+        during = ObservedFleet(
+            workers=workers,
+            busy=dict.fromkeys(wave, 1),
+            load_began=dict.fromkeys([("a", name) for name in wave], 10.0),
+        )
+        assert len(wave) + len(started(loads, during, rules, now=11.9)) <= at_once
+        assert len(wave) + len(started(loads, during, rules, now=12.1)) in (len(missing), len(wave) + at_once)
+        for name in wave:
+            workers[name] = replace(workers[name], adapters={"a": held})
+        missing = [name for name in missing if name not in wave]
+        waves += 1
+    assert waves <= 2
+
+
+def test_loads_are_not_spread_where_the_policy_says_so():
+    workers = {f"w{i}": replace(IDLE, id=f"w{i}") for i in range(4)}
+    loads = tuple(PlannedLoad(lora_id="a", worker_id=name, reason="meant for all") for name in workers)
+    assert len(started(loads, ObservedFleet(workers=workers), PlacementPolicy(load_spread_s=0))) == 4
+
+
+def test_a_worker_that_serves_nobody_yet_loads_its_share_at_once():
+    warming = {f"w{i}": replace(IDLE, id=f"w{i}", state="warming") for i in range(4)}
+    loads = tuple(PlannedLoad(lora_id="a", worker_id=name, reason="its share") for name in warming)
+    assert len(started(loads, ObservedFleet(workers=warming), PlacementPolicy())) == 4
 
 
 def test_a_removal_is_drained_first_and_unloaded_only_then():

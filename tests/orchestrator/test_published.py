@@ -95,6 +95,7 @@ async def test_name_stays_at_its_version_until_the_next_is_ready_on_all_workers(
     while "policy/v2" not in fleet.agents["w0"].loaded:
         await fleet.beat()
         fleet.reconciler.run_pass()
+        fleet.clock.now += 0.2  # a slow worker holds the other up for two seconds
         await asyncio.wait([call], timeout=0.01)
 
     assert not call.done()

@@ -902,3 +902,20 @@ async def test_an_adapter_whose_base_model_is_still_inspected_is_waited_for():
         answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
         assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, "w0"), answer.text
     assert control.ensured == ["sql/v1"]
+
+
+async def test_deleted_and_loaded_adapters_are_not_being_loaded_for_a_tenant():
+    async def placed(control, lora_id):
+        control.residents["w0"] = [lora_id]
+        return loading(lora_id, ready=["w0"], loading=[], state="ready")
+
+    control = AgentDouble(ensure=placed)
+    async with fleet(EngineDouble("w0"), control=control) as (client, _, parts):
+        parts.cold_starts.tenant_adapters = 2
+        for version in range(8):
+            control.adapters.clear()
+            control.residents.clear()
+            control.add_adapter(f"run/v{version}")
+            control.tell()
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "model": f"run/v{version}"})
+            assert answer.status_code == 200, answer.text

@@ -199,3 +199,18 @@ async def test_a_router_that_stops_says_so_in_its_last_report():
     last = control.usage[-1]
     assert (last["is_last"], [use["in_flight"] for use in last["uses"]]) == (True, [0])
     assert last["seq"] > control.usage[-2]["seq"]
+
+
+def test_a_trainers_old_versions_do_not_make_reports_longer():
+    usage = UsageCounts("r", LoadBook(), is_registered=lambda lora_id: lora_id == "run/v3999")
+    longest = 0
+    for version in range(4_000):
+        now = float(version)
+        usage.record_dispatch("w0", f"run/v{version}@{version:012}", 5, now).record_end(1.0, 2, 0.1, now, False)
+        usage.holds.record_hold(f"run/v{version}", 0.1, now)
+        report = usage.report(1, now)
+        assert report.uses[-1].requests == 1, "each version is reported at least once"
+        longest = max(longest, len(report.uses), len(report.holds))
+    assert longest <= 32
+    left = usage.report(1, 4_800.0)
+    assert [use.engine_name[:9] for use in left.uses] == ["run/v3999"], "a registered one is kept longer"
