@@ -214,6 +214,16 @@ async def test_only_an_admin_pauses_the_whole_fleet_and_a_tenant_ends_no_other_p
     assert (await held).status_code == 200
 
 
+async def test_the_command_line_lists_pauses_and_ends_one(fleet):
+    await _pause(fleet, "acme", mode="keep")
+    status, output = await fleet.cli("pauses", "list")
+    assert (status, "tenant acme" in output, "keep" in output) == (0, True, True), output
+    status, output = await fleet.cli("pauses", "end", "--tenant", "acme")
+    assert (status, "ended: tenant acme" in output) == (0, True), output
+    status, output = await fleet.cli("pauses", "end", "--tenant", "acme")
+    assert (status, "nothing was paused" in output) == (0, True), output
+
+
 async def test_sglangs_words_pause_and_continue_and_a_wrong_mode_is_refused_with_the_right_ones(fleet):
     router, key = fleet.routers[0], _as(fleet, "acme")
     told = await router.post("/pause_generation", json={"mode": "in_place"}, headers=key)
