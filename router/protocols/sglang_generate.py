@@ -82,7 +82,7 @@ class GenerateBatch:
     items     bodies of `/v1/completions` as JSON, in order; some with a `lora_id`
     names     each item's id in the answer; empty takes the engine's
     is_list   whether the answer is a list
-    natives   each item in SGLang's own form, without its adapter
+    natives   each item in SGLang's own form, without its prompt and adapter
     logprobs  the log-probabilities that each item's answer has; None: none
     """
 
@@ -119,11 +119,10 @@ def split_batch(body: bytes) -> GenerateBatch:
     shared = {name: body_fields[name] for name in _SHARED_FIELDS - {"stream"} if body_fields.get(name) is not None}
     logprobs = sglang_logprobs.logprobs_requests(body_fields, count, is_list=is_list)
     own = {name: shared[name] for name in _NATIVE_SHARED if name in shared}
-    prompt_field = "text" if body_fields.get("input_ids") is None else "input_ids"
     items, natives = [], []
     for prompt, adapter, sampling, wanted in zip(prompts, adapters, params, logprobs, strict=True):
         item = shared | {"prompt": prompt, "return_token_ids": True} | completion_params(sampling or {})
-        native = own | {prompt_field: prompt, "sampling_params": sampling or {}, "stream": is_streamed}
+        native = own | {"sampling_params": sampling or {}, "stream": is_streamed}
         if wanted is not None:
             item |= wanted.completion_fields()
             native |= wanted.native_fields()

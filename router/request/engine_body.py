@@ -206,10 +206,13 @@ def sglang_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> 
     return msgspec.json.encode(_with_options(body, model, options))
 
 
-def sglang_native_body(native: Mapping[str, object], adapter: str, request_id: str) -> bytes:
-    """The body of SGLang's own `/generate`, which selects an adapter by `lora_path`; empty: the base model."""
-    chosen = {"lora_path": adapter} if adapter else {}
-    return msgspec.json.encode({**native, "rid": request_id, **chosen})
+def sglang_native_body(native: Mapping[str, object], prompt: msgspec.Raw, adapter: str, request_id: str) -> bytes:
+    """The body of SGLang's own `/generate`, which selects an adapter by `lora_path`; empty: the base model.
+
+    prompt  a text or token ids, as JSON
+    """
+    own = {"text" if bytes(prompt).lstrip().startswith(b'"') else "input_ids": prompt, "rid": request_id}
+    return msgspec.json.encode({**native, **own, **({"lora_path": adapter} if adapter else {})})
 
 
 def sgl_jax_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> bytes:

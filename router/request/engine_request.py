@@ -107,7 +107,7 @@ def engine_request(
         if replica.dialect == "sglang":
             route = SGLANG_ITEM
             request = msgspec.structs.replace(request, target=route.path.encode())
-            body = sglang_native_body(native, routing.engine_name, request.request_id)
+            body = sglang_native_body(native, request.fields["prompt"], routing.engine_name, request.request_id)
             head = endpoint.request(request, body, dispatched.decision.rank)
             return EngineRequest(route, endpoint.origin, head, model, routing.engine_name, replica.id, request.streamed)
         check_for_completions(native, replica.dialect)

@@ -40,7 +40,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
                  different ones, see `completion_batch`
     adapter_field  the body's field that has it: `lora_id` or `lora_path`
     names_weights  the answer names the weights that made it, as its `system_fingerprint`
-    native       an item of `/generate` in SGLang's own form, without its adapter; None: another request
+    native       an item of `/generate` in SGLang's own form, without its prompt and adapter; None: another request
     """
 
     request_id: str

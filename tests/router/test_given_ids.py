@@ -116,9 +116,11 @@ def test_what_routing_needs_is_read_from_the_sampling_parameters_and_orders_are_
 
 
 def test_sglangs_own_body_chooses_the_adapter_by_its_engine_name():
-    native = {"text": "x", "sampling_params": {}}
-    assert json.loads(sglang_native_body(native, "m@1", "r-0")) == native | {"rid": "r-0", "lora_path": "m@1"}
-    assert "lora_path" not in json.loads(sglang_native_body(native, "", "r-0"))
+    native, rid = {"sampling_params": {}}, {"rid": "r-0"}
+    text, ids = msgspec.Raw(b'"x"'), msgspec.Raw(b"[1,2]")
+    chosen = {"text": "x", "lora_path": "m@1"}
+    assert json.loads(sglang_native_body(native, text, "m@1", "r-0")) == native | rid | chosen
+    assert json.loads(sglang_native_body(native, ids, "", "r-0")) == native | rid | {"input_ids": [1, 2]}
 
 
 @pytest.mark.parametrize(
