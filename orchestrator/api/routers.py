@@ -21,6 +21,9 @@ from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.wire import AdapterHold, AdapterUse, Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
 
+_READS_REFRESH_EVERY_S = 0.1
+"""Routers' reads look for changes that no event told at most this often, all routers together."""
+
 
 class EventStream(StreamingResponse):
     """The response class that the API documentation shows for server-sent events."""
@@ -104,7 +107,8 @@ def router_routes(
         """
         if router_id and request.state.caller.may("load"):  # others may read, and are not waited for
             reconciler.confirmations.record_read(router_id, revision_seen)
-        reconciler.queries.refresh_catalog()
+        # Changes of intent are in it already.
+        reconciler.queries.refresh_catalog(unless_within_s=_READS_REFRESH_EVERY_S if router_id else 0.0)
         headers = {"etag": f'"{catalog.revision}"', "cache-control": "no-cache"}
         seen = {tag.strip().removeprefix("W/") for tag in (if_none_match or "").split(",")}
         if headers["etag"] in seen:

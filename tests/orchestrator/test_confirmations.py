@@ -137,3 +137,12 @@ async def test_reports_keep_a_router_that_reads_rarely_in_mind(service, clock):
     assert service.reconciler.confirmations.missing(10**15) == ["r0"]
     await service.usage(0, router_id="of-an-older-version", seq=1)
     assert service.reconciler.confirmations.missing(10**15) == ["r0"], "it confirms nothing by reading"
+
+
+async def test_reads_of_many_routers_look_for_untold_changes_ten_times_a_second_in_all(service, clock):
+    before = (await read_as(service, "r0")).json()["revision"]
+    service.store.put_adapter(RegisteredAdapter(lora_id="sql/v1", source="file:///x"))  # and nobody is told
+    for router in range(5):
+        assert (await read_as(service, f"r{router}", before)).json()["revision"] == before
+    clock.now += 0.11
+    assert (await read_as(service, "r0", before)).json()["revision"] > before
