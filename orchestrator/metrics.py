@@ -62,6 +62,26 @@ class OrchestratorMetrics:
             "lorafleet_orchestrator_leading", "1 while this orchestrator holds the lease", registry=self.registry
         )
         self.epoch = Gauge("lorafleet_orchestrator_epoch", "The epoch of our last term", registry=self.registry)
+        self.publishes = Counter(
+            "lorafleet_orchestrator_publishes",
+            "Publishes of names, by outcome: new, same (bytes that the name had), unfinished, refused, failed",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.publish_seconds = Histogram(
+            "lorafleet_orchestrator_publish_seconds",
+            "Duration of publishes that ended well, until every router went by them",
+            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+            registry=self.registry,
+        )
+        self.published_names = Gauge(
+            "lorafleet_orchestrator_published_names", "Published names", registry=self.registry
+        )
+        self.published_versions = Gauge(
+            "lorafleet_orchestrator_published_versions",
+            "Versions of published names that are kept",
+            registry=self.registry,
+        )
         self.frozen = Gauge(
             "lorafleet_orchestrator_frozen", "1 while the churn limiter freezes moves", registry=self.registry
         )

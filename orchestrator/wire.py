@@ -747,6 +747,27 @@ class RecordedAlias(_OrchestratorModel):
     targets: tuple[AliasTarget, ...] = Field(min_length=1, max_length=16)
 
 
+class RecordedVersion(_OrchestratorModel):
+    """A version of a published name in a fleet's record."""
+
+    lora_id: LoraId
+    version: int = Field(ge=1)
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class RecordedName(_OrchestratorModel):
+    """A published name in a fleet's record. Its alias and its versions are recorded as any others, too."""
+
+    name: LoraId
+    tenant: str | None = None
+    next_version: int = Field(default=1, ge=1)
+    versions: tuple[RecordedVersion, ...] = Field(default=(), max_length=10_000)
+    replicas: int | None = Field(default=None, ge=1, description="null: all workers")
+    keep_versions: int | None = Field(default=None, ge=1, le=MOST_VERSIONS)
+    max_staleness_s: float | None = Field(default=None, ge=0)
+    shadows_base: bool = False
+
+
 class FleetRecord(_OrchestratorModel):
     """`GET /v1/export`: a fleet's intent as one document. `revision`: of the fleet that wrote it.
 
@@ -755,6 +776,7 @@ class FleetRecord(_OrchestratorModel):
 
     adapters: tuple[RecordedAdapter, ...] = Field(default=(), max_length=20_000)
     aliases: tuple[RecordedAlias, ...] = Field(default=(), max_length=20_000)
+    published: tuple[RecordedName, ...] = Field(default=(), max_length=20_000)
     policy: Policy | None = None
     revision: int = 0
     wire: int = WIRE
@@ -774,6 +796,7 @@ def _known_fields(value: object, model: type[BaseModel]) -> object:
 
 
 RecordPart = Literal["adapters", "aliases", "policy"]
+"""Published names go with the aliases: each of them is one."""
 
 
 class ImportRequest(_PersonWrittenModel):
@@ -800,7 +823,8 @@ class ImportRequest(_PersonWrittenModel):
         for adapter in self.record.adapters:
             if adapter.secret_ref is not None and not adapter.source.startswith(_WITH_SECRETS):
                 raise ValueError(f"{adapter.lora_id}: secret_ref counts for hf:// and https:// sources")
-        for rows in ([adapter.lora_id for adapter in self.record.adapters], [a.name for a in self.record.aliases]):
+        names = [adapter.lora_id for adapter in self.record.adapters], [alias.name for alias in self.record.aliases]
+        for rows in (*names, [name.name for name in self.record.published]):
             if len(set(rows)) < len(rows):
                 twice = next(name for name in rows if rows.count(name) > 1)
                 raise ValueError(f"{twice!r} is in the record twice; expected once")
@@ -810,6 +834,7 @@ class ImportRequest(_PersonWrittenModel):
 class RecordChange(_OrchestratorModel):
     """One difference between this fleet and a record.
 
+    is_published  of an alias: the published name of this name, with its versions and retention
     fields  field -> [here, in the record]
     reason  why it is removed, or why it is blocked: then nothing is changed
     """
@@ -817,6 +842,7 @@ class RecordChange(_OrchestratorModel):
     subject: Literal["adapter", "alias", "policy"]
     name: str
     change: Literal["add", "change", "remove", "blocked"]
+    is_published: bool = False
     fields: dict[str, list[Any]] = {}
     reason: str = ""
 

@@ -62,7 +62,7 @@ def build_router(
         adapter_routes(keys, registry, reconciler, views),
         rollout_routes(keys, registry, reconciler),
         alias_routes(keys, registry, reconciler),
-        published_routes(keys, reconciler.store, NamePublisher(registry, reconciler, clock=clock, wall=wall)),
+        published_routes(keys, reconciler.store, NamePublisher(registry, reconciler, metrics, clock=clock, wall=wall)),
         policy_routes(keys, registry, reconciler),
         history_routes(keys, reconciler.store),
         heartbeat_routes(keys, reconciler),

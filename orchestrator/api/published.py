@@ -45,6 +45,7 @@ def published_routes(keys: ApiKeys, store: IntentStore, publisher: NamePublisher
         The bytes are copied: their place is not read again. The same bytes again answer at once. On an error the name
         is as it was.
         """
+        publisher.require_own_bytes(spec, caller)
         return await publisher.publish(caller.whole_name(name), spec, caller)
 
     @api.get("/v1/published/{name:path}", dependencies=read)

@@ -62,7 +62,7 @@ def record_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
             relay.require_peer(ask.from_fleet)
         if dry_run:
             return ImportAnswer(changes=tuple(differences(store, ask)))
-        changes = import_record(ask, store, registry, actor)
+        changes = import_record(ask, store, registry, reconciler.retention, actor)
         if changes:
             await reconciler.publish_change(*filter(None, map(_subject, changes)))
         return ImportAnswer(changes=tuple(changes), is_done=True)
@@ -109,4 +109,6 @@ def _subject(change: RecordChange) -> Subject | None:
         return None
     if change.subject == "policy":
         return "policy", ""
+    if change.is_published:
+        return "published", change.name
     return ("adapters" if change.subject == "adapter" else "aliases"), change.name

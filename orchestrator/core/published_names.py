@@ -108,6 +108,31 @@ def after_deletion(record: PublishedName, now: float) -> PublishedName:
     return replace(record, versions=tuple(map(after, record.versions)), deleted_at=now)
 
 
+def taken_over(
+    theirs: PublishedName, here: PublishedName | None, targets: Targets, registered: Container[str], now: float
+) -> PublishedName:
+    """Another fleet's published name as this fleet keeps it: with the versions that are registered here.
+
+    here     the name as it is here; None: it is new
+    targets  what the name's alias points at here
+    """
+    known = {version.lora_id: version for version in (here.versions if here is not None else ())}
+    current = {lora_id for lora_id, _ in targets}
+
+    def version_here(version: NameVersion) -> NameVersion:
+        """The version as it is here, or as one that the name has had here since now."""
+        superseded_at = None if version.lora_id in current else now
+        fresh = replace(version, registered_at=now, pointed_at=now, superseded_at=superseded_at)
+        return known.get(version.lora_id, fresh)
+
+    versions = tuple(version_here(version) for version in theirs.versions if version.lora_id in registered)
+    numbers = [theirs.next_number, 1 if here is None else here.next_number, *(v.number + 1 for v in versions)]
+    times = (now, 0.0) if here is None else (here.published_at, here.used_at)
+    return replace(
+        theirs, versions=versions, next_number=max(numbers), published_at=times[0], used_at=times[1], deleted_at=None
+    )
+
+
 def without_versions(record: PublishedName, gone: Container[str]) -> PublishedName:
     """The record without these versions."""
     return replace(record, versions=tuple(version for version in record.versions if version.lora_id not in gone))

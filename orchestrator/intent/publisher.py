@@ -10,23 +10,22 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
-from lorafleet.identity import fleet_source, rendezvous_score
+from lorafleet.identity import fleet_source
 from lorafleet.service.roles import Caller, check_name
 from lorafleet.service.times import unix_text
 from orchestrator.core.errors import (
     InvalidAdapter,
     NotFound,
+    OrchestratorError,
     OrchestratorRequestError,
-    OrchestratorUnavailable,
     PublishUnfinished,
     StateConflict,
-    WorkerFailed,
 )
-from orchestrator.core.publish_wait import load_progress, may_become_visible
+from orchestrator.core.publish_wait import load_progress
 from orchestrator.core.published_names import (
     NameVersion,
     PublishedName,
@@ -36,40 +35,20 @@ from orchestrator.core.published_names import (
     without_versions,
 )
 from orchestrator.core.source_rules import secret_part, without_secrets
-from orchestrator.core.state import ObservedWorker, RegisteredAdapter
+from orchestrator.core.state import RegisteredAdapter
+from orchestrator.intent.bytes_copier import BytesCopier, PublishDeadline
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import CONTENT_CODES
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import PublishedItem, PublishSpec, checked_published_name
 
 log = structlog.get_logger()
 
-_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 1.0
-"""Between two looks at bytes that are not visible yet: a network mount shows a new file within seconds."""
 _RETRY_S = 1.0
 """A load that failed for a reason of the moment is repeated so often."""
 _LOOK_S = 0.5
 """Loads are looked at so often, besides at every event of the catalog."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Deadline:
-    """The end of a publish, on the orchestrator's clock."""
-
-    began_at: float
-    at: float
-    clock: Callable[[], float]
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left; never negative."""
-        return max(0.0, self.at - self.clock())
-
-    @property
-    def since_s(self) -> float:
-        """Seconds since the publish began."""
-        return self.clock() - self.began_at
 
 
 class NamePublisher:
@@ -79,13 +58,18 @@ class NamePublisher:
         self,
         registry: AdapterRegistry,
         reconciler: Reconciler,
+        metrics: OrchestratorMetrics,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
         self._reconciler = reconciler
-        self._store = reconciler.store
+        self._store = store = reconciler.store
+        self._metrics = metrics
+        self._copier = BytesCopier(reconciler)
+        metrics.published_names.set_function(lambda: sum(name.deleted_at is None for name in store.published.values()))
+        metrics.published_versions.set_function(lambda: sum(len(name.versions) for name in store.published.values()))
         self._clock = clock
         self._wall = wall
         self._locks: dict[str, asyncio.Lock] = {}
@@ -101,12 +85,27 @@ class NamePublisher:
         InvalidAdapter for wrong bytes, PublishUnfinished when the time is over, and OrchestratorUnavailable without a
         worker, store or leader.
         """
+        began_at = self._clock()
+        try:
+            item = await self._publish(name, spec, caller)
+        except OrchestratorError as exc:
+            is_refused = isinstance(exc, OrchestratorRequestError | InvalidAdapter)
+            is_late = isinstance(exc, PublishUnfinished)
+            self._metrics.publishes.labels("unfinished" if is_late else "refused" if is_refused else "failed").inc()
+            log.warning("name not published", name=name, code=exc.code, error=str(exc), asked_by=caller.name)
+            raise
+        self._metrics.publishes.labels("new" if item.is_new else "same").inc()
+        self._metrics.publish_seconds.observe(self._clock() - began_at)
+        return item
+
+    async def _publish(self, name: str, spec: PublishSpec, caller: Caller) -> PublishedItem:
+        """Publish; raises as `publish`."""
         self._require_publishable(name, spec, caller)
         now = self._clock()
-        deadline = _Deadline(now, now + spec.timeout_s, self._clock)
+        deadline = PublishDeadline(now, now + spec.timeout_s, self._clock)
         async with self._turn(name, deadline):
             self._require_publishable(name, spec, caller)
-            found = await self._copied(name, spec, deadline)
+            found = await self._copier.copied(name, self._next_id(name), spec, deadline)
             version, is_new = await self._registered(name, spec, found, caller)
             await self._wait_for_loads(name, version, deadline)
             await self._point(name, version, caller, is_new=is_new)
@@ -129,6 +128,21 @@ class NamePublisher:
             raise StateConflict(message, code="in_use", param="name")
         self._reconciler.retention.drop_name(record, caller.name, "deleted")
         await self._reconciler.publish_change(("published", name), ("aliases", name))
+
+    def require_own_bytes(self, spec: PublishSpec, caller: Caller) -> None:
+        """Raise OrchestratorRequestError unless the caller may use the bytes that the digest names.
+
+        A digest is no permission: a tenant names bytes by digest of adapters that it may use.
+        """
+        if spec.source is not None and spec.source.startswith("fleet:"):
+            message = "a source may not be of the fleet's own bytes; name their `digest` without a `source`"
+            raise OrchestratorRequestError(message, code="source_forbidden", param="source")
+        if spec.source is not None or caller.only_tenant is None:
+            return
+        mine = (adapter for adapter in self._store.adapters.values() if caller.may_use(adapter.tenants))
+        if not any(adapter.digest == spec.digest for adapter in mine):
+            message = f"no adapter that your key may use has digest {spec.digest}; name a `source`"
+            raise OrchestratorRequestError(message, code="source_forbidden", param="digest")
 
     def record(self, name: str, caller: Caller) -> PublishedName:
         """The published name. Raises NotFound, also for a name of another tenant."""
@@ -195,7 +209,7 @@ class NamePublisher:
             )
 
     @asynccontextmanager
-    async def _turn(self, name: str, deadline: _Deadline) -> AsyncIterator[None]:
+    async def _turn(self, name: str, deadline: PublishDeadline) -> AsyncIterator[None]:
         """Hold the name's turn for the time of the block. Raises PublishUnfinished when it does not come in time."""
         lock = self._locks.setdefault(name, asyncio.Lock())
         self._waiting[name] += 1
@@ -213,65 +227,6 @@ class NamePublisher:
             self._waiting[name] -= 1
             if not self._waiting[name]:
                 del self._waiting[name], self._locks[name]
-
-    async def _copied(self, name: str, spec: PublishSpec, deadline: _Deadline) -> RegisteredAdapter:
-        """The adapter as a worker's agent has fetched, verified and stored it.
-
-        Waits while no worker sees the bytes. Raises InvalidAdapter, PublishUnfinished, OrchestratorUnavailable.
-        """
-        known = self._store.published.get(name) or PublishedName(name=name)
-        _, version = with_next_version(known, "", self._taken_ids(), 0.0)
-        asked = RegisteredAdapter(
-            lora_id=version.lora_id,
-            source=spec.source or fleet_source(spec.digest or ""),
-            base_model=spec.base_model,
-            digest=spec.digest,
-        )
-        pause_s = _PAUSE_S
-        refusal: InvalidAdapter | WorkerFailed | None = None
-        while True:
-            for worker in self._copiers(name, spec.base_model):
-                try:
-                    async with asyncio.timeout(deadline.left_s):
-                        return await self._reconciler.runner.inspect_unregistered(asked, worker.id)
-                except InvalidAdapter as exc:
-                    refusal = exc
-                    if exc.code not in ("source_forbidden", "base_model_mismatch") and not may_become_visible(
-                        exc.code, deadline.since_s
-                    ):
-                        raise
-                except WorkerFailed as exc:
-                    refusal = exc
-                except TimeoutError:
-                    break
-            is_hopeless = refusal is not None and refusal.code in ("source_forbidden", "base_model_mismatch")
-            if is_hopeless and isinstance(refusal, InvalidAdapter):
-                raise refusal
-            if deadline.left_s <= pause_s:
-                why = str(refusal or "no worker has answered")
-                message = f"the bytes could not be copied within {spec.timeout_s:g} s: {why}; {name!r} is as it was"
-                raise PublishUnfinished(message, code="bytes_not_visible")
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _copiers(self, name: str, base_model: str | None) -> list[ObservedWorker]:
-        """Workers with an agent that can copy the bytes, the name's home first. Raises OrchestratorUnavailable."""
-        ready = [
-            worker
-            for worker in self._reconciler.queries.observe().workers.values()
-            if worker.state == "ready" and worker.can_serve(base_model)
-        ]
-        able = [worker for worker in ready if worker.has_agent]
-        if ready and not able:
-            raise OrchestratorUnavailable(
-                "publishing copies the bytes on workers, and no worker here has an agent: start `lorafleet worker`"
-                " beside each engine, or register adapters whose files stay (POST /v1/adapters)",
-                code="no_agent",
-            )
-        if not able:
-            serving = f" for {base_model!r}" if base_model else ""
-            raise OrchestratorUnavailable(f"no worker is ready{serving}, so nothing can be published", code="no_worker")
-        return sorted(able, key=lambda worker: (-rendezvous_score(name, worker.id), worker.id))
 
     async def _registered(
         self, name: str, spec: PublishSpec, found: RegisteredAdapter, caller: Caller
@@ -313,7 +268,7 @@ class NamePublisher:
         adapter = self._store.adapters.get(version.lora_id)
         return adapter is not None and not adapter.is_deleting and adapter.quarantine is None
 
-    async def _wait_for_loads(self, name: str, version: NameVersion, deadline: _Deadline) -> None:
+    async def _wait_for_loads(self, name: str, version: NameVersion, deadline: PublishDeadline) -> None:
         """Wait until the version is ready on every worker meant. Raises InvalidAdapter, PublishUnfinished.
 
         A version that engines refuse is deleted at once.
@@ -352,7 +307,7 @@ class NamePublisher:
             await reconciler.catalog.changed.wait(min(deadline.left_s, _LOOK_S))
 
     def _load_lack(
-        self, name: str, lora_id: str, ready: frozenset[str], lacking: frozenset[str], deadline: _Deadline
+        self, name: str, lora_id: str, ready: frozenset[str], lacking: frozenset[str], deadline: PublishDeadline
     ) -> str:
         """What a publish lacks whose time is over, in words."""
         where = ", ".join(sorted(lacking)) or "any worker"
@@ -400,6 +355,11 @@ class NamePublisher:
             body = {"lora_id": version.lora_id, "digest": version.digest, "was": was, "is_new": is_new}
             self._store.record("name_published", name, body, caller.name)
         await self._reconciler.publish_change(("published", name), ("aliases", name))
+
+    def _next_id(self, name: str) -> str:
+        """lora_id of the name's next version, if its bytes are new."""
+        known = self._store.published.get(name) or PublishedName(name=name)
+        return with_next_version(known, "", self._taken_ids(), 0.0)[1].lora_id
 
     def _taken_ids(self) -> frozenset[str]:
         """lora_ids that a new version may not get: registered ones, and those that workers hold."""

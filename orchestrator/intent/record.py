@@ -8,8 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError
+from orchestrator.core.published_names import NameVersion, PublishedName, taken_over
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.registry import AdapterRegistry, policy_of
+from orchestrator.reconcile.retention import VersionRetention
 from orchestrator.store.store import IntentStore
 from orchestrator.wire import (
     AdapterPolicy,
@@ -22,6 +24,8 @@ from orchestrator.wire import (
     RecordChange,
     RecordedAdapter,
     RecordedAlias,
+    RecordedName,
+    RecordedVersion,
     SecretRef,
 )
 
@@ -35,6 +39,7 @@ def fleet_record(store: IntentStore) -> FleetRecord:
         revision=store.revision,
         adapters=tuple(_recorded(adapter) for adapter in store.adapters.values() if not adapter.is_deleting),
         aliases=tuple(_recorded_alias(name, targets) for name, targets in store.aliases.items()),
+        published=tuple(_recorded_name(record) for record in store.published.values() if record.deleted_at is None),
         policy=Policy.model_validate(asdict(store.rules)),
     )
 
@@ -59,6 +64,41 @@ def _recorded_alias(name: str, targets: Iterable[tuple[str, float]]) -> Recorded
     return RecordedAlias(name=name, targets=tuple(AliasTarget(lora_id=to, weight=weight) for to, weight in targets))
 
 
+def _recorded_name(record: PublishedName) -> RecordedName:
+    """The published name as the record has it, without versions that its name was never pointed at."""
+    return RecordedName(
+        name=record.name,
+        tenant=record.tenant,
+        next_version=record.next_number,
+        versions=tuple(
+            RecordedVersion(lora_id=version.lora_id, version=version.number, digest=version.digest)
+            for version in record.versions
+            if version.pointed_at is not None
+        ),
+        replicas=record.replicas,
+        keep_versions=record.keep_versions,
+        max_staleness_s=record.max_staleness_s,
+        shadows_base=record.shadows_base,
+    )
+
+
+def _name_of(recorded: RecordedName) -> PublishedName:
+    """The published name that the record has; without times, which are this fleet's own."""
+    return PublishedName(
+        name=recorded.name,
+        tenant=recorded.tenant,
+        next_number=recorded.next_version,
+        versions=tuple(
+            NameVersion(lora_id=each.lora_id, number=each.version, digest=each.digest, registered_at=0.0)
+            for each in recorded.versions
+        ),
+        replicas=recorded.replicas,
+        keep_versions=recorded.keep_versions,
+        max_staleness_s=recorded.max_staleness_s,
+        shadows_base=recorded.shadows_base,
+    )
+
+
 def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
     """What an import would change, in the order in which it does; empty when the record is met. Changes nothing.
 
@@ -76,7 +116,14 @@ def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
         blocked = {change.name for change in found if change.change == "blocked"}
         found += _alias_changes(store, ask, blocked)
         if ask.prune:
-            found += _removals("alias", store.aliases, {alias.name for alias in ask.record.aliases})
+            # A published name's alias goes with the name.
+            plain = [name for name in store.aliases if name not in store.published]
+            found += _removals("alias", plain, {alias.name for alias in ask.record.aliases})
+        found += _name_changes(store, ask, blocked)
+        if ask.prune:
+            names = [name for name, record in store.published.items() if record.deleted_at is None]
+            gone = _removals("alias", names, {name.name for name in ask.record.published})
+            found += [change.model_copy(update={"is_published": True}) for change in gone]
     if "adapters" in parts and ask.prune:
         present = [name for name, adapter in store.adapters.items() if not adapter.is_deleting]
         found += _removals("adapter", present, {adapter.lora_id for adapter in ask.record.adapters})
@@ -166,6 +213,34 @@ def _alias_changes(store: IntentStore, ask: ImportRequest, blocked: set[str]) ->
             )
 
 
+def _name_changes(store: IntentStore, ask: ImportRequest, blocked: set[str]) -> Iterator[RecordChange]:
+    """The changes of published names, by name. A version counts once its adapter is there, or about to be."""
+    adapters = {adapter.lora_id for adapter in ask.record.adapters} if "adapters" in ask.parts else set[str]()
+    registered = (adapters | store.adapters.keys()) - blocked
+    for recorded in sorted(ask.record.published, key=lambda name: name.name):
+        here = store.published.get(recorded.name)
+        after = taken_over(_name_of(recorded), here, store.aliases.get(recorded.name, ()), registered, 0.0)
+        fields = _changed({} if here is None else _name_fields(here), _name_fields(after))
+        if recorded.name in store.adapters:
+            reason = "an adapter has this name here"
+            change = RecordChange(subject="alias", name=recorded.name, change="blocked", fields=fields, reason=reason)
+            yield change.model_copy(update={"is_published": True})
+        elif fields or (here is not None and here.deleted_at is not None):
+            yield RecordChange(
+                subject="alias",
+                name=recorded.name,
+                change="add" if here is None else "change",
+                is_published=True,
+                fields=fields,
+            )
+
+
+def _name_fields(record: PublishedName) -> dict[str, Any]:
+    """The fields of a published name that fleets share."""
+    kept = ("tenant", "next_number", "replicas", "keep_versions", "max_staleness_s", "shadows_base")
+    return {name: getattr(record, name) for name in kept} | {"versions": [each.lora_id for each in record.versions]}
+
+
 def _changed(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, list[Any]]:
     """field -> [ours, theirs] of the fields that differ."""
     return {name: [ours.get(name), value] for name, value in theirs.items() if ours.get(name) != value}
@@ -192,11 +267,14 @@ def spec_of(adapter: RecordedAdapter, ask: ImportRequest) -> AdapterSpec:
     )
 
 
-def import_record(ask: ImportRequest, store: IntentStore, registry: AdapterRegistry, actor: str) -> list[RecordChange]:
+def import_record(
+    ask: ImportRequest, store: IntentStore, registry: AdapterRegistry, retention: VersionRetention, actor: str
+) -> list[RecordChange]:
     """Make the changes that `differences` names; each is done, or has an error and changes nothing.
 
     A second import of the same record changes nothing. Raises OrchestratorRequestError as `differences`.
     """
+    names = {name.name: name for name in ask.record.published}
     adapters = {adapter.lora_id: adapter for adapter in ask.record.adapters}
     aliases = {alias.name: alias for alias in ask.record.aliases}
     done: list[RecordChange] = []
@@ -212,6 +290,10 @@ def import_record(ask: ImportRequest, store: IntentStore, registry: AdapterRegis
                     registry.register(spec_of(adapters[change.name], ask), actor)
                 case "adapter", _:
                     registry.apply_spec(_spec_here(adapters[change.name], store.adapters[change.name]), actor)
+                case "alias", "remove" if change.is_published:
+                    retention.drop_name(store.published[change.name], actor, "the record does not have it")
+                case "alias", _ if change.is_published:
+                    retention.take_over(_name_of(names[change.name]), actor)
                 case "alias", "remove":
                     registry.delete_alias(change.name, actor)
                 case "alias", _:

@@ -15,6 +15,7 @@ from orchestrator.core.published_names import (
     after_deletion,
     is_unused,
     retired_versions,
+    taken_over,
     without_versions,
 )
 from orchestrator.core.state import DemandSnapshot
@@ -122,6 +123,15 @@ class VersionRetention:
             self._store.put_published(record.name, after_deletion(record, self._wall()))
             self._store.record("name_deleted", record.name, {"versions": len(record.versions), "why": why}, actor)
         log.info("published name deleted", name=record.name, why=why, asked_by=actor)
+
+    def take_over(self, theirs: PublishedName, actor: str) -> None:
+        """Store another fleet's published name with the versions that are registered here, and a history entry."""
+        here, targets = self._store.published.get(theirs.name), self._store.aliases.get(theirs.name, ())
+        record = taken_over(theirs, here, targets, self._store.adapters, self._wall())
+        with self._store.together():
+            self._store.put_published(theirs.name, record)
+            body = {"versions": len(record.versions), "why": "taken over from a record"}
+            self._store.record("name_published", theirs.name, body, actor)
 
     def delete_versions(self, lora_ids: Iterable[str]) -> None:
         """Mark the adapters as to be deleted; placement drains and unloads them."""

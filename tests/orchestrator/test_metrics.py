@@ -47,7 +47,7 @@ async def test_the_series_of_a_deleted_adapter_end(service, clock):
     await service.ensure()
     await service.settle()
     for seq, requests in ((1, 0), (2, 7)):
-        use = {"worker_id": "w0", "engine_name": "sql/v1@0", "requests": requests}
+        use = {"worker_id": "w0", "engine_name": "sql/v1@000000000000", "requests": requests}
         await service.usage(1, use, seq=seq)
     assert 'lora_usage_requests_total{lora_id="sql/v1"} 7.0' in (await service.http.get("/metrics")).text
     await service.http.delete("/v1/adapters/sql/v1")

@@ -392,3 +392,34 @@ async def test_base_models_name_is_published_for_a_key_that_may_shadow_it(keyed)
     item = (await published(keyed, keyed.shadow, "tiny-qwen")).json()
 
     assert (item["name"], item["lora_id"], item["shadows_base"]) == ("team-a/tiny-qwen", "team-a/tiny-qwen/v1", True)
+
+
+async def test_digest_names_bytes_that_the_caller_may_use_alone(keyed):
+    await published(keyed, keyed.narrow, "run-7/policy")
+    digest = digest_of("/run/step-1")
+
+    for headers, status in ((keyed.rival, 400), (keyed.team, 200)):
+        call = asyncio.create_task(keyed.http.post("/v1/published/copy", json={"digest": digest}, headers=headers))
+        while not call.done():
+            await keyed.turn()
+            await asyncio.wait([call], timeout=0.01)
+        assert call.result().status_code == status, call.result().text
+    answer = await published(keyed, keyed.team, source=f"fleet:{digest}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "source_forbidden")
+
+
+async def test_metrics_count_publishes_by_outcome(fleet):
+    await publish(fleet)
+    await publish(fleet)
+    await publish(fleet, "tiny-qwen")
+
+    text = (await fleet.http.get("/metrics")).text
+
+    for line in (
+        'publishes_total{outcome="new"} 1.0',
+        'publishes_total{outcome="same"} 1.0',
+        'publishes_total{outcome="refused"} 1.0',
+        "published_names 1.0",
+        "published_versions 1.0",
+    ):
+        assert f"lorafleet_orchestrator_{line}" in text

@@ -1,5 +1,6 @@
 """The record: exported by one fleet, imported by another, shown before it is done, and written as a plain file."""
 
+import asyncio
 import json
 
 import pytest
@@ -180,6 +181,36 @@ async def test_the_record_is_a_plain_file_that_follows_every_change(service, tmp
     await service.http.patch("/v1/policy", json={"loading": "lazy"})
     assert await record.write_if_changed()
     assert await imported(service, json.loads(file.read_text()), dry_run=True) == []
+
+
+async def publish(service, source, **spec):
+    call = asyncio.create_task(service.http.post("/v1/published/policy", json={"source": source, **spec}))
+    while not call.done():
+        await service.turn()
+        await asyncio.wait([call], timeout=0.01)
+    assert call.result().status_code == 200, call.result().text
+
+
+async def test_published_names_are_taken_over_with_their_versions_and_the_next_number(two_fleets):
+    there, here = two_fleets
+    for fleet in two_fleets:
+        await fleet.worker("w0")
+    for step in (1, 2):
+        await publish(there, f"/run/step-{step}", keep_versions=3)
+    record = await record_of(there)
+
+    changes = await imported(here, record)
+
+    assert changes.count(("add", "alias", "policy")) == 2, "the alias, and the published name"
+    item = (await here.http.get("/v1/published/policy")).json()
+    assert (item["lora_id"], item["keep_versions"]) == ("policy/v2", 3)
+    assert [version["lora_id"] for version in item["versions"]] == ["policy/v2", "policy/v1"]
+    assert await imported(here, record) == []
+    await publish(here, "/run/step-3")
+    assert "policy/v3" in here.store.adapters
+    gone = await imported(here, {"adapters": record["adapters"][:1], "published": []}, prune=True)
+    assert gone.count(("remove", "alias", "policy")) == 1, "its alias goes with the name"
+    assert (await here.http.get("/v1/published/policy")).status_code == 404
 
 
 names = st.sampled_from(["a", "b", "c"])
