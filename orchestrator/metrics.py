@@ -8,6 +8,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from lorafleet.service.adapter_labels import OTHER, choose_labels
+from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.placement.pools import PoolFigures
 
 EVICTED = ("lru", "capacity", "ttl", "surplus")
@@ -52,6 +53,14 @@ class OrchestratorMetrics:
             buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3),
             registry=self.registry,
         )
+        self.incidents = Counter(
+            "lorafleet_orchestrator_incidents",
+            "What happened to workers and engines by itself, by kind; also what the history sums up",
+            ["kind"],
+            registry=self.registry,
+        )
+        for kind in KINDS_OF_INCIDENTS:
+            self.incidents.labels(kind)
         self.passes_failed = Counter(
             "lorafleet_orchestrator_passes_failed", "Passes that ended in an unexpected error", registry=self.registry
         )

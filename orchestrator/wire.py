@@ -35,7 +35,7 @@ from orchestrator.wire_traffic import (
     TrafficTotal,
     TrafficTotals,
 )
-from workers.wire import AdapterEffectState, AdapterOperation, IgnoredModules, Metadata
+from workers.wire import AdapterEffectState, AdapterOperation, AgentIncident, IgnoredModules, Metadata
 
 # Routers and people's programs import this module alone.
 __all__ = [
@@ -926,7 +926,12 @@ class WorkerDrain(_PersonWrittenModel):
 
 
 class HistoryItem(_OrchestratorModel):
-    """One entry of the history. `subject`: a lora_id, an alias or a worker; "" for the policy."""
+    """One entry of the history.
+
+    subject    a lora_id, an alias or a worker; "" for the policy and for incidents of the whole fleet
+    severity   of an incident; null for changes, loads and unloads
+    next_step  what to do about an incident; empty: nothing
+    """
 
     id: int
     at: str
@@ -934,6 +939,8 @@ class HistoryItem(_OrchestratorModel):
     subject: str
     actor: str
     body: dict[str, Any]
+    severity: Literal["info", "warning", "error"] | None = None
+    next_step: str = ""
 
 
 class HistoryList(_OrchestratorModel):
@@ -948,10 +955,12 @@ class Heartbeat(_OrchestratorModel):
     """`POST /v1/workers/register`: an agent's heartbeat.
 
     operations  the oldest loads and unloads that no orchestrator asked for and that none has recorded
+    incidents   the oldest incidents that no orchestrator has recorded
     """
 
     metadata: Metadata
     operations: Annotated[tuple[AdapterOperation, ...], FailFast()] = Field(default=(), max_length=1000)
+    incidents: Annotated[tuple[AgentIncident, ...], FailFast()] = Field(default=(), max_length=1000)
     wire: int = WIRE
 
 
@@ -962,12 +971,14 @@ class HeartbeatAnswer(_OrchestratorModel):
     is_warm     the worker need load nothing more before it is ready
     in_flight   requests of routers at its engine
     recorded    `id` up to which the agent's operations are in the history; null: this orchestrator records none
+    recorded_incidents  the same, of its incidents
     """
 
     epoch: int
     revision: int
     interval_s: float
     recorded: int | None = None
+    recorded_incidents: int | None = None
     is_warm: bool = True
     in_flight: int = 0
     wire: int = WIRE

@@ -19,6 +19,9 @@ AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "
 AgentState = Literal["starting", "ready", "draining", "engine_down"]
 AdapterEffectState = Literal["", "applied", "seen", "zero", "unknown"]
 AdapterOperationKind = Literal["load", "unload"]
+AgentIncidentKind = Literal[
+    "agent_started", "engine_started", "engine_start_failed", "engine_died", "engine_hung", "engine_back", "disk_full"
+]
 AgentEventType = Literal[
     "DOWNLOADING",
     "DOWNLOADED_TO_DISK",
@@ -456,6 +459,23 @@ class AdapterOperation(_WorkerMessage):
     duration_s: float | None = None
     memory_mb: float = 0.0
     error: str | None = None
+
+
+class AgentIncident(_WorkerMessage):
+    """What happened to an engine or a disk by itself, in a heartbeat. `id` grows by one within an `agent_boot_id`.
+
+    kind      an orchestrator records kinds that it knows, and passes over others
+    cause     in words; the first line names it, the engine's last output may follow
+    seconds   how long it took or lasted; None: does not apply
+    adapters  adapters that the engine has again; None: does not apply
+    """
+
+    id: int
+    at: str
+    kind: str
+    cause: str = ""
+    seconds: float | None = None
+    adapters: int | None = None
 
 
 class ModelFiles(_WorkerMessage):

@@ -1,5 +1,7 @@
 """`lorafleet plan`, `orphans`, `history` and `backup`."""
 
+import contextlib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,31 +120,70 @@ def orphans_adopt(
 
 
 @app.command()
-def history(
+def history(  # noqa: PLR0917  (Typer passes by name)
     context: typer.Context,
     subject: Annotated[
         str | None, typer.Argument(help="a lora_id, an alias or a worker; default: all", show_default=False)
     ] = None,
-    kind: Annotated[list[str] | None, typer.Option(help="such as alias_set or policy_changed; repeat")] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="such as alias_set or policy_changed; incident: all incidents; repeat")
+    ] = None,
+    worker: Annotated[str | None, typer.Option(help="what concerns this worker")] = None,
+    adapter: Annotated[str | None, typer.Option(help="what concerns this lora_id")] = None,
+    since: Annotated[str | None, typer.Option(help="8h or 2d before now, or a time such as 2026-11-26T18:00Z")] = None,
+    until: Annotated[str | None, typer.Option(help="the same, for the end")] = None,
+    severity: Annotated[str | None, typer.Option(help="incidents at least so bad: info, warning or error")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 20,
     as_json: Annotated[bool, typer.Option("--json")] = False,
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json")] = "table",
 ) -> None:
-    """List changes and their callers, newest first: adapters, aliases, policy, workers.
+    """List changes with their callers, and incidents with their causes, newest first.
 
     Examples:
 
       lorafleet history sql-expert
 
       lorafleet history --kind policy_changed --limit 5
+
+      lorafleet history --kind incident --severity error --since 12h
     """
     from lorafleet.cli import tables  # noqa: PLC0415
 
+    if output not in {"table", "json"}:
+        raise CommandFailed(f"--output {output}: expected table or json", status=2)
+
     with context.obj.orchestrator() as api:
-        answer = api.call("GET", "/v1/history", subject=subject, kind=kind, limit=limit)
-    if as_json:
+        answer = api.call(
+            "GET",
+            "/v1/history",
+            subject=subject,
+            kind=kind,
+            worker=worker,
+            adapter=adapter,
+            since=_time_of(since, "--since"),
+            until=_time_of(until, "--until"),
+            severity=severity,
+            limit=limit,
+        )
+    if as_json or output == "json":
         print_json(answer)
     else:
         tables.show(tables.history(answer["data"]))
+
+
+def _time_of(text: str | None, option: str) -> str | None:
+    """The time that an option names, as ISO 8601; a duration counts back from now. Raises CommandFailed."""
+    from lorafleet.cli.keys import parse_duration  # noqa: PLC0415
+
+    if text is None:
+        return None
+    with contextlib.suppress(CommandFailed):
+        return (datetime.now(UTC) - parse_duration(text, option)).isoformat()
+    try:
+        return datetime.fromisoformat(text).isoformat()
+    except ValueError as exc:
+        expected = "expected a duration such as 8h, or a time such as 2026-11-26T18:00Z"
+        raise CommandFailed(f"{option} {text}: {expected}", status=2) from exc
 
 
 @app.command()

@@ -230,11 +230,27 @@ def orphans(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def history(items: Iterable[Mapping[str, Any]]) -> Table:
-    """Changes, one row each."""
+    """Changes and incidents, one row each."""
     return table(
         [_TIME, "what", "of", "by", "details"],
-        [(_time_text(item["at"]), item["kind"], item["subject"], item["actor"], item["body"]) for item in items],
+        [
+            (
+                _time_text(item["at"]),
+                item["kind"],
+                item["subject"],
+                item["actor"],
+                item["body"] if item.get("severity") is None else _incident_text(item),
+            )
+            for item in items
+        ],
     )
+
+
+def _incident_text(item: Mapping[str, Any]) -> str:
+    """An incident's severity, the first line of its cause, and the next step."""
+    cause = str(item["body"].get("cause", "")).partition("\n")[0]
+    said = f"{item['severity']}: {cause}" if cause else str(item["severity"])
+    return f"{said}. Next: {item['next_step']}" if item.get("next_step") else said
 
 
 def keys(items: Iterable[Mapping[str, Any]], now: datetime) -> Table:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import httpx
 import yaml
 
 from lorafleet.local import adapter_folders, commands, demo, notices, welcome
+from lorafleet.local.incidents import IncidentPrinter
 from lorafleet.local.options import FleetOptions, lora_roots
 from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, tail_of
 from lorafleet.local.progress import StartProgress
@@ -136,6 +138,11 @@ class LocalFleet:
             await self._wait_until_ready(client, "router")
         self.is_ready = True
         self.steps.close()
+        printer = IncidentPrinter(
+            self.url("orchestrator"), self._auth_headers(), self.steps.say, since=datetime.now(UTC)
+        )
+        assert self._group is not None, "run_until_cancelled sets it"
+        self._keep_tasks.append(self._group.create_task(printer.run()))
         has_keys = self.options.key_file is not None
         welcome.print_ready(
             self.url("router"),

@@ -59,6 +59,7 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
             is_warm=not report.is_warming or reconciler.queries.is_warm(report.instance_id),
             in_flight=reconciler.router_in_flight(report.instance_id),
             recorded=reconciler.audit.record_agent_operations(report, body.operations),
+            recorded_incidents=reconciler.incidents.record_agent_incidents(report, body.incidents),
         )
 
     return api

@@ -2,11 +2,15 @@
 
 import shutil
 import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import FileResponse
+from pydantic import BaseModel, Field
 from starlette.background import BackgroundTask
 
 from lorafleet.service.auth import ApiKeys, requires
@@ -14,13 +18,55 @@ from orchestrator.api.parameters import Limit
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import timestamp
 from orchestrator.core.errors import OrchestratorRequestError
+from orchestrator.core.incidents import KINDS_OF_INCIDENTS, Severity
 from orchestrator.store.backend import HistoryEntry
 from orchestrator.store.store import KINDS, IntentStore
 from orchestrator.wire import HistoryItem, HistoryList
 
 BACKUP_TYPES = {".db": "application/vnd.sqlite3", ".json": "application/vnd.lorafleet.backup+json"}
 ALIAS_KINDS = ("alias_set", "alias_deleted", "alias_rollout")
+INCIDENT = "incident"
+_SEVERITIES: tuple[Severity, ...] = ("info", "warning", "error")
+# Entries that one call reads: at least, so that a filter does not read one by one, and at most.
+_LEAST_READ, _MOST_READ = 500, 20_000
 HistoryCursor = Annotated[int | None, Query(ge=1, description="`next` of the answer before")]
+
+
+class HistoryQuery(BaseModel):
+    """Filters of the history."""
+
+    kind: tuple[str, ...] = Field(
+        default=(), description="such as adapter_registered; may be repeated; `incident`: all kinds of incidents"
+    )
+    subject: str | None = Field(default=None, description="a lora_id, an alias, or a worker")
+    worker: str | None = Field(default=None, description="what concerns this worker")
+    adapter: str | None = Field(default=None, description="what concerns this lora_id")
+    since: datetime | None = Field(default=None, description="not before this time")
+    until: datetime | None = Field(default=None, description="before this time")
+    severity: Severity | None = Field(default=None, description="incidents at least as bad as this")
+    limit: Limit = 100
+    cursor: HistoryCursor = None
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryFilter:
+    """Which entries of the history to show; None: any. Times are Unix seconds."""
+
+    worker: str | None = None
+    adapter: str | None = None
+    since: float = 0.0
+    until: float = inf
+
+    def passes(self, entry: HistoryEntry) -> bool:
+        """Whether the entry passes."""
+        return (
+            self.since <= entry.at < self.until
+            and self.worker in {None, entry.subject, entry.body.get("worker_id")}
+            and self.adapter in {None, entry.subject, entry.body.get("evict")}
+        )
+
+
+NO_FILTER = HistoryFilter()
 
 
 def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
@@ -32,17 +78,29 @@ def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
     seen_by = Annotated[TenantView, Depends(tenant_view_of(store))]
 
     @api.get("/v1/history", dependencies=view)
-    async def history(
-        seen: seen_by,
-        kind: Annotated[list[str] | None, Query(description="such as adapter_registered; may be repeated")] = None,
-        subject: Annotated[str | None, Query(description="a lora_id, an alias, or a worker")] = None,
-        limit: Limit = 100,
-        cursor: HistoryCursor = None,
-    ) -> HistoryList:
-        """Changes of intent, newest first; of each kind the newest are kept. 400 for an unknown kind."""
-        if unknown := sorted(set(kind or ()) - set(KINDS)):
-            raise OrchestratorRequestError(f"kind {unknown[0]!r} is unknown; known: {', '.join(KINDS)}", param="kind")
-        return history_page(store, limit, cursor, kinds=tuple(kind or ()), subject=subject, seen=seen)
+    async def history(asked: Annotated[HistoryQuery, Query()], seen: seen_by) -> HistoryList:
+        """Changes of intent, loads, unloads and incidents, newest first; of each kind the newest are kept.
+
+        400 for an unknown kind.
+        """
+        wanted = tuple(name for given in asked.kind for name in (KINDS_OF_INCIDENTS if given == INCIDENT else (given,)))
+        if unknown := sorted(set(wanted) - set(KINDS)):
+            known = ", ".join((INCIDENT, *KINDS))
+            raise OrchestratorRequestError(f"kind {unknown[0]!r} is unknown; known: {known}", param="kind")
+        if asked.severity is not None:
+            bad = _kinds_at_least(asked.severity)
+            wanted = tuple(name for name in wanted if name in bad) or (() if wanted else bad)
+            if not wanted:
+                return HistoryList(data=())
+        filters = HistoryFilter(
+            worker=asked.worker,
+            adapter=asked.adapter,
+            since=_unix_time(asked.since, 0.0),
+            until=_unix_time(asked.until, inf),
+        )
+        return history_page(
+            store, asked.limit, asked.cursor, kinds=wanted, subject=asked.subject, seen=seen, filters=filters
+        )
 
     @api.get(
         "/v1/backup",
@@ -83,22 +141,49 @@ def history_page(
     kinds: tuple[str, ...],
     subject: str | None,
     seen: TenantView,
+    filters: HistoryFilter = NO_FILTER,
 ) -> HistoryList:
     """One page of the history, newest first, and the cursor of the next.
 
-    A tenant's page may be short, even empty, with a next one: entries of others are passed over, so many at a time.
+    A page may be short, even empty, with a next one: entries that do not pass are passed over, so many at a time.
     """
-    # One more than the limit, to know whether there is a next page.
-    found = store.history(kinds=kinds, subject=subject, before=cursor, limit=limit + 1)
-    page = found[:limit]
+    page: list[HistoryEntry] = []
+    before, read = cursor, 0
+    while len(page) < limit and read < _MOST_READ:
+        # One more than is wanted, to know whether there is a next page.
+        wanted = max(_LEAST_READ if filters != NO_FILTER or not seen.is_whole else 0, limit - len(page))
+        found = store.history(kinds=kinds, subject=subject, before=before, limit=wanted + 1)
+        for entry in found[:wanted]:
+            read, before = read + 1, entry.id
+            if filters.passes(entry) and seen.sees_entry(entry):
+                page.append(entry)
+            if len(page) == limit:
+                break
+        is_last = len(found) <= wanted and (not found or before == found[-1].id)
+        if is_last or (found and found[-1].at < filters.since):
+            before = None
+            break
     return HistoryList(
-        data=tuple(_history_item(entry, seen) for entry in page if seen.sees_entry(entry)),
-        next=str(page[-1].id) if len(found) > limit else None,
+        data=tuple(_history_item(entry, seen) for entry in page), next=None if before is None else str(before)
     )
 
 
+def _kinds_at_least(severity: Severity) -> tuple[str, ...]:
+    """The kinds of incidents that are at least as bad."""
+    least = _SEVERITIES.index(severity)
+    return tuple(name for name, kind in KINDS_OF_INCIDENTS.items() if _SEVERITIES.index(kind.severity) >= least)
+
+
+def _unix_time(at: datetime | None, otherwise: float) -> float:
+    """Unix seconds of a time, in UTC where it names no zone; `otherwise` without one."""
+    if at is None:
+        return otherwise
+    return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+
+
 def _history_item(entry: HistoryEntry, seen: TenantView) -> HistoryItem:
-    """A history entry as the caller may see it."""
+    """A history entry as the caller may see it; an incident with its severity and the next step."""
+    incident = KINDS_OF_INCIDENTS.get(entry.kind)
     return HistoryItem(
         id=entry.id,
         at=timestamp(entry.at),
@@ -106,4 +191,6 @@ def _history_item(entry: HistoryEntry, seen: TenantView) -> HistoryItem:
         subject=entry.subject,
         actor=seen.actor(entry.actor),
         body=seen.body(entry.body),
+        severity=None if incident is None else incident.severity,
+        next_step="" if incident is None else incident.next_step,
     )

@@ -150,22 +150,8 @@ def router_routes(
             holds=[AdapterQueueing(**{name: getattr(hold, name) for name in _HOLDS}) for hold in report.holds],
         )
         if accepted:
-            reconciler.confirmations.record_report(report.router_id, is_last=report.is_last)
-            in_flight = Counter[str]()
-            for use in report.uses:
-                in_flight[use.worker_id] += use.in_flight
-            reconciler.router_queues.record_report(report.router_id, report.waits_s, in_flight, clock())
-            book.record_report(
-                report.router_id,
-                report.boot_id,
-                report.revision_seen,
-                report.traffic,
-                report.now,
-                is_last=report.is_last,
-            )
+            _record_router(report, reconciler, book, clock())
         reconciler.pauses.reported.notify()
-        if accepted and reconciler.operations.drains:
-            reconciler.request_pass()  # the report may end a drain
         return UsageAnswer(accepted=accepted, revision=catalog.revision)
 
     @api.post("/v1/adapters/{lora_id:path}/ensure", dependencies=ensures)
@@ -207,6 +193,27 @@ def router_routes(
         return views.ensure_answer(registry.adapter(lora_id), 1)  # the client has gone
 
     return api
+
+
+def _record_router(report: UsageReport, reconciler: Reconciler, book: TrafficBook, now: float) -> None:
+    """Record a router's queues, circuits and traffic; requests a pass if the report may end a drain."""
+    reconciler.confirmations.record_report(report.router_id, is_last=report.is_last)
+    in_flight = Counter[str]()
+    for use in report.uses:
+        in_flight[use.worker_id] += use.in_flight
+    reconciler.router_queues.record_report(report.router_id, report.waits_s, in_flight, now)
+    if report.now is not None:
+        reconciler.incidents.record_circuits(report.router_id, report.now.circuits, is_last=report.is_last)
+    book.record_report(
+        report.router_id,
+        report.boot_id,
+        report.revision_seen,
+        report.traffic,
+        report.now,
+        is_last=report.is_last,
+    )
+    if reconciler.operations.drains:
+        reconciler.request_pass()  # the report may end a drain
 
 
 def _adapter_usage(use: AdapterUse) -> AdapterUsage:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from lorafleet.service.roles import Caller
 from orchestrator.core.errors import Forbidden, NotFound, StateConflict
+from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.reconcile.catalog import Tenants
 from orchestrator.store.backend import HistoryEntry
@@ -36,7 +37,9 @@ from orchestrator.wire import (
     WorkerItem,
 )
 
-_ABOUT_THE_FLEET = frozenset({"policy_changed", "worker_cordoned", "worker_draining", "worker_uncordoned"})
+_ABOUT_THE_FLEET = frozenset(
+    {"policy_changed", "worker_cordoned", "worker_draining", "worker_uncordoned", "drain", *KINDS_OF_INCIDENTS}
+)
 OTHER = "another tenant's adapter"
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]+")
 # Names in reasons of adapters that may be deleted since, and so are not known any more.

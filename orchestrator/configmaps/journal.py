@@ -1,4 +1,4 @@
-"""The history in ConfigMaps: one ring for loads and one for changes, so that loads push out no change of intent.
+"""The history in ConfigMaps: a ring each for loads, incidents and changes, so that none pushes out a change of intent.
 
 The newest object of a ring takes entries until it is full; then the oldest is overwritten. So one entry costs a write
 of 64 KiB at most, and a ring keeps about two thousand entries.
@@ -11,9 +11,10 @@ import msgspec
 
 from lorafleet.kube.client import Json
 from orchestrator.configmaps.objects import name_of, new_object
+from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.store.backend import HistoryEntry
 
-RINGS = ("changes", "loads")
+RINGS = ("changes", "loads", "incidents")
 PARTS = 8
 PART_BYTES = 64 * 1024
 _KEY = "entries.jsonl"
@@ -51,7 +52,7 @@ class HistoryJournal:
         """Add entries under new ids, over the oldest part when full; returns the parts to write, as `ring-part`."""
         touched = set()
         for entry in entries:
-            ring = "loads" if entry.kind in _LOADS else "changes"
+            ring = "loads" if entry.kind in _LOADS else "incidents" if entry.kind in KINDS_OF_INCIDENTS else "changes"
             self._last += 1
             kept = replace(entry, id=self._last)
             size, part = len(_json_line(kept)), self._newest[ring]

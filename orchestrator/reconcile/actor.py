@@ -447,6 +447,7 @@ class ActionRunner:
             self._on_lease_lost(str(exc))
         else:
             self._catalog.emit_event("worker_draining", worker_id=action.worker_id)
+            self._store.record("drain", action.worker_id, {"outcome": "ok", "reason": action.reason})
 
     def _mark_draining(self, action: WorkerAction) -> None:
         """Begin and count a drain: refreshes the catalog, which forbids new requests for the adapter on the worker.

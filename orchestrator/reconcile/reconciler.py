@@ -39,6 +39,7 @@ from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.confirmations import RouterConfirmations
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
+from orchestrator.reconcile.incidents import IncidentRecorder
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.pauses import FleetPauses
 from orchestrator.reconcile.queries import FleetQueries, LastPass
@@ -99,6 +100,9 @@ class Reconciler:
         self._due = asyncio.Event()
         self._tasks = BackgroundTasks()
         self.audit = AuditLog(store)
+        self.incidents = IncidentRecorder(
+            store=store, reports=reports, catalog=catalog, metrics=metrics, leadership=leadership, wall=wall
+        )
         self.operations = operations = FleetOperations()
         self.queries = queries = FleetQueries(
             store=store, reports=reports, catalog=catalog, operations=operations, clock=clock, wall=wall
@@ -188,6 +192,7 @@ class Reconciler:
         self.operations.failures.clear()
         self.catalog.begin_term()
         self.confirmations.clear()
+        self.incidents.begin_term()
         self.monitor.claim_all_workers()
         self.request_pass()
 
@@ -323,6 +328,7 @@ class Reconciler:
         """
         began = time.perf_counter()
         self.monitor.probe_silent_workers()
+        self.incidents.look()
         if not self.leadership.is_leading:
             return []
         self._drop_finished()

@@ -13,6 +13,7 @@ from typing import Any, cast
 from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 
 from orchestrator.core.errors import OrchestratorUnavailable
+from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets
@@ -44,7 +45,7 @@ NOBODY = "lorafleet"
 KINDS = (
     "adapter_registered", "adapter_adopted", "adapter_changed", "adapter_deleted", "adapter_retried",
     "alias_set", "alias_deleted", "alias_rollout", "name_published", "name_deleted", "policy_changed",
-    "worker_cordoned", "worker_draining", "worker_uncordoned", "load", "drain", "unload",
+    "worker_cordoned", "worker_draining", "worker_uncordoned", "load", "drain", "unload", *KINDS_OF_INCIDENTS,
 )  # fmt: skip
 """The kinds of history entries."""
 

@@ -92,7 +92,9 @@ class HeartbeatSender:
         metadata = self._agent.metadata()
         operations = self._agent.inventory.operations
         sent = operations.unrecorded()
-        body = Heartbeat(metadata=metadata, operations=sent).model_dump_json()
+        incidents = self._agent.inventory.incidents
+        sent_incidents = incidents.unrecorded()
+        body = Heartbeat(metadata=metadata, operations=sent, incidents=sent_incidents).model_dump_json()
         headers = {"content-type": "application/json", **self._own_key.headers}
         async with asyncio.timeout(timeout_s):  # httpx's timeout is per chunk of the answer
             answer = await self._client.post(self._url, content=body, headers=headers, timeout=timeout_s)
@@ -108,6 +110,7 @@ class HeartbeatSender:
             self._every_s = min(max(_LEAST_INTERVAL_S, reply.interval_s), _MOST_INTERVAL_S)
         self._agent.engine.set_requests_in_flight(reply.in_flight)
         operations.forget_recorded(sent, reply.recorded)
+        incidents.forget_recorded(sent_incidents, reply.recorded_incidents)
         if metadata.is_warming and reply.is_warm:
             self._agent.end_warming()
 

@@ -14,6 +14,7 @@ from lorafleet.service.loops import ChangeSignal
 from lorafleet.service.times import utc_text
 from workers.agent.event_log import AgentEventLog
 from workers.agent.foreign_files import ForeignFiles
+from workers.agent.incident_log import AgentIncidentLog
 from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
 from workers.agent.operation_log import CORRECTING, RESTORING, AdapterOperationLog, Requester
 from workers.config import WorkerSettings
@@ -59,6 +60,7 @@ class Inventory:
         self._settings = settings
         self._metrics = metrics
         self.operations = AdapterOperationLog(timestamp)
+        self.incidents = AgentIncidentLog(timestamp)
         self.listed_at: float | None = None  # by the caller's clock; see `confirm_list`
         self.foreign_files: dict[str, ForeignFiles] = {}
         self.refused_names: set[str] = set()
@@ -304,6 +306,8 @@ class Inventory:
         log.warning("load failed", lora_id=lora_id, code=exc.code, error=str(exc))
         self._metrics.load_failures.labels(exc.code).inc()
         self.operations.record("load", by, lora_id=lora_id, digest=digest, error=f"{exc.code}: {exc}")
+        if exc.code == "disk_full":
+            self.incidents.record("disk_full", f"{lora_id}: {exc}")
         self.events.add("LOAD_FAILED", lora_id=lora_id, digest=digest or None, error=f"{exc.code}: {exc}")
         # Neither a full worker nor a cancelled load says anything about the adapter.
         if exc.code not in {"no_free_slot", "cancelled"} and not self.slots.has(name):

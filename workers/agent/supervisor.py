@@ -6,6 +6,7 @@ Every exit counts as a failure, because vLLM 0.32 exits with status 0 when it cr
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import time
 import uuid
@@ -26,7 +27,7 @@ from workers.engines.base import EngineClient
 from workers.engines.kinds import engine_client, engine_traits
 from workers.engines.launch import kv_events_config, launch_command
 from workers.engines.process import Echo, EngineProcess, is_listening, is_port_taken
-from workers.wire import Transport
+from workers.wire import AgentIncidentKind, Transport
 
 log = structlog.get_logger()
 
@@ -60,6 +61,8 @@ class Supervisor:
         self._reserved: socket.socket | None = None  # reserves the engine's port if no setting names one
         self._process: EngineProcess | None = None
         self._restarts = RestartBackoff(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
+        self._down_since: float | None = None
+        self._agent.inventory.incidents.record("agent_started")
 
     async def run(self) -> None:
         """Start, watch and restart the engine until cancelled, after which it keeps running: call `stop`.
@@ -72,6 +75,7 @@ class Supervisor:
                 async with contextlib.AsyncExitStack() as stack:
                     client = await self._start_engine(stack)
                     ready_at = self._clock()
+                    self._record_start(ready_at)
                     reason = await self._watch(client)
             except (WorkerError, OSError) as exc:
                 reason = str(exc)
@@ -111,6 +115,7 @@ class Supervisor:
 
         up_s  seconds for which the engine was ready
         """
+        self._record_failure(reason, was_ready=up_s > 0)
         self._restarts = self._restarts.after_failure(up_s)
         delay_s = self._restarts.delay_s(self._rng)
         if self._restarts.is_loop:
@@ -122,6 +127,27 @@ class Supervisor:
             await self._process.end()
             self._process = None
         await asyncio.sleep(delay_s)
+
+    def _record_start(self, now: float) -> None:
+        """Record as an incident that the engine is ready, again or for the first time, with its adapters."""
+        adapters = len(self._agent.inventory.slots.registered)
+        incidents = self._agent.inventory.incidents
+        if self._down_since is None:
+            incidents.record("engine_started", adapters=adapters)
+        else:
+            down_s = round(now - self._down_since, 3)
+            cause = f"{adapters} adapter{'' if adapters == 1 else 's'} back after {down_s:.1f} s"
+            incidents.record("engine_back", cause, seconds=down_s, adapters=adapters)
+        self._down_since = None
+        self._agent.inventory.mark_changed()
+
+    def _record_failure(self, reason: str, *, was_ready: bool) -> None:
+        """Record as an incident why the engine is down: it died, hangs, or did not start."""
+        has_exited = self._process is not None and self._process.has_exited
+        if self._down_since is None:
+            self._down_since = self._clock()
+        kind: AgentIncidentKind = "engine_died" if has_exited or self._process is None else "engine_hung"
+        self._agent.inventory.incidents.record(kind if was_ready else "engine_start_failed", reason)
 
     async def _start_engine(self, stack: contextlib.AsyncExitStack) -> EngineClient:
         """Start the engine, wait until it is healthy and attach it to the agent.
@@ -266,7 +292,7 @@ class Supervisor:
                 f": it takes no adapters for a {model}; give a base model that it does, or serve it without an agent"
             )
         # `/ready` is open to everybody and shows the first line only.
-        return f"{event} (status {code}){cause}\nits output ends:\n{self._process.tail}"
+        return f"{event} ({status_text(code)}){cause}\nits output ends:\n{self._process.tail}"
 
     def _connect_host(self) -> str:
         """The address under which the agent reaches the engine."""
@@ -276,6 +302,18 @@ class Supervisor:
         """The URL under which the agent reaches the engine that it started."""
         host = self._connect_host()
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+
+def status_text(code: int) -> str:
+    """A process's exit status in words: `status 1`, or the signal that killed it.
+
+    The engine's guard exits with 128 more than the signal, as shells do.
+    """
+    number = -code if code < 0 else code - 128
+    try:
+        return f"killed by {signal.Signals(number).name}, status {code}"
+    except ValueError:
+        return f"status {code}"
 
 
 def _make_private_folder(folder: Path) -> None:
