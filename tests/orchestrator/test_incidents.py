@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS, Incident, IncidentBook
+from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.reconcile.incidents import IncidentRecorder
 from tests.orchestrator.doubles import FakeAgent
 
 WINDOW_S = 600.0
@@ -200,3 +202,32 @@ async def test_the_end_of_a_workers_drain_is_in_the_history(service):
     answer = (await service.http.get("/v1/history", params={"kind": "drain"})).json()["data"]
     assert [(item["subject"], item["body"]["outcome"]) for item in answer] == [("w0", "ok")]
     assert json.dumps(answer)
+
+
+class LeadershipDouble:
+    """A leader, or one that cannot reach its lease."""
+
+    holder = "me"
+    is_leading = True
+    trouble = ""
+
+
+async def test_a_lease_that_could_not_be_reached_is_an_incident_once_it_can(service):
+    leadership, reconciler = LeadershipDouble(), service.reconciler
+    recorder = IncidentRecorder(
+        store=service.store,
+        reports=reconciler.reports,
+        catalog=reconciler.catalog,
+        metrics=OrchestratorMetrics(),
+        leadership=leadership,
+        wall=service.clock,
+    )
+    leadership.trouble, leadership.is_leading = "the API server does not answer", False
+    recorder.look()
+    service.clock.now += 40
+    leadership.trouble, leadership.is_leading = "", True
+    for _ in range(2):
+        recorder.look()
+    (away,) = [item for item in await incidents(service) if item["kind"] == "lease_away"]
+    assert away["body"]["cause"] == "not reached for 40.0 s: the API server does not answer"
+    assert away["body"]["seconds"] == 40.0

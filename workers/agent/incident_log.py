@@ -7,7 +7,8 @@ from workers.wire import AgentIncident, AgentIncidentKind
 
 _KEPT = 200
 _MOST_SENT = 20  # in one heartbeat
-_MOST_CAUSE = 2000  # characters: the reason, and the end of the engine's output
+# Characters of a cause: its beginning, which names it, and the end of the engine's output.
+_MOST_HEAD, _MOST_TAIL = 300, 700
 
 
 class AgentIncidentLog:
@@ -32,7 +33,7 @@ class AgentIncidentLog:
                 id=self._last,
                 at=self._now(),
                 kind=kind,
-                cause=cause[:_MOST_CAUSE],
+                cause=shortened(cause),
                 seconds=seconds,
                 adapters=adapters,
             )
@@ -47,3 +48,10 @@ class AgentIncidentLog:
         last = up_to if up_to is not None else sent[-1].id if sent else 0
         while self._kept and self._kept[0].id <= last:
             self._kept.popleft()
+
+
+def shortened(cause: str) -> str:
+    """The beginning and the end of a long cause; a short one as it is."""
+    if len(cause) <= _MOST_HEAD + _MOST_TAIL:
+        return cause
+    return f"{cause[:_MOST_HEAD]}\n...\n{cause[-_MOST_TAIL:]}"
