@@ -109,6 +109,12 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         description="a worker that is silent this long, and whose agent and engine do not answer, is lost",
     )
     forget_after_s: float = Field(default=3600.0, gt=0, description="drop a lost worker from the lists after this long")
+    fleet_copies: int = Field(
+        default=2,
+        ge=1,
+        le=16,
+        description="workers that keep the files of each uploaded or published adapter on their disks",
+    )
     settle_s: float = Field(
         default=2.5,
         ge=0,

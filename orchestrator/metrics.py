@@ -11,6 +11,7 @@ from lorafleet.service.adapter_labels import OTHER, choose_labels
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.placement.pools import PoolFigures
 
+COPY_STATES = ("kept", "copying", "short", "lost", "unknown")
 EVICTED = ("lru", "capacity", "ttl", "surplus")
 
 Counts = Mapping[str, tuple[int, int]]
@@ -95,12 +96,27 @@ class OrchestratorMetrics:
             "lorafleet_orchestrator_frozen", "1 while the churn limiter freezes moves", registry=self.registry
         )
         self.pauses = Gauge("lorafleet_orchestrator_pauses", "Pauses of requests in force", registry=self.registry)
+        self._copies = Gauge(
+            "lorafleet_orchestrator_copies",
+            "Adapters whose files only the fleet has, by how they are kept",
+            ["state"],
+            registry=self.registry,
+        )
         self.forwarded = Counter(
             "lorafleet_orchestrator_forwarded",
             "Requests that this orchestrator does not answer itself, by outcome",
             ["outcome"],
             registry=self.registry,
         )
+
+    def set_copies(self, total: int, states: Mapping[str, int]) -> None:
+        """Set how many adapters' files are kept as wanted, or are in another state.
+
+        total   all of them; states: number in each state, of those that are not simply kept
+        """
+        others = {name: states.get(name, 0) for name in COPY_STATES if name != "kept"}
+        for name, count in {**others, "kept": total - sum(others.values())}.items():
+            self._copies.labels(name).set(count)
 
     def observe_slices(self, age_s: Callable[[], float | None]) -> None:
         """Set what a scrape reads: seconds since the API server last confirmed the EndpointSlices; None: never."""

@@ -203,9 +203,26 @@ class Replicas(_OrchestratorModel):
     ready: int
 
 
+class FileCopiesItem(_OrchestratorModel):
+    """How the files of an adapter are kept that are nowhere but in the fleet.
+
+    state    kept: as many copies as wanted; copying: more are being made; short: too few workers can keep one;
+             lost: on no disk; unknown: workers have not reported all of their files yet
+    kept_by  workers that keep them; `held_by`: that have them at the moment
+    reason   why there are too few, and what to do; "" where there are enough
+    """
+
+    wanted: int
+    state: Literal["kept", "copying", "short", "lost", "unknown"]
+    kept_by: tuple[str, ...] = ()
+    held_by: tuple[str, ...] = ()
+    reason: str = ""
+
+
 class AdapterItem(_OrchestratorModel):
     """One registered adapter.
 
+    copies   null for an adapter with a source outside the fleet
     workers  where it is ready
     ignored_modules  modules of its file that an engine does not have: the worst of its copies; null without any
     effect   whether it changes the engines' answers, as agents say (docs/protocol.md); the least proved of its copies
@@ -233,6 +250,7 @@ class AdapterItem(_OrchestratorModel):
     effect: AdapterEffectState = ""
     note: str = ""
     published_as: str | None = None
+    copies: FileCopiesItem | None = None
 
 
 class AdapterList(_OrchestratorModel):
@@ -883,9 +901,22 @@ class WorkerDrainProgress(_OrchestratorModel):
     requests: int = 0
 
 
+class WorkerFiles(_OrchestratorModel):
+    """Adapters on a worker's disk, by digest.
+
+    held      all; `kept`: those that stay because the fleet has them nowhere else
+    is_whole  whether the agent has reported all of them
+    """
+
+    held: int
+    kept: int
+    is_whole: bool
+
+
 class WorkerItem(_OrchestratorModel):
     """A worker.
 
+    files           null for a worker without an agent, or with one of an older version
     orphans         adapters that it holds and that are not registered
     is_terminating  Kubernetes is terminating its pod, so it drains
     refusal         why it takes no adapters at all; empty: it takes them
@@ -904,6 +935,7 @@ class WorkerItem(_OrchestratorModel):
     orphans: tuple[str, ...] = ()
     is_terminating: bool = False
     refusal: str = ""
+    files: WorkerFiles | None = None
     drain: WorkerDrainProgress | None = None
 
 
@@ -951,14 +983,41 @@ class HistoryList(_OrchestratorModel):
 # -- agents --------------------------------------------------------------------------------------------------
 
 
+MOST_HELD = 1000
+"""Digests of `HeldFiles` in one heartbeat: 70 KB. More follow in the next, which is sent at once."""
+Digests = Annotated[tuple[str, ...], FailFast(), Field(max_length=MOST_HELD)]
+
+
+class HeldFiles(_OrchestratorModel):
+    """Changes of the digests on a worker's disk since those that the orchestrator has confirmed.
+
+    disk_id  names the folder: agents that share it have one copy
+    since    the confirmed number, which these changes follow; 0: these are the first of all that is there
+    upto     the number to confirm; `left`: how many changes follow it
+    held, kept, gone  digests that are there, there and kept, and no longer there
+    """
+
+    disk_id: str = Field(max_length=100)
+    since: int = Field(ge=0)
+    upto: int = Field(ge=0)
+    left: int = Field(default=0, ge=0)
+    held: Digests = ()
+    kept: Digests = ()
+    gone: Digests = ()
+
+
 class Heartbeat(_OrchestratorModel):
     """`POST /v1/workers/register`: an agent's heartbeat.
 
     operations  the oldest loads and unloads that no orchestrator asked for and that none has recorded
     incidents   the oldest incidents that no orchestrator has recorded
+    files       null: from an agent of an older version
+    agents_digest  of the list of agents that it has; the answer has the list if it is another
     """
 
     metadata: Metadata
+    files: HeldFiles | None = None
+    agents_digest: str = ""
     operations: Annotated[tuple[AdapterOperation, ...], FailFast()] = Field(default=(), max_length=1000)
     incidents: Annotated[tuple[AgentIncident, ...], FailFast()] = Field(default=(), max_length=1000)
     wire: int = WIRE
@@ -972,6 +1031,8 @@ class HeartbeatAnswer(_OrchestratorModel):
     in_flight   requests of routers at its engine
     recorded    `id` up to which the agent's operations are in the history; null: this orchestrator records none
     recorded_incidents  the same, of its incidents
+    files_seen  number up to which the changes of its files are known; null: this orchestrator wants none
+    agents      URLs of the fleet's agents, so that it can fetch from them by itself; null: as in `agents_digest`
     """
 
     epoch: int
@@ -981,6 +1042,9 @@ class HeartbeatAnswer(_OrchestratorModel):
     recorded_incidents: int | None = None
     is_warm: bool = True
     in_flight: int = 0
+    files_seen: int | None = None
+    agents: tuple[str, ...] | None = None
+    agents_digest: str = ""
     wire: int = WIRE
 
 

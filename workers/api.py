@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.params import Depends as Depended
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from lorafleet.service.auth import ApiKeys, metrics_dependencies, requires
 from lorafleet.service.http import add_routes
@@ -16,9 +16,10 @@ from orchestrator.wire import UsageReport
 from workers.agent.agent import WorkerAgent
 from workers.agent.operation_log import requester
 from workers.core.errors import AgentRequestError, EngineError
+from workers.epochs import Epoch
+from workers.file_routes import file_routes
 from workers.storage.verify import model_folder
 from workers.wire import (
-    AdapterFiles,
     AvailableLora,
     AvailableLoras,
     BeginFileRequest,
@@ -40,13 +41,10 @@ from workers.wire import (
 )
 
 _MSGPACK = "application/vnd.msgpack"
-EPOCH_HEADER = "x-lorafleet-epoch"
 _MOST_LISTED = 10_000
-Digest = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{64}$")]
 UploadId = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{24}$")]
 UPLOADS_PATH = "/v1/uploads/"
 MOST_UPLOAD_BYTES = 1 << 60  # of a body; the routes know the limits
-_EPOCH_DIGITS = 15  # exact in every JSON parser and database
 
 
 def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = False) -> APIRouter:
@@ -56,8 +54,15 @@ def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = 
     """
     api = APIRouter()
     probed = _probe_routes(agent, metrics_dependencies(keys, need_key=metrics_need_key))
-    add_routes(api, _state_routes(agent, keys), kv_routes(agent, keys), _admin_routes(agent, keys), probed)
-    add_routes(api, _upload_routes(agent, keys))
+    add_routes(
+        api,
+        _state_routes(agent, keys),
+        kv_routes(agent, keys),
+        _admin_routes(agent, keys),
+        file_routes(agent, keys),
+        _upload_routes(agent, keys),
+        probed,
+    )
     return api
 
 
@@ -150,9 +155,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     operator, operate = [Depends(admin)], [Depends(requires(keys, "operate"))]
 
     @api.post("/v1/admin/load_lora")
-    async def load_lora(
-        body: LoadRequest, caller: Annotated[Caller, Depends(load)], epoch: Annotated[int | None, Depends(_epoch_of)]
-    ) -> LoadAnswer:
+    async def load_lora(body: LoadRequest, caller: Annotated[Caller, Depends(load)], epoch: Epoch) -> LoadAnswer:
         """Fetch an adapter if needed and load it into the engine; an epoch or `evict` needs scope `admin`."""
         # An epoch needs `admin` too: it is stored, and lower epochs are refused from then on.
         if body.evict is not None or epoch is not None:
@@ -160,7 +163,9 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         agent.check_epoch(epoch, is_destructive=body.evict is not None)
         by = requester(caller.name, is_leader=epoch is not None)
         # A digest grants no access: only the leader, which knows what was verified, may have it stand for the source.
-        lora = await agent.load(body if epoch is not None else body.model_copy(update={"from_fleet": False}), by)
+        # Nor may another name agents: this one sends them its key.
+        own = {"from_fleet": False, "neighbours": ()}
+        lora = await agent.load(body if epoch is not None else body.model_copy(update=own), by)
         message = f"{lora.lora_id} is loaded as {lora.engine_name}"
         return LoadAnswer(**lora.model_dump(), message=message)
 
@@ -168,7 +173,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     async def unload_lora(
         body: UnloadRequest,
         caller: Annotated[Caller, Depends(admin)],
-        epoch: Annotated[int | None, Depends(_epoch_of)],
+        epoch: Epoch,
     ) -> UnloadAnswer:
         """Unload an adapter; answers with the adapters that are still loaded. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=True)
@@ -181,21 +186,10 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         )
 
     @api.post("/v1/admin/inspect_lora", dependencies=operator)
-    async def inspect_lora(body: InspectRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> AvailableLora:
+    async def inspect_lora(body: InspectRequest, epoch: Epoch) -> AvailableLora:
         """Fetch, verify and install an adapter without loading it into the engine. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=False)
         return await agent.inspect(body)
-
-    @api.get("/v1/files/{digest}", dependencies=operator)
-    async def files(digest: Digest) -> AdapterFiles:
-        """The files of a verified adapter on this worker's disk."""
-        return await agent.adapter_files(digest)
-
-    @api.get("/v1/files/{digest}/{name}", dependencies=operator, response_class=FileResponse)
-    async def file(digest: Digest, name: str) -> FileResponse:
-        """One file of a verified adapter; takes ranges. Its ETag is the digest, the same on every worker."""
-        path = await agent.adapter_file(digest, name)
-        return FileResponse(path, media_type="application/octet-stream", headers={"etag": f'"{digest}"'})
 
     @api.get("/v1/admin/source", dependencies=operator, status_code=204, response_class=Response)
     async def source(source: str) -> Response:
@@ -204,13 +198,13 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         return Response(status_code=204)
 
     @api.post("/v1/admin/claim", dependencies=operator)
-    async def claim(_body: ClaimRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> Metadata:
+    async def claim(_body: ClaimRequest, epoch: Epoch) -> Metadata:
         """A new leader's first command: store its epoch and refuse older ones from now on."""
         agent.check_epoch(epoch, is_destructive=True)
         return agent.metadata()
 
     @api.post("/v1/admin/undrain", dependencies=operate)
-    async def undrain(_body: UndrainRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> Metadata:
+    async def undrain(_body: UndrainRequest, epoch: Epoch) -> Metadata:
         """End a drain: the worker takes loads and requests again at once. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=False)
         agent.undrain()
@@ -220,7 +214,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     async def drain(
         body: DrainRequest,
         caller: Annotated[Caller, Depends(drainer)],
-        epoch: Annotated[int | None, Depends(_epoch_of)],
+        epoch: Epoch,
     ) -> DrainAnswer:
         """Start a drain: refuse loads and wait until the engine is idle or the deadline passes. `undrain` ends it."""
         if epoch is not None:
@@ -236,7 +230,7 @@ def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     api = APIRouter(dependencies=[Depends(requires(keys, "admin"))])
     uploads = agent.incoming
 
-    def check_epoch(epoch: Annotated[int | None, Depends(_epoch_of)]) -> None:
+    def check_epoch(epoch: Epoch) -> None:
         """Raises AgentRequestError for a stale epoch."""
         agent.check_epoch(epoch, is_destructive=False)
 
@@ -298,14 +292,3 @@ def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
         return Response(agent.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return api
-
-
-def _epoch_of(request: Request) -> int | None:
-    """The epoch in the request's header; None without one. Raises AgentRequestError `invalid_epoch`."""
-    text = request.headers.get(EPOCH_HEADER)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= _EPOCH_DIGITS):
-        message = f"header {EPOCH_HEADER}: {text[:100]!r} is not a whole number of at most {_EPOCH_DIGITS} digits"
-        raise AgentRequestError("invalid_epoch", message, param=EPOCH_HEADER)
-    return int(text)

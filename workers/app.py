@@ -42,6 +42,7 @@ from workers.core.addresses import parse_networks
 from workers.core.base_model import NO_ENGINE, EngineFacts
 from workers.core.errors import WorkerError
 from workers.core.manifest import AdapterRules
+from workers.core.references import OWN_FLEET
 from workers.core.retry import RetryPolicy
 from workers.engines.kinds import engine_traits
 from workers.engines.kv_connector import connector_from_command
@@ -49,7 +50,8 @@ from workers.engines.vllm_tables import vllm_facts
 from workers.metrics import WorkerMetrics
 from workers.plugin import LoraDownloaderBase
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source
-from workers.sources.fleet import FLEET_SCHEMES, OWN_FLEET, FleetSource
+from workers.sources.fleet import FLEET_SCHEMES, FleetSource
+from workers.sources.fleet_agents import FleetAgents
 from workers.sources.guard import GuardedTransport
 from workers.sources.hub import HubSource
 from workers.sources.local import LocalSource
@@ -112,9 +114,8 @@ def build(
     state_lock = lock_state_folder(settings.state)
     rng, metrics, boot_id = Random(), WorkerMetrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings, facts)
-    cache_folder = cache_folder_of(settings)
-    sources = sources_of(settings, rng)
-    fleet = FleetSource(limits_of(settings, rng), orchestrator_urls=settings.orchestrator_urls, own_key=own)
+    cache_folder, sources = cache_folder_of(settings), sources_of(settings, rng)
+    fleet = _fleet_of(settings, port, own, rng)
     sources |= dict.fromkeys((*FLEET_SCHEMES, OWN_FLEET), fleet)
     downloader = _downloader_of(settings, sources["hf"], cache_folder.folder)
     if downloader is not None:
@@ -141,7 +142,7 @@ def build(
         ),
         metrics=metrics,
         boot_id=boot_id,
-        agent_url=settings.advertise_url.rstrip("/") or _url(settings.host, port),
+        agent_url=_agent_url(settings, port),
         connector=connector,
         facts=facts,
         timers=timers,
@@ -158,6 +159,7 @@ def build(
         At the end: send a last heartbeat, save unwritten state and counts, stop the engine and free the state folder.
         """
         await asyncio.to_thread(cache.folder.remove_leftovers)
+        await cache.list_held()
         await cache.update_free_bytes()
         if downloader is not None:
             start_downloader(downloader, AgentLoraManager(agent))
@@ -169,7 +171,11 @@ def build(
                 asyncio.create_task(_repeat("look", agent.reconcile, settings.scan_s, metrics)),
                 asyncio.create_task(_repeat("foreign", agent.read_foreign_files, settings.scan_s, metrics)),
             ]
-            heartbeats = HeartbeatSender(agent, client, own=own, rng=rng) if settings.orchestrator_url else None
+            heartbeats = (
+                HeartbeatSender(agent, client, own=own, rng=rng, agents=fleet.agents)
+                if settings.orchestrator_url
+                else None
+            )
             beating = asyncio.create_task(heartbeats.run()) if heartbeats is not None else None
             try:
                 yield
@@ -270,6 +276,17 @@ def _served_digests(engine_url: str) -> frozenset[str]:
         return frozenset(Path(str(item.get("root"))).name for item in models if item.get("parent"))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError):
         return frozenset()
+
+
+def _agent_url(settings: WorkerSettings, port: int) -> str:
+    """The agent's URL for others."""
+    return settings.advertise_url.rstrip("/") or _url(settings.host, port)
+
+
+def _fleet_of(settings: WorkerSettings, port: int, own: OwnKey, rng: Random) -> FleetSource:
+    """The source of files by digest from the fleet's other workers, at another URL than this agent's own."""
+    limits, agents = limits_of(settings, rng), FleetAgents(_agent_url(settings, port))
+    return FleetSource(limits, orchestrator_urls=settings.orchestrator_urls, own_key=own, agents=agents)
 
 
 def _downloader_of(settings: WorkerSettings, hub: Source, folder: Path) -> LoraDownloaderBase | None:

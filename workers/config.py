@@ -127,6 +127,14 @@ class WorkerSettings(ServiceSettings):
     source_attempts: int = Field(default=5, ge=1, description="attempts in a row without progress before a fetch fails")
     parallel_fetches: int = Field(default=4, ge=1, description="adapters fetched at a time")
     source_parts: int = Field(default=4, ge=1, description="parts of one object-store file fetched at a time")
+    max_uploads: int = Field(
+        default=8, ge=1, description="files of adapters sent to other workers and fleets at a time; more are refused"
+    )
+    upload_bytes_per_s: int = Field(
+        default=512 << 20,
+        ge=0,
+        description="bytes a second of all these files together, so that answers have their share; 0: no limit",
+    )
     lora_downloader_plugin: str = Field(
         default="",
         description="package.module.Class of a workers.plugin.LoraDownloaderBase that fetches adapters by name;"

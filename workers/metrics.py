@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -12,6 +12,16 @@ _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _FEW_BUCKETS = (0.05, 0.25, 1, 5, 20, 60)
 MOST_NAMED = 100
 """Adapters with load and unload series: about eight lines each, so that a page stays below 200 KB."""
+
+
+_SOURCE_KINDS = frozenset({"file", "https", "hf", "s3", "gs", "az", "plugin"})
+
+
+def source_kind(scheme: str) -> str:
+    """The metric label of a source by its scheme; of a downloader that a package brings, `other`."""
+    if scheme.startswith("fleet"):
+        return "other_fleet"
+    return scheme if scheme in _SOURCE_KINDS else "other"
 
 
 class WorkerMetrics:
@@ -76,6 +86,35 @@ class WorkerMetrics:
         )
         self.fetched_bytes = Counter(
             "lorafleet_workers_fetched_bytes", "Bytes of adapters fetched from sources.", registry=registry
+        )
+        self.source_bytes = Counter(
+            "lorafleet_workers_source_bytes",
+            "Bytes of adapters received, by where they came from: whole or not, right or not.",
+            ["source"],
+            registry=registry,
+        )
+        self.neighbour_failures = Counter(
+            "lorafleet_workers_neighbour_failures",
+            "Fetches from other workers that failed, so that the next place was asked: they were silent, lacked the"
+            " files, or sent other bytes than the digest's.",
+            ["reason"],
+            registry=registry,
+        )
+        self.uploads = Gauge(
+            "lorafleet_workers_uploads", "Files that other workers and fleets read here now.", registry=registry
+        )
+        self.uploaded_bytes = Counter(
+            "lorafleet_workers_uploaded_bytes", "Bytes of adapters sent to other workers and fleets.", registry=registry
+        )
+        self.uploads_refused = Counter(
+            "lorafleet_workers_uploads_refused",
+            "Files not sent because max_uploads were under way.",
+            registry=registry,
+        )
+        self.kept_adapters = Gauge(
+            "lorafleet_workers_kept_adapters",
+            "Installed adapters that are kept because the fleet has them nowhere else.",
+            registry=registry,
         )
         self.cache = Counter(
             "lorafleet_workers_cache",
@@ -147,6 +186,12 @@ class WorkerMetrics:
         self.kv_readers_dropped = Counter(
             "lorafleet_workers_kv_readers_dropped", "Streams of KV changes ended because too slow.", registry=registry
         )
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the duration of the block to the metrics of a stage of a load."""
+        with self.stage_seconds.labels(stage).time():
+            yield
 
     def load_seconds(self, lora_id: str) -> Histogram:
         """The histogram of an adapter's load durations; only the `MOST_NAMED` adapters asked for last keep series."""

@@ -14,6 +14,11 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, computed_field
 from lorafleet.identity import KV_HASHING, AdapterLocation, Tier
 
 WIRE = 1
+MOST_NEIGHBOURS = 64
+"""Agents that a request may name as places to fetch from: a bound, not an aim."""
+
+MOST_RELEASED = 1000
+"""Digests in one request to release them: 70 KB."""
 
 AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "draining", "failed"]
 AgentState = Literal["starting", "ready", "draining", "engine_down"]
@@ -119,6 +124,8 @@ class LoadedLora(_WorkerMessage):
                   seen: answers differ with it; zero: its weights change nothing; unknown: not proved
     note          what an operator should know of a ready adapter, as a sentence
 
+    fetched_bytes  of an adapter that is being downloaded: bytes so far; None: not said
+
     files_digest  of an adapter that another client loaded: digest of the files at its path. `digest` is empty then,
                   because the engine may have read other bytes
     """
@@ -140,6 +147,7 @@ class LoadedLora(_WorkerMessage):
     load_seconds: float | None = None
     error: str | None = None
     files_digest: str = ""
+    fetched_bytes: int | None = None
     ignored_modules: IgnoredModules | None = None
     effect: AdapterEffectState = ""
     note: str = ""
@@ -243,7 +251,8 @@ class LoadRequest(_WorkerMessage):
     """`POST /v1/admin/load_lora`.
 
     evict   the adapter to unload if no slot is free; needs an epoch if the worker has an orchestrator
-    from_fleet  if the source fails, fetch the files of `digest` from the fleet's other workers: needs an epoch
+    from_fleet  the files of `digest` may come from the fleet's other workers in place of the source: needs an epoch
+    neighbours  URLs of agents that have these files, asked before the source: counts with `from_fleet` alone
     ignored_modules  what to do if the engine ignores a part of its modules; default: the worker's setting
     secret  name/key of the credential for the source, a file below this worker's `secrets_dir`
     """
@@ -256,6 +265,7 @@ class LoadRequest(_WorkerMessage):
     secret: str | None = None
     evict: str | None = None
     from_fleet: bool = False
+    neighbours: Annotated[tuple[str, ...], Field(max_length=MOST_NEIGHBOURS)] = ()
     ignored_modules: Literal["accept", "refuse"] | None = None
     wire: int = WIRE
 
@@ -277,6 +287,7 @@ class InspectRequest(_WorkerMessage):
 
     digest  the registered digest. The caller compares it with the answer; a worker that cannot read the adapter's
             files (an engine without an agent) returns it unchecked.
+    neighbours  as in `LoadRequest`, for a source of the fleet's own files (`fleet:<digest>`)
     """
 
     lora_id: str
@@ -284,6 +295,29 @@ class InspectRequest(_WorkerMessage):
     base_model: str | None = None
     digest: str | None = None
     secret: str | None = None
+    neighbours: Annotated[tuple[str, ...], Field(max_length=MOST_NEIGHBOURS)] = ()
+    wire: int = WIRE
+
+
+class KeepRequest(_WorkerMessage):
+    """`POST /v1/admin/keep_files`: keep the files of a digest on this disk until they are released.
+
+    neighbours  URLs of agents that have them, if this worker does not
+    """
+
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    neighbours: Annotated[tuple[str, ...], Field(max_length=MOST_NEIGHBOURS)] = ()
+    wire: int = WIRE
+
+
+class ReleaseRequest(_WorkerMessage):
+    """`POST /v1/admin/release_files`: files of these digests may be deleted again.
+
+    is_dropped  delete them as soon as nobody uses them
+    """
+
+    digests: Annotated[tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...], Field(max_length=MOST_RELEASED)]
+    is_dropped: bool = False
     wire: int = WIRE
 
 

@@ -52,12 +52,16 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
                 param="metadata.instance_id",
             )
         reconciler.monitor.record_heartbeat(report)
+        agents, agents_digest = reconciler.monitor.agents_for(body.agents_digest)
         return HeartbeatAnswer(
             epoch=reconciler.store.epoch,
             revision=reconciler.catalog.revision,
             interval_s=reconciler.settings.heartbeat_interval_s,
             is_warm=not report.is_warming or reconciler.queries.is_warm(report.instance_id),
             in_flight=reconciler.router_in_flight(report.instance_id),
+            files_seen=reconciler.monitor.record_files(report, body.files),
+            agents=agents,
+            agents_digest=agents_digest,
             recorded=reconciler.audit.record_agent_operations(report, body.operations),
             recorded_incidents=reconciler.incidents.record_agent_incidents(report, body.incidents),
         )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from math import inf
 
+from lorafleet.identity import fleet_digest
 from lorafleet.service.times import utc_text
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound
@@ -23,6 +24,7 @@ from orchestrator.wire import (
     ActionItem,
     AdapterItem,
     EnsureAnswer,
+    FileCopiesItem,
     PlacementItem,
     Plan,
     PlanCost,
@@ -30,6 +32,7 @@ from orchestrator.wire import (
     SecretRef,
     TargetChange,
     WorkerDrainProgress,
+    WorkerFiles,
     WorkerItem,
 )
 from workers.wire import LoadedLora
@@ -81,8 +84,30 @@ class WireViews:
                 "effect": "" if copy is None else copy.effect,
                 "note": f"{worker_id}: {copy.note}" if copy is not None and copy.note else "",
                 "published_as": self._reconciler.store.published_as(adapter.lora_id),
+                "copies": self._copies_of(adapter),
             }
         )
+
+    def _copies_of(self, adapter: RegisteredAdapter) -> FileCopiesItem | None:
+        """How the adapter's files are kept; None where they have a source outside the fleet."""
+        digest = fleet_digest(adapter.source)
+        if digest is None:
+            return None
+        state = self._reconciler.copies.state(digest)
+        return FileCopiesItem(
+            wanted=self._reconciler.settings.fleet_copies,
+            state=state.status,
+            kept_by=state.kept_by,
+            held_by=tuple(sorted(self._reconciler.files.holders.get(digest, ()))),
+            reason=state.reason,
+        )
+
+    def _files_of(self, worker_id: str) -> WorkerFiles | None:
+        """The adapters on the worker's disk; None where its agent does not report them."""
+        disk = self._reconciler.files.disks.get(worker_id)
+        if disk is None or disk.seen is None:
+            return None
+        return WorkerFiles(held=len(disk.files), kept=sum(disk.files.values()), is_whole=disk.is_whole)
 
     def _idle_s(self, lora_id: str) -> float | None:
         """Seconds since the adapter was asked for last, by the last pass; None where that is not known."""
@@ -116,6 +141,7 @@ class WireViews:
                 "orphans": sorted(orphan_ids),
                 "is_terminating": entry.is_terminating,
                 "refusal": report.lora.refusal,
+                "files": self._files_of(worker_id),
                 "drain": self._drain_of(entry, store.workers.get(worker_id)),
             }
         )

@@ -7,19 +7,25 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from orchestrator.core.demand import RouterCounts
+from orchestrator.core.files import FetchChoice, FilesSnapshot, OngoingFetch, fetch_choice
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
 from orchestrator.core.state import (
+    UNREACHABLE,
     DesiredPlacement,
     ObservedFleet,
     ObservedWorker,
     Pair,
     PlacementPolicy,
+    PlannedLoad,
+    RegisteredAdapter,
 )
 
 Operation = Literal["inspect", "load", "drain", "unload"]
+_NO_ADAPTERS: Mapping[str, RegisteredAdapter] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +35,7 @@ class WorkerAction:
     evict        victim of a load without a free slot: drained already, and unloaded by the agent as part of the load
     evict_after  victim of a load that takes a reserve slot: it drains meanwhile and is unloaded afterwards
     is_expired   an unload for want of requests
+    neighbours   of a load: workers that have the adapter's files, asked before its source
     """
 
     operation: Operation
@@ -38,6 +45,7 @@ class WorkerAction:
     evict: str | None = None
     evict_after: str | None = None
     is_expired: bool = False
+    neighbours: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +111,16 @@ def diff(
     policy: PlacementPolicy,
     inspects: int,
     now: float,
+    *,
+    adapters: Mapping[str, RegisteredAdapter] = _NO_ADAPTERS,
 ) -> list[WorkerAction]:
     """The actions to start now, in order, within the budgets and without those in progress already.
 
+    A load whose files another worker is fetching waits; see `fetch_choice`.
+
     drained    (lora_id, worker_id) of every drain in progress -> whether it has finished
     inspects   number of further inspections that may start
+    adapters   the registered adapters; a load of another one fetches at once
     """
     actions = [
         WorkerAction(operation="inspect", lora_id=step.lora_id, worker_id=step.worker_id, reason=step.reason)
@@ -120,7 +133,7 @@ def diff(
     ]
     busy = dict(observed.busy)
     actions += _unload_actions(desired, observed, drained, policy, busy, now)
-    actions += _load_actions(desired, observed, drained, policy, busy, now)
+    actions += _load_actions(desired, observed, drained, policy, busy, adapters=adapters, now=now)
     actions += [
         WorkerAction(
             operation="drain", lora_id="", worker_id=worker_id, reason="asked to drain; nothing is left to move"
@@ -173,6 +186,8 @@ def _load_actions(
     drained: Mapping[Pair, bool],
     policy: PlacementPolicy,
     busy: dict[str, int],
+    *,
+    adapters: Mapping[str, RegisteredAdapter],
     now: float,
 ) -> list[WorkerAction]:
     """Loads that have a slot or a drained victim, within the budgets. Adds them to the counts in `busy`.
@@ -187,6 +202,8 @@ def _load_actions(
     )
     left = policy.loads_fleet_wide - observed.loads_in_flight
     free = {worker_id: worker.slots - worker.occupied_slots for worker_id, worker in observed.workers.items()}
+    reachable = {name for name, worker in observed.workers.items() if worker.state not in UNREACHABLE}
+    begun: dict[str, list[OngoingFetch]] = {}
     for step in desired.loads:
         if left <= 0:
             break
@@ -200,6 +217,9 @@ def _load_actions(
             continue
         most = max(LOADS_AT_ONCE, policy.loads_per_worker) if is_warming else policy.loads_per_worker
         if busy.get(step.worker_id, 0) < most:
+            choice = _choice_of(step, observed.files, reachable, adapters, begun, now)
+            if choice.is_held:
+                continue
             busy[step.worker_id] = busy.get(step.worker_id, 0) + 1
             left -= 1
             loading[step.lora_id] += 1
@@ -212,6 +232,28 @@ def _load_actions(
                     reason=step.reason,
                     evict=None if has_slot else step.evict,
                     evict_after=step.evict if has_slot else None,
+                    neighbours=choice.neighbours,
                 )
             )
     return actions
+
+
+def _choice_of(
+    step: PlannedLoad,
+    files: FilesSnapshot,
+    reachable: Collection[str],
+    adapters: Mapping[str, RegisteredAdapter],
+    begun: dict[str, list[OngoingFetch]],
+    now: float,
+) -> FetchChoice:
+    """Where the load's files come from. Adds its fetch to `begun`: digest -> fetches that this pass begins."""
+    adapter = adapters.get(step.lora_id)
+    if adapter is None or adapter.digest is None:
+        return FetchChoice()
+    ours = begun.setdefault(adapter.digest, [])
+    choice = fetch_choice(
+        adapter.source, adapter.digest, step.worker_id, files, reachable=reachable, begun=ours, now=now
+    )
+    if not choice.is_held:
+        ours.append(OngoingFetch(worker_id=step.worker_id, moved_at=now))
+    return choice

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lorafleet.identity import lora_id_of
+from orchestrator.core.files import FilesSnapshot
 from orchestrator.core.version_ids import is_retired_version
 
 Pair = tuple[str, str]
@@ -15,6 +16,8 @@ Pair = tuple[str, str]
 
 SERVING = frozenset({"ready", "cordoned", "unmanaged"})
 """Worker states in which an adapter on the worker counts as a lasting replica."""
+UNREACHABLE = frozenset({"unmanaged", "lost"})
+"""Worker states in which its agent does not answer."""
 OCCUPYING = frozenset({"loading", "ready", "draining"})
 """Adapter states in which the adapter takes one of the worker's slots."""
 
@@ -310,6 +313,8 @@ class ObservedFleet:
     loading_victims: frozenset[Pair] = frozenset()
     """victims of loads in progress: the agent unloads the victim as part of the load"""
     load_figures: LoadFigures = field(default_factory=LoadFigures)
+    files: FilesSnapshot = field(default_factory=FilesSnapshot)
+    """adapters' files on the workers' disks"""
     memory: PassMemory = field(default_factory=PassMemory)
     """`DesiredPlacement.memory` of the last pass"""
 

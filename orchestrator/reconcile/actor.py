@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
@@ -10,6 +10,8 @@ from typing import Any
 
 import structlog
 
+from lorafleet.identity import fleet_digest
+from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.errors import (
     InvalidAdapter,
@@ -20,11 +22,13 @@ from orchestrator.core.errors import (
     WorkerFailed,
 )
 from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, failure_scope
+from orchestrator.core.files import NEIGHBOURS_NAMED
 from orchestrator.core.plan import AdapterDrain, WorkerAction
 from orchestrator.core.state import RegisteredAdapter, ReportedAdapter, lora_id_of_held
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import SOURCE_CODES, AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
+from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.reconcile.tasks import BackgroundTasks
@@ -67,6 +71,7 @@ class ActionRunner:
         agents: AgentClient,
         metrics: OrchestratorMetrics,
         operations: FleetOperations,
+        files: HeldFilesBook,
         queries: FleetQueries,
         tasks: BackgroundTasks,
         audit: AuditLog,
@@ -83,6 +88,7 @@ class ActionRunner:
         self._agents = agents
         self._metrics = metrics
         self._operations = operations
+        self._files = files
         self._queries = queries
         self._tasks = tasks
         self._audit = audit
@@ -183,6 +189,7 @@ class ActionRunner:
         if action.operation == "load":
             operations.loading.pop((action.lora_id, action.worker_id), None)
             operations.load_began.pop((action.lora_id, action.worker_id), None)
+            operations.fetch_moved.pop((action.lora_id, action.worker_id), None)
             if action.evict is not None:
                 operations.loading_victims.discard((action.evict, action.worker_id))
         elif action.operation == "unload":
@@ -284,10 +291,11 @@ class ActionRunner:
         adapter = self._store.adapters[action.lora_id]
         found = await self._agents.inspect(
             self._agent_url(action.worker_id),
-            _inspect_request_for(adapter),
+            self._inspection_of(adapter, action.worker_id),
             timeout_s=self._settings.inspect_timeout_s,
         )
         known = with_manifest(adapter, found)
+        self._files.note(action.worker_id, found.digest)
         current = self._store.adapters.get(action.lora_id)
         if (
             current is not None
@@ -320,8 +328,9 @@ class ActionRunner:
 
         Raises InvalidAdapter, WorkerFailed.
         """
-        ask = _inspect_request_for(adapter)
+        ask = self._inspection_of(adapter, worker_id)
         found = await self._agents.inspect(self._agent_url(worker_id), ask, timeout_s=self._settings.inspect_timeout_s)
+        self._files.note(worker_id, found.digest)
         return with_manifest(adapter, found)
 
     async def _load(self, action: WorkerAction, adapter: RegisteredAdapter) -> str:
@@ -340,11 +349,13 @@ class ActionRunner:
             secret=adapter.secret,
             evict=evicted,
             from_fleet=True,
+            neighbours=self._agent_urls(action.neighbours),
             ignored_modules=adapter.ignored_modules,
         )
         url, timeout_s = self._agent_url(action.worker_id), self._settings.load_timeout_s
         lora = await self._agents.load(url, ask, timeout_s=timeout_s)
         _check_loaded(lora, adapter)
+        self._files.note(action.worker_id, lora.digest)
         self._operations.measured_loads.append((self._clock() - began, adapter.size_bytes or 0))
         self._reports.record_load(action.worker_id, lora, evicted)
         if action.evict_after is not None:
@@ -482,6 +493,20 @@ class ActionRunner:
         if held is None:
             raise WorkerFailed(f"{lora_id} is no longer on worker {worker_id}", code="not_loaded")
         return held
+
+    def _inspection_of(self, adapter: RegisteredAdapter, worker_id: str) -> InspectRequest:
+        """The inspect request, which names workers with the files where only the fleet has them."""
+        request, digest = _inspect_request_for(adapter), fleet_digest(adapter.source)
+        if digest is None:
+            return request
+        holders = sorted(name for name in self._files.holders.get(digest, ()) if name != worker_id)
+        return request.model_copy(update={"neighbours": self._agent_urls(holders[:NEIGHBOURS_NAMED])})
+
+    def _agent_urls(self, worker_ids: Iterable[str]) -> tuple[str, ...]:
+        """URLs of the agents among these workers that answer."""
+        entries = [self._reports.workers.get(worker_id) for worker_id in worker_ids]
+        urls = [agent_url_of(entry.report) for entry in entries if entry is not None and entry.reach == "heard"]
+        return tuple(filter(None, urls))
 
     def _agent_url(self, worker_id: str) -> str:
         """URL of the worker's agent. Raises WorkerFailed."""

@@ -15,9 +15,11 @@ from workers.wire import (
     ClaimRequest,
     DrainRequest,
     InspectRequest,
+    KeepRequest,
     LoadedLora,
     LoadRequest,
     Metadata,
+    ReleaseRequest,
     UndrainRequest,
     UnloadRequest,
 )
@@ -108,6 +110,14 @@ class AgentClient:
     async def load(self, agent_url: str, ask: LoadRequest, *, timeout_s: float) -> LoadedLora:
         """Load the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
         return _parsed(LoadedLora, await self._post_action(agent_url, "load_lora", ask, timeout_s=timeout_s))
+
+    async def keep_files(self, agent_url: str, ask: KeepRequest, *, timeout_s: float) -> None:
+        """Have the agent keep the files of a digest. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
+        await self._post_action(agent_url, "keep_files", ask, timeout_s=timeout_s)
+
+    async def release_files(self, agent_url: str, ask: ReleaseRequest, *, timeout_s: float) -> None:
+        """Let the agent delete files again. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
+        await self._post_action(agent_url, "release_files", ask, timeout_s=timeout_s)
 
     async def unload(self, agent_url: str, ask: UnloadRequest, *, timeout_s: float) -> None:
         """Unload the adapter; a 404 counts as success. Raises WorkerFailed, InvalidAdapter, LeaseLost."""

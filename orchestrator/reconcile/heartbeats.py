@@ -1,28 +1,38 @@
 """Observe: heartbeats of agents, and probes of workers that are silent."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 import structlog
 
+from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import LeaseLost, WorkerFailed
 from orchestrator.core.state import WantedReplicas
 from orchestrator.reconcile.agent_client import AgentClient
+from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.reconcile.tasks import BackgroundTasks
 from orchestrator.reconcile.worker_reports import KnownWorker, ReportChange, WorkerReports
 from orchestrator.store.store import IntentStore
+from orchestrator.wire import HeldFiles
 from workers.wire import Metadata
 
 log = structlog.get_logger()
 
 MOST_AHEAD = 1 << 20
 """An agent's epoch may be ahead of our store by this much. At one term a second that takes twelve days."""
+
+
+_AGENTS_EVERY_S = 1.0
+_MOST_AGENTS = 1000
+"""Agents named to an agent: 30 KB, and enough to find any adapter at."""
 
 
 class HeartbeatMonitor:
@@ -37,6 +47,7 @@ class HeartbeatMonitor:
         demand: DemandBook,
         agents: AgentClient,
         operations: FleetOperations,
+        files: HeldFilesBook,
         queries: FleetQueries,
         tasks: BackgroundTasks,
         request_pass: Callable[[], None],
@@ -50,14 +61,22 @@ class HeartbeatMonitor:
         self._demand = demand
         self._agents = agents
         self._operations = operations
+        self._files = files
         self._queries = queries
         self._tasks = tasks
         self._request_pass = request_pass
         self._is_leading = is_leading
         self._on_lease_lost = on_lease_lost
         self._claimed: dict[str, int] = {}
+        self._agents_named: tuple[float, tuple[str, ...], str] = (
+            -inf,
+            (),
+            "",
+        )  # when it was listed, the list, its digest
         self._refused: dict[str, int] = {}  # worker_id -> our epoch that it refused last
         self._clock = clock
+        self.on_files: Callable[[], None] = lambda: None
+        """Called when a worker's files have changed."""
 
     def record_heartbeat(self, report: Metadata) -> None:
         """Record an agent's report, from a heartbeat or a probe.
@@ -75,11 +94,43 @@ class HeartbeatMonitor:
         change = self._reports.record_report(report)
         if is_same_engine and not self._is_leading():
             change = replace(change, vanished=())  # unloads by the leader, whose drains we do not know
+        self._note_fetches(report)
         self._apply_change(report.instance_id, change)
         if report.epoch > self._store.epoch and self._is_leading():
             # Either a newer leader exists or our store is an old copy. Read the lease; a new term gets a higher epoch.
             message = f"worker {report.instance_id} has obeyed epoch {report.epoch}, ours is {self._store.epoch}"
             self._on_lease_lost(message)
+
+    def _note_fetches(self, report: Metadata) -> None:
+        """Record how far the worker's downloads are, so that one that stalls keeps no other worker waiting."""
+        now = self._clock()
+        for lora in report.lora.loaded_loras:
+            if lora.state == "downloading":
+                pair = (lora.lora_id, report.instance_id)
+                self._operations.note_fetched_bytes(pair, lora.fetched_bytes, now)
+            elif lora.state == "loading" and lora.digest:
+                self._files.note(report.instance_id, lora.digest)  # verified and installed
+
+    def record_files(self, report: Metadata, files: HeldFiles | None) -> int | None:
+        """Record what a heartbeat says of the worker's files; returns the number of the last change that is known.
+
+        Requests a pass if it changes anything. None: from an agent of an older version.
+        """
+        if self._files.record(report, files):
+            self.on_files()
+            self._request_pass()
+        return self._files.disks[report.instance_id].seen
+
+    def agents_for(self, digest: str) -> tuple[tuple[str, ...] | None, str]:
+        """URLs of the agents that answer (None: the reader has this list), and the list's digest; at most 1,000."""
+        now = self._clock()
+        if now - self._agents_named[0] >= _AGENTS_EVERY_S:
+            entries = self._reports.workers.values()
+            urls = sorted(filter(None, (agent_url_of(entry.report) for entry in entries if entry.reach == "heard")))
+            named = tuple(urls[:_MOST_AGENTS])
+            self._agents_named = now, named, hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
+        _, named, known = self._agents_named
+        return (None if digest == known else named), known
 
     async def claim_worker(self, worker_id: str) -> None:
         """Send the agent our epoch, unless it has it, so that it refuses every older one; record the report it answers.
@@ -145,8 +196,11 @@ class HeartbeatMonitor:
 
     def drop_lost_workers(self) -> None:
         """Drop and log workers that have been lost for `forget_after_s`."""
-        for worker_id in self._reports.drop_lost(self._settings.forget_after_s):
+        dropped = self._reports.drop_lost(self._settings.forget_after_s)
+        for worker_id in dropped:
             log.info("worker forgotten", worker_id=worker_id)
+        if dropped:
+            self._files.forget(self._reports.workers)
 
     def _apply_change(self, worker_id: str, change: ReportChange) -> None:
         """Request a pass where the change calls for one, and one more replica of each adapter that was lost.

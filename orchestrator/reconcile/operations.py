@@ -7,8 +7,10 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from orchestrator.core.failures import FailureBook
+from orchestrator.core.files import OngoingFetch
 from orchestrator.core.plan import AdapterDrain
 from orchestrator.core.state import Pair
+from orchestrator.reconcile.held_files import HeldFilesBook
 
 
 @dataclass(slots=True)
@@ -17,6 +19,7 @@ class FleetOperations:
 
     busy              worker_id -> number of loads and unloads in progress there
     loading           (lora_id, worker_id) -> digest; `load_began`: since when
+    fetch_moved       (lora_id, worker_id) of a load whose files are fetched -> (bytes so far, since when)
     inspecting        lora_id -> worker_id that fetches and verifies it
     draining_workers  workers that were told to drain
     unloading         (lora_id, worker_id) of unloads: no second call is sent, it could hit a later load of the adapter
@@ -30,6 +33,7 @@ class FleetOperations:
     busy: Counter[str] = field(default_factory=Counter)
     loading: dict[Pair, str] = field(default_factory=dict)
     load_began: dict[Pair, float] = field(default_factory=dict)
+    fetch_moved: dict[Pair, tuple[int | None, float]] = field(default_factory=dict)
     inspecting: dict[str, str] = field(default_factory=dict)
     draining_workers: set[str] = field(default_factory=set)
     unloading: set[Pair] = field(default_factory=set)
@@ -38,6 +42,26 @@ class FleetOperations:
     reserve_victims: dict[Pair, str] = field(default_factory=dict)
     failures: FailureBook = field(default_factory=FailureBook)
     measured_loads: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=100))
+
+    def note_fetched_bytes(self, pair: Pair, size_bytes: int | None, now: float) -> None:
+        """Record how far the download of a load is; None: its agent does not say, so that it counts as moving."""
+        if pair in self.loading:
+            before = self.fetch_moved.get(pair)
+            if before is None or size_bytes is None or before[0] != size_bytes:
+                self.fetch_moved[pair] = size_bytes, now
+
+    def fetches(self, files: HeldFilesBook) -> dict[str, list[OngoingFetch]]:
+        """digest -> loads in progress on workers that lack its files.
+
+        Not those of agents of an older version: they do not say when they have them.
+        """
+        found: dict[str, list[OngoingFetch]] = {}
+        for pair, digest in self.loading.items():
+            disk = files.disks.get(pair[1])
+            if disk is not None and disk.seen is not None and pair[1] not in files.holders.get(digest, ()):
+                _, moved_at = self.fetch_moved.get(pair, (None, self.load_began.get(pair, 0.0)))
+                found.setdefault(digest, []).append(OngoingFetch(worker_id=pair[1], moved_at=moved_at))
+        return found
 
     def clear(self) -> None:
         """Forget drains and reserve victims at the end of a term. Cancelled actions remove their own entries."""

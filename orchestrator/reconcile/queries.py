@@ -6,9 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.agentless.transport import agent_url_of
+from orchestrator.core.files import FilesSnapshot
 from orchestrator.core.placement.load_time import load_figures, load_s
 from orchestrator.core.state import DesiredPlacement, LoadFigures, ObservedFleet, PlannedLoad, RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
+from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, is_warming, serving_adapters, worker_state
 from orchestrator.store.store import IntentStore
@@ -40,6 +42,7 @@ class FleetQueries:
         reports: WorkerReports,
         catalog: CatalogBook,
         operations: FleetOperations,
+        files: HeldFilesBook,
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
@@ -49,7 +52,10 @@ class FleetQueries:
         self._operations = operations
         self._clock, self._wall = clock, wall
         self._refreshed_at = -math.inf
+        self._files = files
         self.last_pass = LastPass(ObservedFleet(), DesiredPlacement())
+        self.lost_files: Mapping[str, str] = {}
+        """lora_id -> why no worker has its files, of adapters whose files only the fleet has"""
 
     def observe(self) -> ObservedFleet:
         """The fleet now: the last reports and stored intent of workers, our operations, and the last pass's memory."""
@@ -65,11 +71,27 @@ class FleetQueries:
             loading_victims=operations.loading_victims,
             digests=self.digest,
         )
+        files = FilesSnapshot(
+            is_known=True,
+            is_whole=self.has_all_files(),
+            holders=self._files.holders,
+            fetches=operations.fetches(self._files),
+        )
         return replace(
             observed,
             memory=self.last_pass.desired.memory,
             load_figures=self.load_figures(),
             load_began=dict(operations.load_began),
+            files=files,
+        )
+
+    def has_all_files(self) -> bool:
+        """Whether every agent that answers has reported all of the files on its disk."""
+        disks = self._files.disks
+        return all(
+            (disk := disks.get(worker_id)) is not None and disk.is_whole
+            for worker_id, entry in self._reports.workers.items()
+            if entry.reach == "heard" and agent_url_of(entry.report)
         )
 
     def load_figures(self) -> LoadFigures:
@@ -155,6 +177,8 @@ class FleetQueries:
         adapter = self._store.adapters.get(lora_id)
         if adapter is None or adapter.quarantine is not None:
             return None if adapter is None else adapter.quarantine
+        if (lost := self.lost_files.get(lora_id)) is not None and not self.ready_workers(lora_id):
+            return lost
         failure = self._operations.failures.fleet_failure(lora_id, self._clock())
         if failure is None or self.ready_workers(lora_id):
             return None
@@ -174,7 +198,7 @@ class FleetQueries:
         """lora_id -> (adapter state, last error or None), for all registered adapters at once."""
         operations, ready = self._operations, self.ready_workers_by_adapter()
         loading = {lora_id for lora_id, _ in operations.loading}
-        troubled = operations.failures.failed_ids | self.last_pass.desired.unplaced.keys()
+        troubled = operations.failures.failed_ids | self.last_pass.desired.unplaced.keys() | self.lost_files.keys()
         found: dict[str, tuple[str, str | None]] = {}
         for lora_id, adapter in self._store.adapters.items():
             has_error = adapter.quarantine is not None or lora_id in troubled
@@ -188,7 +212,9 @@ class FleetQueries:
     def unusable_adapters(self) -> dict[str, str]:
         """lora_id -> "code: message" of the adapters that no worker can use."""
         found = {
-            lora_id: why for lora_id in self._operations.failures.failed_ids if (why := self.quarantine_reason(lora_id))
+            lora_id: why
+            for lora_id in self._operations.failures.failed_ids | self.lost_files.keys()
+            if (why := self.quarantine_reason(lora_id))
         }
         found |= {
             name: adapter.quarantine for name, adapter in self._store.adapters.items() if adapter.quarantine is not None
@@ -211,10 +237,10 @@ class FleetQueries:
     def failed_count(self) -> int:
         """Number of adapters in state `failed`."""
         operations, store = self._operations, self._store
-        shared = sum(self.quarantine_reason(lora_id) is not None for lora_id in operations.failures.failed_ids)
+        troubled = operations.failures.failed_ids | self.lost_files.keys()
+        shared = sum(self.quarantine_reason(lora_id) is not None for lora_id in troubled)
         return shared + sum(
-            adapter.quarantine is not None and lora_id not in operations.failures.failed_ids
-            for lora_id, adapter in store.adapters.items()
+            adapter.quarantine is not None and lora_id not in troubled for lora_id, adapter in store.adapters.items()
         )
 
     def adapter_state(self, adapter: RegisteredAdapter, ready: Mapping[str, Sequence[str]]) -> str:

@@ -38,7 +38,9 @@ from orchestrator.reconcile.actor import ActionRunner
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.confirmations import RouterConfirmations
+from orchestrator.reconcile.file_copies import FileCopies
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
+from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.incidents import IncidentRecorder
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.pauses import FleetPauses
@@ -65,6 +67,8 @@ class Reconciler:
     runner      runs actions on agents
     rollouts    moves aliases
     retention   deletes old versions of published names
+    files       what is on the workers' disks
+    copies      keeps copies of files that only the fleet has
     audit       who asked for what
     on_pass     called at the end of each pass
     """
@@ -104,8 +108,15 @@ class Reconciler:
             store=store, reports=reports, catalog=catalog, metrics=metrics, leadership=leadership, wall=wall
         )
         self.operations = operations = FleetOperations()
+        self.files = files = HeldFilesBook()
         self.queries = queries = FleetQueries(
-            store=store, reports=reports, catalog=catalog, operations=operations, clock=clock, wall=wall
+            store=store,
+            reports=reports,
+            catalog=catalog,
+            operations=operations,
+            files=files,
+            clock=clock,
+            wall=wall,
         )
         self.pauses = FleetPauses(
             store=store,
@@ -134,6 +145,7 @@ class Reconciler:
             demand=demand,
             agents=agents,
             operations=operations,
+            files=files,
             queries=queries,
             tasks=self._tasks,
             request_pass=self.request_pass,
@@ -149,6 +161,7 @@ class Reconciler:
             agents=agents,
             metrics=metrics,
             operations=operations,
+            files=files,
             queries=queries,
             tasks=self._tasks,
             audit=self.audit,
@@ -159,6 +172,21 @@ class Reconciler:
             clock=clock,
         )
         metrics.observe_pauses(lambda: len(self.pauses.in_force()))
+        self.copies = FileCopies(
+            settings=settings,
+            store=store,
+            reports=reports,
+            files=files,
+            agents=agents,
+            metrics=metrics,
+            tasks=self._tasks,
+            claim=self.monitor.claim_worker,
+            request_pass=self.request_pass,
+            on_lease_lost=leadership.on_newer_leader,
+            rng=self._rng,
+            clock=clock,
+        )
+        self.monitor.on_files = self.copies.on_report
         metrics.observe_usage(self._usage_by_adapter)
         metrics.observe_term(
             failed=queries.failed_count, leading=lambda: leadership.is_leading, epoch=lambda: store.epoch
@@ -193,6 +221,7 @@ class Reconciler:
         self.catalog.begin_term()
         self.confirmations.clear()
         self.incidents.begin_term()
+        self.files.clear_seen()
         self.monitor.claim_all_workers()
         self.request_pass()
 
@@ -203,6 +232,7 @@ class Reconciler:
         """
         self._tasks.cancel_all()
         self.operations.clear()
+        self.copies.clear()
         self.store.end_term()
         self.catalog.changed.notify()  # followers must follow the new leader
 
@@ -340,6 +370,9 @@ class Reconciler:
         self.queries.last_pass = LastPass(observed, desired, warming)
         self._end_drains(desired)
         self._count_moves(desired)
+        if self._can_decide:
+            self.copies.run()
+            self.queries.lost_files = self.copies.lost()
         for action in actions:
             self.runner.start_action(action)
             if action.operation == "load":
@@ -384,7 +417,8 @@ class Reconciler:
         inspects = self.settings.inspects_in_flight - len(self.operations.inspecting)
         # Warm-up loads come after every load that a request may wait for.
         steps = replace(desired, loads=(*desired.loads, *chain.from_iterable(warming.values())))
-        actions = diff(steps, observed, self._drain_results(observed), self.store.rules, inspects, now)
+        drained, rules = self._drain_results(observed), self.store.rules
+        actions = diff(steps, observed, drained, rules, inspects, now, adapters=intent.adapters)
         return desired, observed, actions, warming
 
     def _wanted_intent(self, observed: ObservedFleet) -> Intent:

@@ -75,6 +75,7 @@ async def small_fleet(
     engine: Sequence[str] = (),
     tenants: Sequence[str] = (),
     router_settings: Mapping[str, Any] = MappingProxyType({}),
+    agent: Sequence[str] = (),
     **settings: Any,
 ) -> AsyncIterator[SmallFleet]:
     """A ready fleet with keys, whose workers may read adapters below `shelf` alone. `settings`: the orchestrator's.
@@ -82,6 +83,7 @@ async def small_fleet(
     engine           further flags of each sim
     tenants          each has a key with scopes infer and register, in `keys` by its name
     router_settings  further settings of each router
+    agent            further flags of each agent
     """
     folder.mkdir(parents=True)  # noqa: ASYNC240  (a test's own folder)
     key_file = folder / "keys.yaml"
@@ -107,7 +109,7 @@ async def small_fleet(
             name = f"w{number}"
             (folder / name).mkdir()
             flags = ("--instance-id", name, "--orchestrator-url", url, "--token", keys["register"])
-            flags += ("--key-files", str(key_file), "--warm-deadline-s", "0")
+            flags += ("--key-files", str(key_file), "--warm-deadline-s", "0", *agent)
             worker = RunningWorker(model, shelf, folder / name, *SIM, *flags)
             client = await stack.enter_async_context(worker.together(engine=engine))
             client.headers.update(operator)

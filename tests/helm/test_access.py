@@ -119,8 +119,8 @@ def admitted(case: str, name: str) -> set[tuple[str, int]]:
     return found
 
 
-def test_engines_are_reached_by_routers_and_orchestrators_alone():
-    ours = {(who, port) for who in ("router", "orchestrator") for port in (8090, 8100)}
+def test_engines_are_reached_by_routers_and_orchestrators_alone_and_agents_by_one_another_too():
+    ours = {(who, port) for who in ("router", "orchestrator") for port in (8090, 8100)} | {("worker", 8090)}
     assert admitted("cpu", "fleet-lorafleet-worker") == ours
     metrics = {("kubernetes.io/metadata.name: monitoring", 8090)}
     assert admitted("everything", "fleet-lorafleet-worker") == ours | metrics
@@ -180,7 +180,7 @@ def test_a_token_opens_the_services_that_its_holder_speaks_to_and_no_others(tmp_
         "metrics.1": metrics,
     }  # fmt: skip
     assert scopes("cpu", "worker", tmp_path) == {
-        "orchestrator.1": admin, "router.1": load, "worker.1": drain, "metrics.1": metrics,
+        "orchestrator.1": admin, "router.1": load, "worker.1": drain | register, "metrics.1": metrics,
     }  # fmt: skip
     for service in ("router", "orchestrator", "worker"):
         assert scopes("everything", service, tmp_path)["metrics.2"] == metrics

@@ -92,7 +92,7 @@ def test_its_script_makes_a_secret_with_the_keys_that_the_chart_reads_and_the_ri
         "router": {"load"},
         "worker": {"register"},
     }
-    assert scopes("worker") == {"orchestrator": {"admin"}, "router": {"load"}, "worker": {"drain"}}
+    assert scopes("worker") == {"orchestrator": {"admin"}, "router": {"load"}, "worker": {"drain", "register"}}
 
 
 def test_its_patch_makes_a_worker_of_an_engines_pod(tmp_path, monkeypatch):

@@ -48,6 +48,8 @@ class FakeAgent:
         self.effects: dict[str, dict] = {}  # lora_id -> what the engine does with it, as fields of the adapter
         self.pins: dict[str, str] = {}  # source -> where those very bytes are, as of now
         self.files: dict[str, dict[str, bytes]] = {}  # digest -> name -> content
+        self.disk: dict[str, bool] | None = None  # digest -> whether it is kept; None: an older agent
+        self.disk_id = f"disk-{worker_id}"
         self.ranges = []
         self.running = 0
         self.engine_boot_id = "e1"
@@ -135,7 +137,11 @@ class FakeAgent:
         }
 
     def heartbeat(self):
-        return {"metadata": self.metadata()}
+        if self.disk is None:
+            return {"metadata": self.metadata()}
+        held, kept = ([name for name, is_kept in self.disk.items() if is_kept is wanted] for wanted in (False, True))
+        files = {"disk_id": self.disk_id, "since": 0, "upto": len(self.disk), "held": held, "kept": kept}
+        return {"metadata": self.metadata(), "files": files}
 
     async def _list_files(self, digest: str):
         if digest not in self.files:
@@ -201,8 +207,22 @@ class FakeAgent:
 
         return app
 
+    async def keep_files(self, body):
+        self.disk[body["digest"]] = True
+        return {"digest": body["digest"], "files": []}
+
+    async def release_files(self, body):
+        for digest in body["digests"]:
+            if body.get("is_dropped"):
+                self.disk.pop(digest, None)
+            elif digest in self.disk:
+                self.disk[digest] = False
+        return {}
+
     async def inspect_lora(self, body):
         digest = digest_of(body["source"])
+        if self.disk is not None:
+            self.disk.setdefault(digest, False)
         rank = self.ranks.get(body["source"], 8)
         return {
             "lora_id": body["lora_id"],
@@ -233,7 +253,10 @@ class FakeAgent:
             self.loaded = {name: it for name, it in self.loaded.items() if it["engine_name"] != body["evict"]}
         if body["lora_id"] not in self.loaded and len(self.loaded) >= self.slots:
             return JSONResponse(envelope(409, "no_free_slot", "full"), 409)
-        return self.put(body["lora_id"], body["source"])
+        lora = self.put(body["lora_id"], body["source"])
+        if self.disk is not None:
+            self.disk.setdefault(lora["digest"], False)
+        return lora
 
     async def unload_lora(self, body):
         if self.hold_unloads is not None:

@@ -369,8 +369,8 @@ async def test_adapter_installed_meanwhile_by_another_agent_needs_no_room(tmp_pa
         return frozenset({"held"})
 
     with pytest.raises(SourceError, match="50 bytes too few"):
-        await cache.make_room(manifest, in_use)
-    assert await cache.make_room(manifest, lambda: in_use("new")) == []
+        await cache.make_room(manifest.digest, manifest.size_bytes, in_use)
+    assert await cache.make_room(manifest.digest, manifest.size_bytes, lambda: in_use("new")) == []
 
 
 class FullDiskSource:

@@ -4,13 +4,15 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from lorafleet.identity import fleet_source
 from lorafleet.service.http import envelope
 from lorafleet.service.own_key import OwnKey
 from tests.serving import serving
 from workers.core.errors import SourceError
 from workers.core.retry import RetryPolicy
 from workers.sources.base import Limits, Transfer
-from workers.sources.fleet import FleetSource, fleet_and_digest, own_fleet_reference
+from workers.sources.fleet import FleetSource, fleet_and_digest
+from workers.sources.fleet_agents import FleetAgents
 
 DIGEST = "d" * 64
 WEIGHTS = bytes(range(256)) * 16384
@@ -59,7 +61,7 @@ class RelayDouble:
 
 def source_at(url, **limits):
     bounds = Limits(max_bytes=1 << 30, retry=RetryPolicy(attempts=3, base_s=0.01, max_s=0.01), **limits)
-    return FleetSource(bounds, orchestrator_urls=(url,), own_key=OwnKey("lf-agent", None))
+    return FleetSource(bounds, orchestrator_urls=(url,), own_key=OwnKey("lf-agent", None), agents=FleetAgents(""))
 
 
 async def test_a_download_that_breaks_off_goes_on_where_it_was(tmp_path):
@@ -79,7 +81,7 @@ async def test_the_next_fetch_goes_on_where_a_killed_one_was(tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(WEIGHTS[:500_000])
     (tmp_path / ".adapter_model.safetensors.tag").write_text(f'"{DIGEST}"')
     async with serving(relay.app) as url:
-        await source_at(url).fetch(own_fleet_reference(DIGEST), tmp_path, Transfer())
+        await source_at(url).fetch(fleet_source(DIGEST), tmp_path, Transfer())
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == WEIGHTS
     assert relay.seen == [("", "Bearer lf-agent"), "bytes=500000-"]
 
@@ -109,7 +111,7 @@ async def test_a_list_with_other_names_than_an_adapters_is_refused(tmp_path, nam
 def test_references_name_a_fleet_and_a_digest():
     assert fleet_and_digest(OTHER) == ("https://orchestrator.eu.example", DIGEST)
     assert fleet_and_digest(f"fleet+http://10.0.0.1:8080/{DIGEST}") == ("http://10.0.0.1:8080", DIGEST)
-    assert fleet_and_digest(own_fleet_reference(DIGEST)) == ("", DIGEST)
+    assert fleet_and_digest(fleet_source(DIGEST)) == ("", DIGEST)
     for wrong in (f"fleet+https:///{DIGEST}", "fleet+https://host/abc", f"fleet://host/{DIGEST}"):
         with pytest.raises(SourceError) as refused:
             fleet_and_digest(wrong)

@@ -19,6 +19,7 @@ from orchestrator.wire import UsageReport
 from workers.agent.adapter_usage import ReportedAdapterUsage
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.event_log import AgentEventLog
+from workers.agent.file_uploads import FileUploads
 from workers.agent.foreign_reader import ForeignFilesReader
 from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
@@ -35,7 +36,7 @@ from workers.engines.base import EngineClient
 from workers.engines.kinds import engine_traits
 from workers.engines.vllm_tables import with_version
 from workers.metrics import WorkerMetrics
-from workers.sources.base import Source
+from workers.sources.fleet import FleetSource
 from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
@@ -50,9 +51,11 @@ from workers.wire import (
     DrainAnswer,
     InspectRequest,
     InstallUploadRequest,
+    KeepRequest,
     LoadedLora,
     LoadRequest,
     Metadata,
+    ReleaseRequest,
     Transport,
     UnloadRequest,
 )
@@ -78,7 +81,7 @@ class WorkerAgent:
         facts: EngineFacts = NO_ENGINE,
         timers: AgentTimers = TIMERS,
         clock: Callable[[], float] = time.monotonic,
-        fleet: Source | None = None,
+        fleet: FleetSource | None = None,
         uploads: Uploads,
     ) -> None:
         """
@@ -130,6 +133,9 @@ class WorkerAgent:
         )
         self._uploaded = UploadedAdapters(
             uploads, loader=self._loader, inventory=self.inventory, report=self.report, cache=cache
+        )
+        self.uploads = FileUploads(
+            most=settings.max_uploads, bytes_per_s=settings.upload_bytes_per_s, metrics=metrics, clock=clock
         )
         self._foreign_reader = ForeignFilesReader(
             self.inventory,
@@ -368,8 +374,14 @@ class WorkerAgent:
         """
         return await self._loader.unload(request, by)
 
-    async def adapter_files(self, digest: str) -> AdapterFiles:
-        """The files of a verified adapter on this disk. Raises AgentRequestError `files_not_found`."""
+    async def adapter_files(self, digest: str, *, is_recheck: bool = False) -> AdapterFiles:
+        """The files of a verified adapter on this disk. Raises AgentRequestError `files_not_found`.
+
+        is_recheck  as in `AdapterCache.has_intact`; files found damaged are reported as gone
+        """
+        if is_recheck and not await self.cache.has_intact(digest, is_recheck=True):
+            log.error("files of an adapter are damaged", digest=digest)
+            self.inventory.mark_changed()
         sizes = await self.cache.files(digest)
         if not sizes:
             raise AgentRequestError("files_not_found", f"digest {digest}: no intact files on this worker's disk")
@@ -382,6 +394,17 @@ class WorkerAgent:
         if name not in {file.name for file in files.files}:
             raise AgentRequestError("files_not_found", f"digest {digest}: has no file {name[:100]!r}", param="name")
         return self.cache.path(digest) / name
+
+    async def keep_files(self, request: KeepRequest) -> AdapterFiles:
+        """Keep the files of a digest on this disk, fetched from other workers if needed. Raises SourceError."""
+        await self._installer.keep(request.digest, request.neighbours)
+        self.inventory.mark_changed()
+        return await self.adapter_files(request.digest)
+
+    async def release_files(self, request: ReleaseRequest) -> None:
+        """Let files be deleted again. Raises SourceError."""
+        await self.cache.release(request.digests, is_dropped=request.is_dropped)
+        self.inventory.mark_changed()
 
     async def check_source(self, source: str) -> None:
         """Raises SourceError if this worker's settings forbid the source; fetches nothing."""
@@ -474,6 +497,7 @@ class WorkerAgent:
         self.metrics.cache_limit_bytes.set(self.cache.folder.max_bytes)
         self.metrics.cache_adapters.set(self.cache.adapters)
         self.metrics.disk_free_bytes.set(self.cache.free_bytes)
+        self.metrics.kept_adapters.set(self.cache.held.kept_count)
 
     # --- reports -------------------------------------------------------------------------------------------------
 

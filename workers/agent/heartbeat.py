@@ -9,8 +9,9 @@ import structlog
 
 from lorafleet.service.loops import backoff_s
 from lorafleet.service.own_key import OwnKey
-from orchestrator.wire import Heartbeat, HeartbeatAnswer
+from orchestrator.wire import MOST_HELD, Heartbeat, HeartbeatAnswer, HeldFiles
 from workers.agent.agent import WorkerAgent
+from workers.sources.fleet_agents import FleetAgents
 
 log = structlog.get_logger()
 
@@ -27,7 +28,11 @@ _COALESCE_S = 0.02  # a load changes several fields within milliseconds: one hea
 class HeartbeatSender:
     """Posts heartbeats until cancelled. An unreachable orchestrator costs only log lines."""
 
-    def __init__(self, agent: WorkerAgent, client: httpx.AsyncClient, *, own: OwnKey, rng: Random) -> None:
+    def __init__(
+        self, agent: WorkerAgent, client: httpx.AsyncClient, *, own: OwnKey, rng: Random, agents: FleetAgents
+    ) -> None:
+        """`agents` gets the list that the orchestrator's answers have."""
+        self._agents = agents
         self._agent = agent
         self._client = client
         self._rng = rng
@@ -39,6 +44,9 @@ class HeartbeatSender:
         self._own_interval_s = settings.heartbeat_s
         self._every_s = settings.heartbeat_s or _FIRST_INTERVAL_S
         self._acknowledged_version = -1  # the newest inventory version that an orchestrator accepted
+        self._files_seen = 0  # the number of changes of our files that it has confirmed
+        self._wants_files = True
+        self._has_more = False  # more of them are to be sent at once
 
     @property
     def _url(self) -> str:
@@ -84,7 +92,7 @@ class HeartbeatSender:
             self._url_index += 1
 
     async def _post_heartbeat(self, *, timeout_s: float) -> None:
-        """Post one heartbeat and apply the answer: epoch, interval, requests in flight, end of warming.
+        """Post one heartbeat and apply the answer: epoch, interval, requests in flight, end of warming, agents.
 
         Raises at any failure.
         """
@@ -94,7 +102,14 @@ class HeartbeatSender:
         sent = operations.unrecorded()
         incidents = self._agent.inventory.incidents
         sent_incidents = incidents.unrecorded()
-        body = Heartbeat(metadata=metadata, operations=sent, incidents=sent_incidents).model_dump_json()
+        files = await self._held_files()
+        body = Heartbeat(
+            metadata=metadata,
+            operations=sent,
+            incidents=sent_incidents,
+            files=files,
+            agents_digest=self._agents.digest,
+        ).model_dump_json()
         headers = {"content-type": "application/json", **self._own_key.headers}
         async with asyncio.timeout(timeout_s):  # httpx's timeout is per chunk of the answer
             answer = await self._client.post(self._url, content=body, headers=headers, timeout=timeout_s)
@@ -111,8 +126,36 @@ class HeartbeatSender:
         self._agent.engine.set_requests_in_flight(reply.in_flight)
         operations.forget_recorded(sent, reply.recorded)
         incidents.forget_recorded(sent_incidents, reply.recorded_incidents)
+        self._confirm_files(reply.files_seen)
+        if reply.agents is not None:
+            self._agents.replace(reply.agents, reply.agents_digest)
         if metadata.is_warming and reply.is_warm:
             self._agent.end_warming()
+
+    async def _held_files(self) -> HeldFiles:
+        """The changes of this worker's files that the orchestrator has not confirmed."""
+        cache = self._agent.cache
+        found = cache.held.changes_since(self._files_seen, most=MOST_HELD if self._wants_files else 0)
+        return HeldFiles(
+            disk_id=await cache.disk_id(),
+            since=found.since,
+            upto=found.upto,
+            left=found.left,
+            held=found.held,
+            kept=found.kept,
+            gone=found.gone,
+        )
+
+    def _confirm_files(self, seen: int | None) -> None:
+        """Go on with the changes of our files behind the one that the orchestrator has confirmed.
+
+        Where an answer has confirmed others than the last, what is left follows at once. None: an orchestrator of an
+        older version, which gets no more of them.
+        """
+        was_wanted, self._wants_files = self._wants_files, seen is not None
+        is_news = not was_wanted or seen != self._files_seen
+        self._files_seen = seen or 0
+        self._has_more = self._wants_files and is_news and self._files_seen < self._agent.cache.held.revision
 
     async def _wait_until_due(self, sent_version: int, failures: int) -> None:
         """Wait until the next heartbeat is due, or the inventory is newer than `sent_version`.
@@ -121,6 +164,9 @@ class HeartbeatSender:
         """
         if failures:
             await asyncio.sleep(backoff_s(failures, _FIRST_BACKOFF_S, _MOST_BACKOFF_S, self._rng))
+            return
+        if self._has_more:
+            await asyncio.sleep(_COALESCE_S)
             return
         every_s = min(self._every_s, _WARMING_INTERVAL_S) if self._agent.is_warming else self._every_s
         every_s *= self._rng.uniform(0.8, 1.0)

@@ -1,24 +1,27 @@
 """resolve -> fetch -> verify -> install: from a lora_id to verified files in the cache folder."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 
-from lorafleet.identity import engine_name
+from lorafleet.identity import engine_name, fleet_digest, fleet_source
 from orchestrator.wire import checked_lora_id
+from workers.agent.file_fetcher import FileFetcher, is_about_source, no_way_error
 from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.inventory import Inventory
-from workers.core.errors import AgentRequestError, DigestMismatch, SourceError
+from workers.core.errors import AgentRequestError, DigestMismatch, SourceError, WrongBytes
+from workers.core.fetch_ways import FetchWay, fetch_ways
 from workers.core.manifest import AdapterDescription, Manifest, check_rank, is_same_base
+from workers.core.references import scheme
 from workers.metrics import WorkerMetrics
 from workers.sources.base import PLUGIN_SCHEME, FetchProgress, Source, Transfer
-from workers.sources.fleet import own_fleet_reference
-from workers.storage.cache import AdapterCache
+from workers.sources.fleet import FleetSource
+from workers.storage.cache import AdapterCache, is_intact
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
 from workers.wire import InspectRequest, LoadRequest
@@ -39,7 +42,7 @@ class Installer:
         credentials: Credentials,
         engine_digests: Callable[[], Awaitable[frozenset[str]]],
         base_model_name: Callable[[], str],
-        fleet: Source | None = None,
+        fleet: FleetSource | None = None,
     ) -> None:
         """
         fleet            fetches by digest from the fleet's other workers; None without an orchestrator
@@ -54,7 +57,10 @@ class Installer:
         self._credentials = credentials
         self._engine_digests = engine_digests
         self._base_model_name = base_model_name
-        self._fleet = fleet
+        self._has_fleet = fleet is not None
+        self._files = FileFetcher(
+            cache=cache, inventory=inventory, metrics=metrics, fleet=fleet, digests_in_use=self.digests_in_use
+        )
 
     def describe(self, folder: Path) -> AdapterDescription | None:
         """What the engine's table says of an installed adapter; None if it cannot be read. Blocking."""
@@ -66,6 +72,10 @@ class Installer:
         Raises EngineError.
         """
         return self._inventory.wanted_digests() | await self._engine_digests()
+
+    async def keep(self, digest: str, neighbours: Sequence[str]) -> None:
+        """Keep the files of a digest on this disk. See `FileFetcher.keep`."""
+        await self._files.keep(digest, neighbours)
 
     async def install(self, request: LoadRequest) -> InstalledAdapter:
         """Return the requested adapter with verified files on this disk, fetched if needed. Raises WorkerError.
@@ -97,6 +107,7 @@ class Installer:
             secret=secret,
             base_model=request.base_model,
             from_fleet=request.from_fleet,
+            neighbours=request.neighbours,
         )
 
     async def inspect(
@@ -113,11 +124,12 @@ class Installer:
         return await self._fetch_and_install(
             request.lora_id,
             request.source,
-            digest,
+            digest or fleet_digest(request.source),
             secret=request.secret or "",
             base_model=request.base_model,
             allow_any_rank=True,
             reader=reader,
+            neighbours=request.neighbours,
         )
 
     async def reinstall_if_missing(self, adapter: InstalledAdapter) -> Path:
@@ -147,13 +159,15 @@ class Installer:
         base_model: str | None,
         allow_any_rank: bool = False,
         from_fleet: bool = False,
+        neighbours: Sequence[str] = (),
         reader: Source | None = None,
     ) -> InstalledAdapter:
-        """Fetch, verify and install; if the disk is full, delete half of the idle adapters and try once more.
+        """Fetch, verify and install, by the first of `fetch_ways` that has the files; without room, make some once.
 
         base_model  the adapter's base model by the caller; None: by its own config
-        from_fleet  if the source fails, fetch the files of the digest from the fleet's other workers
-        raises      SourceError
+        from_fleet  the files of the digest may come from this disk or the fleet's other workers
+        neighbours  URLs of agents that have them
+        raises      SourceError: that of the source, where it was asked
         """
         fetch = partial(
             self._fetch_and_install_once,
@@ -166,30 +180,68 @@ class Installer:
             allow_any_rank=allow_any_rank,
             reader=reader,
         )
+        ways = fetch_ways(
+            scheme(source) if reader is None else "file",
+            has_digest=digest is not None,
+            has_neighbours=bool(neighbours),
+            may_use_digest=from_fleet,
+            has_fleet=self._has_fleet,
+        )
+        failed: dict[FetchWay, SourceError] = {}
+        for way in ways:
+            try:
+                adapter = await self._fetch_by(way, fetch, lora_id, digest or "", neighbours)
+            except SourceError as exc:
+                failed[way] = exc
+                if not is_about_source(exc):
+                    raise
+            else:
+                self._log_detour(lora_id, way, failed)
+                return adapter
+        error = failed.get("source") or next(reversed(failed.values()), None) or no_way_error(source)
+        raise error
+
+    async def _fetch_by(
+        self,
+        way: FetchWay,
+        fetch: Callable[..., Coroutine[Any, Any, InstalledAdapter]],
+        lora_id: str,
+        digest: str,
+        neighbours: Sequence[str],
+    ) -> InstalledAdapter:
+        """Install by one way; if the disk is full, delete half of the idle adapters and try once more.
+
+        Raises SourceError.
+        """
+        if way == "disk" and not await self._cache.has_intact(digest):
+            raise SourceError("source_not_found", f"digest {digest}: not on this worker's disk")
+        if way == "neighbours":
+            fetch_once = partial(self._files.from_neighbours, fetch, lora_id, digest, neighbours)
+        elif way == "source":
+            fetch_once = partial(_fetch_by_either_digest, fetch)
+        else:
+            fetch_once = partial(fetch, way=way)
         try:
-            return await _fetch_by_either_digest(fetch)
+            return await fetch_once()
         except SourceError as exc:
-            if from_fleet and digest and self._fleet is not None and _is_about_source(exc):
-                return await self._install_from_fleet(fetch, lora_id, digest, exc)
             if exc.code != "disk_full" or not isinstance(exc.__cause__, OSError):
                 raise
-            deleted = await asyncio.to_thread(self._cache.folder.delete_half_of_idle, await self.digests_in_use())
+            deleted = await self._cache.delete_half_of_idle(await self.digests_in_use())
             if not deleted:
                 raise
             self._inventory.forget_deleted(deleted)
-        return await _fetch_by_either_digest(fetch)
+        return await fetch_once()
 
-    async def _install_from_fleet(
-        self, fetch: Callable[..., Awaitable[InstalledAdapter]], lora_id: str, digest: str, failed: SourceError
-    ) -> InstalledAdapter:
-        """Install from the fleet's other workers, because the source failed. Raises `failed` if that fails too."""
-        try:
-            adapter = await fetch(is_from_fleet=True)
-        except SourceError as exc:
-            log.info("no other worker has the files either", lora_id=lora_id, digest=digest, error=str(exc))
-            raise failed from exc
-        log.warning("installed from another worker, as the source failed", lora_id=lora_id, error=str(failed))
-        return adapter
+    @staticmethod
+    def _log_detour(lora_id: str, way: FetchWay, failed: Mapping[FetchWay, SourceError]) -> None:
+        """Log that the files came by another way than the first that should have had them."""
+        if "source" in failed:
+            log.warning(
+                "installed from another worker, as the source failed", lora_id=lora_id, error=str(failed["source"])
+            )
+        elif "neighbours" in failed:
+            error = str(failed["neighbours"])
+            log.warning("fetched without the workers that have it", lora_id=lora_id, by=way, error=error)
 
     async def _fetch_and_install_once(
         self,
@@ -202,7 +254,7 @@ class Installer:
         *,
         allow_any_rank: bool,
         reader: Source | None = None,
-        is_from_fleet: bool = False,
+        way: FetchWay = "source",
         with_all_weights: bool = False,
     ) -> InstalledAdapter:
         """Fetch, verify and install an adapter, record and publish it. May delete idle adapters. Raises WorkerError."""
@@ -214,29 +266,49 @@ class Installer:
 
         transfer = Transfer(on_progress=report_progress)
         transfer.with_all_weights = with_all_weights
-        place = pinned
-        if is_from_fleet:
-            place, reader = own_fleet_reference(digest or ""), self._fleet
-        elif secret:
+        place = pinned if way == "source" else fleet_source(digest or "")
+        if way == "source" and secret:
             transfer.credential = await self._credentials.read(secret, pinned)
-        with self._timed("fetch"):
-            async with self._cache.fetch(place, transfer, source=reader) as folder:
-                with self._timed("verify"):
-                    trust_base_model = base_model is not None
-                    verified = await self._cache.verify(
-                        folder, trust_base_model=trust_base_model, allow_any_rank=allow_any_rank
-                    )
-                    # The adapter fits this worker's base model, so it gets that name, not the trainer's path.
-                    manifest = replace(
-                        verified, base_model=self._base_model_name() or base_model or verified.base_model
-                    )
+        async with self._files.files_of(place, transfer, reader, way, digest) as folder:
+            with self._metrics.timed("verify"):
+                verified = await self._verified(folder, digest, base_model, transfer, allow_any_rank, way)
+                # The adapter fits this worker's base model, so it gets that name, not the trainer's path.
+                manifest = replace(verified, base_model=self._base_model_name() or base_model or verified.base_model)
+                if way != "disk":
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
-                    _check_digest(lora_id, manifest.digest, digest, transfer.left_out)
-                with self._timed("install"):
-                    self._inventory.forget_deleted(await self._cache.make_room(manifest, self.digests_in_use))
+                _check_digest(lora_id, manifest.digest, digest, transfer.left_out)
+            with self._metrics.timed("install"):
+                path = folder
+                if way != "disk":
+                    self._inventory.forget_deleted(
+                        await self._cache.make_room(manifest.digest, manifest.size_bytes, self.digests_in_use)
+                    )
                     path = await self._cache.install(folder, manifest.digest)
-        adapter = _installed_adapter(lora_id, source, pinned if is_from_fleet else transfer.pinned, manifest, path)
+        adapter = _installed_adapter(lora_id, source, pinned if way != "source" else transfer.pinned, manifest, path)
         return self._inventory.store_installed(replace(adapter, secret=secret))
+
+    async def _verified(
+        self,
+        folder: Path,
+        digest: str | None,
+        base_model: str | None,
+        transfer: Transfer,
+        allow_any_rank: bool,
+        way: FetchWay,
+    ) -> Manifest:
+        """The manifest of the files in a folder. Raises SourceError; WrongBytes if another worker sent other bytes."""
+        try:
+            manifest = await self._cache.verify(
+                folder, trust_base_model=base_model is not None, allow_any_rank=allow_any_rank
+            )
+        except SourceError as exc:
+            # What a rule refuses may be right bytes that this worker cannot use: only their digest tells.
+            if way in {"neighbours", "fleet"} and not await asyncio.to_thread(is_intact, folder, digest or ""):
+                raise WrongBytes(f"digest {digest}: other workers sent other bytes: {exc}", transfer.served_by) from exc
+            raise
+        if way in {"neighbours", "fleet"} and manifest.digest != digest:
+            raise WrongBytes(f"digest {digest}: other workers sent bytes of {manifest.digest}", transfer.served_by)
+        return manifest
 
     def _known_adapter(self, request: LoadRequest) -> InstalledAdapter | None:
         """The installed adapter that satisfies a request without a fetch: same digest, and no other source named.
@@ -284,14 +356,8 @@ class Installer:
         rules = self._cache.rules
         return is_same_base(base_model, rules.base_names, rules.base_check)
 
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        """Add the duration of the block to the metrics of a stage of a load."""
-        with self._metrics.stage_seconds.labels(stage).time():
-            yield
 
-
-async def _fetch_by_either_digest(fetch: Callable[..., Awaitable[InstalledAdapter]]) -> InstalledAdapter:
+async def _fetch_by_either_digest(fetch: Callable[..., Coroutine[Any, Any, InstalledAdapter]]) -> InstalledAdapter:
     """Fetch the files that engines read; if their digest is another, all weights, as earlier releases did.
 
     Raises WorkerError.
@@ -302,11 +368,6 @@ async def _fetch_by_either_digest(fetch: Callable[..., Awaitable[InstalledAdapte
         if not exc.left_out:
             raise
     return await fetch(with_all_weights=True)
-
-
-def _is_about_source(exc: SourceError) -> bool:
-    """Whether other bytes, from another place, may still be right."""
-    return exc.code.startswith("source_") or exc.code in {"digest_mismatch", "adapter_incomplete"}
 
 
 def check_lora_id(lora_id: str) -> None:

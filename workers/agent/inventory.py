@@ -138,7 +138,9 @@ class Inventory:
         return self.installed.store(adapter)
 
     def report_download(self, lora_id: str, progress: FetchProgress) -> None:
-        """Publish the progress of a fetch as an event."""
+        """Publish the progress of a fetch as an event, and show it in /metadata."""
+        if (shown := self._progress.get(lora_id)) is not None:
+            self._progress[lora_id] = shown.model_copy(update={"fetched_bytes": progress.done_bytes})
         self.events.add(
             "DOWNLOADING", lora_id=lora_id, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
         )
@@ -282,6 +284,7 @@ class Inventory:
                 "engine_name": name,
                 "state": state,
                 "location": "remote" if state == "downloading" else "disk",
+                "fetched_bytes": 0 if state == "downloading" else None,
             }
         )
         self.mark_changed()

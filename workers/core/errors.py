@@ -3,13 +3,15 @@
 WorkerError
 ├── AgentRequestError  the request is wrong: unknown adapter, invalid name, missing or old epoch
 ├── SourceError        the adapter's files are missing, forbidden, too big, or invalid
-│   └── DigestMismatch     they are others than the request's; perhaps only by weights that engines do not read
-└── EngineError        the engine has no free slot, refused the adapter, is unreachable, down or draining
+│   ├── DigestMismatch     they are others than the request's; perhaps only by weights that engines do not read
+│   └── WrongBytes         other workers of the fleet sent other bytes than the digest's: they are asked no more
+├── EngineError        the engine has no free slot, refused the adapter, is unreachable, down or draining
+└── WorkerBusy         as much is under way as this worker allows: a retry, here or elsewhere, helps
 
 Each error has the `status` and `code` of the HTTP answer, and `retry_after_s` if a retry can help.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 
@@ -97,6 +99,20 @@ class DigestMismatch(SourceError):
     def __init__(self, message: str, left_out: frozenset[str]) -> None:
         super().__init__("digest_mismatch", message)
         self.left_out = left_out
+
+
+class WrongBytes(SourceError):
+    """Other workers sent other bytes than those of the digest. `served_by`: URLs of the agents that sent some."""
+
+    def __init__(self, message: str, served_by: Iterable[str]) -> None:
+        super().__init__("digest_mismatch", message)
+        self.served_by = frozenset(served_by)
+
+
+class WorkerBusy(WorkerError):
+    """As much is under way as this worker allows."""
+
+    codes: ClassVar[Mapping[str, int]] = {"files_busy": 503}
 
 
 class EngineError(WorkerError):

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from lorafleet.identity import fleet_digest
 from workers.core.errors import SourceError
 
 _REPO_PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
@@ -14,6 +15,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Servers decode a path at most twice; one more to be safe.
 _MAX_DECODINGS = 3
 
+OWN_FLEET = "fleet"
+"""Scheme of bytes that only this fleet's workers have; see `lorafleet.identity.fleet_source`."""
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 
 
@@ -31,7 +34,9 @@ class HubReference:
 
 
 def scheme(ref: str) -> str:
-    """The lower-case scheme of a reference; `file` for a plain path."""
+    """The lower-case scheme of a reference; `file` for a plain path, `fleet` for the fleet's own `fleet:<digest>`."""
+    if fleet_digest(ref) is not None:
+        return OWN_FLEET
     return ref.split("://", 1)[0].lower() if "://" in ref else "file"
 
 

@@ -47,6 +47,7 @@ class Transfer:
     credential  used for this fetch in place of the worker's own; "" for none
     left_out    names of weights in the source that engines do not read, and that were not fetched
     with_all_weights  fetch those, too: digests of earlier releases count them
+    served_by   URLs of the workers of the fleet that sent some of the bytes
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Transfer:
         self.credential = ""
         self.left_out: frozenset[str] = frozenset()
         self.with_all_weights = False
+        self.served_by: set[str] = set()
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._is_cancelled = False

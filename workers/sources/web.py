@@ -179,7 +179,7 @@ class _Download:
         if status in {200, 206}:
             return
         if status in RETRIED_STATUSES:
-            raise TransientSourceError(f"HTTP {status}", wait_s=_retry_after_s(answer.headers.get("retry-after", "")))
+            raise TransientSourceError(f"HTTP {status}", wait_s=retry_after_s(answer.headers.get("retry-after", "")))
         if status == 416:
             self._start_over()
             raise TransientSourceError("HTTP 416: the file is shorter than it was")
@@ -238,6 +238,6 @@ def _read_tag(path: Path) -> str:
     return tag_file.read_text() if path.exists() and tag_file.exists() else ""
 
 
-def _retry_after_s(text: str) -> float:
+def retry_after_s(text: str) -> float:
     """The seconds in a Retry-After header; 0 without a number."""
     return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0

@@ -9,14 +9,17 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TypeAlias
 
 import structlog
 
+from lorafleet.identity import fleet_source
 from workers.core import manifest as manifests
 from workers.core.adapter_files import is_stored_file
 from workers.core.errors import EngineError, SourceError
@@ -32,6 +35,7 @@ from workers.sources.base import (
     source_for,
 )
 from workers.storage.cache_folder import CacheFolder, boot_id
+from workers.storage.held_files import HeldFilesLog
 from workers.storage.pickled import convert_pickles
 from workers.storage.verify import read_description, read_file_entry, read_manifest
 
@@ -40,6 +44,8 @@ log = structlog.get_logger()
 ListDigestsInUse: TypeAlias = Callable[[], Awaitable[frozenset[str]]]
 """Lists the digests whose files an engine may read; raises EngineError if the engine does not answer."""
 
+_RECHECK_S = 60.0
+"""Files of one adapter are read again at most this often: other workers may ask for it, and it takes seconds a GB."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -66,6 +72,11 @@ class AdapterCache:
         """Set when the process stops: unfinished downloads are then kept for the next start."""
         self._fetch_slots = asyncio.Semaphore(parallel_fetches)
         self._verified: set[str] = set()
+        self._damaged: set[str] = set()
+        self._rechecked_at: dict[str, float] = {}
+        self._disk_id = ""
+        self.held = HeldFilesLog()
+        """The digests on this disk, for heartbeats."""
 
     @asynccontextmanager
     async def fetch(
@@ -142,7 +153,9 @@ class AdapterCache:
         Raises OSError.
         """
         # Not cancellable: the cleanup of a cancelled fetch would delete files of the renamed folder.
-        return await finish_even_if_cancelled(asyncio.to_thread(self._install, partial, digest))
+        path = await finish_even_if_cancelled(asyncio.to_thread(self._install, partial, digest))
+        self.held.put(digest, bool(self.held.is_kept(digest)))
+        return path
 
     async def update_free_bytes(self) -> None:
         """Update `free_bytes`, in a thread because a network file system may hang."""
@@ -159,12 +172,22 @@ class AdapterCache:
             return {}
         return await asyncio.to_thread(_file_sizes, self.path(digest))
 
-    async def has_intact(self, digest: str) -> bool:
+    async def has_intact(self, digest: str, *, is_recheck: bool = False) -> bool:
         """Whether the adapter is installed and its files match the digest; they are read once per process.
 
         Takes a lease, so that no agent deletes the adapter.
+
+        is_recheck  read them again, at most once a minute: another worker got other bytes from here
         """
-        return await asyncio.to_thread(self._check_intact, digest)
+        now = time.monotonic()
+        if is_recheck and now - self._rechecked_at.get(digest, -inf) >= _RECHECK_S:
+            self._rechecked_at = {name: at for name, at in self._rechecked_at.items() if now - at < _RECHECK_S}
+            self._rechecked_at[digest] = now
+            self._verified.discard(digest)
+        is_whole = await asyncio.to_thread(self._check_intact, digest)
+        if not is_whole and self.held.is_kept(digest) is not None:
+            self.held.put(digest, None)
+        return is_whole
 
     def _check_intact(self, digest: str) -> bool:
         """Take a lease on an adapter and check its files, as `has_intact`. Blocking."""
@@ -172,22 +195,74 @@ class AdapterCache:
             return False
         if digest not in self._verified and is_intact(self.path(digest), digest):
             self._verified.add(digest)
+            self._damaged.discard(digest)
+        elif digest not in self._verified:
+            self._damaged.add(digest)
         return digest in self._verified
 
-    async def make_room(self, manifest: Manifest, in_use: ListDigestsInUse) -> list[str]:
+    async def keep(self, digest: str) -> bool:
+        """Mark an intact adapter as kept: no agent deletes it. False if it is not here. Raises SourceError."""
+        if not await self.has_intact(digest):
+            return False
+        try:
+            is_kept = await asyncio.to_thread(self.folder.keep, digest)
+        except OSError as exc:
+            raise self._translated_disk_error(fleet_source(digest), exc) from exc
+        self.held.put(digest, True if is_kept else None)
+        return is_kept
+
+    async def release(self, digests: Collection[str], *, is_dropped: bool) -> None:
+        """Let adapters be deleted again; `is_dropped`: delete them once nobody uses them. Raises SourceError."""
+        for digest in digests:
+            try:
+                await asyncio.to_thread(self.folder.release, digest, is_dropped=is_dropped)
+            except OSError as exc:
+                raise self._translated_disk_error(fleet_source(digest), exc) from exc
+            if self.held.is_kept(digest):
+                self.held.put(digest, False)
+
+    async def disk_id(self) -> str:
+        """The name of the cache folder, which agents that share it share, too; "" while it cannot be read."""
+        if not self._disk_id:
+            with contextlib.suppress(OSError):
+                self._disk_id = await asyncio.to_thread(lambda: self.folder.disk_id)
+        return self._disk_id
+
+    async def delete_half_of_idle(self, in_use: frozenset[str]) -> list[str]:
+        """Delete half of the unused bytes, oldest first: for a disk that is full below its limit; returns digests."""
+        deleted = await asyncio.to_thread(self.folder.delete_half_of_idle, in_use)
+        self._forget_held(deleted)
+        return deleted
+
+    def _forget_held(self, digests: Collection[str]) -> None:
+        """Record that digests are no longer on this disk."""
+        for digest in digests:
+            self.held.put(digest, None)
+            self._verified.discard(digest)
+
+    async def list_held(self) -> None:
+        """Compare `held` with the folder: agents that share it delete and install, too."""
+        revision = self.held.revision
+        found = await asyncio.to_thread(self.folder.held)
+        if self.held.revision == revision:  # otherwise what was installed meanwhile may be missing in the list
+            self.held.replace({digest: is_kept for digest, is_kept in found.items() if digest not in self._damaged})
+
+    async def make_room(self, digest: str, size_bytes: int, in_use: ListDigestsInUse) -> list[str]:
         """Delete adapters, least recently used first, until this one fits; returns the deleted digests.
 
         raises  SourceError `disk_full` if adapters in use leave no room, EngineError if `in_use` fails
         """
-        if self.path(manifest.digest).exists() or await asyncio.to_thread(self.folder.has_room, manifest.size_bytes):
+        if self.path(digest).exists() or await asyncio.to_thread(self.folder.has_room, size_bytes):
             return []
-        deleted, missing = await asyncio.to_thread(self.folder.make_room, manifest.size_bytes, await in_use())
-        if missing and not self.path(manifest.digest).exists():  # another agent may have installed it meanwhile
+        deleted, missing = await asyncio.to_thread(self.folder.make_room, size_bytes, await in_use())
+        self._forget_held(deleted)
+        if missing and not self.path(digest).exists():  # another agent may have installed it meanwhile
             used, _ = await asyncio.to_thread(self.folder.usage)
             raise SourceError(
                 "disk_full",
-                f"the adapter has {manifest.size_bytes} bytes; max_disk_bytes is {self.folder.max_bytes}, of which"
-                f" {used} are taken by adapters in use: {missing} bytes too few. Unload some, or raise max_disk_bytes",
+                f"the adapter has {size_bytes} bytes; max_disk_bytes is {self.folder.max_bytes}, of which"
+                f" {used} are taken by adapters in use or kept: {missing} bytes too few. Unload some, or raise"
+                " max_disk_bytes",
                 retry_after_s=30,
             )
         return deleted
@@ -206,6 +281,10 @@ class AdapterCache:
                 await asyncio.to_thread(self.folder.make_room, 0, await in_use())
             except EngineError as exc:
                 log.warning("nothing deleted from the cache: the engine does not answer", error=str(exc))
+        if await asyncio.to_thread(self.folder.dropped):
+            with contextlib.suppress(EngineError):  # the next sweep deletes them
+                await asyncio.to_thread(self.folder.delete_dropped, await in_use())
+        await self.list_held()
         folders = await asyncio.to_thread(self.folder.adapters, wanted)
         self.used_bytes, self.adapters = sum(folder.size_bytes for folder in folders), len(folders)
         self.held_bytes = sum(folder.size_bytes for folder in folders if folder.is_in_use)
@@ -249,6 +328,7 @@ class AdapterCache:
             self.folder.replace_adapter(digest, partial)
         _fsync(self.folder.folder)
         self._verified.add(digest)
+        self._damaged.discard(digest)
         return target
 
 

@@ -2,6 +2,9 @@
 
     <digest>/                 an installed adapter, never changed
     <digest>/.users/<agent>   that agent's lease, renewed while it wants the adapter; contains its engine's URL
+    <digest>/.kept            never deleted: the fleet has these bytes nowhere else
+    <digest>/.dropped         deleted once nobody uses it
+    .disk-id                  names this folder, the same for all agents that share it
     .partial-<agent>-…/       a download in progress
     .partial-<agent>-again-…  a download that can be resumed, also after a restart
     .gone-<agent>-…/          an adapter that is being deleted
@@ -18,11 +21,13 @@ import re
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import structlog
 
+from lorafleet.service.files import write_atomically
 from workers.core.adapter_files import is_stored_file
 from workers.core.eviction import CachedAdapter, adapters_to_delete
 from workers.storage import leases
@@ -32,6 +37,8 @@ log = structlog.get_logger()
 PARTIAL = ".partial-"
 _GONE = ".gone-"
 _AGAIN = re.compile(r"\.partial-.+-again-[0-9a-f]{24}")
+_KEPT, _DROPPED, _DISK_ID = ".kept", ".dropped", ".disk-id"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _ABANDONED_S = 3600.0
 """A download of another agent, or a resumable one of ours, is deleted after this long without growth (a guess)."""
 _LOCK_S = 5.0
@@ -79,7 +86,7 @@ class CacheFolder:
         return self.folder / digest
 
     def adapters(self, wanted: frozenset[str]) -> list[CachedAdapter]:
-        """All installed adapters; in use are those `wanted` by this agent or leased by another one."""
+        """All installed adapters; in use are those `wanted` by this agent, leased by another one, or kept."""
         now = self._now()
         adapters = []
         for path in self.folder.iterdir():
@@ -117,6 +124,7 @@ class CacheFolder:
                     engine_url=self.engine_url,
                     engine_outlives_s=self._engine_outlives_s,
                 )
+                (self.path(digest) / _DROPPED).unlink(missing_ok=True)
             except FileNotFoundError:
                 return False
             except OSError as exc:  # the disk is full, or the folder is another user's: it can still be read
@@ -139,19 +147,75 @@ class CacheFolder:
         return missing
 
     def replace_adapter(self, digest: str, new_folder: Path) -> None:
-        """Replace a damaged or missing adapter by the folder `new_folder`, keeping its leases; takes our own.
+        """Replace a damaged or missing adapter by `new_folder`, keeping its leases and its mark; takes our own lease.
 
         Raises OSError. The old folder is moved aside, not deleted, because an engine may have its files open.
         """
         with self._locked():
             old = self.path(digest)
             if old.exists():
-                if (old / leases.USERS).is_dir():
-                    (old / leases.USERS).rename(new_folder / leases.USERS)
+                for name in (leases.USERS, _KEPT):
+                    if (old / name).exists():
+                        (old / name).rename(new_folder / name)
                 old.rename(Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._agent_id}-", dir=self.folder)) / digest)
             new_folder.rename(old)
             self._sizes.pop(digest, None)
         self.claim(digest)
+
+    # --- kept adapters -------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def disk_id(self) -> str:
+        """The name of this folder, drawn when it is read first, and kept in it. Blocking. Raises OSError."""
+        file = self.folder / _DISK_ID
+        self._create_folder()
+        with self._locked():
+            if not file.exists():
+                write_atomically(file, uuid.uuid4().hex.encode(), mode=0o644)
+        return file.read_text()
+
+    def held(self) -> dict[str, bool]:
+        """The digests of all installed adapters, and whether each is kept."""
+        names = [name for name in os.listdir(self.folder) if _DIGEST.fullmatch(name)]  # noqa: PTH208  (names alone)
+        return {name: (self.path(name) / _KEPT).exists() for name in names}
+
+    def keep(self, digest: str) -> bool:
+        """Mark an adapter as kept; False if it is not installed. Raises OSError."""
+        with self._locked():
+            if not self.path(digest).is_dir():
+                return False
+            (self.path(digest) / _DROPPED).unlink(missing_ok=True)
+            (self.path(digest) / _KEPT).touch()
+            return True
+
+    def release(self, digest: str, *, is_dropped: bool) -> None:
+        """Take the mark off an adapter; `is_dropped`: it goes at the next `delete_dropped` that finds it unused.
+
+        Nothing happens if it is not installed. Raises OSError.
+        """
+        with self._locked():
+            if self.path(digest).is_dir():
+                (self.path(digest) / _KEPT).unlink(missing_ok=True)
+                if is_dropped:
+                    (self.path(digest) / _DROPPED).touch()
+
+    def dropped(self) -> list[str]:
+        """Digests of dropped adapters."""
+        return [path.parent.name for path in self.folder.glob(f"*/{_DROPPED}")]
+
+    def delete_dropped(self, wanted: frozenset[str]) -> list[str]:
+        """Delete dropped adapters that nobody uses and whose grace has passed; returns their digests."""
+        return [
+            name
+            for name in self.dropped()
+            if name not in wanted and self._is_past_grace(name) and self._delete(name, wanted)
+        ]
+
+    def _is_past_grace(self, digest: str) -> bool:
+        """Whether an adapter's grace has passed; False if it is gone."""
+        with contextlib.suppress(OSError):
+            return self._now() - leases.last_used_at(self.path(digest)) >= self._grace_s
+        return False
 
     # --- deletion ------------------------------------------------------------------------------------------------
 
@@ -265,7 +329,7 @@ class CacheFolder:
         """Size, last use and users of an installed adapter. Raises OSError."""
         path = self.path(digest)
         size = self._size(digest)
-        is_in_use = digest in wanted or self._has_other_user(path, now)
+        is_in_use = digest in wanted or (path / _KEPT).exists() or self._has_other_user(path, now)
         return CachedAdapter(digest, size, leases.last_used_at(path), is_in_use)
 
     def _size(self, digest: str) -> int:

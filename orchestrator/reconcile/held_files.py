@@ -1,0 +1,124 @@
+"""Which digests are on which worker's disk, by the changes that heartbeats report. In memory only."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from orchestrator.wire import HeldFiles
+from workers.wire import Metadata
+
+
+@dataclass(slots=True)
+class ReportedDisk:
+    """One worker's disk.
+
+    agent_boot_id  the agent whose numbers these are
+    seen           number of the last change that is known; None: from an agent of an older version
+    is_whole       whether nothing was left to report
+    files          digest -> whether it is kept
+    unconfirmed    digests of before that the agent, which began anew, has not named yet
+    """
+
+    agent_boot_id: str
+    disk_id: str
+    seen: int | None = None
+    is_whole: bool = False
+    files: dict[str, bool] = field(default_factory=dict)
+    unconfirmed: set[str] = field(default_factory=set)
+
+
+class HeldFilesBook:
+    """The disks of all workers. One writer: the event loop.
+
+    disks    worker_id -> disk
+    holders  digest -> workers that have it; `keepers`: that keep it
+    """
+
+    def __init__(self) -> None:
+        self.disks: dict[str, ReportedDisk] = {}
+        self.holders: dict[str, set[str]] = {}
+        self.keepers: dict[str, set[str]] = {}
+
+    def record(self, report: Metadata, files: HeldFiles | None) -> bool:
+        """Apply what a heartbeat reports; returns whether anything has changed.
+
+        Changes that do not follow the known ones are not applied: `seen` is 0 then, and the agent begins anew.
+        """
+        worker_id, boot_id = report.instance_id, report.agent_boot_id
+        disk = self.disks.get(worker_id)
+        if files is None:
+            return self._record_older(report)
+        if disk is None or (disk.agent_boot_id, disk.disk_id) != (boot_id, files.disk_id) or disk.seen is None:
+            disk = ReportedDisk(boot_id, files.disk_id, seen=0, files={} if disk is None else disk.files)
+            self.disks[worker_id] = disk
+        if files.since not in (0, disk.seen):
+            disk.seen, disk.is_whole = 0, False
+            return False
+        had_whole = disk.is_whole
+        named = {*files.held, *files.kept}
+        if files.since == 0:
+            disk.unconfirmed = set(disk.files)  # what none of the changes names is gone, once all have come
+        disk.unconfirmed -= named
+        states = [(name, False) for name in files.held] + [(name, True) for name in files.kept]
+        gone = [*files.gone, *(() if files.left else disk.unconfirmed)]
+        news = self._put_all(worker_id, [*states, *((name, None) for name in gone)])
+        disk.seen, disk.is_whole = files.upto, files.left == 0
+        return news or disk.is_whole != had_whole
+
+    def note(self, worker_id: str, digest: str, *, is_kept: bool = False) -> None:
+        """Record that a worker has just got the files of a digest, without waiting for its heartbeat."""
+        if (disk := self.disks.get(worker_id)) is not None:
+            self._put(worker_id, digest, is_kept or disk.files.get(digest, False))
+
+    def note_released(self, worker_id: str, digests: Iterable[str]) -> None:
+        """Record that a worker keeps these digests no longer."""
+        if (disk := self.disks.get(worker_id)) is not None:
+            self._put_all(worker_id, [(digest, False) for digest in digests if digest in disk.files])
+
+    def forget(self, present: Collection[str]) -> None:
+        """Forget the disks of workers that are not among these."""
+        for worker_id in [name for name in self.disks if name not in present]:
+            self._put_all(worker_id, [(digest, None) for digest in [*self.disks[worker_id].files]])
+            del self.disks[worker_id]
+
+    def clear_seen(self) -> None:
+        """Ask all agents to report anew, at the beginning of a term. What is known counts until they have."""
+        for disk in self.disks.values():
+            disk.seen, disk.is_whole = (None if disk.seen is None else 0), False
+
+    def _record_older(self, report: Metadata) -> bool:
+        """Apply the report of an agent that reports no files: what its lists name is there."""
+        disk = self.disks.get(report.instance_id)
+        if disk is None or disk.seen is not None:
+            disk = self.disks[report.instance_id] = ReportedDisk(report.agent_boot_id, f"?{report.instance_id}")
+        loaded = {lora.digest for lora in report.lora.loaded_loras if lora.state in ("loading", "ready", "draining")}
+        named = {digest for digest in loaded | {lora.digest for lora in report.lora.available_loras} if digest}
+        gone = [(name, None) for name in [*disk.files] if name not in named]
+        news = self._put_all(report.instance_id, gone)
+        return self._put_all(report.instance_id, [(name, False) for name in named]) or news
+
+    def _put_all(self, worker_id: str, states: Iterable[tuple[str, bool | None]]) -> bool:
+        """Record several digests; returns whether any is news."""
+        return sum(self._put(worker_id, digest, state) for digest, state in states) > 0
+
+    def _put(self, worker_id: str, digest: str, state: bool | None) -> bool:
+        """Record that a worker keeps a digest (True), has it (False) or not (None); returns whether that is news."""
+        files = self.disks[worker_id].files
+        if files.get(digest) is state:
+            return False
+        if state is None:
+            del files[digest]
+        else:
+            files[digest] = state
+        _set(self.holders, digest, worker_id, is_in=state is not None)
+        _set(self.keepers, digest, worker_id, is_in=state is True)
+        return True
+
+
+def _set(index: dict[str, set[str]], digest: str, worker_id: str, *, is_in: bool) -> None:
+    """Add a worker to the set of a digest, or take it out; an empty set goes."""
+    if is_in:
+        index.setdefault(digest, set()).add(worker_id)
+    elif (names := index.get(digest)) is not None:
+        names.discard(worker_id)
+        if not names:
+            del index[digest]
