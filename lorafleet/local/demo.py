@@ -1,17 +1,24 @@
-"""The demo of `lorafleet up`: four chat completions, and a table of their workers and cached tokens."""
+"""The demo of `lorafleet up`: some chat completions, and a table of their workers and cached tokens.
+
+The tiny model answers with words without sense, so the table shows only where requests went. Of a model that answers in
+sentences the answers are shown, too.
+"""
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
+from lorafleet.local import smollm2
+
 # Several blocks of 32 tokens, so that a cache hit shows.
-PROMPT = (
+_SHOP_TABLES = (
     "We run a small shop with three tables. customers has id, name, city and joined_on; orders has id, customer_id,"
     " ordered_on, due_on, paid_on and total; items has order_id, product, quantity and price. An order is late when it"
     " was paid after its due date, or is past due and not paid at all. Customers who joined this year do not count, and"
@@ -19,7 +26,40 @@ PROMPT = (
     " twelve months, with how many orders each of them placed, how many were late, and how many days late on average."
     " Sort by city, then by the number of late orders, and explain each step so that a new colleague can follow it."
 )
-MAX_TOKENS = 24
+_TEA_QUESTION = "How do I make a good cup of tea?"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoScript:
+    """What the demo asks.
+
+    messages   of every request
+    question   a short one, for the lines to paste
+    lora_ids   adapters that are asked, after the base model
+    has_sense  the answers are worth reading
+    """
+
+    messages: tuple[Mapping[str, str], ...]
+    question: str
+    max_tokens: int
+    lora_ids: tuple[str, ...]
+    has_sense: bool = False
+
+
+TINY_SCRIPT = DemoScript(
+    messages=({"role": "user", "content": _SHOP_TABLES},),
+    question="Which customers paid late?",
+    max_tokens=24,
+    lora_ids=("sql-expert/v1", "python-expert/v1"),
+)
+SMOLLM2_SCRIPT = DemoScript(
+    messages=({"role": "user", "content": _TEA_QUESTION},),
+    question=_TEA_QUESTION,
+    max_tokens=60,
+    lora_ids=smollm2.ADAPTERS,
+    has_sense=True,
+)
+_MOST_ADAPTERS = 2
 _TEXT_HEADING = "text begins"
 _TEXT_WIDTH = 48
 _COLUMN_EDGES = 3  # a line, and a space on either side
@@ -39,25 +79,28 @@ class DemoRow:
 
 
 async def run(router_url: str, token: str, base_model: str, lora_ids: Sequence[str]) -> list[DemoRow]:
-    """Send the prompt to base model, two adapters and base model again, and print and return the results."""
-    models = [None, *demo_adapters(lora_ids), None]
+    """Send the prompt to base model, some adapters and base model again, and print and return the results."""
+    script = script_for(lora_ids)
+    models = [None, *script.lora_ids, None]
     headers = {"authorization": f"Bearer {token}"} if token else {}
     async with httpx.AsyncClient(base_url=router_url, headers=headers, timeout=300, trust_env=False) as client:
-        rows = [await ask(client, base_model, lora_id) for lora_id in models]
-    _print_result(rows)
+        rows = [await ask(client, base_model, lora_id, script) for lora_id in models]
+    _print_result(rows, script)
     return rows
 
 
-async def ask(client: httpx.AsyncClient, base_model: str, lora_id: str | None, prompt: str = PROMPT) -> DemoRow:
+async def ask(
+    client: httpx.AsyncClient, base_model: str, lora_id: str | None, script: DemoScript = TINY_SCRIPT
+) -> DemoRow:
     """Send one streamed chat completion at temperature 0 and wait for its end.
 
     Raises httpx.HTTPStatusError with the router's message.
     """
     body = {
         "model": base_model,
-        "messages": [{"role": "user", "content": prompt}],
+        "messages": script.messages,
         "temperature": 0,
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": script.max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
     } | ({"lora_id": lora_id} if lora_id else {})
@@ -94,16 +137,20 @@ async def _chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def demo_adapters(lora_ids: Sequence[str]) -> list[str]:
-    """Up to two adapters for the demo: those made for it, if registered, else the first ones."""
-    favourites = [lora_id for lora_id in ("sql-expert/v1", "python-expert/v1") if lora_id in lora_ids]
-    return (favourites or list(lora_ids))[:2]
+def script_for(lora_ids: Sequence[str]) -> DemoScript:
+    """The script whose adapters are registered; without one, that of the tiny model with the first adapters."""
+    for script in (SMOLLM2_SCRIPT, TINY_SCRIPT):
+        asked = tuple(lora_id for lora_id in script.lora_ids if lora_id in lora_ids)
+        if asked:
+            return replace(script, lora_ids=asked)
+    return replace(TINY_SCRIPT, lora_ids=tuple(lora_ids[:_MOST_ADAPTERS]))
 
 
 def table(rows: Sequence[DemoRow], text_width: int = 0) -> Table:
     """The results as a table, with `text_width` characters of each text; no text column if its heading does not fit."""
     has_text = text_width >= len(_TEXT_HEADING)
-    table = Table(title="The same prompt, four times (prompt and cached: tokens)", title_justify="left", expand=False)
+    title = f"The same prompt, {len(rows)} times (prompt and cached: tokens)"
+    table = Table(title=title, title_justify="left", expand=False)
     table.add_column("adapter", overflow="fold")  # the only one that a narrow terminal breaks
     for name in ("worker", "prompt", "cached", "first token"):
         table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
@@ -122,11 +169,20 @@ def show_table(rows: Sequence[DemoRow], console: Console) -> None:
     console.print(table(rows, min(left, _TEXT_WIDTH)))
 
 
-def _print_result(rows: Sequence[DemoRow]) -> None:
-    """Print the table, and what the repeated request shows."""
+def show_answers(script: DemoScript, rows: Sequence[DemoRow], console: Console) -> None:
+    """Print the question, and each model's answer once."""
+    console.print(script.question)
+    for adapter, text in {row.adapter: row.text for row in rows}.items():
+        console.print(Padding(f"{adapter.partition('@')[0]}: {' '.join(text.split())}", (0, 0, 0, 2)))
+
+
+def _print_result(rows: Sequence[DemoRow], script: DemoScript) -> None:
+    """Print the answers where they make sense, the table, and what the repeated request shows."""
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = 140
+    if script.has_sense:
+        show_answers(script, rows, console)
     show_table(rows, console)
     last, first = rows[-1], rows[0]
     console.print(

@@ -32,15 +32,19 @@ def print_ready(
 def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_keys: bool) -> list[str]:
     """Commands to paste: a request to the base model, one to an adapter, and the explanation of a routing decision."""
     key = ' -H "authorization: Bearer $KEY"' if has_keys else ""
-    adapters = demo.demo_adapters(lora_ids)[:1]
+    script = demo.script_for(lora_ids)
+    adapters = script.lora_ids[:1]
 
     def line(path: str, model: str, extra_fields: str = "") -> str:
         """A curl command that POSTs the demo's question for a model."""
-        message = '"messages": [{"role": "user", "content": "Which customers paid late?"}]'
+        message = f'"messages": [{{"role": "user", "content": "{script.question}"}}]'
         body = f'{{"model": "{model}", {message}{extra_fields}}}'
         return f"curl -s {router}{path}{key} -H 'content-type: application/json' -d '{body}'"
 
     return [
-        *(line("/v1/chat/completions", model, ', "max_tokens": 24') for model in (base_model, *adapters)),
+        *(
+            line("/v1/chat/completions", model, f', "max_tokens": {script.max_tokens}')
+            for model in (base_model, *adapters)
+        ),
         line("/v1/route", *(adapters or [base_model])),
     ]

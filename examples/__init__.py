@@ -1,0 +1,1 @@
+"""Programs that use a fleet, or make something for one."""

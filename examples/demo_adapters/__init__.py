@@ -1,0 +1,1 @@
+"""The adapters of `make demo-real`: their texts, and their training."""
