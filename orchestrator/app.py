@@ -58,13 +58,15 @@ from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.store import IntentStore
 from orchestrator.traffic.book import Reading, TrafficBook
 from orchestrator.traffic.file import TrafficFile
+from orchestrator.traffic.questions import RouterMailbox
 
 log = structlog.get_logger()
 
 # JSON values in a body. Parsing so many blocks the event loop for a tenth of a second.
 _MOST_VALUES = 200_000
 # A router's report of a hundred thousand (worker, adapter), 25 values each.
-_LARGER_BODIES = {"/v1/usage": 3_000_000, "/v1/import": 1_000_000}
+# A router's thousand decisions over 64 replicas, 16 values each.
+_LARGER_BODIES = {"/v1/usage": 3_000_000, "/v1/import": 1_000_000, "/v1/routers/answers": 1_500_000}
 # Part of `lease_renew_s` for which calls under way delay the release of the lease. Most take milliseconds.
 _OWN_CALLS_SHARE = 0.25
 _FIRST_LIST_S = 2.0  # a single orchestrator leads from its first response; an absent API server blocks no start
@@ -83,6 +85,7 @@ class OrchestratorService:
     agentless: AgentlessTransport
     book: TrafficBook
     configmaps: ConfigMapBackend | None = None
+    mailbox: RouterMailbox = field(default_factory=RouterMailbox)
     own_calls: OwnCalls = field(default_factory=OwnCalls)
     is_stopping: bool = False
     handing_over: "asyncio.Task[None] | None" = None
@@ -94,6 +97,7 @@ class OrchestratorService:
         """
         self.is_stopping = True
         self.reconciler.catalog.changed.notify()
+        self.mailbox.close()
         if self.handing_over is None:
             self.handing_over = asyncio.get_running_loop().create_task(self.hand_over())
 
@@ -238,7 +242,9 @@ def build(
             registry=registry,
             reconciler=reconciler,
             relay=_file_relay(settings, client, reports, agents),
+            agents=agents,
             book=book,
+            mailbox=service.mailbox,
             metrics=metrics,
             is_stopping=lambda: service.is_stopping,
             clock=clock,

@@ -24,9 +24,16 @@ from lorafleet.identity import lora_id_of
 from orchestrator.wire_traffic import (
     Count,
     FleetNow,
+    KeyItem,
+    KeyList,
+    RelayedDecision,
+    RelayedDecisions,
     RouterItem,
     RouterList,
     RouterNow,
+    RouterQuestion,
+    RouterQuestions,
+    RouterReply,
     Seconds,
     TrafficBatch,
     TrafficPoints,
@@ -34,21 +41,31 @@ from orchestrator.wire_traffic import (
     TrafficSeries,
     TrafficTotal,
     TrafficTotals,
+    WorkerLoad,
 )
-from workers.wire import AdapterEffectState, AdapterOperation, AgentIncident, IgnoredModules, Metadata
+from workers.wire import AdapterEffectState, AdapterOperation, AgentIncident, IgnoredModules, LogTail, Metadata
 
 # Routers and people's programs import this module alone.
 __all__ = [
     "FleetNow",
+    "KeyItem",
+    "KeyList",
+    "LogTail",
+    "RelayedDecision",
+    "RelayedDecisions",
     "RouterItem",
     "RouterList",
     "RouterNow",
+    "RouterQuestion",
+    "RouterQuestions",
+    "RouterReply",
     "TrafficBatch",
     "TrafficPoints",
     "TrafficRow",
     "TrafficSeries",
     "TrafficTotal",
     "TrafficTotals",
+    "WorkerLoad",
 ]
 
 WIRE = 1
@@ -937,6 +954,7 @@ class WorkerItem(_OrchestratorModel):
     refusal: str = ""
     files: WorkerFiles | None = None
     drain: WorkerDrainProgress | None = None
+    load: WorkerLoad | None = None
 
 
 class WorkerList(_OrchestratorModel):

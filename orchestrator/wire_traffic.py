@@ -3,7 +3,7 @@
 Re-exported by `wire`. Unknown fields are ignored, so that versions may differ.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
@@ -182,3 +182,81 @@ class FleetNow(_TrafficModel):
     held: dict[str, int]
     circuits: dict[str, str]
     slice_at: int
+
+
+# -- questions to routers --------------------------------------------------------------------------------------
+
+
+class RouterQuestion(_TrafficModel):
+    """A question of the console to a router, which reads its decisions from it alone.
+
+    kind    decisions: the last ones; route: where a request would go; replay: a record, decided again
+    tenant  of a caller that may see its tenant's requests alone; null: all of them
+    """
+
+    id: str
+    kind: Literal["decisions", "route", "replay"]
+    body: dict[str, Any] = {}
+    tenant: str | None = None
+
+
+class RouterQuestions(_TrafficModel):
+    """`GET /v1/routers/questions`: questions that wait for an answer of the router that asks."""
+
+    data: tuple[RouterQuestion, ...] = ()
+
+
+class RouterReply(_TrafficModel):
+    """`POST /v1/routers/answers`: a router's answer; with a `status` from 400 on, `body` is an error."""
+
+    router_id: Name
+    id: Name
+    status: Annotated[int, Field(ge=200, le=599)] = 200
+    body: dict[str, Any] = {}
+
+
+class RelayedDecisions(_TrafficModel):
+    """`GET /v1/decisions`: decisions of all routers, the newest first, as `GET /v1/decisions` of a router has them.
+
+    missing  routers that did not answer in time
+    """
+
+    data: tuple[dict[str, Any], ...]
+    next: str | None = None
+    missing: tuple[str, ...] = ()
+
+
+class RelayedDecision(_TrafficModel):
+    """A decision as a router gives it; its fields are those of `POST /v1/route` there."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    worker_id: str | None = None
+    policy: str | None = None
+
+
+class KeyItem(_TrafficModel):
+    """A key of the key files; never the key or its hash."""
+
+    key_id: str
+    tenant: str | None
+    scopes: tuple[str, ...]
+    limits: dict[str, float]
+    expires: str | None
+
+
+class KeyList(_TrafficModel):
+    data: tuple[KeyItem, ...]
+    next: str | None = None
+
+
+class WorkerLoad(_TrafficModel):
+    """A worker's load and rates by its last report; a rate of 0 is not measured yet."""
+
+    running: int
+    waiting: int
+    waiting_for_slot: int
+    kv_usage: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    load_seconds: float

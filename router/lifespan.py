@@ -15,6 +15,7 @@ import structlog
 
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.service.loops import forever
+from router.api.questions import answer_questions
 from router.core.fleet import Replica
 from router.core.scheduler import Scheduler
 from router.fleet.discovery import Discovery
@@ -64,6 +65,8 @@ async def run_services(
         ]
         if url := services.config.orchestrator_url.rstrip("/"):
             running.append(asyncio.create_task(_report_usage(control, url, services.usage, discovery, metrics)))
+            router_id = services.usage.router_id
+            running.append(asyncio.create_task(answer_questions(control, url, router_id, services)))
         for task in running:
             task.add_done_callback(lambda task: _on_task_end(services, task))
         if processes is not None:

@@ -19,11 +19,11 @@ def run() -> None:
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     settings = load_or_exit(WorkerSettings, arguments[:cut], prog=PROG)
-    logs.configure("worker", log_format=settings.log_format, level=settings.log_level)
+    writer = logs.configure("worker", log_format=settings.log_format, level=settings.log_level)
     own_command = arguments[cut + 1 :]
     try:
         agreed = settings_from_command(settings, own_command, os.environ)
-        serve.run(lambda: main(agreed, own_command))
+        serve.run(lambda: main(agreed, own_command, log_lines=writer.recent))
     except (CommandError, KeyFileError, SettingsError, OSError) as exc:
         print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the process could not start)
         raise SystemExit(2) from exc

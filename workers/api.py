@@ -1,6 +1,6 @@
 """The agent's REST routes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -32,6 +32,7 @@ from workers.wire import (
     LoadedLora,
     LoadedLoras,
     LoadRequest,
+    LogTail,
     Metadata,
     ModelFiles,
     UndrainRequest,
@@ -47,22 +48,41 @@ UPLOADS_PATH = "/v1/uploads/"
 MOST_UPLOAD_BYTES = 1 << 60  # of a body; the routes know the limits
 
 
-def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = False) -> APIRouter:
+def build_router(
+    agent: WorkerAgent,
+    keys: ApiKeys,
+    *,
+    metrics_need_key: bool = False,
+    log_lines: Callable[[int], list[str]] = lambda _most: [],
+) -> APIRouter:
     """All routes. State needs scope `view` or `load`, loads `load`, drains `drain`, others `admin`; health no key.
 
-    `metrics_need_key` says whether /metrics needs a key.
+    `metrics_need_key` says whether /metrics needs a key; `log_lines` returns the last lines of this process's log.
     """
     api = APIRouter()
     probed = _probe_routes(agent, metrics_dependencies(keys, need_key=metrics_need_key))
     add_routes(
         api,
         _state_routes(agent, keys),
+        _log_routes(keys, log_lines),
         kv_routes(agent, keys),
         _admin_routes(agent, keys),
         file_routes(agent, keys),
         _upload_routes(agent, keys),
         probed,
     )
+    return api
+
+
+def _log_routes(keys: ApiKeys, log_lines: Callable[[int], list[str]]) -> APIRouter:
+    """The route that reads the last lines of the log; they may name adapters of every tenant."""
+    api = APIRouter()
+
+    @api.get("/v1/log", dependencies=[Depends(requires(keys, "load", "operate"))])
+    async def log(lines: Annotated[int, Query(ge=1, le=500)] = 200) -> LogTail:
+        """The last lines of the agent's log, with the reason of an engine's end and the last of its output."""
+        return LogTail(lines=tuple(log_lines(lines)))
+
     return api
 
 

@@ -98,12 +98,17 @@ class WorkerService:
 
 
 def build(
-    settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (), timers: AgentTimers = TIMERS
+    settings: WorkerSettings,
+    *,
+    port: int,
+    own_command: Sequence[str] = (),
+    timers: AgentTimers = TIMERS,
+    log_lines: Callable[[int], list[str]] = lambda _most: [],
 ) -> WorkerService:
     """Build the agent's service; the engine starts with the app.
 
     Creates the cache folder and the state folder, and locks the state folder. `own_command` is the engine's command, if
-    the user gives one.
+    the user gives one. `log_lines`: the last lines of this process's log.
 
     raises  KeyFileError, OSError, CommandError, SettingsError
     """
@@ -200,7 +205,7 @@ def build(
         lifespan=lifespan,
     )
     requests = RequestLog("worker", settings.access_log)
-    add_routes(app, build_router(agent, keys, metrics_need_key=settings.metrics_need_key))
+    add_routes(app, build_router(agent, keys, log_lines=log_lines, metrics_need_key=settings.metrics_need_key))
     install_error_handlers(app, WorkerError)
     app.add_middleware(JsonBodyMiddleware, may_send=partial(check_route_scopes, app), most_values=_MOST_VALUES)
     guard(app, keys, allow_open=settings.allow_open, requests=requests)
@@ -342,11 +347,16 @@ def rules_of(settings: WorkerSettings, facts: EngineFacts = NO_ENGINE) -> Adapte
     )
 
 
-async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> None:
+async def main(
+    settings: WorkerSettings,
+    own_command: Sequence[str] = (),
+    *,
+    log_lines: Callable[[int], list[str]] = lambda _most: [],
+) -> None:
     """Serve the agent until SIGTERM. Raises KeyFileError, OSError, CommandError, SettingsError if it cannot start."""
     sock = bind(settings.host, settings.port)
     port = sock.getsockname()[1]
-    worker = build(settings, port=port, own_command=own_command)
+    worker = build(settings, port=port, own_command=own_command, log_lines=log_lines)
     log.info("serving", host=settings.host, port=port, instance_id=settings.instance_id)
     await serve(
         worker.app,

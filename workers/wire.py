@@ -223,6 +223,7 @@ class Metadata(_WorkerMessage):
 
     instance_id  appears in headers, logs and terminals, so special characters are excluded
     is_suspect   the engine seems to hang, even if its health route answers; it gets no loads until it returns a token
+    engine_version  as the engine says it, such as 0.32.0; "" if it does not
     is_warming   the worker is starting and already accepts loads: the orchestrator loads its hot adapters first
     """
 
@@ -239,6 +240,7 @@ class Metadata(_WorkerMessage):
     node: str = ""
     model: ModelCard
     transport: Transport
+    engine_version: str = ""
     lora: LoraInfo = LoraInfo()
     load: Load = Load()
     agent_boot_id: str
@@ -510,6 +512,13 @@ class AgentIncident(_WorkerMessage):
     cause: str = ""
     seconds: float | None = None
     adapters: int | None = None
+
+
+class LogTail(_WorkerMessage):
+    """`GET /v1/log`: the last lines of the agent's log, the oldest first."""
+
+    lines: tuple[str, ...]
+    wire: int = WIRE
 
 
 class ModelFiles(_WorkerMessage):

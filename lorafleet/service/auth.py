@@ -84,6 +84,12 @@ class ApiKeys:
             self.cached_callers[authorization] = found
         return found
 
+    def callers(self) -> list[Caller]:
+        """The callers of all keys, as the files have them now; none where no key is needed."""
+        if self._files:
+            self._reload_if_changed()
+        return list(self._callers.values())
+
     def _look_up(self, authorization: str | bytes | None) -> Caller:
         """The caller of a header that is not cached; raises HttpError."""
         if isinstance(authorization, bytes):

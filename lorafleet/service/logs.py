@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from types import TracebackType
 from typing import Any
 
@@ -21,12 +22,15 @@ _without_locals = structlog.processors.ExceptionRenderer(
 # Limits of the queue: lines of a few hundred bytes each, in total a few MB.
 _MAX_LINES = 10_000
 _MAX_BYTES = 8 << 20
+# Lines that are kept to be read over REST, at most 2 MB.
+_RECENT_LINES = 500
+_RECENT_BYTES = 4096
 _FLUSH_S = 1.0
 _FULL_PAUSE_S = 0.01
 
 
-def configure(component: str, *, log_format: str = "json", level: str = "info") -> None:
-    """Send our own and the libraries' log lines to stderr in one form; uncaught errors, too.
+def configure(component: str, *, log_format: str = "json", level: str = "info") -> "LogWriter":
+    """Send our own and the libraries' log lines to stderr in one form; uncaught errors, too. Returns their writer.
 
     Call once, at a process's start. Logging never raises or waits, see `LogWriter`.
     """
@@ -59,6 +63,7 @@ def configure(component: str, *, log_format: str = "json", level: str = "info") 
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     sys.excepthook = _log_uncaught_error  # Python's own hook would wait for stderr's reader
+    return writer
 
 
 def _stderr() -> int:
@@ -85,6 +90,7 @@ class LogWriter:
 
         line_kind  the name of the lines, for the message about dropped ones
         """
+        self._recent: deque[bytes] = deque(maxlen=_RECENT_LINES)
         self._descriptor = descriptor
         self._line_kind = line_kind
         self._reset()
@@ -108,12 +114,19 @@ class LogWriter:
     def write_bytes(self, line: bytes) -> None:
         """Queue a line for the thread, which is started if need be; a full queue drops and counts it."""
         with self._lock:
+            self._recent.append(line[:_RECENT_BYTES])
             if self._queue.qsize() < _MAX_LINES and self._queued_bytes < _MAX_BYTES:
                 self._queue.put(line)
                 self._queued_bytes += len(line)
             else:
                 self._dropped += 1
             self._ensure_thread()
+
+    def recent(self, most: int) -> list[str]:
+        """The last lines that were written, or would have been, the oldest first; long ones are cut."""
+        with self._lock:
+            lines = list(self._recent)
+        return [line.decode(errors="replace").rstrip("\n") for line in lines[-most:]]
 
     def flush(self) -> None:
         """Do nothing; loggers flush streams after each line."""

@@ -13,9 +13,11 @@ from lorafleet.service.http import add_routes
 from lorafleet.service.whoami import whoami_routes
 from orchestrator.api.adapters import adapter_routes
 from orchestrator.api.aliases import alias_routes
+from orchestrator.api.decisions import decision_routes
 from orchestrator.api.fleet import fleet_routes, heartbeat_routes, worker_routes
 from orchestrator.api.health import health_routes
 from orchestrator.api.history import history_routes
+from orchestrator.api.inspection import inspection_routes
 from orchestrator.api.pauses import pause_routes
 from orchestrator.api.placements import placement_routes
 from orchestrator.api.policy import policy_routes
@@ -29,9 +31,11 @@ from orchestrator.api.views import WireViews
 from orchestrator.intent.publisher import NamePublisher
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.file_relay import FileRelay
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import TrafficBook
+from orchestrator.traffic.questions import RouterMailbox
 
 
 def build_router(
@@ -40,7 +44,9 @@ def build_router(
     registry: AdapterRegistry,
     reconciler: Reconciler,
     relay: FileRelay,
+    agents: AgentClient,
     book: TrafficBook,
+    mailbox: RouterMailbox,
     metrics: OrchestratorMetrics,
     is_stopping: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
@@ -58,6 +64,8 @@ def build_router(
         health_routes(reconciler, metrics, is_stopping, metrics_dependencies(keys, need_key=metrics_need_key)),
         router_routes(keys, registry, reconciler, views, book, is_stopping=is_stopping, clock=clock),
         traffic_routes(keys, reconciler, book, views.workers_by_state, is_stopping, wall),
+        decision_routes(keys, mailbox),
+        inspection_routes(keys, reconciler.reports, agents),
         worker_routes(keys, reconciler, views),
         adapter_routes(keys, registry, reconciler, views),
         rollout_routes(keys, registry, reconciler),

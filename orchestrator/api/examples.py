@@ -298,6 +298,36 @@ EXAMPLES |= {
         "next": None,
     },
 }
+_DECISION = {
+    "request_id": "570e3466aa97f2ab",
+    "at": _AT,
+    "base_model": "tiny-qwen",
+    "adapter": "sql-expert/v1@3f9a1c2b77aa",
+    "policy": "kv_lora",
+    "worker_id": "w0",
+    "prompt_tokens": 104,
+    "cached_tokens": 64,
+}
+EXAMPLES |= {
+    "LogTail": {"lines": ['{"event": "ready", "component": "worker", "level": "info"}']},
+    "Metadata": _METADATA,
+    "RelayedDecision": _DECISION,
+    "RelayedDecisions": {"data": [_DECISION], "next": None, "missing": []},
+    "RouterQuestions": {"data": [{"id": "9f2c-4", "kind": "decisions", "body": {"limit": 50}, "tenant": None}]},
+    "RouterReply": {"router_id": "router-0", "id": "9f2c-4", "status": 200, "body": {"data": [_DECISION]}},
+    "KeyList": {
+        "data": [
+            {
+                "key_id": "2c26b46b68ff",
+                "tenant": "acme",
+                "scopes": ["infer"],
+                "limits": {"requests_per_minute": 600},
+                "expires": None,
+            }
+        ],
+        "next": None,
+    },
+}
 
 
 def add_examples(document: dict[str, Any]) -> None:

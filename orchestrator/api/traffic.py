@@ -29,8 +29,9 @@ _LIVE_EVERY_S = 2.0
 _LEAST_PAUSE_S = 0.3
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _MOST_RANGE_S = 48 * 3600
-# Batches of the last seconds are still to come: a slice that they belong to would look like a fall.
-_COMING_S = 8.0
+# A batch comes up to two seconds after its end: until then its slice would look like a fall.
+_COMING_S = 2.0
+_LEAST_SPAN_S = 5.0
 Range = Annotated[float, Query(ge=60, le=_MOST_RANGE_S, description="seconds up to now")]
 Kind = Annotated[SeriesKind, Query(description="what is counted")]
 
@@ -168,10 +169,10 @@ def _points(
     known  slices in which a series without a row had no traffic; in others nothing is known
     """
     step_s, nothing, recorded = grain.step_s, TrafficSums(), frozenset(known)
-    starts = range(grain.start_of(now - range_s) + step_s, int(now - _COMING_S) + 1, step_s)
+    starts = range(grain.start_of(now - range_s) + step_s, int(now - _COMING_S - _LEAST_SPAN_S) + 1, step_s)
     # The present slice of a coarse grain counts up to now.
-    spans = {at: min(float(step_s), max(_COMING_S, now - _COMING_S / 2 - at)) for at in starts}
-    ats = [at for at in starts if grain is not GRAINS[0] or at + step_s <= now - _COMING_S / 2]
+    spans = {at: min(float(step_s), max(_LEAST_SPAN_S, now - _COMING_S - at)) for at in starts}
+    ats = [at for at in starts if grain is not GRAINS[0] or at + step_s <= now - _COMING_S]
     rows = [found.get(at, nothing if at in recorded else None) for at in ats]
 
     def column(value: Callable[[TrafficSums, float], float | None]) -> tuple[float | None, ...]:

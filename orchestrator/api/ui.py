@@ -1,46 +1,89 @@
-"""`/ui`: one static page that shows the fleet; it reads over REST with the reader's own key."""
+"""`/ui`: the console. Its files come with the package; it reads over REST with the reader's own key."""
 
-import base64
+import gzip
 import hashlib
-import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from fastapi import APIRouter
-from fastapi.responses import HTMLResponse
+from fastapi import APIRouter, Header
+from fastapi.responses import HTMLResponse, Response
 
-PAGE = Path(__file__).with_name("ui.html").read_text(encoding="utf-8")
+from orchestrator.core.errors import NotFound
+
+FOLDER = Path(__file__).with_name("console")
+_TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
+# uPlot and Preact set styles through the DOM's own objects, which needs no permission.
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
+_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # A browser asks each time whether its copy is still the newest: an upgrade shows at once.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleAsset:
+    """A file of the console, and the same packed."""
+
+    media_type: str
+    body: bytes
+    packed: bytes
+    etag: str
+
+
+def read_assets() -> dict[str, ConsoleAsset]:
+    """Path below `console/` -> file, of everything that a browser loads."""
+    found = {}
+    for path in sorted(FOLDER.rglob("*")):
+        if path.suffix in _TYPES:
+            body = path.read_bytes()
+            etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+            found[path.relative_to(FOLDER).as_posix()] = ConsoleAsset(
+                _TYPES[path.suffix], body, gzip.compress(body, mtime=0), etag
+            )
+    return found
 
 
 def ui_routes() -> APIRouter:
-    """The route of the status page, open to all; its headers allow only the page's own scripts."""
+    """The console's routes, open to all: the page has no secrets, and asks for a key."""
     api = APIRouter(tags=["health"])
-    headers = {
-        "content-security-policy": content_security_policy(PAGE),
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
+    page, assets = (FOLDER / "index.html").read_text(encoding="utf-8"), read_assets()
+
+    @api.get("/ui/assets/{path:path}", response_class=Response, include_in_schema=False)
+    async def asset(
+        path: str,
+        if_none_match: Annotated[str | None, Header()] = None,
+        accept_encoding: Annotated[str, Header()] = "",
+    ) -> Response:
+        """A script, a style or a picture of the console."""
+        found = assets.get(path)
+        if found is None:
+            raise NotFound(f"the console has no file {path[:100]!r}", code="not_found")
+        headers = _HEADERS | {"etag": found.etag, "vary": "accept-encoding"}
+        if if_none_match == found.etag:
+            return Response(status_code=304, headers=headers)
+        if "gzip" in accept_encoding:
+            return Response(found.packed, media_type=found.media_type, headers=headers | {"content-encoding": "gzip"})
+        return Response(found.body, media_type=found.media_type, headers=headers)
 
     @api.get("/ui", response_class=HTMLResponse)
-    async def ui() -> HTMLResponse:
-        """The fleet in a browser: placements, states, demand, events."""
-        return HTMLResponse(PAGE, headers=headers)
+    @api.get("/ui/{view:path}", response_class=HTMLResponse, include_in_schema=False)
+    async def ui(view: str = "") -> HTMLResponse:  # noqa: ARG001  (the page reads its own address)
+        """The console; every view has an address of its own below `/ui`."""
+        return HTMLResponse(page, headers=_HEADERS)
 
     return api
-
-
-def content_security_policy(page: str) -> str:
-    """Content-Security-Policy: this page's own script and style and no others, and calls to this server only."""
-    sources = {
-        kind: f"'sha256-{base64.b64encode(hashlib.sha256(_element_content(page, tag).encode()).digest()).decode()}'"
-        for kind, tag in (("script-src", "script"), ("style-src", "style"))
-    }
-    parts = [f"{kind} {source}" for kind, source in sources.items()]
-    return "; ".join(["default-src 'none'", *parts, "connect-src 'self'", "base-uri 'none'", "form-action 'none'"])
-
-
-def _element_content(page: str, tag: str) -> str:
-    """The content of the page's only element with this tag."""
-    found = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    assert len(found) == 1, f"the page has {len(found)} <{tag}>"
-    return str(found[0])

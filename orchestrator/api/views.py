@@ -34,6 +34,7 @@ from orchestrator.wire import (
     WorkerDrainProgress,
     WorkerFiles,
     WorkerItem,
+    WorkerLoad,
 )
 from workers.wire import LoadedLora
 
@@ -143,6 +144,7 @@ class WireViews:
                 "refusal": report.lora.refusal,
                 "files": self._files_of(worker_id),
                 "drain": self._drain_of(entry, store.workers.get(worker_id)),
+                "load": WorkerLoad.model_validate(report.load, from_attributes=True),
             }
         )
 

@@ -18,6 +18,7 @@ from workers.wire import (
     KeepRequest,
     LoadedLora,
     LoadRequest,
+    LogTail,
     Metadata,
     ReleaseRequest,
     UndrainRequest,
@@ -89,6 +90,11 @@ class AgentClient:
     async def metadata(self, agent_url: str, *, timeout_s: float) -> Metadata:
         """Read the agent's report. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         return _parsed(Metadata, await self._send_request("GET", agent_url, "/metadata", timeout_s=timeout_s))
+
+    async def log_tail(self, agent_url: str, lines: int, *, timeout_s: float) -> LogTail:
+        """Read the last lines of the agent's log. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
+        answer = await self._send_request("GET", agent_url, f"/v1/log?lines={lines}", timeout_s=timeout_s)
+        return _parsed(LogTail, answer)
 
     async def claim(self, agent_url: str, *, timeout_s: float) -> Metadata:
         """Make the agent refuse every older epoch; returns its report. Raises WorkerFailed, LeaseLost."""

@@ -61,6 +61,19 @@ def process_handlers(services: Services) -> Mapping[str, Answer]:
     return {_DECISIONS: decisions}
 
 
+async def own_decisions(
+    services: Services,
+    *,
+    adapter: str | None,
+    worker: str | None,
+    request: str | None,
+    limit: int,
+    tenant: str | None,
+) -> _Items:
+    """(time, item as JSON) of this process's decisions, the newest first; `tenant`: that tenant's alone."""
+    return await _decisions(services, _DecisionFilter(adapter, worker, request, limit, tenant))
+
+
 async def _decisions(services: Services, wanted: _DecisionFilter) -> _Items:
     """(time, item as JSON) of this process's decisions, the newest first."""
     found = [
@@ -100,40 +113,13 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
     async def explain(request: Request, caller: views) -> Any:
         """Where this completion would go, and why. Sends nothing and loads nothing."""
         headers = request.headers
-        session = headers.get(services.config.session_header)
-        body = await request.body()
-        question = parse_request(
-            services, request_id(headers.get("x-request-id")), likely_route(body), body, session=session
+        return await explain_request(
+            services,
+            caller,
+            await request.body(),
+            id_=request_id(headers.get("x-request-id")),
+            session=headers.get(services.config.session_header),
         )
-        await _fleet(services)
-        target = resolve_target(services, _reader(caller), question)
-        tokens = await tokenize(services, target, question)
-        prompt = hash_prompt(services, target, question, tokens)
-        try:
-            decision = services.scheduler.decide(prompt, services.clock())
-        except NoReplica as exc:
-            adapter = target.adapter.lora_id if target.adapter else "base"
-            note = f"{exc}; a request would wait for a load" if target.adapter else str(exc)
-            undecided = undecided_answer(
-                prompt.request,
-                request_id=question.request_id,
-                at=time.time(),
-                adapter=adapter,
-                tokens_from=tokens.source,
-                roster=services.discovery.fleet.roster(target.base_model),
-                note=note,
-            )
-            return _shown_to(services, caller.only_tenant, undecided)
-        trust = services.accuracy.state(decision.replica.id)
-        notes = [] if services.scheduler.has_room(decision) else ["a request would wait in the router for room there"]
-        if tried := _half_open(services, target.base_model):
-            notes.append(f"half-open, so that one request at a time tries: {', '.join(tried)}")
-        answer = decision_answer(
-            RequestRecord(question.request_id, time.time(), tokens.source, decision, trust),
-            services.accuracy.state,
-            note="; ".join(notes) or None,
-        )
-        return _shown_to(services, caller.only_tenant, answer)
 
     @api.get("/v1/decisions", response_model=DecisionList)
     async def decisions(
@@ -168,6 +154,42 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
         return replay_answer(body)
 
     return api
+
+
+async def explain_request(
+    services: Services, caller: Caller, body: bytes, *, id_: str, session: str | None = None
+) -> RouteAnswer:
+    """Where a completion with this body would go, as the caller may see it. Sends nothing. Raises RouterError."""
+    question = parse_request(services, id_, likely_route(body), body, session=session)
+    await _fleet(services)
+    target = resolve_target(services, _reader(caller), question)
+    tokens = await tokenize(services, target, question)
+    prompt = hash_prompt(services, target, question, tokens)
+    try:
+        decision = services.scheduler.decide(prompt, services.clock())
+    except NoReplica as exc:
+        adapter = target.adapter.lora_id if target.adapter else "base"
+        note = f"{exc}; a request would wait for a load" if target.adapter else str(exc)
+        undecided = undecided_answer(
+            prompt.request,
+            request_id=question.request_id,
+            at=time.time(),
+            adapter=adapter,
+            tokens_from=tokens.source,
+            roster=services.discovery.fleet.roster(target.base_model),
+            note=note,
+        )
+        return _shown_to(services, caller.only_tenant, undecided)
+    trust = services.accuracy.state(decision.replica.id)
+    notes = [] if services.scheduler.has_room(decision) else ["a request would wait in the router for room there"]
+    if tried := _half_open(services, target.base_model):
+        notes.append(f"half-open, so that one request at a time tries: {', '.join(tried)}")
+    answer = decision_answer(
+        RequestRecord(question.request_id, time.time(), tokens.source, decision, trust),
+        services.accuracy.state,
+        note="; ".join(notes) or None,
+    )
+    return _shown_to(services, caller.only_tenant, answer)
 
 
 def metrics_text(services: Services, clients: HttpListener) -> bytes:

@@ -1,12 +1,15 @@
 """Counts of ended requests for the console: kept for a few seconds, then reported once.
 
-Each batch is repeated until the orchestrator has accepted it. While it is away, the oldest batches are merged, so that
+Batches are of the same five seconds by the wall clock everywhere, so that each is in one slice of the orchestrator's.
+Each is repeated until the orchestrator has accepted it. While it is away, the oldest batches are merged, so that
 memory is bounded by the adapters, workers and keys in use.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from lorafleet.histogram import bucket_of
 from orchestrator.wire import RouterNow, TrafficBatch, TrafficRow
@@ -131,19 +134,23 @@ class _Batch:
 class TrafficLog:
     """This router's traffic since the last accepted report.
 
-    now_of  how the router is now, for each report
+    now_of    how the router is now, for each report
+    offset_s  wall clock minus the clock of `now`
     """
 
     now_of: Callable[[], RouterNow | None] = lambda: None
+    offset_s: float = field(default_factory=lambda: time.time() - time.monotonic())
     _rows: dict[_RowKey, TrafficCounts] = field(default_factory=dict)
-    _began_at: float | None = None
+    _ends_at: float = inf
     _unsent: deque[_Batch] = field(default_factory=deque)
     _numbered: int = 0
 
     def record_end(self, ended: EndedRequest, now: float) -> None:
         """Count one request that ended: two dict look-ups and a dozen additions."""
-        if self._began_at is None:
-            self._began_at = now
+        if now >= self._ends_at:
+            self._close_batch()
+        if not self._rows:
+            self._ends_at = ((now + self.offset_s) // BATCH_S + 1) * BATCH_S - self.offset_s
         key = (ended.adapter, ended.base_model, ended.worker, ended.tenant, ended.key)
         counts = self._rows.get(key)
         if counts is None:
@@ -155,18 +162,21 @@ class TrafficLog:
         counts.add(ended)
 
     def batches(self, now: float, *, is_last: bool = False) -> tuple[TrafficBatch, ...]:
-        """All batches that were not accepted yet, the oldest first; closes the present one when it is old enough.
+        """All batches that were not accepted yet, the oldest first; closes the present one when its time is over.
 
-        is_last  the router stops: the present batch is closed however young it is
+        is_last  the router stops: the present batch is closed before its time is over
         """
-        began_at = self._began_at
-        if began_at is not None and (is_last or now - began_at >= BATCH_S):
-            self._numbered += 1
-            self._unsent.append(_Batch(self._numbered, began_at, now, self._rows))
-            self._rows, self._began_at = {}, None
+        if self._rows and (is_last or now >= self._ends_at):
+            self._close_batch()
+        return tuple(batch.wire(now) for batch in self._unsent)
+
+    def _close_batch(self) -> None:
+        """Close the present batch; merges the oldest ones where there are too many."""
+        self._numbered += 1
+        self._unsent.append(_Batch(self._numbered, self._ends_at - BATCH_S, self._ends_at, self._rows))
+        self._rows, self._ends_at = {}, inf
         while len(self._unsent) > _MOST_BATCHES:
             self._merge_oldest()
-        return tuple(batch.wire(now) for batch in self._unsent)
 
     def accept(self, batches: Iterable[TrafficBatch]) -> None:
         """Drop batches that the orchestrator has accepted."""

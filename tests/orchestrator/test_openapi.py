@@ -127,13 +127,15 @@ def test_no_malformed_call_gets_a_500(document, tmp_path):
     @given(calls(document))
     def never_500(call):
         method, url, query, headers, body = call
-        if url == "/v1/live" or (url == "/v1/events" and not query and not headers):
+        if url in {"/v1/live", "/v1/routers/questions"} or (url == "/v1/events" and not query and not headers):
             return  # it would follow for ever
         content = None if body is None else json.dumps(body).encode()
         headers["content-type"] = JSON
         answer = runner.run(client.request(method, url, params=query, headers=headers, content=content))
         seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
-        assert answer.status_code < 500 or answer.json()["error"]["code"] in ("no_worker", "starting"), answer.text
+        assert answer.status_code < 500 or answer.json()["error"]["code"] in ("no_worker", "no_router", "starting"), (
+            answer.text
+        )
         if answer.status_code >= 400:
             error = answer.json()["error"]
             assert error["message"]

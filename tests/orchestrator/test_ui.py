@@ -1,32 +1,91 @@
-"""The status page is self-contained."""
+"""The console's files: all in the package, none from elsewhere, and nothing that a browser would have to be told."""
 
+import hashlib
 import re
 
-from orchestrator.api.ui import PAGE, content_security_policy
+from orchestrator.api.ui import FOLDER, POLICY, read_assets
+
+OWN = {path: asset.body.decode() for path, asset in read_assets().items() if not path.startswith("vendor/")}
 
 
-async def test_the_page_needs_no_key_and_forbids_foreign_content(service):
-    answer = await service.http.get("/ui")
-    assert answer.status_code == 200
-    assert answer.headers["content-type"].startswith("text/html")
-    rule = answer.headers["content-security-policy"]
-    assert rule.startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe" not in rule
-    assert content_security_policy(PAGE.replace("look()", "evil()")) != rule
+async def test_every_view_has_an_address_and_no_page_needs_a_key(service):
+    for path in ("/ui", "/ui/", "/ui/adapters", "/ui/adapters/sql/v1", "/ui/workers/w0", "/ui/no/such/page"):
+        answer = await service.http.get(path)
+        assert answer.status_code == 200, path
+        assert answer.headers["content-type"].startswith("text/html")
+        assert answer.headers["content-security-policy"] == POLICY
 
 
-def test_the_page_has_no_foreign_url_and_writes_no_markup():
-    assert re.findall(r"https?://|//[a-z]|src=|@import|url\(", PAGE) == []
-    assert re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", PAGE) == []
-    assert re.findall(r"localStorage|sessionStorage|cookie", PAGE) == []
-    assert len(PAGE) < 20_000
+def test_the_policy_allows_this_servers_own_files_alone():
+    assert "unsafe" not in POLICY
+    allowed = dict(part.split(" ", 1) for part in POLICY.split("; "))
+    assert allowed["default-src"] == "'none'"
+    assert {source for name, source in allowed.items() if name != "default-src"} <= {"'self'", "'none'"}
 
 
-async def test_every_call_of_the_page_is_a_route(service):
+async def test_every_file_that_the_page_loads_is_served_with_its_type_and_an_etag(service):
+    page = (await service.http.get("/ui")).text
+    linked = set(re.findall(r'(?:src|href)="/ui/assets/([^"]+)"', page))
+    assert "app.js" in linked
+    for path, asset in read_assets().items():
+        answer = await service.http.get(f"/ui/assets/{path}", headers={"accept-encoding": "gzip"})
+        assert answer.content == asset.body, path
+        assert answer.headers["content-encoding"] == "gzip"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        again = await service.http.get(f"/ui/assets/{path}", headers={"if-none-match": answer.headers["etag"]})
+        assert again.status_code == 304
+    assert linked <= read_assets().keys()
+    assert (await service.http.get("/ui/assets/../ui.py")).status_code in (200, 404)
+    assert (await service.http.get("/ui/assets/%2e%2e/ui.py")).status_code == 404
+
+
+def test_every_import_names_a_file_of_the_console():
+    for path, text in OWN.items():
+        if path.endswith(".js"):
+            for target in re.findall(r'from "([^"]+)"', text):
+                assert target.startswith("."), (path, target)
+                assert (FOLDER / path).parent.joinpath(target).resolve().is_file(), (path, target)
+
+
+def test_no_own_file_names_another_server_or_writes_markup():
+    page = (FOLDER / "index.html").read_text()
+    for path, text in [*OWN.items(), ("index.html", page)]:
+        if path.endswith(".svg"):
+            continue
+        assert re.findall(r"https?://[a-z]|[\"'(]//[a-z]|@import|url\(", text) == [], path
+        assert re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function", text) == [], path
+    assert re.findall(r"<style|<script(?! type=\"module\" src)| style=| on[a-z]+=", page) == []
+
+
+def test_a_key_is_never_kept_beyond_its_tab():
+    kept = [line for text in OWN.values() for line in text.splitlines() if "localStorage" in line]
+    assert all("lorafleet-theme" in line for line in kept)
+    assert not any("cookie" in text for text in OWN.values())
+
+
+def test_libraries_are_those_that_the_table_beside_them_names_with_their_licences():
+    folder = FOLDER / "vendor"
+    rows = re.findall(
+        r"^\| `([^`]+)` \| (\w+) [^|]*\| `([0-9a-f]{64})` \|$", (folder / "README.md").read_text(), re.MULTILINE
+    )
+    assert {name for name, _, _ in rows} == {path.name for path in folder.iterdir() if path.suffix in {".js", ".css"}}
+    for name, package, digest in rows:
+        body = (folder / name).read_bytes()
+        assert hashlib.sha256(body).hexdigest() == digest, name
+        assert b"sourceMappingURL" not in body
+        assert (folder / f"LICENSE.{package}").read_text().strip()
+
+
+def test_all_files_together_stay_small():
+    assert sum(len(asset.packed) for asset in read_assets().values()) < 120_000
+
+
+async def test_every_call_of_the_console_is_a_route(service):
     paths = (await service.http.get("/openapi.json")).json()["paths"]
-    called = set(re.findall(r'"(/[a-z0-9/]+)', PAGE))
-    assert called == {"/health", "/v1/workers", "/v1/adapters", "/v1/placements", "/v1/events"}
-    assert called <= set(paths)
+    plain = {re.sub(r"\{[^}]*\}", "*", path) for path in paths}
+    called = {found for text in OWN.values() for found in re.findall(r'["`](/v1/[a-z/]+?)/?(?=["`?$])', text)}
+    assert len(called) > 12
+    assert {path for path in called if path not in plain and f"{path}/*" not in plain} == set()
 
 
 async def test_requested_adapters_are_shown_as_demand(service):

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import time
 
+import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
 from router.fleet.traffic import BATCH_S, EndedRequest, TrafficLog
@@ -88,16 +89,27 @@ async def test_base_model_and_refused_requests_count_too():
 
 
 def test_a_batch_is_sent_until_it_is_accepted_and_then_never_again():
-    log = TrafficLog()
-    log.record_end(EndedRequest(adapter="sql/v1"), 100.0)
-    assert log.batches(100.0 + BATCH_S / 2) == ()
-    first = log.batches(100.0 + BATCH_S)
+    log = TrafficLog(offset_s=0.0)
+    log.record_end(EndedRequest(adapter="sql/v1"), 101.0)
+    assert log.batches(104.9) == ()
+    first = log.batches(105.0)
     log.record_end(EndedRequest(adapter="sql/v1"), 110.0)
-    both = log.batches(110.0 + BATCH_S)
+    both = log.batches(116.0)
     assert [batch.number for batch in both] == [first[0].number, first[0].number + 1]
-    assert both[0].age_s == 15.0 - BATCH_S / 2
+    assert both[0].age_s == 116.0 - 102.5
     log.accept(both)
     assert log.batches(200.0, is_last=True) == ()
+
+
+def test_batches_are_of_the_same_five_seconds_in_every_router():
+    for offset_s in (0.0, 1.7, 1_800_000_003.25):
+        log = TrafficLog(offset_s=offset_s)
+        for now in (100.0, 101.3, 107.0, 109.9):
+            log.record_end(EndedRequest(adapter="sql/v1"), now)
+        batches = log.batches(120.0)
+        middles = [(120.0 - batch.age_s + offset_s) % BATCH_S for batch in batches]
+        assert middles == pytest.approx([BATCH_S / 2] * len(batches))
+        assert sum(row.requests for batch in batches for row in batch.rows) == 4
 
 
 def test_batches_of_a_long_silence_are_merged_and_lose_nothing():
@@ -115,7 +127,7 @@ def test_rows_of_one_batch_are_bounded_and_lose_no_request():
     log = TrafficLog()
     for number in range(6000):
         log.record_end(EndedRequest(adapter=f"a{number}", base_model="qwen", worker="w0", key=f"k{number}"), 0.0)
-    (batch,) = log.batches(BATCH_S)
+    (batch,) = log.batches(BATCH_S, is_last=True)
     assert len(batch.rows) <= 5001
     assert sum(row.requests for row in batch.rows) == 6000
 
@@ -143,7 +155,7 @@ async def test_a_report_that_does_not_arrive_is_repeated():
         parts,
     ):
         await asyncio.gather(*(client.post("/v1/chat/completions", json=SQL) for _ in range(3)))
-        now = time.monotonic() + BATCH_S
+        now = time.monotonic() + 2 * BATCH_S
         for _ in range(2):
             report = parts.usage.report(1, now)
             assert [row.requests for batch in report.traffic for row in batch.rows] == [3]

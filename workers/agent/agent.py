@@ -187,7 +187,8 @@ class WorkerAgent:
         await self.engine.attach(client, boot_id=engine_boot_id, transport=transport)
         self.cache.folder.engine_url = transport.engine_url
         self.inventory.mark_changed()
-        await self._read_base_model(await client.version())
+        self.engine.version = await client.version()
+        await self._read_base_model(self.engine.version)
         reported = await client.kv_connector() if self._connector is None else self._connector
         connector = self.inventory.kv_connector = apply_setting(self.settings.engine_salt, reported)
         if connector.reason:
@@ -517,6 +518,7 @@ class WorkerAgent:
             node=settings.node,
             model=self.engine.model_card(),
             transport=self.engine.transport,
+            engine_version=self.engine.version,
             lora=self.report.info(),
             load=self.engine.load_figures(load_seconds=self.report.load_seconds()),
             agent_boot_id=self.boot_id,

@@ -30,6 +30,7 @@ _IN_FLIGHT_VALID_S = 10.0  # an older number of requests in flight is ignored
 class CurrentEngine:
     """One engine at a time; `client` is None while there is none.
 
+    version     as the engine says it; "" if it does not
     lock        held while adapters are loaded or unloaded: each load stalls the whole engine
     suspicion   why the engine is suspected to hang, so that no load may begin; "" while it is trusted
     patience_s  seconds a suspect engine gets before it is restarted
@@ -40,7 +41,7 @@ class CurrentEngine:
     ) -> None:
         self.lock = asyncio.Lock()
         self.client: EngineClient | None = None
-        self.boot_id = ""
+        self.boot_id = self.version = ""
         self.transport = Transport(engine_url="")
         self.suspicion = ""
         self.patience_s = 0.0

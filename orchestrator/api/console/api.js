@@ -1,0 +1,174 @@
+// Calls to the orchestrator with the reader's key, and the stream that says when something has changed.
+import { store, useState, useEffect, useRef, useStore } from "./lib.js";
+
+export const me = store(null);          // GET /v1/whoami; null: not known yet
+export const needsKey = store(false);
+export const problem = store("");       // why the last call failed; "": it did not
+export const now = store(null);         // the last message of /v1/live
+export const tick = store(0);           // grows with every whole slice of traffic
+export const changes = store(0);        // grows with every change in the fleet
+export const RANGES = [[300, "5 min"], [900, "15 min"], [3600, "1 h"], [21600, "6 h"], [86400, "24 h"]];
+export const range = store(900);
+
+// The key stays in this tab: in memory, or until the tab is closed if the reader wants it so.
+const KEY = "lorafleet-key";
+let key = "";
+try { key = sessionStorage.getItem(KEY) || ""; } catch { /* storage is off */ }
+
+export function setKey(value, keep) {
+  key = value.trim();
+  try { keep && key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY); } catch { /* storage is off */ }
+  needsKey.set(false);
+  me.set(null);
+  return whoami();
+}
+export const hasKey = () => key !== "";
+
+export class CallError extends Error {
+  constructor(message, status, code) { super(message); this.status = status; this.code = code; }
+}
+
+export async function call(method, path, { body, headers, signal, raw } = {}) {
+  const sent = { ...(key ? { authorization: "Bearer " + key } : {}), ...headers };
+  if (body !== undefined && !raw) sent["content-type"] = "application/json";
+  const answer = await fetch(path, {
+    method, signal, headers: sent, cache: "no-store",
+    body: body === undefined ? undefined : raw ? body : JSON.stringify(body),
+  });
+  if (answer.status === 401) needsKey.set(true);
+  if (!answer.ok) {
+    const error = ((await answer.json().catch(() => ({}))).error) || {};
+    throw new CallError(error.message || `${method} ${path}: HTTP ${answer.status}`, answer.status, error.code || "");
+  }
+  if (answer.status === 204) return null;
+  const parsed = await answer.json().catch(() => null);
+  const etag = answer.headers.get("etag");
+  if (etag && parsed && typeof parsed === "object") Object.defineProperty(parsed, "etag", { value: etag });
+  return parsed;
+}
+
+export const get = (path, options) => call("GET", path, options);
+
+// All pages of a list.
+export async function all(path, most = 20000) {
+  const items = [];
+  let cursor = null;
+  do {
+    const join = path.includes("?") ? "&" : "?";
+    const page = await get(path + (cursor === null ? "" : join + "cursor=" + encodeURIComponent(cursor)));
+    items.push(...page.data);
+    cursor = page.next;
+  } while (cursor !== null && items.length < most);
+  return items;
+}
+
+export async function whoami() {
+  try {
+    me.set(await get("/v1/whoami"));
+    needsKey.set(false);
+  } catch (error) {
+    if (error.status !== 401) problem.set(error.message);
+  }
+}
+
+// Whether the reader's key may do this for the fleet; a hint for what to show, the server decides.
+export function may(scope) {
+  const mine = me.get();
+  return mine !== null && mine.may.includes(scope);
+}
+
+// What a component shows: loaded again after `deps` change, after every slice, and after changes in the fleet.
+// A load that is under way is not begun again: on a slow link pages would never have shown anything.
+export function useLoad(load, deps, { follow = "all" } = {}) {
+  const [state, setState] = useState({ data: null, error: null });
+  const ticks = useStore(tick);
+  const changed = useStore(changes);
+  const mine = useStore(me);
+  const running = useRef(null);
+  const run = (loader) => {
+    const aborter = new AbortController();
+    running.current = aborter;
+    const end = (next) => {
+      if (aborter.signal.aborted) return;
+      running.current = null;
+      setState(next);
+    };
+    loader(aborter.signal).then(
+      (data) => { end({ data, error: null }); },
+      (error) => { end((before) => ({ data: before.data, error })); },
+    );
+    return aborter;
+  };
+  useEffect(() => {
+    if (needsKey.get()) return undefined;
+    setState({ data: null, error: null });
+    run(load);
+    return () => { running.current?.abort(); running.current = null; };
+  }, [...deps, mine?.key_id ?? null]);
+  const signals = follow === "all" ? ticks + changed : follow === "ticks" ? ticks : 0;
+  const first = useRef(signals);
+  useEffect(() => {
+    if (signals === first.current || running.current || needsKey.get()) return;
+    first.current = signals;
+    run(load);
+  }, [signals, state]);
+  return state;
+}
+
+// A stream of server-sent events over fetch: EventSource cannot send a key.
+async function follow(path, headers, on) {
+  const answer = await fetch(path, { headers: { ...(key ? { authorization: "Bearer " + key } : {}), ...headers } });
+  if (answer.status === 401) needsKey.set(true);
+  if (!answer.ok) throw new CallError(`${path}: HTTP ${answer.status}`, answer.status, "");
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value;
+    const parts = text.split("\n\n");
+    text = parts.pop();
+    for (const part of parts) {
+      const data = part.split("\n").find((line) => line.startsWith("data: "));
+      if (data) on(JSON.parse(data.slice(6)));
+    }
+  }
+}
+
+const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+export const events = store([]);        // the newest first
+const KEPT_EVENTS = 300;
+let revision = null;
+let pending = null;
+
+function heard(event) {
+  revision = String(event.id);
+  events.set([event, ...events.get()].slice(0, KEPT_EVENTS));
+  if (pending === null) pending = setTimeout(() => { pending = null; changes.set(changes.get() + 1); }, 400);
+}
+
+function seen(message) {
+  const before = now.get();
+  now.set(message);
+  problem.set("");
+  if (before === null || message.slice_at !== before.slice_at) tick.set(tick.get() + 1);
+}
+
+async function again(work) {
+  for (;;) {
+    try {
+      if (needsKey.get() && !hasKey()) { await pause(500); continue; }
+      await work();
+    } catch (error) {
+      if (error.status === 410) revision = null;
+      else if (error.status !== 401 && error.status !== 403) problem.set("no connection to the orchestrator; trying again");
+    }
+    await pause(1500);
+  }
+}
+
+export function start() {
+  whoami();
+  again(() => follow("/v1/live", {}, seen));
+  again(() => follow("/v1/events", revision === null ? {} : { "last-event-id": revision }, heard));
+}

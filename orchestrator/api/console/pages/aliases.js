@@ -1,0 +1,71 @@
+// Aliases and rollouts: who gets which version, how the new one compares, and a way to stop it.
+import { html } from "../lib.js";
+import { get, useLoad } from "../api.js";
+import { Table } from "../table.js";
+import { Head, Loaded, Panel, State, Facts } from "../parts.js";
+import { AdapterLink, Link } from "../route.js";
+import { ago, clock, digest12, missing, number, seconds, share, span } from "../format.js";
+import { HistoryLines } from "./activity.js";
+import { AliasActions, NewAliasButton, RolloutActions } from "./actions.js";
+
+const path = (name) => name.split("/").map(encodeURIComponent).join("/");
+const weightOf = (targets) => targets.reduce((whole, one) => whole + one.weight, 0);
+
+function Split({ targets }) {
+  const whole = weightOf(targets);
+  return html`<span class="split" role="img" aria-label=${targets.map((one) => `${one.lora_id} ${share(whole ? one.weight / whole : 0)}`).join(", ")}>${targets.map((one, at) => html`<span class="s${at % 6}" style=${{ width: share(whole ? one.weight / whole : 0, 2).replace(" ", "") }}></span>`)}</span>`;
+}
+
+const rolloutOf = (name, signal) => get(`/v1/aliases/${path(name)}/rollout`, { signal }).catch((error) => { if (error.status === 404) return null; throw error; });
+
+export function AliasesPage() {
+  const found = useLoad(async (signal) => {
+    const [aliases, published] = await Promise.all([get("/v1/aliases?limit=1000", { signal }), get("/v1/published?limit=1000", { signal }).catch(() => ({ data: [] }))]);
+    const rollouts = await Promise.all(aliases.data.slice(0, 60).map((alias) => rolloutOf(alias.name, signal)));
+    return { aliases: aliases.data.map((alias, at) => ({ ...alias, rollout: rollouts[at] })), published: published.data };
+  }, []);
+  return html`<${Head} title="Aliases and rollouts"><${NewAliasButton}/><//>
+    <${Loaded} of=${found}>${({ aliases, published }) => html`
+      <${Table} label="Aliases" rows=${aliases} rowKey=${(row) => row.name} sort="name" empty="There are no aliases. One name may lead to several versions, and move between them in steps." columns=${[
+        { id: "name", label: "alias", value: (row) => row.name, cell: (row) => html`<${Link} to=${"aliases/" + row.name} class="name">${row.name}<//>` },
+        { id: "split", label: "share", value: (row) => row.targets.length, cell: (row) => html`<${Split} targets=${row.targets}/>` },
+        { id: "targets", label: "targets", value: (row) => row.targets[0]?.lora_id, cell: (row) => row.targets.map((one, at) => html`${at ? ", " : ""}<${AdapterLink} id=${one.lora_id}/> ${share(weightOf(row.targets) ? one.weight / weightOf(row.targets) : 0)}`) },
+        { id: "rollout", label: "rollout", value: (row) => row.rollout?.state || "", cell: (row) => row.rollout ? html`<${State} is=${row.rollout.paused ? "paused" : row.rollout.state}/>` : missing },
+        { id: "pending", label: "pending", hide: "narrow", value: (row) => row.pending?.state || "", cell: (row) => row.pending ? html`<${State} is=${row.pending.state}/>` : missing }]}/>
+      <${Panel} title="Published names" note="a trainer publishes versions under one name"><${Table} label="Published names" name="published" rows=${published} rowKey=${(row) => row.name} sort="name" empty="No name has been published." columns=${[
+        { id: "name", label: "name", value: (row) => row.name, cell: (row) => html`<span class="name">${row.name}</span>` },
+        { id: "version", label: "current version", value: (row) => row.lora_id, cell: (row) => row.lora_id ? html`<${AdapterLink} id=${row.lora_id}/>` : missing },
+        { id: "digest", label: "digest", hide: "narrow", value: (row) => row.digest, cell: (row) => html`<code>${digest12(row.digest)}</code>` },
+        { id: "versions", label: "versions kept", numeric: true, value: (row) => (row.versions || []).length },
+        { id: "workers", label: "workers", numeric: true, value: (row) => (row.workers || []).length }]}/><//>`}<//>`;
+}
+
+export function AliasPage({ name }) {
+  const found = useLoad((signal) => Promise.all([get("/v1/aliases/" + path(name), { signal }), rolloutOf(name, signal), get(`/v1/aliases/${path(name)}/history?limit=50`, { signal })]), [name]);
+  const alias = found.data?.[0];
+  return html`<${Head} title=${name} crumbs=${[html`<${Link} to="aliases">Aliases<//> /`]}>${alias && html`<${AliasActions} alias=${alias} rollout=${found.data[1]}/>`}<//>
+    <${Loaded} of=${found}>${([item, rollout, history]) => html`
+      ${item.pending && html`<p class="notice ${item.pending.state === "failed" ? "bad" : ""}"><b>About to shift: ${item.pending.state}.</b> ${item.pending.error || Object.entries(item.pending.lacks).map(([adapter, what]) => `${adapter}: ${what}`).join("; ")}</p>`}
+      <${Panel} title="Where its sessions go"><${Split} targets=${item.targets}/><ul class="lines">${item.targets.map((one, at) => html`<li key=${one.lora_id}><i class="swatch s${at % 6}"></i><b><${AdapterLink} id=${one.lora_id}/></b><span class="grow muted">${share(weightOf(item.targets) ? one.weight / weightOf(item.targets) : 0, 1)} of sessions (weight ${one.weight})</span></li>`)}</ul><//>
+      ${rollout && html`<${Rollout} rollout=${rollout} name=${name}/>`}
+      <${Panel} title="History" note="who put which version live, and when"><${HistoryLines} entries=${history.data}/><//>`}<//>`;
+}
+
+function Rollout({ rollout, name }) {
+  const running = ["placing", "watching"].includes(rollout.state);
+  const worse = (before, after, by = 0) => before !== null && after !== null && after > before + by;
+  const rows = [
+    ["requests", number(rollout.old.requests), number(rollout.new.requests), false],
+    ["errors", number(rollout.old.errors), number(rollout.new.errors), false],
+    ["error rate", share(rollout.old.error_rate, 2), share(rollout.new.error_rate, 2), worse(rollout.old.error_rate, rollout.new.error_rate, 0.005)],
+    ["mean time to first token", seconds(rollout.old.mean_first_token_s), seconds(rollout.new.mean_first_token_s), worse(rollout.old.mean_first_token_s, rollout.new.mean_first_token_s, 0.05)],
+  ];
+  return html`<${Panel} title="Rollout" note=${`to ${rollout.to.map((one) => one.lora_id).join(", ")}, begun ${ago(rollout.began_at)}`} actions=${running && html`<${RolloutActions} name=${name} rollout=${rollout}/>`}>
+    <p><${State} is=${rollout.paused ? "paused" : rollout.state}/> ${rollout.reason && html`<b class="bad-text">${rollout.reason}</b>`}</p>
+    <ol class="steps">${rollout.steps.map((step, at) => html`<li key=${at} class=${rollout.state === "done" || at < rollout.step ? "past" : at === rollout.step && running ? "here" : ""} aria-current=${at === rollout.step && running ? "step" : undefined}><b>${share(step.weight)}</b>${at < rollout.step || rollout.state === "done" ? "done" : `for ${span(step.for_s)}`}</li>`)}</ol>
+    ${Object.entries(rollout.lacks).map(([adapter, what]) => html`<p class="notice">${adapter} lacks ${what}</p>`)}
+    <${Table} label="Comparison of the versions" name="comparison" rows=${rows} rowKey=${(row) => row[0]} columns=${[
+      { id: "what", label: "since the last shift", cell: (row) => row[0] }, { id: "old", label: "old version", numeric: true, cell: (row) => row[1] },
+      { id: "new", label: "new version", numeric: true, cell: (row) => html`<span class=${row[3] ? "bad-text" : ""}>${row[2]}${row[3] ? " worse" : ""}</span>` }]}/>
+    <p class="note">${rollout.needed ? `It waits for ${rollout.needed} requests of the new version in each step.` : ""}</p><//>`;
+}

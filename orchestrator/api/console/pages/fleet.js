@@ -1,0 +1,132 @@
+// The fleet: is it well, how fast is it, what needs somebody.
+import { html, useStore } from "../lib.js";
+import { all, get, now, range, useLoad } from "../api.js";
+import { Chart, Spark } from "../chart.js";
+import { Table } from "../table.js";
+import { Head, Loaded, Meter, Panel, State } from "../parts.js";
+import { AdapterLink, Link, WorkerLink } from "../route.js";
+import { missing, number, plural, seconds, share } from "../format.js";
+import { EventLines } from "./activity.js";
+
+export const traffic = (kind, name, rangeS, signal) => get(`/v1/traffic?kind=${kind}&name=${encodeURIComponent(name)}&range_s=${rangeS}`, { signal });
+export const totals = (kind, rangeS, signal) => get(`/v1/traffic/totals?kind=${kind}&range_s=${rangeS}`, { signal }).then((found) => found.data);
+const sum = (counts) => Object.values(counts || {}).reduce((whole, count) => whole + count, 0);
+
+export function FleetPage() {
+  const rangeS = useStore(range);
+  const series = useLoad((signal) => traffic("fleet", "", rangeS, signal), [rangeS], { follow: "ticks" });
+  return html`<${Head} title="Fleet" hasRange/>
+    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/><${TrafficCharts} found=${found} isFleet/>`}<//>
+    <${Attention}/>
+    <${Engines}/>
+    <div class="grid two"><${BaseModels} rangeS=${rangeS}/><${Panel} title="Now" note="what changes in the fleet, as it happens"><${EventLines} most=${12}/><//></div>`;
+}
+
+function Tiles({ found }) {
+  const fleet = useStore(now), { total, points } = found;
+  const waiting = fleet ? sum(fleet.waiting) : 0, held = fleet ? sum(fleet.held) : 0;
+  const failing = total.requests ? total.errors / total.requests : null;
+  const tiles = [
+    ["Requests", number(last(points.requests_per_s)), "/s", `${number(total.requests)} in all`, points.requests_per_s, 0],
+    ["First token, p95", seconds(total.first_token_s.p95), "", `p50 ${seconds(total.first_token_s.p50)} · p99 ${seconds(total.first_token_s.p99)}`, points.first_token_s.p95, 1],
+    ["Output", number(last(points.output_tokens_per_s)), "tokens/s", `${number(total.output_tokens)} tokens`, points.output_tokens_per_s, 2],
+    ["Cache hits", share(total.hit_real), "", `predicted ${share(total.hit_predicted)}`, points.hit_real, 2],
+    ["Waiting now", fleet ? number(waiting + held) : missing, "", `${plural(waiting, "for room", "for room")} · ${held} for a load`, points.gauges.waiting || [], 1, waiting + held > 20 ? "warn" : ""],
+    ["Failed", failing === null ? missing : share(failing, failing && failing < 0.01 ? 2 : 1), "", `${number(total.errors)} errors · ${number(total.refusals)} refused`, points.errors_per_s, 5, failing > 0.01 ? "bad" : ""],
+  ];
+  return html`<div class="tiles">${tiles.map(([label, value, unit, under, values, at, tone]) => html`<div class="tile ${tone || ""}" key=${label}>
+    <span class="label">${label}</span><span class="value">${value}${unit && html`<small>${unit}</small>`}</span><span class="under">${under}</span><${Spark} values=${values} at=${at}/></div>`)}</div>`;
+}
+
+const last = (values) => { for (let at = values.length - 1; at >= 0; at -= 1) if (values[at] !== null) return values[at]; return null; };
+
+// The charts of any series: the fleet's, an adapter's, a worker's, a tenant's.
+export function TrafficCharts({ found, isFleet = false }) {
+  const { points } = found, at = points.at, each = `each ${found.step_s < 60 ? found.step_s + " s" : found.step_s / 60 + " min"}`;
+  const codes = Object.entries(points.codes).filter(([code]) => code !== "499");
+  const rate = (value) => number(value);
+  return html`<div class="grid">
+    <${Chart} title="Requests" note=${`a second, ${each}`} at=${at} format=${rate} series=${[
+      { label: "all", values: points.requests_per_s, fill: true }, { label: "refused", values: points.refusals_per_s, at: 1 }, { label: "failed", values: points.errors_per_s, at: 5 }]}/>
+    <${Chart} title="Time to first token" note="streamed answers" at=${at} format=${seconds} series=${[
+      { label: "p50", values: points.first_token_s.p50, at: 2 }, { label: "p95", values: points.first_token_s.p95, at: 0 }, { label: "p99", values: points.first_token_s.p99, at: 5 }]}/>
+    <${Chart} title="Tokens" note="a second" at=${at} format=${rate} series=${[
+      { label: "output", values: points.output_tokens_per_s, at: 2, fill: true }, { label: "prompt", values: points.prompt_tokens_per_s, at: 7 }]}/>
+    <${Chart} title="Prompt cache" note="share of prompt tokens" at=${at} max=${1} format=${(value) => share(value)} series=${[
+      { label: "real", values: points.hit_real, at: 2, fill: true }, { label: "predicted", values: points.hit_predicted, at: 7, dash: [5, 4] }]}/>
+    ${isFleet && html`<${Chart} title="Queues" note="requests in all routers" at=${at} format=${rate} series=${[
+      { label: "at engines", values: points.gauges.in_flight || blank(at), at: 0, fill: true }, { label: "wait for room", values: points.gauges.waiting || blank(at), at: 1 }, { label: "wait for a load", values: points.gauges.held || blank(at), at: 3 }]}/>`}
+    <${Chart} title="Errors and refusals" note="answers a second, by code" at=${at} format=${rate} series=${codes.length
+      ? codes.map(([code, values], order) => ({ label: code, values, at: (5 + order * 3) % 8 })) : [{ label: "none", values: points.errors_per_s, at: 5 }]}/>
+    <${Chart} title="Whole answers" note="until the last token" at=${at} format=${seconds} series=${[
+      { label: "p50", values: points.whole_s.p50, at: 2 }, { label: "p95", values: points.whole_s.p95, at: 0 }, { label: "p99", values: points.whole_s.p99, at: 5 }]}/>
+    ${isFleet && html`<${Chart} title="Cold starts" note="requests that waited for a load" at=${at} format=${rate} series=${[{ label: "requests", values: points.cold_starts, at: 3, fill: true }]}/>
+    <${Chart} title="Wait for room" note="mean, in the routers" at=${at} format=${seconds} series=${[{ label: "mean", values: points.waited_s, at: 1, fill: true }]}/>`}
+  </div>`;
+}
+const blank = (at) => at.map(() => null);
+
+function Attention() {
+  const fleet = useStore(now);
+  const found = useLoad((signal) => Promise.all([
+    get("/v1/adapters?state=failed&limit=20", { signal }), all("/v1/workers"), get("/v1/orphans?limit=20", { signal }), get("/v1/aliases?limit=1000", { signal }),
+  ]), []);
+  if (!found.data) return "";
+  const [failed, workers, orphans, aliases] = found.data;
+  const rows = [];
+  for (const adapter of failed.data) rows.push([`a-${adapter.lora_id}`, "failed", html`<${AdapterLink} id=${adapter.lora_id}/>`, adapter.error]);
+  for (const worker of workers) {
+    if (worker.state === "lost" || worker.state === "unmanaged") rows.push([`w-${worker.id}`, worker.state, html`<${WorkerLink} id=${worker.id}/>`, worker.state === "lost" ? "neither agent nor engine answers" : "its engine serves on, its agent does not answer"]);
+    else if (worker.refusal) rows.push([`w-${worker.id}`, "cordoned", html`<${WorkerLink} id=${worker.id}/>`, worker.refusal]);
+    for (const [adapter, why] of Object.entries(worker.drain?.stuck || {})) rows.push([`d-${worker.id}-${adapter}`, "draining", html`<${WorkerLink} id=${worker.id}/>`, `${adapter} finds no other place: ${why}`]);
+  }
+  for (const [worker, state] of Object.entries(fleet?.circuits || {})) rows.push([`c-${worker}`, state === "open" ? "open" : "half_open", html`<${WorkerLink} id=${worker}/>`, "its circuit is " + state.replace("_", "-") + ": routers send it no or few requests"]);
+  for (const alias of aliases.data) if (alias.pending?.state === "failed") rows.push([`l-${alias.name}`, "failed", html`<${Link} to=${"aliases/" + alias.name}>${alias.name}<//>`, alias.pending.error]);
+  if (orphans.data.length) rows.push(["orphans", "unknown", html`<${Link} to="adapters" query=${{ show: "orphans" }}>${plural(orphans.data.length, "orphan")}<//>`, "workers hold adapters that are not registered"]);
+  if (!rows.length) return "";
+  return html`<${Panel} title="Needs attention" note=${plural(rows.length, "thing")}><ul class="lines">${rows.slice(0, 12).map(([key, state, what, why]) => html`<li key=${key}><${State} is=${state} tone=${state === "unknown" ? "warn" : undefined}/><b>${what}</b><span class="grow">${why}</span></li>`)}</ul><//>`;
+}
+
+function Engines() {
+  const found = useLoad(() => all("/v1/workers"), []);
+  return html`<${Panel} title="Engines" id="engines" note=${found.data ? plural(found.data.length, "worker") : ""} actions=${html`<${Link} to="workers">All about workers<//>`}>
+    <${Loaded} of=${found}>${(workers) => html`<${WorkerTable} workers=${workers} name="engines"/>`}<//><//>`;
+}
+
+export function WorkerTable({ workers, name = "" }) {
+  const circuits = useStore(now)?.circuits || {};
+  const slots = (worker) => (worker.capacity.loaded_count || 0) + (worker.capacity.available_slots || 0);
+  const load = (worker) => worker.load || {};
+  return html`<${Table} label="Workers" name=${name} rows=${workers} rowKey=${(worker) => worker.id} sort="id" empty="No worker has registered." columns=${[
+    { id: "id", label: "worker", value: (worker) => worker.id, cell: (worker) => html`<${WorkerLink} id=${worker.id}/>` },
+    { id: "state", label: "state", value: (worker) => worker.state, cell: (worker) => html`<${State} is=${worker.state}/>` },
+    { id: "kv", label: "KV cache", numeric: true, value: (worker) => load(worker).kv_usage ?? null, cell: (worker) => load(worker).kv_usage === undefined ? missing : html`<${Meter} value=${load(worker).kv_usage} of=${1} format=${(value) => share(value)} label=${`KV cache ${share(load(worker).kv_usage)} in use`}/>` },
+    { id: "running", label: "running", numeric: true, value: (worker) => load(worker).running ?? null, cell: (worker) => number(load(worker).running) },
+    { id: "waiting", label: "waiting", numeric: true, value: (worker) => load(worker).waiting ?? null, cell: (worker) => number(load(worker).waiting) },
+    { id: "slots", label: "adapter slots", numeric: true, value: (worker) => worker.capacity.available_slots ?? null, cell: (worker) => html`<${Meter} value=${worker.capacity.loaded_count || 0} of=${slots(worker)} tone="plain" format=${() => `${worker.capacity.loaded_count || 0}/${slots(worker)}`} label=${`${worker.capacity.loaded_count || 0} of ${slots(worker)} adapter slots in use`}/>` },
+    { id: "circuit", label: "circuit", hide: "narrow", value: (worker) => circuits[worker.id] || "closed", cell: (worker) => html`<${State} is=${circuits[worker.id] || "closed"}/>` },
+    { id: "decode", label: "decode", hide: "medium", numeric: true, title: "tokens a second of one request, learned", value: (worker) => load(worker).decode_tokens_per_s || null, cell: (worker) => load(worker).decode_tokens_per_s ? number(load(worker).decode_tokens_per_s) + " t/s" : missing },
+    { id: "prefill", label: "prefill", hide: "medium", numeric: true, title: "tokens a second, learned", value: (worker) => load(worker).prefill_tokens_per_s || null, cell: (worker) => load(worker).prefill_tokens_per_s ? number(load(worker).prefill_tokens_per_s) + " t/s" : missing },
+    { id: "base", label: "base model", hide: "medium", value: (worker) => worker.base_model },
+    { id: "node", label: "zone / node", hide: "medium", value: (worker) => [worker.zone, worker.node].filter(Boolean).join(" / "), cell: (worker) => [worker.zone, worker.node].filter(Boolean).join(" / ") || missing },
+  ]}/>`;
+}
+
+function BaseModels({ rangeS }) {
+  const found = useLoad((signal) => totals("base", rangeS, signal), [rangeS], { follow: "ticks" });
+  return html`<${Panel} title="The base models' own traffic" note="requests that name no adapter"><${Loaded} of=${found}>${(rows) => html`<${TotalsTable} label="Base models" rows=${rows} word="base model" name="base"/>`}<//><//>`;
+}
+
+export function TotalsTable({ label, rows, word, cell, name, more = [], empty = "No requests in this time." }) {
+  return html`<${Table} label=${label} name=${name} rows=${rows} rowKey=${(row) => row.name} sort="-requests" empty=${empty} columns=${[
+    { id: "name", label: word, value: (row) => row.name, cell: cell || ((row) => html`<span class="name">${row.name || "(none)"}</span>`) }, ...more, ...totalColumns((row) => row)]}/>`;
+}
+
+export const totalColumns = (of) => [
+  { id: "requests", label: "requests", numeric: true, value: (row) => of(row)?.requests ?? 0, cell: (row) => number(of(row)?.requests ?? 0) },
+  { id: "p95", label: "first token p95", numeric: true, value: (row) => of(row)?.first_token_s.p95 ?? null, cell: (row) => seconds(of(row)?.first_token_s.p95 ?? null) },
+  { id: "output", label: "output tokens", numeric: true, hide: "narrow", value: (row) => of(row)?.output_tokens ?? 0, cell: (row) => number(of(row)?.output_tokens ?? 0) },
+  { id: "hit", label: "cache hits", numeric: true, hide: "narrow", value: (row) => of(row)?.hit_real ?? null, cell: (row) => share(of(row)?.hit_real ?? null) },
+  { id: "waited", label: "mean wait", numeric: true, hide: "medium", value: (row) => of(row)?.waited_s ?? null, cell: (row) => seconds(of(row)?.waited_s ?? null) },
+  { id: "errors", label: "errors", numeric: true, value: (row) => of(row)?.errors ?? 0, cell: (row) => html`<span class=${of(row)?.errors ? "bad-text" : ""}>${number(of(row)?.errors ?? 0)}</span>` },
+];

@@ -1,0 +1,69 @@
+// Tenants and keys: who uses how much, who waits, which key is refused.
+import { html, useStore } from "../lib.js";
+import { get, now, range, useLoad } from "../api.js";
+import { Table } from "../table.js";
+import { Head, Loaded, Meter, Panel, State } from "../parts.js";
+import { Link } from "../route.js";
+import { clock, missing, number, plural, seconds, share } from "../format.js";
+import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
+
+const refused = (row, code = "429") => Object.entries(row?.codes || {}).filter(([name]) => name.startsWith(code)).reduce((whole, [, count]) => whole + count, 0);
+
+export function TenantsPage({ tenant }) {
+  const rangeS = useStore(range);
+  if (tenant) return html`<${TenantPage} tenant=${tenant === "(none)" ? "" : tenant} rangeS=${rangeS}/>`;
+  return html`<${Head} title="Tenants and keys" hasRange/><${Tenants} rangeS=${rangeS}/><${Keys} rangeS=${rangeS}/>`;
+}
+
+function Tenants({ rangeS }) {
+  const found = useLoad((signal) => totals("tenant", rangeS, signal), [rangeS], { follow: "ticks" });
+  const fleet = useStore(now), waiting = (name) => (fleet?.waiting[name] || 0) + (fleet?.held[name] || 0);
+  return html`<${Panel} title="Tenants" note="use in the time chosen above; who waits now"><${Loaded} of=${found}>${(rows) => html`<${Table} label="Tenants" name="tenants" rows=${withWaiting(rows, fleet)} rowKey=${(row) => row.name} sort="-requests" empty="No requests in this time." columns=${[
+    { id: "name", label: "tenant", value: (row) => row.name, cell: (row) => html`<${Link} to=${"tenants/" + (row.name || "(none)")} class="name">${row.name || "(none)"}<//>` },
+    { id: "waiting", label: "wait now", numeric: true, value: (row) => waiting(row.name), cell: (row) => html`<span class=${waiting(row.name) ? "warn-text" : ""}>${waiting(row.name)}</span>` },
+    ...totalColumns((row) => row),
+    { id: "limited", label: "429", numeric: true, title: "answers 429: the key's limits, or no room", value: (row) => refused(row), cell: (row) => html`<span class=${refused(row) ? "warn-text" : ""}>${number(refused(row))}</span>` },
+    { id: "prompt", label: "prompt tokens", numeric: true, hide: "medium", value: (row) => row.prompt_tokens, cell: (row) => number(row.prompt_tokens) }]}/>`}<//><//>`;
+}
+
+function withWaiting(rows, fleet) {
+  const known = new Set(rows.map((row) => row.name));
+  const more = [...new Set([...Object.keys(fleet?.waiting || {}), ...Object.keys(fleet?.held || {})])].filter((name) => !known.has(name));
+  return [...rows, ...more.map((name) => ({ name, requests: 0, errors: 0, codes: {}, output_tokens: 0, prompt_tokens: 0, hit_real: null, waited_s: null, first_token_s: { p95: null } }))];
+}
+
+const LIMITS = { requests_per_minute: "requests/min", tokens_per_minute: "tokens/min", bytes_per_minute: "bytes/min", concurrent_requests: "at once" };
+
+function Keys({ rangeS }) {
+  const found = useLoad((signal) => Promise.all([get("/v1/keys", { signal }), totals("key", rangeS, signal)]), [rangeS], { follow: "ticks" });
+  return html`<${Panel} title="Keys" note="by the first digits of their hash; the keys themselves are known to nobody here"><${Loaded} of=${found}>${([keys, sums]) => {
+    const byId = new Map(sums.map((row) => [row.name, row])), known = new Set(keys.data.map((key) => key.key_id));
+    const rows = [...keys.data.map((key) => ({ ...key, sums: byId.get(key.key_id) })), ...sums.filter((row) => !known.has(row.name)).map((row) => ({ key_id: row.name, tenant: null, scopes: [], limits: {}, expires: null, isGone: true, sums: row }))];
+    return html`<${Table} label="Keys" name="keys" rows=${rows} rowKey=${(row) => row.key_id} sort="-requests" empty="No key file is set: everybody on this machine may do everything." columns=${[
+      { id: "key", label: "key", value: (row) => row.key_id, cell: (row) => html`<code>${row.key_id}</code>${row.isGone ? html` <span class="tag">removed</span>` : ""}` },
+      { id: "tenant", label: "tenant", value: (row) => row.tenant || "", cell: (row) => row.tenant ? html`<${Link} to=${"tenants/" + row.tenant}>${row.tenant}<//>` : "operator" },
+      { id: "scopes", label: "scopes", hide: "narrow", value: (row) => row.scopes.join(", "), cell: (row) => row.scopes.map((scope) => html`<span class="tag">${scope}</span> `) },
+      ...totalColumns((row) => row.sums).filter((column) => ["requests", "output", "errors"].includes(column.id)),
+      { id: "limited", label: "429", numeric: true, value: (row) => refused(row.sums), cell: (row) => html`<span class=${refused(row.sums) ? "warn-text" : ""}>${number(refused(row.sums))}</span>` },
+      { id: "limits", label: "limits, and use of them", value: (row) => Object.keys(row.limits).length, cell: (row) => html`<${Limits} row=${row} rangeS=${rangeS}/>` },
+      { id: "expires", label: "expires", hide: "medium", value: (row) => row.expires || "", cell: (row) => row.expires ? html`<span class=${new Date(row.expires) < Date.now() ? "bad-text" : ""}>${clock(row.expires, { date: true })}</span>` : "never" }]}/>`;
+  }}<//><//>`;
+}
+
+function Limits({ row, rangeS }) {
+  const entries = Object.entries(row.limits);
+  if (!entries.length) return html`<span class="muted">none</span>`;
+  const used = { requests_per_minute: row.sums?.requests, tokens_per_minute: (row.sums?.prompt_tokens || 0) + (row.sums?.output_tokens || 0) };
+  return html`${entries.map(([name, limit]) => used[name] !== undefined ? html`<span key=${name} class="limit"><${Meter} value=${used[name] / (rangeS / 60)} of=${limit} format=${(value) => `${number(value)} of ${number(limit)}`} label=${`${number(used[name] / (rangeS / 60))} of ${limit} ${LIMITS[name]}`}/> <span class="sub">${LIMITS[name]}</span></span> ` : html`<span class="tag" key=${name}>${number(limit)} ${LIMITS[name] || name}</span> `)}`;
+}
+
+function TenantPage({ tenant, rangeS }) {
+  const series = useLoad((signal) => traffic("tenant", tenant, rangeS, signal), [tenant, rangeS], { follow: "ticks" });
+  const adapters = useLoad((signal) => get("/v1/adapters?limit=1000&tenant=" + encodeURIComponent(tenant), { signal }), [tenant]);
+  return html`<${Head} title=${tenant || "Requests without a tenant"} crumbs=${[html`<${Link} to="tenants">Tenants<//> /`]} hasRange/>
+    <${Loaded} of=${series}>${(found) => html`<div class="tiles">${[
+      ["Requests", number(found.total.requests), `${number(refused(found.total))} answered 429`], ["Prompt tokens", number(found.total.prompt_tokens), "in this time"], ["Output tokens", number(found.total.output_tokens), "in this time"],
+      ["First token, p95", seconds(found.total.first_token_s.p95), `p50 ${seconds(found.total.first_token_s.p50)}`], ["Mean wait", seconds(found.total.waited_s), "for room at an engine"]]
+      .map(([label, value, under]) => html`<div class="tile" key=${label}><span class="label">${label}</span><span class="value">${value}</span><span class="under">${under}</span></div>`)}</div><${TrafficCharts} found=${found}/>`}<//>
+    ${tenant && html`<${Panel} title="Its adapters"><${Loaded} of=${adapters}>${(list) => html`<ul class="lines">${list.data.map((one) => html`<li key=${one.lora_id}><b><${Link} to=${"adapters/" + one.lora_id}>${one.lora_id}<//></b><${State} is=${one.state}/><span class="grow muted">${number(one.requests_per_s, 2)} requests/s</span></li>`)}</ul>${!list.data.length && html`<p class="empty">None.</p>`}`}<//><//>`}`;
+}

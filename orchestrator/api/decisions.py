@@ -1,0 +1,110 @@
+"""Routes that ask routers for the console: the last decisions, where a request would go, a decision made again."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Query
+
+from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.service.http import HttpError
+from lorafleet.service.roles import Caller
+from orchestrator.core.errors import OrchestratorUnavailable
+from orchestrator.traffic.questions import QuestionKind, RouterMailbox
+from orchestrator.wire import RelayedDecision, RelayedDecisions, RouterQuestions, RouterReply
+
+_WITHIN_S = 10.0
+_MOST_WAIT_S = 20.0
+# Asked at once: more routers would send more than anybody reads.
+_MOST_ASKED = 64
+_CHAT = {"model": "sql-expert/v1", "messages": [{"role": "user", "content": "Which customers ordered twice?"}]}
+_REPLAY = {"record": {"policy": "kv_lora"}, "policy": "least_loaded"}
+
+
+def decision_routes(keys: ApiKeys, mailbox: RouterMailbox) -> APIRouter:
+    """The routes for readers, and those by which routers fetch questions and answer them."""
+    api = APIRouter(tags=["routers"])
+    load, view = [Depends(requires(keys, "load"))], Depends(requires(keys, "view"))
+
+    @api.get("/v1/routers/questions", dependencies=load)
+    async def questions(
+        router_id: Annotated[str, Query(max_length=300)],
+        wait_s: Annotated[float, Query(ge=0, le=_MOST_WAIT_S)] = 0.0,
+    ) -> RouterQuestions:
+        """Questions for a router: at once where there are any, else after `wait_s` none."""
+        return RouterQuestions(data=await mailbox.fetch(router_id, wait_s))
+
+    @api.post("/v1/routers/answers", dependencies=load, status_code=204)
+    async def answers(reply: RouterReply) -> None:
+        """A router's answer to a question."""
+        mailbox.answer(reply)
+
+    @api.get("/v1/decisions")
+    async def decisions(
+        caller: Annotated[Caller, view],
+        adapter: str | None = None,
+        worker: str | None = None,
+        request: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> RelayedDecisions:
+        """The newest decisions of all routers. `record`, to repeat one, is there where `request` names a request."""
+        body = {"adapter": adapter, "worker": worker, "request": request, "limit": limit}
+        routers = _listening(mailbox)[:_MOST_ASKED]
+        replies = await asyncio.gather(*(_ask(mailbox, router, "decisions", body, caller) for router in routers))
+        found = [item for reply in replies if reply is not None and reply.status < 400 for item in reply.body["data"]]
+        found.sort(key=lambda item: str(item.get("at", "")), reverse=True)
+        missing = [router for router, reply in zip(routers, replies, strict=True) if reply is None]
+        return RelayedDecisions(data=tuple(found[:limit]), missing=tuple(missing))
+
+    @api.post("/v1/route")
+    async def route(
+        caller: Annotated[Caller, view], body: Annotated[dict[str, Any], Body(examples=[_CHAT])]
+    ) -> RelayedDecision:
+        """Where a request with this body would go, by the router that asked last. Sends nothing."""
+        return RelayedDecision.model_validate(await _ask_any(mailbox, "route", body, caller))
+
+    @api.post("/v1/decisions/replay")
+    async def replay(
+        caller: Annotated[Caller, view], body: Annotated[dict[str, Any], Body(examples=[_REPLAY])]
+    ) -> RelayedDecision:
+        """A recorded decision, made again by a router, by another `policy` if given. Sends nothing."""
+        return RelayedDecision.model_validate(await _ask_any(mailbox, "replay", body, caller))
+
+    return api
+
+
+def _listening(mailbox: RouterMailbox) -> list[str]:
+    """Routers that answer. Raises OrchestratorUnavailable without any."""
+    routers = mailbox.listening()
+    if not routers:
+        raise OrchestratorUnavailable(
+            "no router asks this orchestrator for questions: decisions are kept in routers, of this version or newer,"
+            " with `orchestrator_url`; they are asked a second after they start",
+            code="no_router",
+            retry_after_s=1.0,
+        )
+    return routers
+
+
+async def _ask(
+    mailbox: RouterMailbox, router: str, kind: QuestionKind, body: Mapping[str, Any], caller: Caller
+) -> RouterReply | None:
+    """One router's reply to a caller's question; None if it does not come."""
+    return await mailbox.ask(router, kind, body, tenant=caller.only_tenant, within_s=_WITHIN_S)
+
+
+async def _ask_any(
+    mailbox: RouterMailbox, kind: QuestionKind, body: Mapping[str, Any], caller: Caller
+) -> dict[str, Any]:
+    """The answer of the first router that gives one. Raises HttpError as the router does, OrchestratorUnavailable."""
+    for router in _listening(mailbox)[:2]:
+        reply = await _ask(mailbox, router, kind, body, caller)
+        if reply is None:
+            continue
+        if reply.status >= 400:
+            error = reply.body.get("error", {})
+            raise HttpError(
+                reply.status, str(error.get("code", "router_error")), str(error.get("message", "the router refused it"))
+            )
+        return reply.body
+    raise OrchestratorUnavailable("no router has answered in time; ask again", code="no_router", retry_after_s=1.0)

@@ -1,0 +1,40 @@
+"""What an operator looks at closely: a worker's report, its agent's log, and the keys."""
+
+from lorafleet.service.key_files import hash_key
+
+
+async def test_a_workers_report_is_that_of_its_last_heartbeat(service):
+    agent = await service.worker()
+    report = (await service.http.get("/v1/workers/w0/report")).json()
+    assert report == agent.heartbeat()["metadata"] | report
+    assert (await service.http.get("/v1/workers/none/report")).status_code == 404
+
+
+async def test_an_agent_without_a_log_is_said_and_not_a_500(service):
+    await service.worker()
+    answer = await service.http.get("/v1/workers/w0/log")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "agent_unreachable")
+
+
+async def test_a_workers_item_has_its_load(service):
+    await service.worker()
+    load = (await service.http.get("/v1/workers/w0")).json()["load"]
+    assert {"running", "kv_usage", "prefill_tokens_per_s"} <= load.keys()
+
+
+async def test_keys_are_listed_by_id_and_never_shown(open_service, tmp_path):
+    path = tmp_path / "keys.yaml"
+    secret = "lf-operator"
+    path.write_text(
+        f"keys:\n- {{sha256: {hash_key(secret)}, scopes: [operate]}}\n"
+        f"- {{sha256: {hash_key('lf-acme')}, tenant: acme, scopes: [infer], limits: {{requests_per_minute: 60}}}}\n"
+    )
+    service = open_service(key_files=[path])
+    refused = await service.http.get("/v1/keys")
+    assert refused.status_code == 401
+    answer = await service.http.get("/v1/keys", headers={"authorization": f"Bearer {secret}"})
+    found = {item["key_id"]: item for item in answer.json()["data"]}
+    assert found.keys() == {hash_key(secret)[:12], hash_key("lf-acme")[:12]}
+    assert found[hash_key("lf-acme")[:12]]["limits"] == {"requests_per_minute": 60}
+    assert secret not in answer.text
+    assert hash_key(secret) not in answer.text
