@@ -87,6 +87,7 @@ def plan_copies(
     under_way: Collection[tuple[str, str]] = (),
     blocked: Collection[tuple[str, str]] = (),
     deleted: Collection[str] = (),
+    dropping: Collection[tuple[str, str]] = (),
 ) -> CopyPlan:
     """The steps towards `copies` kept copies of each digest, on as many disks.
 
@@ -94,9 +95,10 @@ def plan_copies(
     keepers    digest -> workers that keep it, by their reports
     under_way  (digest, worker_id) of copies that are being made
     blocked    (digest, worker_id) where a copy failed of late
-    deleted    digests of deleted adapters
+    deleted    digests of deleted adapters: every worker that has their files may delete them
+    dropping   (digest, worker_id) of workers that have been told so
     """
-    return _CopyPass(needs, disks, keepers, copies, under_way, blocked, deleted).run()
+    return _CopyPass(needs, disks, keepers, copies, under_way, blocked, deleted, dropping).run()
 
 
 class _CopyPass:
@@ -111,6 +113,7 @@ class _CopyPass:
         under_way: Collection[tuple[str, str]],
         blocked: Collection[tuple[str, str]],
         deleted: Collection[str],
+        dropping: Collection[tuple[str, str]],
     ) -> None:
         self.needs = needs
         self.disks = {disk.worker_id: disk for disk in disks}
@@ -119,6 +122,7 @@ class _CopyPass:
         self.under_way = under_way
         self.blocked = blocked
         self.deleted = deleted
+        self.dropping = dropping
         self.busy = {worker_id for _, worker_id in under_way}
         self.room = COPIES_AT_ONCE - len(under_way)
         self.keeps: list[KeepStep] = []
@@ -136,14 +140,18 @@ class _CopyPass:
             is_simple = len(keepers) == self.copies and not self.disk_ids and self.unsafe.isdisjoint(keepers)
             if not is_simple:
                 self._decide(digest, base_model, keepers)
-        dropped: dict[str, list[str]] = {}
-        if self.deleted:
-            for digest in self.keepers.keys() - self.needs.keys():
-                if digest in self.deleted:
-                    for worker_id in self.keepers[digest]:
-                        dropped.setdefault(worker_id, []).append(digest)
+        dropped = self._dropped() if self.deleted else {}
         releases = [*self._releases(self.surplus, is_dropped=False), *self._releases(dropped, is_dropped=True)]
         return CopyPlan(keeps=tuple(self.keeps), releases=tuple(releases), states=self.states)
+
+    def _dropped(self) -> dict[str, list[str]]:
+        """worker_id -> digests of deleted adapters on its disk, marked or not, that it may delete."""
+        found: dict[str, list[str]] = {}
+        for worker_id, disk in self.disks.items():
+            for digest in disk.files.keys() & self.deleted:
+                if digest not in self.needs and (digest, worker_id) not in self.dropping:
+                    found.setdefault(worker_id, []).append(digest)
+        return found
 
     def _decide(self, digest: str, base_model: str, keepers: Collection[str]) -> None:
         """Add the steps and the state of one digest."""

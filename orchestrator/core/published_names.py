@@ -17,6 +17,9 @@ LINGER_S = 5.0
 reports its requests each second, and those that it has resolved to a version go on with it."""
 MOST_LINGER_S = 900.0
 """A request may run that long on a version that is to go; engines finish a request whose adapter they unload."""
+MOST_DROPPED = 16
+"""Digests of retired versions that are remembered: workers drop their files within seconds. One that is away for longer
+deletes them when it needs room."""
 UNFINISHED_S = 120.0
 """A version that its name has not been pointed at for this long belongs to a publish that failed. No publish may take
 as long, so that a repeated one still finds the version of the interrupted one."""
@@ -50,6 +53,7 @@ class PublishedName:
     replicas         workers that must have a version before the name points at it; None: all
     keep_versions    newest versions that stay; None: the policy's
     max_staleness_s  how long a superseded version stays; None: the policy's
+    dropped          digests of the versions retired last, whose files workers may delete at once
     deleted_at       when the name was deleted, and its versions are about to go; None while the name exists
     shadows_base     whether keys that may shadow a base model get the name in place of the base model of this name
     """
@@ -64,6 +68,7 @@ class PublishedName:
     keep_versions: int | None = None
     max_staleness_s: float | None = None
     shadows_base: bool = False
+    dropped: tuple[str, ...] = ()
     deleted_at: float | None = None
 
     def version_of(self, digest: str) -> NameVersion | None:
@@ -134,8 +139,12 @@ def taken_over(
 
 
 def without_versions(record: PublishedName, gone: Container[str]) -> PublishedName:
-    """The record without these versions."""
-    return replace(record, versions=tuple(version for version in record.versions if version.lora_id not in gone))
+    """The record without these versions, whose bytes count as dropped unless another version has them."""
+    kept = tuple(version for version in record.versions if version.lora_id not in gone)
+    held = {version.digest for version in kept}
+    dropped = [*record.dropped, *(version.digest for version in record.versions if version.lora_id in gone)]
+    latest = tuple(digest for digest in dict.fromkeys(dropped) if digest not in held)
+    return replace(record, versions=kept, dropped=latest[-MOST_DROPPED:])
 
 
 def retired_versions(

@@ -66,6 +66,7 @@ class FileCopies:
         self._failures = FailureBook()
         self._under_way: set[tuple[str, str]] = set()
         self._releasing: set[str] = set()
+        self._dropping: set[tuple[str, str]] = set()
         self.states: Mapping[str, CopyState] = {}
         self.changed = ChangeSignal()
 
@@ -128,6 +129,7 @@ class FileCopies:
         self._failures.clear()
         self._under_way.clear()
         self._releasing.clear()
+        self._dropping.clear()
         self.states = {}
 
     def _needs(self) -> dict[str, str]:
@@ -140,8 +142,9 @@ class FileCopies:
 
     def _plan(self, needs: Mapping[str, str], now: float) -> CopyPlan:
         """The steps of this pass."""
-        strays = self._files.keepers.keys() - needs.keys()
-        deleted = frozenset().union(*self._store.tombstones.values()) if strays else frozenset[str]()
+        strays = self._files.holders.keys() - needs.keys()
+        deleted = self._store.dropped_digests() if strays else frozenset[str]()
+        self._dropping = {pair for pair in self._dropping if pair[0] in deleted}
         disks = [
             self._disk(entry, self._files.disks[worker_id], now)
             for worker_id, entry in self._reports.workers.items()
@@ -155,6 +158,7 @@ class FileCopies:
             under_way=self._under_way,
             blocked=self._failures.by_pair.keys(),
             deleted=deleted,
+            dropping=self._dropping,
         )
 
     def _disk(self, entry: KnownWorker, disk: ReportedDisk, now: float) -> WorkerDisk:
@@ -222,6 +226,8 @@ class FileCopies:
             log.warning("copies not released", worker_id=step.worker_id, error=str(exc))
         else:
             self._files.note_released(step.worker_id, step.digests)
+            if step.is_dropped:
+                self._dropping |= {(digest, step.worker_id) for digest in step.digests}
         finally:
             self._releasing.discard(step.worker_id)
 

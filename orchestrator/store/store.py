@@ -316,6 +316,11 @@ class IntentStore:
         """The published name that the adapter is a version of; None for any other adapter."""
         return self._version_names.get(lora_id)
 
+    def dropped_digests(self) -> frozenset[str]:
+        """Digests of deleted adapters and retired versions that no registered adapter has."""
+        found = frozenset().union(*self.tombstones.values(), *(record.dropped for record in self.published.values()))
+        return found - {adapter.digest for adapter in self.adapters.values() if not adapter.is_deleting}
+
     def _set_published(self, name: str, record: PublishedName | None) -> None:
         """Set or drop a published name in memory, with the indices of its versions."""
         before = self.published.pop(name, None)

@@ -2,13 +2,15 @@
 
 import functools
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from lorafleet.local import tiny_model
-from tests.e2e.fleets import RunningFleet, running
+from tests.e2e.fleets import RunningFleet, chat, running
 from tests.e2e.scenarios import SQL, FleetSuite
 from tests.e2e.shifting import FIVE, ShiftSuite
 
@@ -43,6 +45,47 @@ class TestTwoVllmWorkers(FleetSuite):
     @pytest.mark.thorough  # another start of a real engine
     def test_a_killed_engine_comes_back_with_its_adapters(self, fleet: RunningFleet) -> None:
         super().test_a_killed_engine_comes_back_with_its_adapters(fleet)
+
+    def test_trainer_publishes_by_vllms_own_call_and_what_runs_ends_with_its_version(self, fleet: RunningFleet) -> None:
+        shelf = fleet.state_dir.parent / "adapters"
+        body = {"lora_name": "trained", "lora_path": str(shelf / "run")}
+
+        def publish(step: int) -> None:
+            """Overwrite the folder of the run, as trainers do, load it, and delete it."""
+            tiny_model.make_adapter(shelf, "run", seed=step)
+            answer = fleet.http("POST", f"{fleet.router}/v1/load_lora_adapter", json=body)
+            assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'trained' added successfully.")
+            shutil.rmtree(shelf / "run")
+
+        def answer_of(model: str) -> tuple[str, str]:
+            """The version that answers, and its text."""
+            answer = fleet.ask(model=model, max_tokens=24, prompt="select")
+            assert answer.status_code == 200, answer.text
+            version = answer.headers["x-lorafleet-adapter"].partition("@")[0]
+            return version, answer.json()["choices"][0]["message"]["content"]
+
+        publish(1)
+        assert len(fleet.held_by("trained/v1")) == 2
+        version, first = answer_of("trained")
+        assert version == "trained/v1"
+        ask = chat(model="trained", prompt="select", max_tokens=600, ignore_eos=True, stream=True)
+        with httpx.stream(
+            "POST", f"{fleet.router}/v1/chat/completions", json=ask, headers=fleet.headers, timeout=300
+        ) as under_way:
+            lines = under_way.iter_lines()
+            next(lines)
+            publish(2)
+            assert len(fleet.held_by("trained/v2")) == 2
+            version, second = answer_of("trained")
+            assert version == "trained/v2"
+            rest = [line for line in lines if line.startswith("data: {")]
+        assert under_way.headers["x-lorafleet-adapter"].startswith("trained/v1@")
+        assert any('"finish_reason":"length"' in line.replace(" ", "") for line in rest[-2:])
+        assert first != second
+        assert answer_of("trained/v1") == ("trained/v1", first)
+        answer = fleet.http("POST", f"{fleet.router}/v1/unload_lora_adapter", json={"lora_name": "trained"})
+        assert answer.status_code == 200
+        assert fleet.ask(model="trained").status_code == 404
 
     @by_model
     def test_openais_client_has_its_tools_called_and_may_leave_the_choice(

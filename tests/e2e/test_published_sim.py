@@ -11,6 +11,7 @@ from lorafleet.cli.keys import KeyNaming, add_key
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.e2e.small_fleets import small_fleet
 from tests.patience import until
+from tests.serving import client_of
 from tests.workers.changed_adapters import adapter_of_zeros
 
 pytestmark = pytest.mark.fleet
@@ -174,3 +175,41 @@ async def test_runs_of_two_teams_use_one_name_and_one_of_them_the_base_models(tm
         assert "trl-policy-v1" in {card["id"] for card in cards}
         listed = (await fleet.http.get("/v1/published/tiny-qwen", **team)).json()
         assert listed["shadows_base"]
+
+
+VERSIONS = 12
+
+
+@pytest.mark.slow
+async def test_versions_leave_nothing_behind_on_workers(tmp_path, model, shelf):
+    async with small_fleet(
+        tmp_path / "fleet",
+        model,
+        shelf=shelf,
+        workers=2,
+        routers=1,
+        agent=("--cache-grace-s", "1"),
+    ) as fleet:
+        (router,) = fleet.routers
+        for step in range(1, VERSIONS + 1):
+            body = {"lora_name": "policy", "lora_path": str(written(shelf, "run", step))}
+            assert (await router.post(LOAD, json=body)).status_code == 200
+            assert await answered_by(router, "policy") == f"policy/v{step}"
+        kept = {f"policy/v{VERSIONS}", f"policy/v{VERSIONS - 1}"}
+        digests = {(await fleet.adapter(lora_id))["digest"] for lora_id in kept}
+
+        async def is_clean(worker) -> bool:
+            """Whether disk, engine, agent and its record have nothing but the versions that are kept."""
+            folders = {path.name for path in (tmp_path / "fleet" / worker / "cache").glob("*") if len(path.name) == 64}
+            report = (await fleet.agents[worker].get("/metadata")).json()
+            lora = report["lora"]
+            known = {each["lora_id"] for each in (*lora["loaded_loras"], *lora["available_loras"])}
+            async with client_of(report["transport"]["engine_url"]) as engine:
+                models = {card["id"] for card in (await engine.get("/v1/models")).json()["data"] if card["parent"]}
+            loaded = {name.partition("@")[0] for name in models}
+            return (
+                folders <= digests and {name for name in known if name.startswith("policy/")} <= kept and loaded <= kept
+            )
+
+        for worker in ("w0", "w1"):
+            await until(lambda name=worker: is_clean(name), within_s=60, what=f"{worker} has the kept versions alone")

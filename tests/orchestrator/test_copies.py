@@ -128,6 +128,13 @@ def test_an_unknown_digest_stays_kept_and_a_deleted_one_is_dropped():
     assert plan([A], disks, deleted={A}).releases == (), "registered again under another name"
 
 
+def test_deleted_files_are_dropped_once_on_every_disk_marked_or_not():
+    disks = [disk("w0", {A: True, B: False}), disk("w1", {A: False}), disk("w2", {A: False}, is_reachable=False)]
+    releases = plan([], disks, deleted={A}).releases
+    assert [(step.worker_id, step.digests) for step in releases] == [("w0", (A,)), ("w1", (A,))]
+    assert plan([], disks, deleted={A}, dropping={(A, "w0"), (A, "w1")}).releases == ()
+
+
 def test_transfers_are_bounded_and_one_a_worker_and_those_that_failed_are_passed_over():
     digests = [f"{number:064x}" for number in range(100)]
     disks = [disk("w0", dict.fromkeys(digests, True)), *(disk(f"w{number}") for number in range(1, 20))]

@@ -1,0 +1,148 @@
+"""The pure decisions about published names, against the simplest thing that could be right."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.published_names import (
+    LINGER_S,
+    MOST_DROPPED,
+    MOST_LINGER_S,
+    UNFINISHED_S,
+    PublishedName,
+    after_deletion,
+    after_pointing,
+    is_unused,
+    meant_workers,
+    retired_versions,
+    with_next_version,
+    with_published_floors,
+    without_versions,
+)
+from orchestrator.core.state import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
+from orchestrator.core.version_ids import is_retired_version, split_version_id, version_id
+
+POLICY = PlacementPolicy(keep_versions=2, max_staleness_s=3600.0, unused_name_s=86400.0)
+
+
+def published(*digests, at=100.0, step_s=10.0, **settings):
+    """A name under which these bytes were published, one every `step_s` seconds."""
+    record = PublishedName(name="policy", **settings)
+    for number, digest in enumerate(digests):
+        record, version = with_next_version(record, digest, (), at + number * step_s)
+        record = after_pointing(record, version.lora_id, at + number * step_s)
+    return record
+
+
+def current_of(record):
+    return {v.lora_id for v in record.versions if v.pointed_at is not None and v.superseded_at is None}
+
+
+steps = st.lists(st.tuples(st.sampled_from("abcde"), st.floats(1, 2000)), min_size=1, max_size=30)
+
+
+@given(steps=steps, keep=st.integers(1, 4), stale_s=st.sampled_from([0.0, 60.0, 3600.0]))
+def test_current_version_is_never_retired_and_others_are_bounded(steps, keep, stale_s):
+    record, now, numbers = PublishedName(name="policy", keep_versions=keep, max_staleness_s=stale_s), 0.0, []
+    for digest, wait_s in steps:
+        now += wait_s
+        version = record.version_of(digest)
+        if version is None:
+            record, version = with_next_version(record, digest, (), now)
+            numbers.append(version.number)
+        record = after_pointing(record, version.lora_id, now)
+        assert current_of(record) == {version.lora_id}
+        retired = set(retired_versions(record, current_of(record), POLICY, now + LINGER_S + 1))
+        assert version.lora_id not in retired
+        record = without_versions(record, retired)
+        assert len(record.versions) <= keep
+        assert len(record.dropped) <= MOST_DROPPED
+        assert not {each.digest for each in record.versions} & set(record.dropped)
+    assert numbers == sorted(set(numbers)), "no number is used twice"
+
+
+def test_version_goes_when_it_is_stale_or_beyond_those_kept():
+    record = published("a", "b", "c")
+    assert retired_versions(record, {"policy/v3"}, POLICY, 130.0) == ("policy/v1",)
+    assert retired_versions(record, {"policy/v3"}, POLICY, 120.0 + 3600.0) == ("policy/v1", "policy/v2")
+    assert retired_versions(record, {"policy/v1", "policy/v3"}, POLICY, 130.0) == (), "another alias points there"
+
+
+def test_version_with_requests_lingers_but_not_for_ever():
+    record = published("a", "b", "c", step_s=1.0)
+    assert retired_versions(record, {"policy/v3"}, POLICY, 101.0 + LINGER_S - 0.1) == ()
+    assert retired_versions(record, {"policy/v3"}, POLICY, 110.0, {"policy/v1"}) == ()
+    assert retired_versions(record, {"policy/v3"}, POLICY, 101.0 + MOST_LINGER_S, {"policy/v1"}) == ("policy/v1",)
+
+
+def test_version_of_a_failed_publish_goes_after_a_while():
+    record, version = with_next_version(published("a"), "b", (), 200.0)
+    assert retired_versions(record, {"policy/v1"}, POLICY, 200.0 + UNFINISHED_S - 1) == ()
+    assert retired_versions(record, {"policy/v1"}, POLICY, 200.0 + UNFINISHED_S) == (version.lora_id,)
+
+
+def test_versions_of_a_deleted_name_all_go():
+    record = after_deletion(published("a", "b"), 200.0)
+    assert retired_versions(record, (), POLICY, 200.0) == ("policy/v1",), "it was superseded before"
+    assert retired_versions(record, (), POLICY, 200.0 + LINGER_S) == ("policy/v1", "policy/v2")
+
+
+def test_name_is_unused_when_nobody_published_or_asked_in_a_long_time():
+    record = published("a")
+    assert not is_unused(record, None, POLICY, 100.0 + 86399.0)
+    assert is_unused(record, None, POLICY, 100.0 + 86400.0)
+    assert not is_unused(record, 50_000.0, POLICY, 100.0 + 86400.0)
+    assert not is_unused(replace(record, used_at=50_000.0), None, POLICY, 100.0 + 86400.0)
+    assert not is_unused(record, None, replace(POLICY, unused_name_s=0.0), 1e12)
+
+
+@given(st.integers(1, 10**8), st.sampled_from(["policy", "team/policy", "m@3", "a/v2"]))
+def test_version_ids_are_read_back(number, name):
+    lora_id = version_id(name, number)
+    assert split_version_id(lora_id) == (name, number)
+    assert is_retired_version(lora_id, {name: number + 1}, ())
+    assert not is_retired_version(lora_id, {name: number}, ())
+    assert not is_retired_version(lora_id, {name: number + 1}, {lora_id})
+
+
+def test_number_of_an_adapter_that_is_there_already_is_passed_over():
+    record, version = with_next_version(PublishedName(name="policy"), "a", {"policy/v1", "policy/v2"}, 0.0)
+    assert (version.lora_id, record.next_number) == ("policy/v3", 4)
+
+
+def worker(name, **more):
+    return ObservedWorker(id=name, state="ready", base_model="tiny", slots=2, max_lora_rank=16, **more)
+
+
+def adapter(lora_id):
+    return RegisteredAdapter(lora_id=lora_id, source="fleet:x", base_model="tiny", digest="d", rank=8)
+
+
+def floors(names, workers, targets):
+    ids = {version.lora_id for name in names.values() for version in name.versions}
+    intent = Intent(adapters={lora_id: adapter(lora_id) for lora_id in ids})
+    found = with_published_floors(intent, names, targets, workers, most_replicas=64)
+    minima = {lora_id: each.min_replicas for lora_id, each in found.adapters.items() if each.min_replicas}
+    return minima, found.superseded
+
+
+def test_current_and_unfinished_versions_are_wanted_on_all_workers_that_may_have_them():
+    record, _ = with_next_version(published("a", "b"), "c", (), 300.0)
+    workers = [worker("w0"), worker("w1"), worker("w2", has_agent=False)]
+    assert meant_workers(workers, "tiny", 8, None) == (frozenset({"w0", "w1"}), 2)
+    assert meant_workers(workers, "tiny", 32, None) == (frozenset(), 0)
+    minima, superseded = floors({"policy": record}, workers, {"policy": (("policy/v2", 1.0),)})
+    assert (minima, superseded) == ({"policy/v2": 2, "policy/v3": 2}, {"policy/v1"})
+    minima, _ = floors({"policy": replace(record, replicas=1)}, workers, {"policy": (("policy/v2", 1.0),)})
+    assert minima == {"policy/v2": 1, "policy/v3": 1}
+
+
+def test_more_names_than_slots_leave_a_minimum_to_those_used_last():
+    names = {f"n{n}": replace(published("a", at=100.0 * n), name=f"n{n}") for n in range(4)}
+    names = {
+        name: replace(record, versions=tuple(replace(v, lora_id=f"{name}/v1") for v in record.versions))
+        for name, record in names.items()
+    }
+    minima, _ = floors(names, [worker("w0")], {name: ((f"{name}/v1", 1.0),) for name in names})
+    assert minima == {"n3/v1": 1, "n2/v1": 1}
