@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from lorafleet.cli import plan
+from lorafleet.cli.completion import AdapterName, AliasName
 from lorafleet.cli.context import if_match_header
+from lorafleet.cli.output import AsJson, Output, OutputFormat, print_item, print_list
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.urls import url_path
 
@@ -37,28 +39,35 @@ class LanguageName(StrEnum):
 
 
 @adapters_app.command("list")
-def adapters_list(context: typer.Context) -> None:
+def adapters_list(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
     """List all adapters: state, replicas, workers.
 
-    Example: lorafleet adapters list
+    Examples:
+
+      lorafleet adapters list -o wide
+
+      lorafleet adapters list -o name | xargs -n1 lorafleet adapters retry
     """
     from lorafleet.cli import tables
 
     with context.obj.orchestrator() as api:
-        tables.show(tables.adapters(api.list_all("/v1/adapters")))
+        print_list(tables.ADAPTERS, api.list_all("/v1/adapters"), output, as_json)
 
 
 @adapters_app.command("show")
-def adapters_show(context: typer.Context, lora_id: str) -> None:
+def adapters_show(
+    context: typer.Context,
+    lora_id: AdapterName,
+    output: Output = OutputFormat.table,
+    as_json: AsJson = False,
+) -> None:
     """Show one adapter, and the etag of its registration.
 
     Example: lorafleet adapters show sql-expert/v1
     """
-    from lorafleet.cli import tables
-
     with context.obj.orchestrator() as api:
         item, etag = api.get_with_etag(f"/v1/adapters/{url_path(lora_id)}")
-        tables.show(tables.fields(item | {"etag": etag.strip('"')}))
+    print_item(item | {"etag": etag.strip('"')}, lora_id, output, as_json)
 
 
 @adapters_app.command("add")
@@ -117,7 +126,7 @@ def adapters_add(
 @adapters_app.command("set")
 def adapters_set(
     context: typer.Context,
-    lora_id: str,
+    lora_id: AdapterName,
     changes: Annotated[
         list[str] | None,
         typer.Argument(help="NAME=VALUE of its policy, see `adapters show`", show_default=False),
@@ -163,7 +172,7 @@ def adapters_set(
 
 
 @adapters_app.command("rm")
-def adapters_rm(context: typer.Context, lora_id: str) -> None:
+def adapters_rm(context: typer.Context, lora_id: AdapterName) -> None:
     """Remove an adapter: unload it everywhere, after its requests in flight.
 
     Example: lorafleet adapters rm sql-expert/v1
@@ -174,7 +183,7 @@ def adapters_rm(context: typer.Context, lora_id: str) -> None:
 
 
 @adapters_app.command("retry")
-def adapters_retry(context: typer.Context, lora_id: str) -> None:
+def adapters_retry(context: typer.Context, lora_id: AdapterName) -> None:
     """Clear an adapter's failure and quarantine, and load it again.
 
     Example: lorafleet adapters retry sql-expert/v2
@@ -217,7 +226,7 @@ def adapters_rename_modules(
 
 
 @aliases_app.command("list")
-def aliases_list(context: typer.Context) -> None:
+def aliases_list(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
     """List all aliases and their targets.
 
     Example: lorafleet aliases list
@@ -225,7 +234,7 @@ def aliases_list(context: typer.Context) -> None:
     from lorafleet.cli import tables
 
     with context.obj.orchestrator() as api:
-        tables.show(tables.aliases(api.list_all("/v1/aliases")))
+        print_list(tables.ALIASES, api.list_all("/v1/aliases"), output, as_json)
 
 
 @aliases_app.command("set")
@@ -261,7 +270,7 @@ def _parse_alias_target(text: str) -> dict[str, Any]:
 
 
 @aliases_app.command("rm")
-def aliases_rm(context: typer.Context, name: str) -> None:
+def aliases_rm(context: typer.Context, name: AliasName) -> None:
     """Remove an alias; its adapters stay.
 
     Example: lorafleet aliases rm sql-expert

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lorafleet.cli.completion import adapter_names, worker_names
 from lorafleet.cli.context import print_json
+from lorafleet.cli.output import AsJson, Output, OutputFormat, chosen_format, print_list
 from lorafleet.service.failure import CommandFailed
 
 if TYPE_CHECKING:
@@ -77,10 +79,15 @@ def decisions(
     request: Annotated[
         str | None, typer.Argument(help="show one request's decision in full: its x-request-id", show_default=False)
     ] = None,
-    adapter: Annotated[str | None, typer.Option(help="a lora_id, lora_id@digest, or base")] = None,
-    worker: Annotated[str | None, typer.Option(help="the worker that got the request")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="a lora_id, lora_id@digest, or base", autocompletion=adapter_names)
+    ] = None,
+    worker: Annotated[
+        str | None, typer.Option(help="the worker that got the request", autocompletion=worker_names)
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="most decisions shown; the router keeps 1,000")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="print everything, with the record of each decision")] = False,
+    output: Output = OutputFormat.table,
+    as_json: AsJson = False,
 ) -> None:
     """List the last decisions, newest first: predicted and actual cached tokens, queue wait, time to first data.
 
@@ -97,14 +104,14 @@ def decisions(
     """
     from lorafleet.cli import tables
 
+    chosen = chosen_format(output, as_json)
     with context.obj.router() as api:
         query = {"adapter": adapter, "worker": worker, "request": request, "limit": limit}
         answer = api.call("GET", "/v1/decisions", **query)
-    if as_json:
-        print_json(answer)
-    elif request is None:
-        tables.show(tables.decisions(answer["data"]))
-        _warn_missing(answer)
+    if request is None or chosen is not OutputFormat.table:
+        print_list(tables.DECISIONS, answer, chosen, as_json=False)
+        if chosen is OutputFormat.table:
+            _warn_missing(answer)
     elif not answer["data"]:
         raise CommandFailed(
             f"{request}: this router does not have it. It keeps its last 1,000 decisions, and a sample above 100 a"
@@ -126,15 +133,15 @@ def _warn_missing(answer: Mapping[str, Any]) -> None:
 
 def _print_decision(answer: Mapping[str, Any], *, as_json: bool = False) -> None:
     """Print one decision: as JSON only, or as a sentence, a table of terms, the rejected replicas and its note."""
-    from lorafleet.cli import tables
+    from lorafleet.cli import explanations, tables
 
     if as_json:
         print_json(answer)
         return
-    typer.echo(tables.decision_summary(answer))
+    typer.echo(explanations.decision_summary(answer))
     if answer["scores"]:
-        tables.show(tables.decision(answer))
-    for line in tables.not_considered_lines(answer):
+        tables.show(explanations.decision(answer))
+    for line in explanations.not_considered_lines(answer):
         typer.echo(line)
     if answer.get("note"):
         typer.echo(answer["note"])
@@ -145,7 +152,7 @@ def _print_replay(api: "RestClient", file: Path, policy: str | None, *, as_json:
 
     Raises CommandFailed if one differs without `policy`.
     """
-    from lorafleet.cli import tables
+    from lorafleet.cli import explanations, tables
 
     first = read_decisions(file)
     replayed = replay_decisions(api, first, policy)
@@ -159,7 +166,7 @@ def _print_replay(api: "RestClient", file: Path, policy: str | None, *, as_json:
     elif len(replayed) == 1:
         _print_decision(replayed[0])
     else:
-        tables.show(tables.replays(first, replayed))
+        tables.show(explanations.replays(first, replayed))
         typer.echo(f"{len(replayed) - differ} of {len(replayed)} as before")
     if differ and policy is None:
         raise CommandFailed(f"{differ} of {len(replayed)} differ from the record: this router has another cost model")

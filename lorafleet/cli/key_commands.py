@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from lorafleet.cli.output import AsJson, Output, OutputFormat, print_list
+
 keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
 
 KeyFile = Annotated[Path, typer.Option("--file", help="the key file")]
@@ -86,22 +88,19 @@ def keys_new(
 @keys_app.command("list")
 def keys_list(
     file: KeyFile,
-    as_json: Annotated[bool, typer.Option("--json", help="print the list as JSON")] = False,
+    output: Output = OutputFormat.table,
+    as_json: AsJson = False,
 ) -> None:
     """List a file's keys by id, with tenant, scopes, limits and expiry. Neither key nor hash is shown.
 
     Example: lorafleet keys list --file keys.yaml
     """
     from lorafleet.cli import tables
-    from lorafleet.cli.context import print_json
     from lorafleet.cli.keys import list_keys
     from lorafleet.service.whoami import who_is
 
     rows = [who_is(key.caller).model_dump() | {"note": key.note} for key in list_keys(file)]
-    if as_json:
-        print_json({"data": rows})
-    else:
-        tables.show(tables.keys(rows, datetime.now(UTC)))
+    print_list(tables.keys_view(datetime.now(UTC)), rows, output, as_json)
 
 
 @keys_app.command("revoke")

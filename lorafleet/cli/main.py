@@ -4,22 +4,59 @@
 
 import os
 import sys
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from lorafleet.cli import adapters as adapter_commands
-from lorafleet.cli import decisions, key_commands, monitoring, pauses, plan, record, rollout
+from lorafleet.cli import completion, decisions, key_commands, monitoring, pauses, plan, published, record, rollout
 from lorafleet.cli import workers as worker_commands
 from lorafleet.cli.context import FleetAddress
 from lorafleet.service.failure import CommandFailed
 
+
+class FleetCommands(TyperGroup):
+    """The commands, with the global options accepted behind a command as well as before it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, the global options first. Raises click's errors."""
+        flags = {flag for option in self.params if option.name in _GLOBAL_OPTIONS for flag in option.opts}
+        return super().parse_args(ctx, options_first(args, flags))
+
+
+_GLOBAL_OPTIONS = ("orchestrator_url", "router_url", "token")
+
+
+def options_first(args: list[str], flags: Collection[str]) -> list[str]:
+    """The arguments with these options and their values moved to the front, in their order. All after `--` stays.
+
+    An option at the end, without a value, goes to the end of the moved ones, where the parser refuses it.
+    """
+    moved: list[str] = []
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        if word == "--":
+            rest += [word, *words]
+        elif word in flags:
+            value = next(words, None)
+            if value is None:
+                return [*moved, word]
+            moved += [word, value]
+        elif word.partition("=")[0] in flags:
+            moved.append(word)
+        else:
+            rest.append(word)
+    return moved + rest
+
+
 app = typer.Typer(
+    cls=FleetCommands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Serve many LoRA adapters from one fleet of vLLM workers.\n\nFirst steps: lorafleet up --engine sim --demo",
@@ -30,6 +67,15 @@ class EngineName(StrEnum):
     vllm = "vllm"
     sglang = "sglang"
     sim = "sim"
+
+
+def _print_version(is_asked: bool) -> None:
+    """Print the version of the package and exit, if the flag is there."""
+    from importlib.metadata import version
+
+    if is_asked:
+        typer.echo(f"lorafleet {version('lorafleet')}")
+        raise typer.Exit
 
 
 @app.callback()
@@ -44,8 +90,11 @@ def set_fleet_address(
     token: Annotated[
         str, typer.Option(envvar="LORAFLEET_TOKEN", help="API key, if the fleet needs one", show_default=False)
     ] = "",
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and exit")
+    ] = False,
 ) -> None:
-    """Global options: where the services are, and the API key."""
+    """Global options, before or after the command: where the services are, and the API key."""
     context.obj = FleetAddress(orchestrator_url, router_url, token)
 
 
@@ -181,11 +230,12 @@ for name, group in (
     ("rollout", rollout.app),
     ("workers", worker_commands.workers_app),
     ("policy", worker_commands.policy_app),
+    ("published", published.app),
     ("pauses", pauses.app),
     ("keys", key_commands.keys_app),
 ):
     app.add_typer(group, name=name)
-for commands in (worker_commands.app, decisions.app, plan.app, record.app, monitoring.app):
+for commands in (worker_commands.app, decisions.app, plan.app, record.app, monitoring.app, completion.app):
     app.add_typer(commands)
 
 

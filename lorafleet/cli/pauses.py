@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from lorafleet.cli.output import AsJson, Output, OutputFormat, print_list
+
 app = typer.Typer(no_args_is_help=True, help="Pauses: new requests of a tenant, or of all, that routers hold.")
 
 
 @app.command("list")
-def pauses_list(context: typer.Context) -> None:
+def pauses_list(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
     """List the pauses in force: whose requests they hold, who made them, and when they end by themselves.
 
     Example: lorafleet pauses list
@@ -18,7 +20,7 @@ def pauses_list(context: typer.Context) -> None:
     from lorafleet.cli import tables
 
     with context.obj.orchestrator() as api:
-        tables.show(tables.pauses(api.list_all("/v1/pauses")))
+        print_list(tables.PAUSES, api.list_all("/v1/pauses"), output, as_json)
 
 
 @app.command("end")

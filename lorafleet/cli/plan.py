@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from lorafleet.cli.completion import adapter_names, worker_names
 from lorafleet.cli.context import print_json
+from lorafleet.cli.output import AsJson, Output, OutputFormat, print_list
 from lorafleet.service.failure import CommandFailed
 
 app = typer.Typer(no_args_is_help=True)
@@ -48,7 +50,7 @@ def plan(  # noqa: PLR0917  (Typer passes by name)
 
       lorafleet plan --policy reserve_slots=0 --adapter-policy legal/v2:min_replicas=3
     """
-    from lorafleet.cli import tables  # noqa: PLC0415  (`lorafleet --help` must not wait for rich tables)
+    from lorafleet.cli import change_tables, tables  # noqa: PLC0415  (`lorafleet --help` must not wait for rich tables)
     from lorafleet.local.progress import StartProgress  # noqa: PLC0415
 
     body = {
@@ -65,13 +67,13 @@ def plan(  # noqa: PLR0917  (Typer passes by name)
         print_json(answer)
         return
     if answer["actions"]:
-        tables.show(tables.plan(answer["actions"]))
-    for line in tables.plan_lines(answer):
+        tables.show(change_tables.plan(answer["actions"]))
+    for line in change_tables.plan_lines(answer):
         typer.echo(line)
 
 
 @orphans_app.command("list")
-def orphans_list(context: typer.Context) -> None:
+def orphans_list(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
     """List adapters on workers that are not registered: another client loaded them, or the store was lost or restored.
 
     Example: lorafleet orphans list
@@ -79,7 +81,7 @@ def orphans_list(context: typer.Context) -> None:
     from lorafleet.cli import tables  # noqa: PLC0415
 
     with context.obj.orchestrator() as api:
-        tables.show(tables.orphans(api.list_all("/v1/orphans")))
+        print_list(tables.ORPHANS, api.list_all("/v1/orphans"), output, as_json)
 
 
 @orphans_app.command("adopt")
@@ -128,14 +130,16 @@ def history(  # noqa: PLR0917  (Typer passes by name)
     kind: Annotated[
         list[str] | None, typer.Option(help="such as alias_set or policy_changed; incident: all incidents; repeat")
     ] = None,
-    worker: Annotated[str | None, typer.Option(help="what concerns this worker")] = None,
-    adapter: Annotated[str | None, typer.Option(help="what concerns this lora_id")] = None,
+    worker: Annotated[str | None, typer.Option(help="what concerns this worker", autocompletion=worker_names)] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="what concerns this lora_id", autocompletion=adapter_names)
+    ] = None,
     since: Annotated[str | None, typer.Option(help="8h or 2d before now, or a time such as 2026-11-26T18:00Z")] = None,
     until: Annotated[str | None, typer.Option(help="the same, for the end")] = None,
     severity: Annotated[str | None, typer.Option(help="incidents at least so bad: info, warning or error")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 20,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
-    output: Annotated[str, typer.Option("--output", "-o", help="table or json")] = "table",
+    output: Output = OutputFormat.table,
+    as_json: AsJson = False,
 ) -> None:
     """List changes with their callers, and incidents with their causes, newest first.
 
@@ -148,9 +152,6 @@ def history(  # noqa: PLR0917  (Typer passes by name)
       lorafleet history --kind incident --severity error --since 12h
     """
     from lorafleet.cli import tables  # noqa: PLC0415
-
-    if output not in {"table", "json"}:
-        raise CommandFailed(f"--output {output}: expected table or json", status=2)
 
     with context.obj.orchestrator() as api:
         answer = api.call(
@@ -165,10 +166,7 @@ def history(  # noqa: PLR0917  (Typer passes by name)
             severity=severity,
             limit=limit,
         )
-    if as_json or output == "json":
-        print_json(answer)
-    else:
-        tables.show(tables.history(answer["data"]))
+    print_list(tables.HISTORY, answer, output, as_json)
 
 
 def _time_of(text: str | None, option: str) -> str | None:

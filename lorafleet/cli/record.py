@@ -199,12 +199,12 @@ def _bring_over(  # noqa: PLR0917
 
 def _show(changes: Sequence[Mapping[str, Any]], here: str, place: str) -> None:
     """Print the differences as a table, or that there are none."""
-    from lorafleet.cli import tables
+    from lorafleet.cli import change_tables, tables
 
     if not changes:
         typer.echo(f"nothing to do: {here} has all that {place} has")
         return
-    tables.show(tables.record_changes(changes))
+    tables.show(change_tables.record_changes(changes))
 
 
 def _confirm(count: int, here: str) -> None:

@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
+from lorafleet.cli.completion import alias_names
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.urls import url_path
 
 app = typer.Typer(no_args_is_help=True, help="Rollouts: move an alias to another version in steps.")
-Alias = Annotated[str, typer.Argument(help="the alias")]
+Alias = Annotated[str, typer.Argument(help="the alias", autocompletion=alias_names)]
 _EXIT_STATUS = {"done": 0, "rolled_back": 1, "aborted": 1, "failed": 1}
 _POLL_S = 2.0
 

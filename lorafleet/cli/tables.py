@@ -1,7 +1,8 @@
 """Tables and lines that the CLI prints."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -41,7 +42,7 @@ def show(renderable: RenderableType) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
     """A table of cells. Numbers are aligned right; numbers, times and words are not broken across lines."""
-    body = [[printable(_cell_text(cell)) for cell in row] for row in rows]
+    body = [[printable(cell_text(cell)) for cell in row] for row in rows]
     table_ = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
         cells = [row[index] for row in body]
@@ -54,12 +55,28 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
     return table_
 
 
-def adapters(items: Iterable[Mapping[str, Any]]) -> Table:
+Items = Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ListView:
+    """How a list is printed.
+
+    table  the table of its items; with True, of more columns (`-o wide`)
+    names  fields that name an item, which `-o name` prints with a tab between them
+    """
+
+    table: Callable[[Items, bool], Table]
+    names: tuple[str, ...]
+
+
+def adapters(items: Items, wide: bool = False) -> Table:
     """A table of adapters, one row each. The note is a column only if some adapter has one."""
     found = list(items)
     notes = ["note"] if any(item.get("note") for item in found) else []
+    more = ["base model", "bytes", "requests/s", "idle s", "policy", "source"] if wide else []
     return table(
-        ["lora_id", "state", "ready", "desired", "rank", "digest", "workers", "tenants", "error", *notes],
+        ["lora_id", "state", "ready", "desired", "rank", "digest", "workers", "tenants", *more, "error", *notes],
         [
             (
                 item["lora_id"],
@@ -67,9 +84,10 @@ def adapters(items: Iterable[Mapping[str, Any]]) -> Table:
                 item["replicas"]["ready"],
                 item["replicas"]["desired"],
                 item["rank"],
-                (item["digest"] or "")[:12],
+                _digest(item["digest"], wide),
                 ", ".join(item["workers"]),
                 "everyone" if item["tenants"] is None else ", ".join(item["tenants"]),
+                *_cells(item, wide, "base_model", "size_bytes", "requests_per_s", "idle_s", "policy", "source"),
                 item.get("error"),
                 *(item.get("note") for _ in notes),
             )
@@ -78,31 +96,88 @@ def adapters(items: Iterable[Mapping[str, Any]]) -> Table:
     )
 
 
-def aliases(items: Iterable[Mapping[str, Any]]) -> Table:
-    """Aliases and their targets, one row each."""
+def _digest(digest: str | None, wide: bool) -> str:
+    """A digest's first 12 digits, as everywhere; wide: all of it."""
+    return (digest or "") if wide else (digest or "")[:12]
 
-    def targets(item: Mapping[str, Any]) -> str:
+
+def _cells(item: Mapping[str, Any], wide: bool, *names: str) -> list[Any]:
+    """The fields that only a wide table has."""
+    return [item.get(name) for name in names] if wide else []
+
+
+def aliases(items: Items, wide: bool = False) -> Table:
+    """Aliases and their targets, one row each; wide: also the targets that an alias is about to get."""
+
+    def targets(item: Mapping[str, Any] | None) -> str | None:
         """An alias's targets with their weights, in one cell."""
+        if item is None:
+            return None
         return ", ".join(f"{target['lora_id']} ({target['weight']:g})" for target in item["targets"])
 
-    return table(["alias", "targets (weight)"], [(item["name"], targets(item)) for item in items])
-
-
-def placements(items: Iterable[Mapping[str, Any]]) -> Table:
-    """Adapters on workers, by lora_id and worker."""
     return table(
-        ["lora_id", "worker", "state", "location", "desired"],
+        ["alias", "targets (weight)", *(["pending", "waits for"] if wide else [])],
         [
-            (i["lora_id"], i["worker_id"], i["state"], i["location"], "yes" if i["desired"] else "no")
-            for i in sorted(items, key=lambda item: (item["lora_id"], item["worker_id"]))
+            (item["name"], targets(item), *([targets(item["pending"]), _lacks(item["pending"])] if wide else []))
+            for item in items
         ],
     )
 
 
-def pauses(items: Iterable[Mapping[str, Any]]) -> Table:
+def _lacks(pending: Mapping[str, Any] | None) -> str | None:
+    """What a pending change of an alias waits for; None without one."""
+    if pending is None:
+        return None
+    return "; ".join(f"{name}: {missing}" for name, missing in sorted(pending["lacks"].items())) or pending["error"]
+
+
+def published(items: Items, wide: bool = False) -> Table:
+    """Published names and the versions that they point at, one row each."""
+    more = ["all versions", "replicas", "max staleness s", "in place of the base model"] if wide else []
+    return table(
+        ["name", "points at", "digest", "workers", "kept", "of at most", "tenant", *more],
+        [
+            (
+                item["name"],
+                item["lora_id"],
+                _digest(item["digest"], wide),
+                ", ".join(item["workers"]),
+                len(item["versions"]),
+                item["keep_versions"],
+                item["tenant"],
+                *([", ".join(version["lora_id"] for version in item["versions"])] if wide else []),
+                *_cells(item, wide, "replicas", "max_staleness_s", "shadows_base"),
+            )
+            for item in items
+        ],
+    )
+
+
+def placements(items: Items, wide: bool = False) -> Table:
+    """Adapters on workers, by lora_id and worker."""
+    return table(
+        ["lora_id", "worker", "state", "location", "desired", *(["digest"] if wide else [])],
+        [
+            (
+                item["lora_id"],
+                item["worker_id"],
+                item["state"],
+                item["location"],
+                "yes" if item["desired"] else "no",
+                *_cells(item, wide, "digest"),
+            )
+            for item in sorted(items, key=lambda item: (item["lora_id"], item["worker_id"]))
+        ],
+    )
+
+
+def pauses(items: Items, wide: bool = False) -> Table:
     """Pauses, one row each."""
     return table(
-        ["holds requests of", "mode", "by", "since", "ends by itself", "still run", "routers behind"],
+        [
+            *("holds requests of", "mode", "by", "since", "ends by itself", "still run", "routers behind"),
+            *(["tenant", "namespace"] if wide else []),
+        ],
         [
             (
                 item["scope"],
@@ -112,20 +187,25 @@ def pauses(items: Iterable[Mapping[str, Any]]) -> Table:
                 _time_text(item["expires_at"]),
                 item["running"],
                 item["routers_behind"],
+                *_cells(item, wide, "tenant", "namespace"),
             )
             for item in items
         ],
     )
 
 
-def workers(items: Iterable[Mapping[str, Any]]) -> Table:
+def workers(items: Items, wide: bool = False) -> Table:
     """Workers. Drain, zone, node and the reason for taking no adapters are columns only if some worker has them."""
     found = sorted(items, key=lambda item: str(item["id"]))
-    places = [name for name in ("zone", "node") if any(item[name] for item in found)]
-    refusals = ["takes no adapters"] if any(item.get("refusal") for item in found) else []
-    drains = ["drain"] if any(item.get("drain") for item in found) else []
+    places = [name for name in ("zone", "node") if wide or any(item[name] for item in found)]
+    refusals = ["takes no adapters"] if wide or any(item.get("refusal") for item in found) else []
+    drains = ["drain"] if wide or any(item.get("drain") for item in found) else []
+    more = ["capacity", "orphans"] if wide else []
     return table(
-        ["worker", "state", *drains, *places, "base model", "adapters", "free slots", "agent", "engine", *refusals],
+        [
+            *("worker", "state", *drains, *places, "base model", "adapters", "free slots", *more),
+            *("agent", "engine", *refusals),
+        ],
         [
             (
                 item["id"],
@@ -135,6 +215,7 @@ def workers(items: Iterable[Mapping[str, Any]]) -> Table:
                 item["base_model"],
                 ", ".join(item["adapters"]),
                 item["capacity"].get("available_slots"),
+                *_cells(item, wide, "capacity", "orphans"),
                 item["agent_url"],
                 item["engine_url"],
                 *(item.get("refusal", "") for _ in refusals),
@@ -144,84 +225,24 @@ def workers(items: Iterable[Mapping[str, Any]]) -> Table:
     )
 
 
-def plan(actions: Iterable[Mapping[str, Any]]) -> Table:
-    """A table of a plan's actions, one row each: what, where, instead of what, size, duration and reason."""
-    return table(
-        ["pass", "operation", "adapter", "worker", "instead of", "bytes", "seconds", "why"],
-        [
-            (
-                item["turn"],
-                item["operation"],
-                item["lora_id"] or "(all)",
-                item["worker_id"],
-                item["evict"],
-                item["size_bytes"],
-                item["seconds"],
-                item["reason"],
-            )
-            for item in actions
-        ],
-    )
-
-
-def plan_lines(answer: Mapping[str, Any]) -> list[str]:
-    """Lines below a plan's table: its cost, its targets, and adapters without a place."""
-    cost = answer["cost"]
-    lines = [
-        f"{cost['loads']} loads, {cost['unloads']} unloads; {cost['bytes']:,} bytes; about {cost['seconds']:.1f} s"
-    ]
-    changes = [f"{name} {change['before']} -> {change['after']}" for name, change in answer["targets"].items()]
-    if changes:
-        lines.append("replicas wanted: " + ", ".join(changes))
-    lines += [f"no place for {name}: {why}" for name, why in sorted(answer["reasons"].items())]
-    if answer["is_settled"] is False:
-        lines.append("more passes would follow: plan further ahead with --passes")
-    return lines
-
-
-_SHOWN = 60
-_DIGEST_DIGITS = 64
-
-
-def record_changes(changes: Iterable[Mapping[str, Any]]) -> Table:
-    """What an import changes, one row each, with the values here and in the record."""
-    return table(
-        ["change", "subject", "name", "here", "there", "reason"],
-        [
-            (
-                change["change"],
-                change["subject"],
-                change["name"],
-                ", ".join(f"{name}={_short(here)}" for name, (here, _) in change["fields"].items()),
-                ", ".join(f"{name}={_short(there)}" for name, (_, there) in change["fields"].items()),
-                change["reason"],
-            )
-            for change in changes
-        ],
-    )
-
-
-def _short(value: Any) -> str:
-    """A value as text of at most 60 characters; a digest by its first 12, as everywhere."""
-    text = "-" if value is None else str(value)
-    if len(text) == _DIGEST_DIGITS and text.isalnum():
-        return text[:12]
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
-
-
-def orphans(items: Iterable[Mapping[str, Any]]) -> Table:
+def orphans(items: Items, wide: bool = False) -> Table:
     """A table of unregistered adapters on workers, one row each, with the problem of those that cannot be adopted."""
+    more = ["engine name", "bytes"] if wide else []
     return table(
-        ["lora_id", "digest", "workers", "base model", "rank", "source", "loaded by", "cannot be adopted because"],
+        [
+            *("lora_id", "digest", "workers", "base model", "rank", "source", "loaded by", *more),
+            "cannot be adopted because",
+        ],
         [
             (
                 item["lora_id"],
-                item["digest"][:12],
+                _digest(item["digest"], wide),
                 ", ".join(item["workers"]),
                 item["base_model"],
                 item["rank"],
                 item["source"],
                 "another client" if item["is_foreign"] else "the fleet",
+                *_cells(item, wide, "engine_name", "size_bytes"),
                 item["problem"],
             )
             for item in items
@@ -229,17 +250,19 @@ def orphans(items: Iterable[Mapping[str, Any]]) -> Table:
     )
 
 
-def history(items: Iterable[Mapping[str, Any]]) -> Table:
-    """Changes and incidents, one row each."""
+def history(items: Items, wide: bool = False) -> Table:
+    """Changes and incidents, one row each; wide: incidents with all that is known of them."""
     return table(
-        [_TIME, "what", "of", "by", "details"],
+        [*(["id"] if wide else []), _TIME, "what", "of", "by", "details", *(["all details"] if wide else [])],
         [
             (
+                *_cells(item, wide, "id"),
                 _time_text(item["at"]),
                 item["kind"],
                 item["subject"],
                 item["actor"],
                 item["body"] if item.get("severity") is None else _incident_text(item),
+                *([item["body"] if item.get("severity") is not None else None] if wide else []),
             )
             for item in items
         ],
@@ -253,10 +276,11 @@ def _incident_text(item: Mapping[str, Any]) -> str:
     return f"{said}. Next: {item['next_step']}" if item.get("next_step") else said
 
 
-def keys(items: Iterable[Mapping[str, Any]], now: datetime) -> Table:
+def keys(items: Items, now: datetime, wide: bool = False) -> Table:
     """A table of a key file's keys, one row each; neither key nor hash."""
+    more = ["namespace", "may register", "in place of base models", "all scopes"] if wide else []
     return table(
-        ["id", "tenant", "scopes", "limits", "expires", "note"],
+        ["id", "tenant", "scopes", "limits", "expires", *more, "note"],
         [
             (
                 item["key_id"],
@@ -264,6 +288,7 @@ def keys(items: Iterable[Mapping[str, Any]], now: datetime) -> Table:
                 ", ".join(item["scopes"]),
                 ", ".join(f"{name} {limit:g}" for name, limit in item["limits"].items()),
                 _expiry_text(item["expires"], now),
+                *_cells(item, wide, "namespace", "lora_ids", "may_shadow_base", "may"),
                 item["note"],
             )
             for item in items
@@ -283,70 +308,13 @@ def fields(item: Mapping[str, Any]) -> Table:
     return table(["field", "value"], list(item.items()))
 
 
-def decision(answer: Mapping[str, Any]) -> Table:
-    """Every replica's cost terms of a decision, the winner first."""
-    scored = sorted(answer["scores"], key=lambda score: (not score["winner"], score["passed_over"], score["cost_s"]))
-    # All terms of this router's cost model, in its order.
-    terms = [name for name in scored[0] if name.endswith("_s")] if scored else []
-    figures = ["depth_blocks", "cached_tokens", *terms]
-    rows = [[_mark(score), score["worker_id"], score["trust"], *(score[name] for name in figures)] for score in scored]
-    names = ["cached blocks", "cached tokens", *(name.removesuffix("_s") + " s" for name in terms)]
-    return table(["", "worker", "trust", *names], rows)
-
-
-def _mark(score: Mapping[str, Any]) -> str:
-    """`->` for the winner, `x` for a replica that was passed over, else ""."""
-    return "->" if score["winner"] else "x" if score["passed_over"] else ""
-
-
-def not_considered_lines(answer: Mapping[str, Any]) -> list[str]:
-    """A line for each reason why replicas were not considered, with their ids."""
-    reasons: dict[str, list[str]] = {}
-    for score in answer["scores"]:
-        if score["passed_over"]:
-            reasons.setdefault("passed over (x), its adapter slots are all in use", []).append(score["worker_id"])
-    for item in answer["rejected"]:
-        reasons.setdefault(item["reason"], []).append(item["worker_id"])
-    return [f"not considered: {reason}: {', '.join(sorted(workers))}" for reason, workers in reasons.items()]
-
-
-def decision_summary(decision: Mapping[str, Any]) -> str:
-    """One routing decision: its worker, policy and cached tokens.
-
-    A second line has wait and first data once they are known.
-    """
-    if decision["worker_id"] is None:
-        return f"{decision['adapter']}: no worker can take it now ({decision['prompt_tokens']} prompt tokens)"
-    text = (
-        f"{decision['adapter']} on {decision['worker_id']} by {decision['policy']}:"
-        f" {decision['cached_tokens']} of {decision['prompt_tokens']} prompt tokens cached"
-        f" ({decision['trust'] or 'trust unknown'}; tokens from {decision['tokens_from']};"
-        f" kappa {decision['kappa']:.2f}, rho {decision['rho']:.3f})"
-    )
-    if decision.get("first_data_s") is not None:
-        cached = decision["engine_cached_tokens"]
-        text += (
-            f"\nwaited {_cell_text(decision['waited_s'])} s here,"
-            f" first data {_cell_text(decision['first_data_s'])} s after that;"
-            f" the engine {'did not report cached tokens' if cached is None else f'had {cached} tokens cached'}"
-        )
-    return text
-
-
-def decisions(items: Iterable[Mapping[str, Any]]) -> Table:
+def decisions(items: Items, wide: bool = False) -> Table:
     """A table of decisions and their outcomes, one row each: predicted and actual tokens, waits and request id."""
+    more = ["policy", "tokens from", "kappa", "rho"] if wide else []
     return table(
         [
-            _TIME,
-            "adapter",
-            "worker",
-            "prompt",
-            "predicted",
-            "engine's",
-            "trust",
-            "waited s",
-            "first data s",
-            "request",
+            *(_TIME, "adapter", "worker", "prompt", "predicted", "engine's", "trust", "waited s", "first data s"),
+            *(*more, "request"),
         ],
         [
             (
@@ -359,6 +327,7 @@ def decisions(items: Iterable[Mapping[str, Any]]) -> Table:
                 item["trust"],
                 item["waited_s"],
                 item["first_data_s"],
+                *_cells(item, wide, "policy", "tokens_from", "kappa", "rho"),
                 item["request_id"],
             )
             for item in items
@@ -366,27 +335,20 @@ def decisions(items: Iterable[Mapping[str, Any]]) -> Table:
     )
 
 
-def replays(recorded_items: Iterable[Mapping[str, Any]], replayed: Iterable[Mapping[str, Any]]) -> Table:
-    """Recorded decisions beside the same decisions made again, with costs by the same cost model."""
+ADAPTERS = ListView(adapters, ("lora_id",))
+ALIASES = ListView(aliases, ("name",))
+PUBLISHED = ListView(published, ("name",))
+PLACEMENTS = ListView(placements, ("lora_id", "worker_id"))
+PAUSES = ListView(pauses, ("scope",))
+WORKERS = ListView(workers, ("id",))
+ORPHANS = ListView(orphans, ("lora_id",))
+HISTORY = ListView(history, ("subject",))
+DECISIONS = ListView(decisions, ("request_id",))
 
-    def cost_s(item: Mapping[str, Any], worker: object) -> object:
-        """The cost of a worker in a decision; None if the decision has no such worker."""
-        return next((score["cost_s"] for score in item["scores"] if score["worker_id"] == worker), None)
 
-    return table(
-        ["request", "adapter", "decided", "again", "cost s", "again cost s"],
-        [
-            (
-                now["request_id"],
-                now["adapter"],
-                recorded.get("worker_id"),
-                now["worker_id"],
-                cost_s(now, recorded.get("worker_id")),
-                cost_s(now, now["worker_id"]),
-            )
-            for recorded, now in zip(recorded_items, replayed, strict=True)
-        ],
-    )
+def keys_view(now: datetime) -> ListView:
+    """How a key file's keys are printed; `now` decides which have expired."""
+    return ListView(lambda items, wide: keys(items, now, wide), ("key_id",))
 
 
 def _time_text(at: str) -> str:
@@ -394,7 +356,7 @@ def _time_text(at: str) -> str:
     return datetime.fromisoformat(at).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")
 
 
-def _cell_text(cell: object) -> str:
+def cell_text(cell: object) -> str:
     """A table cell as text: `-` for None, four decimals of a float, NAME=VALUE of a mapping."""
     match cell:
         case None:
@@ -402,7 +364,7 @@ def _cell_text(cell: object) -> str:
         case float():
             return f"{cell:.4f}"
         case Mapping():
-            return ", ".join(f"{name}={_cell_text(value)}" for name, value in cell.items())
+            return ", ".join(f"{name}={cell_text(value)}" for name, value in cell.items())
         case list() | tuple():
             return ", ".join(map(str, cell))
         case _:

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from lorafleet.cli import plan
+from lorafleet.cli.completion import WorkerName
 from lorafleet.cli.context import if_match_header
+from lorafleet.cli.output import AsJson, Output, OutputFormat, print_item, print_list
 from lorafleet.service.urls import url_path
 
 app = typer.Typer(no_args_is_help=True)
@@ -16,7 +18,7 @@ policy_app = typer.Typer(no_args_is_help=True, help="The global placement policy
 
 
 @app.command()
-def placements(context: typer.Context) -> None:
+def placements(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
     """List which adapter is on which worker, and whether it is wanted there.
 
     Example: lorafleet placements
@@ -24,11 +26,11 @@ def placements(context: typer.Context) -> None:
     from lorafleet.cli import tables
 
     with context.obj.orchestrator() as api:
-        tables.show(tables.placements(api.list_all("/v1/placements")))
+        print_list(tables.PLACEMENTS, api.list_all("/v1/placements"), output, as_json)
 
 
 @workers_app.command("list")
-def workers_list(context: typer.Context) -> None:
+def workers_list(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
     """List all workers: state, adapters, free slots.
 
     Example: lorafleet workers list
@@ -36,11 +38,11 @@ def workers_list(context: typer.Context) -> None:
     from lorafleet.cli import tables
 
     with context.obj.orchestrator() as api:
-        tables.show(tables.workers(api.list_all("/v1/workers")))
+        print_list(tables.WORKERS, api.list_all("/v1/workers"), output, as_json)
 
 
 @workers_app.command("cordon")
-def workers_cordon(context: typer.Context, worker: str) -> None:
+def workers_cordon(context: typer.Context, worker: WorkerName) -> None:
     """Place no new adapters on a worker; it keeps serving those it has.
 
     Example: lorafleet workers cordon w1
@@ -49,7 +51,7 @@ def workers_cordon(context: typer.Context, worker: str) -> None:
 
 
 @workers_app.command("uncordon")
-def workers_uncordon(context: typer.Context, worker: str) -> None:
+def workers_uncordon(context: typer.Context, worker: WorkerName) -> None:
     """Use a cordoned or drained worker again.
 
     Example: lorafleet workers uncordon w1
@@ -60,7 +62,7 @@ def workers_uncordon(context: typer.Context, worker: str) -> None:
 @workers_app.command("drain")
 def workers_drain(
     context: typer.Context,
-    worker: str,
+    worker: WorkerName,
     deadline_s: Annotated[
         float | None,
         typer.Option(min=0, help="longest time for moving its adapters, in seconds; default: by what is to be moved"),
@@ -99,16 +101,14 @@ def _post_worker_action(context: typer.Context, worker: str, action: str, result
 
 
 @policy_app.command("show")
-def policy_show(context: typer.Context) -> None:
+def policy_show(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
     """Show the policy in force and its etag.
 
     Example: lorafleet policy show
     """
-    from lorafleet.cli import tables
-
     with context.obj.orchestrator() as api:
         policy, etag = api.get_with_etag("/v1/policy")
-        tables.show(tables.fields(policy | {"etag": etag.strip('"')}))
+    print_item(policy | {"etag": etag.strip('"')}, "policy", output, as_json)
 
 
 @policy_app.command("set")

@@ -24,8 +24,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from lorafleet.cli import explanations, tables
 from lorafleet.cli import main as cli
-from lorafleet.cli import tables
 from lorafleet.local import demo
 from lorafleet.service.auth import ApiKeys
 from lorafleet.service.http import HttpError
@@ -658,11 +658,11 @@ def test_a_decision_fits_a_narrow_terminal_and_names_rejected_replicas() -> None
         "rejected": [{"worker_id": f"w{n}", "reason": "draining"} for n in (3, 2)],
     }
     narrow = Console(width=20, force_terminal=True, color_system=None, file=io.StringIO())
-    narrow.print(tables.decision(answer), crop=False)
+    narrow.print(explanations.decision(answer), crop=False)
     text = narrow.file.getvalue()
     assert text.count("123.4567") == text.count("1.2345") == 2
     assert text.index("->") < text.index("x ")
-    assert tables.not_considered_lines(answer) == [
+    assert explanations.not_considered_lines(answer) == [
         "not considered: passed over (x), its adapter slots are all in use: w0",
         "not considered: draining: w2, w3",
     ]

@@ -1,0 +1,84 @@
+"""The flags that choose how a command prints a list or an item, and the printing. Columns are in `tables`."""
+
+# ruff: noqa: PLC0415  (rich tables and YAML are imported when a command needs them)
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lorafleet.cli.context import print_json
+from lorafleet.service.failure import CommandFailed, printable
+
+if TYPE_CHECKING:
+    from lorafleet.cli.tables import ListView
+
+
+class OutputFormat(StrEnum):
+    table = "table"
+    wide = "wide"
+    name = "name"
+    json = "json"
+    yaml = "yaml"
+
+
+Output = Annotated[
+    OutputFormat,
+    typer.Option("--output", "-o", help="wide: more columns; name: names alone; json, yaml: everything"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="the same as -o json")]
+
+
+def chosen_format(output: OutputFormat, as_json: bool) -> OutputFormat:
+    """The format that both flags name. Raises CommandFailed if they contradict each other."""
+    if not as_json or output is OutputFormat.json:
+        return output
+    if output is not OutputFormat.table:
+        raise CommandFailed(f"--json and -o {output.value} contradict each other: name one", status=2)
+    return OutputFormat.json
+
+
+def print_list(
+    view: "ListView", answer: Mapping[str, Any] | Sequence[Mapping[str, Any]], output: OutputFormat, as_json: bool
+) -> None:
+    """Print a list: its table, its names one a line, or all of it as JSON or YAML.
+
+    answer  the items, or a whole answer with them in `data`, which JSON and YAML then print as it came
+
+    Raises CommandFailed if the flags contradict each other.
+    """
+    whole = answer if isinstance(answer, Mapping) else {"data": answer}
+    match chosen_format(output, as_json):
+        case OutputFormat.name:
+            for item in whole["data"]:
+                typer.echo("\t".join(printable(str(item[name])) for name in view.names))
+        case OutputFormat.json | OutputFormat.yaml as chosen:
+            print_value(whole, chosen)
+        case chosen:
+            from lorafleet.cli import tables
+
+            tables.show(view.table(whole["data"], chosen is OutputFormat.wide))
+
+
+def print_item(item: Mapping[str, Any], name: str, output: OutputFormat, as_json: bool) -> None:
+    """Print one item: its fields as a table, its name, or all of it as JSON or YAML. Raises as `print_list`."""
+    match chosen_format(output, as_json):
+        case OutputFormat.name:
+            typer.echo(printable(name))
+        case OutputFormat.json | OutputFormat.yaml as chosen:
+            print_value(item, chosen)
+        case _:
+            from lorafleet.cli import tables
+
+            tables.show(tables.fields(item))
+
+
+def print_value(value: Any, chosen: OutputFormat) -> None:
+    """Print a value as YAML, or else as JSON."""
+    if chosen is not OutputFormat.yaml:
+        print_json(value)
+        return
+    import yaml
+
+    typer.echo(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120), nl=False)
