@@ -4,9 +4,11 @@ Each rule stands here once, and every service imports it. A changed block hash n
 """
 
 import hashlib
+import json
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
 from typing import Final, Literal, NewType, Protocol, TypeVar, cast
@@ -70,6 +72,32 @@ def fleet_digest(source: str) -> str | None:
     """The digest in a source of `fleet_source`; None for a source outside the fleet."""
     match = _FLEET_SOURCE.fullmatch(source)
     return match[1] if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of an adapter: its path relative to the folder (with `/`), size, and sha256 as 64 hex digits."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+def files_digest(files: Iterable[FileEntry]) -> str:
+    """sha256 over the adapter's files, as 64 hex digits.
+
+    The hashed bytes are compact ASCII JSON (`separators=(",", ":")`, other characters as `\\uXXXX`): one list of
+    `[path, size, sha256]` lists in the order of the paths' UTF-8 bytes. Of `adapter_config.json` holding `{}` and
+    `adapter_model.safetensors` holding nothing they are (without the line break)
+
+        [["adapter_config.json",2,"44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"],
+        ["adapter_model.safetensors",0,"e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"]]
+
+    and the digest is 2ee415dc86b41cb4ebf3b6f39ba9ea4c853fb11a59eb8eb6dc5dc2832de9815e.
+    """
+    ordered = sorted(files, key=lambda entry: entry.path.encode())
+    rows = [[entry.path, entry.size_bytes, entry.sha256] for entry in ordered]
+    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
 def rendezvous_score(key: str, worker_id: str) -> int:

@@ -32,6 +32,7 @@ from orchestrator.agentless.transport import SCHEME, AgentlessTransport
 from orchestrator.api import build_router
 from orchestrator.api.examples import add_examples
 from orchestrator.api.traffic import live_routers
+from orchestrator.api.uploads import UPLOADS_PATH
 from orchestrator.api.views import WireViews
 from orchestrator.config import OrchestratorSettings
 from orchestrator.configmaps.backend import ConfigMapBackend
@@ -42,6 +43,7 @@ from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorError
 from orchestrator.intent.record_file import RecordFile
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.intent.uploads import AdapterUploads
 from orchestrator.leadership.file_lease import FileLease, Lease
 from orchestrator.leadership.forward import LeaderForwarding, OwnCalls
 from orchestrator.leadership.kube_lease import KubeLease
@@ -56,6 +58,7 @@ from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.standby import StandbyFollower
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.store import IntentStore
+from orchestrator.store.upload_store import upload_store
 from orchestrator.traffic.book import Reading, TrafficBook
 from orchestrator.traffic.file import TrafficFile
 from orchestrator.traffic.questions import RouterMailbox
@@ -89,6 +92,11 @@ class OrchestratorService:
     own_calls: OwnCalls = field(default_factory=OwnCalls)
     is_stopping: bool = False
     handing_over: "asyncio.Task[None] | None" = None
+
+    def upload_bytes(self, method: str, path: str) -> int:
+        """Most bytes of a body, for the route that takes an adapter's files; else 0."""
+        is_upload = method == "PUT" and path.startswith(UPLOADS_PATH)
+        return self.reconciler.settings.max_upload_bytes if is_upload else 0
 
     def stop(self) -> None:
         """End streams and waiting calls, so that the server can stop, and start to hand the leadership over.
@@ -245,6 +253,9 @@ def build(
             agents=agents,
             book=book,
             mailbox=service.mailbox,
+            uploads=AdapterUploads(
+                registry, reconciler, upload_store(settings.upload_store), agents=agents, settings=settings
+            ),
             metrics=metrics,
             is_stopping=lambda: service.is_stopping,
             clock=clock,
@@ -259,6 +270,7 @@ def build(
         leadership=leadership,
         own_calls=service.own_calls,
         is_stopping=lambda: service.is_stopping,
+        is_upload=lambda method, path: bool(service.upload_bytes(method, path)),
         client=client,
         metrics=metrics,
         refresh=store.refresh,
@@ -472,4 +484,5 @@ async def main(settings: OrchestratorSettings) -> None:
         grace_s=settings.stop_grace_s,
         on_stop=service.stop,
         requests=service.requests,
+        upload_bytes=service.upload_bytes,
     )

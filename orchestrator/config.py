@@ -10,6 +10,7 @@ from lorafleet.engine.agentless import engines_by_id
 from lorafleet.engine.canary import CanaryMode
 from lorafleet.engine.settings import WorkerDiscoverySettings
 from lorafleet.service.settings import Url
+from orchestrator.store.upload_store import upload_store
 
 
 class OrchestratorSettings(WorkerDiscoverySettings):
@@ -61,6 +62,12 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         default=None,
         description="file with the key for them, of scope `export` there; re-read when it changes",
     )
+    upload_store: str = Field(
+        default="",
+        description="where uploaded adapters are kept: s3://bucket/folder (gs, az), or a folder that workers read under"
+        " the same path, below their `lora_roots`; empty: on `fleet_copies` workers",
+    )
+    max_upload_bytes: int = Field(default=8 << 30, ge=1, description="largest upload, in bytes of its archive")
     engine_slots: int = Field(
         default=0,
         ge=0,
@@ -172,6 +179,12 @@ class OrchestratorSettings(WorkerDiscoverySettings):
             raise ValueError("engine_slots and engine_roots: give both, or neither")
         if not all(root.is_absolute() for root in self.engine_roots):
             raise ValueError(f"engine_roots: {', '.join(map(str, self.engine_roots))} must be absolute paths")
+        return self
+
+    @model_validator(mode="after")
+    def _upload_store_has_a_form(self) -> Self:
+        """Raises ValueError for a store that cannot be one."""
+        upload_store(self.upload_store)
         return self
 
     @property

@@ -43,7 +43,15 @@ from orchestrator.wire_traffic import (
     TrafficTotals,
     WorkerLoad,
 )
-from workers.wire import AdapterEffectState, AdapterOperation, AgentIncident, IgnoredModules, LogTail, Metadata
+from workers.wire import (
+    AdapterEffectState,
+    AdapterOperation,
+    AgentIncident,
+    IgnoredModules,
+    LogTail,
+    Metadata,
+    ReceivedFile,
+)
 
 # Routers and people's programs import this module alone.
 __all__ = [
@@ -268,6 +276,30 @@ class AdapterItem(_OrchestratorModel):
     note: str = ""
     published_as: str | None = None
     copies: FileCopiesItem | None = None
+
+
+class UploadedAdapter(AdapterItem):
+    """`PUT /v1/adapters/{lora_id}`: the adapter that the uploaded bytes are.
+
+    kept_on         workers that keep its files; empty with an upload store, and where it was registered before
+    note_on_copies  what to know of that: fewer workers than `fleet_copies`, say; "" if there is nothing
+    """
+
+    kept_on: tuple[str, ...] = ()
+    note_on_copies: str = ""
+
+
+class UploadProgress(_OrchestratorModel):
+    """`GET /v1/uploads/{lora_id}`, and a PUT that has brought a part: what has come, and what is missing.
+
+    missing         files that have not come whole, in the order to send them
+    received_bytes  of the first of them: the next request sends the bytes from there on
+    """
+
+    lora_id: str
+    files: tuple[ReceivedFile, ...]
+    missing: tuple[str, ...]
+    received_bytes: int
 
 
 class AdapterList(_OrchestratorModel):

@@ -31,6 +31,7 @@ from lorafleet.service.whoami import whoami_routes
 from router.api.adapter_calls import adapter_call_routes
 from router.api.control import control_routes, describe_inference, health_routes, metrics_text, process_handlers
 from router.api.engine_calls import engine_call_routes
+from router.api.forward import forward_routes, upload_bytes
 from router.api.pauses import pause_routes
 from router.config import RouterSettings
 from router.core.errors import RouterError
@@ -158,6 +159,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         error_body,
         requests=services.requests,
         meter=handler,
+        upload_bytes=upload_bytes,
     )
     own_metrics = partial(metrics_text, services, http)
     processes = None
@@ -181,6 +183,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         pause_routes(services, control),
         engine_call_routes(services),
         adapter_call_routes(services, control),
+        forward_routes(keys, config.orchestrator_url.rstrip("/"), connect_timeout_s=config.control_timeout_s),
         whoami_routes(services.keys),
         health_routes(services, own_metrics, processes),
     )

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.params import Depends as Depended
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from lorafleet.service.auth import ApiKeys, metrics_dependencies, requires
 from lorafleet.service.http import add_routes
@@ -271,7 +272,11 @@ def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         upload_id: UploadId, name: str, request: Request, start: Annotated[int, Query(ge=0)] = 0
     ) -> UploadState:
         """Append the body to a begun file, from byte `start` on. What came before a break of the connection stays."""
-        return await uploads.receive(upload_id, name, start, request.stream())
+        try:
+            return await uploads.receive(upload_id, name, start, request.stream())
+        except ClientDisconnect as exc:
+            message = f"the sender of {name} broke off; what has come is kept for an hour"
+            raise AgentRequestError("upload_incomplete", message) from exc
 
     @api.post("/v1/uploads/{upload_id}", dependencies=leading)
     async def install(upload_id: UploadId, body: InstallUploadRequest) -> AvailableLora:

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from lorafleet.cli.client import RestClient
+    from lorafleet.client import Fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,13 @@ class FleetAddress:
         from lorafleet.cli.client import RestClient
 
         return RestClient(self.orchestrator_url, self.token, flag="lorafleet --orchestrator-url")
+
+    def fleet(self) -> "Fleet":
+        """A client for uploads to the orchestrator. Raises CommandFailed with status 2 for a bad address or key."""
+        from lorafleet.client import Fleet
+
+        with self.orchestrator() as checked:
+            return Fleet(checked.url, self.token)
 
     def router(self) -> "RestClient":
         """A client of the router."""

@@ -16,6 +16,7 @@ from lorafleet.cli import adapters as adapter_commands
 from lorafleet.cli import completion, decisions, key_commands, monitoring, pauses, plan, published, record, rollout
 from lorafleet.cli import workers as worker_commands
 from lorafleet.cli.context import FleetAddress
+from lorafleet.cli.push import adapters_push
 from lorafleet.service.failure import CommandFailed
 
 
@@ -61,6 +62,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Serve many LoRA adapters from one fleet of vLLM workers.\n\nFirst steps: lorafleet up --engine sim --demo",
 )
+
+
+adapter_commands.adapters_app.command("push")(adapters_push)
 
 
 class EngineName(StrEnum):
@@ -173,6 +177,10 @@ def up(
     key_file: Annotated[
         Path | None, typer.Option(help="API keys (see `lorafleet keys new`); without it no key is needed")
     ] = None,
+    upload_store: Annotated[
+        str | None,
+        typer.Option(help="folder or s3://bucket/folder that keeps uploaded adapters; default: the workers themselves"),
+    ] = None,
     router_config: Annotated[Path | None, typer.Option(help=_CONFIG_HELP.format("router", "ROUTER"))] = None,
     orchestrator_config: Annotated[
         Path | None, typer.Option(help=_CONFIG_HELP.format("orchestrator", "ORCHESTRATOR"))
@@ -210,6 +218,7 @@ def up(
         adapters=adapters,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
+        upload_store=upload_store,
         router_port=router_port,
         orchestrator_port=orchestrator_port,
         state_dir=state_dir or _default_state_dir(),

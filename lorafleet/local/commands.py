@@ -70,9 +70,10 @@ def common_flags(
     return [*config, *words, *keys]
 
 
-def orchestrator_command(shared: Sequence[str], store: Path) -> list[str]:
-    """The orchestrator's command."""
-    return [sys.executable, "-P", "-m", "orchestrator", *shared, "--store", str(store)]
+def orchestrator_command(shared: Sequence[str], store: Path, upload_store: str | None = None) -> list[str]:
+    """The orchestrator's command. `upload_store`: None leaves it to the environment."""
+    kept = [] if upload_store is None else ["--upload-store", upload_store]
+    return [sys.executable, "-P", "-m", "orchestrator", *shared, "--store", str(store), *kept]
 
 
 def router_command(

@@ -422,7 +422,7 @@ class LocalFleet:
     def _orchestrator_command(self) -> list[str]:
         """The orchestrator's command in this fleet."""
         store = self._folder / "orchestrator.db"
-        return commands.orchestrator_command(self._common_flags("orchestrator"), store)
+        return commands.orchestrator_command(self._common_flags("orchestrator"), store, self.options.upload_store)
 
     def _router_command(self) -> list[str]:
         """The router's command in this fleet."""

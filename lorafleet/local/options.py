@@ -77,6 +77,7 @@ class FleetOptions:
 
     max_loras, max_lora_rank  the flags; None if they were not given
     devices    CUDA_VISIBLE_DEVICES of each worker; empty if no device was named
+    upload_store  the flag, with an absolute path; None if it was not given
     """
 
     engine: str
@@ -92,6 +93,7 @@ class FleetOptions:
     engine_arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     max_lora_rank: int | None = None
+    upload_store: str | None = None
     demo: bool = False
     once: bool = False
     grace_s: float = 10.0
@@ -131,6 +133,7 @@ def fleet_options(
     demo: bool,
     once: bool,
     max_lora_rank: int | None = None,
+    upload_store: str | None = None,
 ) -> FleetOptions:
     """The fleet's options from flags, engine arguments, environment and files; raises CommandFailed with status 2.
 
@@ -159,6 +162,7 @@ def fleet_options(
             engine_arguments=all_arguments,
             devices=device_groups(_device_names(devices), number),
             max_lora_rank=max_lora_rank,
+            upload_store=_absolute_store(upload_store),
             demo=demo,
             once=once,
         )
@@ -173,11 +177,22 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def lora_roots(options: FleetOptions, adapters: Path) -> list[str]:
-    """Folders that agents may read adapters from: `adapters` and the configured ones. Raises CommandFailed."""
+    """Folders that agents may read adapters from: `adapters`, the configured ones, and an upload store's folder.
+
+    Raises CommandFailed.
+    """
+    store = options.upload_store or str(options.options_of("orchestrator").values.get("upload_store") or "")
+    folder = store.removeprefix("file://")
+    kept = [folder] if folder and "://" not in folder else []
     try:
-        return [str(adapters), *_text_list(options.options_of("workers").values, "lora_roots")]
+        return [str(adapters), *_text_list(options.options_of("workers").values, "lora_roots"), *kept]
     except SettingsError as exc:
         raise CommandFailed(str(exc), status=2) from exc
+
+
+def _absolute_store(store: str | None) -> str | None:
+    """The upload store with an absolute path, where it is a folder."""
+    return store if store is None or "://" in store else str(Path(store).absolute())
 
 
 def device_groups(devices: Sequence[str], workers: int) -> tuple[str, ...]:

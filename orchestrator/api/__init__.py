@@ -27,9 +27,11 @@ from orchestrator.api.rollouts import rollout_routes
 from orchestrator.api.routers import router_routes
 from orchestrator.api.traffic import traffic_routes
 from orchestrator.api.ui import ui_routes
+from orchestrator.api.uploads import upload_routes
 from orchestrator.api.views import WireViews
 from orchestrator.intent.publisher import NamePublisher
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.intent.uploads import AdapterUploads
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.file_relay import FileRelay
@@ -47,6 +49,7 @@ def build_router(
     agents: AgentClient,
     book: TrafficBook,
     mailbox: RouterMailbox,
+    uploads: AdapterUploads,
     metrics: OrchestratorMetrics,
     is_stopping: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
@@ -56,6 +59,7 @@ def build_router(
     """All routes of the API. Also connects the gauges of the fleet in `metrics` to the reconciler's state."""
     views = WireViews(reconciler, clock, wall)
     metrics.observe_fleet(views.replica_counts, views.workers_by_state, views.pool_figures, views.orphans_by_origin)
+    publisher = NamePublisher(registry, reconciler, metrics, clock=clock, wall=wall)
     api = APIRouter()
     add_routes(
         api,
@@ -68,9 +72,10 @@ def build_router(
         inspection_routes(keys, reconciler.reports, agents),
         worker_routes(keys, reconciler, views),
         adapter_routes(keys, registry, reconciler, views),
+        upload_routes(keys, reconciler.store, uploads, publisher, views),
         rollout_routes(keys, registry, reconciler),
         alias_routes(keys, registry, reconciler),
-        published_routes(keys, reconciler.store, NamePublisher(registry, reconciler, metrics, clock=clock, wall=wall)),
+        published_routes(keys, reconciler.store, publisher),
         policy_routes(keys, registry, reconciler),
         history_routes(keys, reconciler.store),
         heartbeat_routes(keys, reconciler),

@@ -200,6 +200,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "PublishSpec": {"source": "/shared/runs/42/step-7", "replicas": "all", "keep_versions": 2},
     "PublishedItem": _PUBLISHED,
     "PublishedList": {"data": [_PUBLISHED], "next": None},
+    "UploadedAdapter": _ADAPTER | {"source": f"fleet:{_DIGEST}", "kept_on": ["w0", "w3"]},
+    "UploadProgress": {
+        "lora_id": "sql-expert/v2",
+        "files": [{"name": "archive", "received_bytes": 1048576, "total_bytes": 4194304}],
+        "missing": ["archive"],
+        "received_bytes": 1048576,
+    },
     "RolloutItem": {
         "alias": "sql-expert",
         "before": [{"lora_id": "sql-expert/v1", "weight": 1}],

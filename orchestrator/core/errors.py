@@ -5,6 +5,7 @@ OrchestratorError
 │   ├── Forbidden            403: another tenant's name or object
 │   ├── NotFound             404
 │   ├── StateConflict        409: immutable, adapter_failed, name_taken, worker_id_taken, in_use, …
+│   ├── UploadTooLarge       413: more bytes than an upload may have
 │   ├── PreconditionFailed   412: another change came in between (If-Match)
 │   ├── PreconditionRequired 428: a whole replacement without the version that it replaces (If-Match)
 │   └── EventsExpired        410: the event buffer no longer reaches back that far
@@ -52,6 +53,11 @@ class NotFound(OrchestratorRequestError):
 class StateConflict(OrchestratorRequestError):
     status = 409
     code = "conflict"
+
+
+class UploadTooLarge(OrchestratorRequestError):
+    status = 413
+    code = "upload_too_large"
 
 
 class PreconditionFailed(OrchestratorRequestError):

@@ -79,6 +79,18 @@ class AdapterRegistry:
             raise StateConflict(message, code="already_registered", param="lora_id")
         return known
 
+    def uploadable(self, lora_id: str, digest: str | None) -> RegisteredAdapter | None:
+        """The registered adapter that bytes of this digest (None: of any) may be uploaded for; None if it is new.
+
+        Raises StateConflict where the name is taken, or the adapter has another digest or is being deleted.
+        """
+        known = self._store.adapters.get(lora_id)
+        if known is None:
+            self.require_free(lora_id, "lora_id")
+            return None
+        _require_same(known, AdapterSpec(lora_id=lora_id, source=known.source, digest=digest))
+        return known
+
     def register(self, spec: AdapterSpec, actor: str = NOBODY) -> tuple[RegisteredAdapter, bool]:
         """Store the adapter, with a history entry, unless it is registered already; returns it, and whether it is new.
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import httpx
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -77,6 +77,7 @@ class LeaderForwarding:
 
     refresh      reads the store again before a read is answered from it
     is_stopping  whether this process stops: then event streams and waiting calls end
+    is_upload    whether the body of a request is passed on as it comes, by method and path
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class LeaderForwarding:
         metrics: OrchestratorMetrics,
         refresh: Callable[[], None],
         is_stopping: Callable[[], bool],
+        is_upload: Callable[[str, str], bool] = lambda _method, _path: False,
         connect_timeout_s: float,
         retry_after_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -100,6 +102,7 @@ class LeaderForwarding:
         self._metrics = metrics
         self._refresh = refresh
         self._is_stopping = is_stopping
+        self._is_upload = is_upload
         self._timeout = httpx.Timeout(None, connect=connect_timeout_s)
         self._retry_after_s = retry_after_s
         self._clock = clock
@@ -149,6 +152,8 @@ class LeaderForwarding:
                 return error_response(
                     OrchestratorUnavailable(why, code="not_leading", retry_after_s=self._retry_after_s)
                 )
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody reads it
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
                 self._metrics.forwarded.labels("unreachable").inc()
                 why = f"the orchestrator that leads, {leader.url}, does not answer ({exc!r})"
@@ -169,7 +174,7 @@ class LeaderForwarding:
             request.method,
             leader.url.rstrip("/") + target,
             headers=[*headers, (FORWARDED, self._leadership.holder)],
-            content=await request.body(),
+            content=request.stream() if self._is_upload(request.method, request.url.path) else await request.body(),
             timeout=self._timeout,
         )
         answer = await self._while_leading(leader, self._client.send(upstream, stream=True))

@@ -1,6 +1,7 @@
 """The client of the workers' agents: one method per call. Failures become our errors by the agent's error code."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -11,10 +12,13 @@ from pydantic_core import from_json
 from lorafleet.service.own_key import OwnKey
 from orchestrator.core.errors import InvalidAdapter, LeaseLost, WorkerFailed
 from workers.wire import (
+    AdapterFiles,
     AvailableLora,
+    BeginFileRequest,
     ClaimRequest,
     DrainRequest,
     InspectRequest,
+    InstallUploadRequest,
     KeepRequest,
     LoadedLora,
     LoadRequest,
@@ -23,6 +27,7 @@ from workers.wire import (
     ReleaseRequest,
     UndrainRequest,
     UnloadRequest,
+    UploadState,
 )
 
 M = TypeVar("M", bound=BaseModel)
@@ -152,10 +157,85 @@ class AgentClient:
         except (WorkerFailed, InvalidAdapter, ValueError, KeyError, TypeError):
             return None
 
+    async def upload_state(self, agent_url: str, upload_id: str, *, timeout_s: float) -> UploadState:
+        """What has come of an upload. Raises WorkerFailed (`upload_unknown`: nothing), InvalidAdapter, LeaseLost."""
+        return _parsed(
+            UploadState, await self._send_request("GET", agent_url, f"/v1/uploads/{upload_id}", timeout_s=timeout_s)
+        )
+
+    async def begin_file(
+        self, agent_url: str, upload_id: str, name: str, total_bytes: int | None, *, timeout_s: float
+    ) -> None:
+        """Begin a file of an upload. Raises WorkerFailed (`disk_full`: no room for it), InvalidAdapter, LeaseLost."""
+        ask = BeginFileRequest(total_bytes=total_bytes)
+        await self._post_action(agent_url, f"/v1/uploads/{upload_id}/{name}", ask, timeout_s=timeout_s)
+
+    async def send_file(
+        self,
+        agent_url: str,
+        upload_id: str,
+        name: str,
+        start: int,
+        chunks: AsyncIterator[bytes],
+        *,
+        length: int | None,
+        timeout_s: float,
+    ) -> UploadState:
+        """Pass bytes of a file on as they come. Raises as `upload_state`, and what `chunks` raises.
+
+        length     how many bytes they are; None: not known
+        timeout_s  without progress at the agent
+        """
+        headers = {"content-type": "application/octet-stream"} | self._action_headers()
+        if length is not None:
+            headers["content-length"] = str(length)
+        url = f"{agent_url.rstrip('/')}/v1/uploads/{upload_id}/{name}?start={start}"
+        return _parsed(UploadState, await self._request("PUT", url, headers, timeout_s=timeout_s, content=chunks))
+
+    async def install_upload(
+        self, agent_url: str, upload_id: str, ask: InstallUploadRequest, *, timeout_s: float
+    ) -> AvailableLora:
+        """Have an upload verified and installed. Raises InvalidAdapter about its bytes, WorkerFailed, LeaseLost."""
+        answer = await self._post_action(agent_url, f"/v1/uploads/{upload_id}", ask, timeout_s=timeout_s)
+        return _parsed(AvailableLora, answer)
+
+    async def drop_upload(self, agent_url: str, upload_id: str, *, timeout_s: float) -> None:
+        """Have what has come of an upload deleted. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
+        url = f"{agent_url.rstrip('/')}/v1/uploads/{upload_id}"
+        await self._request("DELETE", url, self._action_headers(), timeout_s=timeout_s)
+
+    async def file_names(self, agent_url: str, digest: str, *, timeout_s: float) -> tuple[str, ...]:
+        """Names of an installed adapter's files. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
+        answer = await self._send_request("GET", agent_url, f"/v1/files/{digest}", timeout_s=timeout_s)
+        return tuple(file.name for file in _parsed(AdapterFiles, answer).files)
+
+    @asynccontextmanager
+    async def reading_file(
+        self, agent_url: str, digest: str, name: str, *, timeout_s: float
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The bytes of one of these files, for the time of the block. Raises WorkerFailed, InvalidAdapter, LeaseLost.
+
+        The bytes raise httpx.HTTPError when the agent breaks off, or sends none for `timeout_s`.
+        """
+        url = f"{agent_url.rstrip('/')}/v1/files/{digest}/{quote(name)}"
+        headers = self.own_key.headers | {"accept-encoding": "identity"}
+        try:
+            async with self._client.stream("GET", url, headers=headers, timeout=timeout_s) as answer:
+                if not answer.is_success:
+                    await answer.aread()
+                    raise _error_of_response("GET", url, answer)
+                yield answer.aiter_raw()
+        except (httpx.ConnectError, httpx.InvalidURL) as exc:
+            raise WorkerFailed(f"GET {url}: {exc!r}", code="worker_unreachable") from exc
+
+    def _action_headers(self) -> dict[str, str]:
+        """The headers of an action: our epoch and our key. Raises LeaseLost when we may not act."""
+        return {"x-lorafleet-epoch": str(self._epoch())} | self.own_key.headers
+
     async def _post_action(
         self,
         agent_url: str,
-        verb: str,
+        verb_or_path: str,
         ask: BaseModel,
         *,
         timeout_s: float,
@@ -165,9 +245,9 @@ class AgentClient:
 
         accepted  error statuses that count as success
         """
-        headers = {"x-lorafleet-epoch": str(self._epoch())} | self.own_key.headers
+        headers = self._action_headers()
         body = ask.model_dump(mode="json", exclude_none=True)
-        path = f"/v1/admin/{verb}"
+        path = verb_or_path if verb_or_path.startswith("/") else f"/v1/admin/{verb_or_path}"
         return await self._send_request(
             "POST", agent_url, path, timeout_s=timeout_s, body=body, headers=headers, accepted=accepted
         )
@@ -186,8 +266,21 @@ class AgentClient:
         """Send one request, by default with our key. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         url = base_url.rstrip("/") + path
         headers = self.own_key.headers if headers is None else headers
+        return await self._request(method, url, headers, timeout_s=timeout_s, json=body, accepted=accepted)
+
+    async def _request(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float,
+        accepted: frozenset[int] = frozenset(),
+        **body: Any,
+    ) -> httpx.Response:
+        """Send one request with a body as httpx takes it. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         try:
-            answer = await self._client.request(method, url, json=body, headers=headers, timeout=timeout_s)
+            answer = await self._client.request(method, url, headers=headers, timeout=timeout_s, **body)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise WorkerFailed(f"{method} {url}: {exc!r}", code="worker_unreachable") from exc
         if answer.is_success or answer.status_code in accepted:

@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from random import Random
 
 import structlog
@@ -65,6 +66,7 @@ class FileCopies:
         self._clock = clock
         self._failures = FailureBook()
         self._under_way: set[tuple[str, str]] = set()
+        self._arriving: Counter[str] = Counter()
         self._releasing: set[str] = set()
         self._dropping: set[tuple[str, str]] = set()
         self.states: Mapping[str, CopyState] = {}
@@ -132,6 +134,17 @@ class FileCopies:
         self._dropping.clear()
         self.states = {}
 
+    @contextmanager
+    def arriving(self, digest: str) -> Iterator[None]:
+        """Release no copy of a digest during the block: it is about to be registered, perhaps after a deletion."""
+        self._arriving[digest] += 1
+        try:
+            yield
+        finally:
+            self._arriving[digest] -= 1
+            if not self._arriving[digest]:
+                del self._arriving[digest]
+
     def _needs(self) -> dict[str, str]:
         """digest -> base model, of registered adapters whose files only the fleet has."""
         return {
@@ -143,7 +156,7 @@ class FileCopies:
     def _plan(self, needs: Mapping[str, str], now: float) -> CopyPlan:
         """The steps of this pass."""
         strays = self._files.holders.keys() - needs.keys()
-        deleted = self._store.dropped_digests() if strays else frozenset[str]()
+        deleted = self._store.dropped_digests() - self._arriving.keys() if strays else frozenset[str]()
         self._dropping = {pair for pair in self._dropping if pair[0] in deleted}
         disks = [
             self._disk(entry, self._files.disks[worker_id], now)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 
 from lorafleet.cli.keys import add_key
+from lorafleet.http_server.listener import listener_for_app
+from lorafleet.http_server.serve import DEFAULT_LIMITS
 from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
@@ -28,7 +30,9 @@ POLL_S = 1.0
 class SmallFleet:
     """One fleet. `http` calls its orchestrator, `agents` its agents, `routers` its routers, all as operator.
 
-    keys  scope -> key, and tenant -> key
+    keys   scope -> key, and tenant -> key
+    parts  worker, or `orchestrator` -> what stops it
+    start_orchestrator  starts it again where it was, after its part was closed
     """
 
     url: str
@@ -36,6 +40,8 @@ class SmallFleet:
     keys: dict[str, str]
     agents: dict[str, httpx.AsyncClient] = field(default_factory=dict)
     routers: list[httpx.AsyncClient] = field(default_factory=list)
+    parts: dict[str, contextlib.AsyncExitStack] = field(default_factory=dict)
+    start_orchestrator: Callable[[], Awaitable[str]] | None = None
 
     async def adapter(self, lora_id: str) -> Any:
         return (await self.http.get(f"/v1/adapters/{lora_id}")).json()
@@ -89,39 +95,51 @@ async def small_fleet(
     key_file = folder / "keys.yaml"
     keys = {scope: add_key(key_file, None, [scope]) for scope in ("admin", "export", "register", "load")}
     keys |= {tenant: add_key(key_file, tenant, ["infer", "register"]) for tenant in tenants}
-    orchestrator = build_orchestrator(
-        OrchestratorSettings(
-            store=folder / "store.db",
-            settle_s=0.2,
-            pass_interval_s=0.2,
-            heartbeat_interval_s=0.2,
-            key_files=(key_file,),
-            token=keys["admin"],
-            **settings,
-        )
+    intent = OrchestratorSettings(
+        store=folder / "store.db",
+        settle_s=0.2,
+        pass_interval_s=0.2,
+        heartbeat_interval_s=0.2,
+        key_files=(key_file,),
+        token=keys["admin"],
+        **settings,
     )
+    port = 0
+    parts: dict[str, contextlib.AsyncExitStack] = {}
     operator = {"authorization": f"Bearer {keys['admin']}"}
     async with contextlib.AsyncExitStack() as stack:
-        url = await stack.enter_async_context(serving(orchestrator.app))
+
+        async def part(name: str) -> contextlib.AsyncExitStack:
+            parts[name] = await stack.enter_async_context(contextlib.AsyncExitStack())
+            return parts[name]
+
+        async def start_orchestrator() -> str:
+            orchestrator = build_orchestrator(intent)
+            listener = listener_for_app(DEFAULT_LIMITS, upload_bytes=orchestrator.upload_bytes)
+            own = await part("orchestrator")
+            return await own.enter_async_context(serving(orchestrator.app, http=listener, port=port))
+
+        url = await start_orchestrator()
+        port = int(url.rpartition(":")[2])
         http = await stack.enter_async_context(client_of(url, headers=operator))
-        fleet = SmallFleet(url, http, keys)
+        fleet = SmallFleet(url, http, keys, parts=parts, start_orchestrator=start_orchestrator)
         for number in range(workers):
             name = f"w{number}"
             (folder / name).mkdir()
             flags = ("--instance-id", name, "--orchestrator-url", url, "--token", keys["register"])
             flags += ("--key-files", str(key_file), "--warm-deadline-s", "0", *agent)
             worker = RunningWorker(model, shelf, folder / name, *SIM, *flags)
-            client = await stack.enter_async_context(worker.together(engine=engine))
+            client = await (await part(name)).enter_async_context(worker.together(engine=engine))
             client.headers.update(operator)
             fleet.agents[name] = client
         for _ in range(routers):
             given = {"catalog_poll_s": POLL_S, **router_settings}
-            app, parts = build_router(
+            app, services = build_router(
                 RouterSettings(orchestrator_url=url, token=keys["load"], key_files=(key_file,), **given)
             )
             router = await stack.enter_async_context(serving(app, http=app.state.http))
             fleet.routers.append(await stack.enter_async_context(client_of(router, headers=operator)))
-            assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(10))
+            assert await services.discovery.changes.until(services.discovery.is_synced, timeout_s=patience(10))
 
         async def has_all() -> bool:
             return len((await http.get("/v1/workers")).json()["data"]) == workers

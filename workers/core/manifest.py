@@ -4,12 +4,12 @@ An adapter is refused if an engine would refuse it, or would load it and serve i
 of another base model, with more layers or without any matching module, and then serves the base model.
 """
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from lorafleet.identity import FileEntry
+from lorafleet.identity import files_digest as digest
 from workers.core.base_check import NOTHING_COMPARED, check_against_base, with_single_ranks
 from workers.core.base_model import BaseModel
 from workers.core.base_names import BaseModelCheck, is_same_base
@@ -34,15 +34,6 @@ __all__ = [
 
 # Limit for rank_pattern keys times modules, a microsecond each: 4,000 modules with a key each are fine.
 _MOST_MATCHES = 16_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """One file of an adapter: its path relative to the folder (with `/`), size, and sha256 as 64 hex digits."""
-
-    path: str
-    size_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +86,6 @@ class AdapterRules:
     base: BaseModel | None = None
     max_bytes: int | None = None
     allow_pickle: bool = False
-
-
-def digest(files: Iterable[FileEntry]) -> str:
-    """sha256 over the adapter's files, as 64 hex digits.
-
-    The hashed bytes are compact ASCII JSON (`separators=(",", ":")`, other characters as `\\uXXXX`): one list of
-    `[path, size, sha256]` lists in the order of the paths' UTF-8 bytes. Of `adapter_config.json` holding `{}` and
-    `adapter_model.safetensors` holding nothing they are (without the line break)
-
-        [["adapter_config.json",2,"44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"],
-        ["adapter_model.safetensors",0,"e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"]]
-
-    and the digest is 2ee415dc86b41cb4ebf3b6f39ba9ea4c853fb11a59eb8eb6dc5dc2832de9815e.
-    """
-    ordered = sorted(files, key=lambda entry: entry.path.encode())
-    rows = [[entry.path, entry.size_bytes, entry.sha256] for entry in ordered]
-    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
 def check_adapter(

@@ -1,25 +1,19 @@
 """Adapters in object stores: `s3://`, `gs://`, `az://`, through the store's fsspec library."""
 
 import asyncio
-import importlib
 import json
 import os
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from lorafleet.service.object_stores import StoreNotOpened, open_object_store
 from workers.core.adapter_files import folder_description
 from workers.core.errors import SourceError
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import bucket_and_folder, redacted
 from workers.sources.base import Limits, Transfer, TransientSourceError, clear_folder, too_big_error, with_retries
 
-_LIBRARIES = {
-    "s3": ("s3fs", "S3FileSystem"),
-    "gs": ("gcsfs.core", "GCSFileSystem"),
-    "az": ("adlfs", "AzureBlobFileSystem"),
-}
-# gcsfs.core: the class in gcsfs itself first asks a gRPC service for each bucket's layout (2026.10).
 _PART_BYTES = 16 << 20
 _ETAGS = ("ETag", "etag", "md5Hash", "LastModified", "updated", "last_modified")
 
@@ -70,37 +64,11 @@ class ObjectSource:
         """Import the store's library and create its client at the first use, and keep it. Raises SourceError."""
         if self._store is not None:
             return
-        module, name = _LIBRARIES[self._scheme]
         try:
-            library = importlib.import_module(module)
-        except ImportError as exc:
-            needs = module.partition(".")[0]
-            message = (
-                f"source {redacted(ref)}: {self._scheme}:// needs {needs}; pip install 'lorafleet[{self._scheme}]'"
-            )
-            raise SourceError("source_extra_missing", message) from exc
-        try:
-            self._store = getattr(library, name)(**self._default_options() | self._options)
-        except Exception as exc:  # noqa: BLE001  (each store's library has its own errors for credentials)
-            message = f"source {redacted(ref)}: {module} cannot be set up ({type(exc).__name__}): are credentials set?"
-            raise SourceError("source_unauthorized", message) from None
-
-    def _default_options(self) -> dict[str, Any]:
-        """Options of the fsspec class: no caches, and our timeouts."""
-        common: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-        if self._scheme == "s3":
-            # No retries in botocore: they would multiply with ours.
-            retries = {"max_attempts": 0}
-            common["config_kwargs"] = {
-                "connect_timeout": 10,
-                "read_timeout": self._limits.timeout_s,
-                "retries": retries,
-            }
-        if self._scheme == "gs":
-            common["requests_timeout"] = self._limits.timeout_s
-        if self._scheme == "az" and "AZURE_STORAGE_CONNECTION_STRING" not in os.environ:
-            common["anon"] = False  # lets adlfs look for an identity
-        return common
+            self._store = open_object_store(self._scheme, timeout_s=self._limits.timeout_s, options=self._options)
+        except StoreNotOpened as exc:
+            code = "source_extra_missing" if exc.is_missing else "source_unauthorized"
+            raise SourceError(code, f"source {redacted(ref)}: {exc}") from exc.__cause__
 
     async def _list_folder(self, ref: str, folder_path: str) -> list[dict[str, Any]]:
         """Ask the store for its entries of a folder, with retries. Raises SourceError."""

@@ -79,12 +79,15 @@ async def test_an_upload_above_its_own_limit_is_refused(served, chunked):
 async def test_an_upload_may_take_longer_than_a_body_but_not_a_piece_of_it(served):
     async with await served.client() as client:
         client.send(put(UPLOAD, 100))
+        deadlines = []
         for sent in range(1, 9):
             client.send(b"x")
             await until(lambda sent=sent: served.app.upload.received == sent)
             (connection,) = served.listener.connections
-            connection.check_deadlines(connection.read_deadline - 0.1)
+            deadlines.append(connection.read_deadline)
             assert connection.read_deadline - connection.loop.time() <= 0.5
+        assert deadlines == sorted(deadlines)
+        assert deadlines[-1] > deadlines[0]  # pieces begin it anew
         connection.check_deadlines(connection.read_deadline + 0.1)
         assert error_of(await client.rest()) == (408, "request_timeout")
         await until(lambda: served.app.upload.is_gone)

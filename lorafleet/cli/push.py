@@ -1,0 +1,126 @@
+"""`lorafleet adapters push`: upload an adapter's folder."""
+
+# ruff: noqa: PLC0415, PLR0917  (imports of httpx wait until the command needs them; Typer passes by name)
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from lorafleet.service.failure import CommandFailed, printable
+
+if TYPE_CHECKING:
+    from lorafleet.client import Published, Pushed, PushProgress
+
+_QUIET_S = 1.0  # an upload that takes less shows no progress
+_LINE_S = 5.0  # between two lines where the output is not a terminal
+
+
+def adapters_push(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="folder with adapter_config.json and adapter_model.safetensors")],
+    name: Annotated[str, typer.Argument(help="new lora_id, such as sql-expert/v2; with --publish a published name")],
+    publish: Annotated[
+        bool, typer.Option("--publish", help="make it the next version of the name, ready on its workers")
+    ] = False,
+    digest: Annotated[str | None, typer.Option(help="that the folder must have; nothing else is sent")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="its name in the fleet; default: as in the adapter's config")
+    ] = None,
+    tenant: Annotated[list[str] | None, typer.Option(help="tenant that may use it; repeat; default: everyone")] = None,
+) -> None:
+    """Upload an adapter from this machine, and register it. A broken upload goes on where it was.
+
+    The workers need no access to the folder. Repeating the command sends nothing.
+
+    Examples:
+
+      lorafleet adapters push ./sql-expert-v2 sql-expert/v2
+
+      lorafleet adapters push ./checkpoint-7 rollout-policy --publish
+    """
+    from lorafleet.client import FleetError
+
+    if publish and (tenant or digest):
+        raise CommandFailed("--publish takes neither --tenant nor --digest: a name's versions are its key's", status=2)
+    shown = _ProgressLine(name, sys.stderr)
+    try:
+        with context.obj.fleet() as fleet:
+            if publish:
+                _say_published(fleet.publish(name, folder, base_model=base_model, on_progress=shown.update))
+            else:
+                tenants = tuple(tenant or ())
+                pushed = fleet.push(
+                    name, folder, digest=digest, base_model=base_model, tenants=tenants, on_progress=shown.update
+                )
+                _say_pushed(pushed)
+    except FleetError as exc:
+        raise CommandFailed(_with_hint(exc, name)) from exc
+    finally:
+        shown.end()
+
+
+class _ProgressLine:
+    """The progress of an upload that takes over a second: one line on a terminal, else a line every few seconds."""
+
+    def __init__(self, name: str, out: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._out = out
+        self._clock = clock
+        self._began = self._shown_at = clock()
+        self._is_shown = False
+
+    def update(self, progress: "PushProgress") -> None:
+        """Show the bytes sent so far, if it is time."""
+        now = self._clock()
+        is_live = self._out.isatty()
+        if now - self._began < _QUIET_S or (not is_live and self._is_shown and now - self._shown_at < _LINE_S):
+            return
+        sent, total = progress.sent_bytes / 1e6, progress.total_bytes / 1e6
+        what = f"{printable(self._name)}: {sent:.0f} of {total:.0f} MB sent"
+        self._out.write(f"\r\x1b[K{what}" if is_live else f"{what}\n")
+        self._out.flush()
+        self._is_shown, self._shown_at = True, now
+
+    def end(self) -> None:
+        """Leave the line, on a terminal."""
+        if self._is_shown and self._out.isatty():
+            self._out.write("\n")
+
+
+def _say_pushed(pushed: "Pushed") -> None:
+    """Print what was registered, and the next step."""
+    state = "is registered" if pushed.is_new else "was registered already, with these very bytes"
+    where = f", kept on {', '.join(pushed.kept_on)}" if pushed.kept_on else ""
+    typer.echo(f"{pushed.lora_id} {state}{where}; digest {pushed.digest[:12]}")
+    if pushed.note and pushed.is_new:
+        typer.echo(f"  {pushed.note}", err=True)
+    typer.echo(f"  see: lorafleet adapters show {pushed.lora_id}")
+
+
+def _say_published(published: "Published") -> None:
+    """Print what the name points at, and the next step."""
+    state = "points at" if published.is_new else "had these very bytes:"
+    where = f", ready on {', '.join(published.workers)}" if published.workers else ""
+    typer.echo(f"{published.name} {state} {published.lora_id}{where}; digest {published.digest[:12]}")
+    typer.echo(f'  ask it: the model "{published.name}" at any router')
+
+
+def _with_hint(exc: Exception, name: str) -> str:
+    """The error's message, with what to do next."""
+    from lorafleet.client import FleetError
+
+    assert isinstance(exc, FleetError)
+    hints = {
+        "immutable": f"; or let the fleet count: lorafleet adapters push DIR {name.partition('/')[0]} --publish",
+        "invalid_api_key": " (give --token KEY, or LORAFLEET_TOKEN)",
+        "scope_missing": " (use a key with scope register)",
+        "upload_too_large": "; raise max_upload_bytes at the orchestrator, max_adapter_bytes at the workers",
+    }
+    hint = hints.get(exc.code, "")
+    if exc.status is None or exc.status >= 500:
+        hint = hint or "; repeat the command: it goes on where it was" if exc.code else hint
+    return printable(str(exc)) + hint

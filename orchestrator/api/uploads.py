@@ -1,0 +1,180 @@
+"""Routes that take an adapter's bytes: in one request, or in several that go on where a broken one ended."""
+
+from typing import Annotated, Literal, get_args
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel, Field
+from starlette.requests import ClientDisconnect
+
+from lorafleet.identity import fleet_source
+from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.service.roles import Caller, check_name
+from orchestrator.api.tenancy import TenantView, tenant_view_of
+from orchestrator.api.views import WireViews
+from orchestrator.core.errors import OrchestratorRequestError
+from orchestrator.core.uploads import UPLOAD_FILES, sent_bytes
+from orchestrator.intent.publisher import NamePublisher
+from orchestrator.intent.uploads import AdapterUploads, UploadAsk, missing_of
+from orchestrator.store.store import IntentStore
+from orchestrator.wire import (
+    AdapterSpec,
+    PublishedItem,
+    PublishSpec,
+    UploadedAdapter,
+    UploadProgress,
+    checked_lora_id,
+    checked_published_name,
+)
+from workers.wire import UploadState
+
+UPLOADS_PATH = "/v1/adapters/"
+_SOURCE = fleet_source("0" * 64)  # until the digest is known
+_BODY = {
+    "parameters": [
+        {
+            "name": "Content-Range",
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string", "title": "Content-Range"},
+            "description": "`bytes 100-199/200`: go on with a broken upload; `bytes */200`: finish it, without a body",
+        }
+    ],
+    "requestBody": {"required": True, "content": {"application/octet-stream": {}}},
+}
+_PUBLISH_S = 110.0  # the most that a publish takes
+UploadFile = Literal["archive", "adapter_config.json", "adapter_model.safetensors"]
+assert get_args(UploadFile) == UPLOAD_FILES
+
+
+class UploadQuery(BaseModel):
+    """What an upload is, and what becomes of it."""
+
+    file: UploadFile = Field(default="archive", description="what the body is: an archive, or one of the two files")
+    digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="that the adapter must have")
+    base_model: str | None = Field(default=None, description="its name in the fleet; default: by its config")
+    tenant: tuple[str, ...] | None = Field(
+        default=None, description="tenants that may use it; default: the key's own, else all"
+    )
+    publish: bool = Field(default=False, description="publish the bytes as the next version of a published name")
+
+
+def upload_routes(
+    keys: ApiKeys, store: IntentStore, uploads: AdapterUploads, publisher: NamePublisher, views: WireViews
+) -> APIRouter:
+    """The routes of uploads. Scope `register`."""
+    api = APIRouter(tags=["uploads"])
+    registrar = requires(keys, "register")
+
+    @api.put(
+        "/v1/adapters/{lora_id:path}",
+        response_model=UploadedAdapter | PublishedItem | UploadProgress,
+        responses={201: {"description": "registered"}, 202: {"description": "more bytes are needed"}},
+        openapi_extra=_BODY,
+    )
+    async def upload(
+        lora_id: str,
+        request: Request,
+        response: Response,
+        caller: Annotated[Caller, Depends(registrar)],
+        wanted: Annotated[UploadQuery, Query()],
+        seen: Annotated[TenantView, Depends(tenant_view_of(store))],
+    ) -> UploadedAdapter | PublishedItem | UploadProgress:
+        """Upload an adapter, as an archive or as its two files, and register it: 201, or 200 if it is known.
+
+        With `publish` the bytes are the next version of the published name, and the answer is that of a publish.
+        202 while bytes are missing. Nothing is registered unless the bytes are verified, and kept on several workers
+        or in the upload store.
+        """
+        whole = _whole_name(caller, lora_id, is_published=wanted.publish)
+        ask = UploadAsk(
+            lora_id=whole,
+            owner=_owner(caller),
+            file=wanted.file,
+            sent=sent_bytes(request.headers.get("content-range"), request.headers.get("content-length")),
+            base_model=wanted.base_model,
+            digest=wanted.digest,
+            tenants=None if wanted.publish else _tenants(seen, whole, wanted.tenant),
+            is_published=wanted.publish,
+        )
+        known = None if wanted.publish else uploads.registered_already(ask)
+        if known is not None:
+            note = "registered already, with these bytes"
+            return UploadedAdapter(**dict(seen.adapter(views.adapter(known))), note_on_copies=note)
+        try:
+            state = await uploads.receive(ask, request.stream())
+        except ClientDisconnect as exc:
+            message = f"the client broke off its upload of {lora_id!r}; what has come is kept for an hour"
+            raise OrchestratorRequestError(message, code="upload_interrupted") from exc
+        async with uploads.kept(ask, state) as kept:
+            if kept is None:
+                response.status_code = 202
+                return _progress(lora_id, state)
+            if wanted.publish:
+                response.status_code = 200
+                spec = PublishSpec(digest=kept.found.digest, base_model=wanted.base_model, timeout_s=_PUBLISH_S)
+                item = await publisher.publish(ask.lora_id, spec, caller)
+                await uploads.forget(ask)
+                return item
+            adapter, is_new = await uploads.register(ask, kept, caller.name)
+        response.status_code = 201 if is_new else 200
+        return UploadedAdapter(
+            **dict(seen.adapter(views.adapter(adapter))),
+            kept_on=kept.kept_on,
+            note_on_copies=uploads.note_on_copies(kept),
+        )
+
+    @api.get("/v1/uploads/{lora_id:path}", dependencies=[Depends(registrar)])
+    async def progress(
+        lora_id: str, response: Response, caller: Annotated[Caller, Depends(registrar)]
+    ) -> UploadProgress:
+        """What has come of this key's unfinished upload of the adapter; 404 `upload_unknown` without one.
+
+        The header `upload-offset` has the bytes of the file to go on with.
+        """
+        found = _progress(lora_id, await uploads.state(_owner(caller), caller.whole_name(lora_id)))
+        response.headers["upload-offset"] = str(found.received_bytes)
+        return found
+
+    @api.delete("/v1/uploads/{lora_id:path}", status_code=204, response_class=Response)
+    async def drop(lora_id: str, caller: Annotated[Caller, Depends(registrar)]) -> Response:
+        """Forget this key's unfinished upload of the adapter; 204 also without one."""
+        await uploads.drop(_owner(caller), caller.whole_name(lora_id))
+        return Response(status_code=204)
+
+    return api
+
+
+def _whole_name(caller: Caller, name: str, *, is_published: bool) -> str:
+    """The name with the caller's namespace.
+
+    Raises OrchestratorRequestError for a name that is not allowed, HttpError for one that the key may not register.
+    """
+    whole = caller.whole_name(name)
+    try:
+        (checked_published_name if is_published else checked_lora_id)(whole)
+    except ValueError as exc:
+        raise OrchestratorRequestError(str(exc), param="lora_id") from exc
+    check_name(caller, whole)
+    return whole
+
+
+def _owner(caller: Caller) -> str:
+    """The name under which a caller's unfinished uploads are kept."""
+    return caller.key_id or "anyone"
+
+
+def _tenants(seen: TenantView, lora_id: str, asked: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """The tenants that may use an uploaded adapter: as those of any registration. Raises as `TenantView.own_spec`."""
+    given = {} if asked is None else {"tenants": asked}
+    spec = seen.own_spec(AdapterSpec(lora_id=lora_id, source=_SOURCE, **given))
+    return None if spec.tenants is None else tuple(sorted(set(spec.tenants)))
+
+
+def _progress(lora_id: str, state: UploadState) -> UploadProgress:
+    """What has come of an upload, and what to send next."""
+    missing = missing_of(state)
+    received = {file.name: file.received_bytes for file in state.files}
+    following = missing[0] if missing else state.files[-1].name
+    return UploadProgress(
+        lora_id=lora_id, files=state.files, missing=missing, received_bytes=received.get(following, 0)
+    )

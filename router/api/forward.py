@@ -1,0 +1,94 @@
+"""Calls about adapters that clients send to the router, so that they need one URL: passed on to the orchestrator.
+
+They go with the caller's own key: the orchestrator checks scope, tenant and name. Bodies and answers pass as they come.
+"""
+
+from collections.abc import AsyncIterator
+
+import httpx
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.service.http import HttpError
+from lorafleet.service.request_log import ID_HEADER
+from lorafleet.service.transport import DirectTransport
+
+UPLOADS_PATH = "/v1/adapters/"
+MOST_UPLOAD_BYTES = 1 << 60  # the orchestrator knows the limit, and refuses more before it is sent
+_WAIT_S = 330.0
+"""Until the orchestrator answers, once it has the whole body: it verifies an upload, or loads a published version."""
+_PASSED_ON = (
+    "accept",
+    "authorization",
+    "content-length",
+    "content-range",
+    "content-type",
+    "if-match",
+    ID_HEADER.decode(),
+)
+_ANSWERED = ("content-type", "content-length", "etag", "retry-after", "upload-offset", "www-authenticate")
+
+
+def forward_routes(keys: ApiKeys, orchestrator_url: str, *, connect_timeout_s: float) -> APIRouter:
+    """The routes that are passed on; none without an orchestrator."""
+    api = APIRouter(tags=["adapters"])
+    if not orchestrator_url:
+        return api
+    timeout = httpx.Timeout(_WAIT_S, connect=connect_timeout_s)
+
+    async def forward(request: Request) -> Response:
+        """Pass the request on, and its answer back."""
+        return await _forwarded(request, orchestrator_url, timeout)
+
+    # Before its body is read, an upload needs a key that may upload.
+    registrar = [Depends(requires(keys, "register"))]
+    for path in ("/v1/adapters/{lora_id:path}", "/v1/uploads/{lora_id:path}", "/v1/published/{name:path}"):
+        for method in ("GET", "DELETE", *(("PUT",) if path.startswith(UPLOADS_PATH) else ())):
+            checks = registrar if method == "PUT" else []
+            name = f"{method.lower()}_{path.split('/')[2]}_at_orchestrator"
+            api.add_api_route(path, forward, methods=[method], dependencies=checks, name=name, operation_id=name)
+    ensure = "/v1/adapters/{lora_id:path}/ensure"
+    api.add_api_route(ensure, forward, methods=["POST"], name="ensure_at_orchestrator", operation_id="ensure")
+    return api
+
+
+def upload_bytes(method: str, path: str) -> int:
+    """Most bytes of a body, for the route that takes an adapter's files; else 0."""
+    return MOST_UPLOAD_BYTES if method == "PUT" and path.startswith(UPLOADS_PATH) else 0
+
+
+async def _forwarded(request: Request, orchestrator_url: str, limits: httpx.Timeout) -> Response:
+    """The orchestrator's answer. Raises HttpError 503 `orchestrator_unreachable` if there is none."""
+    target = orchestrator_url + request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+    has_body = request.method in ("PUT", "POST")
+    client = httpx.AsyncClient(transport=DirectTransport(), trust_env=False, timeout=limits)
+    try:
+        sent = client.build_request(
+            request.method, target, headers=headers, content=request.stream() if has_body else None
+        )
+        answer = await client.send(sent, stream=True)
+    except ClientDisconnect:
+        await client.aclose()
+        return Response(status_code=400)  # nobody reads it
+    except (httpx.HTTPError, httpx.InvalidURL) as exc:
+        await client.aclose()
+        message = f"the orchestrator does not answer ({type(exc).__name__}): send it again; an upload goes on"
+        raise HttpError(503, "orchestrator_unreachable", message, retry_after_s=2.0) from exc
+    except BaseException:
+        await client.aclose()
+        raise
+
+    async def body() -> AsyncIterator[bytes]:
+        """The answer's bytes; closes the connection at their end."""
+        try:
+            async for chunk in answer.aiter_raw():
+                yield chunk
+        finally:
+            await answer.aclose()
+            await client.aclose()
+
+    kept = {name: answer.headers[name] for name in _ANSWERED if name in answer.headers}
+    return StreamingResponse(body(), status_code=answer.status_code, headers=kept)
