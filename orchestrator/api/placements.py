@@ -133,12 +133,13 @@ def placement_routes(
 
 def _placement_inputs(reconciler: Reconciler, now: float) -> PlacementInputs:
     """The inputs of a pass now, copied so that a thread may use them."""
-    store = reconciler.store
+    store, observed = reconciler.store, reconciler.queries.observe()
+    stored = Intent(
+        adapters=dict(store.adapters), tombstones=dict(store.tombstones), next_numbers=dict(store.next_numbers)
+    )
     return PlacementInputs(
-        intent=reconciler.rollouts.with_replica_floors(
-            Intent(adapters=dict(store.adapters), tombstones=dict(store.tombstones))
-        ),
-        observed=replace(reconciler.queries.observe(), memory=reconciler.queries.last_pass.desired.memory),
+        intent=reconciler.wanted_intent(stored, observed),
+        observed=replace(observed, memory=reconciler.queries.last_pass.desired.memory),
         demand=reconciler.demand.snapshot(now),
         policy=store.rules,
         now=now,

@@ -107,7 +107,12 @@ class NamePublisher:
             self._require_publishable(name, spec, caller)
             found = await self._copier.copied(name, self._next_id(name), spec, deadline)
             version, is_new = await self._registered(name, spec, found, caller)
-            await self._wait_for_loads(name, version, deadline)
+            # Until its loads are done they are the caller's in the history; those of later workers are the fleet's.
+            self._reconciler.audit.note_requester(version.lora_id, caller.name)
+            try:
+                await self._wait_for_loads(name, version, deadline)
+            finally:
+                self._reconciler.audit.forget_requester(version.lora_id)
             await self._point(name, version, caller, is_new=is_new)
             log.info("name published", name=name, lora_id=version.lora_id, is_new=is_new, asked_by=caller.name)
             return self.item(name, is_new=is_new)

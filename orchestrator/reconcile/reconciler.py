@@ -402,7 +402,7 @@ class Reconciler:
         if not self._can_decide:
             return DesiredPlacement(), observed, [], {}
         self.demand.window_s = self.store.rules.demand_window_s
-        intent = self._wanted_intent(observed)
+        intent = self.wanted_intent(self.store.intent, observed)
         self.demand.keep_asked_s = longest_ttl_s(intent, self.store.rules)
         self.demand.follow_names(current_versions(self.store.published, self.store.aliases))
         demand = self.demand.snapshot(now)
@@ -421,10 +421,10 @@ class Reconciler:
         actions = diff(steps, observed, drained, rules, inspects, now, adapters=intent.adapters)
         return desired, observed, actions, warming
 
-    def _wanted_intent(self, observed: ObservedFleet) -> Intent:
+    def wanted_intent(self, stored: Intent, observed: ObservedFleet) -> Intent:
         """The stored intent with the replicas that rollouts and published names need."""
         return with_published_floors(
-            self.rollouts.with_replica_floors(self.store.intent),
+            self.rollouts.with_replica_floors(stored),
             self.store.published,
             self.store.aliases,
             observed.workers.values(),
