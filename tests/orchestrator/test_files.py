@@ -238,6 +238,18 @@ async def test_the_files_of_a_deleted_adapter_are_dropped_and_those_of_an_unknow
     assert agents[3].disk["e" * 64] is True
 
 
+async def test_deleted_bytes_that_are_uploaded_again_are_not_dropped_before_they_are_registered(service):
+    agents = await _uploaded(service)
+    await service.http.delete("/v1/adapters/sql/v1")
+    await passes(service)
+    with service.reconciler.copies.arriving(OWN):
+        agents[0].disk[OWN] = agents[1].disk[OWN] = True  # as an upload has just had them kept
+        await passes(service)
+        assert keepers(agents) == ["w0", "w1"]
+    await passes(service)
+    assert keepers(agents) == []  # nobody has registered them
+
+
 async def test_a_worker_that_cannot_keep_a_copy_is_passed_over_for_a_while(service, clock):
     agents = await workers(service, 3)
     agents[0].disk[OWN] = True
