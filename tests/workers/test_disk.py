@@ -581,3 +581,15 @@ def test_really_full_disk_is_an_error_and_leaves_no_half_adapter(tmp_path):
     message = done.stdout.split(maxsplit=3)
     assert message[:3] == ["disk_full", "2", "0"], done.stderr
     assert " bytes are free" in message[3]
+
+
+def test_a_kept_adapter_is_never_deleted_for_room_and_a_released_one_is(tmp_path):
+    mine = disk(tmp_path, max_bytes=100)
+    install(mine, "kept")
+    assert mine.keep("kept")
+    set_age(mine.path("kept"), 1000.0)
+    assert mine.make_room(100, NOBODY) == ([], 100)
+    assert mine.delete_half_of_idle(NOBODY) == []
+    mine.release("kept", is_dropped=False)
+    assert mine.make_room(100, NOBODY)[0] == ["kept"]
+    assert not mine.keep("kept"), "it is gone"
