@@ -591,5 +591,6 @@ def test_a_kept_adapter_is_never_deleted_for_room_and_a_released_one_is(tmp_path
     assert mine.make_room(100, NOBODY) == ([], 100)
     assert mine.delete_half_of_idle(NOBODY) == []
     mine.release("kept", is_dropped=False)
+    set_age(mine.path("kept"), 1000.0)
     assert mine.make_room(100, NOBODY)[0] == ["kept"]
     assert not mine.keep("kept"), "it is gone"
