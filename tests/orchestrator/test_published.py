@@ -97,6 +97,10 @@ async def test_name_stays_at_its_version_until_the_next_is_ready_on_all_workers(
         fleet.reconciler.run_pass()
         fleet.clock.now += 0.2  # a slow worker holds the other up for two seconds
         await asyncio.wait([call], timeout=0.01)
+    for _ in range(5):  # passes, and looks of the publish at its loads
+        await fleet.beat()
+        fleet.reconciler.run_pass()
+        await asyncio.wait([call], timeout=0.02)
 
     assert not call.done()
     assert await targets(fleet) == ["policy/v1"]
