@@ -21,11 +21,11 @@ class FleetAddress:
     router_url: str
     token: str
 
-    def orchestrator(self) -> "RestClient":
+    def orchestrator(self, timeout_s: float = 30.0) -> "RestClient":
         """A client of the orchestrator."""
         from lorafleet.cli.client import RestClient
 
-        return RestClient(self.orchestrator_url, self.token, flag="lorafleet --orchestrator-url")
+        return RestClient(self.orchestrator_url, self.token, flag="lorafleet --orchestrator-url", timeout_s=timeout_s)
 
     def fleet(self) -> "Fleet":
         """A client for uploads to the orchestrator. Raises CommandFailed with status 2 for a bad address or key."""
@@ -34,11 +34,11 @@ class FleetAddress:
         with self.orchestrator() as checked:
             return Fleet(checked.url, self.token)
 
-    def router(self) -> "RestClient":
+    def router(self, timeout_s: float = 30.0) -> "RestClient":
         """A client of the router."""
         from lorafleet.cli.client import RestClient
 
-        return RestClient(self.router_url, self.token, flag="lorafleet --router-url")
+        return RestClient(self.router_url, self.token, flag="lorafleet --router-url", timeout_s=timeout_s)
 
 
 def if_match_header(etag: str | None) -> dict[str, str]:

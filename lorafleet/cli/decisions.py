@@ -13,6 +13,7 @@ import typer
 from lorafleet.cli.completion import adapter_names, worker_names
 from lorafleet.cli.context import print_json
 from lorafleet.cli.output import AsJson, Output, OutputFormat, chosen_format, print_list
+from lorafleet.cli.top.orders import AdapterOrder
 from lorafleet.service.failure import CommandFailed
 
 if TYPE_CHECKING:
@@ -183,16 +184,27 @@ def _first_base_model(api: "RestClient") -> str:
 @app.command()
 def top(
     context: typer.Context,
-    every_s: Annotated[float, typer.Option(min=0.2, help="seconds between updates")] = 1.0,
+    every_s: Annotated[float, typer.Option(min=0.2, help="seconds between updates, at least 1")] = 2.0,
+    range_s: Annotated[float, typer.Option(min=60, max=172_800, help="seconds up to now that figures are of")] = 60.0,
+    sort: Annotated[AdapterOrder, typer.Option(help="order of the adapters at the start")] = AdapterOrder.requests,
+    as_json: Annotated[bool, typer.Option("--json", help="print one snapshot as JSON")] = False,
 ) -> None:
-    """Show workers and adapters live until Ctrl-C; once if the output is not a terminal.
+    """Show traffic, workers by load and adapters by traffic, live; once if the output is not a terminal.
 
-    Example: lorafleet top --every-s 5
+    Keys: `s` and `w` sort adapters and workers by something else, space pauses, `e` explains the router's last request
+    with every replica's cost terms, escape goes back, `q` quits.
+
+    Examples:
+
+      lorafleet top --every-s 5
+
+      lorafleet top --sort errors --range-s 600
+
+      lorafleet top --json
     """
-    from lorafleet.cli import top
+    from lorafleet.cli.top.run import run
 
-    with context.obj.orchestrator() as api:
-        top.run(api, every_s=every_s)
+    run(context.obj, every_s=every_s, range_s=range_s, sort=sort, as_json=as_json)
 
 
 def read_decisions(file: Path) -> list[Item]:
