@@ -22,7 +22,7 @@ class ReportingRouter:
 
     async def report(self, lora_id=None, **more):
         if lora_id is not None:
-            use = self.uses.setdefault(lora_id, {"worker_id": "w0", "engine_name": f"{lora_id}@ab"})
+            use = self.uses.setdefault(lora_id, {"worker_id": "w0", "engine_name": f"{lora_id}@abababababab"})
             for name, amount in more.items():
                 use[name] = use.get(name, 0) + amount
         self.seq += 1

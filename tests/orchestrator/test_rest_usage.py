@@ -4,7 +4,7 @@ from orchestrator.core.state import TrafficFigures
 
 USE = {
     "worker_id": "w0",
-    "engine_name": "sql/v1@ab",
+    "engine_name": "sql/v1@abababababab",
     "requests": 10,
     "prompt_tokens": 100,
     "output_tokens": 50,
@@ -33,6 +33,6 @@ async def test_every_count_of_a_report_is_added_up_once(service):
 
 async def test_an_older_router_reports_requests_only(service):
     assert await report(service, 1)
-    uses = [{"worker_id": "w0", "engine_name": "sql/v1@ab", "requests": 4}, {"worker_id": "w0", "engine_name": "base"}]
+    uses = [{"worker_id": "w0", "engine_name": "sql/v1@abababababab", "requests": 4}, {"worker_id": "w0", "engine_name": "base"}]
     assert await report(service, 2, uses=uses)
     assert service.reconciler.demand.traffic_totals("sql/v1") == TrafficFigures(requests=4)

@@ -94,7 +94,7 @@ async def test_a_repeated_change_is_one_history_entry(service):
         assert (await service.http.post("/v1/workers/w0/uncordon")).json()["state"] == "ready"
     kinds = [entry["kind"] for entry in (await service.http.get("/v1/history")).json()["data"]]
     intent = ["adapter_changed", "adapter_registered", "alias_set", "policy_changed"]
-    assert sorted(kinds) == [*intent, "worker_cordoned", "worker_uncordoned"]
+    assert sorted(kinds) == sorted([*intent, "leader_changed", "worker_cordoned", "worker_uncordoned"])
 
 
 async def test_a_second_deletion_changes_nothing(service):
@@ -142,6 +142,7 @@ async def test_the_history_shows_each_change_and_its_actor(open_service, tmp_pat
         "alias_deleted",
         "alias_set",
         "adapter_registered",
+        "leader_changed",
     ]
     assert second["next"] is None
 
