@@ -69,7 +69,12 @@ log = structlog.get_logger()
 _MOST_VALUES = 200_000
 # A router's report of a hundred thousand (worker, adapter), 25 values each.
 # A router's thousand decisions over 64 replicas, 16 values each.
-_LARGER_BODIES = {"/v1/usage": 3_000_000, "/v1/import": 1_000_000, "/v1/routers/answers": 1_500_000}
+_LARGER_BODIES = {
+    "/v1/usage": 3_000_000,
+    "/v1/import": 1_000_000,
+    "/v1/apply": 1_000_000,
+    "/v1/routers/answers": 1_500_000,
+}
 # Part of `lease_renew_s` for which calls under way delay the release of the lease. Most take milliseconds.
 _OWN_CALLS_SHARE = 0.25
 _FIRST_LIST_S = 2.0  # a single orchestrator leads from its first response; an absent API server blocks no start

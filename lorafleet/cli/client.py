@@ -79,10 +79,10 @@ class RestClient:
             raise CommandFailed(f"the values cannot be sent as JSON: {exc}", status=2) from exc
         if answer.is_success:
             return answer
-        message, code = _message_and_code(answer)
+        message, code, param = _parse_error(answer)
         if code == "not_found":  # no such route; missing adapters and the like have codes of their own
             message = f"{self.url} has no {path}{self._hint('is it the right server')}"
-        raise RestError(answer.status_code, message, code, key_option=self._key_option)
+        raise RestError(answer.status_code, message, code, key_option=self._key_option, param=param)
 
     def _parse_json(self, path: str, answer: httpx.Response) -> Any:
         """The JSON of an answer; raises CommandFailed."""
@@ -116,9 +116,12 @@ class RestClient:
 
 
 class RestError(CommandFailed):
-    """The server answered with an error. The message is the server's, plus a hint for known codes."""
+    """The server answered with an error. The message is the server's, plus a hint for known codes.
 
-    def __init__(self, http_status: int, message: str, code: str, *, key_option: str) -> None:
+    param  the field that is wrong, such as `policy.loading`; empty if the answer names none
+    """
+
+    def __init__(self, http_status: int, message: str, code: str, *, key_option: str, param: str = "") -> None:
         hints = {401: f" (give {key_option})", 403: " (use a key that has the scope)"}
         commands = {
             "adapter_not_found": " (lorafleet adapters add LORA_ID SOURCE)",
@@ -126,12 +129,13 @@ class RestError(CommandFailed):
         }
         super().__init__(printable(message) + hints.get(http_status, "") + commands.get(code, ""))
         self.http_status = http_status
+        self.param = param
 
 
-def _message_and_code(answer: httpx.Response) -> tuple[str, str]:
-    """The message and code of an error answer; the code is empty if the answer is not lorafleet's."""
+def _parse_error(answer: httpx.Response) -> tuple[str, str, str]:
+    """The message, code and field of an error answer; code and field are empty if the answer is not lorafleet's."""
     try:
         error = answer.json()["error"]
-        return str(error["message"]), str(error.get("code", ""))
+        return str(error["message"]), str(error.get("code", "")), str(error.get("param") or "")
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{answer.request.method} {answer.request.url}: HTTP {answer.status_code}: {answer.text[:200]}", ""
+        return f"{answer.request.method} {answer.request.url}: HTTP {answer.status_code}: {answer.text[:200]}", "", ""

@@ -13,7 +13,18 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lorafleet.cli import adapters as adapter_commands
-from lorafleet.cli import completion, decisions, key_commands, monitoring, pauses, plan, published, record, rollout
+from lorafleet.cli import (
+    apply,
+    completion,
+    decisions,
+    key_commands,
+    monitoring,
+    pauses,
+    plan,
+    published,
+    record,
+    rollout,
+)
 from lorafleet.cli import workers as worker_commands
 from lorafleet.cli.context import FleetAddress
 from lorafleet.cli.push import adapters_push
@@ -244,7 +255,7 @@ for name, group in (
     ("keys", key_commands.keys_app),
 ):
     app.add_typer(group, name=name)
-for commands in (worker_commands.app, decisions.app, plan.app, record.app, monitoring.app, completion.app):
+for commands in (worker_commands.app, decisions.app, plan.app, record.app, monitoring.app, completion.app, apply.app):
     app.add_typer(commands)
 
 

@@ -4,7 +4,7 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True)
 
+Change = Mapping[str, Any]
 _PARTS = ("adapters", "aliases", "policy")
 _POLL_S = 1.0
 _EVERY_PART = ",".join(_PARTS)
@@ -84,7 +85,7 @@ def import_record(  # noqa: PLR0917  (Typer passes by name)
         raise CommandFailed(f"{file}: {exc}; expected a file that `lorafleet export` wrote", status=2) from exc
     with context.obj.orchestrator() as api:
         changes = _bring_over(api, {"record": record}, str(file), dry_run, yes, prune, only, as_json=as_json)
-    _fail_if_blocked(changes, dry_run=dry_run)
+    fail_if_blocked(changes, dry_run=dry_run)
 
 
 @app.command()
@@ -140,7 +141,7 @@ def sync(  # noqa: PLR0917  (Typer passes by name)
         added = [c["name"] for c in changes if (c["subject"], c["change"]) == ("adapter", "add")]
         if added and not dry_run and wait:
             _wait_for_files(api, added, wait)
-    _fail_if_blocked(changes, dry_run=dry_run)
+    fail_if_blocked(changes, dry_run=dry_run)
 
 
 def _read_record(file: Path) -> Any:
@@ -174,7 +175,34 @@ def _bring_over(  # noqa: PLR0917
     if unknown := sorted(set(parts) - set(_PARTS)):
         raise CommandFailed(f"--only {', '.join(unknown)}: not a part; there are {', '.join(_PARTS)}", status=2)
     body = body | {"parts": parts, "prune": prune}
-    answer = api.call("POST", "/v1/import", body, dry_run=True)
+    return make_changes(
+        api, "/v1/import", body, place, dry_run=dry_run, ask_before=_always_unless(yes), as_json=as_json
+    )
+
+
+def _always_unless(yes: bool) -> Callable[[Change], bool]:
+    """Whether consent is needed for a change: for each of them, or for none with --yes."""
+    return lambda _change: not yes
+
+
+def make_changes(
+    api: "RestClient",
+    path: str,
+    body: Mapping[str, Any],
+    place: str,
+    *,
+    dry_run: bool,
+    ask_before: Callable[[Change], bool],
+    as_json: bool,
+) -> list[dict[str, Any]]:
+    """Show what a call of `path` would change, ask where needed, and make the changes; returns them.
+
+    place       what the fleet is compared with, for messages
+    ask_before  whether consent is needed for this change
+
+    Raises CommandFailed without consent. What is not possible is returned as `blocked`.
+    """
+    answer = api.call("POST", path, body, dry_run=True)
     changes = answer["changes"]
     if as_json and dry_run:
         print_json(answer)
@@ -186,9 +214,9 @@ def _bring_over(  # noqa: PLR0917
         if as_json:
             print_json(answer)
         return list(changes)
-    if not yes:
+    if any(map(ask_before, possible)):
         _confirm(len(possible), api.url)
-    answer = api.call("POST", "/v1/import", body)
+    answer = api.call("POST", path, body)
     changes = answer["changes"]
     if as_json:
         print_json(answer)
@@ -215,7 +243,7 @@ def _confirm(count: int, here: str) -> None:
         raise CommandFailed("nothing was changed")
 
 
-def _fail_if_blocked(changes: Sequence[Mapping[str, Any]], *, dry_run: bool) -> None:
+def fail_if_blocked(changes: Sequence[Mapping[str, Any]], *, dry_run: bool) -> None:
     """Raise CommandFailed with the blocked changes of an import. A dry run only shows them."""
     blocked = [change for change in changes if change["change"] == "blocked"]
     if blocked and not dry_run:

@@ -9,12 +9,14 @@ from starlette.types import Receive, Scope, Send
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor
+from orchestrator.intent.applied import import_of_file
 from orchestrator.intent.record import differences, fleet_record, import_record
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.file_relay import FileRelay, RelayedFile
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.backend import Subject
 from orchestrator.wire import FleetRecord, ImportAnswer, ImportRequest, RecordChange
+from orchestrator.wire_apply import ApplyRequest
 
 IMPORT_EXAMPLE = {
     "record": {
@@ -29,6 +31,13 @@ IMPORT_EXAMPLE = {
         "aliases": [{"name": "sql", "targets": [{"lora_id": "sql-expert/v1"}]}],
     },
     "from_fleet": "https://orchestrator.eu.example",
+}
+APPLY_EXAMPLE = {
+    "file": {
+        "adapters": [{"lora_id": "sql-expert/v1", "source": "file:///srv/adapters/sql-expert/v1"}],
+        "aliases": [{"name": "sql", "targets": [{"lora_id": "sql-expert/v1"}]}],
+        "policy": {"loading": "eager"},
+    }
 }
 Digest = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{64}$")]
 OtherFleet = Annotated[
@@ -60,6 +69,24 @@ def record_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
         """
         if ask.from_fleet is not None:
             relay.require_peer(ask.from_fleet)
+        return await taken_over(ask, actor, dry_run)
+
+    @api.post("/v1/apply", dependencies=[Depends(requires(keys, "admin"))])
+    async def apply(
+        ask: Annotated[ApplyRequest, Body(examples=[APPLY_EXAMPLE])],
+        actor: Actor,
+        dry_run: Annotated[bool, Query(description="name the changes without making them")] = False,
+    ) -> ImportAnswer:
+        """Give this fleet what the file says. Fields and sections that it leaves out stay; a second call does nothing.
+
+        With `prune` what the file's sections do not have is deleted.
+        """
+        request, blocked = import_of_file(ask, store)
+        answer = ImportAnswer(changes=()) if request is None else await taken_over(request, actor, dry_run)
+        return answer.model_copy(update={"changes": (*blocked, *answer.changes)})
+
+    async def taken_over(ask: ImportRequest, actor: str, dry_run: bool) -> ImportAnswer:
+        """Make the changes of an import, or name them."""
         if dry_run:
             return ImportAnswer(changes=tuple(differences(store, ask)))
         changes = import_record(ask, store, registry, reconciler.retention, actor)
