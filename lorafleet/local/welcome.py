@@ -16,6 +16,7 @@ def print_ready(
     rows = [
         ("router", f"{router}/v1", "base URL for OpenAI clients"),
         ("models", f"{router}/v1/models", "the base model and the adapters"),
+        ("console", f"{orchestrator}/ui", "the fleet in a browser: traffic, adapters, workers, decisions"),
         ("orchestrator", f"{orchestrator}/docs", "REST API: adapters, placements, workers, policy"),
         ("metrics", f"{router}/metrics", f"Prometheus{', with a key of scope metrics' if has_keys else ''}"),
         ("logs", str(logs), "one file for each process"),

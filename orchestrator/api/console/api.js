@@ -18,9 +18,8 @@ try { key = sessionStorage.getItem(KEY) || ""; } catch { /* storage is off */ }
 export function setKey(value, keep) {
   key = value.trim();
   try { keep && key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY); } catch { /* storage is off */ }
-  needsKey.set(false);
   me.set(null);
-  return whoami();
+  return whoami();  // only a key that is known opens the pages
 }
 export const hasKey = () => key !== "";
 
@@ -101,8 +100,7 @@ export function useLoad(load, deps, { follow = "all" } = {}) {
   };
   useEffect(() => {
     if (needsKey.get()) return undefined;
-    setState({ data: null, error: null });
-    run(load);
+    run(load);  // what was there stays until the answer comes
     return () => { running.current?.abort(); running.current = null; };
   }, [...deps, mine?.key_id ?? null]);
   const signals = follow === "all" ? ticks + changed : follow === "ticks" ? ticks : 0;

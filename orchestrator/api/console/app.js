@@ -28,7 +28,7 @@ function page(path) {
     case "adapters": return below ? html`<${AdapterPage} key=${below} id=${below}/>` : html`<${AdaptersPage}/>`;
     case "workers": return below ? html`<${WorkerPage} key=${below} id=${below}/>` : html`<${WorkersPage}/>`;
     case "aliases": return below ? html`<${AliasPage} key=${below} name=${below}/>` : html`<${AliasesPage}/>`;
-    case "tenants": return html`<${TenantsPage} tenant=${below}/>`;
+    case "tenants": return html`<${TenantsPage} key=${below} tenant=${below}/>`;
     case "requests": return below ? html`<${RequestPage} key=${below} id=${below}/>` : html`<${RequestsPage}/>`;
     case "what-if": return html`<${WhatIfPage}/>`;
     case "activity": return html`<${ActivityPage}/>`;
@@ -68,7 +68,7 @@ function Login() {
   const submit = async (event) => {
     event.preventDefault();
     await setKey(text, keep);
-    if (!me.get()) { setWrong("This key is not known here, or has expired."); needsKey.set(true); }
+    if (!me.get()) setWrong("This key is not known here, or has expired.");
   };
   return html`<main class="login" id="main"><form class="panel form" onSubmit=${submit}><h1>lorafleet</h1>
     <p class="muted">This fleet asks for a key. One with scope <code>view</code> reads; <code>operate</code> and <code>admin</code> may change things, too.</p>

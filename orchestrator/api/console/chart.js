@@ -10,7 +10,7 @@ const variable = (name) => getComputedStyle(document.documentElement).getPropert
 export const color = (at) => `var(--s${at % SERIES})`;
 
 // series: [{label, values, at?: number of its colour, fill?, dash?}]
-export function Chart({ title, note, at, series, format, height = 150, max, stacked = false }) {
+export function Chart({ title, note, at, series, format, height = 150, max, least = 0, stacked = false }) {
   const box = useRef(null), plot = useRef(null);
   const [hover, setHover] = useState(null);
   const [theme, setTheme] = useState(document.documentElement.dataset.theme || "");
@@ -29,7 +29,7 @@ export function Chart({ title, note, at, series, format, height = 150, max, stac
     const options = {
       width: Math.max(120, box.current.clientWidth), height, legend: { show: false }, padding: [8, 8, 0, 0],
       cursor: { sync: { key: GROUP.key }, y: false, points: { size: 6 }, drag: { x: false, y: false } },
-      scales: { x: { time: true }, y: { range: (_, low, high) => [0, max ?? (high > 0 ? high * 1.08 : 1)] } },
+      scales: { x: { time: true }, y: { range: (_, low, high) => [0, max ?? (high > 0 ? Math.max(least, high * 1.08) : least || 1)] } },
       axes: [
         { ...axis, grid: { show: false }, space: 70, size: 26, values: (_, splits, __, ___, step) => splits.map((tick) => timeText(tick, step)) },
         { ...axis, space: 30, size: 52, values: (_, splits) => splits.map((value) => format(value)) },
@@ -53,7 +53,7 @@ export function Chart({ title, note, at, series, format, height = 150, max, stac
   const when = index === null || at[index] === undefined ? "" : timeText(at[index], 1);
   const isEmpty = shown.every((one) => one.values.every((value) => value === null));
   return html`<figure class="chart">
-    <figcaption><h3>${title}</h3>${note && html`<span class="note">${note}</span>`}</figcaption>
+    <figcaption><h2>${title}</h2>${note && html`<span class="note">${note}</span>`}</figcaption>
     <ul class="legend">${shown.map((one, order) => html`<li key=${one.label}>
       <i class="swatch s${(one.at ?? order) % SERIES}"></i><span>${one.label}</span>
       <b>${index === null || one.values[index] === null || one.values[index] === undefined ? missing : format(one.values[index])}</b></li>`)}

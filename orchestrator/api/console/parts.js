@@ -27,7 +27,7 @@ export function Meter({ value, of, label, format = String, tone }) {
 export const Panel = ({ title, note, actions, children, wide, id }) => html`<section class="panel ${wide ? "wide" : ""}" aria-labelledby=${id || undefined}>
   ${title && html`<header><h2 id=${id}>${title}</h2>${note && html`<span class="note">${note}</span>`}<span class="actions">${actions}</span></header>`}${children}</section>`;
 
-export const Facts = ({ rows }) => html`<dl class="facts">${rows.filter(Boolean).map(([label, value]) => html`<div key=${label}><dt>${label}</dt><dd>${value}</dd></div>`)}</dl>`;
+export const Facts = ({ rows }) => html`<dl class="facts">${rows.filter(Boolean).map(([label, value, broad]) => html`<div key=${label} class=${broad ? "broad" : ""}><dt>${label}</dt><dd>${value}</dd></div>`)}</dl>`;
 
 export function Head({ title, crumbs = [], state, children, hasRange = false }) {
   useEffect(() => { document.title = `${title} · lorafleet`; }, [title]);

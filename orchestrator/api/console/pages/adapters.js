@@ -40,9 +40,9 @@ const COLUMNS = [
   ...totalColumns((row) => row.sums),
   { id: "cold", label: "cold starts", numeric: true, hide: "medium", value: (row) => row.sums?.cold_starts ?? 0, cell: (row) => number(row.sums?.cold_starts ?? 0) },
   { id: "workers", label: "workers", hide: "narrow", value: (row) => row.workers.join(" "), cell: (row) => html`<span class="clip">${row.workers.slice(0, 3).map((one, at) => html`${at ? ", " : ""}<${WorkerLink} id=${one}/>`)}${row.workers.length > 3 ? ` +${row.workers.length - 3}` : ""}</span>` },
-  { id: "tenants", label: "tenants", hide: "medium", value: (row) => (row.tenants || ["everyone"]).join(", "), cell: (row) => html`<span class="clip">${row.tenants ? row.tenants.join(", ") || "none" : "everyone"}</span>` },
-  { id: "rank", label: "rank", numeric: true, hide: "medium", value: (row) => row.rank, cell: (row) => number(row.rank) },
-  { id: "base", label: "base model", hide: "medium", value: (row) => row.base_model || "", cell: (row) => row.base_model || missing },
+  { id: "tenants", label: "tenants", hide: "wide", value: (row) => (row.tenants || ["everyone"]).join(", "), cell: (row) => html`<span class="clip">${row.tenants ? row.tenants.join(", ") || "none" : "everyone"}</span>` },
+  { id: "rank", label: "rank", numeric: true, hide: "wide", value: (row) => row.rank, cell: (row) => number(row.rank) },
+  { id: "base", label: "base model", hide: "wide", value: (row) => row.base_model || "", cell: (row) => row.base_model || missing },
 ];
 const AdapterTable = ({ rows }) => html`<${Table} label="Adapters" rows=${rows} rowKey=${(row) => row.lora_id} sort="-requests" empty="No adapter matches." columns=${COLUMNS}/>`;
 
@@ -75,6 +75,7 @@ const NEXT = [
   [/rank_too_big/, "No worker takes this rank. Start workers with a larger --max-lora-rank, or train with a smaller one."],
   [/source_forbidden|forbidden|credentials|401|403/, "Give the workers credentials for the source (secret_ref), then retry."],
   [/source_missing|not_found|404/, "The source has no such file: register another source under a new lora_id."],
+  [/incomplete|weights_empty|weights_corrupt|config_invalid/, "Files are missing or damaged at its source: save the adapter again (adapter_config.json and adapter_model.safetensors), then retry."],
   [/digest_mismatch/, "The source's bytes changed. Register them as a new version."],
   [/no_effect|zero/, "Its weights change nothing in this engine: check the modules it was trained on."],
   [/modules_ignored/, "The engine lacks a part of its modules. Set ignored_modules: accept in its policy to serve it all the same."],
@@ -91,7 +92,7 @@ export function AdapterPage({ id }) {
     get("/v1/published?limit=1000", { signal }).catch(() => ({ data: [] })), get("/v1/workers?limit=1000", { signal }),
   ]), [id]);
   const series = useLoad((signal) => traffic("adapter", id, rangeS, signal), [id, rangeS], { follow: "ticks" });
-  const history = useLoad((signal) => get(`/v1/history?limit=60&subject=${encodeURIComponent(id)}`, { signal }), [id]);
+  const history = useLoad((signal) => get(`/v1/history?limit=60&adapter=${encodeURIComponent(id)}`, { signal }), [id]);
   const adapter = found.data?.[0];
   return html`<${Head} title=${id} crumbs=${[html`<${Link} to="adapters">Adapters<//> /`]} hasRange state=${adapter && html`<${State} is=${adapter.state}/>`}>${adapter && html`<${AdapterActions} adapter=${adapter}/>`}<//>
     <${Loaded} of=${found}>${([item, placements, aliases, published, workers]) => html`
@@ -100,7 +101,7 @@ export function AdapterPage({ id }) {
       <${Panel}><${Facts} rows=${[
         ["Replicas ready / wanted", `${item.replicas.ready} / ${item.replicas.desired}`], ["Requests now", number(item.requests_per_s, 2) + " /s"], ["Base model", item.base_model || "not inspected yet"], ["Rank", number(item.rank)], ["Size", bytes(item.size_bytes)],
         ["Effect on answers", item.effect ? html`<${State} is=${item.effect}/>` : "not checked"], ["Tenants", item.tenants ? item.tenants.join(", ") || "none" : "everyone"], ["Loading", policyText(item.policy)],
-        ["Asked last", item.idle_s === null ? missing : span(item.idle_s) + " ago"], ["Digest", html`<code title=${item.digest}>${digest12(item.digest)}</code>`], ["Source", html`<code>${item.source}</code>`],
+        ["Asked last", item.idle_s === null ? missing : span(item.idle_s) + " ago"], ["Digest", html`<code title=${item.digest}>${digest12(item.digest)}</code>`], ["Source", html`<code>${item.source}</code>`, true],
       ]}/><//>
       <div class="grid two"><${Panel} title="Where it is, and why"><${Copies} item=${item} placements=${placements.data} workers=${workers.data} history=${history.data}/><//>
         <${Panel} title="Names that lead here"><${Names} id=${id} aliases=${aliases.data} published=${published.data}/><//></div>`}<//>

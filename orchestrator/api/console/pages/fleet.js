@@ -6,7 +6,7 @@ import { Table } from "../table.js";
 import { Head, Loaded, Meter, Panel, State } from "../parts.js";
 import { AdapterLink, Link, WorkerLink } from "../route.js";
 import { missing, number, plural, seconds, share } from "../format.js";
-import { EventLines } from "./activity.js";
+import { EventLines, HistoryLines } from "./activity.js";
 
 export const traffic = (kind, name, rangeS, signal) => get(`/v1/traffic?kind=${kind}&name=${encodeURIComponent(name)}&range_s=${rangeS}`, { signal });
 export const totals = (kind, rangeS, signal) => get(`/v1/traffic/totals?kind=${kind}&range_s=${rangeS}`, { signal }).then((found) => found.data);
@@ -16,10 +16,10 @@ export function FleetPage() {
   const rangeS = useStore(range);
   const series = useLoad((signal) => traffic("fleet", "", rangeS, signal), [rangeS], { follow: "ticks" });
   return html`<${Head} title="Fleet" hasRange/>
-    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/><${TrafficCharts} found=${found} isFleet/>`}<//>
-    <${Attention}/>
+    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/><${Attention}/><${TrafficCharts} found=${found} isFleet/>`}<//>
     <${Engines}/>
-    <div class="grid two"><${BaseModels} rangeS=${rangeS}/><${Panel} title="Now" note="what changes in the fleet, as it happens"><${EventLines} most=${12}/><//></div>`;
+    <div class="grid two"><${Incidents}/><${Panel} title="Now" note="what changes in the fleet, as it happens"><${EventLines} most=${8}/><//></div>
+    <${BaseModels} rangeS=${rangeS}/>`;
 }
 
 function Tiles({ found }) {
@@ -48,7 +48,7 @@ export function TrafficCharts({ found, isFleet = false }) {
   return html`<div class="grid">
     <${Chart} title="Requests" note=${`a second, ${each}`} at=${at} format=${rate} series=${[
       { label: "all", values: points.requests_per_s, fill: true }, { label: "refused", values: points.refusals_per_s, at: 1 }, { label: "failed", values: points.errors_per_s, at: 5 }]}/>
-    <${Chart} title="Time to first token" note="streamed answers" at=${at} format=${seconds} series=${[
+    <${Chart} title="Time to first token" note="streamed answers" at=${at} format=${seconds} least=${0.005} series=${[
       { label: "p50", values: points.first_token_s.p50, at: 2 }, { label: "p95", values: points.first_token_s.p95, at: 0 }, { label: "p99", values: points.first_token_s.p99, at: 5 }]}/>
     <${Chart} title="Tokens" note="a second" at=${at} format=${rate} series=${[
       { label: "output", values: points.output_tokens_per_s, at: 2, fill: true }, { label: "prompt", values: points.prompt_tokens_per_s, at: 7 }]}/>
@@ -58,13 +58,18 @@ export function TrafficCharts({ found, isFleet = false }) {
       { label: "at engines", values: points.gauges.in_flight || blank(at), at: 0, fill: true }, { label: "wait for room", values: points.gauges.waiting || blank(at), at: 1 }, { label: "wait for a load", values: points.gauges.held || blank(at), at: 3 }]}/>`}
     <${Chart} title="Errors and refusals" note="answers a second, by code" at=${at} format=${rate} series=${codes.length
       ? codes.map(([code, values], order) => ({ label: code, values, at: (5 + order * 3) % 8 })) : [{ label: "none", values: points.errors_per_s, at: 5 }]}/>
-    <${Chart} title="Whole answers" note="until the last token" at=${at} format=${seconds} series=${[
+    <${Chart} title="Whole answers" note="until the last token" at=${at} format=${seconds} least=${0.005} series=${[
       { label: "p50", values: points.whole_s.p50, at: 2 }, { label: "p95", values: points.whole_s.p95, at: 0 }, { label: "p99", values: points.whole_s.p99, at: 5 }]}/>
     ${isFleet && html`<${Chart} title="Cold starts" note="requests that waited for a load" at=${at} format=${rate} series=${[{ label: "requests", values: points.cold_starts, at: 3, fill: true }]}/>
-    <${Chart} title="Wait for room" note="mean, in the routers" at=${at} format=${seconds} series=${[{ label: "mean", values: points.waited_s, at: 1, fill: true }]}/>`}
+    <${Chart} title="Wait for room" note="mean, in the routers" at=${at} format=${seconds} least=${0.005} series=${[{ label: "mean", values: points.waited_s, at: 1, fill: true }]}/>`}
   </div>`;
 }
 const blank = (at) => at.map(() => null);
+
+function Incidents() {
+  const found = useLoad((signal) => get("/v1/history?kind=incident&limit=8", { signal }), []);
+  return html`<${Panel} title="Incidents" note="what happened to engines and workers by itself" actions=${html`<${Link} to="activity" query=${{ show: "incident" }}>All<//>`}><${Loaded} of=${found}>${(page) => html`<${HistoryLines} entries=${page.data} empty="None is recorded."/>`}<//><//>`;
+}
 
 function Attention() {
   const fleet = useStore(now);

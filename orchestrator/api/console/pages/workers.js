@@ -54,7 +54,7 @@ export function WorkerPage({ id }) {
   const found = useLoad((signal) => Promise.all([get(address, { signal }), get(address + "/report", { signal })]), [id]);
   const series = useLoad((signal) => traffic("worker", id, rangeS, signal), [id, rangeS], { follow: "ticks" });
   const log = useLoad((signal) => get(address + "/log?lines=200", { signal }).catch((error) => ({ lines: [], error: error.message })), [id], { follow: "ticks" });
-  const history = useLoad((signal) => get(`/v1/history?limit=60&subject=${encodeURIComponent(id)}`, { signal }), [id]);
+  const history = useLoad((signal) => get(`/v1/history?limit=60&worker=${encodeURIComponent(id)}`, { signal }), [id]);
   const crumbs = html`<${Link} to="workers">Workers<//> /`;
   const worker = found.data?.[0];
   return html`<${Head} title=${id} crumbs=${[crumbs]} hasRange state=${worker && html`<${State} is=${worker.state}/>`}>${worker && html`<${WorkerActions} worker=${worker}/>`}<//>
@@ -75,7 +75,7 @@ export function WorkerPage({ id }) {
       <${Chart} title="Requests" note="a second, sent here" at=${points.at} format=${(value) => number(value)} series=${[{ label: "all", values: points.requests_per_s, fill: true }, { label: "failed", values: points.errors_per_s, at: 5 }]}/>
       <${Chart} title="In the engine" note="requests" at=${points.at} format=${(value) => number(value)} series=${["running", "waiting", "waiting_for_slot"].map((name, order) => ({ label: name.replaceAll("_", " "), values: points.gauges[name] || points.at.map(() => null), at: [0, 1, 3][order], fill: !order }))}/>
       <${Chart} title="KV cache in use" at=${points.at} max=${1} format=${(value) => share(value)} series=${[{ label: "in use", values: points.gauges.kv_usage || points.at.map(() => null), at: 2, fill: true }]}/>
-      <${Chart} title="Time to first token" at=${points.at} format=${seconds} series=${[{ label: "p50", values: points.first_token_s.p50, at: 2 }, { label: "p95", values: points.first_token_s.p95, at: 0 }, { label: "p99", values: points.first_token_s.p99, at: 5 }]}/>
+      <${Chart} title="Time to first token" at=${points.at} format=${seconds} least=${0.005} series=${[{ label: "p50", values: points.first_token_s.p50, at: 2 }, { label: "p95", values: points.first_token_s.p95, at: 0 }, { label: "p99", values: points.first_token_s.p99, at: 5 }]}/>
       <${Chart} title="Tokens" note="a second" at=${points.at} format=${(value) => number(value)} series=${[{ label: "output", values: points.output_tokens_per_s, at: 2, fill: true }, { label: "prompt", values: points.prompt_tokens_per_s, at: 7 }]}/>
       <${Chart} title="Prompt cache" note="share of prompt tokens" at=${points.at} max=${1} format=${(value) => share(value)} series=${[{ label: "real", values: points.hit_real, at: 2, fill: true }, { label: "predicted", values: points.hit_predicted, at: 7, dash: [5, 4] }]}/></div>`}<//>
     <div class="grid two"><${Panel} title="History" note="of this worker and its engine"><${Loaded} of=${history}>${(page) => html`<${HistoryLines} entries=${page.data}/>`}<//><//>
