@@ -88,11 +88,11 @@ def test_every_command_and_its_flags_are_in_the_page_about_the_command_line():
         assert sorted(flag for flag in flags if flag not in text) == []
 
 
-@pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "quickstart.md"], ids=str)
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "quickstart.md", DOCS / "tour.md"], ids=str)
 def test_every_line_that_starts_a_fleet_is_one_that_the_command_takes(page):
     up = typer.main.get_command(command_line).commands["up"]
     text = page.read_text().replace("\\\n", " ")
-    lines = re.findall(r"^(?:LORAFLEET_\S+ )*lorafleet up (.+)$", text, re.MULTILINE) + re.findall(
+    lines = re.findall(r"^(?:LORAFLEET_\S+ )*lorafleet up (.+?)(?: &)?$", text, re.MULTILINE) + re.findall(
         r"`lorafleet up (-[^`]+ [^`]+)`", text
     )
     assert lines

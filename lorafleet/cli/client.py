@@ -122,7 +122,7 @@ class RestError(CommandFailed):
     """
 
     def __init__(self, http_status: int, message: str, code: str, *, key_option: str, param: str = "") -> None:
-        hints = {401: f" (give {key_option})", 403: " (use a key that has the scope)"}
+        hints = {401: f" (give {key_option})"}
         commands = {
             "adapter_not_found": " (lorafleet adapters add LORA_ID SOURCE)",
             "already_registered": " (lorafleet adapters set LORA_ID)",

@@ -1,4 +1,6 @@
-"""The history in ConfigMaps: a ring each for loads, incidents and changes, so that none pushes out a change of intent.
+"""The history in ConfigMaps: a ring each for loads, publishes, incidents and changes.
+
+So neither traffic nor a trainer pushes out what people changed.
 
 The newest object of a ring takes entries until it is full; then the oldest is overwritten. So one entry costs a write
 of 64 KiB at most, and a ring keeps about two thousand entries.
@@ -14,11 +16,16 @@ from orchestrator.configmaps.objects import name_of, new_object
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.store.backend import HistoryEntry
 
-RINGS = ("changes", "loads", "incidents")
+RINGS = ("changes", "loads", "incidents", "publishes")
 PARTS = 8
 PART_BYTES = 64 * 1024
 _KEY = "entries.jsonl"
-_LOADS = frozenset({"load", "unload"})
+_RING_OF = {
+    "load": "loads",
+    "unload": "loads",
+    "name_published": "publishes",
+    **dict.fromkeys(KINDS_OF_INCIDENTS, "incidents"),
+}
 
 
 class HistoryJournal:
@@ -52,7 +59,7 @@ class HistoryJournal:
         """Add entries under new ids, over the oldest part when full; returns the parts to write, as `ring-part`."""
         touched = set()
         for entry in entries:
-            ring = "loads" if entry.kind in _LOADS else "incidents" if entry.kind in KINDS_OF_INCIDENTS else "changes"
+            ring = _RING_OF.get(entry.kind, "changes")
             self._last += 1
             kept = replace(entry, id=self._last)
             size, part = len(_json_line(kept)), self._newest[ring]

@@ -184,8 +184,8 @@ class _CopyPass:
             self.keeps.append(KeepStep(digest=digest, worker_id=worker_id, neighbours=tuple(neighbours[:4])))
         if len(targets) < missing:
             reason = (
-                f"{self.copies} copies are wanted, and {len(safe) + len(going) + len(targets)} workers can keep one:"
-                " add workers, or give their disks more room"
+                f"{self.copies} copies are wanted, and disks that can keep one: {len(safe) + len(going) + len(targets)};"
+                " add workers with disks of their own, raise max_disk_bytes on full ones, or lower fleet_copies"
             )
             self.states[digest] = CopyState(status="short", kept_by=kept_by, reason=reason)
         else:
@@ -197,8 +197,8 @@ class _CopyPass:
     ) -> list[str]:
         """Workers that may keep one more copy, the best first, one a disk.
 
-        Those that have the files need no transfer. Then the adapter's own base model, so that a load finds them there,
-        and another zone and machine than the copies that are kept.
+        First comes another machine than those of the kept copies; then a worker that has the files, which needs no
+        transfer; then one of the adapter's base model, where a load finds them; then another zone.
         """
         taken = [self.disks[name] for name in (*safe.values(), *(name for name in going if name in self.disks))]
         disks_taken = {disk.disk_id for disk in taken}

@@ -28,7 +28,9 @@ KINDS_OF_INCIDENTS = {
     "engine_died": IncidentKind(
         "error", "read the engine's output in the cause; for SIGKILL look for the out-of-memory killer (dmesg)"
     ),
-    "engine_hung": IncidentKind("error", "see whether the device is healthy (nvidia-smi, dmesg); it is restarted"),
+    "engine_hung": IncidentKind(
+        "error", "the engine is restarted; see whether its device is healthy (nvidia-smi, dmesg)"
+    ),
     "engine_back": IncidentKind("info"),
     "worker_lost": IncidentKind("error", "see whether its node and agent run; its adapters are loaded elsewhere"),
     "worker_back": IncidentKind("info"),

@@ -78,8 +78,9 @@ class NamePublisher:
     async def publish(self, name: str, spec: PublishSpec, caller: Caller) -> PublishedItem:
         """Make the bytes the name's version, and return the name once every router sends requests to it.
 
-        The bytes of a version that the name still has are pointed at again. Nothing changes on an error, except that
-        a version whose loads were too slow stays for a while, so that the call can be repeated.
+        The bytes of a version that the name still has are pointed at again. On an error the name points where it did.
+        Two things may stay: settings that the spec gave, and for a while a version whose loads were too slow, so that
+        the call can be repeated. Counts and logs the outcome.
 
         Raises OrchestratorRequestError for a wrong name or source, StateConflict for a name that is another's,
         InvalidAdapter for wrong bytes, PublishUnfinished when the time is over, and OrchestratorUnavailable without a
@@ -345,7 +346,10 @@ class NamePublisher:
         self._reconciler.on_intent_changed()
 
     async def _point(self, name: str, version: NameVersion, caller: Caller, *, is_new: bool) -> None:
-        """Point the name at the version, retire older ones, and wait until that is durable and routers go by it."""
+        """Point the name at the version, end a rollout of it, and wait until that is durable and routers go by it.
+
+        Older versions stay: `VersionRetention` retires them in a pass. Raises LeaseLost, and what the store raises.
+        """
         targets = ((version.lora_id, 1.0),)
         record, was = self._store.published[name], self._store.aliases.get(name)
         if was == targets:

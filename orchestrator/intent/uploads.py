@@ -314,7 +314,7 @@ class AdapterUploads:
         if self._store is not None or len(kept.kept_on) >= wanted:
             return ""
         count = f"{len(kept.kept_on)} worker{'s' if len(kept.kept_on) > 1 else ''}"
-        return f"kept on {count} alone, because the fleet has no more; fleet_copies is {wanted}"
+        return f"kept on {count} alone, because the fleet's workers have no other disks; fleet_copies is {wanted}"
 
     async def forget(self, ask: UploadAsk) -> None:
         """Delete a finished upload; a worker that does not answer forgets it by itself."""

@@ -165,7 +165,7 @@ class _FleetPublisher:
                 500,
                 "InternalServerError",
                 "this router follows engines without an orchestrator, and only an orchestrator loads adapters on all of"
-                " them: start `lorafleet orchestrator` and an agent beside each engine, and give --orchestrator-url",
+                " them: start `python -m orchestrator` and an agent beside each engine, and give --orchestrator-url",
             )
         authorization = request.headers.get("authorization")
         headers = {"authorization": authorization} if authorization else {}

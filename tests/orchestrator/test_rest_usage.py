@@ -33,6 +33,9 @@ async def test_every_count_of_a_report_is_added_up_once(service):
 
 async def test_an_older_router_reports_requests_only(service):
     assert await report(service, 1)
-    uses = [{"worker_id": "w0", "engine_name": "sql/v1@abababababab", "requests": 4}, {"worker_id": "w0", "engine_name": "base"}]
+    uses = [
+        {"worker_id": "w0", "engine_name": "sql/v1@abababababab", "requests": 4},
+        {"worker_id": "w0", "engine_name": "base"},
+    ]
     assert await report(service, 2, uses=uses)
     assert service.reconciler.demand.traffic_totals("sql/v1") == TrafficFigures(requests=4)
