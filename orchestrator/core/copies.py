@@ -184,7 +184,7 @@ class _CopyPass:
             self.keeps.append(KeepStep(digest=digest, worker_id=worker_id, neighbours=tuple(neighbours[:4])))
         if len(targets) < missing:
             reason = (
-                f"{self.copies} copies are wanted, and disks that can keep one: {len(safe) + len(going) + len(targets)};"
+                f"{self.copies} copies are wanted; disks that can keep one: {len(safe) + len(going) + len(targets)};"
                 " add workers with disks of their own, raise max_disk_bytes on full ones, or lower fleet_copies"
             )
             self.states[digest] = CopyState(status="short", kept_by=kept_by, reason=reason)
