@@ -75,6 +75,7 @@ COMPLETION_BODIES: list[tuple[dict[str, Any], bool]] = [
     ({"prompt": IDS, **GREEDY, **TOKENS, "logprobs": 3, "seed": 7}, True),
     ({"prompt": [IDS, IDS[:70]], **GREEDY, **TOKENS, "logprobs": 1}, True),
     ({"prompt": [IDS], "temperature": 1, "seed": 7, "max_tokens": 5, **TOKENS}, True),
+    ({"prompt": IDS, **GREEDY, "return_token_ids": True, "logprobs": 0}, True),  # TRL's: tokens named by their text
     ({"prompt": IDS, **GREEDY, **TOKENS, "prompt_logprobs": 1, "logprobs": 1}, False),
     ({"prompt": [IDS, IDS[:70]], **GREEDY, "prompt_logprobs": 0, "return_token_ids": True}, False),
     ({"prompt": "SELECT name", **GREEDY, "logprobs": 2, "return_token_ids": True}, False),
@@ -125,8 +126,8 @@ async def test_token_ids_and_logprobs_are_byte_for_byte_the_engines(
 async def test_chats_with_logprobs_are_the_engines(
     direct: DirectEngine, client: httpx.AsyncClient, body: dict[str, Any]
 ) -> None:
-    await assert_same_through_a_router(direct, client, CHAT, body, "whole")  # the sim refuses them, in its words
-    await assert_same_through_a_router(direct, client, CHAT, body | {"stream": True}, "stream")
+    await assert_same_through_a_router(direct, client, CHAT, body, "whole")
+    await assert_same_through_a_router(direct, client, CHAT, body | {"stream": True}, "stream")  # the sim refuses
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
@@ -166,6 +167,26 @@ _WHOLE = (
 
 def keys(found: dict[str, Any]) -> str:
     return ",".join(found)
+
+
+@pytest.mark.parametrize("by_id", [False, True], ids=["by text", "by id"])
+async def test_logprobs_of_completions_and_chats_have_vllms_form(direct: DirectEngine, by_id: bool) -> None:
+    asked = {"model": ENGINE_NAME, **GREEDY, "return_token_ids": True, "return_tokens_as_token_ids": by_id}
+    (completion,) = direct.client.post(COMPLETIONS, json=asked | {"prompt": IDS, "logprobs": 0}).json()["choices"]
+    found = completion["logprobs"]
+    assert keys(found) == "text_offset,token_logprobs,tokens,top_logprobs"
+    assert all(value < 0 for value in found["token_logprobs"])
+    assert [[*row] for row in found["top_logprobs"]] == [[name] for name in found["tokens"]]
+    (chat,) = direct.client.post(CHAT, json=asked | {"messages": [USER], "logprobs": True}).json()["choices"]
+    rows = chat["logprobs"]["content"]
+    assert {keys(row) for row in rows} == {"token,logprob,bytes,top_logprobs"}
+    assert all(row["logprob"] < 0 and row["bytes"] == [*row["token"].encode()] for row in rows)
+    assert {len(row["top_logprobs"]) for row in rows} == {0}
+    for choice, names in ((completion, found["tokens"]), (chat, [row["token"] for row in rows])):
+        ids = [f"token_id:{token}" for token in choice["token_ids"]]
+        assert (names == ids) is by_id
+        if not by_id:
+            assert "".join(names) == (choice["text"] if choice is completion else choice["message"]["content"])
 
 
 async def test_answers_in_token_ids_have_vllms_keys_in_its_order(direct: DirectEngine) -> None:

@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.e2e.fleets", "tests.e2e.scenarios")
+pytest.register_assert_rewrite("tests.e2e.fleets", "tests.e2e.scenarios", "tests.e2e.trainers")

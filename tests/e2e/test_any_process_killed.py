@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from tests.e2e.fleets import RunningFleet, running, until
+from tests.e2e.kills import KINDS, sizes, victims
 from tests.e2e.scenarios import PYTHON, SQL, fresh_prompt
 from tests.properties import THOROUGH
 
@@ -24,8 +25,6 @@ pytestmark = [pytest.mark.fleet, pytest.mark.slow]
 
 LEGAL = "legal/v2"
 MODELS = ("tiny-qwen", SQL, PYTHON, LEGAL)
-# A guard starts an engine and ends it when its agent dies.
-KINDS = ("router", "orchestrator", "workers", "engine", "guard")
 SEED = 11
 ROUNDS = 24 if THOROUGH else len(KINDS)
 
@@ -76,28 +75,6 @@ class Askers:
                 self.answered += 1
                 if not answer.is_success:
                     self.failed.append(f"{name}: {answer.status_code} {answer.text}")
-
-
-def kind_of(command: str) -> str:
-    words = command.split("\0")
-    module = words[words.index("-m") + 1] if "-m" in words else ""
-    if any(word.endswith("guard.py") for word in words):
-        return "guard"
-    return {"workers.engines.sim": "engine"}.get(module, module if module in KINDS else "helper")
-
-
-def victims(fleet: RunningFleet) -> dict[str, set[int]]:
-    """The processes of each kind. Without `up` itself, whose death ends the fleet, and without Python's own helpers."""
-    found: dict[str, set[int]] = {kind: set() for kind in KINDS}
-    for pid, command in fleet.processes().items():
-        kind = kind_of(command)
-        if pid != fleet.process.pid and kind in found:
-            found[kind].add(pid)
-    return found
-
-
-def sizes(processes: dict[str, set[int]]) -> dict[str, int]:
-    return {kind: len(pids) for kind, pids in processes.items()}
 
 
 def intent(fleet: RunningFleet) -> dict[str, Any]:

@@ -4,12 +4,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from workers.engines.sim.adapters import SimAdapter
 from workers.engines.sim.engine import StreamedJob
-from workers.engines.sim.text import top_logprobs
+from workers.engines.sim.logprobs import chat_logprobs, completion_logprobs
 from workers.engines.sim.timing import FinishReason
 
 
@@ -32,6 +31,8 @@ class AnswerHead:
     """The answer is one of /inference/v1/generate, see `token_answers`."""
     logprobs: int | None = None
     """How many log-probabilities of each token a completion has; None: none."""
+    names_tokens_by_id: bool = False
+    """The client asked for return_tokens_as_token_ids."""
 
 
 def random_id() -> str:
@@ -135,26 +136,14 @@ def _whole_choice(head: AnswerHead, index: int, job: StreamedJob, echo: str) -> 
     if head.is_chat:
         message = {"role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None}
         message |= {"function_call": None, "reasoning": None}
+        if head.logprobs is not None:
+            ending["logprobs"] = chat_logprobs(job, head.logprobs, by_id=head.names_tokens_by_id)
         return {"index": index, "message": message, **ending, "token_ids": ids, "routed_experts": None}
     prompt_ids = job.chain.tokens[: job.prompt_tokens] if head.token_ids else None
     if head.logprobs is not None:
-        ending["logprobs"] = _completion_logprobs(job, head.logprobs)
+        ending["logprobs"] = completion_logprobs(job, head.logprobs, by_id=head.names_tokens_by_id)
     last = {"token_ids": ids, "prompt_logprobs": None, "prompt_token_ids": prompt_ids, "routed_experts": None}
     return {"index": index, "text": text, **ending, **last}
-
-
-def _completion_logprobs(job: StreamedJob, count: int) -> dict[str, Any]:
-    """The `logprobs` of a completion, with tokens as `token_id:N`."""
-    digest = job.adapter.digest if isinstance(job.adapter, SimAdapter) else b""
-    tokens = list(job.reply)
-    places = top_logprobs(digest, job.chain.tokens[: job.prompt_tokens], tokens, count)
-    starts = accumulate(map(len, job.reply_text.pieces[:-1]), initial=0)
-    return {
-        "text_offset": list(starts),
-        "token_logprobs": [place[token] for place, token in zip(places, tokens, strict=True)],
-        "tokens": [f"token_id:{token}" for token in tokens],
-        "top_logprobs": [{f"token_id:{token}": value for token, value in place.items()} for place in places],
-    }
 
 
 def _chunk(head: AnswerHead, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -65,9 +65,15 @@ class GenerationBody(RequestBody):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
     vllm_xargs: dict[str, Any] | None = None
     request_id: str | None = None
+
+    @property
+    def logprobs_count(self) -> int | None:
+        """How many likeliest tokens the answer has at each place; None: no log-probabilities."""
+        return None
 
     @property
     def stops(self) -> list[str]:
@@ -91,8 +97,13 @@ class ChatBody(GenerationBody, MessagesBody):
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
+    top_logprobs: int | None = 0
     kv_transfer_params: dict[str, Any] | None = None
     echo: bool = False
+
+    @property
+    def logprobs_count(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def given_prompt_ids(self) -> list[int] | None:
@@ -117,8 +128,11 @@ class CompletionBody(GenerationBody):
     max_tokens: int | None = 16
     echo: bool | None = False
     logprobs: int | None = None
-    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool = True
+
+    @property
+    def logprobs_count(self) -> int | None:
+        return self.logprobs
 
 
 class SamplingBody(RequestBody):
@@ -294,15 +308,19 @@ def check_generate(body: GenerationBody) -> None:
         raise invalid_parameter("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
 
 
-def check_logprobs(body: CompletionBody) -> None:
+def check_logprobs(body: ChatBody | CompletionBody) -> None:
     """Raises `ErrorAnswer` for log-probabilities that the sim does not compute, or more than vLLM allows."""
-    if body.logprobs is None:
+    count = body.logprobs_count
+    if count is None:
         return
-    if body.stream or body.echo or not body.return_tokens_as_token_ids:
-        message = "the sim engine gives logprobs of answers by token id alone: no `stream`, no `echo`"
-        raise ErrorAnswer(f"{message}, and `return_tokens_as_token_ids`", param="logprobs")
-    if body.logprobs > _MOST_LOGPROBS:
-        message = f"Requested sample logprobs of {body.logprobs}, which is greater than max allowed: {_MOST_LOGPROBS}"
+    if body.stream or body.echo:
+        message = "the sim engine gives logprobs of whole answers alone: ask without `stream` and `echo`"
+        raise ErrorAnswer(message, param="logprobs")
+    if count > _MOST_LOGPROBS:
+        message = f"Requested sample logprobs of {count}, which is greater than max allowed: {_MOST_LOGPROBS}"
+        raise ErrorAnswer(message, param="logprobs")
+    if count > 1 and not body.return_tokens_as_token_ids:
+        message = "the sim engine knows the likeliest tokens by id alone: ask with `return_tokens_as_token_ids`"
         raise ErrorAnswer(message, param="logprobs")
 
 

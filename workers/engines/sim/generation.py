@@ -52,8 +52,7 @@ class GenerationHandlers:
         body = bodies.parse_body(bodies.ChatBody, await read_json(request))
         bodies.check_generate(body)
         adapter = self.prompts.adapter_named(body.model)
-        if body.logprobs:
-            raise ErrorAnswer("the sim engine computes no logprobs; ask without `logprobs`", param="logprobs")
+        bodies.check_logprobs(body)
         if not body.messages:
             raise ErrorAnswer("Cannot apply chat template to an empty conversation. Provide at least one message.")
         prompt = body.given_prompt_ids
@@ -126,7 +125,8 @@ class GenerationHandlers:
             choices_per_prompt=body.n,
             block_size=self.settings.block_size,
             is_tokens=is_tokens,
-            logprobs=body.logprobs if isinstance(body, bodies.CompletionBody) else None,
+            logprobs=body.logprobs_count,
+            names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         )
         self.engine.check_alive()
         if adapter is not None and any(adapter.fails(prompt) for prompt in prompts):

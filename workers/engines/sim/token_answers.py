@@ -1,12 +1,11 @@
 """Answers of /inference/v1/generate with vLLM 0.32's keys in its order (scale_out/token_in_token_out/protocol.py)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from workers.engines.sim.adapters import SimAdapter
 from workers.engines.sim.answers import AnswerHead, openai_finish_reason, usage_of_jobs
 from workers.engines.sim.engine import StreamedJob
-from workers.engines.sim.text import top_logprobs
+from workers.engines.sim.logprobs import token_logprobs
 
 
 def full_token_answer(head: AnswerHead, jobs: Sequence[StreamedJob]) -> dict[str, Any]:
@@ -60,20 +59,5 @@ def _choice(head: AnswerHead, index: int, job: StreamedJob, seen: int, until: in
         "routed_experts": None,
         "sampling_mask": None,
         "weight_versions": None,
-        "logprobs": None if head.logprobs is None else _logprobs(job, head.logprobs, seen, until),
+        "logprobs": None if head.logprobs is None else token_logprobs(job, head.logprobs, seen, until),
     }
-
-
-def _logprobs(job: StreamedJob, count: int, seen: int, until: int) -> dict[str, Any]:
-    """The log-probabilities of tokens `seen` to `until`, and of the `count` likeliest at each place."""
-    digest = job.adapter.digest if isinstance(job.adapter, SimAdapter) else b""
-    tokens = list(job.reply[:until])
-    places = top_logprobs(digest, prompt_ids(job), tokens, count)
-    return {"content": [_place(place, token) for place, token in zip(places[seen:], tokens[seen:], strict=True)]}
-
-
-def _place(place: Mapping[int, float], sampled: int) -> dict[str, Any]:
-    """The log-probabilities at one place: the sampled token, and the likeliest."""
-    rows = [{"token_id": token, "logprob": value, "rank": rank} for rank, (token, value) in enumerate(place.items(), 1)]
-    (own,) = [row for row in rows if row["token_id"] == sampled]
-    return {**own, "top_logprobs": rows}
