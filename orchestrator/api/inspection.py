@@ -5,6 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 
 from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.service.roles import Caller
 from lorafleet.service.whoami import who_is
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound, OrchestratorUnavailable, WorkerFailed
@@ -17,7 +18,7 @@ _LOG_WITHIN_S = 5.0
 
 
 def inspection_routes(keys: ApiKeys, reports: WorkerReports, agents: AgentClient) -> APIRouter:
-    """The routes; they need a key above tenants."""
+    """The routes; but for its own key they need a key above tenants."""
     api = APIRouter(tags=["fleet"])
     view = [Depends(requires(keys, "view", is_for_fleet=True))]
 
@@ -39,11 +40,13 @@ def inspection_routes(keys: ApiKeys, reports: WorkerReports, agents: AgentClient
                 f"the agent of {worker_id!r} did not give its log: {exc}", code="agent_unreachable", retry_after_s=2.0
             ) from exc
 
-    @api.get("/v1/keys", dependencies=view)
-    async def key_list() -> KeyList:
-        """The keys of the key files by id: tenant, scopes, limits, expiry; never the key or its hash."""
+    @api.get("/v1/keys")
+    async def key_list(reader: Annotated[Caller, Depends(requires(keys, "view"))]) -> KeyList:
+        """The keys of the key files by id, of a tenant's reader its own: tenant, scopes, limits, expiry; no hash."""
         items = []
         for caller in keys.callers():
+            if reader.only_tenant is not None and caller != reader:
+                continue
             found = who_is(caller)
             items.append(KeyItem.model_validate(found.model_dump()))
         return KeyList(data=tuple(items))

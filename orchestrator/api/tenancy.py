@@ -17,6 +17,7 @@ from lorafleet.service.roles import Caller
 from orchestrator.core.errors import Forbidden, NotFound, StateConflict
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.state import RegisteredAdapter
+from orchestrator.core.traffic import SeriesKind
 from orchestrator.reconcile.catalog import Tenants
 from orchestrator.store.backend import HistoryEntry
 from orchestrator.store.store import IntentStore
@@ -284,8 +285,18 @@ class TenantView:
                 "orphans": (),
                 "refusal": self.text(item.refusal),
                 "drain": None,
+                "load": None,
             }
         )
+
+    def sees_traffic(self, kind: SeriesKind, name: str) -> bool:
+        """Whether all requests of this series are the caller's own: an adapter that others may use tells of theirs."""
+        if self.tenant is None:
+            return True
+        if kind == "adapter":
+            adapter = self._store.adapters.get(name)
+            return adapter is not None and adapter.tenants is not None and set(adapter.tenants) == {self.tenant}
+        return name == self.tenant if kind == "tenant" else kind == "key" and name == self._caller.key_id
 
     def plan(self, plan: Plan) -> Plan:
         """The part of the plan that concerns adapters that the caller sees, with that part's cost."""

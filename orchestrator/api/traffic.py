@@ -10,7 +10,9 @@ from fastapi.responses import StreamingResponse
 from lorafleet.histogram import percentile_s
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.routers import EventStream
+from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.core.demand import ROUTER_LIVE_S
+from orchestrator.core.errors import Forbidden
 from orchestrator.core.traffic import GRAINS, Grain, SeriesKind, TrafficSums, summed
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import RouterSeen, TrafficBook
@@ -45,11 +47,23 @@ def traffic_routes(
     wall: Callable[[], float],
 ) -> APIRouter:
     """The routes that read traffic, routers, and the fleet now."""
-    api = APIRouter(tags=["traffic"], dependencies=[Depends(requires(keys, "view", is_for_fleet=True))])
+    api = APIRouter(tags=["traffic"])
+    view = [Depends(requires(keys, "view"))]
+    seen_by = Annotated[TenantView, Depends(tenant_view_of(reconciler.store))]
 
-    @api.get("/v1/traffic")
-    async def traffic(kind: Kind = "fleet", name: str = "", range_s: Range = 3600.0) -> TrafficSeries:
-        """One series over time, from 5 s a slice (15 minutes) to 10 minutes a slice (2 days)."""
+    @api.get("/v1/traffic", dependencies=view)
+    async def traffic(seen: seen_by, kind: Kind = "fleet", name: str = "", range_s: Range = 3600.0) -> TrafficSeries:
+        """One series over time, from 5 s a slice (15 minutes) to 10 minutes a slice (2 days).
+
+        A tenant's key reads its tenant's, its own, and those of adapters that are its tenant's alone; else 403.
+        """
+        if not seen.sees_traffic(kind, name):
+            raise Forbidden(
+                f"a key of tenant {seen.tenant!r} reads traffic of kind tenant, of its own key, and of adapters that no"
+                " other tenant may use",
+                code="fleet_key_needed",
+                param="kind",
+            )
         now = wall()
         grain, found = await book.series(kind, name, range_s)
         # The fleet is read in every slice in which this orchestrator led: there no row means nothing, else not known.
@@ -59,29 +73,29 @@ def traffic_routes(
         total = traffic_total(name, summed(whole), range_s)
         return TrafficSeries(kind=kind, name=name, range_s=range_s, step_s=grain.step_s, total=total, points=points)
 
-    @api.get("/v1/traffic/totals")
-    async def totals(kind: Kind = "adapter", range_s: Range = 3600.0) -> TrafficTotals:
-        """Every series of a kind, summed over a range."""
+    @api.get("/v1/traffic/totals", dependencies=view)
+    async def totals(seen: seen_by, kind: Kind = "adapter", range_s: Range = 3600.0) -> TrafficTotals:
+        """Every series of a kind that the caller may read, summed over a range."""
         found = await book.totals(kind, range_s)
-        rows = [traffic_total(name, sums, range_s) for name, sums in found.items()]
+        rows = [traffic_total(name, sums, range_s) for name, sums in found.items() if seen.sees_traffic(kind, name)]
         rows.sort(key=lambda row: (-row.requests, row.name))
         return TrafficTotals(kind=kind, range_s=range_s, data=tuple(rows))
 
-    @api.get("/v1/routers")
+    @api.get("/v1/routers", dependencies=[Depends(requires(keys, "view", is_for_fleet=True))])
     async def routers() -> RouterList:
         """Routers that have reported within the last hour."""
         now = wall()
         items = (_router_item(router_id, seen, now) for router_id, seen in sorted(book.routers.items()))
         return RouterList(data=tuple(items))
 
-    @api.get("/v1/live", response_class=EventStream)
-    async def live() -> StreamingResponse:
-        """The fleet now as server-sent events: after a change, and every two seconds."""
+    @api.get("/v1/live", response_class=EventStream, dependencies=view)
+    async def live(seen: seen_by) -> StreamingResponse:
+        """The fleet now as server-sent events: after a change, and every two seconds. A tenant's key sees its part."""
 
         async def messages() -> AsyncIterator[str]:
             """One message at least, until this orchestrator stops or leads no longer."""
             while True:
-                yield f"event: now\ndata: {fleet_now().model_dump_json()}\n\n"
+                yield f"event: now\ndata: {_shown_to(seen.tenant, fleet_now()).model_dump_json()}\n\n"
                 await asyncio.sleep(_LEAST_PAUSE_S)
                 if is_stopping() or not reconciler.leadership.is_leading:
                     return
@@ -111,6 +125,16 @@ def traffic_routes(
         )
 
     return api
+
+
+def _shown_to(tenant: str | None, now: FleetNow) -> FleetNow:
+    """The message as a caller of this tenant may see it: what waits of its own requests; None: everything."""
+    if tenant is None:
+        return now
+    waiting, held = ({name: n for name, n in part.items() if name == tenant} for part in (now.waiting, now.held))
+    return now.model_copy(
+        update={"workers": {}, "routers": 0, "in_flight": 0, "waiting": waiting, "held": held, "circuits": {}}
+    )
 
 
 def live_routers(book: TrafficBook, now: float) -> list[RouterSeen]:

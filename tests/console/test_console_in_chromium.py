@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.console.browser import INSTALL, PAGES, THEMES, chromium, opened, visit
-from tests.console.scene import OPERATOR, VIEWER, running_scene
+from tests.console.scene import ACME, OPERATOR, VIEWER, running_scene
 from tests.patience import patience
 
 pytestmark = [pytest.mark.thorough, pytest.mark.fleet, pytest.mark.timeout(900)]
@@ -78,6 +78,18 @@ async def test_a_viewer_sees_everything_and_no_action(scene, browser):
             await visit(page, path)
             words = await page.locator("main button.action").all_inner_texts()
             assert set(words) <= {"Pause", "Explain"}, (path, words)
+
+
+async def test_a_key_of_one_tenant_sees_its_own_part_on_every_page_that_it_is_offered(scene, browser):
+    async with opened(browser, scene.orchestrator, key=ACME) as page:
+        await visit(page, "")
+        assert await page.inner_text("h1") == "acme"
+        offered = [await link.get_attribute("href") for link in await page.locator("nav li a").all()]
+        assert "/ui/workers" not in offered
+        for path in [each.removeprefix("/ui") for each in offered] + ["/adapters/acme/forecast", "/tenants/acme"]:
+            await visit(page, path)
+            assert await page.locator("[role=alert]").all_inner_texts() == [], path
+            assert "globex" not in await page.inner_text("main"), path
 
 
 async def test_a_cordon_says_what_it_does_and_is_taken_back(scene, browser):

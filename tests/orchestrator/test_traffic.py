@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorafleet.histogram import LAST_BUCKET, bucket_of, percentile_s, upper_bound_s
+from lorafleet.service.key_files import hash_key
 from orchestrator.core.traffic import GRAINS, OTHER, GaugeSums, TrafficSums, bounded, grain_for, summed
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.file import TrafficFile
@@ -262,3 +263,47 @@ async def test_the_live_stream_begins_with_the_fleet_now(service):
     answer = await service.http.get("/v1/live")
     assert answer.text.startswith("event: now\ndata: {")
     assert '"ready":1' in answer.text
+
+
+async def test_a_tenants_key_reads_its_own_traffic_and_nothing_of_others(open_service, tmp_path):
+    path = tmp_path / "keys.yaml"
+    entries = [("root", "admin", ""), ("acme", "view", "tenant: acme, "), ("globex", "view", "tenant: globex, ")]
+    rows = [f"- {{sha256: {hash_key(key)}, {tenant}scopes: [{scope}]}}\n" for key, scope, tenant in entries]
+    path.write_text("keys:\n" + "".join(rows))
+    service = open_service(key_files=(path,))
+    service.http.headers["authorization"] = "Bearer root"
+    await service.register("acme/mine", tenants=["acme"])
+    await service.register("shared/both", tenants=["acme", "globex"])
+    used = [
+        row(adapter=name, tenant=tenant, key=hash_key(tenant)[:12], requests=3).model_dump()
+        for name, tenant in (("acme/mine", "acme"), ("shared/both", "globex"))
+    ]
+    report = {"router_id": "r0", "boot_id": "b0", "seq": 1, "revision_seen": 1}
+    report |= {"traffic": [{"number": 1, "rows": used}], "now": {"waiting": {"acme": 1, "globex": 2}}}
+    assert (await service.http.post("/v1/usage", json=report)).status_code == 200
+    service.http.headers["authorization"] = "Bearer acme"
+    for kind, names in (
+        ("adapter", ["acme/mine"]),
+        ("tenant", ["acme"]),
+        ("key", [hash_key("acme")[:12]]),
+        ("worker", []),
+        ("fleet", []),
+        ("base", []),
+    ):
+        data = (await service.http.get(f"/v1/traffic/totals?kind={kind}")).json()["data"]
+        assert [item["name"] for item in data] == names, kind
+    for kind, name, status in (
+        ("adapter", "acme/mine", 200),
+        ("tenant", "acme", 200),
+        ("adapter", "shared/both", 403),
+        ("tenant", "globex", 403),
+        ("fleet", "", 403),
+        ("worker", "w0", 403),
+    ):
+        answer = await service.http.get("/v1/traffic", params={"kind": kind, "name": name})
+        assert answer.status_code == status, (kind, name)
+    assert (await service.http.get("/v1/routers")).status_code == 403
+    asyncio.get_running_loop().call_soon(service.built.stop)
+    live = (await service.http.get("/v1/live")).text
+    assert '"waiting":{"acme":1}' in live
+    assert "globex" not in live

@@ -31,7 +31,7 @@ export function Chart({ title, note, at, series, format, height = 150, max, leas
       cursor: { sync: { key: GROUP.key }, y: false, points: { size: 6 }, drag: { x: false, y: false } },
       scales: { x: { time: true }, y: { range: (_, low, high) => [0, max ?? (high > 0 ? Math.max(least, high * 1.08) : least || 1)] } },
       axes: [
-        { ...axis, grid: { show: false }, space: 70, size: 26, values: (_, splits, __, ___, step) => splits.map((tick) => timeText(tick, step)) },
+        { ...axis, grid: { show: false }, space: 64, size: 26, incrs: [1, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400], values: (_, splits, __, ___, step) => splits.map((tick) => timeText(tick, step)) },
         { ...axis, space: 30, size: 52, values: (_, splits) => splits.map((value) => format(value)) },
       ],
       series: [{}, ...shown.map((one, index) => {

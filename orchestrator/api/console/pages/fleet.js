@@ -1,6 +1,6 @@
 // The fleet: is it well, how fast is it, what needs somebody.
 import { html, useStore } from "../lib.js";
-import { all, get, now, range, useLoad } from "../api.js";
+import { all, get, me, now, range, useLoad } from "../api.js";
 import { Chart, Spark } from "../chart.js";
 import { Table } from "../table.js";
 import { Head, Loaded, Meter, Panel, State } from "../parts.js";
@@ -13,6 +13,22 @@ export const totals = (kind, rangeS, signal) => get(`/v1/traffic/totals?kind=${k
 const sum = (counts) => Object.values(counts || {}).reduce((whole, count) => whole + count, 0);
 
 export function FleetPage() {
+  return me.get()?.is_confined_to_tenant ? html`<${OwnPage} tenant=${me.get().tenant}/>` : html`<${WholeFleetPage}/>`;
+}
+
+// What a key of one tenant sees first: its own traffic and adapters.
+function OwnPage({ tenant }) {
+  const rangeS = useStore(range);
+  const series = useLoad((signal) => traffic("tenant", tenant, rangeS, signal), [rangeS], { follow: "ticks" });
+  const failed = useLoad((signal) => get("/v1/adapters?state=failed&limit=20", { signal }), []);
+  return html`<${Head} title=${tenant} hasRange/>
+    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/>
+      ${failed.data?.data.length > 0 && html`<${Panel} title="Needs attention"><ul class="lines">${failed.data.data.map((one) => html`<li key=${one.lora_id}><${State} is="failed"/><b><${AdapterLink} id=${one.lora_id}/></b><span class="grow">${one.error}</span></li>`)}</ul><//>`}
+      <${TrafficCharts} found=${found}/>`}<//>
+    <${Panel} title="Now" note="what changes in its adapters, as it happens"><${EventLines} most=${12}/><//>`;
+}
+
+function WholeFleetPage() {
   const rangeS = useStore(range);
   const series = useLoad((signal) => traffic("fleet", "", rangeS, signal), [rangeS], { follow: "ticks" });
   return html`<${Head} title="Fleet" hasRange/>
