@@ -13,6 +13,7 @@ from lorafleet.local import tiny_model
 from tests.e2e.fleets import RunningFleet, chat, running
 from tests.e2e.scenarios import SQL, FleetSuite
 from tests.e2e.shifting import FIVE, ShiftSuite
+from tests.e2e.trainers import TrainerSuite, example_trainer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -125,6 +126,31 @@ class TestTwoVllmWorkers(FleetSuite):
             (call,) = (block for block in ask(tool_choice=choice, max_tokens=500).content if block.type == "tool_use")
             assert (call.name, call.input["city"] in CITIES) == ("get_weather", True)
         assert ask(tool_choice={"type": "auto"}, max_tokens=8).usage.output_tokens == 8
+
+
+class TestTrainersOnVllm(TrainerSuite):
+    @pytest.fixture
+    def runs(self, fleet: RunningFleet) -> Path:
+        return fleet.state_dir.parent / "adapters" / "runs"
+
+    @pytest.fixture
+    def model(self, fleet: RunningFleet) -> Path:
+        return fleet.state_dir / "tiny-qwen"
+
+    @pytest.mark.thorough  # brings torch into two more processes
+    def test_trls_client_and_rollout_worker_sync_adapters_and_sample_by_them(
+        self, fleet: RunningFleet, runs: Path, model: Path
+    ) -> None:
+        super().test_trls_client_and_rollout_worker_sync_adapters_and_sample_by_them(fleet, runs, model)
+
+    @pytest.mark.parametrize("steps", [4, pytest.param(200, marks=[pytest.mark.thorough, pytest.mark.timeout(3600)])])
+    def test_each_steps_answers_have_the_logprobs_of_that_very_step(
+        self, fleet: RunningFleet, runs: Path, model: Path, steps: int
+    ) -> None:
+        with example_trainer(fleet, model, runs, steps=steps, name=f"policy-{steps}") as trainer:
+            assert list(trainer.steps()) == list(range(1, steps + 1)), trainer.output()
+            assert trainer.status() == 0, trainer.output()
+        assert f"{steps} steps: 0 answers of another version, 0 cache hits across versions" in trainer.output()
 
 
 @pytest.mark.thorough
