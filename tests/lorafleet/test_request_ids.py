@@ -16,7 +16,7 @@ from tests.wires import error_of, parsed_head
 
 ID = re.compile(r"[0-9a-f]{32}")
 # Streams without an end are asked for by HEAD, and a path without a route is one, too.
-ENDLESS = {"/v1/events", "/v1/kv/stream"}
+ENDLESS = {"/v1/events", "/v1/live", "/v1/kv/stream"}
 
 
 def asking(app):

@@ -311,7 +311,8 @@ async def ask(client, path: str, body: Body, **more: Any) -> str:
 
 def test_a_conversation_of_every_route_that_computes_is_tried():
     computing = {route.path for route in ROUTES.values() if route.computes and route.has_body}
-    assert {path for _, path, _ in CONVERSATIONS} == computing
+    has_token_ids = "/inference/v1/generate"  # so it needs no approximate key
+    assert {path for _, path, _ in CONVERSATIONS} == computing - {has_token_ids}
 
 
 @pytest.mark.parametrize(("kind", "path", "body"), CONVERSATIONS)

@@ -269,6 +269,7 @@ async def test_only_no_free_slot_means_full_and_other_errors_are_waited_out(trou
         "digest": DIGEST,
         "secret": "store/key",
         "from_fleet": False,
+        "neighbours": [],
     }
 
 
