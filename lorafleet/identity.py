@@ -1,4 +1,4 @@
-"""What router, orchestrator and agents must compute alike: engine names, home workers, block hashes, cache tiers.
+"""What router, orchestrator and agents must compute alike: engine and version names, homes, block hashes, tiers.
 
 Each rule stands here once, and every service imports it. A changed block hash needs a new `KV_HASHING`.
 """
@@ -61,6 +61,18 @@ def lora_id_of(engine_name: str) -> str:
     """The lora_id in an engine name; a name that the fleet did not give has no digest and is returned as it is."""
     match = _ENGINE_NAME.fullmatch(engine_name)
     return match[1] if match else engine_name
+
+
+def version_id(name: str, number: int) -> str:
+    """The lora_id of a published name's version: `name/v<number>`."""
+    return f"{name}/v{number}"
+
+
+def split_version_id(lora_id: str) -> tuple[str, int] | None:
+    """(name, number) of a version's lora_id `name/v<number>`; None for any other."""
+    name, found, number = lora_id.rpartition("/v")
+    is_number = number.isascii() and number.isdigit() and number[0] != "0" and len(number) < 10
+    return (name, int(number)) if found and name and is_number else None
 
 
 def fleet_source(digest: str) -> str:

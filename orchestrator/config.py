@@ -143,8 +143,8 @@ class OrchestratorSettings(WorkerDiscoverySettings):
     pause_wait_s: float = Field(
         default=300.0,
         gt=0,
-        description="how long a pause may take to be in force everywhere, in mode wait until nothing runs; longer: 503,"
-        " and nothing is paused",
+        description="how long a pause may take to be in force everywhere, in modes wait and abort until nothing runs;"
+        " longer: 503, and nothing is paused",
     )
     inspects_in_flight: int = Field(default=8, ge=1, description="most adapters inspected at the same time")
     metrics_adapters: int = Field(

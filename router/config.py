@@ -57,7 +57,7 @@ class RouterSettings(WorkerDiscoverySettings):
         default=28.0,
         gt=0,
         le=110,
-        description="longest time for a load of an adapter by the engines' own calls; trainers give up after 30 s",
+        description="longest time that /v1/load_lora_adapter and its kin may take; trainers give up after 30 s",
     )
     unreachable_after_s: float = Field(
         default=10.0, gt=0, description="silence after which an agent's worker counts as unreachable"

@@ -128,7 +128,9 @@ class WorkerSettings(ServiceSettings):
     parallel_fetches: int = Field(default=4, ge=1, description="adapters fetched at a time")
     source_parts: int = Field(default=4, ge=1, description="parts of one object-store file fetched at a time")
     max_uploads: int = Field(
-        default=8, ge=1, description="files of adapters sent to other workers and fleets at a time; more are refused"
+        default=8,
+        ge=1,
+        description="adapters' files that this agent sends to other workers and fleets at a time; more are refused",
     )
     upload_bytes_per_s: int = Field(
         default=512 << 20,

@@ -8,9 +8,9 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
+from lorafleet.identity import version_id
 from orchestrator.core.rollout import Targets
 from orchestrator.core.state import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
-from orchestrator.core.version_ids import version_id
 
 LINGER_S = 5.0
 """A version stays at least this long after its name has left it, and longer while requests for it wait or run: a router
@@ -70,6 +70,14 @@ class PublishedName:
     shadows_base: bool = False
     dropped: tuple[str, ...] = ()
     deleted_at: float | None = None
+
+    def kept_count(self, policy: PlacementPolicy) -> int:
+        """Newest versions that stay: the name's own number, else the policy's."""
+        return policy.keep_versions if self.keep_versions is None else self.keep_versions
+
+    def stale_after_s(self, policy: PlacementPolicy) -> float:
+        """How long a superseded version stays: the name's own time, else the policy's. 0: no limit."""
+        return policy.max_staleness_s if self.max_staleness_s is None else self.max_staleness_s
 
     def version_of(self, digest: str) -> NameVersion | None:
         """The newest version with these bytes; None without one."""
@@ -159,8 +167,7 @@ def retired_versions(
     targets  lora_ids that some name points at, or is about to: they are never retired
     busy     lora_ids with requests that wait or run: they stay, but not for longer than `MOST_LINGER_S`
     """
-    keep = policy.keep_versions if record.keep_versions is None else record.keep_versions
-    stale_s = policy.max_staleness_s if record.max_staleness_s is None else record.max_staleness_s
+    keep, stale_s = record.kept_count(policy), record.stale_after_s(policy)
     pointed = [version for version in record.versions if version.pointed_at is not None]
     newest = sorted(pointed, key=lambda version: (version.pointed_at or 0.0, version.number), reverse=True)
     kept = {version.lora_id for version in newest[: max(1, keep)]} | set(targets)

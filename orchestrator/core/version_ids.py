@@ -1,18 +1,8 @@
-"""The lora_ids of published names' versions: `name/v<number>`."""
+"""Which lora_ids were versions of published names that are retired: nothing needs to be remembered of these."""
 
 from collections.abc import Container, Mapping
 
-
-def version_id(name: str, number: int) -> str:
-    """The lora_id of a name's version."""
-    return f"{name}/v{number}"
-
-
-def split_version_id(lora_id: str) -> tuple[str, int] | None:
-    """(name, number) of a version's lora_id `name/v<number>`; None for any other."""
-    name, found, number = lora_id.rpartition("/v")
-    is_number = number.isascii() and number.isdigit() and number[0] != "0" and len(number) < 10
-    return (name, int(number)) if found and name and is_number else None
+from lorafleet.identity import split_version_id
 
 
 def is_retired_version(lora_id: str, next_numbers: Mapping[str, int], registered: Container[str]) -> bool:

@@ -89,7 +89,7 @@ class BytesCopier:
         able = [worker for worker in ready if worker.has_agent]
         if ready and not able:
             raise OrchestratorUnavailable(
-                "publishing copies the bytes on workers, and no worker here has an agent: start `lorafleet worker`"
+                "publishing copies the bytes on workers, and no worker here has an agent: start `python -m workers`"
                 " beside each engine, or register adapters whose files stay (POST /v1/adapters)",
                 code="no_agent",
             )

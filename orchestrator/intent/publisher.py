@@ -181,8 +181,8 @@ class NamePublisher:
                 "is_new": is_new,
                 "tenant": record.tenant,
                 "replicas": "all" if record.replicas is None else record.replicas,
-                "keep_versions": record.keep_versions or rules.keep_versions,
-                "max_staleness_s": rules.max_staleness_s if record.max_staleness_s is None else record.max_staleness_s,
+                "keep_versions": record.kept_count(rules),
+                "max_staleness_s": record.stale_after_s(rules),
                 "shadows_base": record.shadows_base,
             }
         )

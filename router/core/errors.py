@@ -11,10 +11,12 @@ RouterError
 │   └── RateLimited         429 rate_limited, with Retry-After: the API key reached a limit
 ├── TemporarilyUnavailable  ours: 503 with Retry-After
 │   ├── NoReplica           no_replica: no replica can serve this now
+│   │   └── AdapterInspecting   the adapter's base model is not known yet: the request waits for that
 │   ├── NoCapacity          no_capacity: no worker has room for this adapter
 │   ├── ColdStartTimeout    adapter_loading: the adapter was not loaded in time
 │   ├── CatalogUnavailable  catalog_unavailable: no catalog was read yet
-│   └── PoisonRequestHeld   deadly_request: engines died of this request, or of its adapter
+│   ├── PoisonRequestHeld   deadly_request: engines died of this request, or of its adapter
+│   └── EndedByPause        ended_by_pause: a pause ended it, and its format has no word for that
 ├── DeadlineExceeded        504 deadline_exceeded: the request's own deadline passed before an answer began
 ├── NoAnswerInTime          504 no_answer_in_time: the engine took too long; a retry would take as long
 ├── ReplicaUnreachable      an attempt failed before any byte reached the client: another replica may be tried

@@ -4,7 +4,6 @@ A name is read in this order: a base model; the whole name of an adapter or alia
 `base:` and one of these. So a name with colons (`m:eval@3`) never depends on which base models are served.
 """
 
-import re
 from collections.abc import Callable
 from math import log
 from random import Random
@@ -12,12 +11,9 @@ from random import Random
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from lorafleet.identity import asked_version
+from lorafleet.identity import asked_version, split_version_id
 from router.core.errors import AdapterFailed, AdapterInspecting, BadBody, ModelNotFound
 from router.core.fleet import RoutableAdapter, RouterFleet
-
-# The end of a published version's lora_id, behind the name under which it is published.
-_PUBLISHED = re.compile(r"/v[0-9]+")
 
 Visible = Callable[[RoutableAdapter], bool]
 
@@ -199,7 +195,8 @@ def _find_version(fleet: RouterFleet, visible: Visible, name: str) -> RoutableAd
 
 def _is_version(fleet: RouterFleet, lora_id: str, name: str) -> bool:
     """Whether an adapter is called by this name: it is its own, it is published under it, or an alias's target."""
-    if lora_id == name or _PUBLISHED.fullmatch(lora_id.removeprefix(name)):
+    version = split_version_id(lora_id)
+    if lora_id == name or (version is not None and version[0] == name):
         return True
     alias = fleet.aliases.get(name)
     return alias is not None and lora_id in dict(alias.targets)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorafleet.identity import split_version_id, version_id
 from orchestrator.core.published_names import (
     LINGER_S,
     MOST_DROPPED,
@@ -21,7 +22,7 @@ from orchestrator.core.published_names import (
     without_versions,
 )
 from orchestrator.core.state import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
-from orchestrator.core.version_ids import is_retired_version, split_version_id, version_id
+from orchestrator.core.version_ids import is_retired_version
 
 POLICY = PlacementPolicy(keep_versions=2, max_staleness_s=3600.0, unused_name_s=86400.0)
 
