@@ -18,7 +18,7 @@ _LOG_WITHIN_S = 5.0
 
 
 def inspection_routes(keys: ApiKeys, reports: WorkerReports, agents: AgentClient) -> APIRouter:
-    """The routes; but for its own key they need a key above tenants."""
+    """The routes that look closely. A tenant's key reads its own entry of `/v1/keys`, and nothing else here."""
     api = APIRouter(tags=["fleet"])
     view = [Depends(requires(keys, "view", is_for_fleet=True))]
 
@@ -58,5 +58,7 @@ def _known(reports: WorkerReports, worker_id: str) -> KnownWorker:
     """The worker's entry. Raises NotFound."""
     entry = reports.workers.get(worker_id)
     if entry is None:
-        raise NotFound(f"worker {worker_id!r} has not registered", code="worker_not_found")
+        raise NotFound(
+            f"worker {worker_id!r} has not registered; GET /v1/workers lists those that have", code="worker_not_found"
+        )
     return entry

@@ -146,7 +146,9 @@ class TenantView:
         known = self._store.adapters.get(spec.lora_id)
         if known is not None and not self._is_own(known):
             # Without a word of what is registered there.
-            raise Forbidden(f"{spec.lora_id!r} is taken, and not of tenant {self.tenant!r} alone", param="lora_id")
+            raise Forbidden(
+                f"{spec.lora_id!r} is taken, and not of tenant {self.tenant!r} alone; choose another", param="lora_id"
+            )
         if "tenants" in spec.model_fields_set:
             self._require_own_tenants(spec.tenants)
         self._require_own_secret(spec.secret_ref)

@@ -74,7 +74,10 @@ class BytesCopier:
                 raise refusal
             if deadline.left_s <= pause_s:
                 why = str(refusal or "no worker has answered")
-                message = f"the bytes could not be copied within {spec.timeout_s:g} s: {why}; {name!r} is as it was"
+                message = (
+                    f"the bytes could not be copied within {spec.timeout_s:g} s: {why}; {name!r} is as it was:"
+                    " repeat the call once a worker sees them"
+                )
                 raise PublishUnfinished(message, code="bytes_not_visible")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -95,5 +98,8 @@ class BytesCopier:
             )
         if not able:
             serving = f" for {base_model!r}" if base_model else ""
-            raise OrchestratorUnavailable(f"no worker is ready{serving}, so nothing can be published", code="no_worker")
+            message = (
+                f"no worker is ready{serving}, so nothing can be published: see `lorafleet workers list`, and repeat"
+            )
+            raise OrchestratorUnavailable(message, code="no_worker")
         return sorted(able, key=lambda worker: (-rendezvous_score(name, worker.id), worker.id))

@@ -224,7 +224,9 @@ class NamePublisher:
                 async with asyncio.timeout(deadline.left_s):
                     await lock.acquire()
             except TimeoutError as exc:
-                raise PublishUnfinished(f"another publish of {name!r} is in progress; nothing was changed") from exc
+                raise PublishUnfinished(
+                    f"another publish of {name!r} is in progress; nothing was changed: repeat the call"
+                ) from exc
             try:
                 yield
             finally:
@@ -285,7 +287,9 @@ class NamePublisher:
             reconciler.leadership.require_leading()
             record = self._store.published.get(name)
             if record is None or record.deleted_at is not None or lora_id not in self._store.adapters:
-                raise StateConflict(f"{name!r} was deleted while it was published", code="name_deleted", param="name")
+                raise StateConflict(
+                    f"{name!r} was deleted while it was published; publish it again", code="name_deleted", param="name"
+                )
             able = meant & self._able_workers(version)
             progress = load_progress(
                 lora_id,

@@ -383,7 +383,10 @@ class AdapterUploads:
             message = f"worker {holder.id} cannot read the upload store's {source}: {exc!s}; see upload_store"
             raise OrchestratorUnavailable(message, code="upload_store_failed", retry_after_s=5) from exc
         if there.digest != found.digest:
-            message = f"the upload store's {source} has digest {there.digest}, written was {found.digest}"
+            message = (
+                f"the upload store's {source} has digest {there.digest}, written was {found.digest}: workers must read"
+                " the very store that the orchestrator writes (upload_store)"
+            )
             raise OrchestratorUnavailable(message, code="upload_store_failed", retry_after_s=5)
         return source
 

@@ -86,7 +86,9 @@ class FleetPauses:
                 return lease, progress
             known = self._store.pauses.get(scope.key)
             if known is None or known.began_at != lease.began_at:
-                raise StateConflict("this pause was ended by another call while it began", code="pause_ended")
+                raise StateConflict(
+                    "this pause was ended by another call while it began; pause again", code="pause_ended"
+                )
             if self._clock() >= deadline:
                 self._end(scope, "not reached")
                 raise OrchestratorUnavailable(_not_reached(progress, self._wait_s), code="pause_not_reached")

@@ -36,7 +36,7 @@ class PauseForward:
         self._timeout = httpx.Timeout(services.config.control_timeout_s, read=_MOST_WAIT_S)
 
     async def pause(self, request: Request, mode: PauseMode, lease_s: float | None = None) -> dict[str, Any]:
-        """Pause with this mode: what is told of it beside the engine's own words. Raises HttpError."""
+        """Pause with this mode; returns the fields that stand beside the engine's own words. Raises HttpError."""
         item = await self._call(request, "POST", {"mode": mode} | ({} if lease_s is None else {"lease_s": lease_s}))
         return {name: item[name] for name in ("scope", "mode", "running", "expires_at")}
 
@@ -115,8 +115,8 @@ def pause_routes(services: Services, control: httpx.AsyncClient) -> APIRouter:
         if body.mode not in modes:
             message = f"mode must be one of {', '.join(modes)}, found {body.mode!r:.60}"
             raise HttpError(400, "invalid_request_body", message, param="mode")
-        told = await forward.pause(request, modes[body.mode])
-        return {"message": "Generation paused successfully.", "status": "ok"} | told
+        fields = await forward.pause(request, modes[body.mode])
+        return {"message": "Generation paused successfully.", "status": "ok"} | fields
 
     @api.post("/continue_generation", dependencies=registers)
     async def continue_generation(request: Request) -> dict[str, str]:
@@ -127,8 +127,8 @@ def pause_routes(services: Services, control: httpx.AsyncClient) -> APIRouter:
     @api.post("/areal_pause_generation", dependencies=registers)
     async def areal_pause_generation(request: Request) -> dict[str, Any]:
         """As `/pause?mode=abort`, in the words of AReaL's vLLM."""
-        told = await forward.pause(request, "abort")
-        return {"success": True, "message": "Generation paused and all requests aborted"} | told
+        fields = await forward.pause(request, "abort")
+        return {"success": True, "message": "Generation paused and all requests aborted"} | fields
 
     @api.post("/areal_continue_generation", dependencies=registers)
     async def areal_continue_generation(request: Request) -> dict[str, Any]:
