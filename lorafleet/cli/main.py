@@ -26,6 +26,7 @@ from lorafleet.cli import (
     rollout,
 )
 from lorafleet.cli import workers as worker_commands
+from lorafleet.cli.bench import command as bench
 from lorafleet.cli.context import FleetAddress
 from lorafleet.cli.push import adapters_push
 from lorafleet.service.failure import CommandFailed
@@ -255,7 +256,16 @@ for name, group in (
     ("keys", key_commands.keys_app),
 ):
     app.add_typer(group, name=name)
-for commands in (worker_commands.app, decisions.app, plan.app, record.app, monitoring.app, completion.app, apply.app):
+for commands in (
+    worker_commands.app,
+    decisions.app,
+    plan.app,
+    record.app,
+    monitoring.app,
+    completion.app,
+    apply.app,
+    bench.app,
+):
     app.add_typer(commands)
 
 

@@ -1,0 +1,119 @@
+"""Sends planned requests to a router and measures what comes back."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import httpx
+
+from lorafleet.cli.bench.plan import PlannedRequest
+from lorafleet.cli.bench.report import RequestOutcome
+
+_CONNECT_S = 10.0
+
+
+async def run_load(
+    url: str,
+    token: str,
+    planned: Sequence[PlannedRequest],
+    *,
+    output_tokens: int,
+    concurrency: int | None,
+    timeout_s: float,
+    on_end: Callable[[RequestOutcome], None],
+) -> tuple[list[RequestOutcome], float]:
+    """Send every request at its time; their outcomes in the order of `planned`, and the seconds that all took.
+
+    concurrency  most requests at a time; a request whose turn comes late is measured from when it is sent
+    on_end       called with each outcome as it comes
+    """
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None)
+    turns = asyncio.Semaphore(concurrency or len(planned) or 1)
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+    ) as client:
+        start = time.perf_counter()
+
+        def elapsed_s() -> float:
+            """Seconds since the start."""
+            return time.perf_counter() - start
+
+        async def one(request: PlannedRequest) -> RequestOutcome:
+            """Wait for the request's time and turn, and send it."""
+            await asyncio.sleep(request.at_s - elapsed_s())
+            async with turns:
+                outcome = await send(client, request, output_tokens, elapsed_s)
+            on_end(outcome)
+            return outcome
+
+        outcomes = await asyncio.gather(*map(one, planned))
+        return list(outcomes), elapsed_s()
+
+
+async def send(
+    client: httpx.AsyncClient, request: PlannedRequest, output_tokens: int, elapsed_s: Callable[[], float]
+) -> RequestOutcome:
+    """Stream one completion and measure it; a failure is an outcome, too."""
+    body = {
+        "model": request.model,
+        "prompt": list(request.tokens),
+        "max_tokens": output_tokens,
+        "ignore_eos": True,  # else random prompts have answers of random lengths
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began_s = elapsed_s()
+    chunk_s: list[float] = []
+    usage: Mapping[str, Any] = {}
+    predicted: int | None = None
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code != httpx.codes.OK:
+                error = f"{answer.status_code} {_code(await answer.aread())}".strip()
+                return RequestOutcome(model=request.model, began_s=began_s, ended_s=elapsed_s(), error=error)
+            with suppress(ValueError):
+                predicted = int(answer.headers.get("x-lorafleet-cached-tokens", ""))
+            async for event in _events(answer):
+                if "error" in event:
+                    error = f"stream {event['error'].get('code') or event['error'].get('type')}"
+                    return RequestOutcome(model=request.model, began_s=began_s, ended_s=elapsed_s(), error=error)
+                if event.get("choices"):
+                    chunk_s.append(elapsed_s())
+                usage = event.get("usage") or usage
+    except (httpx.HTTPError, ValueError, AttributeError) as exc:
+        error = f"connection {type(exc).__name__}"
+        return RequestOutcome(model=request.model, began_s=began_s, ended_s=elapsed_s(), error=error)
+    if not chunk_s:
+        return RequestOutcome(model=request.model, began_s=began_s, ended_s=elapsed_s(), error="empty answer")
+    details = usage.get("prompt_tokens_details") or {}
+    return RequestOutcome(
+        model=request.model,
+        began_s=began_s,
+        ended_s=chunk_s[-1],
+        prompt_tokens=usage.get("prompt_tokens", len(request.tokens)),
+        output_tokens=usage.get("completion_tokens", len(chunk_s)),
+        chunk_s=tuple(chunk_s),
+        predicted_tokens=predicted,
+        cached_tokens=details.get("cached_tokens"),
+    )
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON events of a stream up to `[DONE]`. Raises ValueError for what is no JSON."""
+    async for line in answer.aiter_lines():
+        if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":
+            yield json.loads(data)
+
+
+def _code(body: bytes) -> str:
+    """The code of an error answer; empty if it has none."""
+    try:
+        return str(json.loads(body)["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return ""
