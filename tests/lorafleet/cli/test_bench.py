@@ -2,13 +2,17 @@
 
 import itertools
 import json
+import re
+import shlex
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from random import Random
 
 import httpx
 import numpy as np
 import pytest
+import typer
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from hypothesis import given
@@ -18,6 +22,7 @@ from lorafleet.cli.bench.command import chosen_models
 from lorafleet.cli.bench.load import run_load
 from lorafleet.cli.bench.plan import PlannedRequest, arrival_times, planned_requests, zipf_weights
 from lorafleet.cli.bench.report import RequestOutcome, figures, most_at_a_time, percentile, report_lines
+from lorafleet.cli.main import app
 from lorafleet.service.failure import CommandFailed
 from tests.serving import serving
 
@@ -111,6 +116,13 @@ def test_adapters_are_all_some_or_the_base_model() -> None:
     assert chosen_models("b, base,b", "tiny", ["a", "b"]) == ["b", "tiny"]
     with pytest.raises(CommandFailed, match="nope: not adapters of tiny"):
         chosen_models("a,nope", "tiny", ["a"])
+
+
+def test_the_quickstarts_benchmark_is_one_that_the_command_takes() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "quickstart.md").read_text()
+    (line,) = re.findall(r"^lorafleet bench (.+)$", page, re.MULTILINE)
+    taken = typer.main.get_command(app).commands["bench"].make_context("bench", shlex.split(line)).params
+    assert (taken["requests"], taken["rate"], taken["shared_prefix"]) == (200, 20.0, 250)
 
 
 def sse(*events: object) -> bytes:

@@ -1,4 +1,4 @@
-"""The quickstart's commands work with the vLLM that `make demo` installs."""
+"""The documented command of vLLM's own benchmark works with the vLLM that `make demo` installs."""
 
 import re
 import shlex
@@ -14,13 +14,13 @@ from tests.contract.conftest import unload_all
 from tests.engines import Kind, RunningEngine
 from tests.patience import patience
 
-QUICKSTART = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(300)]
 
 
 def benchmark_command(**given: str) -> list[str]:
     """The benchmark command in the page, with some flags' values replaced."""
-    block = re.search(r"```sh\n([^`]*bench serve[^`]*)```", QUICKSTART)
+    block = re.search(r"```sh\n([^`]*bench serve[^`]*)```", PAGE)
     assert block is not None
     words = shlex.split(block[1].replace("\\\n", " "))
     for flag, value in given.items():
@@ -28,7 +28,7 @@ def benchmark_command(**given: str) -> list[str]:
     return words
 
 
-def test_all_requests_of_the_quickstart_benchmark_succeed(
+def test_all_requests_of_vllms_benchmark_succeed(
     engine_of: Callable[[Kind], RunningEngine], model_dir: Path, adapters: dict[str, Path]
 ) -> None:
     engine = engine_of("sim")  # the test is about the command: any engine will do
