@@ -123,6 +123,21 @@ async def test_a_refused_action_says_why_and_the_dialog_stays(scene, browser):
         await page.wait_for_selector("dialog", state="detached")
 
 
+async def test_an_adapter_is_uploaded_as_its_two_files_and_taken_back(scene, browser):
+    folder = scene.fleet.state_dir / "adapters" / "legal" / "v2"
+    files = [str(folder / name) for name in ("adapter_config.json", "adapter_model.safetensors")]
+    async with opened(browser, scene.orchestrator, key=OPERATOR) as page:
+        await visit(page, "/adapters")
+        await page.click("main >> text=Upload")
+        await page.fill("dialog input[type=text]", "uploaded/v1")
+        await page.set_input_files("dialog input[type=file]", files)
+        await page.click("dialog button.primary")
+        await page.wait_for_selector("h1 >> text=uploaded/v1")
+        assert scene.call("GET", "/v1/adapters/uploaded/v1").json()["digest"]
+        await page.click(".toast >> text=Undo")
+        await page.wait_for_selector(".toast >> text=Taken back")
+
+
 async def test_a_decision_is_explained_and_replayed_from_the_orchestrators_port_alone(scene, browser):
     async with opened(browser, scene.orchestrator, key=OPERATOR) as page:
         await visit(page, "/requests")

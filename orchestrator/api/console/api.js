@@ -29,7 +29,7 @@ export class CallError extends Error {
 
 export async function call(method, path, { body, headers, signal, raw } = {}) {
   const sent = { ...(key ? { authorization: "Bearer " + key } : {}), ...headers };
-  if (body !== undefined && !raw) sent["content-type"] = "application/json";
+  if (body !== undefined) sent["content-type"] = raw ? "application/octet-stream" : "application/json";
   const answer = await fetch(path, {
     method, signal, headers: sent, cache: "no-store",
     body: body === undefined ? undefined : raw ? body : JSON.stringify(body),

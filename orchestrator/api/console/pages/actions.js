@@ -1,9 +1,9 @@
 // Actions: each says first what it will do, and is taken back where that is possible. A key without the scope sees none.
 import { html, useStore, useState } from "../lib.js";
 import { call, changes, get, may, me, useLoad } from "../api.js";
-import { Choice, Dialog, Field, say } from "../parts.js";
+import { Dialog, Field, say } from "../parts.js";
 import { go, href } from "../route.js";
-import { number, plural, share, span } from "../format.js";
+import { bytes, plural, share, span } from "../format.js";
 
 const path = (name) => name.split("/").map(encodeURIComponent).join("/");
 const refresh = () => changes.set(changes.get() + 1);
@@ -51,6 +51,27 @@ export function RegisterButton() {
     <${Field} label="Tenants" hint="separated by commas; empty: everyone may use it"><input type="text" value=${tenants} onInput=${(event) => setTenants(event.target.value)}/><//>
     <div class="bar"><button type="button" class="action" disabled=${!id.trim() || !source.trim()} onClick=${check}>Check first</button></div>
     ${checked && html`<p class="notice ${checked.isBad ? "bad" : ""}" role="status">${checked.text}</p>`}<//>`;
+}
+
+const PARTS = ["adapter_config.json", "adapter_model.safetensors"];
+
+// An adapter from this machine: one archive, or its two files.
+export function UploadButton() {
+  const [id, setId] = useState(""), [files, setFiles] = useState([]);
+  const at = () => "/v1/adapters/" + path(id.trim());
+  const isArchive = files.length === 1 && /\.(tar|tar\.gz|tgz|zip)$/.test(files[0].name);
+  const parts = PARTS.map((name) => files.find((file) => file.name === name)), isWhole = isArchive || parts.every(Boolean);
+  const size = files.reduce((sum, file) => sum + file.size, 0);
+  const send = async () => {
+    if (isArchive) return call("PUT", at(), { body: files[0], raw: true });
+    let answer = null;
+    for (const file of parts) answer = await call("PUT", `${at()}?file=${file.name}`, { body: file, raw: true });
+    return answer;
+  };
+  return html`<${Act} label="Upload" title="Upload an adapter" scope="register" verb="Upload" ready=${id.trim() && isWhole} what=${isWhole ? `Send ${bytes(size)} to a worker, which verifies it. The fleet keeps copies of it, and it is registered under this name. On any error nothing is registered.` : "Choose one archive (.tar, .tar.gz, .zip), or both adapter_config.json and adapter_model.safetensors."}
+    run=${send} undo=${() => call("DELETE", at())} done=${() => { const name = id.trim(); go(href("adapters/" + name)); return `${name} is uploaded.`; }}>
+    <${Field} label="Name" hint="such as sql-expert/v2"><input type="text" value=${id} onInput=${(event) => setId(event.target.value)} required/><//>
+    <${Field} label="Files"><input type="file" multiple accept=".tar,.gz,.tgz,.zip,.json,.safetensors" onChange=${(event) => setFiles([...event.target.files])}/><//><//>`;
 }
 
 export function RebalanceButton() {

@@ -1,13 +1,13 @@
 // Adapters: find one; then where it is and why, how it does, and what to do when it does not.
 import { html, useMemo, useStore } from "../lib.js";
-import { all, get, may, range, useLoad } from "../api.js";
+import { all, get, range, useLoad } from "../api.js";
 import { Table } from "../table.js";
 import { Choice, Facts, Head, Loaded, Panel, Search, State, useLater } from "../parts.js";
 import { AdapterLink, Link, WorkerLink, href, place, setQuery } from "../route.js";
 import { bytes, digest12, missing, number, plural, seconds, share, span } from "../format.js";
 import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
 import { EventLines, HistoryLines } from "./activity.js";
-import { AdapterActions, RegisterButton, RebalanceButton } from "./actions.js";
+import { AdapterActions, RegisterButton, RebalanceButton, UploadButton } from "./actions.js";
 
 const unique = (values) => [...new Set(values.filter(Boolean))].sort();
 
@@ -23,7 +23,7 @@ export function AdaptersPage() {
   }, [found.data]);
   const shown = useMemo(() => rows.filter((row) => (!asked || row.lora_id.toLowerCase().includes(asked)) && (!state || row.state === state)
     && (!tenant || (row.tenants || []).includes(tenant)) && (!base || row.base_model === base)), [rows, asked, state, tenant, base]);
-  return html`<${Head} title="Adapters" hasRange><${RebalanceButton}/><${RegisterButton}/><//>
+  return html`<${Head} title="Adapters" hasRange><${RebalanceButton}/><${UploadButton}/><${RegisterButton}/><//>
     <div class="bar"><${Search} value=${text} label="Search adapters" placeholder="Search by name" onInput=${(value) => setQuery({ q: value })}/>
       <${Choice} label="State" value=${state} options=${[["", "any state"], ...unique(rows.map((row) => row.state)).map((one) => [one, one])]} onChange=${(value) => setQuery({ state: value })}/>
       <${Choice} label="Tenant" value=${tenant} options=${[["", "any tenant"], ...unique(rows.flatMap((row) => row.tenants || [])).map((one) => [one, one])]} onChange=${(value) => setQuery({ tenant: value })}/>
