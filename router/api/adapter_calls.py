@@ -6,7 +6,6 @@ fields of SGLang 0.5.23. A load is never answered 404 or 503: trainers take the 
 give up at the second (prime-rl).
 """
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from lorafleet.service.auth import AuthFirstRoute, requires
+from router.api.control_calls import ControlCalls, ControlUnavailable, error_of
 from router.request.services import Services
 
 VLLM_LOADS = ("/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
@@ -26,12 +26,7 @@ SGLANG_UNLOAD = "/unload_lora_adapter"
 UNLOADS = ("/v1/unload_lora_adapter", SGLANG_UNLOAD)
 
 _MOST_BODY_BYTES = 64 * 1024
-_RETRY_S = 0.25
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Refusals by the orchestrator that end by themselves: a new leader, its first seconds, a store that is away.
-_PASSING_CODES = frozenset(
-    {"not_leading", "starting", "stopping", "store_unreachable", "no_worker", "worker_unreachable"}
-)
 # The statuses that say that the request itself is wrong. All others are answered as 500.
 _OWN_STATUSES = frozenset({400, 401, 403})
 # Of these a 409 or 422 speaks: the name is taken, the bytes are refused. vLLM answers 400 for both.
@@ -109,11 +104,11 @@ async def _answer(request: Request, call: Callable[[Request], Awaitable[_Success
 
 
 class _FleetPublisher:
-    """Calls the orchestrator's routes of published names, again while it changes its leader."""
+    """Calls the orchestrator's routes of published names."""
 
     def __init__(self, services: Services, control: httpx.AsyncClient) -> None:
         self._services = services
-        self._control = control
+        self._calls = ControlCalls(services, control)
 
     async def load(self, request: Request) -> _Success:
         """Publish the files under the name. Raises _Refusal."""
@@ -158,37 +153,20 @@ class _FleetPublisher:
         deadline: float,
         body: Callable[[], Mapping[str, Any]] | None,
     ) -> httpx.Response:
-        """The orchestrator's answer, that of the next leader where it changes. Raises _Refusal."""
-        url = self._services.config.orchestrator_url.rstrip("/")
-        if not url:
+        """The orchestrator's answer. Raises _Refusal."""
+        if not self._calls.url:
             raise _Refusal(
                 500,
                 "InternalServerError",
                 "this router follows engines without an orchestrator, and only an orchestrator loads adapters on all of"
                 " them: start `python -m orchestrator` and an agent beside each engine, and give --orchestrator-url",
             )
-        authorization = request.headers.get("authorization")
-        headers = {"authorization": authorization} if authorization else {}
-        trouble = "it does not answer"
-        while (left_s := deadline - self._services.clock()) > 0:
-            try:
-                answer = await self._control.request(
-                    method,
-                    f"{url}/v1/published/{quote(name, safe='/')}",
-                    json=None if body is None else body(),
-                    headers=headers,
-                    # The orchestrator ends in time by itself; a little more lets its answer through.
-                    timeout=left_s + 1.0,
-                )
-            except (httpx.HTTPError, httpx.InvalidURL) as exc:
-                trouble = f"it does not answer ({type(exc).__name__})"
-            else:
-                code, message = _error_of(answer)
-                if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or code not in _PASSING_CODES:
-                    return answer
-                trouble = message
-            await asyncio.sleep(min(_RETRY_S, left_s))
-        raise _Refusal(500, "InternalServerError", f"the orchestrator could not do it in time: {trouble}")
+        path = f"/v1/published/{quote(name, safe='/')}"
+        try:
+            return await self._calls.send(request, method, path, deadline=deadline, body=body)
+        except ControlUnavailable as exc:
+            message = f"the orchestrator could not do it in time: {exc}"
+            raise _Refusal(500, "InternalServerError", message) from exc
 
 
 async def _body(request: Request, kind: type[Any]) -> Any:
@@ -210,20 +188,9 @@ def _source(lora_path: str) -> str:
     return f"hf://{lora_path}" if is_hub_id else lora_path
 
 
-def _error_of(answer: httpx.Response) -> tuple[str, str]:
-    """(code, message) of the orchestrator's error; empty for none."""
-    if answer.is_success:
-        return "", ""
-    try:
-        error = msgspec.json.decode(answer.content)["error"]
-        return str(error["code"]), str(error["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
-        return "", f"the orchestrator answers HTTP {answer.status_code}"
-
-
 def _refusal_of(answer: httpx.Response) -> _Refusal:
     """The refusal for the orchestrator's error: 400 for what the caller can mend, else 500; never 404 or 503."""
-    code, message = _error_of(answer)
+    code, message = error_of(answer)
     text = f"{message} [{code}]" if code else message
     if answer.status_code in _OWN_STATUSES:
         return _Refusal(answer.status_code, "InvalidUserInput", text)

@@ -15,6 +15,7 @@ from lorafleet.service.auth import AuthFirstRoute, requires
 from lorafleet.service.http import HttpError
 from lorafleet.service.roles import Caller
 from orchestrator.wire import PauseMode
+from router.api.control_calls import ControlCalls, ControlUnavailable
 from router.request.services import Services
 
 # The orchestrator bounds a pause by its own pause_wait_s.
@@ -31,9 +32,8 @@ class PauseForward:
     """Calls of the orchestrator's `/v1/pauses`, each with its client's own key."""
 
     def __init__(self, services: Services, control: httpx.AsyncClient) -> None:
-        self._control = control
-        self._url = services.config.orchestrator_url.rstrip("/")
-        self._timeout = httpx.Timeout(services.config.control_timeout_s, read=_MOST_WAIT_S)
+        self._services = services
+        self._calls = ControlCalls(services, control)
 
     async def pause(self, request: Request, mode: PauseMode, lease_s: float | None = None) -> dict[str, Any]:
         """Pause with this mode; returns the fields that stand beside the engine's own words. Raises HttpError."""
@@ -46,17 +46,21 @@ class PauseForward:
 
     async def _call(self, request: Request, method: str, body: Mapping[str, Any] | None = None) -> Any:
         """The orchestrator's answer. Raises HttpError, for its error and for none."""
-        if not self._url:
+        if not self._calls.url:
             raise HttpError(501, "needs_orchestrator", "this router has no orchestrator, which would hold the pause")
-        sent = request.headers.get("authorization")
-        headers = {} if sent is None else {"authorization": sent}
+        config = self._services.config
         try:
-            answer = await self._control.request(
-                method, f"{self._url}/v1/pauses", json=body, headers=headers, timeout=self._timeout
+            answer = await self._calls.send(
+                request,
+                method,
+                "/v1/pauses",
+                deadline=self._services.clock() + config.control_timeout_s,
+                read_s=_MOST_WAIT_S,
+                body=None if body is None else lambda: body,
             )
             found = answer.json()
-        except (httpx.HTTPError, ValueError) as exc:
-            message = f"whether anything is paused is not known: the orchestrator does not answer ({exc!r}); call again"
+        except (ControlUnavailable, ValueError) as exc:
+            message = f"whether anything is paused is not known: the orchestrator does not answer ({exc}); call again"
             raise HttpError(503, "orchestrator_unreachable", message, retry_after_s=1.0) from exc
         if answer.is_error:
             error = found.get("error") or {}

@@ -23,6 +23,10 @@ class PublishingOrchestrator:
         self.calls, self.answers = [], [(200, None)]
         self.app = FastAPI()
         self.app.add_api_route("/v1/published/{name:path}", self._answer, methods=["POST", "DELETE"])
+        self.app.add_api_route("/v1/pauses", self._pause, methods=["POST", "DELETE"])
+
+    async def _pause(self, request: Request):
+        return await self._answer("", request)
 
     async def _answer(self, name: str, request: Request):
         body = await request.body()
@@ -30,7 +34,10 @@ class PublishingOrchestrator:
         status, code = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
         if code is not None:
             return JSONResponse(envelope(status, code, f"why: {code}"), status)
-        return Response(status_code=204) if request.method == "DELETE" else JSONResponse({"name": name}, status)
+        if request.method == "DELETE" and name:
+            return Response(status_code=204)
+        pause = {"scope": "tenant acme", "mode": "keep", "running": 0, "expires_at": "2026-11-26T18:00:00Z"}
+        return JSONResponse({"name": name, **pause}, status)
 
 
 @contextlib.asynccontextmanager
@@ -112,6 +119,14 @@ async def test_load_goes_on_with_the_next_leader(scene):
     orchestrator.answers = [(503, "not_leading"), (503, "starting"), (200, None)]
 
     assert (await router.post(LOADS[0], json=BODY)).status_code == 200
+    assert len(orchestrator.calls) == 3
+
+
+@pytest.mark.parametrize("path", ["/pause?mode=keep", "/resume", "/pause_generation", "/continue_generation"])
+async def test_pause_and_resume_go_on_with_the_next_leader(scene, path):
+    router, orchestrator = scene
+    orchestrator.answers = [(503, "not_leading"), (503, "starting"), (200, None)]
+    assert (await router.post(path)).status_code == 200
     assert len(orchestrator.calls) == 3
 
 
