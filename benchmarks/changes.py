@@ -1,11 +1,9 @@
 """How soon a change of names holds at three routers, and what spreading a load costs. Real processes, sim engines."""
 
 import itertools
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -13,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.local_fleets import local_fleet, running, wait_until
 from benchmarks.report import ReportRow, arguments, show
 
 ROUTERS = 3
@@ -127,43 +126,21 @@ def _times(what: str, times_ms: list[float]) -> list[ReportRow]:
 @contextmanager
 def _fleet(*engine: str, workers: int) -> Iterator[FleetUnderChange]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        command = ["lorafleet", "up", "--engine", "sim", "--workers", str(workers), "--state-dir", f"{folder}/state"]
-        command += ["--router-port", "0", "--orchestrator-port", "0"]
-        up = stack.enter_context(_process([*command, *(("--", *engine) if engine else ())], stdout=subprocess.PIPE))
-        assert up.stdout is not None
-        line = next(line for line in up.stdout if line.startswith("ready "))
-        urls = dict(word.split("=", 1) for word in line.split()[1:] if "=" in word)
+        urls, up = stack.enter_context(local_fleet(Path(folder) / "state", "sim", *engine, workers=workers))
         routers = [urls["router"]]
         for number in range(1, ROUTERS):
             port_file = Path(folder) / f"router-{number}"
             flags = ["--orchestrator-url", urls["orchestrator"], "--port", "0", "--port-file", str(port_file)]
-            process = stack.enter_context(_process(["router", *flags, "--log-level", "warning"]))
-            _wait(port_file.exists, process)
+            process = stack.enter_context(running(["router", *flags, "--log-level", "warning"]))
+            wait_until(port_file.exists, process)
             routers.append(f"http://127.0.0.1:{port_file.read_text().strip()}")
         clients = [
             stack.enter_context(httpx.Client(base_url=url, timeout=60, trust_env=False))
             for url in (urls["orchestrator"], *routers)
         ]
         for client in clients:
-            _wait(lambda ready=client.get: ready("/ready").status_code == 200, up)
+            wait_until(lambda ready=client.get: ready("/ready").status_code == 200, up)
         yield FleetUnderChange(clients[0], clients[1:])
-
-
-@contextmanager
-def _process(command: list[str], **more: Any) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-P", "-m", *command], text=True, **more)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _wait(is_true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    while not is_true():
-        if process.poll() is not None:
-            raise SystemExit(f"{process.args} ended with status {process.returncode}")
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,47 @@
+"""Fleets and processes that benchmarks start, and stop when they are done."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+
+
+@contextmanager
+def local_fleet(
+    state_dir: Path, engine: str, *flags: str, workers: int, environment: Mapping[str, str] = _NO_VARIABLES
+) -> Iterator[tuple[dict[str, str], subprocess.Popen[str]]]:
+    """A ready `lorafleet up`: the URLs of its `router` and `orchestrator`, and its process. `flags`: each engine's."""
+    command = ["lorafleet", "up", "--engine", engine, "--workers", str(workers), "--state-dir", str(state_dir)]
+    command += ["--router-port", "0", "--orchestrator-port", "0", *(("--", *flags) if flags else ())]
+    with running(command, stdout=subprocess.PIPE, env={**os.environ, **environment}) as up:
+        assert up.stdout is not None
+        line = next((line for line in up.stdout if line.startswith("ready ")), None)
+        if line is None:
+            raise SystemExit(f"the fleet ended with status {up.wait()}")
+        yield dict(word.split("=", 1) for word in line.split()[1:] if "=" in word), up
+
+
+@contextmanager
+def running(command: list[str], **more: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process of `python -m COMMAND`, which gets SIGTERM in the end."""
+    process = subprocess.Popen([sys.executable, "-P", "-m", *command], text=True, **more)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Poll until the condition is true. Raises SystemExit if the process ends first."""
+    while not is_true():
+        if process.poll() is not None:
+            raise SystemExit(f"{process.args} ended with status {process.returncode}")
+        time.sleep(0.05)
