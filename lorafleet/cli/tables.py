@@ -304,8 +304,12 @@ def _expiry_text(expires: str | None, now: datetime) -> str:
 
 
 def fields(item: Mapping[str, Any]) -> Table:
-    """A table of one item's fields."""
-    return table(["field", "value"], list(item.items()))
+    """A table of one item's fields; a field that lists objects has a row for each."""
+    rows: list[tuple[str, Any]] = []
+    for name, value in item.items():
+        objects = value if isinstance(value, list) and value and isinstance(value[0], Mapping) else [value]
+        rows += [(name if number == 0 else "", each) for number, each in enumerate(objects)]
+    return table(["field", "value"], rows)
 
 
 def decisions(items: Items, wide: bool = False) -> Table:

@@ -311,6 +311,12 @@ def test_a_row_is_broken_between_words_if_it_fits(monkeypatch: pytest.MonkeyPatc
     assert lines == ["field   value", "policy  loading=lazy,", "        min_replicas=0,", "        weight=1"]
 
 
+def test_a_field_that_lists_objects_has_a_row_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = {"name": "policy", "versions": [{"lora_id": "policy/v2"}, {"lora_id": "policy/v1"}], "workers": []}
+    lines = printed(tables.fields(item), 60, monkeypatch)
+    assert [line.split() for line in lines[2:4]] == [["versions", "lora_id=policy/v2"], ["lora_id=policy/v1"]]
+
+
 def test_zone_and_node_are_columns_only_where_a_worker_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def names(*workers: dict[str, object]) -> set[str]:
         return {"zone", "node"} & set(printed(tables.workers(workers), 200, monkeypatch)[0].split())
