@@ -60,7 +60,7 @@ def upload_bytes(method: str, path: str) -> int:
 
 
 async def _forwarded(request: Request, orchestrator_url: str, limits: httpx.Timeout) -> Response:
-    """The orchestrator's answer. Raises HttpError 503 `orchestrator_unreachable` if there is none."""
+    """The orchestrator's answer. Raises HttpError 503 `orchestrator_unreachable` if there is none, or another's."""
     target = orchestrator_url + request.url.path + (f"?{request.url.query}" if request.url.query else "")
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     has_body = request.method in ("PUT", "POST")
@@ -80,6 +80,12 @@ async def _forwarded(request: Request, orchestrator_url: str, limits: httpx.Time
     except BaseException:
         await client.aclose()
         raise
+
+    if answer.is_error and "json" not in answer.headers.get("content-type", ""):
+        await answer.aclose()
+        await client.aclose()
+        message = f"something else than an orchestrator answers HTTP {answer.status_code} there: see --orchestrator-url"
+        raise HttpError(503, "orchestrator_unreachable", message, retry_after_s=2.0)
 
     async def body() -> AsyncIterator[bytes]:
         """The answer's bytes; closes the connection at their end."""

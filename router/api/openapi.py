@@ -68,7 +68,11 @@ EXAMPLES: Mapping[str, tuple[Json | None, Json]] = {
         },
     ),
     GENERATE_TOKENS: (
-        {"model": _MODEL, "token_ids": [836, 329], "sampling_params": {"max_tokens": 4, "logprobs": 0}},
+        {
+            "model": _MODEL,
+            "token_ids": [836, 329],
+            "sampling_params": {"max_tokens": 4, "temperature": 0, "logprobs": 0},
+        },
         {
             "request_id": "generate-tokens-1",
             "model": _MODEL,

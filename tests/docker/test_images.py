@@ -145,7 +145,7 @@ def installed(tmp_path_factory) -> Path:
 
 
 def test_the_wheel_has_everything_that_the_houses_need_at_run_time(installed, tmp_path):
-    """The UI's page and the tiny model's corpus are no Python files, and easily forgotten."""
+    """The console's files, adapters and the tiny model's corpus are no Python files, and easily forgotten."""
     ours = next((installed / "lib").glob("python3.*/site-packages"))
     theirs = next(path for path in sys.path if path.endswith("site-packages"))
     script = (
@@ -154,7 +154,11 @@ def test_the_wheel_has_everything_that_the_houses_need_at_run_time(installed, tm
         f"assert lorafleet.__file__.startswith({str(ours)!r}), lorafleet.__file__\n"
         "from importlib import resources\n"
         "assert resources.files('lorafleet.local').joinpath('tiny_corpus.txt').is_file()\n"
-        "assert resources.files('orchestrator.api').joinpath('ui.html').is_file()\n"
+        "assert resources.files('orchestrator.api').joinpath('console', 'index.html').is_file()\n"
+        "assert resources.files('orchestrator.api').joinpath('console', 'vendor', 'preact.js').is_file()\n"
+        "assert resources.files('lorafleet.local.monitoring').joinpath('dashboard.json').is_file()\n"
+        "smol = resources.files('lorafleet.local.smollm2').joinpath('adapters', 'json', 'v1')\n"
+        "assert smol.joinpath('adapter_model.safetensors').is_file()\n"
         "for service in ('lorafleet', 'router', 'orchestrator', 'workers'):\n"
         "    sys.argv = [service, '--help']\n"
         "    try:\n"

@@ -265,7 +265,7 @@ async def test_an_object_store_keeps_the_bytes_for_every_worker(tmp_path, model,
     import s3fs
 
     files = s3fs.S3FileSystem(skip_instance_cache=True)
-    await asyncio.to_thread(files.mkdirs, "bucket")
+    await asyncio.to_thread(files.makedirs, "bucket", exist_ok=True)
     async with fleet_of(tmp_path, model, upload_store="s3://bucket/team/uploads") as fleet:
         item = (await put(fleet, "sql/v1", tar_of(made("sql/v1")), timeout=60)).json()
         assert (item["source"], item["kept_on"]) == (f"s3://bucket/team/uploads/{item['digest']}", []), item
@@ -275,7 +275,7 @@ async def test_an_object_store_keeps_the_bytes_for_every_worker(tmp_path, model,
         refused = await put(fleet, "legal/v1", tar_of(made("legal/v1", seed=5)), timeout=60)
         assert (refused.status_code, code(refused)) == (503, "upload_store_failed"), refused.text
         # What was sent stays: once the store is back, no byte is sent again.
-        await asyncio.to_thread(files.mkdirs, "bucket")
+        await asyncio.to_thread(files.makedirs, "bucket", exist_ok=True)
         size = (await fleet.http.get("/v1/uploads/legal/v1")).json()["files"][0]["total_bytes"]
         done = await put(fleet, "legal/v1", b"", headers={"content-range": f"bytes */{size}"}, timeout=60)
         assert done.status_code == 201, done.text

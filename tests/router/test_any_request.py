@@ -69,6 +69,8 @@ def statuses(operation, mode) -> set[int]:
 
 
 @pytest.mark.slow
+# The router runs in a thread here, and may draw a number while a request is made up.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 def test_no_request_is_answered_with_a_500():
     import schemathesis
     from schemathesis import GenerationMode
