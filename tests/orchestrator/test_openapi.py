@@ -51,7 +51,8 @@ def test_every_body_and_response_has_an_example(document):
         contents = [operation.get("requestBody", {}).get("content", {})]
         contents += [answer.get("content", {}) for status, answer in operation["responses"].items() if status < "300"]
         schemas = [content[JSON]["schema"] for content in contents if JSON in content]
-        lacking += [(method, path, it) for it in schemas if not resolved(document, it).get("examples")]
+        examples = [it.get("examples") or resolved(document, it).get("examples") for it in schemas]
+        lacking += [(method, path, it) for it, found in zip(schemas, examples, strict=True) if not found]
     assert lacking == []
 
 
