@@ -119,7 +119,9 @@ async def test_a_drain_of_many_slow_adapters_waits_until_all_are_elsewhere(servi
         if moved < 20:
             service.reconciler.run_pass()
             shown = (await service.http.get("/v1/workers/w0")).json()["drain"]
-            assert (shown["moved"], len(shown["left"])) == (moved, 20 - moved)
+            # The pass before the question has begun the next load, which may be done by then.
+            assert shown["moved"] in (moved, moved + 1)
+            assert shown["moved"] + len(shown["left"]) == 20
     for _ in range(2):
         clock.now += 1
         await service.settle(100)
