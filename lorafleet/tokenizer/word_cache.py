@@ -272,7 +272,7 @@ class WordCache:
         else:
             ids = self._look_up_piece(stretch, lookup)
             if ids is not None and len(stretch) <= _LONGEST_STRETCH:
-                if len(self.stretches) > len(self._fixed_stretches) + MAX_STRETCHES:
+                if len(self.stretches) >= len(self._fixed_stretches) + MAX_STRETCHES:
                     self.stretches = dict(self._fixed_stretches)
                 self.stretches[stretch] = ids
 
