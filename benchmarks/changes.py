@@ -1,4 +1,7 @@
-"""How soon a change of names holds at three routers, and what spreading a load costs. Real processes, sim engines."""
+"""How soon three routers go by a registered adapter, a moved alias and a deletion; and the cost of spreading loads.
+
+The routers, the orchestrator and the agents are real processes. The engines are sims.
+"""
 
 import itertools
 import tempfile

@@ -1,4 +1,4 @@
-"""How long a trainer waits for a publish: two workers, by path and by upload, beside an engine's own load of the files.
+"""Time of a publish to two workers, by path and by upload, beyond the engine's own load of the same files.
 
 python -m benchmarks.publish [--engine sim|vllm] [--quick] [--json FILE]
 """

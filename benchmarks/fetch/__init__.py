@@ -1,1 +1,1 @@
-"""What eight workers ask of a slow source, and how long they take."""
+"""Eight workers that need one adapter at the same moment: the bytes that its source sends, and the time until all load."""

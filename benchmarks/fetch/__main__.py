@@ -1,4 +1,4 @@
-"""What eight workers ask of a slow source for an adapter that all of them need, and how long it takes.
+"""Eight workers need one adapter at the same moment: the bytes that its slow source sends, and the time until all load.
 
 python -m benchmarks.fetch [--quick] [--json FILE]
 
