@@ -9,7 +9,6 @@ give up at the second (prime-rl).
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -17,6 +16,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from lorafleet.service.auth import AuthFirstRoute, requires
+from lorafleet.service.failure import CommandFailed
+from lorafleet.service.urls import url_path
 from router.api.control_calls import ControlCalls, ControlUnavailable, error_of
 from router.request.services import Services
 
@@ -161,9 +162,11 @@ class _FleetPublisher:
                 "this router follows engines without an orchestrator, and only an orchestrator loads adapters on all of"
                 " them: start `python -m orchestrator` and an agent beside each engine, and give --orchestrator-url",
             )
-        path = f"/v1/published/{quote(name, safe='/')}"
         try:
+            path = f"/v1/published/{url_path(name)}"
             return await self._calls.send(request, method, path, deadline=deadline, body=body)
+        except CommandFailed as exc:
+            raise _Refusal(400, "InvalidUserInput", f"lora_name {exc}") from exc
         except ControlUnavailable as exc:
             message = f"the orchestrator could not do it in time: {exc}"
             raise _Refusal(500, "InternalServerError", message) from exc

@@ -122,6 +122,16 @@ async def test_load_goes_on_with_the_next_leader(scene):
     assert len(orchestrator.calls) == 3
 
 
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+@pytest.mark.parametrize("name", ["..", "../adapters/sql", "a/./b"])
+async def test_name_never_leads_to_another_route_of_the_orchestrator(scene, path, name):
+    router, orchestrator = scene
+    answer = await router.post(path, json=BODY | {"lora_name": name})
+    assert answer.status_code == 400
+    assert name in answer.json()["error"]["message"]
+    assert orchestrator.calls == []
+
+
 @pytest.mark.parametrize("path", ["/pause?mode=keep", "/resume", "/pause_generation", "/continue_generation"])
 async def test_pause_and_resume_go_on_with_the_next_leader(scene, path):
     router, orchestrator = scene
