@@ -9,11 +9,12 @@ from os import PathLike
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeAlias, TypeVar
-from urllib.parse import quote
 
 from lorafleet.client.archive import AdapterArchive
 from lorafleet.client.errors import FleetError
 from lorafleet.client.results import Published, Pushed, PushProgress
+from lorafleet.service.failure import CommandFailed
+from lorafleet.service.urls import url_path
 
 T = TypeVar("T")
 Folder: TypeAlias = str | PathLike[str]
@@ -197,8 +198,11 @@ def _ready_workers(answer: Answer) -> tuple[str, ...]:
 
 
 def _quoted(name: str) -> str:
-    """A name as a part of a path."""
-    return quote(name, safe="/@:")
+    """A name as a part of a path. Raises FleetError for a name that would lead to another path."""
+    try:
+        return url_path(name)
+    except CommandFailed as exc:
+        raise FleetError(str(exc), code="invalid_name") from exc
 
 
 def _code(answer: Answer) -> str:

@@ -11,9 +11,11 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError
 from lorafleet.service.request_log import ID_HEADER
 from lorafleet.service.transport import DirectTransport
+from lorafleet.service.urls import url_path
 
 UPLOADS_PATH = "/v1/adapters/"
 MOST_UPLOAD_BYTES = 1 << 60  # the orchestrator knows the limit, and refuses more before it is sent
@@ -61,7 +63,12 @@ def upload_bytes(method: str, path: str) -> int:
 
 async def _forwarded(request: Request, orchestrator_url: str, limits: httpx.Timeout) -> Response:
     """The orchestrator's answer. Raises HttpError 503 `orchestrator_unreachable` if there is none, or another's."""
-    target = orchestrator_url + request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    try:
+        target = (
+            orchestrator_url + url_path(request.scope["path"]) + (f"?{request.url.query}" if request.url.query else "")
+        )
+    except CommandFailed as exc:
+        raise HttpError(400, "invalid_request", str(exc)) from exc
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     has_body = request.method in ("PUT", "POST")
     client = httpx.AsyncClient(transport=DirectTransport(), trust_env=False, timeout=limits)

@@ -132,6 +132,14 @@ async def test_name_never_leads_to_another_route_of_the_orchestrator(scene, path
     assert orchestrator.calls == []
 
 
+@pytest.mark.parametrize("path", ["/v1/adapters/%2e%2e/pauses", "/v1/published/a/%2e%2e/%2e%2e/pauses"])
+async def test_call_that_is_passed_on_never_leads_to_another_route_of_the_orchestrator(scene, path):
+    router, orchestrator = scene
+    answer = await router.delete(path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+    assert orchestrator.calls == []
+
+
 @pytest.mark.parametrize("path", ["/pause?mode=keep", "/resume", "/pause_generation", "/continue_generation"])
 async def test_pause_and_resume_go_on_with_the_next_leader(scene, path):
     router, orchestrator = scene

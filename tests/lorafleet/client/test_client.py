@@ -33,6 +33,11 @@ def folder_with(path: Path, config: bytes = b"{}", weights: bytes = bytes(3000))
     return path
 
 
+def test_a_name_that_would_lead_to_another_path_is_refused():
+    with pytest.raises(FleetError, match=r"\.\./keys: no name has"):
+        next(wait_ready("../keys"))
+
+
 @given(config=st.binary(max_size=1500), weights=st.binary(max_size=3000), start=st.floats(0, 1))
 def test_an_archive_from_any_byte_on_is_the_end_of_the_tar_file_of_the_folder(config, weights, start):
     with tempfile.TemporaryDirectory() as name:
