@@ -20,7 +20,7 @@ class SilentEvents:
 
     def __init__(self, url: str):
         self.reads = 0
-        self._client = client_of(url)
+        self.client = client_of(url)
         self.app = FastAPI()
         self.app.add_api_route("/v1/events", self.events)
         self.app.add_api_route("/{path:path}", self.rest, methods=["GET", "POST"])
@@ -35,7 +35,7 @@ class SilentEvents:
     async def rest(self, path: str, request: Request):
         self.reads += path == "v1/catalog"
         headers = {name: value for name, value in request.headers.items() if name in {"if-none-match", "content-type"}}
-        answer = await self._client.request(
+        answer = await self.client.request(
             request.method, f"/{path}", headers=headers, content=await request.body(), params=request.query_params
         )
         kept = {name: answer.headers[name] for name in ("etag", "content-type") if name in answer.headers}
@@ -51,6 +51,7 @@ async def test_all_routers_list_a_change_and_one_that_hears_no_events_does_after
     async with contextlib.AsyncExitStack() as stack:
         url = await stack.enter_async_context(serving(build_orchestrator(settings).app))
         silent = SilentEvents(url)
+        await stack.enter_async_context(silent.client)
         deaf = await stack.enter_async_context(serving(silent.app))
         routers = []
         for place in (url, url, deaf):
