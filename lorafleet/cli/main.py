@@ -202,6 +202,9 @@ def up(
         bool, typer.Option("--demo", help="when ready, send four requests and show where each went")
     ] = False,
     once: Annotated[bool, typer.Option("--once", help="stop when ready (and the demo done)")] = False,
+    open_console: Annotated[
+        bool, typer.Option("--open", help="when ready, open the console in the default browser, where there is one")
+    ] = False,
 ) -> None:
     """Start a whole fleet on this machine; Ctrl-C stops it.
 
@@ -241,6 +244,7 @@ def up(
         environment=os.environ,
         demo=demo,
         once=once,
+        opens_console=open_console,
     )
     raise typer.Exit(run(options))
 

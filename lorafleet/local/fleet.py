@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import yaml
 
-from lorafleet.local import adapter_folders, commands, demo, notices, welcome
+from lorafleet.local import adapter_folders, browser, commands, demo, notices, welcome
 from lorafleet.local.incidents import IncidentPrinter
 from lorafleet.local.options import FleetOptions, lora_roots
 from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, tail_of
@@ -152,6 +152,8 @@ class LocalFleet:
             registered,
             has_keys=has_keys,
         )
+        if self.options.opens_console and not self.options.once:
+            self.steps.say(await browser.open_page(f"{self.url('orchestrator')}/ui", os.environ))
         if self.options.demo and self._are_all_held_back:
             self.steps.say("demo: skipped, because every worker is cordoned or drained")
         elif self.options.demo:

@@ -78,6 +78,7 @@ class FleetOptions:
     max_loras, max_lora_rank  the flags; None if they were not given
     devices    CUDA_VISIBLE_DEVICES of each worker; empty if no device was named
     upload_store  the flag, with an absolute path; None if it was not given
+    opens_console  whether the console is opened in a browser when the fleet is ready
     """
 
     engine: str
@@ -96,6 +97,7 @@ class FleetOptions:
     upload_store: str | None = None
     demo: bool = False
     once: bool = False
+    opens_console: bool = False
     grace_s: float = 10.0
 
     def options_of(self, service: str) -> ServiceOptions:
@@ -134,6 +136,7 @@ def fleet_options(
     once: bool,
     max_lora_rank: int | None = None,
     upload_store: str | None = None,
+    opens_console: bool = False,
 ) -> FleetOptions:
     """The fleet's options from flags, engine arguments, environment and files; raises CommandFailed with status 2.
 
@@ -165,6 +168,7 @@ def fleet_options(
             upload_store=_absolute_store(upload_store),
             demo=demo,
             once=once,
+            opens_console=opens_console,
         )
     except (SettingsError, arguments.EngineArgumentsError) as exc:
         raise CommandFailed(str(exc), status=2) from exc

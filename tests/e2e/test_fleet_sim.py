@@ -69,7 +69,8 @@ def test_a_worker_drained_earlier_is_reported_and_can_be_uncordoned(tmp_path: Pa
         assert cli(fleet, "workers", "drain", "w0").returncode == 0
         workers = f"{fleet.orchestrator}/v1/workers"
         until(lambda: fleet.get(workers)["data"][0]["state"] == "draining", within_s=10, what="it drains")
-    with running(state, *FLAGS, "1", "--demo") as fleet:
+    with running(state, *FLAGS, "1", "--demo", "--open", environment={"BROWSER": "true"}) as fleet:
+        until(lambda: f"console: opened {fleet.orchestrator}/ui" in fleet.progress(), within_s=10, what="it is opened")
         until(lambda: "demo: skipped, because every worker" in fleet.progress(), within_s=10, what="all is said")
         (line,) = (line for line in fleet.progress().splitlines() if "drained since an earlier run" in line)
         assert "3 not verified, because" in fleet.progress()
