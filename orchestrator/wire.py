@@ -456,6 +456,7 @@ class PublishedItem(_OrchestratorModel):
     is_new        whether this call made the version; false where its bytes were there already, and for reads
     replicas      workers that must have a version before the name points at it
     shadows_base  whether keys that may shadow base models get it in place of the base model of this name
+    revision      of the catalog that says all this; 0 from an older orchestrator
     """
 
     name: str
@@ -470,6 +471,7 @@ class PublishedItem(_OrchestratorModel):
     keep_versions: int
     max_staleness_s: float
     shadows_base: bool = False
+    revision: int = 0
 
 
 class PublishedList(_OrchestratorModel):

@@ -18,6 +18,8 @@ T = TypeVar("T")
 _PEER_ERRORS = (OSError, TimeoutError, httpx.HTTPError)
 _FIRST_BACKOFF_S = 0.2
 _GRAIN_S = 0.1
+MOST_BACKOFF_S = 5.0
+"""Longest pause of a loop whose steps fail, where the loop names no other."""
 # Delayed calls are made in batches of this time.
 _CALL_BATCH_S = 0.0005
 
@@ -49,7 +51,7 @@ async def forever(
     poke: asyncio.Event | None = None,
     on_failure: Callable[[], object] = lambda: None,
     about: Mapping[str, object] = MappingProxyType({}),
-    most_backoff_s: float = 5.0,
+    most_backoff_s: float = MOST_BACKOFF_S,
     rng: random.Random | None = None,
 ) -> None:
     """Run `step` repeatedly until cancelled: every `every_s`, or at once when `poke` is set.

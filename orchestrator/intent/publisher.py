@@ -114,9 +114,9 @@ class NamePublisher:
                 await self._wait_for_loads(name, version, deadline)
             finally:
                 self._reconciler.audit.forget_requester(version.lora_id)
-            await self._point(name, version, caller, is_new=is_new)
+            revision = await self._point(name, version, caller, is_new=is_new)
             log.info("name published", name=name, lora_id=version.lora_id, is_new=is_new, asked_by=caller.name)
-            return self.item(name, is_new=is_new)
+            return self.item(name, is_new=is_new, revision=revision)
 
     async def delete(self, name: str, caller: Caller) -> None:
         """Delete the name and its versions: routers forget it at once, and what runs finishes.
@@ -165,8 +165,11 @@ class NamePublisher:
             return False
         return record.tenant is None or caller.may_use((record.tenant,)) or caller.may_for_fleet("view")
 
-    def item(self, name: str, *, is_new: bool = False) -> PublishedItem:
-        """The published name as wire model. The name must exist."""
+    def item(self, name: str, *, is_new: bool = False, revision: int | None = None) -> PublishedItem:
+        """The published name as wire model. The name must exist.
+
+        revision  of the catalog that has it so; default: the present one
+        """
         record, rules = self._store.published[name], self._store.rules
         targets = [lora_id for lora_id, _ in self._store.aliases.get(name, ())]
         current = next((v for v in record.versions if v.lora_id in targets and v.pointed_at is not None), None)
@@ -184,6 +187,7 @@ class NamePublisher:
                 "keep_versions": record.kept_count(rules),
                 "max_staleness_s": record.stale_after_s(rules),
                 "shadows_base": record.shadows_base,
+                "revision": self._reconciler.catalog.revision if revision is None else revision,
             }
         )
 
@@ -349,16 +353,17 @@ class NamePublisher:
             self._store.put_published(name, None if is_empty else left)
         self._reconciler.on_intent_changed()
 
-    async def _point(self, name: str, version: NameVersion, caller: Caller, *, is_new: bool) -> None:
+    async def _point(self, name: str, version: NameVersion, caller: Caller, *, is_new: bool) -> int:
         """Point the name at the version, end a rollout of it, and wait until that is durable and routers go by it.
+
+        Returns the catalog's revision that has it so.
 
         Older versions stay: `VersionRetention` retires them in a pass. Raises LeaseLost, and what the store raises.
         """
         targets = ((version.lora_id, 1.0),)
         record, was = self._store.published[name], self._store.aliases.get(name)
         if was == targets:
-            await self._reconciler.publish_change(("published", name), ("aliases", name))
-            return
+            return await self._reconciler.publish_change(("published", name), ("aliases", name))
         self._reconciler.leadership.require_leading()
         with self._store.together():
             self._store.put_alias(name, targets)
@@ -367,7 +372,7 @@ class NamePublisher:
             self._store.put_published(name, record)
             body = {"lora_id": version.lora_id, "digest": version.digest, "was": was, "is_new": is_new}
             self._store.record("name_published", name, body, caller.name)
-        await self._reconciler.publish_change(("published", name), ("aliases", name))
+        return await self._reconciler.publish_change(("published", name), ("aliases", name))
 
     def _next_id(self, name: str) -> str:
         """lora_id of the name's next version, if its bytes are new."""

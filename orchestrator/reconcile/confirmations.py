@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 import structlog
 
@@ -26,17 +27,41 @@ class RouterConfirmations:
     Only a router that was heard of in the last `ROUTER_LIVE_S` seconds is waited for, and one that missed a wait is not
     waited for again before it confirms something newer: one that hangs or is cut off delays one change, not all.
     Routers of an older version, which do not say what they have in force, are never waited for.
+
+    A new leader knows how many routers the one before had heard of: until so many have read the catalog, or for
+    `gather_s`, no change counts as confirmed. Else a change would be answered before any router is heard of.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._routers: dict[str, _FollowingRouter] = {}
         self._confirmed = ChangeSignal()
+        self._expected = 0
+        self._gathers_until = -inf
 
-    def clear(self) -> None:
-        """Forget all routers: a term begins, and each will be heard of again."""
+    def begin_term(self, expected: int, gather_s: float) -> None:
+        """Forget all routers: a term begins, and each will be heard of again.
+
+        expected  number of routers that the leader before had heard of
+        gather_s  longest wait for them
+        """
         self._routers.clear()
+        self._expected, self._gathers_until = expected, self._clock() + gather_s
         self._confirmed.notify()
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether routers that the leader before had heard of may still not have found this one."""
+        now = self._clock()
+        return now < self._gathers_until and self._count_live(now) < self._expected
+
+    @property
+    def count(self) -> int:
+        """Number of routers that the next leader has to expect: those heard of lately."""
+        return max(self._count_live(self._clock()), self._expected if self.is_gathering else 0)
+
+    def _count_live(self, now: float) -> int:
+        return sum(_is_live(router, now) for router in self._routers.values())
 
     def record_read(self, router_id: str, revision: int | None) -> None:
         """Record that a router reads the catalog, with this revision in force there; None: it has none yet.
@@ -73,7 +98,13 @@ class RouterConfirmations:
         )
 
     async def wait(self, revision: int, timeout_s: float) -> None:
-        """Wait until no router is missing, at most `timeout_s`; then those that are count as late, which is logged."""
+        """Wait until no router is missing, at most `timeout_s`; then those that are count as late, which is logged.
+
+        In the first `gather_s` of a term the wait for routers that are not heard of yet comes on top.
+        """
+        gather_s = self._gathers_until - self._clock()
+        if gather_s > 0:
+            await self._confirmed.until(lambda: not self.is_gathering, timeout_s=gather_s)
         if not await self._confirmed.until(lambda: not self.missing(revision), timeout_s=timeout_s):
             self._give_up(self.missing(revision), revision, timeout_s)
 

@@ -17,6 +17,7 @@ import structlog
 
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
+from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.placement.expiry import longest_ttl_s
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.pools import RouterQueues
@@ -219,7 +220,7 @@ class Reconciler:
         # A leader in between may have dropped failures or registered an adapter anew.
         self.operations.failures.clear()
         self.catalog.begin_term()
-        self.confirmations.clear()
+        self.confirmations.begin_term(self.store.routers, self.settings.confirm_wait_s)
         self.incidents.begin_term()
         self.files.clear_seen()
         self.monitor.claim_all_workers()
@@ -272,8 +273,10 @@ class Reconciler:
         """Whether a pass has been requested and not begun."""
         return self._due.is_set()
 
-    async def publish_change(self, *about: Subject) -> None:
+    async def publish_change(self, *about: Subject) -> int:
         """Show changed intent to routers, request a pass, and wait until it is durable and every router goes by it.
+
+        Returns the catalog's revision that has the change.
 
         A router that does not confirm it within `confirm_wait_s` is not waited for; see `RouterConfirmations`.
 
@@ -284,6 +287,7 @@ class Reconciler:
         revision = self.catalog.revision
         await self.store.wait_durable(about)
         await self.confirmations.wait(revision, self.settings.confirm_wait_s)
+        return revision
 
     def on_intent_changed(self) -> None:
         """Refresh the catalog, which shows changed intent to routers, and request a pass."""
@@ -334,6 +338,11 @@ class Reconciler:
         has_settled = self._clock() - self._term_began_at >= self.settings.settle_s
         return self.is_settled and has_settled and self.store.is_caught_up
 
+    def _store_router_count(self) -> None:
+        """Store how many routers follow us, for the next leader; a later pass does, if the store cannot be written."""
+        with contextlib.suppress(StoreError, OrchestratorUnavailable):
+            self.store.put_routers(self.confirmations.count)
+
     def _next_pass_s(self) -> float:
         """Seconds until the next pass.
 
@@ -362,6 +371,7 @@ class Reconciler:
         if not self.leadership.is_leading:
             return []
         self._drop_finished()
+        self._store_router_count()
         self.pauses.end_expired()
         self.rollouts.advance_all()
         desired, observed, actions, warming = self._decide()

@@ -1,4 +1,4 @@
-"""Stored intent: adapters, aliases, rollouts, pauses, policy, workers' cordons, tombstones, history, and two counters.
+"""Stored intent: adapters, aliases, rollouts, pauses, policy, workers' cordons, tombstones, history, three counters.
 
 Observed state is not stored. All but the history is also in memory: reads never touch the backend, and writes are
 visible at once. Await `wait_durable` before you promise a caller that a write is durable, and before you act on it.
@@ -72,7 +72,7 @@ class IntentStore:
         self.pauses: dict[str, PauseLease] = {}  # by the key of their scope
         self.rules = PlacementPolicy()
         self.writes = 0  # number of changes of intent
-        self.epoch = self.revision = self._reserved = 0
+        self.epoch = self.revision = self.routers = self._reserved = 0
         try:
             stored = self._backend.read()
         except BaseException:
@@ -203,6 +203,13 @@ class IntentStore:
             self.epoch = above + 1
             with self.together():
                 self._queue_change("counters", "epoch", self.epoch)
+
+    def put_routers(self, count: int) -> None:
+        """Store how many routers follow this leader, for the next one. No-op for the stored number."""
+        if count != self.routers:
+            with self.together():
+                self._queue_change("counters", "routers", count)
+            self.routers = count
 
     def put_adapter(self, adapter: RegisteredAdapter) -> None:
         """Insert or replace the adapter, and drop the tombstone of its bytes. Those of its other versions stay."""
@@ -384,3 +391,4 @@ class IntentStore:
         self.revision = max(self.revision, stored.counters.get("revision", 0) + 1, int(self._wall() * 1000))
         self._reserved = self.revision  # the first new revision reserves the next ones
         self.epoch = max(self.epoch, stored.counters.get("epoch", 0))
+        self.routers = stored.counters.get("routers", 0)

@@ -52,6 +52,12 @@ class UnloadCall(msgspec.Struct, frozen=True):
     lora_name: str = ""
 
 
+class _CatalogRevision(msgspec.Struct, frozen=True):
+    """Of the answer to a publish: the catalog's revision that has it."""
+
+    revision: int = 0
+
+
 class _Refusal(Exception):
     """Why a load or unload was refused, as it is answered. `kind`: the error's type, in vLLM's words."""
 
@@ -130,8 +136,24 @@ class _FleetPublisher:
         answer = await self._call("POST", wanted.lora_name, request, deadline, body)
         if not answer.is_success:
             raise _refusal_of(answer)
+        await self._require_here(wanted.lora_name, answer, deadline)
         message = f"Success: LoRA adapter '{wanted.lora_name}' added successfully."
         return _Success(message, {wanted.lora_name: wanted.lora_path})
+
+    async def _require_here(self, name: str, answer: httpx.Response, deadline: float) -> None:
+        """Wait until this router goes by the catalog that the orchestrator's answer speaks of. Raises _Refusal.
+
+        The orchestrator does not wait for a router that it holds for cut off, and this one may be.
+        """
+        discovery = self._services.discovery
+        revision = msgspec.json.decode(answer.content, type=_CatalogRevision).revision
+        left_s = deadline - self._services.clock()
+        if not await discovery.changes.until(lambda: discovery.fleet.revision >= revision, timeout_s=left_s):
+            message = (
+                f"'{name}' is published, but this router has not read that from the orchestrator in time: requests to"
+                " this router may still get the version before; see its log, or send the load again"
+            )
+            raise _Refusal(500, "InternalServerError", message)
 
     async def unload(self, request: Request) -> _Success:
         """Delete the published name. Raises _Refusal, with status 404 for a name that does not exist."""

@@ -15,7 +15,7 @@ from lorafleet.engine.agentless import AgentlessEngine
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.slices import DiscoveredWorker
 from lorafleet.kv.connectors import EngineSalt
-from lorafleet.service.loops import ChangeSignal, forever
+from lorafleet.service.loops import MOST_BACKOFF_S, ChangeSignal, forever
 from lorafleet.service.repeats import RepeatLimiter
 from orchestrator.wire import CatalogPause
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
@@ -42,6 +42,8 @@ log = structlog.get_logger()
 # Reports that change only engine metrics are batched into one new snapshot. A large fleet reports many times a second,
 # and each snapshot makes the scheduler rebuild its tables. The load book gets every report at once.
 _METRICS_REBUILD_DELAY_S = 0.25
+# A new leader holds its answers to changes for routers that have not found it yet, for `confirm_wait_s` (2 s).
+_CATALOG_BACKOFF_S = 1.0
 # A router that starts while the API server is unreachable waits this long, then takes its workers from the catalog.
 _SLICES_WAIT_S = 10.0
 
@@ -154,8 +156,10 @@ class Discovery:
             async with asyncio.TaskGroup() as tasks:
                 if self._url:
                     read, wake = self._catalog.read, self._catalog.wake
-                    tasks.create_task(self._repeat(read, "catalog", self._catalog_poll_s, wake))
-                    tasks.create_task(self._repeat(self._follow_catalog_events, "catalog_events", self._catalog_poll_s))
+                    poll_s, retry_s = self._catalog_poll_s, _CATALOG_BACKOFF_S
+                    tasks.create_task(self._repeat(read, "catalog", poll_s, wake, most_backoff_s=retry_s))
+                    events = self._follow_catalog_events
+                    tasks.create_task(self._repeat(events, "catalog_events", poll_s, most_backoff_s=retry_s))
                 if self.slices is not None:
                     follow_slices = partial(self.slices.run, self._adopt_slices)
                     tasks.create_task(self._repeat(follow_slices, "slices", self._catalog_poll_s))
@@ -523,11 +527,19 @@ class Discovery:
         name: str,
         every_s: float,
         poke: asyncio.Event | None = None,
+        *,
+        most_backoff_s: float = MOST_BACKOFF_S,
         **about: str,
     ) -> None:
         """Run a step for ever, at most every `every_s` and at each `poke`, counting its failures by name."""
         await forever(
-            step, name=name, every_s=every_s, poke=poke, on_failure=lambda: self._on_failure(name), about=about
+            step,
+            name=name,
+            every_s=every_s,
+            poke=poke,
+            on_failure=lambda: self._on_failure(name),
+            about=about,
+            most_backoff_s=most_backoff_s,
         )
 
 

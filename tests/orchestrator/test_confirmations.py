@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.core.errors import StoreError
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.wire import Catalog
@@ -146,3 +147,52 @@ async def test_reads_of_many_routers_look_for_untold_changes_ten_times_a_second_
         assert (await read_as(service, f"r{router}", before)).json()["revision"] == before
     clock.now += 0.11
     assert (await read_as(service, "r0", before)).json()["revision"] > before
+
+
+async def test_a_new_leader_answers_a_change_when_as_many_routers_as_before_go_by_it(open_service, clock):
+    former = open_service()
+    for router_id in ("r0", "r1"):
+        await read_as(former, router_id, 0)
+    await former.turn()
+    leader = open_service(confirm_wait_s=patience(30))
+    leader.reconciler.begin_term()
+    before = leader.reconciler.catalog.revision
+    changing = asyncio.create_task(leader.register("sql/v1"))
+    revision = await changed_revision(leader, before)
+    await read_as(leader, "r0", revision)
+    assert not changing.done(), "r1 has not found the new leader"
+    assert leader.reconciler.confirmations.count == 2, "the next leader waits for it, too"
+    await read_as(leader, "r1", before)
+    assert not changing.done(), "r1 has not confirmed"
+    await read_as(leader, "r1", revision)
+    await changing
+
+
+async def test_a_new_leader_waits_for_routers_that_are_gone_in_its_first_moments_alone(open_service, clock):
+    former = open_service()
+    await read_as(former, "r0", 0)
+    await former.turn()
+    leader = open_service(confirm_wait_s=2.0)
+    leader.reconciler.begin_term()
+    assert leader.reconciler.confirmations.is_gathering
+    clock.now += 2.0
+    await leader.register("sql/v1")
+    await leader.turn()
+    assert (leader.reconciler.confirmations.count, leader.store.routers) == (0, 0)
+    assert open_service().store.routers == 0
+
+
+async def test_a_first_leader_waits_for_nobody(open_service):
+    service = open_service(confirm_wait_s=patience(30))
+    service.reconciler.begin_term()
+    await service.register("sql/v1")
+
+
+async def test_a_pass_goes_on_while_the_number_of_routers_cannot_be_stored(service, monkeypatch):
+    def refused(count):
+        raise StoreError("disk full")
+
+    monkeypatch.setattr(service.store, "put_routers", refused)
+    await service.worker()
+    await service.register("sql/v1")
+    assert "inspect" in [action.operation for action in await service.settle()]

@@ -1,5 +1,6 @@
 """The engines' own load and unload calls at a router, in front of a double of the orchestrator's published names."""
 
+import asyncio
 import contextlib
 
 import pytest
@@ -10,6 +11,7 @@ from lorafleet.cli.keys import add_key
 from lorafleet.service.http import envelope
 from router.app import build
 from router.config import RouterSettings
+from tests.patience import until
 from tests.serving import client_of, serving
 
 LOADS = ("/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter", "/load_lora_adapter")
@@ -21,7 +23,10 @@ class PublishingOrchestrator:
 
     def __init__(self):
         self.calls, self.answers = [], [(200, None)]
+        self.revision = 1  # of the catalog that has what was published
+        self.catalog = {"revision": 1}
         self.app = FastAPI()
+        self.app.add_api_route("/v1/catalog", lambda: self.catalog)
         self.app.add_api_route("/v1/published/{name:path}", self._answer, methods=["POST", "DELETE"])
         self.app.add_api_route("/v1/pauses", self._pause, methods=["POST", "DELETE"])
 
@@ -37,7 +42,7 @@ class PublishingOrchestrator:
         if request.method == "DELETE" and name:
             return Response(status_code=204)
         pause = {"scope": "tenant acme", "mode": "keep", "running": 0, "expires_at": "2026-11-26T18:00:00Z"}
-        return JSONResponse({"name": name, **pause}, status)
+        return JSONResponse({"name": name, "revision": self.revision, **pause}, status)
 
 
 @contextlib.asynccontextmanager
@@ -112,6 +117,18 @@ async def test_load_is_never_answered_404_or_503(scene, status, code, answered):
         assert (answer.status_code, error["code"]) == (answered, answered)
         assert code in error["message"]
     assert answer.json()["error_message"] == error["message"]
+
+
+async def test_load_is_answered_when_this_router_goes_by_the_catalog_that_has_it(scene):
+    router, orchestrator = scene
+    orchestrator.revision = 7
+    loading = asyncio.create_task(router.post(LOADS[0], json=BODY))
+    await until(lambda: orchestrator.calls, what="the orchestrator is asked")
+    orchestrator.catalog = {"revision": 7}
+    assert (await loading).status_code == 200
+    orchestrator.revision = 8
+    late = await router.post(LOADS[0], json=BODY)
+    assert (late.status_code, "has not read that" in late.text) == (500, True)
 
 
 async def test_load_goes_on_with_the_next_leader(scene):
