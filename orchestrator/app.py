@@ -31,7 +31,7 @@ from orchestrator.agentless.engine import AgentlessLoadRules, AgentlessWorker
 from orchestrator.agentless.transport import SCHEME, AgentlessTransport
 from orchestrator.api import build_router
 from orchestrator.api.examples import add_examples
-from orchestrator.api.traffic import live_routers
+from orchestrator.api.live import live_routers
 from orchestrator.api.uploads import UPLOADS_PATH
 from orchestrator.api.views import WireViews
 from orchestrator.config import OrchestratorSettings

@@ -50,7 +50,7 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         " <store>.traffic.db; with backend configmaps in memory, until the process ends",
     )
     traffic_max_bytes: int = Field(
-        default=64 * 2**20,
+        default=256 * 2**20,
         ge=2**20,
         description="largest size of that file; beyond it the oldest of the finest slices go first",
     )

@@ -148,6 +148,34 @@ class TrafficTotals(_TrafficModel):
     data: tuple[TrafficTotal, ...]
 
 
+class TrafficShare(_TrafficModel):
+    """One name's part of a series; fields as in TrafficTotal.
+
+    name   a worker, "" for requests that reached none; an adapter, "" for the base model; a tenant, "" for none;
+           "(others)": those that were too many to be kept apart
+    share  of the series' requests
+    """
+
+    name: str
+    requests: int
+    share: float
+    errors: int = 0
+    cold_starts: int = 0
+    output_tokens: int = 0
+    hit_real: float | None = None
+    first_token_s: dict[str, float | None] = {}
+
+
+class TrafficShares(_TrafficModel):
+    """`GET /v1/traffic/shares`: a series by worker, adapter or tenant, the one with the most requests first."""
+
+    kind: str
+    name: str
+    by: str
+    range_s: float
+    data: tuple[TrafficShare, ...]
+
+
 class RouterItem(_TrafficModel):
     """A router by its last report. `state`: live, silent (no report for 10 s), ended (it said so)."""
 

@@ -18,6 +18,7 @@ from orchestrator.api.fleet import fleet_routes, heartbeat_routes, worker_routes
 from orchestrator.api.health import health_routes
 from orchestrator.api.history import history_routes
 from orchestrator.api.inspection import inspection_routes
+from orchestrator.api.live import live_routes
 from orchestrator.api.pauses import pause_routes
 from orchestrator.api.placements import placement_routes
 from orchestrator.api.policy import policy_routes
@@ -67,7 +68,8 @@ def build_router(
         whoami_routes(keys),
         health_routes(reconciler, metrics, is_stopping, metrics_dependencies(keys, need_key=metrics_need_key)),
         router_routes(keys, registry, reconciler, views, book, is_stopping=is_stopping, clock=clock),
-        traffic_routes(keys, reconciler, book, views.workers_by_state, is_stopping, wall),
+        traffic_routes(keys, reconciler, book, wall),
+        live_routes(keys, reconciler, book, views.workers_by_state, is_stopping, wall),
         decision_routes(keys, mailbox),
         inspection_routes(keys, reconciler.reports, agents),
         worker_routes(keys, reconciler, views),

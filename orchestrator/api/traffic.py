@@ -1,52 +1,38 @@
-"""Routes for the console: past traffic, routers, and the fleet as it changes."""
+"""Routes for the console: past traffic, by series and by shares."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
-from fastapi.responses import StreamingResponse
 
 from lorafleet.histogram import percentile_s
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.routers import EventStream
 from orchestrator.api.tenancy import TenantView, tenant_view_of
-from orchestrator.core.demand import ROUTER_LIVE_S
-from orchestrator.core.errors import Forbidden
-from orchestrator.core.traffic import GRAINS, Grain, SeriesKind, TrafficSums, summed
+from orchestrator.core.errors import Forbidden, OrchestratorRequestError
+from orchestrator.core.traffic import GRAINS, OTHER, Grain, SeriesKind, TrafficSums, summed
+from orchestrator.core.traffic_shares import SHARED, ShareBy, ShareKind, Shares
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.traffic.book import RouterSeen, TrafficBook
+from orchestrator.traffic.book import TrafficBook
 from orchestrator.wire_traffic import (
-    FleetNow,
-    RouterItem,
-    RouterList,
     TrafficPoints,
     TrafficSeries,
+    TrafficShare,
+    TrafficShares,
     TrafficTotal,
     TrafficTotals,
 )
 
-# Between two messages, with and without a change in the catalog.
-_LIVE_EVERY_S = 2.0
-_LEAST_PAUSE_S = 0.3
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _MOST_RANGE_S = 48 * 3600
 # A batch comes up to two seconds after its end: until then its slice would look like a fall.
-_COMING_S = 2.0
+COMING_S = 2.0
 _LEAST_SPAN_S = 5.0
 Range = Annotated[float, Query(ge=60, le=_MOST_RANGE_S, description="seconds up to now")]
 Kind = Annotated[SeriesKind, Query(description="what is counted")]
 
 
-def traffic_routes(
-    keys: ApiKeys,
-    reconciler: Reconciler,
-    book: TrafficBook,
-    workers_by_state: Callable[[], Mapping[str, int]],
-    is_stopping: Callable[[], bool],
-    wall: Callable[[], float],
-) -> APIRouter:
-    """The routes that read traffic, routers, and the fleet now."""
+def traffic_routes(keys: ApiKeys, reconciler: Reconciler, book: TrafficBook, wall: Callable[[], float]) -> APIRouter:
+    """The routes that read traffic. They need scope `view`."""
     api = APIRouter(tags=["traffic"])
     view = [Depends(requires(keys, "view"))]
     seen_by = Annotated[TenantView, Depends(tenant_view_of(reconciler.store))]
@@ -81,86 +67,27 @@ def traffic_routes(
         rows.sort(key=lambda row: (-row.requests, row.name))
         return TrafficTotals(kind=kind, range_s=range_s, data=tuple(rows))
 
-    @api.get("/v1/routers", dependencies=[Depends(requires(keys, "view", is_for_fleet=True))])
-    async def routers() -> RouterList:
-        """Routers that have reported within the last hour."""
-        now = wall()
-        items = (_router_item(router_id, seen, now) for router_id, seen in sorted(book.routers.items()))
-        return RouterList(data=tuple(items))
+    @api.get("/v1/traffic/shares", dependencies=view)
+    async def shares(
+        seen: seen_by, name: str, by: ShareBy, kind: ShareKind = "adapter", range_s: Range = 3600.0
+    ) -> TrafficShares:
+        """One adapter's traffic by worker or tenant, or one worker's by adapter or tenant; whole minutes.
 
-    @api.get("/v1/live", response_class=EventStream, dependencies=view)
-    async def live(seen: seen_by) -> StreamingResponse:
-        """The fleet now as server-sent events: after a change, and every two seconds. A tenant's key sees its part."""
-
-        async def messages() -> AsyncIterator[str]:
-            """One message at least, until this orchestrator stops or leads no longer."""
-            while True:
-                yield f"event: now\ndata: {_shown_to(seen.tenant, fleet_now()).model_dump_json()}\n\n"
-                await asyncio.sleep(_LEAST_PAUSE_S)
-                if is_stopping() or not reconciler.leadership.is_leading:
-                    return
-                await reconciler.catalog.changed.wait(_LIVE_EVERY_S)
-
-        return StreamingResponse(messages(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-    def fleet_now() -> FleetNow:
-        """The fleet as it is now."""
-        now = wall()
-        seen = live_routers(book, now)
-        circuits: dict[str, str] = {}
-        for router in seen:
-            for worker, state in router.now.circuits.items() if router.now else ():
-                circuits[worker] = "open" if "open" in (state, circuits.get(worker)) else state
-        return FleetNow(
-            at=now,
-            revision=reconciler.catalog.revision,
-            epoch=reconciler.store.epoch,
-            workers=dict(workers_by_state()),
-            routers=len(seen),
-            in_flight=sum(router.now.in_flight for router in seen if router.now),
-            waiting=_by_tenant(router.now.waiting for router in seen if router.now),
-            held=_by_tenant(router.now.held for router in seen if router.now),
-            circuits=circuits,
-            slice_at=GRAINS[0].start_of(now - _COMING_S),
-        )
+        A tenant's key reads those of adapters that are its tenant's alone, by worker; else 403.
+        """
+        if (kind, by) not in SHARED:
+            known = ", ".join(f"kind={of} by={part}" for of, part in SHARED)
+            raise OrchestratorRequestError(f"kind={kind} by={by}: no such shares are kept; known: {known}", param="by")
+        if not seen.sees_traffic(kind, name) or (by == "tenant" and not seen.is_whole):
+            raise Forbidden(
+                f"a key of tenant {seen.tenant!r} reads shares of adapters that no other tenant may use, by worker",
+                code="fleet_key_needed",
+                param="kind",
+            )
+        found = await book.shares((kind, name, by), range_s)
+        return TrafficShares(kind=kind, name=name, by=by, range_s=range_s, data=_share_items(found))
 
     return api
-
-
-def _shown_to(tenant: str | None, now: FleetNow) -> FleetNow:
-    """The message as a caller of this tenant may see it: what waits of its own requests; None: everything."""
-    if tenant is None:
-        return now
-    waiting, held = ({name: n for name, n in part.items() if name == tenant} for part in (now.waiting, now.held))
-    return now.model_copy(
-        update={"workers": {}, "routers": 0, "in_flight": 0, "waiting": waiting, "held": held, "circuits": {}}
-    )
-
-
-def live_routers(book: TrafficBook, now: float) -> list[RouterSeen]:
-    """Routers that reported within `ROUTER_LIVE_S` and have not ended."""
-    return [seen for seen in book.routers.values() if not seen.has_ended and now - seen.seen_at < ROUTER_LIVE_S]
-
-
-def _by_tenant(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Counts by tenant, summed over routers."""
-    whole: dict[str, int] = {}
-    for part in parts:
-        for tenant, count in part.items():
-            whole[tenant] = whole.get(tenant, 0) + count
-    return whole
-
-
-def _router_item(router_id: str, seen: RouterSeen, now: float) -> RouterItem:
-    """A router as wire model."""
-    is_live = now - seen.seen_at < ROUTER_LIVE_S
-    return RouterItem(
-        id=router_id,
-        state="ended" if seen.has_ended else "live" if is_live else "silent",
-        age_s=round(max(0.0, now - seen.seen_at), 1),
-        revision_seen=seen.revision_seen,
-        now=seen.now,
-    )
 
 
 def traffic_total(name: str, sums: TrafficSums, range_s: float) -> TrafficTotal:
@@ -179,10 +106,34 @@ def traffic_total(name: str, sums: TrafficSums, range_s: float) -> TrafficTotal:
         waited_s=_share(sums.waited_s, sums.requests),
         cold_starts=sums.cold_starts,
         cold_s=_share(sums.cold_s, sums.cold_starts),
-        first_token_s={label: _rounded(percentile_s(sums.first_token, share)) for label, share in _SHARES.items()},
-        whole_s={label: _rounded(percentile_s(sums.whole, share)) for label, share in _SHARES.items()},
+        first_token_s=_percentiles(sums.first_token),
+        whole_s=_percentiles(sums.whole),
         gauges={quantity: round(read.mean, 4) for quantity, read in sums.gauges.items()},
     )
+
+
+def _share_items(shares: Shares) -> tuple[TrafficShare, ...]:
+    """The shares as wire models, the one with the most requests first, and `OTHER` last."""
+    whole = sum(part.requests for part in shares.values())
+    items = [
+        TrafficShare(
+            name=name,
+            requests=part.requests,
+            share=_share(part.requests, whole) or 0.0,
+            errors=part.errors,
+            cold_starts=part.cold_starts,
+            output_tokens=part.output_tokens,
+            hit_real=_share(part.cached_tokens, part.compared_tokens),
+            first_token_s=_percentiles(part.first_token),
+        )
+        for name, part in shares.items()
+    ]
+    return tuple(sorted(items, key=lambda item: (item.name == OTHER, -item.requests, item.name)))
+
+
+def _percentiles(counts: Mapping[int, int]) -> dict[str, float | None]:
+    """The percentiles of a histogram."""
+    return {label: _rounded(percentile_s(counts, share)) for label, share in _SHARES.items()}
 
 
 def _points(
@@ -193,10 +144,10 @@ def _points(
     known  slices in which a series without a row had no traffic; in others nothing is known
     """
     step_s, nothing, recorded = grain.step_s, TrafficSums(), frozenset(known)
-    starts = range(grain.start_of(now - range_s) + step_s, int(now - _COMING_S - _LEAST_SPAN_S) + 1, step_s)
+    starts = range(grain.start_of(now - range_s) + step_s, int(now - COMING_S - _LEAST_SPAN_S) + 1, step_s)
     # The present slice of a coarse grain counts up to now.
-    spans = {at: min(float(step_s), max(_LEAST_SPAN_S, now - _COMING_S - at)) for at in starts}
-    ats = [at for at in starts if grain is not GRAINS[0] or at + step_s <= now - _COMING_S]
+    spans = {at: min(float(step_s), max(_LEAST_SPAN_S, now - COMING_S - at)) for at in starts}
+    ats = [at for at in starts if grain is not GRAINS[0] or at + step_s <= now - COMING_S]
     rows = [found.get(at, nothing if at in recorded else None) for at in ats]
 
     def column(value: Callable[[TrafficSums, float], float | None]) -> tuple[float | None, ...]:

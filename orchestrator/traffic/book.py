@@ -6,7 +6,7 @@ One writer: the event loop. Reads of the file run in a thread; slices that are n
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lorafleet.service.loops import forever
@@ -16,10 +16,20 @@ from orchestrator.core.traffic import (
     SeriesKey,
     SeriesKind,
     TrafficSums,
-    bounded,
     grain_for,
     summed,
 )
+from orchestrator.core.traffic_shares import (
+    SHARE_GRAINS,
+    ShareBy,
+    Shares,
+    SharesKey,
+    add_shares,
+    count_shares,
+    share_grain_for,
+    share_of,
+)
+from orchestrator.core.traffic_slice import TrafficSlice
 from orchestrator.traffic.file import TrafficFile
 from orchestrator.wire import RouterNow, TrafficBatch, TrafficRow
 
@@ -37,6 +47,7 @@ _MOST_ROUTERS = 1000
 _FORGET_ROUTER_S = 3600.0
 _CACHED_S = 4.0
 _MOST_CACHED = 32
+_SHARED_STEPS = frozenset(grain.step_s for grain in SHARE_GRAINS)
 
 Reading = tuple[SeriesKey, str, float]
 """A quantity's name and its value now, in a series."""
@@ -55,7 +66,7 @@ class RouterSeen:
 
 
 class TrafficBook:
-    """Traffic of the last two days, by fleet, adapter, base model, worker, tenant and key.
+    """Traffic of the last two days, by fleet, adapter, base model, worker, tenant and key, and shares of it.
 
     routers   router_id -> its last report
     readings  the fleet now, read every `READ_EVERY_S` while this orchestrator leads
@@ -68,7 +79,7 @@ class TrafficBook:
         self.routers: OrderedDict[str, RouterSeen] = OrderedDict()
         self._readings = readings
         self._wall = wall
-        self._open: dict[Grain, dict[int, dict[SeriesKey, TrafficSums]]] = {grain: {} for grain in GRAINS}
+        self._open: dict[Grain, dict[int, TrafficSlice]] = {grain: {} for grain in GRAINS}
         self._changed_at = float("-inf")
         self._written_at = self._trimmed_at = wall()
         self._cache: dict[tuple[SeriesKind, float], tuple[float, dict[str, TrafficSums]]] = {}
@@ -103,23 +114,29 @@ class TrafficBook:
     def read_now(self) -> None:
         """Take one reading of every quantity."""
         readings = list(self._readings())
-        for slices in self._slices_at(self._wall()):
+        for _, found in self._slices_at(self._wall()):
             for series, name, value in readings:
-                slices.setdefault(series, TrafficSums()).read_gauge(name, value)
+                found.series_of(series).read_gauge(name, value)
 
     def _add_batch(self, batch: TrafficBatch, wall: float) -> None:
         """Add a batch's rows to the slices of its time."""
         table: dict[SeriesKey, TrafficSums] = {}
+        slices = self._slices_at(wall - min(batch.age_s, _OLDEST_S))
+        divided = [found.shares for grain, found in slices if grain.step_s in _SHARED_STEPS]
         for row in batch.rows:
             sums = _sums_of(row)
             for series in _series_of(row):
                 table.setdefault(series, TrafficSums()).add(sums)
-        for slices in self._slices_at(wall - min(batch.age_s, _OLDEST_S)):
+            part = share_of(sums)
+            parts: dict[ShareBy, str] = {"adapter": row.adapter, "worker": row.worker, "tenant": row.tenant}
+            for shares in divided:
+                count_shares(shares, parts, part)
+        for _, found in slices:
             for series, sums in table.items():
-                slices.setdefault(series, TrafficSums()).add(sums)
+                found.series_of(series).add(sums)
 
-    def _slices_at(self, at: float) -> list[dict[SeriesKey, TrafficSums]]:
-        """The open slice of each grain at this time, begun where there is none.
+    def _slices_at(self, at: float) -> list[tuple[Grain, TrafficSlice]]:
+        """Each grain with its open slice at this time, begun where there is none.
 
         One that was closed is read from the file again. So is any after a silence: another process, or our own last
         life, may have begun it.
@@ -131,8 +148,8 @@ class TrafficBook:
             start = grain.start_of(at)
             if start not in slices:
                 may_be_known = was_silent or start + grain.step_s + _LATE_S <= wall
-                slices[start] = self.file.read_slice(grain, start) if may_be_known else {}
-            found.append(slices[start])
+                slices[start] = self.file.read_slice(grain, start) if may_be_known else TrafficSlice()
+            found.append((grain, slices[start]))
         return found
 
     # -- what goes to the file -------------------------------------------------------------------------------
@@ -151,18 +168,18 @@ class TrafficBook:
     async def write_closed(self) -> None:
         """Write slices that are over, open ones of coarse grains each minute, and drop what is too old."""
         wall = self._wall()
-        work: list[tuple[Grain, int, Mapping[SeriesKey, TrafficSums]]] = []
+        work: list[tuple[Grain, int, TrafficSlice]] = []
         is_due = wall - self._written_at >= _REWRITE_S
         for grain, slices in self._open.items():
             for start in sorted(slices):
                 if start + grain.step_s + _LATE_S <= wall:
-                    work.append((grain, start, bounded(slices.pop(start), _MOST_NAMES)))
+                    work.append((grain, start, slices.pop(start).bounded(_MOST_NAMES)))
                 elif is_due and grain is not GRAINS[0]:
-                    work.append((grain, start, {key: summed([sums]) for key, sums in slices[start].items()}))
+                    work.append((grain, start, slices[start].copied()))
         if is_due:
             self._written_at = wall
-        for grain, start, series in work:
-            await asyncio.to_thread(self.file.write, grain, start, series)
+        for grain, start, written in work:
+            await asyncio.to_thread(self.file.write, grain, start, written)
         if wall - self._trimmed_at >= _TRIM_S:
             self._trimmed_at = wall
             await asyncio.to_thread(self.file.trim, wall)
@@ -170,8 +187,8 @@ class TrafficBook:
     def close(self) -> None:
         """Write every open slice, and close the file."""
         for grain, slices in self._open.items():
-            for start, series in slices.items():
-                self.file.write(grain, start, bounded(series, _MOST_NAMES))
+            for start, written in slices.items():
+                self.file.write(grain, start, written.bounded(_MOST_NAMES))
         self.file.close()
 
     # -- what is read ----------------------------------------------------------------------------------------
@@ -180,10 +197,23 @@ class TrafficBook:
         """The grain for a range up to now, and its slices by their beginning: those in which anything was counted."""
         grain, since = grain_for(range_s), self._wall() - range_s
         found = await asyncio.to_thread(self.file.read, grain, kind, name, grain.start_of(since))
-        for start, series in self._open[grain].items():
-            if start + grain.step_s > since and (kind, name) in series:
-                found[start] = summed([series[kind, name]])
+        for start, held in self._open[grain].items():
+            if start + grain.step_s > since and (kind, name) in held.series:
+                found[start] = summed([held.series[kind, name]])
         return grain, found
+
+    async def shares(self, key: SharesKey, range_s: float) -> Shares:
+        """Name -> its part of a series, over a range up to now that is rounded up to whole slices."""
+        grain = share_grain_for(range_s)
+        since = grain.start_of(self._wall() - range_s)
+        found = await asyncio.to_thread(self.file.read_shares, grain, key, since)
+        for of, slices in self._open.items():
+            if of.step_s == grain.step_s:
+                found |= {at: held.shares.get(key, {}) for at, held in slices.items() if at >= since}
+        whole: Shares = {}
+        for parts in found.values():
+            add_shares(whole, parts)
+        return whole
 
     async def totals(self, kind: SeriesKind, range_s: float) -> dict[str, TrafficSums]:
         """Name -> sums over a range up to now, of every series of a kind. Computed again after a few seconds."""
@@ -195,9 +225,9 @@ class TrafficBook:
         since = grain.start_of(wall - range_s)
         is_open = frozenset(self._open[grain])
         found = await asyncio.to_thread(self._summed_file, grain, kind, since, is_open)
-        for start, series in self._open[grain].items():
+        for start, held in self._open[grain].items():
             if start >= since:
-                for (of_kind, name), sums in series.items():
+                for (of_kind, name), sums in held.series.items():
                     if of_kind == kind:
                         found.setdefault(name, TrafficSums()).add(sums)
         if len(self._cache) >= _MOST_CACHED:

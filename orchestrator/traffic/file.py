@@ -1,18 +1,21 @@
-"""The file of past traffic: one SQLite row for each series and slice. Bounded in time and in bytes.
+"""The file of past traffic: one SQLite row for each series and slice, and for its shares. Bounded in time and in bytes.
 
 It is a record for people, and may be lost: a file that is damaged, or of another version, is begun anew.
 """
 
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import structlog
 
-from orchestrator.core.traffic import GRAINS, Grain, SeriesKey, SeriesKind, TrafficSums
+from orchestrator.core.traffic import GRAINS, Grain, SeriesKind, TrafficSums
+from orchestrator.core.traffic_shares import SHARE_GRAINS, Shares, SharesKey, ShareSums
+from orchestrator.core.traffic_slice import TrafficSlice
 
 log = structlog.get_logger()
 
@@ -24,12 +27,21 @@ CREATE TABLE slices (
 ) WITHOUT ROWID, STRICT;
 CREATE INDEX slices_by_time ON slices (step, at);
 """
+# A file of before has no shares: it gets the table, and keeps its slices.
+_SCHEMA_OF_SHARES = """
+CREATE TABLE IF NOT EXISTS shares (
+    step INTEGER NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, by TEXT NOT NULL, at INTEGER NOT NULL,
+    body BLOB NOT NULL, PRIMARY KEY (step, kind, name, by, at)
+) WITHOUT ROWID, STRICT;
+CREATE INDEX IF NOT EXISTS shares_by_time ON shares (step, at);
+"""
 _BUSY_S = 2.0
 # Part of the slices of a grain that go when the file is too large.
 _DROPPED_SHARE = 0.1
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(TrafficSums).decode
+_decode_shares = msgspec.msgpack.Decoder(dict[str, ShareSums]).decode
 
 
 class TrafficFile:
@@ -74,17 +86,31 @@ class TrafficFile:
         )
         return ((name, at, _decode(body)) for name, at, body in rows)
 
-    def read_slice(self, grain: Grain, at: int) -> dict[SeriesKey, TrafficSums]:
-        """All series of one slice."""
-        rows = self._rows("SELECT kind, name, body FROM slices WHERE step = ? AND at = ?", (grain.step_s, at))
-        return {(kind, name): _decode(body) for kind, name, body in rows}
+    def read_shares(self, grain: Grain, key: SharesKey, since: float) -> dict[int, Shares]:
+        """Beginning of a slice -> shares of one series in it."""
+        rows = self._rows(
+            "SELECT at, body FROM shares WHERE step = ? AND kind = ? AND name = ? AND by = ? AND at >= ?",
+            (grain.step_s, *key, since),
+        )
+        return {at: _decode_shares(body) for at, body in rows}
 
-    def write(self, grain: Grain, at: int, series: Mapping[SeriesKey, TrafficSums]) -> None:
+    def read_slice(self, grain: Grain, at: int) -> TrafficSlice:
+        """All that was written of one slice."""
+        rows = self._rows("SELECT kind, name, body FROM slices WHERE step = ? AND at = ?", (grain.step_s, at))
+        shares = self._rows("SELECT kind, name, by, body FROM shares WHERE step = ? AND at = ?", (grain.step_s, at))
+        return TrafficSlice(
+            {(kind, name): _decode(body) for kind, name, body in rows},
+            {(kind, name, by): _decode_shares(body) for kind, name, by, body in shares},
+        )
+
+    def write(self, grain: Grain, at: int, written: TrafficSlice) -> None:
         """Write a slice in place of what it held; raises nothing: what cannot be written is logged and lost."""
-        rows = [(grain.step_s, kind, name, at, _encode(sums)) for (kind, name), sums in series.items()]
+        rows = [(grain.step_s, kind, name, at, _encode(sums)) for (kind, name), sums in written.series.items()]
+        shares = [(grain.step_s, *key, at, _encode(parts)) for key, parts in written.shares.items()]
         try:
             with self._lock, self._db as db:
                 db.executemany("INSERT OR REPLACE INTO slices VALUES (?, ?, ?, ?, ?)", rows)
+                db.executemany("INSERT OR REPLACE INTO shares VALUES (?, ?, ?, ?, ?, ?)", shares)
         except sqlite3.Error as exc:
             log.warning("past traffic not written", path=str(self._path), error=str(exc))
 
@@ -92,9 +118,11 @@ class TrafficFile:
         """Drop slices that are too old, and the oldest ones while the file is too large. Raises nothing."""
         try:
             with self._lock:
-                for grain in GRAINS:
-                    with self._db:
-                        self._drop_before(grain, now - grain.kept_s)
+                with self._db:
+                    for grain in GRAINS:
+                        self._drop_before("slices", grain, now - grain.kept_s)
+                    for grain in SHARE_GRAINS:
+                        self._drop_before("shares", grain, now - grain.kept_s)
                 for grain in GRAINS:
                     while self._size_bytes() > self._most_bytes and self._drop_oldest(grain):
                         pass
@@ -114,18 +142,20 @@ class TrafficFile:
         )
         return int((pages - free) * page)
 
-    def _drop_before(self, grain: Grain, at: float) -> int:
-        """Delete a grain's slices that began before; the number of rows."""
-        found = self._db.execute("DELETE FROM slices WHERE step = ? AND at < ?", (grain.step_s, at))
-        return found.rowcount
+    def _drop_before(self, table: Literal["slices", "shares"], grain: Grain, at: float) -> int:
+        """Delete a grain's rows of slices that began before; their number."""
+        query = f"DELETE FROM {table} WHERE step = ? AND at < ?"  # noqa: S608  (one of our two names)
+        return self._db.execute(query, (grain.step_s, at)).rowcount
 
     def _drop_oldest(self, grain: Grain) -> bool:
-        """Delete a tenth of a grain's time span, at least one slice; False: it has none."""
+        """Delete a tenth of a grain's time span, at least one slice, with its shares; False: it has none."""
         first, last = self._db.execute("SELECT min(at), max(at) FROM slices WHERE step = ?", (grain.step_s,)).fetchone()
         if first is None:
             return False
+        before = first + max(1.0, (last - first) * _DROPPED_SHARE)
         with self._db:
-            return self._drop_before(grain, first + max(1.0, (last - first) * _DROPPED_SHARE)) > 0
+            self._drop_before("shares", grain, before)
+            return self._drop_before("slices", grain, before) > 0
 
     def _rows(self, query: str, arguments: tuple[object, ...]) -> list[tuple]:  # type: ignore[type-arg]
         """The rows of a query; none where the file cannot be read, which is logged."""
@@ -155,22 +185,22 @@ class TrafficFile:
 
 
 def _connected(path: str) -> sqlite3.Connection:
-    """A connection with our table. Raises sqlite3.Error, ValueError for another version."""
+    """A connection with our tables. Raises sqlite3.Error, ValueError for another version."""
     db = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
     try:
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         db.execute("PRAGMA journal_mode = WAL")
         # A power cut may lose the last seconds; the file stays whole.
         db.execute("PRAGMA synchronous = NORMAL")
-        _make_table(db)
+        _make_tables(db)
     except BaseException:
         db.close()
         raise
     return db
 
 
-def _make_table(db: sqlite3.Connection) -> None:
-    """Make our table in a new database. Raises sqlite3.Error, ValueError for another version."""
+def _make_tables(db: sqlite3.Connection) -> None:
+    """Make our tables where they are missing. Raises sqlite3.Error, ValueError for another version."""
     (found,) = db.execute("PRAGMA user_version").fetchone()
     if found == 0:
         with db:
@@ -178,3 +208,4 @@ def _make_table(db: sqlite3.Connection) -> None:
             db.execute(f"PRAGMA user_version = {_VERSION}")
     elif found != _VERSION:
         raise ValueError(f"version {found} is not {_VERSION}")
+    db.executescript(_SCHEMA_OF_SHARES)
