@@ -12,10 +12,12 @@ from typing import Literal
 
 from orchestrator.core.demand import RouterCounts
 from orchestrator.core.files import FetchChoice, FilesSnapshot, OngoingFetch, fetch_choice
+from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
 from orchestrator.core.state import (
     UNREACHABLE,
     DesiredPlacement,
+    LoadFigures,
     ObservedFleet,
     ObservedWorker,
     Pair,
@@ -25,6 +27,8 @@ from orchestrator.core.state import (
 )
 
 Operation = Literal["inspect", "load", "drain", "unload"]
+SHORT_LOAD_S = 0.1
+"""A load that should take less is not spread over the workers: its stall is like that of a step with a long prompt."""
 _NO_ADAPTERS: Mapping[str, RegisteredAdapter] = MappingProxyType({})
 
 
@@ -193,7 +197,7 @@ def _load_actions(
     """Loads that have a slot or a drained victim, within the budgets. Adds them to the counts in `busy`.
 
     An adapter is loaded on half of its base model's workers at once, since they stall meanwhile. A load that takes
-    longer than `load_spread_s` holds the others up no more.
+    longer than `load_spread_s` holds the others up no more, nor does one that should take less than `SHORT_LOAD_S`.
     """
     actions: list[WorkerAction] = []
     peers = Counter(worker.base_model for worker in observed.workers.values() if worker.state == "ready")
@@ -212,7 +216,7 @@ def _load_actions(
             continue
         worker = observed.workers[step.worker_id]
         is_warming = worker.state == WARMING
-        is_spread = policy.load_spread_s > 0 and not is_warming
+        is_spread = policy.load_spread_s > 0 and not is_warming and not _is_short(step, adapters, observed.load_figures)
         if is_spread and loading[step.lora_id] >= workers_at_once(peers[worker.base_model]):
             continue
         most = max(LOADS_AT_ONCE, policy.loads_per_worker) if is_warming else policy.loads_per_worker
@@ -236,6 +240,12 @@ def _load_actions(
                 )
             )
     return actions
+
+
+def _is_short(step: PlannedLoad, adapters: Mapping[str, RegisteredAdapter], figures: LoadFigures) -> bool:
+    """Whether the load should stall its engine so briefly that nobody notices."""
+    adapter = adapters.get(step.lora_id)
+    return load_s(None if adapter is None else adapter.size_bytes, figures) < SHORT_LOAD_S
 
 
 def _choice_of(

@@ -162,9 +162,7 @@ class AdapterUploads:
 
     async def drop(self, owner: str, lora_id: str) -> None:
         """Delete what has come of the caller's unfinished upload of the adapter, on every worker that has some."""
-        ask = UploadAsk(lora_id=lora_id, owner=owner, file="", sent=_NO_BYTES)
-        for worker, _ in await self._holders(ask):
-            await self._drop(worker, ask.upload_id)
+        await self.forget(UploadAsk(lora_id=lora_id, owner=owner, file="", sent=_NO_BYTES))
 
     def registered_already(self, ask: UploadAsk) -> RegisteredAdapter | None:
         """The registered adapter if it has the very digest that the request names; None if bytes are needed.
@@ -317,9 +315,12 @@ class AdapterUploads:
         return f"kept on {count} alone, because the fleet's workers have no other disks; fleet_copies is {wanted}"
 
     async def forget(self, ask: UploadAsk) -> None:
-        """Delete a finished upload; a worker that does not answer forgets it by itself."""
-        for worker, _ in await self._holders(ask):
-            await self._drop(worker, ask.upload_id)
+        """Delete what has come of an upload, on every worker that may have some.
+
+        A worker that does not answer forgets it by itself.
+        """
+        workers = self._able_workers(ask)[:_ASKED]
+        await asyncio.gather(*(self._drop(worker, ask.upload_id) for worker in workers))
 
     async def _drop(self, worker: UploadWorker, name: str) -> None:
         """Have a worker forget an upload; a failure is logged."""

@@ -7,14 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.demand import AdapterUsage, DemandBook
-from orchestrator.core.plan import AdapterDrain, diff, is_drained, workers_at_once
+from orchestrator.core.plan import SHORT_LOAD_S, AdapterDrain, diff, is_drained, workers_at_once
 from orchestrator.core.state import (
     DesiredPlacement,
+    LoadFigures,
     ObservedFleet,
     ObservedWorker,
     PlacementPolicy,
     PlannedLoad,
     PlannedRemoval,
+    RegisteredAdapter,
     ReportedAdapter,
 )
 
@@ -145,6 +147,19 @@ def test_loads_are_not_spread_where_the_policy_says_so():
     workers = {f"w{i}": replace(IDLE, id=f"w{i}") for i in range(4)}
     loads = tuple(PlannedLoad(lora_id="a", worker_id=name, reason="meant for all") for name in workers)
     assert len(started(loads, ObservedFleet(workers=workers), PlacementPolicy(load_spread_s=0))) == 4
+
+
+def test_loads_that_should_be_short_are_not_spread():
+    workers = {f"w{i}": replace(IDLE, id=f"w{i}") for i in range(4)}
+    loads = tuple(PlannedLoad(lora_id="a", worker_id=name, reason="meant for all") for name in workers)
+    for took_s, at_once in ((SHORT_LOAD_S * 0.9, 4), (SHORT_LOAD_S, 2)):
+        observed = ObservedFleet(workers=workers, load_figures=LoadFigures(seconds=took_s, size_bytes=1000))
+        assert len(started(loads, observed, PlacementPolicy())) == at_once
+    # An adapter that is much larger than those that loaded so fast is spread.
+    large = {"a": RegisteredAdapter(lora_id="a", source="file:///a", size_bytes=10**9)}
+    observed = ObservedFleet(workers=workers, load_figures=LoadFigures(seconds=0.01, size_bytes=1000))
+    actions = diff(DesiredPlacement(loads=loads), observed, {}, PlacementPolicy(), 0, 0.0, adapters=large)
+    assert len(actions) == 2
 
 
 def test_a_worker_that_serves_nobody_yet_loads_its_share_at_once():

@@ -5,7 +5,8 @@
 3. `choose.py`: a worker for each, and `victims.py`: the adapter that makes room on a full worker.
 4. `moves.py`: moves and removals of surplus copies, unless `churn.py` limits them.
 5. `expiry.py`: removals of copies that nobody asks for, where a policy says so.
-5. `drains.py`: how far each draining worker is, and until when its drain waits.
+6. `next_versions.py`: removals of old versions, where the next version of a published name finds no slot.
+7. `drains.py`: how far each draining worker is, and until when its drain waits.
 
 State between passes is in `ObservedFleet.memory` and nowhere else.
 """
@@ -27,6 +28,7 @@ from orchestrator.core.placement.context import PlacementContext, is_registered_
 from orchestrator.core.placement.drains import drain_progress, has_moved, ready_elsewhere
 from orchestrator.core.placement.expiry import expired_removals, last_asked_at
 from orchestrator.core.placement.moves import finished_move_removals, new_moves, surplus_removals, unfinished_moves
+from orchestrator.core.placement.next_versions import next_version_removals
 from orchestrator.core.placement.targets import ReplicaTarget, replica_targets
 from orchestrator.core.placement.tenant_order import in_tenant_order, wait_bucket
 from orchestrator.core.state import (
@@ -102,6 +104,8 @@ class _PlacementPass:
         if not self.is_frozen:
             # Not counted as steps: a night of expiries must not hold back the copies that the morning needs.
             for step in expired_removals(context, [lora_id for lora_id, _ in moves]):
+                removals.setdefault((step.lora_id, step.worker_id), step)
+            for step in next_version_removals(context):
                 removals.setdefault((step.lora_id, step.worker_id), step)
         if self.steps_left > 0 and len(loads) < MOST_LOADS:
             for load, leaves in islice(new_moves(context, moves), min(self.steps_left, MOST_LOADS)):
