@@ -49,6 +49,7 @@ from workers.engines.kv_connector import connector_from_command
 from workers.engines.vllm_tables import vllm_facts
 from workers.metrics import WorkerMetrics
 from workers.plugin import LoraDownloaderBase
+from workers.report_header import ReportHeaderMiddleware
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source
 from workers.sources.fleet import FLEET_SCHEMES, FleetSource
 from workers.sources.fleet_agents import FleetAgents
@@ -207,9 +208,15 @@ def build(
     requests = RequestLog("worker", settings.access_log)
     add_routes(app, build_router(agent, keys, log_lines=log_lines, metrics_need_key=settings.metrics_need_key))
     install_error_handlers(app, WorkerError)
-    app.add_middleware(JsonBodyMiddleware, may_send=partial(check_route_scopes, app), most_values=_MOST_VALUES)
+    _add_middleware(app, agent)
     guard(app, keys, allow_open=settings.allow_open, requests=requests)
     return WorkerService(app, agent, requests)
+
+
+def _add_middleware(app: FastAPI, agent: WorkerAgent) -> None:
+    """Read JSON bodies whole and check them; say in answers to the orchestrator as of which report they are."""
+    app.add_middleware(ReportHeaderMiddleware, as_of=agent.as_of)
+    app.add_middleware(JsonBodyMiddleware, may_send=partial(check_route_scopes, app), most_values=_MOST_VALUES)
 
 
 def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> ConnectorVerdict | None:

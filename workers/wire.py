@@ -20,6 +20,12 @@ MOST_NEIGHBOURS = 64
 MOST_RELEASED = 1000
 """Digests in one request to release them: 70 KB."""
 
+REPORT_HEADER = "x-lorafleet-report"
+"""Header of the answers to an orchestrator's calls: `<agent_boot_id>/<report_number>` of a report made at that moment.
+
+What such an answer says is older than reports with a higher number, and as new as those with the same one.
+"""
+
 AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "draining", "failed"]
 AgentState = Literal["starting", "ready", "draining", "engine_down"]
 AdapterEffectState = Literal["", "applied", "seen", "zero", "unknown"]
@@ -225,6 +231,8 @@ class Metadata(_WorkerMessage):
     is_suspect   the engine seems to hang, even if its health route answers; it gets no loads until it returns a token
     engine_version  as the engine says it, such as 0.32.0; "" if it does not
     is_warming   the worker is starting and already accepts loads: the orchestrator loads its hot adapters first
+    report_number  changes of the worker's state so far, the first report's being 1, within an `agent_boot_id`: of two
+                   reports the one with the lower number is the older one. 0: an older agent, which does not count
     """
 
     instance_id: str = Field(pattern=r"^[A-Za-z0-9._:-]{1,253}$")
@@ -246,6 +254,7 @@ class Metadata(_WorkerMessage):
     agent_boot_id: str
     engine_boot_id: str = ""
     epoch: int = 0
+    report_number: int = 0
     wire: int = WIRE
 
 

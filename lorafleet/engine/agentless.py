@@ -20,6 +20,8 @@ from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
 from lorafleet.service.urls import is_http, without_secrets
 from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
 
+AGENTLESS_BOOT_ID = "none"
+
 Get = Callable[[str], Awaitable[bytes]]
 """GETs a path and returns the body; raises OSError if there is no answer, or its status is not 200."""
 
@@ -103,7 +105,7 @@ class AgentlessEngine:
             transport=self._kv.model_copy(update={"dialect": dialect}),
             lora=_lora_info(name, paths, metrics, self._connector_verdict(metrics)),
             load=self._load.current(now),
-            agent_boot_id="none",
+            agent_boot_id=AGENTLESS_BOOT_ID,
             engine_boot_id=f"{metrics.started_at:.2f}" + (f"+{self._path_changes}" if self._path_changes else ""),
         )
 

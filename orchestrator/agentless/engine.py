@@ -1,7 +1,7 @@
 """One agentless engine: reports, loads from the engine's disk, and unloads, over the engine's HTTP API."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
@@ -86,7 +86,10 @@ class AgentlessEngineDriver:
         *,
         digest_of: Callable[[str], str | None],
         clock: Callable[[], float],
+        numbers: Iterator[int],
     ) -> None:
+        """`numbers`: of reports, ascending."""
+        self._numbers = numbers
         self.worker = worker
         self._address = address
         self._client = client
@@ -113,8 +116,10 @@ class AgentlessEngineDriver:
     async def metadata(self) -> Metadata:
         """The engine's report, with digests, slots and drain state. Raises OSError, ValueError, httpx.HTTPError.
 
-        Asks the engine; logs a new refusal of adapters.
+        Asks the engine; logs a new refusal of adapters. What it holds may change while it is asked, so the report has
+        the number of when the asking began.
         """
+        number = next(self._numbers)
         report = await self._engine.report()
         loaded = tuple(self._with_digest_and_effect(lora, report.engine_boot_id) for lora in report.lora.loaded_loras)
         is_allowed = bool(self._allowed.slots and self._allowed.roots)
@@ -138,7 +143,7 @@ class AgentlessEngineDriver:
         )
         state = {"state": "draining"} if self._is_draining else {}
         address = {"agent_url": self._address, "pool": self.worker.pool, "epoch": self._epoch}
-        return report.model_copy(update={"lora": lora} | state | address)
+        return report.model_copy(update={"lora": lora, "report_number": number} | state | address)
 
     async def claim(self, _ask: ClaimRequest, epoch: int) -> Metadata:
         """Raise our epoch to the leader's and return the report. The engine itself knows no epochs."""

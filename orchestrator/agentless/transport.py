@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 from urllib.parse import quote
 
@@ -16,11 +17,13 @@ import httpx
 import structlog
 from pydantic import BaseModel
 
+from lorafleet.engine.agentless import AGENTLESS_BOOT_ID
 from lorafleet.service.http import envelope
 from lorafleet.service.loops import forever
 from lorafleet.service.transport import DirectTransport
 from orchestrator.agentless.engine import AgentlessEngineDriver, AgentlessLoadRules, AgentlessRefusal, AgentlessWorker
 from workers.wire import (
+    REPORT_HEADER,
     ClaimRequest,
     DrainRequest,
     InspectRequest,
@@ -64,6 +67,8 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
             transport=DirectTransport(), timeout=timeout_s, headers=headers, trust_env=False
         )
         self._drivers: dict[str, AgentlessEngineDriver] = {}
+        # One count for all engines and drivers, so that a new driver of an engine does not begin anew.
+        self._numbers = count(1)
 
     async def run(self, on_report: Callable[[Metadata], object]) -> None:
         """Report for the engines as their agents' heartbeats would, until cancelled."""
@@ -86,6 +91,7 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
                     self._allowed,
                     digest_of=self._digest_of,
                     clock=self._clock,
+                    numbers=self._numbers,
                 )
         answers = await asyncio.gather(*(self._report(driver) for driver in self._drivers.values()))
         for id_, report in zip(tuple(self._drivers), answers, strict=True):
@@ -119,13 +125,19 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
                 return _ok_response(await driver.metadata())
             kind, act = call
             epoch = int(request.headers.get("x-lorafleet-epoch", "0"))
-            return _ok_response(await act(driver, kind.model_validate_json(await request.aread()), epoch))
+            answer = await act(driver, kind.model_validate_json(await request.aread()), epoch)
+            return self._numbered(_ok_response(answer))
         except AgentlessRefusal as exc:
-            return _json_response(exc.status, envelope(exc.status, exc.code, str(exc)))
+            return self._numbered(_json_response(exc.status, envelope(exc.status, exc.code, str(exc))))
         except httpx.TimeoutException as exc:
             return _json_response(504, envelope(504, "engine_timeout", repr(exc)))
         except (OSError, httpx.HTTPError, ValueError) as exc:
             raise httpx.ConnectError(str(exc), request=request) from exc
+
+    def _numbered(self, answer: httpx.Response) -> httpx.Response:
+        """The answer to an action with its place among the reports: above all that were begun before its effect."""
+        answer.headers[REPORT_HEADER] = f"{AGENTLESS_BOOT_ID}/{next(self._numbers)}"
+        return answer
 
     async def aclose(self) -> None:
         """Close the HTTP client that all engines share."""

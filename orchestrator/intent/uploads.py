@@ -347,11 +347,11 @@ class AdapterUploads:
             neighbours = () if worker is holder else (holder.agent_url,)
             keep = KeepRequest(digest=found.digest, neighbours=neighbours)
             try:
-                await self._agents.keep_files(worker.agent_url, keep, timeout_s=self._settings.inspect_timeout_s)
+                at = await self._agents.keep_files(worker.agent_url, keep, timeout_s=self._settings.inspect_timeout_s)
             except (WorkerFailed, InvalidAdapter) as exc:
                 refused = exc
             else:
-                files.note(worker.id, found.digest, is_kept=True)
+                files.note(worker.id, found.digest, at, is_kept=True)
                 kept[disk_ids[worker.id]] = worker.id
         if len(kept) < wanted:
             message = (
@@ -379,7 +379,7 @@ class AdapterUploads:
                     ) as chunks:
                         await store.write(found.digest, name, chunks)
             again = InspectRequest(lora_id=ask.lora_id_at_agents, source=source, base_model=ask.base_model)
-            there = await self._agents.inspect(holder.agent_url, again, timeout_s=self._settings.inspect_timeout_s)
+            there, _ = await self._agents.inspect(holder.agent_url, again, timeout_s=self._settings.inspect_timeout_s)
         except (WorkerFailed, InvalidAdapter, httpx.HTTPError, TimeoutError) as exc:
             message = f"worker {holder.id} cannot read the upload store's {source}: {exc!s}; see upload_store"
             raise OrchestratorUnavailable(message, code="upload_store_failed", retry_after_s=5) from exc

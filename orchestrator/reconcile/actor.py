@@ -36,7 +36,7 @@ from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.audit import AuditLog
 from orchestrator.store.backend import Subject
 from orchestrator.store.store import IntentStore
-from workers.wire import AvailableLora, DrainRequest, InspectRequest, LoadedLora, LoadRequest, UnloadRequest
+from workers.wire import AvailableLora, DrainRequest, InspectRequest, LoadedLora, LoadRequest, Metadata, UnloadRequest
 
 log = structlog.get_logger()
 
@@ -77,6 +77,7 @@ class ActionRunner:
         audit: AuditLog,
         request_pass: Callable[[], None],
         claim: Callable[[str], Awaitable[None]],
+        record_report: Callable[[Metadata], None],
         on_lease_lost: Callable[[str], None],
         rng: Random,
         clock: Callable[[], float] = time.monotonic,
@@ -93,6 +94,7 @@ class ActionRunner:
         self._tasks = tasks
         self._audit = audit
         self._claim = claim
+        self._record_report = record_report
         self._on_lease_lost = on_lease_lost
         self._rng = rng
         self._request_pass = request_pass
@@ -289,13 +291,13 @@ class ActionRunner:
         Raises WorkerFailed, InvalidAdapter, LeaseLost.
         """
         adapter = self._store.adapters[action.lora_id]
-        found = await self._agents.inspect(
+        found, at = await self._agents.inspect(
             self._agent_url(action.worker_id),
             self._inspection_of(adapter, action.worker_id),
             timeout_s=self._settings.inspect_timeout_s,
         )
         known = with_manifest(adapter, found)
-        self._files.note(action.worker_id, found.digest)
+        self._files.note(action.worker_id, found.digest, at)
         current = self._store.adapters.get(action.lora_id)
         if (
             current is not None
@@ -328,9 +330,9 @@ class ActionRunner:
 
         Raises InvalidAdapter, WorkerFailed.
         """
-        ask = self._inspection_of(adapter, worker_id)
-        found = await self._agents.inspect(self._agent_url(worker_id), ask, timeout_s=self._settings.inspect_timeout_s)
-        self._files.note(worker_id, found.digest)
+        ask, timeout_s = self._inspection_of(adapter, worker_id), self._settings.inspect_timeout_s
+        found, at = await self._agents.inspect(self._agent_url(worker_id), ask, timeout_s=timeout_s)
+        self._files.note(worker_id, found.digest, at)
         return with_manifest(adapter, found)
 
     async def _load(self, action: WorkerAction, adapter: RegisteredAdapter) -> str:
@@ -353,11 +355,11 @@ class ActionRunner:
             ignored_modules=adapter.ignored_modules,
         )
         url, timeout_s = self._agent_url(action.worker_id), self._settings.load_timeout_s
-        lora = await self._agents.load(url, ask, timeout_s=timeout_s)
+        lora, at = await self._agents.load(url, ask, timeout_s=timeout_s)
         _check_loaded(lora, adapter)
-        self._files.note(action.worker_id, lora.digest)
+        self._files.note(action.worker_id, lora.digest, at)
         self._operations.measured_loads.append((self._clock() - began, adapter.size_bytes or 0))
-        self._reports.record_load(action.worker_id, lora, evicted)
+        self._reports.record_load(action.worker_id, lora, evicted, at)
         if action.evict_after is not None:
             self._operations.reserve_victims[action.evict_after, action.worker_id] = action.lora_id
         if action.evict is not None:
@@ -384,8 +386,8 @@ class ActionRunner:
             digest=None if held.is_foreign else held.digest or None,
             engine_name=held.engine_name if held.is_foreign else None,
         )
-        await self._agents.unload(self._agent_url(action.worker_id), ask, timeout_s=timeout_s)
-        self._reports.record_unload(action.worker_id, held.engine_name)
+        at = await self._agents.unload(self._agent_url(action.worker_id), ask, timeout_s=timeout_s)
+        self._reports.record_unload(action.worker_id, held.engine_name, at)
         self._operations.drains.pop((action.lora_id, action.worker_id), None)
         if (why := self._eviction_reason(action)) is not None:
             self._metrics.record_eviction(action.lora_id, why)
@@ -421,14 +423,14 @@ class ActionRunner:
         self.forget_drain(worker_id)
 
     async def _undrain_worker(self, worker_id: str) -> None:
-        """Tell the agent to take requests again; then emit an event and request a pass.
+        """Tell the agent to take requests again, and record its report; then emit an event and request a pass.
 
         A failure is only logged. A stale epoch ends our term.
         """
         try:
             url, timeout_s = self._agent_url(worker_id), self._settings.unload_timeout_s
             await self._claim(worker_id)
-            await self._agents.undrain(url, timeout_s=timeout_s)
+            fresh = await self._agents.undrain(url, timeout_s=timeout_s)
         except (WorkerFailed, InvalidAdapter) as exc:
             log.warning(
                 "worker drains still: uncordon it again, or restart its agent", worker_id=worker_id, error=str(exc)
@@ -436,6 +438,8 @@ class ActionRunner:
         except LeaseLost as exc:
             self._on_lease_lost(str(exc))
         else:
+            if fresh.instance_id == worker_id:
+                self._record_report(fresh)
             self._catalog.emit_event("worker_undrained", worker_id=worker_id)
             self._request_pass()
 

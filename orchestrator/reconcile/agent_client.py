@@ -11,7 +11,9 @@ from pydantic_core import from_json
 
 from lorafleet.service.own_key import OwnKey
 from orchestrator.core.errors import InvalidAdapter, LeaseLost, WorkerFailed
+from orchestrator.reconcile.agent_view import AsOf
 from workers.wire import (
+    REPORT_HEADER,
     AdapterFiles,
     AvailableLora,
     BeginFileRequest,
@@ -31,6 +33,8 @@ from workers.wire import (
 )
 
 M = TypeVar("M", bound=BaseModel)
+
+_NUMBER_DIGITS = 15
 
 SOURCE_CODES = frozenset(
     {
@@ -84,7 +88,10 @@ All other codes are about the worker at that moment, `disk_full` and `rank_too_b
 
 
 class AgentClient:
-    """Calls agents. Every action carries our epoch, and may be repeated: agents answer what is done already alike."""
+    """Calls agents. Every action carries our epoch, and may be repeated: agents answer what is done already alike.
+
+    Actions whose result is recorded return it with `AsOf`, the place of the answer among the agent's reports.
+    """
 
     def __init__(self, client: httpx.AsyncClient, *, own_key: OwnKey, epoch: Callable[[], int]) -> None:
         """`epoch` returns our epoch; it is called before each action and raises LeaseLost when we may not act."""
@@ -105,9 +112,10 @@ class AgentClient:
         """Make the agent refuse every older epoch; returns its report. Raises WorkerFailed, LeaseLost."""
         return _parsed(Metadata, await self._post_action(agent_url, "claim", ClaimRequest(), timeout_s=timeout_s))
 
-    async def inspect(self, agent_url: str, ask: InspectRequest, *, timeout_s: float) -> AvailableLora:
+    async def inspect(self, agent_url: str, ask: InspectRequest, *, timeout_s: float) -> tuple[AvailableLora, AsOf]:
         """Fetch and verify the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
-        return _parsed(AvailableLora, await self._post_action(agent_url, "inspect_lora", ask, timeout_s=timeout_s))
+        answer = await self._post_action(agent_url, "inspect_lora", ask, timeout_s=timeout_s)
+        return _parsed(AvailableLora, answer), _as_of(answer)
 
     async def check_source(self, agent_url: str, source: str, *, timeout_s: float) -> None:
         """Ask whether the worker's settings allow the source.
@@ -118,21 +126,23 @@ class AgentClient:
             "GET", agent_url, f"/v1/admin/source?source={quote(source, safe='')}", timeout_s=timeout_s
         )
 
-    async def load(self, agent_url: str, ask: LoadRequest, *, timeout_s: float) -> LoadedLora:
+    async def load(self, agent_url: str, ask: LoadRequest, *, timeout_s: float) -> tuple[LoadedLora, AsOf]:
         """Load the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
-        return _parsed(LoadedLora, await self._post_action(agent_url, "load_lora", ask, timeout_s=timeout_s))
+        answer = await self._post_action(agent_url, "load_lora", ask, timeout_s=timeout_s)
+        return _parsed(LoadedLora, answer), _as_of(answer)
 
-    async def keep_files(self, agent_url: str, ask: KeepRequest, *, timeout_s: float) -> None:
+    async def keep_files(self, agent_url: str, ask: KeepRequest, *, timeout_s: float) -> AsOf:
         """Have the agent keep the files of a digest. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
-        await self._post_action(agent_url, "keep_files", ask, timeout_s=timeout_s)
+        return _as_of(await self._post_action(agent_url, "keep_files", ask, timeout_s=timeout_s))
 
-    async def release_files(self, agent_url: str, ask: ReleaseRequest, *, timeout_s: float) -> None:
+    async def release_files(self, agent_url: str, ask: ReleaseRequest, *, timeout_s: float) -> AsOf:
         """Let the agent delete files again. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
-        await self._post_action(agent_url, "release_files", ask, timeout_s=timeout_s)
+        return _as_of(await self._post_action(agent_url, "release_files", ask, timeout_s=timeout_s))
 
-    async def unload(self, agent_url: str, ask: UnloadRequest, *, timeout_s: float) -> None:
+    async def unload(self, agent_url: str, ask: UnloadRequest, *, timeout_s: float) -> AsOf:
         """Unload the adapter; a 404 counts as success. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
-        await self._post_action(agent_url, "unload_lora", ask, timeout_s=timeout_s, accepted=frozenset({404}))
+        accepted = frozenset({404})
+        return _as_of(await self._post_action(agent_url, "unload_lora", ask, timeout_s=timeout_s, accepted=accepted))
 
     async def drain(self, agent_url: str, ask: DrainRequest, *, timeout_s: float) -> None:
         """Make the agent drain its worker, and wait until it has drained.
@@ -141,12 +151,12 @@ class AgentClient:
         """
         await self._post_action(agent_url, "drain", ask, timeout_s=timeout_s)
 
-    async def undrain(self, agent_url: str, *, timeout_s: float) -> None:
-        """Make the agent of a drained worker take requests again.
+    async def undrain(self, agent_url: str, *, timeout_s: float) -> Metadata:
+        """Make the agent of a drained worker take requests again; returns its report.
 
         Raises WorkerFailed, also from an older agent without this call, InvalidAdapter, LeaseLost.
         """
-        await self._post_action(agent_url, "undrain", UndrainRequest(), timeout_s=timeout_s)
+        return _parsed(Metadata, await self._post_action(agent_url, "undrain", UndrainRequest(), timeout_s=timeout_s))
 
     async def engine_models(self, engine_url: str, *, timeout_s: float) -> frozenset[str] | None:
         """Ask the engine for its model names; None if it is up without a list. Raises WorkerFailed if it is not up."""
@@ -301,6 +311,13 @@ def _error_of_response(method: str, url: str, answer: httpx.Response) -> WorkerF
     if code in CONTENT_CODES or code in SOURCE_CODES:
         return InvalidAdapter(message, code=code)
     return WorkerFailed(message, code=code)
+
+
+def _as_of(answer: httpx.Response) -> AsOf:
+    """The place of an answer among the agent's reports. An older agent, or another's header, gives none."""
+    boot_id, _, number = answer.headers.get(REPORT_HEADER, "").rpartition("/")
+    is_number = number.isascii() and number.isdigit() and len(number) <= _NUMBER_DIGITS
+    return AsOf(boot_id, int(number)) if boot_id and is_number else AsOf()
 
 
 def _parsed(cls: type[M], answer: httpx.Response) -> M:

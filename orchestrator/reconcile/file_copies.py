@@ -208,7 +208,7 @@ class FileCopies:
             urls = tuple(filter(None, map(self._agent_url, step.neighbours)))
             ask = KeepRequest(digest=step.digest, neighbours=urls)
             url, timeout_s = self._agent_url(step.worker_id), self._settings.load_timeout_s
-            await self._agents.keep_files(url, ask, timeout_s=timeout_s)
+            at = await self._agents.keep_files(url, ask, timeout_s=timeout_s)
         except LeaseLost as exc:
             self._on_lease_lost(str(exc))
         except (InvalidAdapter, WorkerFailed) as exc:
@@ -219,7 +219,7 @@ class FileCopies:
             )
         else:
             self._failures.record_success(pair)
-            self._files.note(step.worker_id, step.digest, is_kept=True)
+            self._files.note(step.worker_id, step.digest, at, is_kept=True)
             log.info("copy kept", digest=step.digest, worker_id=step.worker_id)
         finally:
             self._under_way.discard(pair)
@@ -232,13 +232,13 @@ class FileCopies:
             await self._claim(step.worker_id)
             ask = ReleaseRequest(digests=step.digests, is_dropped=step.is_dropped)
             url, timeout_s = self._agent_url(step.worker_id), self._settings.unload_timeout_s
-            await self._agents.release_files(url, ask, timeout_s=timeout_s)
+            at = await self._agents.release_files(url, ask, timeout_s=timeout_s)
         except LeaseLost as exc:
             self._on_lease_lost(str(exc))
         except (InvalidAdapter, WorkerFailed) as exc:
             log.warning("copies not released", worker_id=step.worker_id, error=str(exc))
         else:
-            self._files.note_released(step.worker_id, step.digests)
+            self._files.note_released(step.worker_id, step.digests, at)
             if step.is_dropped:
                 self._dropping |= {(digest, step.worker_id) for digest in step.digests}
         finally:

@@ -15,6 +15,7 @@ from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import LeaseLost, WorkerFailed
 from orchestrator.core.state import WantedReplicas
 from orchestrator.reconcile.agent_client import AgentClient
+from orchestrator.reconcile.agent_view import as_of
 from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
@@ -94,7 +95,8 @@ class HeartbeatMonitor:
         change = self._reports.record_report(report)
         if is_same_engine and not self._is_leading():
             change = replace(change, vanished=())  # unloads by the leader, whose drains we do not know
-        self._note_fetches(report)
+        if not change.is_overtaken:
+            self._note_fetches(report)
         self._apply_change(report.instance_id, change)
         if report.epoch > self._store.epoch and self._is_leading():
             # Either a newer leader exists or our store is an old copy. Read the lease; a new term gets a higher epoch.
@@ -109,13 +111,17 @@ class HeartbeatMonitor:
                 pair = (lora.lora_id, report.instance_id)
                 self._operations.note_fetched_bytes(pair, lora.fetched_bytes, now)
             elif lora.state == "loading" and lora.digest:
-                self._files.note(report.instance_id, lora.digest)  # verified and installed
+                self._files.note(report.instance_id, lora.digest, as_of(report))  # verified and installed
 
     def record_files(self, report: Metadata, files: HeldFiles | None) -> int | None:
         """Record what a heartbeat says of the worker's files; returns the number of the last change that is known.
 
-        Requests a pass if it changes anything. None: from an agent of an older version.
+        Requests a pass if it changes anything. None: from an agent of an older version. A heartbeat that was overtaken
+        changes nothing.
         """
+        if self._reports.is_overtaken(report):
+            disk = self._files.disks.get(report.instance_id)
+            return 0 if disk is None else disk.seen
         if self._files.record(report, files):
             self.on_files()
             self._request_pass()

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from orchestrator.reconcile.agent_view import AsOf, as_of
 from orchestrator.wire import HeldFiles
 from workers.wire import Metadata
 
@@ -16,6 +17,7 @@ class ReportedDisk:
     is_whole       whether nothing was left to report
     files          digest -> whether it is kept
     unconfirmed    digests of before that the agent, which began anew, has not named yet
+    answered       digest -> as of when an answer of the agent told its state: older heartbeats do not change it
     """
 
     agent_boot_id: str
@@ -24,6 +26,12 @@ class ReportedDisk:
     is_whole: bool = False
     files: dict[str, bool] = field(default_factory=dict)
     unconfirmed: set[str] = field(default_factory=set)
+    answered: dict[str, AsOf] = field(default_factory=dict)
+
+    def answer(self, at: AsOf, digests: Iterable[str]) -> None:
+        """Keep older heartbeats from changing these digests. No-op for the answer of an older agent."""
+        if at.number:
+            self.answered |= dict.fromkeys(digests, at)
 
 
 class HeldFilesBook:
@@ -48,8 +56,10 @@ class HeldFilesBook:
         if files is None:
             return self._record_older(report)
         if disk is None or (disk.agent_boot_id, disk.disk_id) != (boot_id, files.disk_id) or disk.seen is None:
-            disk = ReportedDisk(boot_id, files.disk_id, seen=0, files={} if disk is None else disk.files)
+            known = disk or ReportedDisk(boot_id, files.disk_id)
+            disk = ReportedDisk(boot_id, files.disk_id, seen=0, files=known.files, answered=known.answered)
             self.disks[worker_id] = disk
+        disk.answered = {name: at for name, at in disk.answered.items() if as_of(report).is_before(at)}
         if files.since not in (0, disk.seen):
             disk.seen, disk.is_whole = 0, False
             return False
@@ -57,21 +67,24 @@ class HeldFilesBook:
         named = {*files.held, *files.kept}
         if files.since == 0:
             disk.unconfirmed = set(disk.files)  # what none of the changes names is gone, once all have come
-        disk.unconfirmed -= named
+        disk.unconfirmed -= named | disk.answered.keys()
         states = [(name, False) for name in files.held] + [(name, True) for name in files.kept]
         gone = [*files.gone, *(() if files.left else disk.unconfirmed)]
-        news = self._put_all(worker_id, [*states, *((name, None) for name in gone)])
+        told = [*states, *((name, None) for name in gone)]
+        news = self._put_all(worker_id, [(name, state) for name, state in told if name not in disk.answered])
         disk.seen, disk.is_whole = files.upto, files.left == 0
         return news or disk.is_whole != had_whole
 
-    def note(self, worker_id: str, digest: str, *, is_kept: bool = False) -> None:
-        """Record that a worker has just got the files of a digest, without waiting for its heartbeat."""
+    def note(self, worker_id: str, digest: str, at: AsOf, *, is_kept: bool = False) -> None:
+        """Record an answer (or report) by which a worker has the files of a digest, without waiting for a heartbeat."""
         if (disk := self.disks.get(worker_id)) is not None:
+            disk.answer(at, (digest,))
             self._put(worker_id, digest, is_kept or disk.files.get(digest, False))
 
-    def note_released(self, worker_id: str, digests: Iterable[str]) -> None:
-        """Record that a worker keeps these digests no longer."""
+    def note_released(self, worker_id: str, digests: Collection[str], at: AsOf) -> None:
+        """Record an answer by which a worker keeps these digests no longer."""
         if (disk := self.disks.get(worker_id)) is not None:
+            disk.answer(at, digests)
             self._put_all(worker_id, [(digest, False) for digest in digests if digest in disk.files])
 
     def forget(self, present: Collection[str]) -> None:

@@ -167,6 +167,7 @@ class Reconciler:
             tasks=self._tasks,
             audit=self.audit,
             claim=self.monitor.claim_worker,
+            record_report=self.monitor.record_heartbeat,
             request_pass=self.request_pass,
             on_lease_lost=leadership.on_newer_leader,
             rng=self._rng,

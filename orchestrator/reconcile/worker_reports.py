@@ -21,8 +21,19 @@ from orchestrator.core.state import (
     WorkerDrainOrder,
     foreign_key,
 )
+from orchestrator.reconcile.agent_view import (
+    AdapterChange,
+    AgentView,
+    AsOf,
+    as_of,
+    first_view,
+    with_changes,
+    with_engine_models,
+    with_place,
+    with_report,
+)
 from orchestrator.store.backend import WorkerIntent
-from workers.wire import LoadedLora, LoraInfo, Metadata
+from workers.wire import LoadedLora, Metadata
 
 _AGENT_STATES = {"starting": "starting", "engine_down": "starting", "draining": "draining", "ready": "ready"}
 
@@ -31,18 +42,26 @@ _AGENT_STATES = {"starting": "starting", "engine_down": "starting", "draining": 
 class KnownWorker:
     """One worker that has reported.
 
+    view         what its agent has said last
+    heard_at     when its agent last said anything; `reported_at`: when the report in `view` came
     reach        heard (the agent answers), unmanaged (only the engine does), lost (neither does)
     ready_since  (lora_id, engine boot id) -> when the adapter was first seen ready
     probed_at    when it was last probed
     kube_worker  its entry in EndpointSlices, kept when they no longer list it: a terminating pod stays terminating
     """
 
-    report: Metadata
+    view: AgentView
     heard_at: float
+    reported_at: float
     reach: str = "heard"
     ready_since: dict[tuple[str, str], float] = field(default_factory=dict)
     probed_at: float = 0.0
     kube_worker: DiscoveredWorker | None = None
+
+    @property
+    def report(self) -> Metadata:
+        """The agent's last report, with what its newer answers changed."""
+        return self.view.report
 
     @property
     def is_terminating(self) -> bool:
@@ -54,12 +73,14 @@ class KnownWorker:
 class ReportChange:
     """What a report or probe changed.
 
+    is_overtaken  the agent's report is older than what is known of it
     is_news   whether a pass is due
     vanished  adapters that are gone without an unload of ours
     """
 
     is_news: bool
     vanished: tuple[str, ...] = ()
+    is_overtaken: bool = False
 
 
 class WorkerReports:
@@ -86,7 +107,8 @@ class WorkerReports:
             if entry is None or entry.kube_worker == worker:
                 continue
             before = entry.is_terminating, entry.report
-            entry.kube_worker, entry.report = worker, _with_kube_place(entry.report, worker)
+            entry.kube_worker = worker
+            entry.view = with_place(entry.view, _with_kube_place(entry.view.reported, worker))
             is_news |= before != (entry.is_terminating, entry.report)
         return is_news
 
@@ -99,23 +121,32 @@ class WorkerReports:
         return entry.report.agent_url if is_other else None
 
     def record_report(self, report: Metadata) -> ReportChange:
-        """Record an agent's report, which adds the worker or marks it as reached; returns what it changed."""
+        """Record an agent's report, which adds the worker or marks it as reached; returns what it changed.
+
+        A report that was overtaken only shows that the agent is reached.
+        """
         now = self._clock()
         entry = self.workers.get(report.instance_id)
         if entry is None:
             found = self._kube_workers.get(report.instance_id)
             entry = self.workers[report.instance_id] = KnownWorker(
-                _with_kube_place(report, found), now, kube_worker=found
+                first_view(_with_kube_place(report, found)), now, now, kube_worker=found
             )
             self._update_ready_since(entry, now)
             return ReportChange(is_news=True)
-        report = _with_kube_place(report, entry.kube_worker)
-        before, entry.report, entry.heard_at = entry.report, report, now
+        before, is_overtaken, entry.heard_at = entry.report, self.is_overtaken(report), now
+        if not is_overtaken:
+            entry.view, entry.reported_at = with_report(entry.view, _with_kube_place(report, entry.kube_worker)), now
         former_ids = _ready_ids(before) if entry.reach != "lost" else frozenset()
-        is_news = entry.reach != "heard" or _decision_fields(before) != _decision_fields(report)
+        is_news = entry.reach != "heard" or _decision_fields(before) != _decision_fields(entry.report)
         entry.reach = "heard"
         self._update_ready_since(entry, now)
-        return ReportChange(is_news, tuple(sorted(former_ids - _occupying_ids(report))))
+        return ReportChange(is_news, tuple(sorted(former_ids - _occupying_ids(entry.report))), is_overtaken)
+
+    def is_overtaken(self, report: Metadata) -> bool:
+        """Whether a newer report of the same start of this agent has been recorded."""
+        entry = self.workers.get(report.instance_id)
+        return entry is not None and as_of(report).is_before(as_of(entry.view.reported))
 
     def record_engine_models(self, worker_id: str, models: frozenset[str] | None) -> ReportChange:
         """Mark the worker as unmanaged: only its engine answers. Returns what that changed.
@@ -124,13 +155,12 @@ class WorkerReports:
         """
         entry = self.workers[worker_id]
         loaded = entry.report.lora.loaded_loras
-        still_loaded = tuple(lora for lora in loaded if models is None or lora.engine_name in models)
-        gone = tuple(
-            sorted({lora.lora_id for lora in loaded if lora.state == "ready"} - {lora.lora_id for lora in still_loaded})
-        )
+        if models is not None:
+            entry.view = with_engine_models(entry.view, models)
+        still_loaded = {lora.lora_id for lora in entry.report.lora.loaded_loras}
+        gone = tuple(sorted({lora.lora_id for lora in loaded if lora.state == "ready"} - still_loaded))
         is_news = entry.reach != "unmanaged" or bool(gone)
         entry.reach = "unmanaged"
-        entry.report = _with_loaded(entry.report, still_loaded)
         return ReportChange(is_news, gone)
 
     def mark_lost(self, worker_id: str) -> ReportChange:
@@ -141,30 +171,24 @@ class WorkerReports:
         entry.reach = "lost"
         return ReportChange(is_news=True, vanished=tuple(sorted(_ready_ids(entry.report))))
 
-    def record_load(self, worker_id: str, lora: LoadedLora, evicted: str | None) -> None:
-        """Add a loaded adapter to the worker's report, without waiting for the next report.
+    def record_load(self, worker_id: str, lora: LoadedLora, evicted: str | None, at: AsOf) -> None:
+        """Record the answer to a load, without waiting for the next report. No-op for an unknown worker.
 
-        No-op for an unknown worker.
-
-        evicted  engine name of the victim, which is removed
+        evicted  engine name of the victim, which is gone
         """
-        entry = self.workers.get(worker_id)
-        if entry is not None:
-            others = tuple(
-                held
-                for held in entry.report.lora.loaded_loras
-                if held.engine_name not in (lora.engine_name, evicted)
-                and (held.lora_id != lora.lora_id or held.state in ("ready", "draining"))
-            )
-            entry.report = _with_loaded(entry.report, (*others, lora))
-            self._update_ready_since(entry, self._clock())
+        victims = [] if evicted is None else [AdapterChange(at, evicted)]
+        self._record_answer(worker_id, [*victims, AdapterChange(at, lora.engine_name, lora)])
 
-    def record_unload(self, worker_id: str, engine_name: str) -> None:
-        """Remove an unloaded adapter from a known worker's report without waiting for the next."""
+    def record_unload(self, worker_id: str, engine_name: str, at: AsOf) -> None:
+        """Record the answer to an unload, without waiting for the next report. No-op for an unknown worker."""
+        self._record_answer(worker_id, [AdapterChange(at, engine_name)])
+
+    def _record_answer(self, worker_id: str, changes: Iterable[AdapterChange]) -> None:
+        """Record the effects of an answered action. The answer shows, too, that the agent is reached."""
         entry = self.workers.get(worker_id)
         if entry is not None:
-            others = tuple(held for held in entry.report.lora.loaded_loras if held.engine_name != engine_name)
-            entry.report = _with_loaded(entry.report, others)
+            entry.view, entry.heard_at = with_changes(entry.view, changes), self._clock()
+            self._update_ready_since(entry, self._clock())
 
     def workers_to_probe(self, probe_after_s: float) -> list[str]:
         """Workers silent for this long. Marks them as probed: each is returned at most once in that time."""
@@ -263,7 +287,7 @@ class WorkerReports:
             drain=self._drain_order(intent),
             is_agent_draining=report.state == "draining",
             is_terminating=entry.is_terminating,
-            reported_at=entry.heard_at,
+            reported_at=entry.reported_at,
             has_agent=bool(agent_url_of(report)),
         )
 
@@ -406,18 +430,3 @@ def _decision_fields(report: Metadata) -> tuple[object, ...]:
     shape = (capacity.loaded_count + capacity.available_slots, report.lora.max_lora_rank, report.lora.enabled)
     identity = (report.agent_url, report.transport.engine_url, report.engine_boot_id, report.zone, report.node)
     return (report.state, report.is_warming, held, shape, report.lora.refusal, identity, report.model.base_model)
-
-
-def _with_loaded(report: Metadata, loaded: tuple[LoadedLora, ...]) -> Metadata:
-    """The report with these adapters, its slots counted anew."""
-    capacity = report.lora.capacity
-    total = capacity.loaded_count + capacity.available_slots
-    count = capacity.loaded_count + _occupied_count(loaded) - _occupied_count(report.lora.loaded_loras)
-    capacity = capacity.model_copy(update={"loaded_count": count, "available_slots": max(0, total - count)})
-    lora: LoraInfo = report.lora.model_copy(update={"loaded_loras": loaded, "capacity": capacity})
-    return report.model_copy(update={"lora": lora})
-
-
-def _occupied_count(loaded: Iterable[LoadedLora]) -> int:
-    """Number of these adapters that take a slot."""
-    return sum(lora.state in OCCUPYING for lora in loaded)

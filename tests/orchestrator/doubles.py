@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, Response
 
 from lorafleet.identity import engine_name
 from lorafleet.service.http import envelope
+from workers.report_header import ReportHeaderMiddleware
 
 
 def digest_of(source):
@@ -54,6 +55,8 @@ class FakeAgent:
         self.running = 0
         self.engine_boot_id = "e1"
         self.agent_boot_id = "a1"
+        self.numbers_reports = True  # False: an older agent
+        self.changes = 1
         self.hold_loads = None
         self.hold_unloads = None
         self.load_s = 0.0
@@ -65,13 +68,14 @@ class FakeAgent:
 
     def start_anew(self):
         """Reset the agent to its initial state, at the same address."""
-        url = self.url
+        url, boot_id = self.url, f"{self.agent_boot_id}+"
         self.__init__(self.worker_id, slots=self.slots)
-        self.url = url
+        self.url, self.agent_boot_id = url, boot_id
 
     def put(self, lora_id, source, *, loaded_at="2020-01-01T00:00:00Z"):
         """Put an adapter on the worker without a call."""
         digest = digest_of(source)
+        self.changes += 1
         self.loaded[lora_id] = {
             "lora_id": lora_id,
             "digest": digest,
@@ -93,6 +97,10 @@ class FakeAgent:
         lora = self.put(name, source)
         self.loaded = ours
         self.loaded[f"{name}@"] = lora | {"digest": "", "engine_name": name, "files_digest": lora["digest"]}
+
+    @property
+    def report_number(self):
+        return self.changes if self.numbers_reports else 0
 
     def operations(self):
         return [(verb, body.get("lora_id")) for verb, body in self.calls]
@@ -134,7 +142,7 @@ class FakeAgent:
             "agent_boot_id": self.agent_boot_id,
             "engine_boot_id": self.engine_boot_id,
             "epoch": self.epoch,
-        }
+        } | ({"report_number": self.report_number} if self.numbers_reports else {})
 
     def heartbeat(self):
         if self.disk is None:
@@ -205,13 +213,16 @@ class FakeAgent:
                 return JSONResponse(envelope(422, code, f"{code} by the double"), 422)
             return await getattr(self, verb)(body)
 
+        app.add_middleware(ReportHeaderMiddleware, as_of=lambda: f"{self.agent_boot_id}/{self.report_number}")
         return app
 
     async def keep_files(self, body):
         self.disk[body["digest"]] = True
+        self.changes += 1
         return {"digest": body["digest"], "files": []}
 
     async def release_files(self, body):
+        self.changes += 1
         for digest in body["digests"]:
             if body.get("is_dropped"):
                 self.disk.pop(digest, None)
@@ -223,6 +234,7 @@ class FakeAgent:
         digest = digest_of(body["source"])
         if self.disk is not None:
             self.disk.setdefault(digest, False)
+        self.changes += 1
         rank = self.ranks.get(body["source"], 8)
         return {
             "lora_id": body["lora_id"],
@@ -266,14 +278,17 @@ class FakeAgent:
         if held is None or body.get("digest") not in (None, held["digest"]):
             return JSONResponse(envelope(404, "not_loaded", "not here"), 404)
         del self.loaded[key]
+        self.changes += 1
         return {}
 
     async def drain(self, body):
         self.drained = True
         self.state = "draining"
+        self.changes += 1
         return {}
 
     async def undrain(self, body):
         self.drained = False
         self.state = "ready"
-        return {}
+        self.changes += 1
+        return self.metadata()

@@ -106,6 +106,26 @@ async def test_an_adapter_on_the_engines_disk_is_loaded_and_unloaded(house_of, e
 
 
 @pytest.mark.fleet
+async def test_report_that_was_begun_before_a_load_does_not_take_the_load_back(house_of, engine, shelf):
+    service, early = house_of(engine, engine_slots=4, engine_roots=(shelf,)), []
+    await register(service, shelf)
+    await service.settle()
+    await service.built.agentless.report_once(early.append)
+    await service.ensure(SQL)
+    await service.settle()
+    service.reconciler.monitor.record_heartbeat(early[0])
+    assert (await service.adapter(SQL))["workers"] == ["e0"]
+    late = []
+    await service.built.agentless.report_once(late.append)
+    (await service.http.delete(f"/v1/adapters/{SQL}")).raise_for_status()
+    for _ in range(4):
+        await service.turn()
+        service.clock.now += 31
+    service.reconciler.monitor.record_heartbeat(late[0])
+    assert service.reconciler.reports.workers["e0"].report.lora.loaded_loras == ()
+
+
+@pytest.mark.fleet
 async def test_the_catalog_gives_routers_the_engines_url(house_of, engine):
     service = house_of(engine)
     await service.turn()

@@ -4,6 +4,7 @@ import asyncio
 
 from lorafleet.identity import fleet_source
 from orchestrator.core.files import STALLED_S
+from orchestrator.reconcile.agent_view import with_place
 from tests.orchestrator.doubles import digest_of
 from tests.patience import within
 
@@ -148,7 +149,8 @@ def lose(service, worker_id: str):
     """Let neither the worker's agent nor its engine answer any longer; returns its double."""
     entry = service.reconciler.reports.workers[worker_id]
     transport = entry.report.transport.model_copy(update={"engine_url": NOBODY})
-    entry.report = entry.report.model_copy(update={"agent_url": NOBODY, "transport": transport})
+    silent = entry.view.reported.model_copy(update={"agent_url": NOBODY, "transport": transport})
+    entry.view = with_place(entry.view, silent)
     return service.agents.pop(worker_id)
 
 

@@ -445,6 +445,41 @@ async def test_failed_engine_start_is_reported_with_its_output_and_retried(worke
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "not_ready"
 
 
+async def test_answers_to_the_orchestrator_say_as_of_which_report_they_are(worker, tmp_path):
+    keys = tmp_path / "keys.yaml"
+    rows = [{"sha256": hash_key(scope), "scopes": [scope]} for scope in ("admin", "infer")]
+    keys.write_text(json.dumps({"keys": rows}))
+    async with worker.together("--key-files", str(keys)) as client:
+        client.headers["authorization"] = "Bearer admin"
+
+        async def call(verb: str, *, key: str = "admin", **body) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}", "x-lorafleet-epoch": "7"}
+            return await client.post(f"/v1/admin/{verb}", json=body, headers=headers)
+
+        async def place() -> str:
+            metadata = await metadata_of(client)
+            return f"{metadata.agent_boot_id}/{metadata.report_number}"
+
+        before = await metadata_of(client)
+        answer = await call("load_lora", lora_id="sql-expert/v1")
+        after = await metadata_of(client)
+        assert 0 < before.report_number < after.report_number
+        assert answer.headers["x-lorafleet-report"] == f"{after.agent_boot_id}/{after.report_number}"
+        for verb, status in (("unload_lora", 200), ("unload_lora", 404)):
+            answer = await call(verb, lora_id="sql-expert/v1")
+            assert (answer.status_code, answer.headers["x-lorafleet-report"]) == (status, await place())
+        assert (await metadata_of(client)).report_number > after.report_number
+        for verb in ("drain", "undrain"):
+            answer = await call(verb)
+            assert answer.headers["x-lorafleet-report"] == await place()
+        assert answer.json()["report_number"] == (await metadata_of(client)).report_number
+        # Others learn nothing by it.
+        refused = await call("unload_lora", key="infer", lora_id="sql-expert/v1")
+        assert (refused.status_code, refused.headers.get("x-lorafleet-report")) == (403, None)
+        asked = await client.post("/v1/admin/load_lora", json={"lora_id": "legal/v2"})
+        assert "x-lorafleet-report" not in asked.headers
+
+
 async def test_routes_check_the_scopes_of_the_key_file(worker, tmp_path):
     keys = tmp_path / "keys.yaml"
     rows = [

@@ -524,4 +524,14 @@ class WorkerAgent:
             agent_boot_id=self.boot_id,
             engine_boot_id=self.engine.boot_id,
             epoch=self.installed.epoch,
+            report_number=self._report_number,
         )
+
+    def as_of(self) -> str:
+        """The value of `REPORT_HEADER` now."""
+        return f"{self.boot_id}/{self._report_number}"
+
+    @property
+    def _report_number(self) -> int:
+        """The number of a report that is made now. Every change of a field that decides is counted."""
+        return self.inventory.version + 1

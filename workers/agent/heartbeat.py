@@ -96,13 +96,15 @@ class HeartbeatSender:
 
         Raises at any failure.
         """
+        disk_id = await self._agent.cache.disk_id()
+        # From here to the body without an `await`: all of it is of one moment, that of the report's number.
         version = self._agent.inventory.version
         metadata = self._agent.metadata()
         operations = self._agent.inventory.operations
         sent = operations.unrecorded()
         incidents = self._agent.inventory.incidents
         sent_incidents = incidents.unrecorded()
-        files = await self._held_files()
+        files = self._held_files(disk_id)
         body = Heartbeat(
             metadata=metadata,
             operations=sent,
@@ -132,12 +134,12 @@ class HeartbeatSender:
         if metadata.is_warming and reply.is_warm:
             self._agent.end_warming()
 
-    async def _held_files(self) -> HeldFiles:
+    def _held_files(self, disk_id: str) -> HeldFiles:
         """The changes of this worker's files that the orchestrator has not confirmed."""
         cache = self._agent.cache
         found = cache.held.changes_since(self._files_seen, most=MOST_HELD if self._wants_files else 0)
         return HeldFiles(
-            disk_id=await cache.disk_id(),
+            disk_id=disk_id,
             since=found.since,
             upto=found.upto,
             left=found.left,
