@@ -27,6 +27,7 @@ from lorafleet.service.openapi import change_document, documented_app
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.request_log import RequestLog
 from lorafleet.service.settings import load_or_exit
+from lorafleet.service.tasks import BackgroundTasks
 from lorafleet.service.whoami import whoami_routes
 from router.api.adapter_calls import adapter_call_routes
 from router.api.control import control_routes, describe_inference, health_routes, metrics_text, process_handlers
@@ -98,7 +99,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     breaker = make_circuit_breaker(config, metrics)
     tokenizers = make_tokenizers(config, control, metrics)
     feeds = KvFeeds(metrics, config.kv_tail_poll_s, accuracy, own_key, agents)
-    usage = UsageCounts(router_id, load)
+    usage, learning = UsageCounts(router_id, load), BackgroundTasks()
     listener = WorkerListener(
         feeds=feeds,
         load=load,
@@ -107,6 +108,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         usage=usage,
         tokenizers=tokenizers,
         metrics=metrics,
+        learning=learning,
     )
     discovery = make_discovery(config, control, agents, own_key, listener, metrics, router_id=router_id)
     # What the router decides.
@@ -175,7 +177,9 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         title="lorafleet router",
         version=version("lorafleet"),
         description="Sends each request to the worker where its adapter and its prompt are hot.",
-        lifespan=lambda _app: run_services(services, control, agents, probes, http, processes),
+        lifespan=lambda _app: run_services(
+            services, control, agents, probes, learning, clients=http, processes=processes
+        ),
     )
     add_routes(
         app,

@@ -1,6 +1,5 @@
 """Makes each part of the router from the settings; app.py says in which order."""
 
-import asyncio
 import os
 import time
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.service.auth import ApiKeys
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.repeats import RepeatLimiter
+from lorafleet.service.tasks import BackgroundTasks
 from orchestrator.wire import RouterNow
 from router.config import RouterSettings
 from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
@@ -62,7 +62,7 @@ _LISTEN_IDLE_S = 60.0
 class WorkerListener:
     """Passes the workers' reports on to the services that use them (a discovery.Listener).
 
-    learning  tasks that fetch tokenizers
+    learning  tasks that fetch tokenizers; a router that stops ends them
     followed  each worker's report that the feeds have got last
     lines     limits the log lines about tokenizers that could not be fetched
     """
@@ -74,7 +74,7 @@ class WorkerListener:
     usage: UsageCounts
     tokenizers: Tokenizers
     metrics: RouterMetrics
-    learning: set[asyncio.Task[None]] = field(default_factory=set)
+    learning: BackgroundTasks
     followed: dict[WorkerId, Metadata] = field(default_factory=dict)
     lines: RepeatLimiter = field(default_factory=RepeatLimiter)
 
@@ -90,9 +90,7 @@ class WorkerListener:
         if replica.state == "ready" and not self.tokenizers.has_probed(
             replica.base_model, _restartable_incarnation(replica)
         ):
-            task = asyncio.create_task(self._fetch_tokenizer(replica))
-            self.learning.add(task)
-            task.add_done_callback(self.learning.discard)
+            self.learning.spawn(self._fetch_tokenizer(replica))
 
     def on_agent_silent(self, worker: WorkerId) -> None:
         """Forget the load that a worker reported last: it is outdated."""

@@ -15,6 +15,7 @@ import structlog
 
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.service.loops import forever
+from lorafleet.service.tasks import BackgroundTasks
 from router.api.questions import answer_questions
 from router.core.fleet import Replica
 from router.core.scheduler import Scheduler
@@ -48,6 +49,8 @@ async def run_services(
     control: httpx.AsyncClient,
     agents: EnginePool,
     probes: HealthProbes,
+    learning: BackgroundTasks,
+    *,
     clients: HttpListener,
     processes: WorkerProcesses | None,
 ) -> AsyncIterator[None]:
@@ -84,6 +87,7 @@ async def run_services(
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            await learning.cancel_and_wait()
             await services.feeds.close()
             await services.pool.close()
             if services.config.orchestrator_url:

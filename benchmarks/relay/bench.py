@@ -25,7 +25,7 @@ from benchmarks.relay.prompts import ChatKind, CountedPrompt, Requests, long_see
 from benchmarks.scenes import lora_id
 from lorafleet.tokenizer.chat import ChatTokenizer
 
-_KNOWN_S = 20.0
+_KNOWN_S = 60.0
 _WAITING = "lorafleet_router_waiting_requests"
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from lorafleet.identity import fleet_digest
+from lorafleet.service.tasks import BackgroundTasks
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.errors import (
@@ -31,7 +32,6 @@ from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
-from orchestrator.reconcile.tasks import BackgroundTasks
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.audit import AuditLog
 from orchestrator.store.backend import Subject

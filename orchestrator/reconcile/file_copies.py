@@ -10,6 +10,7 @@ import structlog
 
 from lorafleet.identity import fleet_digest
 from lorafleet.service.loops import ChangeSignal
+from lorafleet.service.tasks import BackgroundTasks
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.copies import CopyPlan, CopyState, KeepStep, ReleaseStep, WorkerDisk, plan_copies
@@ -18,7 +19,6 @@ from orchestrator.core.failures import LONGEST_S, FailureBook
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.held_files import HeldFilesBook, ReportedDisk
-from orchestrator.reconcile.tasks import BackgroundTasks
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, worker_state
 from orchestrator.store.store import IntentStore
 from workers.wire import KeepRequest, ReleaseRequest

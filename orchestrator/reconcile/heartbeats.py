@@ -9,6 +9,7 @@ from math import inf
 
 import structlog
 
+from lorafleet.service.tasks import BackgroundTasks
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
@@ -19,7 +20,6 @@ from orchestrator.reconcile.agent_view import as_of
 from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
-from orchestrator.reconcile.tasks import BackgroundTasks
 from orchestrator.reconcile.worker_reports import KnownWorker, ReportChange, WorkerReports
 from orchestrator.store.store import IntentStore
 from orchestrator.wire import HeldFiles

@@ -15,6 +15,7 @@ from random import Random
 
 import structlog
 
+from lorafleet.service.tasks import BackgroundTasks
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
@@ -48,7 +49,6 @@ from orchestrator.reconcile.pauses import FleetPauses
 from orchestrator.reconcile.queries import FleetQueries, LastPass
 from orchestrator.reconcile.retention import VersionRetention
 from orchestrator.reconcile.rollouts import RolloutController
-from orchestrator.reconcile.tasks import BackgroundTasks
 from orchestrator.reconcile.worker_reports import WorkerReports, worker_state
 from orchestrator.store.audit import AuditLog
 from orchestrator.store.backend import Subject

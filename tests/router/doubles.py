@@ -116,6 +116,7 @@ class AgentDouble:
     files: dict[str, str] = field(default_factory=dict)  # of the model
     files_status: int = 200
     files_asked: int = 0
+    files_due: asyncio.Event | None = None  # the model's files wait for it
     model_path: str = ""
     starting: frozenset = frozenset()
     suspects: frozenset = frozenset()
@@ -259,6 +260,8 @@ class AgentDouble:
 
         async def model_files(_request):
             self.files_asked += 1
+            if self.files_due is not None:
+                await self.files_due.wait()
             return JSONResponse({"base_model": BASE, "files": self.files}, self.files_status)
 
         return Starlette(

@@ -5,10 +5,11 @@ import contextlib
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from lorafleet.http_server.listener import HttpListener
 from tests.patience import until, within
-from tests.router.doubles import BASE, CHAT, EngineDouble, echo, error_of, fleet, sample_value, with_sql
+from tests.router.doubles import BASE, CHAT, AgentDouble, EngineDouble, echo, error_of, fleet, sample_value, with_sql
 
 SQL = CHAT | {"lora_id": "sql/v1"}
 
@@ -106,3 +107,13 @@ def counts(page: str) -> dict[tuple[str, ...], float]:
         for sample in family.samples
         if sample.name == "lorafleet_router_requests_total"
     }
+
+
+async def test_a_router_that_stops_while_it_learns_a_tokenizer_ends_that_work_in_silence():
+    control = AgentDouble(files_due=asyncio.Event())
+    with capture_logs() as said:
+        async with fleet(EngineDouble("w0", echo), control=control, tokenizer="auto"):
+            await until(lambda: control.files_asked)
+        assert not [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith("._fetch_tokenizer")]
+    control.files_due.set()
+    assert not [line for line in said if "tokenizer" in line["event"]]

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import httpx
 
 from lorafleet.http_server.serve import bind
+from lorafleet.identity import fleet_source
 from lorafleet.local.tiny_model import make_adapters, make_model
 from orchestrator.app import OrchestratorService
 from orchestrator.app import build as build_orchestrator
@@ -33,6 +34,9 @@ from tests.workers.running import RunningWorker, sim_inside
 from workers.config import AgentTimers
 
 SQL, PYTHON = "sql-expert/v1", "python-expert/v1"
+KEPT = "kept/v1"
+"""An adapter whose files only the fleet has."""
+
 BASE, WORKER = "tiny-qwen", "w0"
 PROMPT = list(range(300, 396))
 """Token ids: whole blocks, whose hashes are in the recorded KV snapshot."""
@@ -63,7 +67,16 @@ class RecordedFleet:
 
     async def register(self, lora_id: str) -> None:
         """Register an adapter, after a dry run, and wait until a worker has inspected it."""
-        spec = {"lora_id": lora_id, "source": f"file://{self.shelf}/{lora_id}", "base_model": BASE}
+        await self._register(lora_id, f"file://{self.shelf}/{lora_id}")
+
+    async def keep(self, lora_id: str) -> None:
+        """Register KEPT with the files of an adapter that the worker has, and wait until they are kept."""
+        digest = (await self.operator.get(f"/v1/adapters/{lora_id}")).json()["digest"]
+        await self._register(KEPT, fleet_source(digest))
+        await until(lambda: 200 in self.agent.statuses("/v1/admin/keep_files"), what="the worker keeps the files")
+
+    async def _register(self, lora_id: str, source: str) -> None:
+        spec = {"lora_id": lora_id, "source": source, "base_model": BASE}
         (await self.operator.post("/v1/adapters?dry_run=1", json=spec)).raise_for_status()
         (await self.operator.post("/v1/adapters", json=spec)).raise_for_status()
 
@@ -75,6 +88,11 @@ class RecordedFleet:
     async def worker_state(self, state: str) -> bool:
         """Whether the worker has this state by the orchestrator's list."""
         return (await self.operator.get(f"/v1/workers/{WORKER}")).json()["state"] == state
+
+    async def is_asked_for_decisions(self) -> bool:
+        """Ask the router, by way of the orchestrator, for its last decision; whether it has answered."""
+        answer = await self.operator.get("/v1/decisions?limit=1")
+        return answer.status_code == 200 and len(answer.json()["data"]) == 1
 
     async def ask(self, model: str) -> httpx.Response:
         """One completion of PROMPT through the router."""
@@ -163,6 +181,7 @@ async def converse(fleet: RecordedFleet) -> None:
         return int((await fleet.ask(SQL)).headers["x-lorafleet-cached-tokens"]) > 0
 
     await until(is_cached, what="the router knows the prompt's blocks")
+    await until(fleet.is_asked_for_decisions, what="the router answers a question of the console")
     usage_reports = len(fleet.orchestrator.statuses("/v1/usage"))
     await until(
         lambda: len(fleet.orchestrator.statuses("/v1/usage")) > usage_reports + 1, what="the router reports its use"
@@ -174,9 +193,12 @@ async def converse(fleet: RecordedFleet) -> None:
     await until(lambda: 200 in fleet.agent.statuses("/v1/admin/undrain"), what="the worker is in use again")
     await until(lambda: fleet.worker_state("ready"), what="the orchestrator knows that it is in use")
     await fleet.register(PYTHON)
+    await fleet.keep(SQL)
     (await fleet.operator.delete("/v1/aliases/sql")).raise_for_status()
-    (await fleet.operator.delete(f"/v1/adapters/{SQL}")).raise_for_status()
+    for lora_id in (SQL, KEPT):
+        (await fleet.operator.delete(f"/v1/adapters/{lora_id}")).raise_for_status()
     await until(lambda: 200 in fleet.agent.statuses("/v1/admin/unload_lora"), what="the adapter is unloaded")
+    await until(lambda: 204 in fleet.agent.statuses("/v1/admin/release_files"), what="the adapter's files are released")
     await until(lambda: SQL not in fleet.router.discovery.fleet.adapters, what="the router knows of the deletion")
     # Last, because a drain waits for every router that has reported lately.
     async with started_router(fleet.router.config):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -85,7 +86,7 @@ class WireRecorder:
         return [call.status for call in self.calls if re.fullmatch(path, call.path.partition("?")[0])]
 
     def exchanges(self, texts: Mapping[str, str]) -> list[Exchange]:
-        """What is worth keeping: every change, and each reading that has a field which none before it had.
+        """What is worth keeping: every change, and each reading with a field that was absent or null before.
 
         texts  volatile text -> what is written in its place
         """
@@ -107,13 +108,24 @@ class WireRecorder:
             )
             if route.is_stream:
                 exchange.answer = _first_of_each_kind(exchange.answer)
-            paths = {"", *field_paths(exchange.answer), *field_paths(exchange.asked)}
-            news = {(call.conversation, route, call.status, path) for path in paths}
+            both = [exchange.answer, exchange.asked]
+            paths = {("", "any"), *((path, "any") for path in field_paths(both))}
+            paths |= {(path, "set") for path in field_paths(_without_nulls(both))}
+            # With other parameters it is another reading: a whole catalog, or its changes.
+            asked = frozenset(parse_qs(call.path.partition("?")[2]))
+            news = {(call.conversation, route, asked, call.status, path) for path in paths}
             is_change = call.path.startswith("/v1/admin/") and call.method == "POST"
             if is_change or not news <= seen:
                 kept.append(_scrubbed(exchange, texts))
             seen |= news
         return kept
+
+
+def _without_nulls(value: Content) -> Content:
+    """The value without the fields that are null."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _first_of_each_kind(items: list[Content]) -> list[Content]:

@@ -16,7 +16,7 @@ from tests.wire.session import AnswerCheck, Content, Exchange, field_paths, fill
 class WireReplay:
     """Replays exchanges at one service.
 
-    texts   placeholder or recorded text -> today's; grows by what answers name: digests, the KV ledger's epoch
+    texts   placeholder or recorded text -> today's; grows by what answers name: digests, ids, the KV ledger's epoch
     before  called before each exchange, to bring the service into the state that the recorded answer shows
     """
 
@@ -58,14 +58,18 @@ class WireReplay:
             self._learn(exchange.answer, content)
 
     def _learn(self, recorded: Content, content: Content) -> None:
-        """Later requests name what today's answers named: digests, where a stream starts."""
+        """Later requests name what today's answers named: digests, ids, where a stream starts."""
         for name in ("epoch", "digest"):
             if isinstance(recorded.get(name), str) and isinstance(content.get(name), str):
                 self.texts[recorded[name]] = content[name]
                 self.texts[recorded[name][:12]] = content[name][:12]
-        start = content.get("seq", content.get("revision"))
-        if start is not None:
-            self.texts[SINCE] = str(start)
+        for ours, theirs in zip(recorded.get("data", ()), content.get("data", ()), strict=False):
+            self.texts[ours["id"]] = theirs["id"]
+        if "seq" in content:
+            self.texts[SINCE] = str(content["seq"])
+        elif "revision" in content:
+            # The first one: what a recorded change shows may have come about here before.
+            self.texts.setdefault(SINCE, str(content["revision"]))
 
 
 @dataclass(slots=True)

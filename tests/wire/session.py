@@ -49,6 +49,8 @@ CONVERSATIONS: Mapping[str, tuple[WireRoute, ...]] = {
         WireRoute("GET", "/v1/events", answers="FleetEvent", media="sse"),
         WireRoute("POST", "/v1/usage", "UsageReport", "UsageAnswer"),
         WireRoute("POST", "/v1/adapters/.+/ensure", "EnsureRequest", "EnsureAnswer"),
+        WireRoute("GET", "/v1/routers/questions", answers="RouterQuestions"),
+        WireRoute("POST", "/v1/routers/answers", "RouterReply"),
     ),
     "orchestrator-to-agent": (
         _METADATA,
@@ -56,6 +58,8 @@ CONVERSATIONS: Mapping[str, tuple[WireRoute, ...]] = {
         WireRoute("GET", "/v1/admin/source"),
         WireRoute("POST", "/v1/admin/inspect_lora", "InspectRequest", "AvailableLora"),
         _LOAD,
+        WireRoute("POST", "/v1/admin/keep_files", "KeepRequest", "AdapterFiles"),
+        WireRoute("POST", "/v1/admin/release_files", "ReleaseRequest"),
         WireRoute("POST", "/v1/admin/unload_lora", "UnloadRequest", "UnloadAnswer"),
         WireRoute("POST", "/v1/admin/drain", "DrainRequest", "DrainAnswer"),
         WireRoute("POST", "/v1/admin/undrain", "UndrainRequest", "Metadata"),

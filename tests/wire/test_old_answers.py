@@ -112,6 +112,8 @@ async def test_a_router_works_with_orchestrators_and_agents_of(old_agent: OldAge
             by_alias = await client.post("/v1/completions", json={**asked, "model": "sql"})
             assert by_alias.headers["x-lorafleet-adapter"].startswith(SQL), by_alias.text
             await until(lambda: old.calls("/v1/usage"), what="the router reports its use")
+            if old.serves("/v1/routers/questions"):
+                await until(lambda: old.calls("/v1/routers/answers"), what="the router answers the recorded question")
 
             old.is_away = True
             at_home = await client.post("/v1/completions", json={**asked, "model": PYTHON})

@@ -1,8 +1,9 @@
 """Requests of the last release, sent to today's services: accepted, and answered with every field of then."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +92,25 @@ async def test_an_orchestrator_serves_agents_and_routers_of_the_last_release(
         operator = RecordedIntent(client, agent.texts)
         replay = WireReplay(client, check, agent.texts, before=operator.bring_about)
         await replay.run(load_session("agent-to-orchestrator", "router-to-orchestrator"))
+        await asyncio.gather(*operator.asking)
     assert_none(check.problems)
 
 
 @dataclass(slots=True)
 class RecordedIntent:
-    """An operator who wants what the recorded catalogs show."""
+    """An operator who wants what the recorded catalogs show, and asks what the recorded questions ask."""
 
     client: httpx.AsyncClient
     texts: dict[str, str]
+    asking: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def bring_about(self, exchange: Exchange) -> None:
-        """Register, name and delete as the recorded catalog has it, and wait until the catalog shows all of it."""
+        """Register, name and delete as the recorded catalog has it, and wait until the catalog shows all of it.
+
+        For recorded questions it begins to ask for decisions, until a router has answered.
+        """
+        if exchange.route.answers == "RouterQuestions" and exchange.answer["data"]:
+            self.asking.append(asyncio.create_task(self._ask_for_decisions()))
         if exchange.route.answers != "Catalog":
             return
         aliases = {alias["name"]: alias["targets"] for alias in exchange.answer["aliases"]}
@@ -120,6 +128,12 @@ class RecordedIntent:
         # Where it never does, the comparison that follows says what is missing.
         with contextlib.suppress(TimeoutError):
             await until(shows_all, within_s=5)
+
+    async def _ask_for_decisions(self) -> None:
+        async def has_answer() -> bool:
+            return (await self.client.get("/v1/decisions?limit=1")).status_code == 200
+
+        await until(has_answer, what="a router answers the operator's question")
 
     async def _bring_about_adapter(self, adapter: Mapping[str, Any]) -> None:
         """Register the adapter where it is unknown, or delete it where the recorded one was being deleted."""

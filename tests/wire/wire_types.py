@@ -55,11 +55,11 @@ class WireSnapshot:
 
 
 def classes() -> Iterator[type]:
-    """The wire types of all services, without the private bases."""
+    """The wire types of all services, without the private bases; also those that `wire` has of modules of its own."""
     for module in _MODULES.values():
         for name, found in inspect.getmembers(module, inspect.isclass):
             is_type = issubclass(found, BaseModel | msgspec.Struct)
-            if is_type and found.__module__ == module.__name__ and not name.startswith("_"):
+            if is_type and found.__module__.startswith(module.__name__) and not name.startswith("_"):
                 yield found
 
 

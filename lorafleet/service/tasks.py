@@ -1,4 +1,4 @@
-"""Background tasks of the reconcile loop."""
+"""Background tasks with one owner, who ends all of them when a service stops."""
 
 import asyncio
 from collections.abc import Coroutine
