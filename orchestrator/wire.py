@@ -549,6 +549,8 @@ class RolloutItem(_OrchestratorModel):
     step       index of the step in `steps`; `weight`: the new version's present share
     lacks      lora_id -> what is missing before the step's shift
     old, new   requests since the last shift; `needed`: requests of the new version that the step waits for
+    worse      why the new version is worse so far, by the rollout's own limits, before `needed` is reached; "": it is
+               not, or there are too few requests to tell
     """
 
     alias: str
@@ -566,6 +568,7 @@ class RolloutItem(_OrchestratorModel):
     new: RolloutTally
     needed: int
     reason: str = ""
+    worse: str = ""
 
 
 # -- the global policy ---------------------------------------------------------------------------------------

@@ -264,13 +264,14 @@ class RelayedDecision(_TrafficModel):
 
 
 class KeyItem(_TrafficModel):
-    """A key of the key files; never the key or its hash."""
+    """A key of the key files; never the key or its hash. `note`: the file's comment, for readers above tenants."""
 
     key_id: str
     tenant: str | None
     scopes: tuple[str, ...]
     limits: dict[str, float]
     expires: str | None
+    note: str = ""
 
 
 class KeyList(_TrafficModel):

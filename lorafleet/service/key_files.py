@@ -26,6 +26,7 @@ _FIELDS = frozenset(
 )
 _NAMESPACE = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _MAX_NAMESPACE = 100
+_MAX_NOTE = 80
 
 
 class KeyFileError(Exception):
@@ -100,7 +101,13 @@ def _parse_entry(path: Path, number: int, entry: object, form: str) -> tuple[str
         namespace or "",
         tuple(lora_ids or ()),
         bool(shadows),
+        _short_note(entry.get("note")),
     )
+
+
+def _short_note(note: object) -> str:
+    """An entry's note as one line of at most 80 characters; empty without one."""
+    return "" if note is None else " ".join(str(note).split())[:_MAX_NOTE]
 
 
 def key_id_of(digest: str) -> str:

@@ -47,6 +47,7 @@ class Caller:
     namespace   the caller's name `x` means `namespace/x` where there is one; empty: no namespace
     lora_ids    patterns of names that the caller may register and publish; empty: any, or any in the namespace
     may_shadow_base  whether the caller may publish under a base model's name, and then gets that in its place
+    note        the key file's comment on the key, for people; empty: none
     """
 
     tenant: str | None
@@ -57,6 +58,7 @@ class Caller:
     namespace: str = ""
     lora_ids: tuple[str, ...] = ()
     may_shadow_base: bool = False
+    note: str = ""
 
     @property
     def name(self) -> str:

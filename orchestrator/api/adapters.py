@@ -1,7 +1,7 @@
 """Routes for adapters: register, list, show, change, delete."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Query, Response
@@ -62,6 +62,7 @@ class AdapterListQuery(BaseModel):
     worker: str | None = Field(default=None, description="adapters that are ready on this worker")
     prefix: str | None = Field(default=None, description="beginning of the lora_id")
     quarantined: bool | None = None
+    has_error: bool | None = Field(default=None, description="adapters with, or without, a reason why they lack copies")
     limit: Limit = 1000
     cursor: Cursor = None
 
@@ -217,9 +218,19 @@ def _matching_ids(
         tests.append(
             lambda adapter: (reconciler.queries.quarantine_reason(adapter.lora_id) is not None) == wanted.quarantined
         )
+    if wanted.has_error is not None:
+        troubled = reconciler.queries.troubled_ids()
+        tests.append(lambda adapter: _has_error(adapter, troubled, reconciler) == wanted.has_error)
     if wanted.state is not None:
         tests.append(lambda adapter: reconciler.queries.adapter_state(adapter, ready) == wanted.state)
     return [name for name in rows if all(test(store.adapters[name]) for test in tests)] if tests else rows
+
+
+def _has_error(adapter: RegisteredAdapter, troubled: Container[str], reconciler: Reconciler) -> bool:
+    """Whether a reason is known why the adapter lacks copies. `troubled`: ids that may have one."""
+    if adapter.lora_id not in troubled and adapter.quarantine is None:
+        return False
+    return reconciler.queries.last_error(adapter.lora_id) is not None
 
 
 async def _require_readable_source(spec: AdapterSpec, registry: AdapterRegistry, reconciler: Reconciler) -> None:

@@ -42,13 +42,16 @@ def inspection_routes(keys: ApiKeys, reports: WorkerReports, agents: AgentClient
 
     @api.get("/v1/keys")
     async def key_list(reader: Annotated[Caller, Depends(requires(keys, "view"))]) -> KeyList:
-        """The keys of the key files by id, of a tenant's reader its own: tenant, scopes, limits, expiry; no hash."""
+        """The keys of the key files by id: tenant, scopes, limits, expiry, note; no hash.
+
+        A tenant's reader sees its own key, without the note: that is the operators' comment.
+        """
         items = []
         for caller in keys.callers():
             if reader.only_tenant is not None and caller != reader:
                 continue
-            found = who_is(caller)
-            items.append(KeyItem.model_validate(found.model_dump()))
+            note = caller.note if reader.only_tenant is None else ""
+            items.append(KeyItem.model_validate(who_is(caller).model_dump() | {"note": note}))
         return KeyList(data=tuple(items))
 
     return api

@@ -8,7 +8,15 @@ from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import timestamp
-from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, Targets, WeightStep, current_targets
+from orchestrator.core.rollout import (
+    RequestTally,
+    Rollout,
+    RolloutGuard,
+    Targets,
+    WeightStep,
+    current_targets,
+    regression_so_far,
+)
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.rollouts import RolloutController
@@ -110,6 +118,7 @@ def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
             "new": _wire_tally(rollout.new),
             "needed": rollout.guard.min_requests if rollout.guard is not None else 0,
             "reason": rollout.reason,
+            "worse": regression_so_far(rollout) or "",
         }
     )
 

@@ -233,6 +233,13 @@ def regression_reason(guard: RolloutGuard, old: RequestTally, new: RequestTally)
     return None
 
 
+def regression_so_far(rollout: Rollout) -> str | None:
+    """Why the new version is worse since the last shift, whether or not the step's requests are complete; None: not."""
+    if rollout.guard is None:
+        return None
+    return regression_reason(replace(rollout.guard, min_requests=0), rollout.old, rollout.new)
+
+
 def advance(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
     """The rollout after one observation, and the alias's new targets (None: unchanged).
 

@@ -194,11 +194,16 @@ class FleetQueries:
             f"{newest.code}: {newest.message}" if newest is not None else self.last_pass.desired.unplaced.get(lora_id)
         )
 
+    def troubled_ids(self) -> set[str]:
+        """lora_ids that may have a `last_error`; of the others only quarantined adapters have one."""
+        failed = self._operations.failures.failed_ids
+        return failed | self.last_pass.desired.unplaced.keys() | self.lost_files.keys()
+
     def adapter_states(self) -> dict[str, tuple[str, str | None]]:
         """lora_id -> (adapter state, last error or None), for all registered adapters at once."""
         operations, ready = self._operations, self.ready_workers_by_adapter()
         loading = {lora_id for lora_id, _ in operations.loading}
-        troubled = operations.failures.failed_ids | self.last_pass.desired.unplaced.keys() | self.lost_files.keys()
+        troubled = self.troubled_ids()
         found: dict[str, tuple[str, str | None]] = {}
         for lora_id, adapter in self._store.adapters.items():
             has_error = adapter.quarantine is not None or lora_id in troubled

@@ -17,7 +17,7 @@ OPERATOR, VIEWER, ACME, GLOBEX = "lf-operator", "lf-viewer", "lf-acme", "lf-glob
 _OF_ACME = "{requests_per_minute: 6000, tokens_per_minute: 600000}"
 _OF_GLOBEX = "{requests_per_minute: 60}"
 _KEYS = f"""keys:
-- {{sha256: {hash_key(OPERATOR)}, scopes: [admin], note: operator}}
+- {{sha256: {hash_key(OPERATOR)}, scopes: [admin], note: Ann}}
 - {{sha256: {hash_key(VIEWER)}, scopes: [view], note: on call}}
 - {{sha256: {hash_key(ACME)}, tenant: acme, scopes: [infer, view], limits: {_OF_ACME}}}
 - {{sha256: {hash_key(GLOBEX)}, tenant: globex, scopes: [infer], limits: {_OF_GLOBEX}, expires: 2031-01-31T00:00:00Z}}

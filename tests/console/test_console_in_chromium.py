@@ -189,3 +189,104 @@ async def test_what_happens_shows_without_a_reload(scene, browser):
             await page.wait_for_selector("tr:has-text('w2') >> text=cordoned")
             await client.post(f"{scene.orchestrator}/v1/workers/w2/uncordon", headers=headers)
             await page.wait_for_selector("tr:has-text('w2') >> text=ready")
+
+
+async def test_a_column_lacks_what_is_not_known_at_its_end_in_either_order(scene, browser):
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        for order in ("p95", "-p95"):
+            await visit(page, f"/adapters?sort={order}")
+            column = await page.locator("thead th").all_inner_texts()
+            at = next(index for index, text in enumerate(column) if text.startswith("first token p95"))
+            cells = await page.locator(f"tbody td:nth-child({at + 1})").all_inner_texts()
+            assert cells[0] != "\N{EN DASH}", order
+            assert cells[-1] == "\N{EN DASH}", order
+
+
+async def test_a_request_is_found_by_its_id_and_says_why_it_went_there(scene, browser):
+    request_id = scene.call("GET", "/v1/decisions?limit=1").json()["data"][0]["request_id"]
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        await visit(page, "/requests")
+        await page.fill("input[type=search]", request_id)
+        await page.wait_for_selector("tbody tr:only-child")
+        await page.click(f"tbody a:has-text('{request_id[:12]}')")
+        await page.wait_for_selector(".term-row.winner")
+        await visit(page, "/requests?adapter=no-such-adapter-or-request")
+        await page.wait_for_selector("text=None of the decisions that routers keep")
+
+
+async def test_people_are_named_by_the_notes_of_their_keys(scene, browser):
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        await visit(page, "/tenants")
+        await page.wait_for_selector("tr:has-text('on call')")
+        await visit(page, "/aliases")
+        await page.wait_for_selector("tr:has-text('sql') >> text=Ann (key")
+        await visit(page, "/activity?show=changes")
+        await page.wait_for_selector("li:has-text('alias set') >> text=Ann (key")
+    async with opened(browser, scene.orchestrator, key=ACME) as page:
+        await visit(page, "/aliases")
+        assert "Ann" not in await page.inner_text("main")
+
+
+async def test_the_fleets_page_names_errors_with_who_gets_them_and_what_changed_before(scene, browser):
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        await visit(page, "")
+        row = page.locator("section:has-text('Errors, and what changed before') li:has-text('404 model_not_found')")
+        await row.wait_for()
+        await row.locator("text=/since|before/").first.wait_for()
+        assert "to key" in await row.inner_text()
+        await page.wait_for_selector("section:has-text('Changes') li:has-text('alias set')")
+        await page.click("a.tile:has-text('First token')")
+        await page.wait_for_selector("th[aria-sort=descending] >> text=first token p95")
+
+
+_SPELLS = """async () => {
+  const { spells, changesBefore } = await import("/ui/assets/pages/causes.js");
+  const at = Array.from({ length: 40 }, (_, index) => 1000 + 5 * index), zero = at.map(() => 0);
+  const codes = {
+    "500 new": zero.map((_, index) => (index >= 30 ? 2 : index < 3 ? 1 : 0)), "429 old": at.map(() => 1),
+    "503 over": zero.map((_, index) => (index === 10 ? 1 : 0)), "499": at.map(() => 9),
+  };
+  const found = spells({ at, codes }, 5);
+  const entry = (seconds) => ({ at: new Date(seconds * 1000).toISOString() });
+  const near = changesBefore([entry(1160), entry(1149), entry(1100), entry(100)], 1150, 5);
+  return { found, near: near.map((one) => Date.parse(one.at) / 1000) };
+}"""
+
+
+async def test_a_spell_of_errors_begins_after_quiet_and_only_changes_before_it_are_named(scene, browser):
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        await visit(page, "")
+        result = await page.evaluate(_SPELLS)
+    shown = {one["code"]: (one["since"], one["isOlder"], one["isNow"], one["perS"]) for one in result["found"]}
+    assert shown == {
+        "500 new": (1150, False, True, 2),
+        "429 old": (1000, True, True, 1),
+        "503 over": (1050, False, False, 1),
+    }
+    assert result["near"] == [1149, 1100]
+
+
+async def test_the_use_of_today_is_one_click_away(scene, browser):
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        await visit(page, "/tenants")
+        await page.click(".ranges >> text=today")
+        await page.wait_for_selector("tr:has-text('acme')")
+        assert "range=today" in page.url
+        await page.goto(page.url)
+        await page.wait_for_selector(".ranges [aria-pressed=true] >> text=today")
+
+
+async def test_what_if_names_what_moves_and_counts_nothing_that_has_no_place_today(scene, browser):
+    worker = scene.call("GET", "/v1/adapters/sql-expert/v1").json()["workers"][0]
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        await visit(page, "/what-if")
+        await page.click(f"fieldset label:has-text('{worker}')")
+        await page.wait_for_selector("section:has-text('Then') li:has-text('sql-expert/v1')")
+        tile = page.locator(".tile:has-text('Without a place')")
+        assert (await tile.locator(".value").inner_text()) == "0"
+
+
+async def test_an_adapter_says_where_the_time_to_its_first_token_goes(scene, browser):
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        await visit(page, "/adapters/sql-expert/v1")
+        await page.wait_for_selector("section:has-text('Where the time to the first token goes') li")

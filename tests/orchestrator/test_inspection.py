@@ -26,7 +26,7 @@ async def test_keys_are_listed_by_id_and_never_shown(open_service, tmp_path):
     path = tmp_path / "keys.yaml"
     secret = "lf-operator"
     path.write_text(
-        f"keys:\n- {{sha256: {hash_key(secret)}, scopes: [operate]}}\n"
+        f"keys:\n- {{sha256: {hash_key(secret)}, scopes: [operate], note: ' Ann,  on call'}}\n"
         f"- {{sha256: {hash_key('lf-acme')}, tenant: acme, scopes: [infer], limits: {{requests_per_minute: 60}}}}\n"
     )
     service = open_service(key_files=[path])
@@ -36,13 +36,18 @@ async def test_keys_are_listed_by_id_and_never_shown(open_service, tmp_path):
     found = {item["key_id"]: item for item in answer.json()["data"]}
     assert found.keys() == {hash_key(secret)[:12], hash_key("lf-acme")[:12]}
     assert found[hash_key("lf-acme")[:12]]["limits"] == {"requests_per_minute": 60}
+    assert found[hash_key(secret)[:12]]["note"] == "Ann, on call"
     assert secret not in answer.text
     assert hash_key(secret) not in answer.text
 
 
 async def test_a_tenants_key_learns_no_workers_load_and_of_keys_its_own_alone(open_service, tmp_path):
     path = tmp_path / "keys.yaml"
-    rows = [("root", "scopes: [admin]"), ("acme", "tenant: acme, scopes: [view]"), ("other", "scopes: [view]")]
+    rows = [
+        ("root", "scopes: [admin]"),
+        ("acme", "tenant: acme, scopes: [view], note: late payer"),
+        ("other", "scopes: [view]"),
+    ]
     path.write_text("keys:\n" + "".join(f"- {{sha256: {hash_key(key)}, {more}}}\n" for key, more in rows))
     service = open_service(key_files=[path])
     service.http.headers["authorization"] = "Bearer root"
@@ -50,6 +55,7 @@ async def test_a_tenants_key_learns_no_workers_load_and_of_keys_its_own_alone(op
     assert (await service.http.get("/v1/workers/w0")).json()["load"] is not None
     service.http.headers["authorization"] = "Bearer acme"
     assert (await service.http.get("/v1/workers/w0")).json()["load"] is None
-    assert [item["key_id"] for item in (await service.http.get("/v1/keys")).json()["data"]] == [hash_key("acme")[:12]]
+    (item,) = (await service.http.get("/v1/keys")).json()["data"]
+    assert (item["key_id"], item["note"]) == (hash_key("acme")[:12], "")
     for path_ in ("/v1/workers/w0/report", "/v1/workers/w0/log", "/v1/routers"):
         assert (await service.http.get(path_)).status_code == 403, path_

@@ -262,6 +262,7 @@ async def test_a_rollout_shows_counts_of_finished_requests_only(two_versions):
     await service.turn()
     item = await status(service)
     assert (item["new"]["requests"], item["new"]["errors"], item["needed"]) == (10, 1, 20)
+    assert item["worse"].startswith("error rate")  # so far, before the step has all its requests
     assert service.store.rollouts["sql"].new == RequestTally(10, 1, 10, pytest.approx(1.0))
 
 

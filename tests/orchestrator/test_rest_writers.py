@@ -166,6 +166,9 @@ async def test_list_filters_are_combined_with_and(service):
     assert await ids(quarantined="true") == []
     assert await ids(worker="w9") == []
     assert len(await ids(quarantined="false")) == 3
+    # No worker has this base model: the reason is shown although the state is not `failed`.
+    assert await ids(has_error="true") == ["sql/v2"]
+    assert await ids(has_error="false") == ["sql/v1", "tax/v1"]
 
 
 @pytest.mark.parametrize(

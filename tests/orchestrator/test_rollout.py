@@ -21,6 +21,7 @@ from orchestrator.core.rollout import (
     missing_by_adapter,
     paused_rollout,
     regression_reason,
+    regression_so_far,
     replica_floors,
     resumed_rollout,
     rollout_json,
@@ -276,6 +277,15 @@ def test_first_tokens_are_compared_once_there_are_enough_of_both():
     assert regression_reason(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 50, 7.4)) is None
     assert regression_reason(GUARD, RequestTally(100, 0, 49, 4.9), RequestTally(100, 0, 50, 50.0)) is None
     assert regression_reason(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 49, 49.0)) is None
+
+
+def test_a_version_is_worse_so_far_before_its_step_has_all_requests():
+    new = RequestTally(20, 0, 20, 8.0)
+    rollout = replace(a_rollout(), old=GOOD, new=new)
+    assert regression_reason(GUARD, GOOD, new) is None
+    assert regression_so_far(rollout) == "first token after 0.4 s on average, against 0.1 s"
+    assert regression_so_far(replace(rollout, new=RequestTally(20, 0, 20, 2.0))) is None
+    assert regression_so_far(replace(rollout, guard=None)) is None
 
 
 def test_a_tenth_more_errors_is_detected_within_a_few_hundred_requests():

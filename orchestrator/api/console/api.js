@@ -7,8 +7,19 @@ export const problem = store("");       // why the last call failed; "": it did 
 export const now = store(null);         // the last message of /v1/live
 export const tick = store(0);           // grows with every whole slice of traffic
 export const changes = store(0);        // grows with every change in the fleet
-export const RANGES = [[300, "5 min"], [900, "15 min"], [3600, "1 h"], [21600, "6 h"], [86400, "24 h"]];
+export const TODAY = "today";           // since midnight of the reader's clock
+export const RANGES = [[300, "5 min"], [900, "15 min"], [3600, "1 h"], [21600, "6 h"], [86400, "24 h"], [TODAY, "today"]];
 export const range = store(900);
+export const keyNotes = store(new Map());  // key_id -> the key file's note; empty for a tenant's key
+
+// Seconds of the range that is chosen; "today" grows by the minute.
+export function useRange() {
+  const chosen = useStore(range);
+  if (chosen !== TODAY) return chosen;
+  const midnight = new Date();
+  midnight.setHours(0, 0, 0, 0);
+  return Math.max(60, Math.floor((Date.now() - midnight) / 60000) * 60);
+}
 
 // The key stays in this tab: in memory, or until the tab is closed if the reader wants it so.
 const KEY = "lorafleet-key";
@@ -65,6 +76,7 @@ export async function whoami() {
   try {
     me.set(await get("/v1/whoami"));
     needsKey.set(false);
+    if (may("view")) get("/v1/keys").then((list) => keyNotes.set(new Map(list.data.filter((one) => one.note).map((one) => [one.key_id, one.note]))), () => {});
   } catch (error) {
     if (error.status !== 401) problem.set(error.message);
   }

@@ -1,8 +1,9 @@
 // The frame: navigation, the key, and which page an address shows.
 import { html, render, useEffect, useStore, useState } from "./lib.js";
-import { start, me, needsKey, problem, now, range, RANGES, setKey, may } from "./api.js";
+import { start, me, needsKey, problem, now, range, RANGES, keyNotes, setKey, may } from "./api.js";
 import { place, Link } from "./route.js";
 import { Toasts, Field } from "./parts.js";
+import { ZONE } from "./format.js";
 import { FleetPage } from "./pages/fleet.js";
 import { AdaptersPage, AdapterPage } from "./pages/adapters.js";
 import { WorkersPage, WorkerPage } from "./pages/workers.js";
@@ -39,7 +40,7 @@ function page(path) {
 }
 
 function Side({ path }) {
-  const fleet = useStore(now), trouble = useStore(problem), mine = useStore(me);
+  const fleet = useStore(now), trouble = useStore(problem), mine = useStore(me), notes = useStore(keyNotes);
   const workers = fleet ? Object.values(fleet.workers).reduce((sum, count) => sum + count, 0) : null;
   const lost = fleet ? (fleet.workers.lost || 0) + (fleet.workers.unmanaged || 0) : 0;
   const waiting = fleet ? sum(fleet.waiting) + sum(fleet.held) : 0;
@@ -48,7 +49,8 @@ function Side({ path }) {
     <nav aria-label="Pages"><ul>${NAV.filter(([to]) => !(mine?.is_confined_to_tenant && FLEET_ONLY.has(to))).map(([to, label, icon]) => html`<li key=${to}><${Link} to=${to} aria-current=${(path.split("/")[0] === to) ? "page" : undefined}>
       <svg viewBox="0 0 16 16" aria-hidden="true"><path d=${ICONS[icon]}/></svg>${label}${counts[icon] ? html`<span class="count ${icon === "workers" && lost ? "bad" : ""}">${counts[icon]}</span>` : ""}<//></li>`)}</ul></nav>
     <div class="foot"><div class="row"><span class="live ${trouble || !fleet ? "off" : ""}" role="status">${trouble || (fleet ? "live" : "connecting")}</span><${Theme}/></div>
-      <div class="row who">${mine && html`${mine.key_id ? html`<span>key ${mine.key_id}</span><span>${mine.tenant ? `tenant ${mine.tenant}` : ""} ${mine.scopes.join(", ")}</span><button type="button" class="link" onClick=${() => setKey("", false)}>Sign out</button>` : html`<span>open: no key needed</span>`}`}</div>
+      <div class="row who">${mine && html`${mine.key_id ? html`<span>${notes.get(mine.key_id) ? `${notes.get(mine.key_id)}, key ` : "key "}${mine.key_id}</span><span>${mine.tenant ? `tenant ${mine.tenant}` : ""} ${mine.scopes.join(", ")}</span><button type="button" class="link" onClick=${() => setKey("", false)}>Sign out</button>` : html`<span>open: no key needed</span>`}`}</div>
+      <div class="row">times in ${ZONE}</div>
       <div class="row who">${fleet && html`<span>epoch ${fleet.epoch}</span>${!mine?.is_confined_to_tenant && html`<span>${fleet.routers} ${fleet.routers === 1 ? "router" : "routers"}</span>`}`}</div></div></aside>`;
 }
 const sum = (counts) => Object.values(counts || {}).reduce((whole, count) => whole + count, 0);
@@ -91,7 +93,7 @@ try {
   const theme = localStorage.getItem("lorafleet-theme");
   if (theme) document.documentElement.dataset.theme = theme;
 } catch { /* storage is off */ }
-const asked = Number(place.get().query.get("range"));
-if (RANGES.some(([value]) => value === asked)) range.set(asked);
+const asked = RANGES.find(([value]) => String(value) === place.get().query.get("range"));
+if (asked) range.set(asked[0]);
 start();
 render(html`<${App}/>`, document.getElementById("app"));

@@ -5,13 +5,15 @@ import { missing } from "./format.js";
 
 const GROUP = uPlot.sync("time");
 const SERIES = 8;
+const LABEL_PX = 40;  // a time's width: one at the right edge would be cut
 const themes = matchMedia("(prefers-color-scheme: dark)");
 const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const color = (at) => `var(--s${at % SERIES})`;
 
 // series: [{label, values, at?: number of its colour, fill?, dash?}]
-export function Chart({ title, note, at, series, format, height = 150, max, least = 0, stacked = false }) {
-  const box = useRef(null), plot = useRef(null);
+// marks: [{at, text}] moments at which something changed, drawn as lines
+export function Chart({ title, note, at, series, format, height = 150, max, least = 0, stacked = false, marks = [] }) {
+  const box = useRef(null), plot = useRef(null), marked = useRef(marks);
   const [hover, setHover] = useState(null);
   const [theme, setTheme] = useState(document.documentElement.dataset.theme || "");
   const shown = series.filter((one) => one.values && one.values.length === at.length);
@@ -31,16 +33,16 @@ export function Chart({ title, note, at, series, format, height = 150, max, leas
       cursor: { sync: { key: GROUP.key }, y: false, points: { size: 6 }, drag: { x: false, y: false } },
       scales: { x: { time: true }, y: { range: (_, low, high) => [0, max ?? (high > 0 ? Math.max(least, high * 1.08) : least || 1)] } },
       axes: [
-        { ...axis, grid: { show: false }, space: 64, size: 26, incrs: [1, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400], values: (_, splits, __, ___, step) => splits.map((tick) => timeText(tick, step)) },
+        { ...axis, grid: { show: false }, space: 64, size: 26, incrs: [1, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400], values: (self, splits, __, ___, step) => splits.map((tick) => (self.valToPos(tick, "x") > self.over.clientWidth - LABEL_PX / 2 ? "" : timeText(tick, step))) },
         { ...axis, space: 30, size: 52, values: (_, splits) => splits.map((value) => format(value)) },
       ],
       series: [{}, ...shown.map((one, index) => {
         const stroke = variable(`--s${(one.at ?? index) % SERIES}`);
-        return { label: one.label, stroke, width: 1.6, dash: one.dash, spanGaps: false, points: { show: false },
+        return { label: one.label, stroke, width: 1.6, dash: one.dash, spanGaps: false, points: { show: true, size: 4, fill: stroke, filter: lonely },
           fill: stacked || one.fill ? stroke + (stacked ? "aa" : "22") : undefined };
       })],
       // The last layer of a stack is drawn first: each layer covers those above it up to its own height.
-      hooks: { setCursor: [(self) => setHover(self.cursor.idx ?? null)] },
+      hooks: { setCursor: [(self) => setHover(self.cursor.idx ?? null)], draw: [(self) => drawMarks(self, marked.current, ink)] },
     };
     plot.current = new uPlot(options, data, box.current);
     plot.current.root.setAttribute("aria-hidden", "true");
@@ -48,7 +50,7 @@ export function Chart({ title, note, at, series, format, height = 150, max, leas
     sizes.observe(box.current);
     return () => { sizes.disconnect(); plot.current.destroy(); plot.current = null; };
   }, [shape, height]);
-  useEffect(() => { plot.current?.setData(data); }, [data]);
+  useEffect(() => { marked.current = marks; plot.current?.setData(data); }, [data, marks]);
   const index = hover === null || hover >= at.length ? lastKnown(shown) : hover;
   const when = index === null || at[index] === undefined ? "" : timeText(at[index], 1);
   const isEmpty = shown.every((one) => one.values.every((value) => value === null));
@@ -60,6 +62,27 @@ export function Chart({ title, note, at, series, format, height = 150, max, leas
       <li class="when">${hover === null ? "now" : when}</li></ul>
     <div class="plot" ref=${box}>${isEmpty && html`<p class="empty-plot">nothing measured in this time</p>`}</div>
   </figure>`;
+}
+
+// Indices of values without a neighbour: no line would show them.
+function lonely(self, series) {
+  const values = self.data[series], found = [];
+  const lacks = (value) => value === null || value === undefined;
+  for (let at = 0; at < values.length; at += 1)
+    if (!lacks(values[at]) && lacks(values[at - 1]) && lacks(values[at + 1])) found.push(at);
+  return found;
+}
+
+function drawMarks(self, marks, ink) {
+  const { ctx, bbox } = self;
+  ctx.save();
+  ctx.strokeStyle = ink; ctx.lineWidth = devicePixelRatio; ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
+  for (const { at } of marks) {
+    const x = Math.round(self.valToPos(at, "x", true)) + 0.5;
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+  }
+  ctx.restore();
 }
 
 function stack(rows) {

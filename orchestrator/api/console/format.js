@@ -41,12 +41,15 @@ export function bytes(value) {
   return (value >= 100 || at === 0 ? Math.round(value) : value.toFixed(1)) + " " + units[at];
 }
 
+// The zone of every time that is shown: the reader's own.
+export const ZONE = new Date().toLocaleTimeString([], { timeZoneName: "short" }).split(" ").at(-1);
+
 export function clock(iso, { date = false } = {}) {
   const at = new Date(iso);
   if (Number.isNaN(at.getTime())) return missing;
   const time = at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
   const today = new Date().toDateString() === at.toDateString();
-  return date || !today ? at.toLocaleDateString([], { month: "short", day: "numeric" }) + " " + time : time;
+  return date || !today ? at.toLocaleDateString([], { month: "short", day: "numeric" }) + " " + time + (date ? " " + ZONE : "") : time;
 }
 
 export function ago(iso, now = Date.now()) {

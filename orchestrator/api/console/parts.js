@@ -1,14 +1,14 @@
 // Small parts that every page uses.
 import { html, store, useStore, useEffect, useRef, useState } from "./lib.js";
 import { share } from "./format.js";
-import { RANGES, range } from "./api.js";
-import { setQuery } from "./route.js";
+import { RANGES, keyNotes, range } from "./api.js";
+import { Link, setQuery } from "./route.js";
 
 const TONES = {
   ready: "good", closed: "good", done: "good", live: "good", ok: "good", applied: "good", seen: "good",
   loading: "warn", draining: "warn", cordoned: "warn", starting: "warn", wanted: "warn", inspecting: "warn", placing: "warn",
   watching: "warn", half_open: "warn", downloading: "warn", silent: "warn", deleting: "warn", paused: "warn", zero: "warn",
-  failed: "bad", lost: "bad", unmanaged: "bad", open: "bad", rolled_back: "bad", aborted: "bad", error: "bad",
+  "fewer copies": "warn", failed: "bad", "cannot load": "bad", lost: "bad", unmanaged: "bad", open: "bad", rolled_back: "bad", aborted: "bad", error: "bad",
 };
 const GLYPHS = { good: "●", warn: "◐", bad: "▲", plain: "○" };
 
@@ -23,6 +23,17 @@ export function Meter({ value, of, label, format = String, tone }) {
   const kind = tone || (part > 0.9 ? "bad" : part > 0.75 ? "warn" : "good");
   return html`<span class="meter" role="img" aria-label=${label}><span class="track"><span class="fill ${kind}" style=${{ width: share(part, 1).replace(" ", "") }}></span></span><span class="figure">${format(value)}</span></span>`;
 }
+
+// Who did it: the note of the key, where the reader may see it, beside the key's id.
+export function Actor({ is }) {
+  const notes = useStore(keyNotes), id = /\(key ([0-9a-f]+)\)$/.exec(is)?.[1], note = id && notes.get(id);
+  return html`<span class="note" title=${is}>${note ? `${note} (key ${id})` : is}</span>`;
+}
+
+export const Tile = ({ label, value, unit, under, tone = "", to, query, children }) => {
+  const inside = html`<span class="label">${label}</span><span class="value">${value}${unit && html`<small>${unit}</small>`}</span><span class="under">${under}</span>${children}`;
+  return to === undefined ? html`<div class="tile ${tone}">${inside}</div>` : html`<${Link} to=${to} query=${query} class="tile ${tone}">${inside}<//>`;
+};
 
 export const Panel = ({ title, note, actions, children, wide, id }) => html`<section class="panel ${wide ? "wide" : ""}" aria-labelledby=${id || undefined}>
   ${title && html`<header><h2 id=${id}>${title}</h2>${note && html`<span class="note">${note}</span>`}<span class="actions">${actions}</span></header>`}${children}</section>`;

@@ -15,7 +15,7 @@ export function Table({ label, columns, rows, rowKey, sort = "", empty = "Nothin
   const sorted = useMemo(() => {
     if (!column) return rows;
     const keyed = rows.map((row) => [column.value(row), row]);
-    keyed.sort(([left], [right]) => compare(left, right) * (isDown ? -1 : 1));
+    keyed.sort(([left], [right]) => lacks(left) - lacks(right) || compare(left, right) * (isDown ? -1 : 1));  // what is not known comes last, either way
     return keyed.map(([, row]) => row);
   }, [rows, chosen, columns]);
   const box = useRef(null);
@@ -56,8 +56,8 @@ export function Table({ label, columns, rows, rowKey, sort = "", empty = "Nothin
   </div>`;
 }
 
+const lacks = (value) => value === null || value === undefined || value === "";
+
 function compare(left, right) {
-  const lacks = (value) => value === null || value === undefined || value === "";
-  if (lacks(left) || lacks(right)) return lacks(left) - lacks(right) || 0;
   return typeof left === "number" && typeof right === "number" ? left - right : String(left).localeCompare(String(right), undefined, { numeric: true });
 }

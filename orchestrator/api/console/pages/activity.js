@@ -1,12 +1,12 @@
 // What happened: the history of the fleet, and its events as they come.
 import { html, useStore, useState } from "../lib.js";
 import { events, get, useLoad } from "../api.js";
-import { Choice, Head, Loaded, Panel, Search, useLater } from "../parts.js";
+import { Actor, Choice, Head, Loaded, Panel, Search, useLater } from "../parts.js";
 import { Link, place, setQuery } from "../route.js";
-import { clock, seconds, share } from "../format.js";
+import { ZONE, clock, digest12, missing, plural, seconds, share } from "../format.js";
 
 const GROUPS = { "": "everything", incident: "incidents", changes: "changes by people", loads: "loads and unloads" };
-const KINDS = {
+export const KINDS = {
   changes: ["adapter_registered", "adapter_adopted", "adapter_changed", "adapter_deleted", "adapter_retried", "alias_set", "alias_deleted", "alias_rollout", "name_published", "name_deleted", "policy_changed", "worker_cordoned", "worker_draining", "worker_uncordoned"],
   loads: ["load", "unload", "drain"], incident: ["incident"], "": [],
 };
@@ -31,7 +31,13 @@ export function subjectLink(entry) {
 export function HistoryLines({ entries, empty = "Nothing is recorded." }) {
   if (!entries.length) return html`<p class="empty">${empty}</p>`;
   return html`<ul class="lines">${entries.map((entry) => html`<li key=${entry.id}><time datetime=${entry.at} title=${entry.at}>${clock(entry.at)}</time><b class=${TONES[entry.severity] || tone(entry.kind)}>${entry.kind.replaceAll("_", " ")}</b>
-    <span class="grow">${subjectLink(entry)} <span class="muted">${bodyText(entry)}</span>${entry.next_step && html`<br/><span>${entry.next_step}</span>`}</span><span class="note">${entry.actor}</span></li>`)}</ul>`;
+    <span class="grow">${subjectLink(entry)} <span class="muted">${bodyText(entry)}</span>${entry.next_step && html`<br/><span>${entry.next_step}</span>`}${outputOf(entry)}</span><${Actor} is=${entry.actor}/></li>`)}</ul>`;
+}
+
+// The output of an engine that came with an incident's cause.
+function outputOf(entry) {
+  const lines = String((entry.severity && entry.body?.cause) || "").split("\n").slice(1);
+  return lines.length ? html`<details><summary>the engine's output</summary><pre class="log" tabindex="0">${lines.filter((line) => line !== "its output ends:").join("\n")}</pre></details>` : "";
 }
 
 const weights = (targets) => {
@@ -49,10 +55,20 @@ export function bodyText({ kind, body, severity }) {
     return `on ${body.worker_id}, ${body.outcome === "ok" ? "done" : body.outcome || ""}${took}${body.reason ? `: ${body.reason}` : ""}${body.error ? `; ${body.error}` : ""}`;
   }
   if (kind === "alias_set" && Array.isArray(body.targets)) return `${weights(body.targets)}, before: ${weights(body.was)}${body.why ? `; ${body.why}` : ""}`;
-  if (kind === "alias_rollout") return [body.what, Array.isArray(body.to) && `to ${weights(body.to)}`, body.why].filter(Boolean).join("; ");
-  if (severity) return [String(body.cause || "").split("\n")[0], body.seconds ? `after ${seconds(body.seconds)}` : "", body.adapters ? `${body.adapters} adapters back` : "", body.count > 1 ? `${body.count} times` : ""].filter(Boolean).join(", ");
+  if (kind === "alias_rollout") return [body.what.replaceAll("_", " "), Array.isArray(body.to) && `to ${weights(body.to)}`, body.why].filter(Boolean).join("; ");
+  const cause = String(body.cause || "").split("\n")[0];
+  if (severity) return cause.includes(" back after ") ? cause : [cause, body.seconds ? `after ${seconds(body.seconds)}` : "", body.adapters ? `${plural(body.adapters, "adapter")} back` : "", body.count > 1 ? `${body.count} times` : ""].filter(Boolean).join(", ");
   return Object.entries(body).filter(([name, value]) => !HIDDEN.has(name) && value !== null && value !== "")
-    .map(([name, value]) => `${name.replaceAll("_", " ")}: ${typeof value === "object" ? JSON.stringify(value) : value}`).join(" · ").slice(0, 400);
+    .map(([name, value]) => `${name.replaceAll("_", " ")}: ${valueText(name, value)}`).join(" · ").slice(0, 400);
+}
+
+// A field of an entry; a pair is what it was and what it is.
+function valueText(name, value, isWhole = true) {
+  if (Array.isArray(value) && isWhole && value.length === 2) return value.map((each) => valueText(name, each, false)).join(" → ");
+  if (value === null || value === undefined) return name === "tenants" ? "everyone" : missing;
+  if (Array.isArray(value)) return value.map((each) => valueText(name, each, false)).join(", ") || "none";
+  if (typeof value === "object") return Object.entries(value).map(([key, each]) => `${key.replaceAll("_", " ")} ${valueText(key, each)}`).join(", ");
+  return name === "digest" ? digest12(String(value)) : String(value);
 }
 
 export function ActivityPage() {
@@ -65,7 +81,7 @@ export function ActivityPage() {
   return html`<${Head} title="Activity"/>
     <div class="bar"><${Search} value=${subject} label="An adapter, an alias or a worker, by its whole name" onInput=${(text) => { setCursor([]); setQuery({ about: text }); }}/>
       <${Choice} label="Show" value=${group} options=${Object.entries(GROUPS)} onChange=${(value) => { setCursor([]); setQuery({ show: value }); }}/></div>
-    <div class="two-columns"><${Panel} title="History" note="the newest first; kept over restarts">
+    <div class="two-columns"><${Panel} title="History" note=${`the newest first; kept over restarts; times in ${ZONE}`}>
       <${Loaded} of=${found}>${(page) => html`<${HistoryLines} entries=${page.data}/>
         <div class="bar">${cursor.length > 0 && html`<button type="button" class="action" onClick=${() => setCursor(cursor.slice(0, -1))}>Newer</button>`}
         ${page.next && html`<button type="button" class="action" onClick=${() => setCursor([...cursor, page.next])}>Older</button>`}</div>`}<//><//>

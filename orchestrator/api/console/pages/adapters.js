@@ -1,18 +1,19 @@
 // Adapters: find one; then where it is and why, how it does, and what to do when it does not.
 import { html, useMemo, useStore } from "../lib.js";
-import { all, get, range, useLoad } from "../api.js";
+import { all, get, useLoad, useRange } from "../api.js";
 import { Table } from "../table.js";
 import { Choice, Facts, Head, Loaded, Panel, Search, State, useLater } from "../parts.js";
 import { AdapterLink, Link, WorkerLink, href, place, setQuery } from "../route.js";
 import { bytes, digest12, missing, number, plural, seconds, share, span } from "../format.js";
 import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
 import { EventLines, HistoryLines } from "./activity.js";
+import { WhySlow } from "./causes.js";
 import { AdapterActions, RegisterButton, RebalanceButton, UploadButton } from "./actions.js";
 
 const unique = (values) => [...new Set(values.filter(Boolean))].sort();
 
 export function AdaptersPage() {
-  const { query } = useStore(place), rangeS = useStore(range);
+  const { query } = useStore(place), rangeS = useRange();
   const text = query.get("q") || "", state = query.get("state") || "", tenant = query.get("tenant") || "", base = query.get("base") || "", show = query.get("show") || "table";
   const asked = useLater(text.toLowerCase());
   const found = useLoad((signal) => Promise.all([all("/v1/adapters?limit=2000"), totals("adapter", rangeS, signal)]), [rangeS]);
@@ -21,11 +22,11 @@ export function AdaptersPage() {
     const [adapters, sums] = found.data, byName = new Map(sums.map((one) => [one.name, one]));
     return adapters.map((adapter) => ({ ...adapter, sums: byName.get(adapter.lora_id) }));
   }, [found.data]);
-  const shown = useMemo(() => rows.filter((row) => (!asked || row.lora_id.toLowerCase().includes(asked)) && (!state || row.state === state)
+  const shown = useMemo(() => rows.filter((row) => (!asked || row.lora_id.toLowerCase().includes(asked)) && (!state || stateOf(row) === state)
     && (!tenant || (row.tenants || []).includes(tenant)) && (!base || row.base_model === base)), [rows, asked, state, tenant, base]);
   return html`<${Head} title="Adapters" hasRange><${RebalanceButton}/><${UploadButton}/><${RegisterButton}/><//>
     <div class="bar"><${Search} value=${text} label="Search adapters" placeholder="Search by name" onInput=${(value) => setQuery({ q: value })}/>
-      <${Choice} label="State" value=${state} options=${[["", "any state"], ...unique(rows.map((row) => row.state)).map((one) => [one, one])]} onChange=${(value) => setQuery({ state: value })}/>
+      <${Choice} label="State" value=${state} options=${[["", "any state"], ...unique(rows.map(stateOf)).map((one) => [one, one])]} onChange=${(value) => setQuery({ state: value })}/>
       <${Choice} label="Tenant" value=${tenant} options=${[["", "any tenant"], ...unique(rows.flatMap((row) => row.tenants || [])).map((one) => [one, one])]} onChange=${(value) => setQuery({ tenant: value })}/>
       <${Choice} label="Base model" value=${base} options=${[["", "any base model"], ...unique(rows.map((row) => row.base_model)).map((one) => [one, one])]} onChange=${(value) => setQuery({ base: value })}/>
       <${Choice} label="Show as" value=${show} options=${[["table", "table"], ["map", "placement map"], ["orphans", "orphans"]]} onChange=${(value) => setQuery({ show: value === "table" ? "" : value })}/>
@@ -33,17 +34,22 @@ export function AdaptersPage() {
     ${show === "orphans" ? html`<${Orphans}/>` : html`<${Loaded} of=${found}>${() => show === "map" ? html`<${PlacementMap} rows=${shown}/>` : html`<${AdapterTable} rows=${shown}/>`}<//>`}`;
 }
 
+// The state, or that it has none of the copies that it should have, and a reason why.
+export const stateOf = (row) => (row.error && row.state === "registered" ? "cannot load" : row.state);
+
 const COLUMNS = [
   { id: "id", label: "adapter", value: (row) => row.lora_id, cell: (row) => html`<${AdapterLink} id=${row.lora_id}/>` },
-  { id: "state", label: "state", value: (row) => row.state, cell: (row) => html`<span title=${row.error || ""}><${State} is=${row.state}/></span>` },
+  { id: "state", label: "state", value: stateOf, cell: (row) => html`<span title=${row.error || ""}><${State} is=${stateOf(row)}/></span>` },
   { id: "replicas", label: "ready", numeric: true, title: "replicas ready / wanted", value: (row) => row.replicas.ready, cell: (row) => html`<span class=${row.replicas.ready < row.replicas.desired ? "warn-text" : ""}>${row.replicas.ready}/${row.replicas.desired}</span>` },
   ...totalColumns((row) => row.sums),
+  { id: "prompt", label: "prompt", numeric: true, hide: "medium", title: "mean tokens of a prompt", value: (row) => promptOf(row.sums), cell: (row) => number(promptOf(row.sums), 0) },
   { id: "cold", label: "cold starts", numeric: true, hide: "medium", value: (row) => row.sums?.cold_starts ?? 0, cell: (row) => number(row.sums?.cold_starts ?? 0) },
   { id: "workers", label: "workers", hide: "narrow", value: (row) => row.workers.join(" "), cell: (row) => html`<span class="clip">${row.workers.slice(0, 3).map((one, at) => html`${at ? ", " : ""}<${WorkerLink} id=${one}/>`)}${row.workers.length > 3 ? ` +${row.workers.length - 3}` : ""}</span>` },
   { id: "tenants", label: "tenants", hide: "wide", value: (row) => (row.tenants || ["everyone"]).join(", "), cell: (row) => html`<span class="clip">${row.tenants ? row.tenants.join(", ") || "none" : "everyone"}</span>` },
   { id: "rank", label: "rank", numeric: true, hide: "wide", value: (row) => row.rank, cell: (row) => number(row.rank) },
   { id: "base", label: "base model", hide: "wide", value: (row) => row.base_model || "", cell: (row) => row.base_model || missing },
 ];
+const promptOf = (sums) => (sums && sums.requests > sums.refusals ? Math.round(sums.prompt_tokens / (sums.requests - sums.refusals)) : null);
 const AdapterTable = ({ rows }) => html`<${Table} label="Adapters" rows=${rows} rowKey=${(row) => row.lora_id} sort="-requests" empty="No adapter matches." columns=${COLUMNS}/>`;
 
 // Adapters by workers: one mark for each copy.
@@ -72,7 +78,7 @@ function Orphans() {
 
 // What to do about an error, by its code.
 const NEXT = [
-  [/rank_too_big/, "No worker takes this rank. Start workers with a larger --max-lora-rank, or train with a smaller one."],
+  [/rank_too_big|max_lora_rank/, "No worker takes this rank. Start workers with a larger --max-lora-rank, or train with a smaller one."],
   [/source_forbidden|forbidden|credentials|401|403/, "Give the workers credentials for the source (secret_ref), then retry."],
   [/source_missing|not_found|404/, "The source has no such file: register another source under a new lora_id."],
   [/incomplete|weights_empty|weights_corrupt|config_invalid/, "Files are missing or damaged at its source: save the adapter again (adapter_config.json and adapter_model.safetensors), then retry."],
@@ -86,7 +92,7 @@ const NEXT = [
 export const nextStep = (error) => NEXT.find(([pattern]) => pattern.test(error))?.[1] || "Mend the cause, then retry: it forgets the failure and loads again.";
 
 export function AdapterPage({ id }) {
-  const rangeS = useStore(range), path = id.split("/").map(encodeURIComponent).join("/");
+  const rangeS = useRange(), path = id.split("/").map(encodeURIComponent).join("/");
   const found = useLoad((signal) => Promise.all([
     get("/v1/adapters/" + path, { signal }), get("/v1/placements?limit=1000&lora_id=" + encodeURIComponent(id), { signal }), get("/v1/aliases?limit=1000", { signal }),
     get("/v1/published?limit=1000", { signal }).catch(() => ({ data: [] })), get("/v1/workers?limit=1000", { signal }),
@@ -94,18 +100,18 @@ export function AdapterPage({ id }) {
   const series = useLoad((signal) => traffic("adapter", id, rangeS, signal), [id, rangeS], { follow: "ticks" });
   const history = useLoad((signal) => get(`/v1/history?limit=60&adapter=${encodeURIComponent(id)}`, { signal }), [id]);
   const adapter = found.data?.[0];
-  return html`<${Head} title=${id} crumbs=${[html`<${Link} to="adapters">Adapters<//> /`]} hasRange state=${adapter && html`<${State} is=${adapter.state}/>`}>${adapter && html`<${AdapterActions} adapter=${adapter}/>`}<//>
+  return html`<${Head} title=${id} crumbs=${[html`<${Link} to="adapters">Adapters<//> /`]} hasRange state=${adapter && html`<${State} is=${stateOf(adapter)}/>`}>${adapter && html`<${AdapterActions} adapter=${adapter}/>`}<//>
     <${Loaded} of=${found}>${([item, placements, aliases, published, workers]) => html`
       ${item.error && html`<div class="notice bad" role="alert"><b>${item.error}</b><br/>${nextStep(item.error)}</div>`}
       ${item.note && html`<p class="notice">${item.note}</p>`}
       <${Panel}><${Facts} rows=${[
         ["Replicas ready / wanted", `${item.replicas.ready} / ${item.replicas.desired}`], ["Requests now", number(item.requests_per_s, 2) + " /s"], ["Base model", item.base_model || "not inspected yet"], ["Rank", number(item.rank)], ["Size", bytes(item.size_bytes)],
         ["Effect on answers", item.effect ? html`<${State} is=${item.effect}/>` : "not checked"], ["Tenants", item.tenants ? item.tenants.join(", ") || "none" : "everyone"], ["Loading", policyText(item.policy)],
-        ["Asked last", item.idle_s === null ? missing : span(item.idle_s) + " ago"], ["Digest", html`<code title=${item.digest}>${digest12(item.digest)}</code>`], ["Source", html`<code>${item.source}</code>`, true],
+        ["Asked last", item.idle_s === null ? (item.requests_per_s > 0 ? "now" : "not known") : span(item.idle_s) + " ago"], ["Digest", html`<code title=${item.digest}>${digest12(item.digest)}</code>`], ["Source", html`<code>${item.source}</code>`, true],
       ]}/><//>
       <div class="grid two"><${Panel} title="Where it is, and why"><${Copies} item=${item} placements=${placements.data} workers=${workers.data} history=${history.data}/><//>
         <${Panel} title="Names that lead here"><${Names} id=${id} aliases=${aliases.data} published=${published.data}/><//></div>`}<//>
-    <${Loaded} of=${series}>${(one) => html`<${Totals} total=${one.total} rangeS=${rangeS}/><${TrafficCharts} found=${one}/>`}<//>
+    <${Loaded} of=${series}>${(one) => html`<${WhySlow} total=${one.total} workers=${(found.data?.[4].data || []).filter((each) => adapter?.workers.includes(each.id))}/><${Totals} total=${one.total} rangeS=${rangeS}/><${TrafficCharts} found=${one}/>`}<//>
     <div class="grid two"><${Panel} title="History"><${Loaded} of=${history}>${(page) => html`<${HistoryLines} entries=${page.data}/>`}<//><//><${Panel} title="Events"><${EventLines} most=${20} about=${id}/><//></div>`;
 }
 
@@ -124,7 +130,7 @@ function Copies({ item, placements, workers, history }) {
     const worker = entry.body?.worker_id || entry.body?.worker;
     if (worker && /load/.test(entry.kind) && !reasons.has(worker)) reasons.set(worker, entry);
   }
-  if (!placements.length) return html`<p class="muted">It is on no worker, and none is to have it${item.policy.loading === "eager" ? "" : ": it is loaded with its first request"}.</p>`;
+  if (!placements.length) return html`<p class="muted">It is on no worker, and none is to have it${item.error ? ": it cannot be loaded, see above" : item.policy.loading === "eager" ? "" : ": it is loaded with its first request"}.</p>`;
   return html`<ul class="lines">${placements.map((copy) => { const why = reasons.get(copy.worker_id); return html`<li key=${copy.worker_id}><b><${WorkerLink} id=${copy.worker_id}/></b><${State} is=${copy.desired && copy.state === "remote" ? "wanted" : copy.state}/><span class="tag">${copy.location}</span>
     <span class="grow muted">${copy.desired ? "wanted here" : "kept, not wanted"}${why?.body?.reason ? `: ${why.body.reason}` : ""}${why?.body?.duration_s ? `, loaded in ${seconds(why.body.duration_s)}` : ""}</span></li>`; })}</ul>`;
 }

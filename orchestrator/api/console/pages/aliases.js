@@ -2,7 +2,7 @@
 import { html } from "../lib.js";
 import { get, useLoad } from "../api.js";
 import { Table } from "../table.js";
-import { Head, Loaded, Panel, State, Facts } from "../parts.js";
+import { Actor, Head, Loaded, Panel, State } from "../parts.js";
 import { AdapterLink, Link } from "../route.js";
 import { ago, clock, digest12, missing, number, seconds, share, span } from "../format.js";
 import { HistoryLines } from "./activity.js";
@@ -18,11 +18,28 @@ function Split({ targets }) {
 
 const rolloutOf = (name, signal) => get(`/v1/aliases/${path(name)}/rollout`, { signal }).catch((error) => { if (error.status === 404) return null; throw error; });
 
+// Who put the present versions of a name live, and when: from its history, the newest entry first. An alias shifts by
+// itself after a person has asked for it, so the person is in an earlier entry.
+export function liveBy(entries) {
+  const set = entries.find((one) => one.kind === "alias_set" || one.kind === "name_published");
+  const back = entries.find((one) => one.kind === "alias_rollout" && one.body?.what !== "done");
+  if (set && set.actor === "lorafleet" && back?.body.what === "rolled_back" && back.at >= set.at) return { at: set.at, actor: "lorafleet, which rolled back" };
+  const asked = entries.find((one) => one.actor !== "lorafleet" && (one.kind !== "alias_rollout" || one.body?.what === "began") && (!set || one.id <= set.id));
+  return { at: set?.at ?? null, actor: asked?.actor ?? set?.actor ?? "" };
+}
+
+function byName(entries) {
+  const names = new Map();
+  for (const entry of entries) names.has(entry.subject) ? names.get(entry.subject).push(entry) : names.set(entry.subject, [entry]);
+  return new Map([...names].map(([name, of]) => [name, liveBy(of)]));
+}
+
 export function AliasesPage() {
   const found = useLoad(async (signal) => {
-    const [aliases, published] = await Promise.all([get("/v1/aliases?limit=1000", { signal }), get("/v1/published?limit=1000", { signal }).catch(() => ({ data: [] }))]);
-    const rollouts = await Promise.all(aliases.data.slice(0, 60).map((alias) => rolloutOf(alias.name, signal)));
-    return { aliases: aliases.data.map((alias, at) => ({ ...alias, rollout: rollouts[at] })), published: published.data };
+    const [aliases, published, history] = await Promise.all([get("/v1/aliases?limit=1000", { signal }), get("/v1/published?limit=1000", { signal }).catch(() => ({ data: [] })),
+      get("/v1/history?limit=1000&kind=alias_set&kind=alias_rollout&kind=name_published", { signal })]);
+    const rollouts = await Promise.all(aliases.data.slice(0, 60).map((alias) => rolloutOf(alias.name, signal))), live = byName(history.data);
+    return { aliases: aliases.data.map((alias, at) => ({ ...alias, rollout: rollouts[at], live: live.get(alias.name) })), published: published.data.map((one) => ({ ...one, live: live.get(one.name) })) };
   }, []);
   return html`<${Head} title="Aliases and rollouts"><${NewAliasButton}/><//>
     <${Loaded} of=${found}>${({ aliases, published }) => html`
@@ -30,15 +47,22 @@ export function AliasesPage() {
         { id: "name", label: "alias", value: (row) => row.name, cell: (row) => html`<${Link} to=${"aliases/" + row.name} class="name">${row.name}<//>` },
         { id: "split", label: "share", value: (row) => row.targets.length, cell: (row) => html`<${Split} targets=${row.targets}/>` },
         { id: "targets", label: "targets", value: (row) => row.targets[0]?.lora_id, cell: (row) => row.targets.map((one, at) => html`${at ? ", " : ""}<${AdapterLink} id=${one.lora_id}/> ${share(weightOf(row.targets) ? one.weight / weightOf(row.targets) : 0)}`) },
-        { id: "rollout", label: "rollout", value: (row) => row.rollout?.state || "", cell: (row) => row.rollout ? html`<${State} is=${row.rollout.paused ? "paused" : row.rollout.state}/>` : missing },
+        ...LIVE,
+        { id: "rollout", label: "rollout", value: (row) => row.rollout?.state || "", cell: (row) => row.rollout ? html`<${State} is=${row.rollout.paused ? "paused" : row.rollout.state}/>${row.rollout.worse ? html` <span class="bad-text">new version is worse</span>` : ""}` : missing },
         { id: "pending", label: "pending", hide: "narrow", value: (row) => row.pending?.state || "", cell: (row) => row.pending ? html`<${State} is=${row.pending.state}/>` : missing }]}/>
       <${Panel} title="Published names" note="a trainer publishes versions under one name"><${Table} label="Published names" name="published" rows=${published} rowKey=${(row) => row.name} sort="name" empty="No name has been published." columns=${[
         { id: "name", label: "name", value: (row) => row.name, cell: (row) => html`<span class="name">${row.name}</span>` },
         { id: "version", label: "current version", value: (row) => row.lora_id, cell: (row) => row.lora_id ? html`<${AdapterLink} id=${row.lora_id}/>` : missing },
+        ...LIVE,
         { id: "digest", label: "digest", hide: "narrow", value: (row) => row.digest, cell: (row) => html`<code>${digest12(row.digest)}</code>` },
         { id: "versions", label: "versions kept", numeric: true, value: (row) => (row.versions || []).length },
         { id: "workers", label: "workers", numeric: true, value: (row) => (row.workers || []).length }]}/><//>`}<//>`;
 }
+
+const LIVE = [
+  { id: "since", label: "since", hide: "narrow", value: (row) => row.live?.at || "", cell: (row) => row.live?.at ? html`<time datetime=${row.live.at}>${clock(row.live.at)}</time>` : missing },
+  { id: "by", label: "put there by", hide: "narrow", value: (row) => row.live?.actor || "", cell: (row) => row.live?.actor ? html`<${Actor} is=${row.live.actor}/>` : missing },
+];
 
 export function AliasPage({ name }) {
   const found = useLoad((signal) => Promise.all([get("/v1/aliases/" + path(name), { signal }), rolloutOf(name, signal), get(`/v1/aliases/${path(name)}/history?limit=50`, { signal })]), [name]);
@@ -46,22 +70,28 @@ export function AliasPage({ name }) {
   return html`<${Head} title=${name} crumbs=${[html`<${Link} to="aliases">Aliases<//> /`]}>${alias && html`<${AliasActions} alias=${alias} rollout=${found.data[1]}/>`}<//>
     <${Loaded} of=${found}>${([item, rollout, history]) => html`
       ${item.pending && html`<p class="notice ${item.pending.state === "failed" ? "bad" : ""}"><b>About to shift: ${item.pending.state}.</b> ${item.pending.error || Object.entries(item.pending.lacks).map(([adapter, what]) => `${adapter}: ${what}`).join("; ")}</p>`}
-      <${Panel} title="Where its sessions go"><${Split} targets=${item.targets}/><ul class="lines">${item.targets.map((one, at) => html`<li key=${one.lora_id}><i class="swatch s${at % 6}"></i><b><${AdapterLink} id=${one.lora_id}/></b><span class="grow muted">${share(weightOf(item.targets) ? one.weight / weightOf(item.targets) : 0, 1)} of sessions (weight ${one.weight})</span></li>`)}</ul><//>
+      <${Panel} title="Where its sessions go" note=${history.data.length > 0 && html`<${Live} entries=${history.data}/>`}><${Split} targets=${item.targets}/><ul class="lines">${item.targets.map((one, at) => html`<li key=${one.lora_id}><i class="swatch s${at % 6}"></i><b><${AdapterLink} id=${one.lora_id}/></b><span class="grow muted">${share(weightOf(item.targets) ? one.weight / weightOf(item.targets) : 0, 1)} of sessions (weight ${one.weight})</span></li>`)}</ul><//>
       ${rollout && html`<${Rollout} rollout=${rollout} name=${name}/>`}
       <${Panel} title="History" note="who put which version live, and when"><${HistoryLines} entries=${history.data}/><//>`}<//>`;
 }
 
+function Live({ entries }) {
+  const { at, actor } = liveBy(entries);
+  return at ? html`since ${clock(at, { date: true })}, by <${Actor} is=${actor}/>` : "";
+}
+
 function Rollout({ rollout, name }) {
   const running = ["placing", "watching"].includes(rollout.state);
-  const worse = (before, after, by = 0) => before !== null && after !== null && after > before + by;
+  const isSlower = /first token/.test(rollout.worse), failsMore = /error rate/.test(rollout.worse);
   const rows = [
     ["requests", number(rollout.old.requests), number(rollout.new.requests), false],
     ["errors", number(rollout.old.errors), number(rollout.new.errors), false],
-    ["error rate", share(rollout.old.error_rate, 2), share(rollout.new.error_rate, 2), worse(rollout.old.error_rate, rollout.new.error_rate, 0.005)],
-    ["mean time to first token", seconds(rollout.old.mean_first_token_s), seconds(rollout.new.mean_first_token_s), worse(rollout.old.mean_first_token_s, rollout.new.mean_first_token_s, 0.05)],
+    ["error rate", share(rollout.old.error_rate, 2), share(rollout.new.error_rate, 2), failsMore],
+    ["mean time to first token", seconds(rollout.old.mean_first_token_s), seconds(rollout.new.mean_first_token_s), isSlower],
   ];
   return html`<${Panel} title="Rollout" note=${`to ${rollout.to.map((one) => one.lora_id).join(", ")}, begun ${ago(rollout.began_at)}`} actions=${running && html`<${RolloutActions} name=${name} rollout=${rollout}/>`}>
     <p><${State} is=${rollout.paused ? "paused" : rollout.state}/> ${rollout.reason && html`<b class="bad-text">${rollout.reason}</b>`}</p>
+    ${running && html`<p class="notice ${rollout.worse ? "bad" : ""}">${rollout.worse ? html`<b>The new version is worse:</b> ${rollout.worse}. It goes back by itself if that holds after ${rollout.needed} requests.` : "The new version is not worse so far."}</p>`}
     <ol class="steps">${rollout.steps.map((step, at) => html`<li key=${at} class=${rollout.state === "done" || at < rollout.step ? "past" : at === rollout.step && running ? "here" : ""} aria-current=${at === rollout.step && running ? "step" : undefined}><b>${share(step.weight)}</b>${at < rollout.step || rollout.state === "done" ? "done" : `for ${span(step.for_s)}`}</li>`)}</ol>
     ${Object.entries(rollout.lacks).map(([adapter, what]) => html`<p class="notice">${adapter} lacks ${what}</p>`)}
     <${Table} label="Comparison of the versions" name="comparison" rows=${rows} rowKey=${(row) => row[0]} columns=${[

@@ -1,12 +1,13 @@
 // The fleet: is it well, how fast is it, what needs somebody.
-import { html, useStore } from "../lib.js";
-import { all, get, me, now, range, useLoad } from "../api.js";
+import { html, useMemo, useStore } from "../lib.js";
+import { all, get, me, now, useLoad, useRange } from "../api.js";
 import { Chart, Spark } from "../chart.js";
 import { Table } from "../table.js";
-import { Head, Loaded, Meter, Panel, State } from "../parts.js";
+import { Head, Loaded, Meter, Panel, State, Tile } from "../parts.js";
 import { AdapterLink, Link, WorkerLink } from "../route.js";
-import { missing, number, plural, seconds, share } from "../format.js";
+import { ZONE, clock, missing, number, plural, seconds, share } from "../format.js";
 import { EventLines, HistoryLines } from "./activity.js";
+import { ErrorCauses, loadChanges } from "./causes.js";
 
 export const traffic = (kind, name, rangeS, signal) => get(`/v1/traffic?kind=${kind}&name=${encodeURIComponent(name)}&range_s=${rangeS}`, { signal });
 export const totals = (kind, rangeS, signal) => get(`/v1/traffic/totals?kind=${kind}&range_s=${rangeS}`, { signal }).then((found) => found.data);
@@ -18,7 +19,7 @@ export function FleetPage() {
 
 // What a key of one tenant sees first: its own traffic and adapters.
 function OwnPage({ tenant }) {
-  const rangeS = useStore(range);
+  const rangeS = useRange();
   const series = useLoad((signal) => traffic("tenant", tenant, rangeS, signal), [rangeS], { follow: "ticks" });
   const failed = useLoad((signal) => get("/v1/adapters?state=failed&limit=20", { signal }), []);
   return html`<${Head} title=${tenant} hasRange/>
@@ -29,12 +30,14 @@ function OwnPage({ tenant }) {
 }
 
 function WholeFleetPage() {
-  const rangeS = useStore(range);
+  const rangeS = useRange();
+  const changes = useLoad((signal) => loadChanges(signal), []), keys = useLoad((signal) => totals("key", rangeS, signal), [rangeS], { follow: "ticks" });
+  const marks = useMemo(() => (changes.data || []).map((entry) => ({ at: Date.parse(entry.at) / 1000 })), [changes.data]);
   const series = useLoad((signal) => traffic("fleet", "", rangeS, signal), [rangeS], { follow: "ticks" });
   return html`<${Head} title="Fleet" hasRange/>
-    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/><${Attention}/><${TrafficCharts} found=${found} isFleet/>`}<//>
+    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/><${Attention}/><${ErrorCauses} found=${found} changes=${changes.data || []} keys=${keys.data} load=${(seconds, signal) => traffic("fleet", "", seconds, signal)}/><${TrafficCharts} found=${found} marks=${marks} isFleet/>`}<//>
     <${Engines}/>
-    <div class="grid two"><${Incidents}/><${Panel} title="Now" note="what changes in the fleet, as it happens"><${EventLines} most=${8}/><//></div>
+    <div class="grid two"><${Panel} title="Changes" note=${`by people; dotted lines in Errors and refusals; times in ${ZONE}`} actions=${html`<${Link} to="activity" query=${{ show: "changes" }}>All changes<//>`}><${Loaded} of=${changes}>${(list) => html`<${HistoryLines} entries=${list.filter((entry) => !entry.severity).slice(0, 8)} empty="Nobody has changed anything yet."/>`}<//><//><${Incidents}/></div>
     <${BaseModels} rangeS=${rangeS}/>`;
 }
 
@@ -44,20 +47,32 @@ function Tiles({ found }) {
   const failing = total.requests ? total.errors / total.requests : null;
   const tiles = [
     ["Requests", number(last(points.requests_per_s)), "/s", `${number(total.requests)} in all`, points.requests_per_s, 0],
-    ["First token, p95", seconds(total.first_token_s.p95), "", `p50 ${seconds(total.first_token_s.p50)} · p99 ${seconds(total.first_token_s.p99)}`, points.first_token_s.p95, 1],
+    ["First token, p95", seconds(total.first_token_s.p95), "", total.first_token_s.p95 === null ? "no streamed answers" : `p50 ${seconds(total.first_token_s.p50)} · p99 ${seconds(total.first_token_s.p99)}`, points.first_token_s.p95, 1],
     ["Output", number(last(points.output_tokens_per_s)), "tokens/s", `${number(total.output_tokens)} tokens`, points.output_tokens_per_s, 2],
     ["Cache hits", share(total.hit_real), "", `predicted ${share(total.hit_predicted)}`, points.hit_real, 2],
-    ["Waiting now", fleet ? number(waiting + held) : missing, "", `${plural(waiting, "for room", "for room")} · ${held} for a load`, points.gauges.waiting || [], 1, waiting + held > 20 ? "warn" : ""],
+    ["Waiting now", fleet ? number(waiting + held) : missing, "", whoWaits(fleet), points.gauges.waiting || [], 1, waiting + held > 20 ? "warn" : ""],
     ["Failed", failing === null ? missing : share(failing, failing && failing < 0.01 ? 2 : 1), "", `${number(total.errors)} errors · ${number(total.refusals)} refused`, points.errors_per_s, 5, failing > 0.01 ? "bad" : ""],
   ];
-  return html`<div class="tiles">${tiles.map(([label, value, unit, under, values, at, tone]) => html`<div class="tile ${tone || ""}" key=${label}>
-    <span class="label">${label}</span><span class="value">${value}${unit && html`<small>${unit}</small>`}</span><span class="under">${under}</span><${Spark} values=${values} at=${at}/></div>`)}</div>`;
+  return html`<div class="tiles">${tiles.map(([label, value, unit, under, values, at, tone]) => html`<${Tile} key=${label} label=${label} value=${value} unit=${unit} under=${under} tone=${tone} to=${BEHIND[label]?.[0]} query=${BEHIND[label]?.[1]}><${Spark} values=${values} at=${at}/><//>`)}</div>`;
+}
+
+// Where a tile leads: to who or what makes the figure.
+const BEHIND = {
+  Requests: ["adapters"], "First token, p95": ["adapters", { sort: "-p95" }], Output: ["adapters", { sort: "-output" }], "Cache hits": ["adapters", { sort: "hit" }],
+  "Waiting now": ["tenants", { "sort-tenants": "-waiting" }], Failed: ["adapters", { sort: "-errors" }],
+};
+
+// The tenants with the most waiting requests.
+function whoWaits(fleet) {
+  if (!fleet) return "";
+  const names = [...new Set([...Object.keys(fleet.waiting), ...Object.keys(fleet.held)])].map((name) => [name || "no tenant", (fleet.waiting[name] || 0) + (fleet.held[name] || 0)]).filter(([, count]) => count).sort((left, right) => right[1] - left[1]);
+  return names.length ? names.slice(0, 2).map(([name, count]) => `${name} ${count}`).join(", ") + (names.length > 2 ? `, ${names.length - 2} more` : "") : "nobody";
 }
 
 const last = (values) => { for (let at = values.length - 1; at >= 0; at -= 1) if (values[at] !== null) return values[at]; return null; };
 
 // The charts of any series: the fleet's, an adapter's, a worker's, a tenant's.
-export function TrafficCharts({ found, isFleet = false }) {
+export function TrafficCharts({ found, isFleet = false, marks }) {
   const { points } = found, at = points.at, each = `each ${found.step_s < 60 ? found.step_s + " s" : found.step_s / 60 + " min"}`;
   const codes = Object.entries(points.codes).filter(([code]) => code !== "499");
   const rate = (value) => number(value);
@@ -72,7 +87,7 @@ export function TrafficCharts({ found, isFleet = false }) {
       { label: "real", values: points.hit_real, at: 2, fill: true }, { label: "predicted", values: points.hit_predicted, at: 7, dash: [5, 4] }]}/>
     ${isFleet && html`<${Chart} title="Queues" note="requests in all routers" at=${at} format=${rate} series=${[
       { label: "at engines", values: points.gauges.in_flight || blank(at), at: 0, fill: true }, { label: "wait for room", values: points.gauges.waiting || blank(at), at: 1 }, { label: "wait for a load", values: points.gauges.held || blank(at), at: 3 }]}/>`}
-    <${Chart} title="Errors and refusals" note="answers a second, by code" at=${at} format=${rate} series=${codes.length
+    <${Chart} title="Errors and refusals" note="answers a second, by code" at=${at} format=${rate} marks=${marks} series=${codes.length
       ? codes.map(([code, values], order) => ({ label: code, values, at: (5 + order * 3) % 8 })) : [{ label: "none", values: points.errors_per_s, at: 5 }]}/>
     <${Chart} title="Whole answers" note="until the last token" at=${at} format=${seconds} least=${0.005} series=${[
       { label: "p50", values: points.whole_s.p50, at: 2 }, { label: "p95", values: points.whole_s.p95, at: 0 }, { label: "p99", values: points.whole_s.p99, at: 5 }]}/>
@@ -83,19 +98,19 @@ export function TrafficCharts({ found, isFleet = false }) {
 const blank = (at) => at.map(() => null);
 
 function Incidents() {
-  const found = useLoad((signal) => get("/v1/history?kind=incident&limit=8", { signal }), []);
-  return html`<${Panel} title="Incidents" note="what happened to engines and workers by itself" actions=${html`<${Link} to="activity" query=${{ show: "incident" }}>All<//>`}><${Loaded} of=${found}>${(page) => html`<${HistoryLines} entries=${page.data} empty="None is recorded."/>`}<//><//>`;
+  const found = useLoad((signal) => get("/v1/history?kind=incident&severity=warning&limit=8", { signal }), []);
+  return html`<${Panel} title="Incidents" note=${`warnings and errors of engines and workers; times in ${ZONE}`} actions=${html`<${Link} to="activity" query=${{ show: "incident" }}>All, starts too<//>`}><${Loaded} of=${found}>${(page) => html`<${HistoryLines} entries=${page.data} empty="None is recorded."/>`}<//><//>`;
 }
 
 function Attention() {
   const fleet = useStore(now);
   const found = useLoad((signal) => Promise.all([
-    get("/v1/adapters?state=failed&limit=20", { signal }), all("/v1/workers"), get("/v1/orphans?limit=20", { signal }), get("/v1/aliases?limit=1000", { signal }),
+    get("/v1/adapters?has_error=true&limit=20", { signal }), all("/v1/workers"), get("/v1/orphans?limit=20", { signal }), get("/v1/aliases?limit=1000", { signal }),
   ]), []);
   if (!found.data) return "";
   const [failed, workers, orphans, aliases] = found.data;
   const rows = [];
-  for (const adapter of failed.data) rows.push([`a-${adapter.lora_id}`, "failed", html`<${AdapterLink} id=${adapter.lora_id}/>`, adapter.error]);
+  for (const adapter of failed.data) rows.push([`a-${adapter.lora_id}`, adapter.replicas.ready ? "fewer copies" : adapter.state === "failed" ? "failed" : "cannot load", html`<${AdapterLink} id=${adapter.lora_id}/>`, adapter.error]);
   for (const worker of workers) {
     if (worker.state === "lost" || worker.state === "unmanaged") rows.push([`w-${worker.id}`, worker.state, html`<${WorkerLink} id=${worker.id}/>`, worker.state === "lost" ? "neither agent nor engine answers" : "its engine serves on, its agent does not answer"]);
     else if (worker.refusal) rows.push([`w-${worker.id}`, "cordoned", html`<${WorkerLink} id=${worker.id}/>`, worker.refusal]);
@@ -114,7 +129,8 @@ function Engines() {
     <${Loaded} of=${found}>${(workers) => html`<${WorkerTable} workers=${workers} name="engines"/>`}<//><//>`;
 }
 
-export function WorkerTable({ workers, name = "" }) {
+// incidents: the last bad one of each worker, by its id; null: no such column
+export function WorkerTable({ workers, name = "", incidents = null }) {
   const circuits = useStore(now)?.circuits || {};
   const slots = (worker) => (worker.capacity.loaded_count || 0) + (worker.capacity.available_slots || 0);
   const load = (worker) => worker.load || {};
@@ -126,10 +142,11 @@ export function WorkerTable({ workers, name = "" }) {
     { id: "waiting", label: "waiting", numeric: true, value: (worker) => load(worker).waiting ?? null, cell: (worker) => number(load(worker).waiting) },
     { id: "slots", label: "adapter slots", numeric: true, value: (worker) => worker.capacity.available_slots ?? null, cell: (worker) => html`<${Meter} value=${worker.capacity.loaded_count || 0} of=${slots(worker)} tone="plain" format=${() => `${worker.capacity.loaded_count || 0}/${slots(worker)}`} label=${`${worker.capacity.loaded_count || 0} of ${slots(worker)} adapter slots in use`}/>` },
     { id: "circuit", label: "circuit", hide: "narrow", value: (worker) => circuits[worker.id] || "closed", cell: (worker) => html`<${State} is=${circuits[worker.id] || "closed"}/>` },
+    ...(incidents ? [{ id: "incident", label: "last incident", hide: "narrow", value: (worker) => incidents.get(worker.id)?.at || "", cell: (worker) => { const one = incidents.get(worker.id); return one ? html`<${Link} to=${"workers/" + worker.id}>${one.kind.replaceAll("_", " ")}<//> <time datetime=${one.at}>${clock(one.at)}</time>` : missing; } }] : []),
     { id: "decode", label: "decode", hide: "medium", numeric: true, title: "tokens a second of one request, learned", value: (worker) => load(worker).decode_tokens_per_s || null, cell: (worker) => load(worker).decode_tokens_per_s ? number(load(worker).decode_tokens_per_s) + " t/s" : missing },
     { id: "prefill", label: "prefill", hide: "medium", numeric: true, title: "tokens a second, learned", value: (worker) => load(worker).prefill_tokens_per_s || null, cell: (worker) => load(worker).prefill_tokens_per_s ? number(load(worker).prefill_tokens_per_s) + " t/s" : missing },
-    { id: "base", label: "base model", hide: "medium", value: (worker) => worker.base_model },
-    { id: "node", label: "zone / node", hide: "medium", value: (worker) => [worker.zone, worker.node].filter(Boolean).join(" / "), cell: (worker) => [worker.zone, worker.node].filter(Boolean).join(" / ") || missing },
+    { id: "base", label: "base model", hide: incidents ? "wide" : "medium", value: (worker) => worker.base_model },
+    { id: "node", label: "zone / node", hide: incidents ? "wide" : "medium", value: (worker) => [worker.zone, worker.node].filter(Boolean).join(" / "), cell: (worker) => [worker.zone, worker.node].filter(Boolean).join(" / ") || missing },
   ]}/>`;
 }
 

@@ -1,8 +1,8 @@
 // Tenants and keys: who uses how much, who waits, which key is refused.
 import { html, useStore } from "../lib.js";
-import { get, now, range, useLoad } from "../api.js";
+import { get, now, useLoad, useRange } from "../api.js";
 import { Table } from "../table.js";
-import { Head, Loaded, Meter, Panel, State } from "../parts.js";
+import { Head, Loaded, Meter, Panel, State, Tile } from "../parts.js";
 import { Link } from "../route.js";
 import { clock, missing, number, plural, seconds, share } from "../format.js";
 import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
@@ -10,7 +10,7 @@ import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
 const refused = (row, code = "429") => Object.entries(row?.codes || {}).filter(([name]) => name.startsWith(code)).reduce((whole, [, count]) => whole + count, 0);
 
 export function TenantsPage({ tenant }) {
-  const rangeS = useStore(range);
+  const rangeS = useRange();
   if (tenant) return html`<${TenantPage} tenant=${tenant === "(none)" ? "" : tenant} rangeS=${rangeS}/>`;
   return html`<${Head} title="Tenants and keys" hasRange/><${Tenants} rangeS=${rangeS}/><${Keys} rangeS=${rangeS}/>`;
 }
@@ -19,10 +19,10 @@ function Tenants({ rangeS }) {
   const found = useLoad((signal) => totals("tenant", rangeS, signal), [rangeS], { follow: "ticks" });
   const fleet = useStore(now), waiting = (name) => (fleet?.waiting[name] || 0) + (fleet?.held[name] || 0);
   return html`<${Panel} title="Tenants" note="use in the time chosen above; who waits now"><${Loaded} of=${found}>${(rows) => html`<${Table} label="Tenants" name="tenants" rows=${withWaiting(rows, fleet)} rowKey=${(row) => row.name} sort="-requests" empty="No requests in this time." columns=${[
-    { id: "name", label: "tenant", value: (row) => row.name, cell: (row) => html`<${Link} to=${"tenants/" + (row.name || "(none)")} class="name">${row.name || "(none)"}<//>` },
+    { id: "name", label: "tenant", value: (row) => row.name, cell: (row) => html`<${Link} to=${"tenants/" + (row.name || "(none)")} class="name">${row.name || "no tenant"}<//>` },
     { id: "waiting", label: "wait now", numeric: true, value: (row) => waiting(row.name), cell: (row) => html`<span class=${waiting(row.name) ? "warn-text" : ""}>${waiting(row.name)}</span>` },
     ...totalColumns((row) => row),
-    { id: "limited", label: "429", numeric: true, title: "answers 429: the key's limits, or no room", value: (row) => refused(row), cell: (row) => html`<span class=${refused(row) ? "warn-text" : ""}>${number(refused(row))}</span>` },
+    { id: "limited", label: "429", numeric: true, title: "answers 429: the key's limits, or no room at the engines", value: (row) => refused(row), cell: (row) => html`<span class=${refused(row) ? "warn-text" : ""}>${number(refused(row))}</span>` },
     { id: "prompt", label: "prompt tokens", numeric: true, hide: "medium", value: (row) => row.prompt_tokens, cell: (row) => number(row.prompt_tokens) }]}/>`}<//><//>`;
 }
 
@@ -41,7 +41,8 @@ function Keys({ rangeS }) {
     const rows = [...keys.data.map((key) => ({ ...key, sums: byId.get(key.key_id) })), ...sums.filter((row) => !known.has(row.name)).map((row) => ({ key_id: row.name, tenant: null, scopes: [], limits: {}, expires: null, isGone: true, sums: row }))];
     return html`<${Table} label="Keys" name="keys" rows=${rows} rowKey=${(row) => row.key_id} sort="-requests" empty="No key file is set: everybody on this machine may do everything." columns=${[
       { id: "key", label: "key", value: (row) => row.key_id, cell: (row) => html`<code>${row.key_id}</code>${row.isGone ? html` <span class="tag">removed</span>` : ""}` },
-      { id: "tenant", label: "tenant", value: (row) => row.tenant || "", cell: (row) => row.tenant ? html`<${Link} to=${"tenants/" + row.tenant}>${row.tenant}<//>` : "operator" },
+      { id: "note", label: "note", value: (row) => row.note || "", cell: (row) => html`<span class="clip" title=${row.note}>${row.note || missing}</span>` },
+      { id: "tenant", label: "tenant", value: (row) => row.tenant || "", cell: (row) => row.tenant ? html`<${Link} to=${"tenants/" + row.tenant}>${row.tenant}<//>` : "no tenant" },
       { id: "scopes", label: "scopes", hide: "narrow", value: (row) => row.scopes.join(", "), cell: (row) => row.scopes.map((scope) => html`<span class="tag">${scope}</span> `) },
       ...totalColumns((row) => row.sums).filter((column) => ["requests", "output", "errors"].includes(column.id)),
       { id: "limited", label: "429", numeric: true, value: (row) => refused(row.sums), cell: (row) => html`<span class=${refused(row.sums) ? "warn-text" : ""}>${number(refused(row.sums))}</span>` },
@@ -64,6 +65,8 @@ function TenantPage({ tenant, rangeS }) {
     <${Loaded} of=${series}>${(found) => html`<div class="tiles">${[
       ["Requests", number(found.total.requests), `${number(refused(found.total))} answered 429`], ["Prompt tokens", number(found.total.prompt_tokens), "in this time"], ["Output tokens", number(found.total.output_tokens), "in this time"],
       ["First token, p95", seconds(found.total.first_token_s.p95), `p50 ${seconds(found.total.first_token_s.p50)}`], ["Mean wait", seconds(found.total.waited_s), "for room at an engine"]]
-      .map(([label, value, under]) => html`<div class="tile" key=${label}><span class="label">${label}</span><span class="value">${value}</span><span class="under">${under}</span></div>`)}</div><${TrafficCharts} found=${found}/>`}<//>
-    ${tenant && html`<${Panel} title="Its adapters"><${Loaded} of=${adapters}>${(list) => html`<ul class="lines">${list.data.map((one) => html`<li key=${one.lora_id}><b><${Link} to=${"adapters/" + one.lora_id}>${one.lora_id}<//></b><${State} is=${one.state}/><span class="grow muted">${number(one.requests_per_s, 2)} requests/s</span></li>`)}</ul>${!list.data.length && html`<p class="empty">None.</p>`}`}<//><//>`}`;
+      .map(([label, value, under]) => html`<${Tile} key=${label} label=${label} value=${value} under=${under}/>`)}</div><${TrafficCharts} found=${found}/>`}<//>
+    ${tenant && html`<${Panel} title="Adapters that it may use" note="requests of all tenants"><${Loaded} of=${adapters}>${(list) => html`<ul class="lines">${ownFirst(list.data).map((one) => html`<li key=${one.lora_id}><b><${Link} to=${"adapters/" + one.lora_id}>${one.lora_id}<//></b><${State} is=${one.state}/><span class="grow muted">${one.tenants ? "" : "open to everyone, "}${number(one.requests_per_s, 2)} requests/s now</span></li>`)}</ul>${!list.data.length && html`<p class="empty">None. Its adapters are those that name it in their tenants.</p>`}`}<//><//>`}`;
 }
+
+const ownFirst = (adapters) => [...adapters].sort((left, right) => !left.tenants - !right.tenants);

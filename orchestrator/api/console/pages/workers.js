@@ -1,6 +1,6 @@
 // Workers: load, what each holds and where, rates, the agent's log.
-import { html, useStore } from "../lib.js";
-import { all, get, now, range, useLoad } from "../api.js";
+import { html, useMemo, useStore } from "../lib.js";
+import { all, get, now, useLoad, useRange } from "../api.js";
 import { Chart } from "../chart.js";
 import { Table } from "../table.js";
 import { Facts, Head, Loaded, Panel, State } from "../parts.js";
@@ -12,8 +12,10 @@ import { WorkerActions } from "./actions.js";
 
 export function WorkersPage() {
   const found = useLoad(() => all("/v1/workers"), []);
+  const incidents = useLoad((signal) => get("/v1/history?kind=incident&severity=warning&limit=500", { signal }), []);
+  const last = useMemo(() => new Map([...(incidents.data?.data || [])].reverse().map((entry) => [entry.subject, entry])), [incidents.data]);
   return html`<${Head} title="Workers"/>
-    <${Loaded} of=${found}>${(workers) => html`<${Slots} workers=${workers}/><${WorkerTable} workers=${workers}/>`}<//>
+    <${Loaded} of=${found}>${(workers) => html`<${Slots} workers=${workers}/><${WorkerTable} workers=${workers} incidents=${last}/>`}<//>
     <${Routers}/>`;
 }
 
@@ -49,7 +51,7 @@ function Routers() {
 }
 
 export function WorkerPage({ id }) {
-  const rangeS = useStore(range), circuits = useStore(now)?.circuits || {};
+  const rangeS = useRange(), circuits = useStore(now)?.circuits || {};
   const address = "/v1/workers/" + encodeURIComponent(id);
   const found = useLoad((signal) => Promise.all([get(address, { signal }), get(address + "/report", { signal })]), [id]);
   const series = useLoad((signal) => traffic("worker", id, rangeS, signal), [id, rangeS], { follow: "ticks" });
