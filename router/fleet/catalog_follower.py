@@ -20,6 +20,7 @@ class CatalogFollower:
     """Owns the catalog in force, `current`, and replaces it whole at every change.
 
     is_known      whether a catalog has ever been in force: read, or saved on disk
+    has_asked     whether a read has ended, well or not: a saved catalog may be older than the orchestrator's
     confirmed_at  when the orchestrator last confirmed it; None before the first time
     wake          set it to have the catalog read at once
     """
@@ -44,6 +45,7 @@ class CatalogFollower:
         """
         self.current = RouterCatalog()
         self.is_known = False
+        self.has_asked = False
         self.confirmed_at: float | None = None
         self.wake = asyncio.Event()
         self._client = client
@@ -127,6 +129,7 @@ class CatalogFollower:
             if self.current.revision != before:
                 self.wake.set()
         finally:
+            self.has_asked = True
             self._changes.notify()
 
     async def _fetch(self) -> None:

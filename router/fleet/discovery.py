@@ -180,9 +180,10 @@ class Discovery:
         """What the router still waits for before it routes requests; None if nothing.
 
         It needs a catalog, a list of EndpointSlices and an answer of each worker. If the API server stays unreachable,
-        the catalog's workers are enough.
+        the catalog's workers are enough. A catalog saved on disk is enough once the orchestrator has been asked: while
+        this router was away, names may have been pointed elsewhere.
         """
-        if not self.has_catalog and self._url:
+        if self._url and not (self.has_catalog and self._catalog.has_asked):
             return "the orchestrator's catalog"
         may_wait = self.clock() - self._began_at < _SLICES_WAIT_S
         if self.slices is not None and not self.slices.is_synced and may_wait:

@@ -112,6 +112,7 @@ class AgentDouble:
     agents: str = "agents"  # below which path they answer
     unanswered: int = 0
     catalogs: int = 0  # that were asked for
+    catalog_turn: asyncio.Event | None = None  # catalogs are not answered before it is set
     boot_id: str = "first"
     files: dict[str, str] = field(default_factory=dict)  # of the model
     files_status: int = 200
@@ -204,6 +205,8 @@ class AgentDouble:
 
         async def catalog(_request):
             self.catalogs += 1
+            if self.catalog_turn is not None:
+                await self.catalog_turn.wait()
             workers = tuple(
                 CatalogWorker(
                     id=w,

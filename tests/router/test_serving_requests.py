@@ -1,5 +1,6 @@
 import asyncio
 import json
+import shutil
 import socket
 from math import inf
 from random import Random
@@ -12,7 +13,9 @@ from structlog.testing import capture_logs
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.identity import block_hashes, root_hash
 from lorafleet.service.key_files import hash_key
-from orchestrator.wire import Draining
+from orchestrator.wire import AliasItem, AliasTarget, Draining
+from router.app import build
+from router.config import RouterSettings
 from router.core.errors import AdapterInspecting, RequestError, RouterError, TemporarilyUnavailable
 from router.core.queue.fair_queue import FairQueue
 from router.protocols.routes import ROUTES
@@ -32,7 +35,7 @@ from tests.router.doubles import (
     fleet,
     with_sql,
 )
-from tests.serving import serving
+from tests.serving import client_of, serving
 from workers.wire import Load, Metadata
 
 SQL = f"sql/v1@{DIGEST[:12]}"
@@ -630,6 +633,37 @@ async def test_the_last_catalog_on_disk_serves_while_the_orchestrator_is_away(tm
         # The workers' addresses moved with the doubles' ports, so only the catalog itself can be looked at.
         assert parts.discovery.has_catalog
         assert "sql/v1" in {card["id"] for card in (await client.get("/v1/models")).json()["data"]}
+
+
+async def test_a_router_that_starts_again_answers_by_no_older_catalog_while_the_orchestrator_is_there(tmp_path):
+    engine, control = EngineDouble("w0"), AgentDouble()
+    for number in (1, 2):
+        control.add_adapter(f"policy/v{number}", on=["w0"])
+
+    def point(number):
+        control.aliases = (AliasItem(name="policy", targets=(AliasTarget(lora_id=f"policy/v{number}"),)),)
+        control.tell()
+
+    point(1)
+    async with fleet(engine, control=control, state_dir=tmp_path / "killed"):
+        # A killed router leaves the folder as it is.
+        shutil.copytree(tmp_path / "killed", tmp_path / "again")
+        point(2)
+        control.catalog_turn = asyncio.Event()
+        wait_s = {"first_sync_wait_s": patience(20), "control_timeout_s": patience(20)}
+        app, parts = build(
+            RouterSettings(orchestrator_url=control.url, state_dir=tmp_path / "again", tokenizer="remote", **wait_s)
+        )
+        async with serving(app, http=app.state.http) as url, client_of(url) as client:
+            worker_known = parts.discovery.changes.until(
+                lambda: parts.discovery.report_age_s("w0") is not None, timeout_s=patience(10)
+            )
+            assert await worker_known
+            asking = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | {"model": "policy"}))
+            assert (await client.get("/ready")).status_code == 503
+            control.catalog_turn.set()
+            answer = await asking
+    assert answer.headers["x-lorafleet-adapter"].startswith("policy/v2@")
 
 
 async def test_a_cold_adapter_is_ensured_once_however_many_wait():
