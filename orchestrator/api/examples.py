@@ -292,6 +292,24 @@ EXAMPLES |= {
         },
     },
     "TrafficTotals": {"kind": "adapter", "range_s": 3600, "data": [_TOTAL]},
+    "TrafficShares": {
+        "kind": "adapter",
+        "name": "sql-expert/v1",
+        "by": "worker",
+        "range_s": 3600,
+        "data": [
+            {
+                "name": "w0",
+                "requests": 900,
+                "share": 0.75,
+                "errors": 2,
+                "cold_starts": 1,
+                "output_tokens": 91200,
+                "hit_real": 0.81,
+                "first_token_s": {"p50": 0.04, "p99": 0.31},
+            }
+        ],
+    },
     "RouterList": {
         "data": [
             {

@@ -84,7 +84,7 @@ class AdapterSeries(Collector):
         """Register the metrics.
 
         most_labels  adapters with series of their own
-        most_kept    adapters whose pending counts, or recent use, are kept apart
+        most_kept    adapters whose pending counts, or recent use, are kept apart, beside those with series
         """
         self.most_labels = most_labels
         self._most_kept = most_kept
@@ -102,10 +102,10 @@ class AdapterSeries(Collector):
         """The counts of an adapter since the last scrape; add to them at once, and keep no reference."""
         counts = self._pending.get(lora_id)
         if counts is None:
-            if len(self._pending) + len(self._unshown) >= self._most_kept:
-                # Nobody scrapes, or few do: what has no series is counted as `other`.
+            if len(self._pending) + len(self._unshown) >= self._most_kept + len(self._series):
+                # Nobody scrapes, or few do.
                 self._absorb()
-                self._add_unshown(from_zero=())
+                self._count_rest_as_other()
             counts = self._pending[lora_id] = AdapterCounts()
         return counts
 
@@ -156,6 +156,14 @@ class AdapterSeries(Collector):
             label = name if name in self._series and name not in from_zero else OTHER
             self._series.setdefault(label, AdapterCounts()).add(counts)
         self._unshown = {}
+
+    def _count_rest_as_other(self) -> None:
+        """Add absorbed counts of adapters without series to `other`.
+
+        Those with series wait for `show`: it may end a series, and nobody would see what this one had grown by.
+        """
+        for name in self._unshown.keys() - self._series.keys():
+            self._series.setdefault(OTHER, AdapterCounts()).add(self._unshown.pop(name))
 
     def describe(self) -> Iterable[Metric]:
         """The metrics without samples, by which the registry knows their names."""

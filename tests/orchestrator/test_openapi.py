@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 from urllib.parse import quote
 
 import httpx
@@ -14,7 +15,9 @@ from orchestrator import wire
 from orchestrator.api.examples import EXAMPLES
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
+from tests.orchestrator.answering_agent import AnsweringAgent
 from tests.properties import examples
+from tests.serving import serving
 
 JSON = "application/json"
 
@@ -119,6 +122,11 @@ def calls(draw, document):
     return method, url, query, headers, body
 
 
+def with_hosts(body: str, url: str) -> str:
+    """The body with the agents and engines of examples at this URL."""
+    return re.sub(r"http://10\.0\.0\.\d+:\d+", url, body)
+
+
 def test_no_malformed_call_gets_a_500(document, tmp_path):
     built = application(tmp_path)
     built.leadership.lead_until(math.inf)
@@ -133,7 +141,7 @@ def test_no_malformed_call_gets_a_500(document, tmp_path):
         method, url, query, headers, body = call
         if url in {"/v1/live", "/v1/routers/questions"} or (url == "/v1/events" and not query and not headers):
             return  # it would follow for ever
-        content = None if body is None else json.dumps(body).encode()
+        content = None if body is None else with_hosts(json.dumps(body), agent).encode()
         headers["content-type"] = JSON
         answer = runner.run(client.request(method, url, params=query, headers=headers, content=content))
         seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
@@ -146,9 +154,15 @@ def test_no_malformed_call_gets_a_500(document, tmp_path):
             assert error["code"]
 
     with asyncio.Runner() as runner:
-        never_500()
-        runner.run(client.aclose())
-        runner.run(built.client.aclose())
+        # The worker of the examples, whose agent is called.
+        served = serving(AnsweringAgent().app)
+        agent = runner.run(served.__aenter__())
+        try:
+            never_500()
+        finally:
+            runner.run(client.aclose())
+            runner.run(built.client.aclose())
+            runner.run(served.__aexit__(None, None, None))
     built.store.close()
     # Otherwise it only knocked at the door.
     least = examples(600) // 12
