@@ -581,21 +581,29 @@ class RolloutItem(_OrchestratorModel):
 class Policy(_PersonWrittenModel):
     """The global placement policy. `reserve_slots` of each worker stay free for moves."""
 
-    loading: Loading = "lazy"
-    min_replicas: int = Field(default=1, ge=0)
-    max_replicas: int = Field(default=64, ge=1)
-    reserve_slots: int = Field(default=0, ge=0)
-    loads_per_worker: int = Field(default=1, ge=1)
-    loads_fleet_wide: int = Field(default=16, ge=1)
+    loading: Loading = Field(
+        default="lazy",
+        description="lazy: an adapter is loaded with its first request; eager: `min_replicas` of it at once; weighted:"
+        " slots that no other adapter needs are divided among adapters by `weight`",
+    )
+    min_replicas: int = Field(default=1, ge=0, description="least copies of an adapter that is loaded")
+    max_replicas: int = Field(default=64, ge=1, description="most copies of an adapter, however much it is asked for")
+    reserve_slots: int = Field(default=0, ge=0, description="slots of each worker that stay free for moves")
+    loads_per_worker: int = Field(default=1, ge=1, description="loads at one worker at a time")
+    loads_fleet_wide: int = Field(default=16, ge=1, description="loads in the whole fleet at a time")
     load_spread_s: float = Field(
         default=2.0,
         ge=0,
         description="half of a base model's workers load the same adapter at once, because an engine stalls while it"
         " loads; the others follow when these have it, or after this long; 0: all at once",
     )
-    min_residency_s: float = Field(default=10.0, ge=0)
-    drain_deadline_s: float = Field(default=30.0, ge=0)
-    failure_expiry_s: float = Field(default=60.0, gt=0)
+    min_residency_s: float = Field(default=10.0, ge=0, description="a copy is not evicted before it is so old")
+    drain_deadline_s: float = Field(
+        default=30.0, ge=0, description="how long an unload waits for the requests of the adapter"
+    )
+    failure_expiry_s: float = Field(
+        default=60.0, gt=0, description="a load that failed is tried again at the same worker after so long, and later"
+    )
     demand_window_s: float = Field(default=60.0, gt=0, description="window of the exponentially weighted demand")
     target_utilisation: float = Field(
         default=0.7, gt=0, le=1, description="busy part of a worker above which an adapter gets one more replica"
@@ -603,7 +611,7 @@ class Policy(_PersonWrittenModel):
     scale_down_after_s: float = Field(
         default=300.0, ge=0, description="a replica is removed when demand has been lower for this long"
     )
-    storm_window_s: float = Field(default=60.0, ge=1)
+    storm_window_s: float = Field(default=60.0, ge=1, description="window of `storm_moves_per_worker`")
     storm_moves_per_worker: int = Field(
         default=4,
         ge=0,

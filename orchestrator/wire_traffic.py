@@ -65,6 +65,7 @@ class RouterNow(_TrafficModel):
     """How a router is now.
 
     waiting, held  requests that wait for room at an engine, and for an adapter; by tenant, "" for none
+    paused         requests that wait for the end of a pause, in the same way
     circuits       worker_id -> open or half_open; a closed one is left out
     """
 
@@ -73,6 +74,7 @@ class RouterNow(_TrafficModel):
     in_flight: Count = 0
     waiting: Annotated[dict[Name, Count], Field(max_length=10_000)] = {}
     held: Annotated[dict[Name, Count], Field(max_length=10_000)] = {}
+    paused: Annotated[dict[Name, Count], Field(max_length=10_000)] = {}
     circuits: Annotated[dict[Name, Literal["open", "half_open"]], Field(max_length=10_000)] = {}
 
 
@@ -195,7 +197,7 @@ class FleetNow(_TrafficModel):
     """The fleet in one message of `GET /v1/live`.
 
     workers   worker state -> number
-    waiting, held  requests in all routers that wait for room, and for an adapter; by tenant
+    waiting, held, paused  requests in all routers that wait for room, for an adapter, for the end of a pause; by tenant
     circuits  worker_id -> open or half_open, the worst of all routers
     slice_at  beginning of the newest whole slice: read `/v1/traffic` again when it changes
     """
@@ -208,6 +210,7 @@ class FleetNow(_TrafficModel):
     in_flight: int
     waiting: dict[str, int]
     held: dict[str, int]
+    paused: dict[str, int] = {}
     circuits: dict[str, str]
     slice_at: int
 

@@ -276,6 +276,7 @@ def router_now(services: Services) -> RouterNow:
         in_flight=scheduler.load.total_in_flight,
         waiting={tenant: requests for tenant, (requests, _) in scheduler.queue.usage.tenants.items()},
         held={tenant: requests for tenant, (requests, _) in services.cold_starts.held.tenants.items()},
+        paused={tenant: requests for tenant, (requests, _) in services.pauses.held.tenants.items()},
         circuits={worker: state for worker, state in states.items() if state != "closed"},
     )
 

@@ -73,6 +73,7 @@ def live_routes(
             in_flight=sum(router.now.in_flight for router in seen if router.now),
             waiting=_by_tenant(router.now.waiting for router in seen if router.now),
             held=_by_tenant(router.now.held for router in seen if router.now),
+            paused=_by_tenant(router.now.paused for router in seen if router.now),
             circuits=circuits,
             slice_at=GRAINS[0].start_of(now - COMING_S),
         )
@@ -84,10 +85,9 @@ def _shown_to(tenant: str | None, now: FleetNow) -> FleetNow:
     """The message as a caller of this tenant may see it: what waits of its own requests; None: everything."""
     if tenant is None:
         return now
-    waiting, held = ({name: n for name, n in part.items() if name == tenant} for part in (now.waiting, now.held))
-    return now.model_copy(
-        update={"workers": {}, "routers": 0, "in_flight": 0, "waiting": waiting, "held": held, "circuits": {}}
-    )
+    counts = {"waiting": now.waiting, "held": now.held, "paused": now.paused}
+    own = {field: {name: n for name, n in part.items() if name == tenant} for field, part in counts.items()}
+    return now.model_copy(update={"workers": {}, "routers": 0, "in_flight": 0, "circuits": {}, **own})
 
 
 def live_routers(book: TrafficBook, now: float) -> list[RouterSeen]:

@@ -26,11 +26,13 @@ PAGES = {
     "workers": "/workers",
     "worker": "/workers/w0",
     "aliases": "/aliases",
+    "published": "/published/policy",
     "rollout": "/aliases/sql",
     "tenants": "/tenants",
     "tenant": "/tenants/acme",
     "requests": "/requests",
     "what-if": "/what-if",
+    "policy": "/policy",
     "activity": "/activity",
 }
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -14,6 +15,7 @@ from tests.e2e import fleets
 from tests.patience import patience, wait_until
 
 OPERATOR, VIEWER, ACME, GLOBEX = "lf-operator", "lf-viewer", "lf-acme", "lf-globex"
+FOREIGN = "scripts-adapter"
 _OF_ACME = "{requests_per_minute: 6000, tokens_per_minute: 600000}"
 _OF_GLOBEX = "{requests_per_minute: 60}"
 _KEYS = f"""keys:
@@ -39,6 +41,20 @@ class ConsoleScene:
         answer = self.fleet.http(method, self.orchestrator + path, **more)
         assert answer.status_code < 400, answer.text
         return answer
+
+    def load_past_the_fleet(self, name: str, folder: Path) -> None:
+        """Load an adapter as a script does, at one engine; returns once it is an orphan that can be adopted."""
+        engine = self.call("GET", "/v1/workers/w1").json()["engine_url"]
+        answer = httpx.post(
+            f"{engine}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)}, timeout=patience(30)
+        )
+        assert answer.status_code == 200, answer.text
+        wait_until(lambda: any(row["lora_id"] == name and not row["problem"] for row in self.orphans()))
+
+    def orphans(self) -> list[dict[str, Any]]:
+        """Adapters that are not registered."""
+        found: list[dict[str, Any]] = self.call("GET", "/v1/orphans").json()["data"]
+        return found
 
     async def traffic(self, for_s: float, *, rate: float = 12.0, seed: int = 7) -> None:
         """Requests of both tenants for so long, some of them refused."""
@@ -88,7 +104,9 @@ def running_scene(folder: Path, *, workers: int = 3) -> Iterator[ConsoleScene]:
 
 
 def _set(scene: ConsoleScene, folder: Path) -> None:
-    """A second version, an alias with a rollout to it, an adapter of a tenant, and one that cannot be loaded."""
+    """A second version, an alias with a rollout to it, an adapter of a tenant, one that cannot be loaded, a published
+    name with two versions, an adapter that a script has loaded, and a policy that was changed.
+    """
     adapters = folder / "state" / "adapters"
     scene.call(
         "POST", "/v1/adapters", json={"lora_id": "sql-expert/v2", "source": f"file://{adapters}/python-expert/v1"}
@@ -106,3 +124,8 @@ def _set(scene: ConsoleScene, folder: Path) -> None:
     wait_until(lambda: scene.call("GET", "/v1/adapters/broken/v1").json()["state"] == "failed")
     steps = [{"weight": 0.1, "for_s": 600}, {"weight": 0.5, "for_s": 600}, {"weight": 1, "for_s": 600}]
     scene.call("POST", "/v1/aliases/sql/rollout", json={"to": "sql-expert/v2", "steps": steps})
+    scene.call("PATCH", "/v1/adapters/sql-expert/v1", json={"policy": {"min_replicas": 2}})
+    for version in ("sql-expert/v1", "legal/v2"):
+        scene.call("POST", "/v1/published/policy", json={"source": f"file://{adapters}/{version}", "replicas": 1})
+    scene.call("PATCH", "/v1/policy", json={"max_staleness_s": 7200})
+    scene.load_past_the_fleet(FOREIGN, adapters / "legal" / "v2")

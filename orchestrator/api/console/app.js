@@ -12,16 +12,18 @@ import { TenantsPage } from "./pages/tenants.js";
 import { RequestsPage, RequestPage } from "./pages/requests.js";
 import { WhatIfPage } from "./pages/whatif.js";
 import { ActivityPage } from "./pages/activity.js";
+import { PolicyPage } from "./pages/policy.js";
+import { PublishedPage } from "./pages/published.js";
 
 const ICONS = {
   fleet: "M3 3v10h10M5.5 10l2.5-3 2 2 3-4.5", adapters: "M8 2l6 3-6 3-6-3zM2 8l6 3 6-3M2 11l6 3 6-3", workers: "M2.5 3h11v4h-11zM2.5 9h11v4h-11zM5 5h.01M5 11h.01",
   aliases: "M4 2v12M4 5h5a3 3 0 013 3v3M10 9l2 2 2-2", tenants: "M6 7a2.5 2.5 0 100-5 2.5 2.5 0 000 5zM1.5 14c0-3 2-4.5 4.5-4.5s4.5 1.5 4.5 4.5M11 3a2.3 2.3 0 010 4M12 9.8c1.7.5 2.5 2 2.5 4.2",
-  requests: "M2 4h12M2 8h8M2 12h5M11 11l2 2 2-3", whatif: "M3 13V8M8 13V3M13 13V6M1.5 8h3M6.5 5h3M11.5 9h3", activity: "M8 2v6l4 2M8 14A6 6 0 108 2a6 6 0 000 12z",
+  requests: "M2 4h12M2 8h8M2 12h5M11 11l2 2 2-3", whatif: "M3 13V8M8 13V3M13 13V6M1.5 8h3M6.5 5h3M11.5 9h3", activity: "M8 2v6l4 2M8 14A6 6 0 108 2a6 6 0 000 12z", policy: "M4 2h8v12H4zM6.5 5h3M6.5 8h3M6.5 11h1.5",
 };
 const NAV = [["", "Fleet", "fleet"], ["adapters", "Adapters", "adapters"], ["workers", "Workers", "workers"], ["aliases", "Aliases", "aliases"],
-  ["tenants", "Tenants & keys", "tenants"], ["requests", "Requests", "requests"], ["what-if", "What-if", "whatif"], ["activity", "Activity", "activity"]];
+  ["tenants", "Tenants & keys", "tenants"], ["requests", "Requests", "requests"], ["what-if", "What-if", "whatif"], ["policy", "Policy", "policy"], ["activity", "Activity", "activity"]];
 
-const FLEET_ONLY = new Set(["workers", "what-if"]);  // of no use to a key of one tenant
+const FLEET_ONLY = new Set(["workers", "what-if", "policy"]);  // of no use to a key of one tenant
 
 function page(path) {
   const [first, ...rest] = path.split("/");
@@ -31,9 +33,11 @@ function page(path) {
     case "adapters": return below ? html`<${AdapterPage} key=${below} id=${below}/>` : html`<${AdaptersPage}/>`;
     case "workers": return below ? html`<${WorkerPage} key=${below} id=${below}/>` : html`<${WorkersPage}/>`;
     case "aliases": return below ? html`<${AliasPage} key=${below} name=${below}/>` : html`<${AliasesPage}/>`;
+    case "published": return html`<${PublishedPage} key=${below} name=${below}/>`;
     case "tenants": return html`<${TenantsPage} key=${below} tenant=${below}/>`;
     case "requests": return below ? html`<${RequestPage} key=${below} id=${below}/>` : html`<${RequestsPage}/>`;
     case "what-if": return html`<${WhatIfPage}/>`;
+    case "policy": return html`<${PolicyPage}/>`;
     case "activity": return html`<${ActivityPage}/>`;
     default: return html`<h1>No such page</h1><p><${Link} to="">The fleet</${Link}></p>`;
   }
@@ -46,7 +50,7 @@ function Side({ path }) {
   const waiting = fleet ? sum(fleet.waiting) + sum(fleet.held) : 0;
   const counts = { workers: workers === null ? "" : lost ? `${lost} lost` : workers, requests: waiting ? `${waiting} wait` : "" };
   return html`<aside class="side"><div class="top"><${Link} to="" class="brand"><img src="/ui/assets/icon.svg" alt=""/>lorafleet<//></div>
-    <nav aria-label="Pages"><ul>${NAV.filter(([to]) => !(mine?.is_confined_to_tenant && FLEET_ONLY.has(to))).map(([to, label, icon]) => html`<li key=${to}><${Link} to=${to} aria-current=${(path.split("/")[0] === to) ? "page" : undefined}>
+    <nav aria-label="Pages"><ul>${NAV.filter(([to]) => !(mine?.is_confined_to_tenant && FLEET_ONLY.has(to))).map(([to, label, icon]) => html`<li key=${to}><${Link} to=${to} aria-current=${(path.split("/")[0].replace("published", "aliases") === to) ? "page" : undefined}>
       <svg viewBox="0 0 16 16" aria-hidden="true"><path d=${ICONS[icon]}/></svg>${label}${counts[icon] ? html`<span class="count ${icon === "workers" && lost ? "bad" : ""}">${counts[icon]}</span>` : ""}<//></li>`)}</ul></nav>
     <div class="foot"><div class="row"><span class="live ${trouble || !fleet ? "off" : ""}" role="status">${trouble || (fleet ? "live" : "connecting")}</span><${Theme}/></div>
       <div class="row who">${mine && html`${mine.key_id ? html`<span>${notes.get(mine.key_id) ? `${notes.get(mine.key_id)}, key ` : "key "}${mine.key_id}</span><span>${mine.tenant ? `tenant ${mine.tenant}` : ""} ${mine.scopes.join(", ")}</span><button type="button" class="link" onClick=${() => setKey("", false)}>Sign out</button>` : html`<span>open: no key needed</span>`}`}</div>

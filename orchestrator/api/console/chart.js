@@ -26,6 +26,7 @@ export function Chart({ title, note, at, series, format, height = 150, max, leas
     return () => { themes.removeEventListener("change", follow); removeEventListener("themechange", follow); };
   }, []);
   useEffect(() => {
+    if (!box.current) return undefined;  // the page was left meanwhile
     const ink = variable("--muted"), line = variable("--grid");
     const axis = { stroke: ink, font: "11px system-ui, sans-serif", grid: { stroke: line, width: 1 }, ticks: { show: false } };
     const options = {
@@ -46,7 +47,7 @@ export function Chart({ title, note, at, series, format, height = 150, max, leas
     };
     plot.current = new uPlot(options, data, box.current);
     plot.current.root.setAttribute("aria-hidden", "true");
-    const sizes = new ResizeObserver(() => plot.current.setSize({ width: Math.max(120, box.current.clientWidth), height }));
+    const sizes = new ResizeObserver(() => box.current && plot.current?.setSize({ width: Math.max(120, box.current.clientWidth), height }));
     sizes.observe(box.current);
     return () => { sizes.disconnect(); plot.current.destroy(); plot.current = null; };
   }, [shape, height]);

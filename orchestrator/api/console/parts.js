@@ -91,6 +91,14 @@ export function Dialog({ title, onClose, children, footer }) {
     <button type="button" class="icon" aria-label="Close" onClick=${onClose}>×</button></header><div class="dialog-body">${children}</div>${footer && html`<footer>${footer}</footer>`}</div></dialog>`;
 }
 
+// A command to paste into a terminal.
+export function Command({ label, text }) {
+  const [isCopied, setCopied] = useState(false);
+  const copy = () => navigator.clipboard.writeText(text).then(() => setCopied(true), () => setCopied(false));
+  return html`<div class="command"><pre class="log" tabindex="0" role="region" aria-label=${label}>${text}</pre>
+    ${navigator.clipboard && html`<button type="button" class="action" aria-label=${`Copy: ${label}`} onClick=${copy}>${isCopied ? "Copied" : "Copy"}</button>`}</div>`;
+}
+
 export function Field({ label, hint, children }) {
   return html`<label class="field"><span class="label">${label}</span>${children}${hint && html`<span class="hint">${hint}</span>`}</label>`;
 }

@@ -5,7 +5,7 @@ import { Dialog, Field, say } from "../parts.js";
 import { go, href } from "../route.js";
 import { bytes, plural, share, span } from "../format.js";
 
-const path = (name) => name.split("/").map(encodeURIComponent).join("/");
+export const path = (name) => name.split("/").map(encodeURIComponent).join("/");
 const refresh = () => changes.set(changes.get() + 1);
 
 // A button that asks before it acts. `undo`: takes it back, for some seconds.
@@ -76,7 +76,7 @@ export function UploadButton() {
 
 export function RebalanceButton() {
   const [plan, setPlan] = useState(null);
-  const look = () => { setPlan(null); call("POST", "/v1/placements/plan").then(setPlan, (problem) => setPlan({ error: problem.message })); };
+  const look = (event) => { if (event.target.closest("dialog")) return; setPlan(null); call("POST", "/v1/placements/plan").then(setPlan, (problem) => setPlan({ error: problem.message })); };
   return html`<span onClickCapture=${look}><${Act} label="Rebalance" title="One pass of placement now" what=${() => plan === null ? "Reading what it would do…" : plan.error ? plan.error : plan.actions.length ? `It would do ${plural(plan.actions.length, "thing")}: ${plan.actions.slice(0, 6).map((one) => `${one.operation} ${one.lora_id} on ${one.worker_id} (${one.reason})`).join("; ")}${plan.actions.length > 6 ? "; …" : ""}.` : "Nothing is to do: every adapter is where it should be."} run=${() => call("POST", "/v1/rebalance")} done="A pass has run."/></span>`;
 }
 

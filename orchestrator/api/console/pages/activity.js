@@ -24,8 +24,8 @@ const ofWorker = (entry) => entry.severity || /^worker_/.test(entry.kind);
 
 export function subjectLink(entry) {
   if (!entry.subject) return "";
-  const where = ofWorker(entry) ? "workers/" : /^alias/.test(entry.kind) ? "aliases/" : /^name_/.test(entry.kind) ? "aliases" : "adapters/";
-  return html`<${Link} to=${where === "aliases" ? where : where + entry.subject}>${entry.subject}<//>`;
+  const where = ofWorker(entry) ? "workers/" : /^alias/.test(entry.kind) ? "aliases/" : /^name_/.test(entry.kind) ? "published/" : "adapters/";
+  return html`<${Link} to=${where + entry.subject}>${entry.subject}<//>`;
 }
 
 export function HistoryLines({ entries, empty = "Nothing is recorded." }) {
@@ -55,6 +55,8 @@ export function bodyText({ kind, body, severity }) {
     return `on ${body.worker_id}, ${body.outcome === "ok" ? "done" : body.outcome || ""}${took}${body.reason ? `: ${body.reason}` : ""}${body.error ? `; ${body.error}` : ""}`;
   }
   if (kind === "alias_set" && Array.isArray(body.targets)) return `${weights(body.targets)}, before: ${weights(body.was)}${body.why ? `; ${body.why}` : ""}`;
+  if (kind === "policy_changed") return Object.entries(body).map(([name, [before, after]]) => `${name}: ${before} → ${after}`).join(" · ");
+  if (kind === "name_published") return `${body.lora_id} (${digest12(body.digest)})${body.is_new ? "" : ", kept from before"}; before: ${body.was ? weights(body.was) : "nothing"}`;
   if (kind === "alias_rollout") return [body.what.replaceAll("_", " "), Array.isArray(body.to) && `to ${weights(body.to)}`, body.why].filter(Boolean).join("; ");
   const cause = String(body.cause || "").split("\n")[0];
   if (severity) return cause.includes(" back after ") ? cause : [cause, body.seconds ? `after ${seconds(body.seconds)}` : "", body.adapters ? `${plural(body.adapters, "adapter")} back` : "", body.count > 1 ? `${body.count} times` : ""].filter(Boolean).join(", ");

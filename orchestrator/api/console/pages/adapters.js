@@ -1,6 +1,6 @@
 // Adapters: find one; then where it is and why, how it does, and what to do when it does not.
 import { html, useMemo, useStore } from "../lib.js";
-import { all, get, useLoad, useRange } from "../api.js";
+import { all, get, me, useLoad, useRange } from "../api.js";
 import { Table } from "../table.js";
 import { Choice, Facts, Head, Loaded, Panel, Search, State, useLater } from "../parts.js";
 import { AdapterLink, Link, WorkerLink, href, place, setQuery } from "../route.js";
@@ -8,6 +8,8 @@ import { bytes, digest12, missing, number, plural, seconds, share, span } from "
 import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
 import { EventLines, HistoryLines } from "./activity.js";
 import { WhySlow } from "./causes.js";
+import { Orphans } from "./orphans.js";
+import { SharesPanel } from "./shares.js";
 import { AdapterActions, RegisterButton, RebalanceButton, UploadButton } from "./actions.js";
 
 const unique = (values) => [...new Set(values.filter(Boolean))].sort();
@@ -68,14 +70,6 @@ function PlacementMap({ rows }) {
   return html`<${Loaded} of=${found}>${() => html`<p class="note"><span class="state good">● ready</span> · <span class="state warn">◐ wanted, loading or draining</span> · <span class="state bad">▲ failed</span> · one column a worker, in the order of their names</p><${Table} label="Placement map" name="map" rows=${rows} rowKey=${(row) => row.lora_id} sort="-map" columns=${columns} empty="No adapter matches."/>`}<//>`;
 }
 
-function Orphans() {
-  const found = useLoad((signal) => get("/v1/orphans?limit=1000", { signal }), []);
-  return html`<${Loaded} of=${found}>${(list) => html`<${Table} label="Orphans" rows=${list.data} rowKey=${(row) => row.engine_name} sort="id" empty="Every adapter on a worker is registered." columns=${[
-    { id: "id", label: "adapter", value: (row) => row.lora_id, cell: (row) => html`<span class="name">${row.lora_id}</span>` }, { id: "workers", label: "workers", value: (row) => row.workers.join(", ") },
-    { id: "digest", label: "digest", value: (row) => row.digest, cell: (row) => html`<code>${digest12(row.digest)}</code>` }, { id: "from", label: "loaded by", value: (row) => row.is_foreign ? "another client" : "this fleet, before its store was lost" },
-    { id: "problem", label: "can be adopted", value: (row) => row.problem || "yes" }]}/>`}<//>`;
-}
-
 // What to do about an error, by its code.
 const NEXT = [
   [/rank_too_big|max_lora_rank/, "No worker takes this rank. Start workers with a larger --max-lora-rank, or train with a smaller one."],
@@ -112,6 +106,8 @@ export function AdapterPage({ id }) {
       <div class="grid two"><${Panel} title="Where it is, and why"><${Copies} item=${item} placements=${placements.data} workers=${workers.data} history=${history.data}/><//>
         <${Panel} title="Names that lead here"><${Names} id=${id} aliases=${aliases.data} published=${published.data}/><//></div>`}<//>
     <${Loaded} of=${series}>${(one) => html`<${WhySlow} total=${one.total} workers=${(found.data?.[4].data || []).filter((each) => adapter?.workers.includes(each.id))}/><${Totals} total=${one.total} rangeS=${rangeS}/><${TrafficCharts} found=${one}/>`}<//>
+    <div class="grid two"><${SharesPanel} title="By worker" kind="adapter" name=${id} by="worker" rangeS=${rangeS}/>
+      ${!me.get()?.is_confined_to_tenant && html`<${SharesPanel} title="By tenant" kind="adapter" name=${id} by="tenant" rangeS=${rangeS}/>`}</div>
     <div class="grid two"><${Panel} title="History"><${Loaded} of=${history}>${(page) => html`<${HistoryLines} entries=${page.data}/>`}<//><//><${Panel} title="Events"><${EventLines} most=${20} about=${id}/><//></div>`;
 }
 
@@ -137,7 +133,8 @@ function Copies({ item, placements, workers, history }) {
 
 function Names({ id, aliases, published }) {
   const rows = [];
-  for (const alias of aliases) {
+  const names = new Set(published.map((one) => one.name));
+  for (const alias of aliases.filter((one) => !names.has(one.name))) {
     const target = alias.targets.find((one) => one.lora_id === id), coming = alias.pending?.targets.find((one) => one.lora_id === id);
     const whole = alias.targets.reduce((sum, one) => sum + one.weight, 0);
     if (target) rows.push([alias.name, html`<${Link} to=${"aliases/" + alias.name}>${alias.name}<//>`, `alias, ${share(whole ? target.weight / whole : 0)} of its sessions`]);
@@ -145,7 +142,7 @@ function Names({ id, aliases, published }) {
   }
   for (const one of published) {
     const version = (one.versions || []).find((each) => each.lora_id === id);
-    if (version || one.lora_id === id) rows.push([one.name, one.name, one.lora_id === id ? "published name, this is its current version" : "published name, an older version"]);
+    if (version || one.lora_id === id) rows.push([one.name, html`<${Link} to=${"published/" + one.name}>${one.name}<//>`, one.lora_id === id ? "published name, this is its current version" : "published name, an older version"]);
   }
   if (!rows.length) return html`<p class="muted">No alias, rollout or published name leads here. Clients ask for it by its own name.</p>`;
   return html`<ul class="lines">${rows.map(([key, what, why]) => html`<li key=${key}><b>${what}</b><span class="grow muted">${why}</span></li>`)}</ul>`;

@@ -38,8 +38,10 @@ export function AliasesPage() {
   const found = useLoad(async (signal) => {
     const [aliases, published, history] = await Promise.all([get("/v1/aliases?limit=1000", { signal }), get("/v1/published?limit=1000", { signal }).catch(() => ({ data: [] })),
       get("/v1/history?limit=1000&kind=alias_set&kind=alias_rollout&kind=name_published", { signal })]);
-    const rollouts = await Promise.all(aliases.data.slice(0, 60).map((alias) => rolloutOf(alias.name, signal))), live = byName(history.data);
-    return { aliases: aliases.data.map((alias, at) => ({ ...alias, rollout: rollouts[at], live: live.get(alias.name) })), published: published.data.map((one) => ({ ...one, live: live.get(one.name) })) };
+    // A published name is an alias that the fleet keeps: it is listed once, below.
+    const names = new Set(published.data.map((one) => one.name)), own = aliases.data.filter((one) => !names.has(one.name));
+    const rollouts = await Promise.all(own.slice(0, 60).map((alias) => rolloutOf(alias.name, signal))), live = byName(history.data);
+    return { aliases: own.map((alias, at) => ({ ...alias, rollout: rollouts[at], live: live.get(alias.name) })), published: published.data.map((one) => ({ ...one, live: live.get(one.name) })) };
   }, []);
   return html`<${Head} title="Aliases and rollouts"><${NewAliasButton}/><//>
     <${Loaded} of=${found}>${({ aliases, published }) => html`
@@ -51,7 +53,7 @@ export function AliasesPage() {
         { id: "rollout", label: "rollout", value: (row) => row.rollout?.state || "", cell: (row) => row.rollout ? html`<${State} is=${row.rollout.paused ? "paused" : row.rollout.state}/>${row.rollout.worse ? html` <span class="bad-text">new version is worse</span>` : ""}` : missing },
         { id: "pending", label: "pending", hide: "narrow", value: (row) => row.pending?.state || "", cell: (row) => row.pending ? html`<${State} is=${row.pending.state}/>` : missing }]}/>
       <${Panel} title="Published names" note="a trainer publishes versions under one name"><${Table} label="Published names" name="published" rows=${published} rowKey=${(row) => row.name} sort="name" empty="No name has been published." columns=${[
-        { id: "name", label: "name", value: (row) => row.name, cell: (row) => html`<span class="name">${row.name}</span>` },
+        { id: "name", label: "name", value: (row) => row.name, cell: (row) => html`<${Link} to=${"published/" + row.name} class="name">${row.name}<//>` },
         { id: "version", label: "current version", value: (row) => row.lora_id, cell: (row) => row.lora_id ? html`<${AdapterLink} id=${row.lora_id}/>` : missing },
         ...LIVE,
         { id: "digest", label: "digest", hide: "narrow", value: (row) => row.digest, cell: (row) => html`<code>${digest12(row.digest)}</code>` },

@@ -8,6 +8,7 @@ import { AdapterLink, Link, WorkerLink } from "../route.js";
 import { ZONE, clock, missing, number, plural, seconds, share } from "../format.js";
 import { EventLines, HistoryLines } from "./activity.js";
 import { ErrorCauses, loadChanges } from "./causes.js";
+import { Pauses } from "./pauses.js";
 
 export const traffic = (kind, name, rangeS, signal) => get(`/v1/traffic?kind=${kind}&name=${encodeURIComponent(name)}&range_s=${rangeS}`, { signal });
 export const totals = (kind, rangeS, signal) => get(`/v1/traffic/totals?kind=${kind}&range_s=${rangeS}`, { signal }).then((found) => found.data);
@@ -23,7 +24,7 @@ function OwnPage({ tenant }) {
   const series = useLoad((signal) => traffic("tenant", tenant, rangeS, signal), [rangeS], { follow: "ticks" });
   const failed = useLoad((signal) => get("/v1/adapters?state=failed&limit=20", { signal }), []);
   return html`<${Head} title=${tenant} hasRange/>
-    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/>
+    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/><${Pauses} isQuiet/>
       ${failed.data?.data.length > 0 && html`<${Panel} title="Needs attention"><ul class="lines">${failed.data.data.map((one) => html`<li key=${one.lora_id}><${State} is="failed"/><b><${AdapterLink} id=${one.lora_id}/></b><span class="grow">${one.error}</span></li>`)}</ul><//>`}
       <${TrafficCharts} found=${found}/>`}<//>
     <${Panel} title="Now" note="what changes in its adapters, as it happens"><${EventLines} most=${12}/><//>`;
@@ -35,7 +36,7 @@ function WholeFleetPage() {
   const marks = useMemo(() => (changes.data || []).map((entry) => ({ at: Date.parse(entry.at) / 1000 })), [changes.data]);
   const series = useLoad((signal) => traffic("fleet", "", rangeS, signal), [rangeS], { follow: "ticks" });
   return html`<${Head} title="Fleet" hasRange/>
-    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/><${Attention}/><${ErrorCauses} found=${found} changes=${changes.data || []} keys=${keys.data} load=${(seconds, signal) => traffic("fleet", "", seconds, signal)}/><${TrafficCharts} found=${found} marks=${marks} isFleet/>`}<//>
+    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/><${Pauses} isQuiet/><${Attention}/><${ErrorCauses} found=${found} changes=${changes.data || []} keys=${keys.data} load=${(seconds, signal) => traffic("fleet", "", seconds, signal)}/><${TrafficCharts} found=${found} marks=${marks} isFleet/>`}<//>
     <${Engines}/>
     <div class="grid two"><${Panel} title="Changes" note=${`by people; dotted lines in Errors and refusals; times in ${ZONE}`} actions=${html`<${Link} to="activity" query=${{ show: "changes" }}>All changes<//>`}><${Loaded} of=${changes}>${(list) => html`<${HistoryLines} entries=${list.filter((entry) => !entry.severity).slice(0, 8)} empty="Nobody has changed anything yet."/>`}<//><//><${Incidents}/></div>
     <${BaseModels} rangeS=${rangeS}/>`;

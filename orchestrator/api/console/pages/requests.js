@@ -3,6 +3,7 @@ import { html, useStore, useState } from "../lib.js";
 import { call, get, now, useLoad } from "../api.js";
 import { Table } from "../table.js";
 import { Choice, Facts, Field, Head, Loaded, Panel, Search, useLater } from "../parts.js";
+import { Pauses } from "./pauses.js";
 import { AdapterLink, Link, WorkerLink, place, setQuery } from "../route.js";
 import { ZONE, clock, missing, number, seconds, share } from "../format.js";
 
@@ -33,7 +34,7 @@ export function RequestsPage() {
         { id: "first", label: "first data", numeric: true, value: (row) => row.first_data_s ?? null, cell: (row) => seconds(row.first_data_s ?? null) },
         { id: "cached", label: "cached / prompt", numeric: true, hide: "medium", value: (row) => row.cached_tokens, cell: (row) => `${row.engine_cached_tokens ?? row.cached_tokens} / ${row.prompt_tokens}` }]}/>
       ${list.data.length >= limit && limit < 1000 && html`<div><button type="button" class="action" onClick=${() => setLimit(limit * 4)}>More</button></div>`}`}<//><//>
-    <${Ask}/>`;
+    <${Pauses}/><${Ask}/>`;
 }
 
 // Decisions of an adapter, or of the request with this id; of a worker, or of any.

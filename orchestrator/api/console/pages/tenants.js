@@ -1,8 +1,8 @@
 // Tenants and keys: who uses how much, who waits, which key is refused.
-import { html, useStore } from "../lib.js";
+import { html, useState, useStore } from "../lib.js";
 import { get, now, useLoad, useRange } from "../api.js";
 import { Table } from "../table.js";
-import { Head, Loaded, Meter, Panel, State, Tile } from "../parts.js";
+import { Command, Dialog, Head, Loaded, Meter, Panel, State, Tile } from "../parts.js";
 import { Link } from "../route.js";
 import { clock, missing, number, plural, seconds, share } from "../format.js";
 import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
@@ -44,11 +44,23 @@ function Keys({ rangeS }) {
       { id: "note", label: "note", value: (row) => row.note || "", cell: (row) => html`<span class="clip" title=${row.note}>${row.note || missing}</span>` },
       { id: "tenant", label: "tenant", value: (row) => row.tenant || "", cell: (row) => row.tenant ? html`<${Link} to=${"tenants/" + row.tenant}>${row.tenant}<//>` : "no tenant" },
       { id: "scopes", label: "scopes", hide: "narrow", value: (row) => row.scopes.join(", "), cell: (row) => row.scopes.map((scope) => html`<span class="tag">${scope}</span> `) },
+      { id: "change", label: "actions", cell: (row) => !row.isGone && html`<${KeyCommands} row=${row}/>` },
       ...totalColumns((row) => row.sums).filter((column) => ["requests", "output", "errors"].includes(column.id)),
       { id: "limited", label: "429", numeric: true, value: (row) => refused(row.sums), cell: (row) => html`<span class=${refused(row.sums) ? "warn-text" : ""}>${number(refused(row.sums))}</span>` },
       { id: "limits", label: "limits, and use of them", value: (row) => Object.keys(row.limits).length, cell: (row) => html`<${Limits} row=${row} rangeS=${rangeS}/>` },
       { id: "expires", label: "expires", hide: "medium", value: (row) => row.expires || "", cell: (row) => row.expires ? html`<span class=${new Date(row.expires) < Date.now() ? "bad-text" : ""}>${clock(row.expires, { date: true })}</span>` : "never" }]}/>`;
   }}<//><//>`;
+}
+
+// Keys are in files that services follow, so a command changes them, and no call does.
+function KeyCommands({ row }) {
+  const [isOpen, setOpen] = useState(false), close = () => setOpen(false);
+  return html`<button type="button" class="link" aria-label=${`Revoke or rotate key ${row.key_id}`} onClick=${() => setOpen(true)}>Revoke, rotate</button>
+    ${isOpen && html`<${Dialog} title=${`Key ${row.key_id}`} onClose=${close} footer=${html`<button type="button" class="action" onClick=${close}>Close</button>`}>
+      <p>Keys are entries of a file that every service follows (<code>--key-files</code>; with <code>lorafleet up</code> its <code>--key-file</code>). These commands change it, where that file is; put its path in place of <code>keys.yaml</code>.</p>
+      <h3>Rotate</h3><p class="muted">Prints a new key with the same tenant, scopes and limits, once. Both are valid for a day.</p><${Command} label=${`Rotate key ${row.key_id}`} text=${`lorafleet keys rotate ${row.key_id} --grace 24h --file keys.yaml`}/>
+      <h3>Revoke</h3><p class="muted">Every service refuses it within a second. It cannot be taken back: make a new key instead.</p><${Command} label=${`Revoke key ${row.key_id}`} text=${`lorafleet keys revoke ${row.key_id} --file keys.yaml`}/>
+      <p class="muted">On Kubernetes the file is a Secret, or <code>auth.keys</code> of the chart's values: change your copy with these commands, then apply it.</p><//>`}`;
 }
 
 function Limits({ row, rangeS }) {

@@ -9,6 +9,7 @@ import { ago, bytes, clock, digest12, missing, number, plural, seconds, share, s
 import { traffic, WorkerTable } from "./fleet.js";
 import { EventLines, HistoryLines } from "./activity.js";
 import { WorkerActions } from "./actions.js";
+import { SharesPanel } from "./shares.js";
 
 export function WorkersPage() {
   const found = useLoad(() => all("/v1/workers"), []);
@@ -62,6 +63,7 @@ export function WorkerPage({ id }) {
   return html`<${Head} title=${id} crumbs=${[crumbs]} hasRange state=${worker && html`<${State} is=${worker.state}/>`}>${worker && html`<${WorkerActions} worker=${worker}/>`}<//>
     <${Loaded} of=${found}>${([item, report]) => html`
       ${item.refusal && html`<p class="notice bad">It takes no adapters: ${item.refusal}</p>`}
+      ${item.orphans?.length > 0 && html`<p class="notice"><b>${plural(item.orphans.length, "adapter")} here ${item.orphans.length === 1 ? "is" : "are"} not registered</b>, and ${item.orphans.length === 1 ? "gets" : "get"} no requests: <${Link} to="adapters" query=${{ show: "orphans" }}>adopt or unload<//>.</p>`}
       ${item.drain && html`<${Drain} drain=${item.drain}/>`}
       <${Panel}><${Facts} rows=${[
         ["Base model", report.model.base_model], ["Engine", `${report.transport.dialect} ${report.engine_version || ""}`], ["Circuit", html`<${State} is=${circuits[id] || "closed"}/>`],
@@ -80,6 +82,8 @@ export function WorkerPage({ id }) {
       <${Chart} title="Time to first token" at=${points.at} format=${seconds} least=${0.005} series=${[{ label: "p50", values: points.first_token_s.p50, at: 2 }, { label: "p95", values: points.first_token_s.p95, at: 0 }, { label: "p99", values: points.first_token_s.p99, at: 5 }]}/>
       <${Chart} title="Tokens" note="a second" at=${points.at} format=${(value) => number(value)} series=${[{ label: "output", values: points.output_tokens_per_s, at: 2, fill: true }, { label: "prompt", values: points.prompt_tokens_per_s, at: 7 }]}/>
       <${Chart} title="Prompt cache" note="share of prompt tokens" at=${points.at} max=${1} format=${(value) => share(value)} series=${[{ label: "real", values: points.hit_real, at: 2, fill: true }, { label: "predicted", values: points.hit_predicted, at: 7, dash: [5, 4] }]}/></div>`}<//>
+    <div class="grid two"><${SharesPanel} title="Its adapters by traffic" kind="worker" name=${id} by="adapter" rangeS=${rangeS}/>
+      <${SharesPanel} title="By tenant" kind="worker" name=${id} by="tenant" rangeS=${rangeS}/></div>
     <div class="grid two"><${Panel} title="History" note="of this worker and its engine"><${Loaded} of=${history}>${(page) => html`<${HistoryLines} entries=${page.data}/>`}<//><//>
       <${Panel} title="Events"><${EventLines} most=${20} about=${id}/><//></div>
     <${Panel} title="The agent's log" note="its last lines"><${Loaded} of=${log}>${(tail) => tail.error ? html`<p class="muted">${tail.error}</p>` : html`<pre class="log" tabindex="0" role="region" aria-label="Log lines of the agent">${tail.lines.join("\n") || "nothing logged yet"}</pre>`}<//><//>`;
