@@ -47,7 +47,7 @@ BROUGHT = {
     "attached": {"Secret": {"old-engines"}},
     "numbers": {
         "Secret": {"1", "registry.example.com", "2", "3", "tenants.eu", "4", "9", "11"},
-        "PersistentVolumeClaim": {"14"},
+        "PersistentVolumeClaim": {"14", "15"},
     },
 }
 

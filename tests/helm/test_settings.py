@@ -200,3 +200,24 @@ def test_adapters_may_fill_half_of_a_workers_volume(tmp_path):
     for number, (size, half) in enumerate(halves.items()):
         seen = found[f"fleet-lorafleet-p{number}"]
         assert seen["LORAFLEET_WORKERS_MAX_DISK_BYTES"] == str(half), size
+
+
+@pytest.mark.parametrize(("case", "source"), [("defaults", "emptyDir"), ("numbers", "persistentVolumeClaim")])
+def test_past_traffic_is_in_a_volume_that_outlives_the_container(case, source, monkeypatch):
+    deployment = one(case, "Deployment", "fleet-lorafleet-orchestrator")["spec"]
+    spec = deployment["template"]["spec"]
+    (container,) = spec["containers"]
+    for name, value in environment(container).items():
+        monkeypatch.setenv(name, value)
+    path = load(SERVICES["orchestrator"], [], prog="orchestrator").traffic_path
+    (volume,) = [each["name"] for each in container["volumeMounts"] if each["mountPath"] == str(path.parent)]
+    (found,) = [each for each in spec["volumes"] if each["name"] == volume]
+    assert source in found
+    # Two pods never have one file.
+    assert (deployment["strategy"].get("type") == "Recreate") is (source == "persistentVolumeClaim")
+
+
+def test_a_place_for_past_traffic_that_values_name_is_the_one():
+    worked, text = helm_template("--set", "orchestrator.settings.traffic=/tmp/t.db")
+    assert worked
+    assert text.count("LORAFLEET_ORCHESTRATOR_TRAFFIC\n") == 1

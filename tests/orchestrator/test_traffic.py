@@ -279,7 +279,10 @@ async def test_a_tenants_key_reads_its_own_traffic_and_nothing_of_others(open_se
         for name, tenant in (("acme/mine", "acme"), ("shared/both", "globex"))
     ]
     report = {"router_id": "r0", "boot_id": "b0", "seq": 1, "revision_seen": 1}
-    report |= {"traffic": [{"number": 1, "rows": used}], "now": {"waiting": {"acme": 1, "globex": 2}, "paused": {"acme": 3, "globex": 4}}}
+    report |= {
+        "traffic": [{"number": 1, "rows": used}],
+        "now": {"waiting": {"acme": 1, "globex": 2}, "paused": {"acme": 3, "globex": 4}},
+    }
     assert (await service.http.post("/v1/usage", json=report)).status_code == 200
     service.http.headers["authorization"] = "Bearer acme"
     for kind, names in (

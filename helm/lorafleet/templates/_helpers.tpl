@@ -203,6 +203,7 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- if hasKey $ids .lora_id }}{{- fail (printf "adapters: two have the lora_id %q; each needs one of its own" .lora_id) }}{{- end }}
 {{- $_ := set $ids .lora_id true }}
 {{- end }}
+{{- if and .Values.orchestrator.traffic.existingClaim (gt (int .Values.orchestrator.replicas) 1) }}{{- fail (printf "orchestrator.traffic.existingClaim: one pod at a time may have its file, and orchestrator.replicas is %d: set it to 1, or leave the claim out (each orchestrator then has a volume of its own)" (int .Values.orchestrator.replicas)) }}{{- end }}
 {{- include "lorafleet.once" (dict "what" "imagePullSecrets" "names" .Values.imagePullSecrets "taken" list) -}}
 {{- include "lorafleet.once" (dict "what" "networkPolicy.engines" "names" (include "lorafleet.each" (dict "items" .Values.networkPolicy.engines "field" "name") | fromJsonArray) "taken" list) -}}
 {{- range list "router" "orchestrator" }}
