@@ -199,6 +199,32 @@ async def test_an_adapters_page_says_which_share_each_worker_took(scene, page):
     await page.wait_for_selector("[aria-label='By tenant'] >> text=acme")
 
 
+async def test_several_adapters_are_retried_and_deleted_at_once(scene, page):
+    broken = scene.fleet.state_dir / "adapters" / "broken" / "v1"
+    names = [f"bulk/{number}" for number in range(3)]
+    for name in names:
+        scene.call("POST", "/v1/adapters", json={"lora_id": name, "source": f"file://{broken}"})
+    for name in names:
+        path = f"/v1/adapters/{name}"
+        await until(lambda path=path: scene.call("GET", path).json()["state"] == "failed")
+    await visit(page, "/adapters?q=bulk")
+    await page.check("[aria-label='Choose bulk/0']")
+    await page.click("text=Choose all 3 shown")
+    await page.click("text=Retry 3")
+    await confirmed(page, "bulk/0, bulk/1, bulk/2")
+    await page.wait_for_selector("[aria-label='Chosen adapters']", state="detached")
+    for name in names:
+        await page.check(f"[aria-label='Choose {name}']")
+    await page.click("text=Delete 3")
+    await confirmed(page, "This cannot be taken back")
+    await page.wait_for_selector(".toast >> text=3 adapters: being deleted")
+
+    def is_left() -> bool:
+        return any(row["lora_id"] in names for row in scene.call("GET", "/v1/adapters").json()["data"])
+
+    await until(lambda: not is_left())
+
+
 async def test_a_viewer_is_offered_none_of_it(scene):
     async with chromium() as browser, opened(browser, scene.orchestrator, key=VIEWER) as page:
         for path in ("/published/policy", "/policy", "/adapters?show=orphans", "/requests"):
@@ -206,3 +232,5 @@ async def test_a_viewer_is_offered_none_of_it(scene):
             words = await page.locator("main button.action").all_inner_texts()
             assert set(words) <= {"Pause", "Explain", "More"}, (path, words)
             assert await page.locator("main td input, main td select").count() == 0, path
+        await visit(page, "/adapters")
+        assert await page.locator("main td input").count() == 0

@@ -9,6 +9,7 @@ import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
 import { EventLines, HistoryLines } from "./activity.js";
 import { WhySlow } from "./causes.js";
 import { Orphans } from "./orphans.js";
+import { AdapterTable } from "./selection.js";
 import { SharesPanel } from "./shares.js";
 import { AdapterActions, RegisterButton, RebalanceButton, UploadButton } from "./actions.js";
 
@@ -33,7 +34,7 @@ export function AdaptersPage() {
       <${Choice} label="Base model" value=${base} options=${[["", "any base model"], ...unique(rows.map((row) => row.base_model)).map((one) => [one, one])]} onChange=${(value) => setQuery({ base: value })}/>
       <${Choice} label="Show as" value=${show} options=${[["table", "table"], ["map", "placement map"], ["orphans", "orphans"]]} onChange=${(value) => setQuery({ show: value === "table" ? "" : value })}/>
       <span class="note">${found.data ? `${shown.length === rows.length ? "" : shown.length + " of "}${plural(rows.length, "adapter")}` : ""}</span></div>
-    ${show === "orphans" ? html`<${Orphans}/>` : html`<${Loaded} of=${found}>${() => show === "map" ? html`<${PlacementMap} rows=${shown}/>` : html`<${AdapterTable} rows=${shown}/>`}<//>`}`;
+    ${show === "orphans" ? html`<${Orphans}/>` : html`<${Loaded} of=${found}>${() => show === "map" ? html`<${PlacementMap} rows=${shown}/>` : html`<${AdapterTable} rows=${shown} columns=${COLUMNS}/>`}<//>`}`;
 }
 
 // The state, or that it has none of the copies that it should have, and a reason why.
@@ -52,7 +53,6 @@ const COLUMNS = [
   { id: "base", label: "base model", hide: "wide", value: (row) => row.base_model || "", cell: (row) => row.base_model || missing },
 ];
 const promptOf = (sums) => (sums && sums.requests > sums.refusals ? Math.round(sums.prompt_tokens / (sums.requests - sums.refusals)) : null);
-const AdapterTable = ({ rows }) => html`<${Table} label="Adapters" rows=${rows} rowKey=${(row) => row.lora_id} sort="-requests" empty="No adapter matches." columns=${COLUMNS}/>`;
 
 // Adapters by workers: one mark for each copy.
 function PlacementMap({ rows }) {

@@ -32,7 +32,8 @@ export function PublishedPage({ name }) {
 }
 
 const stateOf = (version, item) => version.lora_id === item.lora_id ? "live" : version.published_at ? "kept" : "loading";
-const publish = (item, body) => call("POST", "/v1/published/" + path(item.name), { body });
+// A load may take its time, and a person sees that it goes on.
+const publish = (item, body) => call("POST", "/v1/published/" + path(item.name), { body: { timeout_s: 100, ...body } });
 
 function PointButton({ item, version }) {
   const isLost = item.keep_versions < 2;
