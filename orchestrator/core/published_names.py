@@ -222,6 +222,7 @@ def with_published_floors(
     *,
     most_replicas: int,
     last_asked_at: Mapping[str, float] | None = None,
+    awaited: Container[str] = (),
 ) -> Intent:
     """The intent with the replicas that published names need as minimum of their versions.
 
@@ -231,6 +232,7 @@ def with_published_floors(
 
     most_replicas  maximum of adapters that set none of their own
     last_asked_at  name -> when a request for it came last; by the clock of `PublishedName.published_at`
+    awaited        lora_ids of versions that were published before, and that publishes wait for again
     """
     if not names:
         return intent
@@ -238,7 +240,7 @@ def with_published_floors(
     order = sorted(
         names.values(), key=lambda name: (-max(name.published_at, name.used_at, asked.get(name.name, 0.0)), name.name)
     )
-    wanted = list(_needed_versions(order, aliases, intent))
+    wanted = list(_needed_versions(order, aliases, intent, awaited))
     current = {adapter.lora_id for adapter, _ in wanted}
     taken: dict[str, int] = {}
     raised: dict[str, RegisteredAdapter] = {}
@@ -258,7 +260,7 @@ def with_published_floors(
 
 
 def _needed_versions(
-    order: Iterable[PublishedName], aliases: Mapping[str, Targets], intent: Intent
+    order: Iterable[PublishedName], aliases: Mapping[str, Targets], intent: Intent, awaited: Container[str]
 ) -> Iterator[tuple[RegisteredAdapter, int | None]]:
     """Versions that names point at or publishes wait for, each with its name's `replicas`; in the order of the names.
 
@@ -267,7 +269,8 @@ def _needed_versions(
     names = list(order)
     for name in names:
         for version in name.versions:
-            if version.pointed_at is None and (found := intent.adapters.get(version.lora_id)) is not None:
+            is_awaited = version.pointed_at is None or version.lora_id in awaited
+            if is_awaited and (found := intent.adapters.get(version.lora_id)) is not None:
                 yield found, name.replicas
     for name in names:
         own = {version.lora_id for version in name.versions if version.pointed_at is not None}

@@ -110,9 +110,12 @@ class NamePublisher:
             version, is_new = await self._registered(name, spec, found, caller)
             # Until its loads are done they are the caller's in the history; those of later workers are the fleet's.
             self._reconciler.audit.note_requester(version.lora_id, caller.name)
+            # A version that the name has left may be loaded nowhere any more.
+            self._reconciler.retention.awaited.add(version.lora_id)
             try:
                 await self._wait_for_loads(name, version, deadline)
             finally:
+                self._reconciler.retention.awaited.discard(version.lora_id)
                 self._reconciler.audit.forget_requester(version.lora_id)
             revision = await self._point(name, version, caller, is_new=is_new)
             log.info("name published", name=name, lora_id=version.lora_id, is_new=is_new, asked_by=caller.name)

@@ -441,6 +441,7 @@ class Reconciler:
             observed.workers.values(),
             most_replicas=self.store.rules.max_replicas,
             last_asked_at=self.retention.last_asked_at(),
+            awaited=self.retention.awaited,
         )
 
     def _drain_results(self, observed: ObservedFleet) -> dict[Pair, bool]:

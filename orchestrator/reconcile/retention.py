@@ -30,7 +30,10 @@ _LISTEN_S = 600.0
 
 
 class VersionRetention:
-    """Deletes retired versions and unused names. Placement then drains and unloads them, as any deleted adapter."""
+    """Deletes retired versions and unused names. Placement then drains and unloads them, as any deleted adapter.
+
+    awaited  lora_ids of versions that publishes in progress wait for: they are loaded, and not retired
+    """
 
     def __init__(
         self,
@@ -45,6 +48,7 @@ class VersionRetention:
         self._clock = clock
         self._wall = wall
         self._term_began_at = clock()
+        self.awaited: set[str] = set()
 
     def begin_term(self) -> None:
         """Note the begin of a term: a new leader knows nothing of requests before it."""
@@ -64,8 +68,8 @@ class VersionRetention:
         return self._wall() - (self._clock() - max(times)) if times else 0.0
 
     def targeted_ids(self) -> frozenset[str]:
-        """lora_ids that an alias points at, or that a rollout leads from or to."""
-        found = {lora_id for targets in self._store.aliases.values() for lora_id, _ in targets}
+        """lora_ids that an alias points at, or is about to, or that a rollout leads from or to."""
+        found = self.awaited | {lora_id for targets in self._store.aliases.values() for lora_id, _ in targets}
         for rollout in self._store.rollouts.values():
             if rollout.is_active:
                 found |= rollout.old_ids | rollout.new_ids

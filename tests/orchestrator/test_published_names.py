@@ -120,12 +120,19 @@ def adapter(lora_id):
     return RegisteredAdapter(lora_id=lora_id, source="fleet:x", base_model="tiny", digest="d", rank=8)
 
 
-def floors(names, workers, targets):
+def floors(names, workers, targets, **more):
     ids = {version.lora_id for name in names.values() for version in name.versions}
     intent = Intent(adapters={lora_id: adapter(lora_id) for lora_id in ids})
-    found = with_published_floors(intent, names, targets, workers, most_replicas=64)
+    found = with_published_floors(intent, names, targets, workers, most_replicas=64, **more)
     minima = {lora_id: each.min_replicas for lora_id, each in found.adapters.items() if each.min_replicas}
     return minima, found.superseded
+
+
+def test_a_version_that_its_name_has_left_is_wanted_again_while_a_publish_waits_for_it():
+    names, targets = {"policy": published("a", "b")}, {"policy": (("policy/v2", 1.0),)}
+    assert floors(names, [worker("w0")], targets) == ({"policy/v2": 1}, {"policy/v1"})
+    again = floors(names, [worker("w0")], targets, awaited={"policy/v1"})
+    assert again == ({"policy/v1": 1, "policy/v2": 1}, frozenset())
 
 
 def test_current_and_unfinished_versions_are_wanted_on_all_workers_that_may_have_them():
