@@ -55,7 +55,8 @@ async def test_all_routers_list_a_change_and_one_that_hears_no_events_does_after
         deaf = await stack.enter_async_context(serving(silent.app))
         routers = []
         for place in (url, url, deaf):
-            app, parts = build_router(RouterSettings(orchestrator_url=place, catalog_poll_s=0.2))
+            # There is no worker to wait for.
+            app, parts = build_router(RouterSettings(orchestrator_url=place, catalog_poll_s=0.2, first_sync_wait_s=0.1))
             router = await stack.enter_async_context(serving(app, http=app.state.http))
             routers.append(await stack.enter_async_context(client_of(router)))
             assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(10))
