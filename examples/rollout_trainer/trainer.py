@@ -30,13 +30,17 @@ PROMPTS = [f"{word}, {TEXT}. {word}, {TEXT}: " for word in ("One", "Yes", "No", 
 
 @dataclass(frozen=True)
 class Sample:
-    """An answer with its log-probabilities by the engine, the version that made it, and its cached prompt tokens."""
+    """An answer with its log-probabilities by the engine, the version that made it, and its cached prompt tokens.
+
+    is_repeated  whether the client sent the request again after an error: its prompt may be cached by its first try
+    """
 
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
     version: str
     cached: int
+    is_repeated: bool
 
 
 def publish(router: httpx.Client, name: str, folder: Path, within_s: float = 300.0) -> None:
@@ -76,7 +80,9 @@ def sample(client: openai.OpenAI, name: str, prompt: list[int], seed: int) -> Sa
         sys.exit(f"the header names {version}, the body {answer.system_fingerprint}")
     by_engine = (usage and usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens) or 0
     cached = int(raw.headers["x-lorafleet-cached-tokens"]) + by_engine
-    return Sample(prompt, choice.token_ids, choice.logprobs.token_logprobs, version, cached)
+    return Sample(
+        prompt, choice.token_ids, choice.logprobs.token_logprobs, version, cached, is_repeated=raw.retries_taken > 0
+    )
 
 
 def logprobs_of(model: torch.nn.Module, one: Sample) -> torch.Tensor:
@@ -129,7 +135,7 @@ def main() -> None:
         # A step is one version, newer than the last. It sends each prompt once: a hit would be of another step.
         versions = {one.version for one in samples}
         wrong += sum(number_of(one.version) <= last or one.version != samples[0].version for one in samples)
-        hits += sum(one.cached > 0 for one in samples)
+        hits += sum(one.cached > 0 and not one.is_repeated for one in samples)
         last = max(map(number_of, versions))
         ours = [logprobs_of(model, one) for one in samples]
         if not args.sim:
