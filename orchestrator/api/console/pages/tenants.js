@@ -35,9 +35,9 @@ function withWaiting(rows, fleet) {
 const LIMITS = { requests_per_minute: "requests/min", tokens_per_minute: "tokens/min", bytes_per_minute: "bytes/min", concurrent_requests: "at once" };
 
 function Keys({ rangeS }) {
-  const found = useLoad((signal) => Promise.all([get("/v1/keys", { signal }), totals("key", rangeS, signal)]), [rangeS], { follow: "ticks" });
-  return html`<${Panel} title="Keys" note="by the first digits of their hash; the keys themselves are known to nobody here"><${Loaded} of=${found}>${([keys, sums]) => {
-    const byId = new Map(sums.map((row) => [row.name, row])), known = new Set(keys.data.map((key) => key.key_id));
+  const found = useLoad((signal) => Promise.all([get("/v1/keys", { signal }), totals("key", rangeS, signal), totals("key", RECENT_S, signal)]), [rangeS], { follow: "ticks" });
+  return html`<${Panel} title="Keys" note="by the first digits of their hash; the keys themselves are known to nobody here"><${Loaded} of=${found}>${([keys, sums, recent]) => {
+    const lately = new Map(recent.map((row) => [row.name, row])), byId = new Map(sums.map((row) => [row.name, row])), known = new Set(keys.data.map((key) => key.key_id));
     const rows = [...keys.data.map((key) => ({ ...key, sums: byId.get(key.key_id) })), ...sums.filter((row) => !known.has(row.name)).map((row) => ({ key_id: row.name, tenant: null, scopes: [], limits: {}, expires: null, isGone: true, sums: row }))];
     return html`<${Table} label="Keys" name="keys" rows=${rows} rowKey=${(row) => row.key_id} sort="-requests" empty="No key file is set: everybody on this machine may do everything." columns=${[
       { id: "key", label: "key", value: (row) => row.key_id, cell: (row) => html`<code>${row.key_id}</code>${row.isGone ? html` <span class="tag">removed</span>` : ""}` },
@@ -47,7 +47,7 @@ function Keys({ rangeS }) {
       { id: "change", label: "actions", cell: (row) => !row.isGone && html`<${KeyCommands} row=${row}/>` },
       ...totalColumns((row) => row.sums).filter((column) => ["requests", "output", "errors"].includes(column.id)),
       { id: "limited", label: "429", numeric: true, value: (row) => refused(row.sums), cell: (row) => html`<span class=${refused(row.sums) ? "warn-text" : ""}>${number(refused(row.sums))}</span>` },
-      { id: "limits", label: "limits, and use of them", value: (row) => Object.keys(row.limits).length, cell: (row) => html`<${Limits} row=${row} rangeS=${rangeS}/>` },
+      { id: "limits", label: "limits, and use of them", title: "mean of the last 5 minutes, without refused requests", value: (row) => Object.keys(row.limits).length, cell: (row) => html`<${Limits} row=${row} lately=${lately.get(row.key_id)}/>` },
       { id: "expires", label: "expires", hide: "medium", value: (row) => row.expires || "", cell: (row) => row.expires ? html`<span class=${new Date(row.expires) < Date.now() ? "bad-text" : ""}>${clock(row.expires, { date: true })}</span>` : "never" }]}/>`;
   }}<//><//>`;
 }
@@ -63,11 +63,14 @@ function KeyCommands({ row }) {
       <p class="muted">On Kubernetes the file is a Secret, or <code>auth.keys</code> of the chart's values: change your copy with these commands, then apply it.</p><//>`}`;
 }
 
-function Limits({ row, rangeS }) {
+const RECENT_S = 300;  // a limit is of a minute: a mean over hours would show a key far from it that is refused now
+
+function Limits({ row, lately }) {
   const entries = Object.entries(row.limits);
   if (!entries.length) return html`<span class="muted">none</span>`;
-  const used = { requests_per_minute: row.sums?.requests, tokens_per_minute: (row.sums?.prompt_tokens || 0) + (row.sums?.output_tokens || 0) };
-  return html`${entries.map(([name, limit]) => used[name] !== undefined ? html`<span key=${name} class="limit"><${Meter} value=${used[name] / (rangeS / 60)} of=${limit} format=${(value) => `${number(value)} of ${number(limit)}`} label=${`${number(used[name] / (rangeS / 60))} of ${limit} ${LIMITS[name]}`}/> <span class="sub">${LIMITS[name]}</span></span> ` : html`<span class="tag" key=${name}>${number(limit)} ${LIMITS[name] || name}</span> `)}`;
+  const minutes = RECENT_S / 60, taken = ((lately?.requests || 0) - refused(lately)) / minutes;
+  const used = { requests_per_minute: taken, tokens_per_minute: ((lately?.prompt_tokens || 0) + (lately?.output_tokens || 0)) / minutes };
+  return html`${entries.map(([name, limit]) => used[name] !== undefined ? html`<span key=${name} class="limit"><${Meter} value=${used[name]} of=${limit} format=${(value) => `${number(value)} of ${number(limit)}`} label=${`${number(used[name])} of ${limit} ${LIMITS[name]}`}/> <span class="sub">${LIMITS[name]}</span></span> ` : html`<span class="tag" key=${name}>${number(limit)} ${LIMITS[name] || name}</span> `)}`;
 }
 
 function TenantPage({ tenant, rangeS }) {
