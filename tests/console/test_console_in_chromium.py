@@ -239,18 +239,7 @@ async def test_the_fleets_page_names_errors_with_who_gets_them_and_what_changed_
         await page.wait_for_selector("th[aria-sort=descending] >> text=first token p95")
 
 
-_SPELLS = """async () => {
-  const { spells, changesBefore } = await import("/ui/assets/pages/causes.js");
-  const at = Array.from({ length: 40 }, (_, index) => 1000 + 5 * index), zero = at.map(() => 0);
-  const codes = {
-    "500 new": zero.map((_, index) => (index >= 30 ? 2 : index < 3 ? 1 : 0)), "429 old": at.map(() => 1),
-    "503 over": zero.map((_, index) => (index === 10 ? 1 : 0)), "499": at.map(() => 9),
-  };
-  const found = spells({ at, codes }, 5);
-  const entry = (seconds) => ({ at: new Date(seconds * 1000).toISOString() });
-  const near = changesBefore([entry(1160), entry(1149), entry(1100), entry(100)], 1150, 5);
-  return { found, near: near.map((one) => Date.parse(one.at) / 1000) };
-}"""
+_SPELLS = (Path(__file__).parent / "spells.js").read_text()
 
 
 async def test_a_spell_of_errors_begins_after_quiet_and_only_changes_before_it_are_named(scene, browser):
@@ -264,6 +253,20 @@ async def test_a_spell_of_errors_begins_after_quiet_and_only_changes_before_it_a
         "503 over": (1050, False, False, 1),
     }
     assert result["near"] == [1149, 1100]
+
+
+_FIGURES = (Path(__file__).parent / "figures.js").read_text()
+
+
+async def test_figures_that_the_pages_work_out_are_right(scene, browser):
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        await visit(page, "")
+        found = await page.evaluate(_FIGURES)
+    # 4,000 tokens a prompt, 3,000 of them not cached; of 10 answered requests one waited 2 s for a load.
+    assert found["parts"] == [["in the engine", 2.3], ["prefill", 1.0], ["wait for room", 0.5], ["loads", 0.2]]
+    assert found["live"] == ["ann", "ann", "lorafleet, which rolled back", "trainer"]
+    assert found["lost"] == ["b", "c"]  # `a` is loaded elsewhere, `d` has another copy, `e` has none today
+    assert found["use"] == {"requests_per_minute": 20, "tokens_per_minute": 100}
 
 
 async def test_the_use_of_today_is_one_click_away(scene, browser):

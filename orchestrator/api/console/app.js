@@ -45,6 +45,8 @@ function page(path) {
 
 function Side({ path }) {
   const fleet = useStore(now), trouble = useStore(problem), mine = useStore(me), notes = useStore(keyNotes);
+  // On a narrow screen the menu scrolls sideways: the present page is in sight.
+  useEffect(() => document.querySelector(".side [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" }), [path, mine]);
   const workers = fleet ? Object.values(fleet.workers).reduce((sum, count) => sum + count, 0) : null;
   const lost = fleet ? (fleet.workers.lost || 0) + (fleet.workers.unmanaged || 0) : 0;
   const waiting = fleet ? sum(fleet.waiting) + sum(fleet.held) : 0;

@@ -5,7 +5,6 @@ import { missing } from "./format.js";
 
 const GROUP = uPlot.sync("time");
 const SERIES = 8;
-const LABEL_PX = 40;  // a time's width: one at the right edge would be cut
 const themes = matchMedia("(prefers-color-scheme: dark)");
 const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const color = (at) => `var(--s${at % SERIES})`;
@@ -30,11 +29,11 @@ export function Chart({ title, note, at, series, format, height = 150, max, leas
     const ink = variable("--muted"), line = variable("--grid");
     const axis = { stroke: ink, font: "11px system-ui, sans-serif", grid: { stroke: line, width: 1 }, ticks: { show: false } };
     const options = {
-      width: Math.max(120, box.current.clientWidth), height, legend: { show: false }, padding: [8, 8, 0, 0],
+      width: Math.max(120, box.current.clientWidth), height, legend: { show: false }, padding: [8, 20, 0, 0],  // on the right half of a time's width
       cursor: { sync: { key: GROUP.key }, y: false, points: { size: 6 }, drag: { x: false, y: false } },
       scales: { x: { time: true }, y: { range: (_, low, high) => [0, max ?? (high > 0 ? Math.max(least, high * 1.08) : least || 1)] } },
       axes: [
-        { ...axis, grid: { show: false }, space: 64, size: 26, incrs: [1, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400], values: (self, splits, __, ___, step) => splits.map((tick) => (self.valToPos(tick, "x") > self.over.clientWidth - LABEL_PX / 2 ? "" : timeText(tick, step))) },
+        { ...axis, grid: { show: false }, space: 64, size: 26, incrs: [1, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400], values: (_, splits, __, ___, step) => splits.map((tick) => timeText(tick, step)) },
         { ...axis, space: 30, size: 52, values: (_, splits) => splits.map((value) => format(value)) },
       ],
       series: [{}, ...shown.map((one, index) => {

@@ -14,7 +14,7 @@ export function number(value, digits = 1) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return missing;
-  if (value > 0 && value < 0.00095) return (value * 1000).toPrecision(1) + " ms";
+  if (value > 0 && value < 0.00095) return "<1 ms";
   if (value < 0.0995) return Math.round(value * 1000) + " ms";
   if (value < 9.95) return value.toFixed(2) + " s";
   if (value < 120) return Math.round(value) + " s";

@@ -89,7 +89,7 @@ function Rollout({ rollout, name }) {
     ["requests", number(rollout.old.requests), number(rollout.new.requests), false],
     ["errors", number(rollout.old.errors), number(rollout.new.errors), false],
     ["error rate", share(rollout.old.error_rate, 2), share(rollout.new.error_rate, 2), failsMore],
-    ["mean time to first token", seconds(rollout.old.mean_first_token_s), seconds(rollout.new.mean_first_token_s), isSlower],
+    ["first token, mean", seconds(rollout.old.mean_first_token_s), seconds(rollout.new.mean_first_token_s), isSlower],
   ];
   return html`<${Panel} title="Rollout" note=${`to ${rollout.to.map((one) => one.lora_id).join(", ")}, begun ${ago(rollout.began_at)}`} actions=${running && html`<${RolloutActions} name=${name} rollout=${rollout}/>`}>
     <p><${State} is=${rollout.paused ? "paused" : rollout.state}/> ${rollout.reason && html`<b class="bad-text">${rollout.reason}</b>`}</p>

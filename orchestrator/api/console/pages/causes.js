@@ -86,5 +86,5 @@ export function WhySlow({ total, workers }) {
   const parts = slowParts(total, rates.length ? rates.reduce((sum, rate) => sum + rate, 0) / rates.length : 0);
   if (!parts.length) return "";
   const p50 = total.first_token_s.p50;
-  return html`<${Panel} title="Where the time to the first token goes" note=${`means; half of the first tokens come within ${p50 === null ? missing : seconds(p50)}`}><ul class="lines">${parts.map(([time, name, why, next], at) => html`<li key=${name}><b class=${at ? "" : "warn-text"}>${seconds(time)} ${name}</b><span class="grow muted">${why}${at || time < 0.5 ? "" : `. Less with ${next}`}</span></li>`)}</ul><//>`;
+  return html`<${Panel} title="Where the time to the first token goes" note=${`means; half of the first tokens come within ${p50 === null ? missing : seconds(p50)}`}><ul class="lines">${parts.map(([time, name, why, next], at) => html`<li key=${name}><b class=${at || time < 0.5 ? "" : "warn-text"}>${seconds(time)} ${name}</b><span class="grow muted">${why}${at || time < 0.5 ? "" : `. Less with ${next}`}</span></li>`)}</ul><//>`;
 }

@@ -6,6 +6,7 @@ import { Command, Dialog, Head, Loaded, Meter, Panel, State, Tile } from "../par
 import { Link } from "../route.js";
 import { clock, missing, number, plural, seconds, share } from "../format.js";
 import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
+import { stateOf } from "./adapters.js";
 
 const refused = (row, code = "429") => Object.entries(row?.codes || {}).filter(([name]) => name.startsWith(code)).reduce((whole, [, count]) => whole + count, 0);
 
@@ -36,19 +37,18 @@ const LIMITS = { requests_per_minute: "requests/min", tokens_per_minute: "tokens
 
 function Keys({ rangeS }) {
   const found = useLoad((signal) => Promise.all([get("/v1/keys", { signal }), totals("key", rangeS, signal), totals("key", RECENT_S, signal)]), [rangeS], { follow: "ticks" });
-  return html`<${Panel} title="Keys" note="by the first digits of their hash; the keys themselves are known to nobody here"><${Loaded} of=${found}>${([keys, sums, recent]) => {
+  return html`<${Panel} title="Keys" note="the note in the key file, and the first digits of the key's hash; the keys themselves are known to nobody here"><${Loaded} of=${found}>${([keys, sums, recent]) => {
     const lately = new Map(recent.map((row) => [row.name, row])), byId = new Map(sums.map((row) => [row.name, row])), known = new Set(keys.data.map((key) => key.key_id));
     const rows = [...keys.data.map((key) => ({ ...key, sums: byId.get(key.key_id) })), ...sums.filter((row) => !known.has(row.name)).map((row) => ({ key_id: row.name, tenant: null, scopes: [], limits: {}, expires: null, isGone: true, sums: row }))];
     return html`<${Table} label="Keys" name="keys" rows=${rows} rowKey=${(row) => row.key_id} sort="-requests" empty="No key file is set: everybody on this machine may do everything." columns=${[
-      { id: "key", label: "key", value: (row) => row.key_id, cell: (row) => html`<code>${row.key_id}</code>${row.isGone ? html` <span class="tag">removed</span>` : ""}` },
-      { id: "note", label: "note", value: (row) => row.note || "", cell: (row) => html`<span class="clip" title=${row.note}>${row.note || missing}</span>` },
+      { id: "key", label: "key", value: (row) => row.note || row.key_id, cell: (row) => html`${row.note ? html`<span class="clip note-of-key" title=${row.note}>${row.note}</span> ` : ""}<code>${row.key_id}</code>${row.isGone ? html` <span class="tag">removed</span>` : ""}` },
       { id: "tenant", label: "tenant", value: (row) => row.tenant || "", cell: (row) => row.tenant ? html`<${Link} to=${"tenants/" + row.tenant}>${row.tenant}<//>` : "no tenant" },
       { id: "scopes", label: "scopes", hide: "narrow", value: (row) => row.scopes.join(", "), cell: (row) => row.scopes.map((scope) => html`<span class="tag">${scope}</span> `) },
-      { id: "change", label: "actions", cell: (row) => !row.isGone && html`<${KeyCommands} row=${row}/>` },
-      ...totalColumns((row) => row.sums).filter((column) => ["requests", "output", "errors"].includes(column.id)),
+      ...totalColumns((row) => row.sums).filter((column) => ["requests", "output", "errors"].includes(column.id)).map((column) => (column.id === "requests" ? column : { ...column, hide: "wide" })),
       { id: "limited", label: "429", numeric: true, value: (row) => refused(row.sums), cell: (row) => html`<span class=${refused(row.sums) ? "warn-text" : ""}>${number(refused(row.sums))}</span>` },
       { id: "limits", label: "limits, and use of them", title: "mean of the last 5 minutes, without refused requests", value: (row) => Object.keys(row.limits).length, cell: (row) => html`<${Limits} row=${row} lately=${lately.get(row.key_id)}/>` },
-      { id: "expires", label: "expires", hide: "medium", value: (row) => row.expires || "", cell: (row) => row.expires ? html`<span class=${new Date(row.expires) < Date.now() ? "bad-text" : ""}>${clock(row.expires, { date: true })}</span>` : "never" }]}/>`;
+      { id: "expires", label: "expires", hide: "medium", value: (row) => row.expires || "", cell: (row) => row.expires ? html`<span class=${new Date(row.expires) < Date.now() ? "bad-text" : ""}>${clock(row.expires, { date: true })}</span>` : "never" },
+      { id: "change", label: "actions", cell: (row) => !row.isGone && html`<${KeyCommands} row=${row}/>` }]}/>`;
   }}<//><//>`;
 }
 
@@ -65,11 +65,16 @@ function KeyCommands({ row }) {
 
 const RECENT_S = 300;  // a limit is of a minute: a mean over hours would show a key far from it that is refused now
 
+// What a key used of its limits in a minute, by its sums of the last `RECENT_S`; refused requests used nothing.
+export function recentUse(sums) {
+  const minutes = RECENT_S / 60;
+  return { requests_per_minute: ((sums?.requests || 0) - refused(sums)) / minutes, tokens_per_minute: ((sums?.prompt_tokens || 0) + (sums?.output_tokens || 0)) / minutes };
+}
+
 function Limits({ row, lately }) {
   const entries = Object.entries(row.limits);
   if (!entries.length) return html`<span class="muted">none</span>`;
-  const minutes = RECENT_S / 60, taken = ((lately?.requests || 0) - refused(lately)) / minutes;
-  const used = { requests_per_minute: taken, tokens_per_minute: ((lately?.prompt_tokens || 0) + (lately?.output_tokens || 0)) / minutes };
+  const used = recentUse(lately);
   return html`${entries.map(([name, limit]) => used[name] !== undefined ? html`<span key=${name} class="limit"><${Meter} value=${used[name]} of=${limit} format=${(value) => `${number(value)} of ${number(limit)}`} label=${`${number(used[name])} of ${limit} ${LIMITS[name]}`}/> <span class="sub">${LIMITS[name]}</span></span> ` : html`<span class="tag" key=${name}>${number(limit)} ${LIMITS[name] || name}</span> `)}`;
 }
 
@@ -81,7 +86,7 @@ function TenantPage({ tenant, rangeS }) {
       ["Requests", number(found.total.requests), `${number(refused(found.total))} answered 429`], ["Prompt tokens", number(found.total.prompt_tokens), "in this time"], ["Output tokens", number(found.total.output_tokens), "in this time"],
       ["First token, p95", seconds(found.total.first_token_s.p95), `p50 ${seconds(found.total.first_token_s.p50)}`], ["Mean wait", seconds(found.total.waited_s), "for room at an engine"]]
       .map(([label, value, under]) => html`<${Tile} key=${label} label=${label} value=${value} under=${under}/>`)}</div><${TrafficCharts} found=${found}/>`}<//>
-    ${tenant && html`<${Panel} title="Adapters that it may use" note="requests of all tenants"><${Loaded} of=${adapters}>${(list) => html`<ul class="lines">${ownFirst(list.data).map((one) => html`<li key=${one.lora_id}><b><${Link} to=${"adapters/" + one.lora_id}>${one.lora_id}<//></b><${State} is=${one.state}/><span class="grow muted">${one.tenants ? "" : "open to everyone, "}${number(one.requests_per_s, 2)} requests/s now</span></li>`)}</ul>${!list.data.length && html`<p class="empty">None. Its adapters are those that name it in their tenants.</p>`}`}<//><//>`}`;
+    ${tenant && html`<${Panel} title="Adapters that it may use" note="requests of all tenants"><${Loaded} of=${adapters}>${(list) => html`<ul class="lines">${ownFirst(list.data).map((one) => html`<li key=${one.lora_id}><b><${Link} to=${"adapters/" + one.lora_id}>${one.lora_id}<//></b><${State} is=${stateOf(one)}/><span class="grow muted">${one.tenants ? "" : "open to everyone, "}${number(one.requests_per_s, 2)} requests/s now</span></li>`)}</ul>${!list.data.length && html`<p class="empty">None. Its adapters are those that name it in their tenants.</p>`}`}<//><//>`}`;
 }
 
 const ownFirst = (adapters) => [...adapters].sort((left, right) => !left.tenants - !right.tenants);
