@@ -63,7 +63,7 @@ async def test_a_pause_says_who_paused_and_what_waits_and_is_ended_and_renewed(s
         await visit(page, "")
         row = page.locator("tr:has-text('every tenant')")
         await row.locator(".warn-text >> text=1").wait_for()
-        assert "operator (key" in await row.inner_text()
+        assert "Ann (key" in await row.inner_text()
         await row.locator("text=End").click()
         await confirmed(page, "1 request that waits start at once")
         assert (await waits).status_code == 200
@@ -137,7 +137,7 @@ async def test_what_a_script_has_loaded_is_unloaded(scene, page):
 async def test_a_policy_is_changed_after_its_difference_was_shown_and_taken_back(scene, page):
     await visit(page, "/policy")
     row = page.locator("tr:has-text('max_staleness_s')").first
-    assert "operator (key" in await row.inner_text()
+    assert "Ann (key" in await row.inner_text()
     await page.fill("input[aria-label=reserve_slots]", "1")
     await page.fill("input[aria-label=ttl_s]", "900")
     await page.click("text=Review 2 changes")

@@ -23,7 +23,7 @@ export function SharesPanel({ title, kind, name, by, rangeS }) {
     { id: "name", label: by, value: (row) => row.name, cell: (row) => shownName(by, row.name) },
     { id: "share", label: "share", numeric: true, value: (row) => row.share, cell: (row) => html`<${Meter} value=${row.share} of=${1} tone="plain" format=${(value) => share(value)} label=${`${share(row.share)} of its requests`}/>` },
     { id: "requests", label: "requests", numeric: true, value: (row) => row.requests, cell: (row) => number(row.requests) },
-    isTimed && { id: "p95", label: "first token p95", numeric: true, value: (row) => row.first_token_s.p95, cell: (row) => seconds(row.first_token_s.p95) },
+    isTimed && { id: "p95", label: "p95", title: "time to first token, p95", numeric: true, value: (row) => row.first_token_s.p95, cell: (row) => seconds(row.first_token_s.p95) },
     { id: "cold", label: "cold starts", numeric: true, value: (row) => row.cold_starts, cell: (row) => number(row.cold_starts) },
     { id: "errors", label: "errors", numeric: true, value: (row) => row.errors, cell: (row) => html`<span class=${row.errors ? "bad-text" : ""}>${number(row.errors)}</span>` },
     { id: "hit", label: "cache hits", numeric: true, hide: "wide", value: (row) => row.hit_real, cell: (row) => share(row.hit_real) },
