@@ -145,9 +145,9 @@ def test_no_malformed_call_gets_a_500(document, tmp_path):
         headers["content-type"] = JSON
         answer = runner.run(client.request(method, url, params=query, headers=headers, content=content))
         seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
-        assert answer.status_code < 500 or answer.json()["error"]["code"] in ("no_worker", "no_router", "starting"), (
-            answer.text
-        )
+        # A spoiled report may name an agent that does not answer, and a slow machine's agent may be late.
+        away = ("no_worker", "no_router", "starting", "agent_unreachable")
+        assert answer.status_code < 500 or answer.json()["error"]["code"] in away, answer.text
         if answer.status_code >= 400:
             error = answer.json()["error"]
             assert error["message"]
