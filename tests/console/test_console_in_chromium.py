@@ -228,13 +228,16 @@ async def test_people_are_named_by_the_notes_of_their_keys(scene, browser):
 
 
 async def test_the_fleets_page_names_errors_with_who_gets_them_and_what_changed_before(scene, browser):
+    # The page has the last changes alone.
+    scene.call("PUT", "/v1/aliases/just-set", json={"targets": [{"lora_id": "sql-expert/v1"}]})
+    scene.call("DELETE", "/v1/aliases/just-set")
     async with opened(browser, scene.orchestrator, key=VIEWER) as page:
         await visit(page, "")
         row = page.locator("section:has-text('Errors, and what changed before') li:has-text('404 model_not_found')")
         await row.wait_for()
         await row.locator("text=/since|before/").first.wait_for()
         assert "to key" in await row.inner_text()
-        await page.wait_for_selector("section:has-text('Changes') li:has-text('alias set')")
+        await page.wait_for_selector("section:has-text('Changes') li:has-text('alias set'):has-text('just-set')")
         await page.click("a.tile:has-text('First token')")
         await page.wait_for_selector("th[aria-sort=descending] >> text=first token p95")
 
