@@ -6,11 +6,11 @@ import os
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from lorafleet.kube.client import KubeClient
+from lorafleet.kube.client import Json, KubeClient
 from lorafleet.kube.errors import KubeError
 from lorafleet.kube.watch import list_and_watch
 from orchestrator.configmaps.journal import HistoryJournal
@@ -36,6 +36,13 @@ _HISTORY_AFTER_S = 2.0  # a burst of loads becomes one write; a crash loses at m
 
 _FINISH_S = 2.0  # a guess: less than a lease and than a pod's grace period
 _AGAIN_S = 10.0  # until a failed write that no caller waits for is retried
+
+
+class Acceptance(NamedTuple):
+    """A row's object, and the text that the row is accepted from, while its record is not written. None: none."""
+
+    name: str | None
+    text: AcceptedText | None
 
 
 class ConfigMapBackend:
@@ -240,11 +247,21 @@ class ConfigMapBackend:
                 async with asyncio.timeout(_FINISH_S):
                     await self.writer.wait_idle()
 
+    def acceptance(self, table: str, key: str) -> Acceptance:
+        """The row's object, and its accepted text while that is not written."""
+        row = table, key
+        return Acceptance(self.tables.object_names.get(row), self.rendering.accepting.get(row))
+
+    def is_accepted_text(self, table: str, key: str, name: str) -> bool:
+        """Whether the row is accepted from the present text of this very object, and that is still to be written."""
+        found, taken = self.mirror.objects[name], self.rendering.accepting.get((table, key))
+        return taken is not None and (taken.mark, taken.uid) == (_mark_of(found), uid_of(found))
+
     def begin_acceptance(self, table: str, key: str, name: str) -> None:
         """Begin to accept the object's text for this row: its next change comes from that text. Drops its status."""
         found = self.mirror.objects[name]
         self.tables.object_names[table, key] = name
-        self.rendering.accepting[table, key] = AcceptedText(text_mark(text_of(found, kind_of(found))))
+        self.rendering.accepting[table, key] = AcceptedText(_mark_of(found), uid_of(found))
         self.rendering.statuses.pop(name, None)
 
     def finish_acceptance(self, table: str, key: str, name: str) -> None:
@@ -254,13 +271,17 @@ class ConfigMapBackend:
         self.set_status(name, "")
         self.writer.mark_dirty([WriteKey(1, table, key)])
 
-    def cancel_acceptance(self, table: str, key: str, *, former_name: str | None) -> None:
-        """The text was refused: restore the row's former object, if it had one."""
-        self.rendering.accepting.pop((table, key), None)
-        if former_name is None:
-            self.tables.object_names.pop((table, key), None)
+    def cancel_acceptance(self, table: str, key: str, former: Acceptance) -> None:
+        """The text was refused: restore the row's former object, and the text that was accepted before, if any."""
+        row = table, key
+        if former.name is None:
+            self.tables.object_names.pop(row, None)
         else:
-            self.tables.object_names[table, key] = former_name
+            self.tables.object_names[row] = former.name
+        if former.text is None:
+            self.rendering.accepting.pop(row, None)
+        else:
+            self.rendering.accepting[row] = former.text
 
     def set_status(self, name: str, status: str) -> None:
         """Set an object's status and queue its write, if it changed; "" restores the default one."""
@@ -427,6 +448,11 @@ class ConfigMapBackend:
         self._journal_due = None
         parts, self._parts = self._parts, set()
         self.writer.mark_dirty([WriteKey(3, "history", part) for part in parts], is_promised=False)
+
+
+def _mark_of(found: Json) -> str:
+    """The mark of the object's present text."""
+    return text_mark(text_of(found, kind_of(found)))
 
 
 def _write_keys(change: StoreChange) -> Iterable[WriteKey]:

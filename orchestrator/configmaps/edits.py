@@ -19,7 +19,7 @@ import structlog
 
 from lorafleet.kube.client import Json
 from lorafleet.kube.errors import KubeError
-from orchestrator.configmaps.backend import ConfigMapBackend
+from orchestrator.configmaps.backend import Acceptance, ConfigMapBackend
 from orchestrator.configmaps.events import KubeEvents, reason_of
 from orchestrator.configmaps.mirror import DoubtReason
 from orchestrator.configmaps.objects import (
@@ -169,8 +169,10 @@ class ObjectEdits:
         record = self._mirror.accepted_record(name)
         row = row_in_record(record)
         if row is not None and record is not None:
-            is_as_accepted = record.of == text_mark(text_of(found, kind))
             self._adopt_accepted(name, *row)
+            # While another text's record is to be written, the one before it is a new edit.
+            is_written = self._backend.acceptance(*row[:2]).text is None
+            is_as_accepted = is_written and record.of == text_mark(text_of(found, kind))
             if is_as_accepted and self._is_object_of_row(name, *row[:2]):
                 self._refused.discard(name)
                 if annotation(found, STATUS).startswith(_REFUSED):  # an edit that was taken back
@@ -204,21 +206,25 @@ class ObjectEdits:
             backend.remember_adapter(key)
 
     def _accept_edit(self, name: str, found: Json, kind: str, table: str) -> None:
-        """Apply the object's text to the intent, or refuse it with a status and an Event."""
-        key, former_name = "", None
+        """Apply the object's text to the intent, or refuse it with a status and an Event.
+
+        A text that is accepted already is not applied over what REST has asked for since.
+        """
+        key, former = "", Acceptance(None, None)
         try:
             key, write = self._edit_of(name, found, kind)
-            former_name = self._backend.tables.object_names.get((table, key))
-            if former_name is not None and former_name != name and former_name in self._mirror.objects:
+            former = self._backend.acceptance(table, key)
+            if former.name not in (None, name) and former.name in self._mirror.objects:
                 row_label = f"{kind} {key!r}" if key else kind
                 raise StateConflict(
-                    f"{row_label} stands in ConfigMap {former_name!r} already; delete one of them", code="name_taken"
+                    f"{row_label} stands in ConfigMap {former.name!r} already; delete one of them", code="name_taken"
                 )
-            self._backend.begin_acceptance(table, key, name)
-            write()
+            if not self._backend.is_accepted_text(table, key, name):
+                self._backend.begin_acceptance(table, key, name)
+                write()
         except OrchestratorError as exc:
             if key or kind == "policy":
-                self._backend.cancel_acceptance(table, key, former_name=former_name)
+                self._backend.cancel_acceptance(table, key, former)
             self._refuse_edit(name, found, exc)
         else:
             self._refused.discard(name)
@@ -308,12 +314,13 @@ class ObjectEdits:
             if memory in mirror.doubtful:
                 continue  # the remembering object could not be read yet
             is_explicit = doubt is DoubtReason.DELETED or (lora_id is not None and memory not in mirror.unproven)
+            is_ours = self._backend.is_deleting(name)
             mirror.forget(name)
             self._refused.discard(name)
             self._read.pop(name, None)
             if lora_id is not None and lora_id not in self._store.adapters:
                 self._record_deletion(lora_id) if is_explicit else self._backend.forget_adapter(lora_id)
-            elif name in homes:
+            elif name in homes and not is_ours:  # ours: the row was registered again meanwhile, and is to be written
                 is_explicit &= doubt is DoubtReason.DELETED or lora_id == homes[name][1]
                 self._end_row(*homes[name], name, is_explicit=is_explicit)
 

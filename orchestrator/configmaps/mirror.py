@@ -60,7 +60,7 @@ class ConfigMapMirror:
         self.watched: dict[str, int] = {}
         self.edition = 0
         self._brought = 0  # the highest version that the watch has brought since the last list, or that list
-        self._ours: dict[str, Json] = {}  # name -> as it is being written by us
+        self._ours: dict[str, Json] = {}  # name -> as it is being written by us, until a state after that is seen
         self._deleted: dict[str, str] = {}  # name -> uid of a deleted object that the watch may still show
         self._records: dict[str, tuple[Json, Record | None]] = {}
         self.on_news = on_news
@@ -206,7 +206,10 @@ class ConfigMapMirror:
         self.note_owners(found)
         self.objects[name] = without_managed_fields(found)
         self.edition += 1
-        if name not in self._ours or _own_content(self._ours[name]) != _own_content(found):
+        # A write of ours replaces exactly the version known here, so only the next state can be ours. A later one with
+        # the same content is an edit back to it.
+        ours = self._ours.pop(name, None)
+        if ours is None or _own_content(ours) != _own_content(found):
             self.changed.add(name)
 
 

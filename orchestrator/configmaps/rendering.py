@@ -55,9 +55,14 @@ Row = tuple[str, str]
 
 
 class AcceptedText(NamedTuple):
-    """A text that a row is accepted from: its mark, and the values it asks for (None: not known yet)."""
+    """A text that a row is accepted from, until the object has its record.
+
+    uid    of the object with the text
+    asked  the values that it asks for; None: not known yet
+    """
 
     mark: str
+    uid: str
     asked: Any = None
 
 
@@ -66,6 +71,7 @@ class ObjectRendering:
     """Renders the objects to be written.
 
     accepting   row -> text that it is accepted from; the text is kept unless REST asks for something else
+    rendered    row -> accepted text that its last rendering began from, and the mark in that rendering's record
     deleting    row -> (object, uid) to be deleted
     unwritten   rows without an object: only their objects are created, all others are updated
     lost        deleted objects whose rows are still in the tables: not to be created again
@@ -81,6 +87,7 @@ class ObjectRendering:
     on_state: Callable[[], None] = lambda: None
     term_mark: str = ""
     accepting: dict[Row, AcceptedText] = field(default_factory=dict)
+    rendered: dict[Row, tuple[AcceptedText, str]] = field(default_factory=dict)
     deleting: dict[Row, tuple[str, str]] = field(default_factory=dict)
     unwritten: set[Row] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
@@ -89,13 +96,14 @@ class ObjectRendering:
     def clear(self) -> None:
         """Forget all acceptances, deletions, unwritten and lost objects, and statuses; the tables stay."""
         self.accepting.clear()
+        self.rendered.clear()
         self.deleting.clear()
         self.unwritten.clear()
         self.lost.clear()
         self.statuses.clear()
 
     def mark_deleted(self, table: str, key: str) -> None:
-        """Mark a row's object for deletion, and drop the row's object name and memory.
+        """Mark a row's object for deletion, and drop the row's object name, acceptance and memory.
 
         An object that is gone, lost or of another row is not deleted.
         """
@@ -103,6 +111,7 @@ class ObjectRendering:
         found = self.mirror.objects.get(name)
         if found is not None and name not in self.lost and self._is_object_of(found, row):
             self.deleting[row] = name, uid_of(found)
+        self.accepting.pop(row, None)
         self.unwritten.discard(row)
         self.lost.discard(name)
         self.tables.object_names.pop((table, key), None)
@@ -111,8 +120,7 @@ class ObjectRendering:
 
     def _is_object_of(self, found: Json, row: Row) -> bool:
         """Whether the row was accepted from or written to this object, and not to a later one of the same name."""
-        row_in_object = row_in_record(self.mirror.accepted_record(name_of(found)))
-        if row_in_object is not None and row_in_object[:2] == row:
+        if self._has_record_of(found, row):
             return True
         taken = self.accepting.get(row)
         return taken is not None and taken.mark == text_mark(text_of(found, KINDS[row[0]]))
@@ -140,15 +148,17 @@ class ObjectRendering:
                 return self.tables.policy.get("", PlacementPolicy())
 
     def on_written(self, row: Row) -> None:
-        """After a write of the row: end its acceptance and its deletion, if the object shows that they are done."""
+        """After a write of the row: end its acceptance and its deletion, if the object shows that they are done.
+
+        Another text may have been accepted during the write; its acceptance goes on.
+        """
         name = self.tables.object_name(*row)
         record = self.mirror.accepted_record(name)
         row_in_object = row_in_record(record)
         if record is not None and row_in_object is not None and row_in_object[:2] == row:
             self.unwritten.discard(row)
-            # A different mark means that another text was accepted since, whose record is still to be written.
-            if record.of == text_mark(text_of(self.mirror.objects[name], KINDS[row[0]])):
-                self.accepting.pop(row, None)
+            if self.rendered.pop(row, None) == (self.accepting.get(row), record.of):
+                del self.accepting[row]
         if row[1] in getattr(self.tables, row[0]) or self.pending_deletion(*row) is None:
             self.deleting.pop(row, None)
 
@@ -298,9 +308,10 @@ class ObjectRendering:
     ) -> DesiredObject | None:
         """The object of a row, or None: nothing to write.
 
-        Its text is rewritten only if a REST caller has asked for other values.
+        Its text is rewritten only if a REST caller has asked for other values. The values of a text that is accepted
+        and not yet written are not REST's: another text in its place, even the one before it, is kept.
 
-        is_asked   whether callers have, since it was written last
+        is_asked   whether the row's values differ from those of the object's record
 
         Raises StateConflict when a person has changed the text too.
         """
@@ -309,29 +320,45 @@ class ObjectRendering:
         if known is None and row not in self.unwritten:
             return None
         found = known if known is not None else new_object(self.fleet, kind, name)
-        present_text, before = text_of(found, kind), self.mirror.accepted_record(name)
-        mark, new = text_mark(present_text), None
-        if known is None:
+        taken, before = self.accepting.get(row), self.mirror.accepted_record(name)
+        mark = text_mark(text_of(found, kind))
+        of = taken.mark if taken is not None else before.of if before is not None else None
+        if taken is not None:
+            is_asked = taken.asked != self._asked_values(row)
+        if known is not None and self._is_conflict(row, found, is_asked=is_asked, is_accepted=of == mark):
+            message = (
+                f"ConfigMap {name} has been changed meanwhile; read it, and repeat the change if it is still needed"
+            )
+            raise StateConflict(message, code="conflict")
+        new = None
+        if known is None or (is_asked and of == mark and not self._is_owned(name, found)):
             new = text()
-            mark = text_mark(new)
-        elif (taken := self.accepting.get(row)) is not None and taken.mark == mark:
-            if taken.asked != self._asked_values(row) and not self._is_owned(name, found):
-                new = text()
-                mark = text_mark(new)
-        elif before is None or before.of != mark:
-            if is_asked:
-                message = (
-                    f"ConfigMap {name} has been changed meanwhile; read it, and repeat the change if it is still needed"
-                )
-                raise StateConflict(message, code="conflict")
-            assert before is not None, "a row without a change has a record"
-            mark = before.of
-        elif is_asked and not self._is_owned(name, found):
-            new = text()
-            mark = text_mark(new)
+            of = text_mark(new)
+        assert of is not None, "a row without a change has a record"
+        if taken is not None:
+            self.rendered[row] = taken, of
         status = self.statuses.get(name) or status + self._override_note(name, found, text, is_new=new is not None)
-        body = with_record(found, kind, text=new, record=record(mark), status=status, rollout=rollout)
+        body = with_record(found, kind, text=new, record=record(of), status=status, rollout=rollout)
         return DesiredObject(name, body)
+
+    def _is_conflict(self, row: Row, found: Json, *, is_asked: bool, is_accepted: bool) -> bool:
+        """Whether the object must not be written because people have put a text there that is still to be checked.
+
+        is_asked     whether a REST caller has asked for other values than the accepted text
+        is_accepted  whether the object has the accepted text
+        """
+        taken = self.accepting.get(row)
+        if taken is None:
+            return is_asked and not is_accepted
+        if is_asked and (not is_accepted or taken.uid != uid_of(found)):
+            return True
+        # A new object, or one with another row's record, is not this row's any more.
+        return not is_accepted and not self._has_record_of(found, row)
+
+    def _has_record_of(self, found: Json, row: Row) -> bool:
+        """Whether the object has an accepted record of this row."""
+        row_in_object = row_in_record(self.mirror.accepted_record(name_of(found)))
+        return row_in_object is not None and row_in_object[:2] == row
 
     def _is_owned(self, name: str, found: Json) -> bool:
         """Whether Helm or a server-side apply owns the text: rewriting it would make their next upgrade fail."""
