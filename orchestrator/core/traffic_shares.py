@@ -16,7 +16,7 @@ from orchestrator.core.traffic import OTHER, Grain, TrafficSums
 ShareBy = Literal["worker", "adapter", "tenant"]
 ShareKind = Literal["adapter", "worker"]
 SharesKey = tuple[ShareKind, str, ShareBy]
-"""Whose traffic, by what: `("adapter", "sql/v1", "worker")`."""
+"""The key of one table of shares: kind, name, and by what it is divided, as `("adapter", "sql/v1", "worker")`."""
 
 SHARED: Final[tuple[tuple[ShareKind, ShareBy], ...]] = (
     ("adapter", "worker"),
@@ -25,7 +25,7 @@ SHARED: Final[tuple[tuple[ShareKind, ShareBy], ...]] = (
     ("worker", "tenant"),
 )
 TIMED: Final = SHARED[0]
-"""Those with first tokens: histograms are most of the bytes, and where an adapter is slow is asked of the adapter."""
+"""The table whose shares have first tokens. The histograms are most of the bytes, so the other tables have none."""
 SHARE_GRAINS: Final = (Grain(60, 3600), Grain(600, 48 * 3600))
 """Shares are kept from a minute up, and the minutes for an hour: as finely as series they would be twice as large."""
 MOST_SHARES: Final[Mapping[ShareBy, int]] = MappingProxyType({"worker": 16, "adapter": 32, "tenant": 16})

@@ -1,6 +1,6 @@
-"""What an agent has said last, whatever the order in which it came. Pure functions over frozen records.
+"""The latest state of each agent, by its reports and its answers to actions, in any order of arrival. Pure.
 
-An agent counts the changes of its state. Each report, and each answer to an action, says how many there had been
+An agent counts the changes of its state. Each report, and each answer to an action, has the count at that moment
 (`AsOf`). So a report that was on its way while an action was answered does not take the answer back, and a report that
 another one has overtaken does not count. A new start of the agent counts anew. An agent of an older version does not
 count, and is believed in the order of arrival.
@@ -15,7 +15,7 @@ from workers.wire import LoadedLora, LoraInfo, Metadata
 
 @dataclass(frozen=True, slots=True)
 class AsOf:
-    """A place in what one start of an agent says. `number` 0: an older agent, which does not count."""
+    """The moment of a report or answer: an agent's start, and its count of changes. 0: an older agent, without one."""
 
     agent_boot_id: str = ""
     number: int = 0
@@ -30,7 +30,7 @@ class AsOf:
 
 
 def as_of(report: Metadata) -> AsOf:
-    """The place of a report."""
+    """The moment of a report."""
     return AsOf(report.agent_boot_id, report.report_number)
 
 

@@ -53,7 +53,7 @@ class UnloadCall(msgspec.Struct, frozen=True):
 
 
 class _CatalogRevision(msgspec.Struct, frozen=True):
-    """Of the answer to a publish: the catalog's revision that has it."""
+    """The part of a publish's answer that this router needs: the catalog revision with the new version."""
 
     revision: int = 0
 
