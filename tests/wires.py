@@ -199,7 +199,7 @@ class RawEngine:
     def __init__(self, script):
         self.script = script
         self.connections = 0
-        self.open: set[asyncio.StreamWriter] = set()
+        self.open: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}  # each connection and the script that serves it
         self.requests: list[bytes] = []
         self.closed = asyncio.Event()  # a connection was seen to close
 
@@ -209,22 +209,24 @@ class RawEngine:
         self.url = f"http://127.0.0.1:{self.port}"
         return self
 
-    async def __aexit__(self, *exc):
+    async def __aexit__(self, failure, *_):
         self.server.close()
-        for writer in list(self.open):
+        for writer, script in list(self.open.items()):
             writer.transport.abort()
+            if failure:  # the script may wait for what the test now never does
+                script.cancel()
         await until(lambda: not self.open)
         await self.server.wait_closed()
 
     async def serve(self, reader, writer):
         self.connections += 1
-        self.open.add(writer)
+        self.open[writer] = asyncio.current_task()
         try:
             await self.script(self, reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
-            self.open.discard(writer)
+            del self.open[writer]
             self.closed.set()
             writer.transport.abort()
 

@@ -72,7 +72,7 @@ async def test_a_client_that_says_no_more_has_left_and_its_engine_stops():
             await client.reader.readuntil(EVENTS[0])
             client.writer.write_eof()
             await asyncio.wait_for(router.engines[0].closed.wait(), patience(5))
-            assert router.engines[0].open == set()
+            assert not router.engines[0].open
 
 
 @pytest.mark.parametrize(
