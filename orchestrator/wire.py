@@ -597,7 +597,9 @@ class Policy(_PersonWrittenModel):
         description="half of a base model's workers load the same adapter at once, because an engine stalls while it"
         " loads; the others follow when these have it, or after this long; 0: all at once",
     )
-    min_residency_s: float = Field(default=10.0, ge=0, description="a copy is not evicted before it is so old")
+    min_residency_s: float = Field(
+        default=10.0, ge=0, description="a copy of an adapter that is asked for is not evicted before it is so old"
+    )
     drain_deadline_s: float = Field(
         default=30.0, ge=0, description="how long an unload waits for the requests of the adapter"
     )

@@ -1,5 +1,6 @@
 """Placement is pure: any fleet and any intent, checked against what must hold for all of them."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -123,6 +124,7 @@ def fleets(draw):
     wanted = draw(st.lists(st.sampled_from(names), unique=True))
     demand = DemandSnapshot(
         rates={name: draw(st.sampled_from([0.0, 1.0, 9.0])) for name in names},
+        last_asked_at={name: draw(st.sampled_from([NOW, NOW - 59, NOW - 61])) for name in names},
         in_use=frozenset(
             (name, w.id) for w in workers for name in w.adapters if draw(st.sampled_from([False, False, True]))
         ),
@@ -188,7 +190,8 @@ def test_victims_are_never_pinned_in_use_young_unknown_or_needed(case):
             assert NOW - there.since >= PATIENCE_S
         assert lora_id not in demand.wants
         copies = sum(w.has_in_slot(lora_id) for w in observed.workers.values())
-        assert copies > 1 or NOW - observed.workers[worker_id].adapters[lora_id].since >= rules.min_residency_s
+        is_asked_for = NOW - demand.last_asked_at.get(lora_id, -math.inf) < rules.demand_window_s
+        assert copies > 1 or not is_asked_for or NOW - there.since >= rules.min_residency_s
         if (known.loading or rules.loading) == "lazy":
             least = known.min_replicas or 0
         else:
@@ -475,7 +478,8 @@ PROTECTED = {
     "of higher priority": {"known": {"priority": 1}},
     "at its minimum": {"known": {"min_replicas": 1}},
     "eager at its minimum": {"known": {"loading": "eager"}},
-    "young": {"since": NOW - 9},
+    "young, and asked for": {"since": NOW - 9, "demand": {"last_request_at": {"old": NOW - 59}}},
+    "young, while a router may be unheard": {"since": NOW - 9, "demand": {"has_unheard_routers": True}},
     "in use": {"demand": {"in_use": frozenset({("old", "w0")})}, "asked": NOW - PATIENCE_S + 1},
     "in use for less": {
         "demand": {"in_use": frozenset({("old", "w0")})},
@@ -504,6 +508,17 @@ def test_a_protected_adapter_is_never_evicted(why):
     plain = intent(adapter("old"), adapter("new"))
     (load,) = place(plain, fleet(worker("w0", held("old"), slots=1)), want("new"), PlacementPolicy(), NOW).loads
     assert load.evict == "old"
+
+
+def test_a_copy_that_nobody_asks_for_makes_room_however_young():
+    """Else each publish would wait for a name's idle version that has just taken the slot of the last one."""
+    waits_for_publish, idle = adapter("policy/v2", min_replicas=1), adapter("idle/v1")
+    observed = fleet(worker("w0", held("idle/v1", since=NOW - 1), slots=1))
+    asked = DemandSnapshot(last_asked_at={"idle/v1": NOW - 59})
+    assert place(intent(waits_for_publish, idle), observed, asked, PlacementPolicy(), NOW).loads == ()
+    unasked = DemandSnapshot(last_asked_at={"idle/v1": NOW - 61})
+    (load,) = place(intent(waits_for_publish, idle), observed, unasked, PlacementPolicy(), NOW).loads
+    assert (load.lora_id, load.evict) == ("policy/v2", "idle/v1")
 
 
 USED = frozenset({("a", "w0"), ("b", "w0")})

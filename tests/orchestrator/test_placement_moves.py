@@ -230,9 +230,10 @@ def test_a_surplus_copy_of_a_restarted_worker_can_be_evicted_at_once():
     full = replace(observed, workers={**observed.workers, "w1": replace(observed.workers["w1"], slots=2)})
     (load,) = place(names, full, want("cold"), rules, NOW).loads
     assert load.evict == "a"
-    # The only copy of another is as young and stays.
+    # The only copy of another is as young, is asked for and stays.
     alone = replace(full, workers={"w1": replace(full.workers["w1"], adapters={"b": held("b", since=young)}, slots=1)})
-    assert place(names, alone, want("cold"), rules, NOW).loads == ()
+    demand = replace(want("cold"), last_request_at={"b": NOW - 30})
+    assert place(names, alone, demand, rules, NOW).loads == ()
 
 
 def test_the_victim_is_the_cheapest_to_reload():

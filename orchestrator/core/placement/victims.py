@@ -113,7 +113,7 @@ def _is_evictable(
     """Whether this copy may be evicted for the adapter.
 
     Never one that is pinned, deleting, of higher priority, needed first, failed there, or the last of its floor. One in
-    use or young may go only by `from_use`, or as surplus.
+    use may go only by `from_use`. A young one that was asked for may go only as surplus, or superseded.
     """
     known = context.intent.adapters.get(held.lora_id)
     if known is None or known.pinned or known.is_deleting or known.priority > adapter.priority:
@@ -127,7 +127,7 @@ def _is_evictable(
         is_in_use(context, held, worker) and not had_its_turn
     ):
         return False
-    is_young = context.now - held.since < context.policy.min_residency_s
+    is_young = context.now - held.since < context.policy.min_residency_s and _is_asked_for(context, held.lora_id)
     is_superseded = held.lora_id in context.intent.superseded
     if is_young and not is_superseded and not is_surplus(context, held.lora_id, worker.id):
         return False
@@ -139,6 +139,18 @@ def _is_evictable(
         return False
     # Copies that drain for an eviction do not count any more; copies that are still loading do not count yet.
     return context.staying_copies(held.lora_id, worker.id) >= context.replica_floor(known)
+
+
+def _is_asked_for(context: PlacementContext, lora_id: str) -> bool:
+    """Whether somebody asks for the adapter, within the demand window, or may do so at a router not yet heard of.
+
+    A copy that came for a minimum, say, may be one that nobody asks for. A publish must not wait until that is older.
+    """
+    demand = context.demand
+    if demand.is_blind or demand.has_unheard_routers or lora_id in demand.wants:
+        return True
+    asked_at = max(demand.last_asked_at.get(lora_id, -inf), demand.last_request_at.get(lora_id, -inf))
+    return context.now - asked_at < context.policy.demand_window_s
 
 
 def _is_needed_first(
