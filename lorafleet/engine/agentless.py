@@ -9,6 +9,7 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,13 +24,21 @@ from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, Mod
 AGENTLESS_BOOT_ID = "none"
 
 Get = Callable[[str], Awaitable[bytes]]
-"""GETs a path and returns the body; raises OSError if there is no answer, or its status is not 200."""
+"""GETs a path and returns the body; raises `StatusRefused` for an answer that is not 200, OSError for none."""
 
 # vLLM does not report it; its default is 256, on large GPUs 1,024. Too low a number makes requests wait for nothing.
 _MAX_NUM_SEQS = 256
 # Errors of parsing answers in an unexpected form.
 _PARSE_ERRORS = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
+
+
+class StatusRefused(ConnectionError):
+    """An answer whose HTTP status is not 200, such as the 404 of an engine that does not have the path."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class AgentlessEngine:
@@ -59,6 +68,7 @@ class AgentlessEngine:
         self._given_sockets = (kv_events, kv_replay)
         self._salt: EngineSalt = salt
         self._connector: Mapping[str, Any] | None = None
+        self._is_connector_asked = self._is_kv_asked = False
         self._clock = clock
         self._load = EngineLoad()
         self._started_at: float | None = None
@@ -113,12 +123,24 @@ class AgentlessEngine:
         """Add adapter paths and count changed ones; after a restart forget all and ask for the configuration again."""
         if metrics.started_at != self._started_at:
             self._load, self._paths, self._path_changes = EngineLoad(), {}, 0
-            self._kv = await self._event_transport()
-            self._connector = await self._transfer_config()
+            self._kv, self._connector = Transport(engine_url=self.url), None
+            self._is_kv_asked = self._is_connector_asked = False
             self._started_at = metrics.started_at
+        await self._ask_for_configuration()
         self._path_changes += any(self._paths.get(name, path) != path for name, path in paths.items())
         # Unloaded names are kept, since their blocks outlive the unload (vLLM 0.32, seen running).
         self._paths = {**self._paths, **paths}
+
+    async def _ask_for_configuration(self) -> None:
+        """Ask for the event sockets and the KV connector, once a start. No answer in time: the next report asks again.
+
+        Otherwise an engine that was slow once would get no adapters, or have its cache estimated, until it restarts.
+        """
+        with suppress(OSError):
+            if not self._is_kv_asked:
+                self._kv, self._is_kv_asked = await self._event_transport(), True
+            if not self._is_connector_asked:
+                self._connector, self._is_connector_asked = await self._transfer_config(), True
 
     def _connector_verdict(self, metrics: EngineMetrics) -> ConnectorVerdict:
         """The verdict on the engine's KV connector, after the operator's setting."""
@@ -127,29 +149,35 @@ class AgentlessEngine:
         )
         return apply_setting(self._salt, found)
 
-    async def _transfer_config(self) -> Mapping[str, Any] | None:
-        """Ask the engine for its KV transfer config, once a start, since the answer is expensive; None if unknown."""
+    async def _get_if_there(self, path: str) -> bytes | None:
+        """The body at this path; None where the engine says that it has no such path. Raises OSError for no answer."""
         try:
-            return transfer_config(await self._get(SERVER_INFO))
-        except (OSError, ValueError):
-            return None  # only the development mode has it
+            return await self._get(path)
+        except StatusRefused as exc:
+            if exc.status >= 500:
+                raise
+            return None
+
+    async def _transfer_config(self) -> Mapping[str, Any] | None:
+        """Ask the engine for its KV transfer config, an expensive answer; None if unknown. Raises OSError for none."""
+        info = await self._get_if_there(SERVER_INFO)  # only the development mode has it
+        return None if info is None else transfer_config(info)
 
     async def _event_transport(self) -> Transport:
         """The configured KV event sockets, else those that the engine reports when asked.
 
-        Without any its cache is estimated.
+        Without any its cache is estimated. Raises OSError for no answer.
 
         source  vLLM 0.32 entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig, ports resolved
         """
         events, replay = self._given_sockets
         found = KvEventEndpoints(events, replay if len(replay) == len(events) else ())
         if not events:
-            try:
-                ranks = json.loads(await self._get("/kv_event_sources"))
+            sources = await self._get_if_there("/kv_event_sources")
+            with suppress(ValueError, *_PARSE_ERRORS):  # an older vLLM, or another engine
+                ranks = json.loads(sources or "{}")
                 configs = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
                 found = kv_event_endpoints(urlsplit(self.url).hostname or "", configs)
-            except (OSError, ValueError, *_PARSE_ERRORS):
-                pass  # an older vLLM, or another engine
         return Transport(engine_url=self.url, kv_events=found.events, kv_replay=found.replay, kv_topic=found.topic)
 
 

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 import structlog
 
-from lorafleet.engine.agentless import AgentlessEngine
+from lorafleet.engine.agentless import AgentlessEngine, StatusRefused
 from lorafleet.engine.canary import CanaryMode
 from lorafleet.engine.vllm_errors import is_engine_stopping
 from lorafleet.identity import engine_name
@@ -296,11 +296,11 @@ class AgentlessEngineDriver:
         return AgentlessRefusal(422, code, message)
 
     async def _get(self, path: str) -> bytes:
-        """GET from the engine; returns the body. Raises ConnectionError."""
+        """GET from the engine; returns the body. Raises StatusRefused, and ConnectionError for no answer."""
         try:
             answer = await self._client.get(self.worker.engine_url + path)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise ConnectionError(f"{self.worker.engine_url}{path}: {exc!r}") from exc
         if answer.status_code != httpx.codes.OK:
-            raise ConnectionError(f"GET {self.worker.engine_url}{path}: {answer.status_code}")
+            raise StatusRefused(f"GET {self.worker.engine_url}{path}: {answer.status_code}", answer.status_code)
         return answer.content

@@ -7,8 +7,10 @@ with bytes that never change. Times here are Unix times, as they are stored.
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 from lorafleet.identity import version_id
+from orchestrator.core.placement.context import usable_slots
 from orchestrator.core.rollout import Targets
 from orchestrator.core.state import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
 
@@ -189,11 +191,15 @@ def retired_versions(
     return tuple(version.lora_id for version in record.versions if is_retired(version))
 
 
+def last_used_at(record: PublishedName, last_asked_at: float | None) -> float:
+    """Unix time at which somebody last published the name or asked for it."""
+    registered = [version.registered_at for version in record.versions]
+    return max(record.published_at, record.used_at, last_asked_at or 0.0, *registered)
+
+
 def is_unused(record: PublishedName, last_asked_at: float | None, policy: PlacementPolicy, now: float) -> bool:
     """Whether nobody has published the name, or asked for it, in the policy's `unused_name_s`."""
-    registered = [version.registered_at for version in record.versions]
-    used_at = max(record.published_at, record.used_at, last_asked_at or 0.0, *registered)
-    return bool(policy.unused_name_s) and now - used_at >= policy.unused_name_s
+    return bool(policy.unused_name_s) and now - last_used_at(record, last_asked_at) >= policy.unused_name_s
 
 
 def current_versions(names: Iterable[str], aliases: Mapping[str, Targets]) -> dict[str, str]:
@@ -221,32 +227,36 @@ def with_published_floors(
     workers: Collection[ObservedWorker],
     *,
     most_replicas: int,
+    reserve_slots: int = 0,
     last_asked_at: Mapping[str, float] | None = None,
     awaited: Container[str] = (),
+    idle: Container[str] = (),
 ) -> Intent:
     """The intent with the replicas that published names need as minimum of their versions.
 
     Needed are the versions that names point at, and those that publishes wait for. Names used last come first: names
-    for which the smallest worker has no slot left get no minimum, so that names of a trainer that died can be evicted.
-    Versions that no name points at any longer are marked, so that they make room first.
+    for which the smallest worker has no slot left get no minimum, nor do idle ones: what a trainer that ended has left
+    must not refuse others a slot. Versions that no name points at any longer are marked, so that they make room first.
 
     most_replicas  maximum of adapters that set none of their own
+    reserve_slots  slots of each worker that the policy keeps free
     last_asked_at  name -> when a request for it came last; by the clock of `PublishedName.published_at`
     awaited        lora_ids of versions that were published before, and that publishes wait for again
+    idle           names that nobody has used of late
     """
     if not names:
         return intent
     asked = last_asked_at or {}
-    order = sorted(
-        names.values(), key=lambda name: (-max(name.published_at, name.used_at, asked.get(name.name, 0.0)), name.name)
-    )
+    order = sorted(names.values(), key=lambda name: (-last_used_at(name, asked.get(name.name)), name.name))
     wanted = list(_needed_versions(order, aliases, intent, awaited))
-    current = {adapter.lora_id for adapter, _ in wanted}
+    current = {needed.adapter.lora_id for needed in wanted}
     taken: dict[str, int] = {}
     raised: dict[str, RegisteredAdapter] = {}
-    for adapter, replicas in wanted:
-        able, count = meant_workers(workers, adapter.base_model, adapter.rank or 0, replicas)
-        room = min((worker.slots for worker in workers if worker.id in able), default=0)
+    for adapter, name, is_awaited in wanted:
+        if name.name in idle and not is_awaited:
+            continue
+        able, count = meant_workers(workers, adapter.base_model, adapter.rank or 0, name.replicas)
+        room = min((usable_slots(worker.slots, reserve_slots) for worker in workers if worker.id in able), default=0)
         base = adapter.base_model or ""
         taken[base] = taken.get(base, 0) + 1
         if count and taken[base] <= room:
@@ -259,21 +269,26 @@ def with_published_floors(
     return replace(intent, adapters={**intent.adapters, **raised}, superseded=frozenset(superseded))
 
 
+class _NeededVersion(NamedTuple):
+    """A version of a published name. `is_awaited`: a publish waits for it; otherwise the name points at it."""
+
+    adapter: RegisteredAdapter
+    name: PublishedName
+    is_awaited: bool
+
+
 def _needed_versions(
     order: Iterable[PublishedName], aliases: Mapping[str, Targets], intent: Intent, awaited: Container[str]
-) -> Iterator[tuple[RegisteredAdapter, int | None]]:
-    """Versions that names point at or publishes wait for, each with its name's `replicas`; in the order of the names.
-
-    Those that publishes wait for come first.
-    """
+) -> Iterator[_NeededVersion]:
+    """Versions that publishes wait for, then those that names point at; each in the order of the names."""
     names = list(order)
     for name in names:
         for version in name.versions:
             is_awaited = version.pointed_at is None or version.lora_id in awaited
             if is_awaited and (found := intent.adapters.get(version.lora_id)) is not None:
-                yield found, name.replicas
+                yield _NeededVersion(found, name, is_awaited=True)
     for name in names:
         own = {version.lora_id for version in name.versions if version.pointed_at is not None}
         for lora_id, _weight in aliases.get(name.name, ()):
             if lora_id in own and (found := intent.adapters.get(lora_id)) is not None:
-                yield found, name.replicas
+                yield _NeededVersion(found, name, is_awaited=False)

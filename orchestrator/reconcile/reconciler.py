@@ -440,8 +440,10 @@ class Reconciler:
             self.store.aliases,
             observed.workers.values(),
             most_replicas=self.store.rules.max_replicas,
+            reserve_slots=self.store.rules.reserve_slots,
             last_asked_at=self.retention.last_asked_at(),
             awaited=self.retention.awaited,
+            idle=self.retention.idle_names(),
         )
 
     def _drain_results(self, observed: ObservedFleet) -> dict[Pair, bool]:

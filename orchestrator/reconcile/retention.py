@@ -14,6 +14,7 @@ from orchestrator.core.published_names import (
     PublishedName,
     after_deletion,
     is_unused,
+    last_used_at,
     retired_versions,
     taken_over,
     without_versions,
@@ -60,6 +61,21 @@ class VersionRetention:
             return {}
         snapshot = self._demand.snapshot(self._clock())
         return {name: at for name, record in self._store.published.items() if (at := self._asked_at(record, snapshot))}
+
+    def idle_names(self) -> frozenset[str]:
+        """Published names that nobody has used in the policy's `scale_down_after_s`; none where that is not known."""
+        after_s = self._store.rules.scale_down_after_s
+        if not self._store.published or self._clock() - self._term_began_at < after_s:
+            return frozenset()
+        demand = self._demand.snapshot(self._clock())
+        if demand.is_blind or demand.has_unheard_routers:
+            return frozenset()
+        since = self._wall() - after_s
+        return frozenset(
+            name
+            for name, record in self._store.published.items()
+            if last_used_at(record, self._asked_at(record, demand)) < since
+        )
 
     def _asked_at(self, record: PublishedName, demand: DemandSnapshot) -> float:
         """Unix time of the last request for a version of the name; 0.0 if none is known."""

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from lorafleet.engine.agentless import StatusRefused
 from router.http.engine_connection import EngineConnection, EngineLost, Headers, Origin
 from router.http.engine_pool import EnginePool
 
@@ -15,12 +16,11 @@ from router.http.engine_pool import EnginePool
 _MAX_UNREAD_BYTES = 1 << 20
 
 
-class FetchRefused(ConnectionError):
+class FetchRefused(StatusRefused):
     """An answer that is not 200, with its body. Status 0: it was 200, and its content was refused."""
 
     def __init__(self, message: str, status: int = 0, body: bytes = b"") -> None:
-        super().__init__(message)
-        self.status = status
+        super().__init__(message, status)
         self.body = body
 
 

@@ -1,6 +1,7 @@
 """Publishing under names, over REST, with agents that are doubles: versions, their loads, retention, interruptions."""
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -307,6 +308,28 @@ async def test_full_workers_make_room_for_a_version_by_one_that_no_name_points_a
     for agent in fleet.agents.values():
         assert {"policy/v5", "policy/v6"} <= agent.loaded.keys()
         assert len(agent.loaded) == 4
+
+
+async def test_names_that_nobody_uses_any_more_refuse_nobody_a_slot(fleet, clock):
+    for number in range(4):
+        assert (await publish(fleet, f"run-{number}", f"/run/{number}")).is_success
+    await fleet.register()
+
+    reports = itertools.count(1)
+
+    async def asked_for():
+        """Why an adapter that is asked for, while a router reports, has no place; None once it is loaded."""
+        for _ in range(8):
+            await fleet.usage(1, seq=next(reports))
+            await fleet.ensure(timeout_s=0.01)
+            await fleet.settle()
+            clock.now += 1  # drains end by reports that are younger than they
+            error = (await fleet.adapter())["error"]
+        return None if any("sql/v1" in agent.loaded for agent in fleet.agents.values()) else error
+
+    assert "nothing there may be evicted" in await asked_for()
+    clock.now += 300
+    assert await asked_for() is None
 
 
 async def test_published_names_are_listed_with_their_versions(fleet):

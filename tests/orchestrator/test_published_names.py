@@ -152,5 +152,13 @@ def test_more_names_than_slots_leave_a_minimum_to_those_used_last():
         name: replace(record, versions=tuple(replace(v, lora_id=f"{name}/v1") for v in record.versions))
         for name, record in names.items()
     }
-    minima, _ = floors(names, [worker("w0")], {name: ((f"{name}/v1", 1.0),) for name in names})
+    targets = {name: ((f"{name}/v1", 1.0),) for name in names}
+    minima, _ = floors(names, [worker("w0")], targets)
     assert minima == {"n3/v1": 1, "n2/v1": 1}
+    # Slots that the policy keeps free are not theirs, and idle names take none: neither is a slot refused to others.
+    minima, _ = floors(names, [worker("w0")], targets, reserve_slots=1)
+    assert minima == {"n3/v1": 1}
+    minima, superseded = floors(names, [worker("w0")], targets, idle={"n0", "n2", "n3"})
+    assert (minima, superseded) == ({"n1/v1": 1}, frozenset())
+    minima, _ = floors(names, [worker("w0")], targets, idle=names, awaited={"n0/v1"})
+    assert minima == {"n0/v1": 1}

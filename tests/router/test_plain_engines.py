@@ -14,13 +14,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from structlog.testing import capture_logs
 
-from lorafleet.engine.agentless import AgentlessEngine, engines_by_id, has_start_time, process_boot_id
+from lorafleet.engine.agentless import AgentlessEngine, StatusRefused, engines_by_id, has_start_time, process_boot_id
+from lorafleet.engine.metrics_page import SERVER_INFO
 from lorafleet.local.tiny_model import make_adapters, make_model
 from lorafleet.service.settings import load as load_settings
 from orchestrator.wire import CatalogWorker
 from router.app import build
 from router.config import RouterSettings
 from router.fleet.catalog import discovered_adapters
+from router.http.engine_connection import EngineLost
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience, until
 from tests.router.doubles import AgentDouble, EngineDouble, error_of, fleet
@@ -300,8 +302,12 @@ class EngineAnswers:
         self.started_at = 100.0
         self.sources: object = None
         self.models: bytes | None = None
+        self.config: object = None
+        self.silent: set[str] = set()
 
     async def __call__(self, path: str) -> bytes:
+        if path in self.silent:
+            raise EngineLost("no_answer", f"GET {path}: timed out")
         if path == "/metrics":
             page = f"process_start_time_seconds {self.started_at}\n"
             both = 'vllm:lora_requests_info{max_lora="3",waiting_lora_adapters="%s",running_lora_adapters="%s"} 1.0\n'
@@ -316,7 +322,9 @@ class EngineAnswers:
             return JSONResponse(self.sources).body
         if path == "/health":
             return b""
-        raise ConnectionError(f"GET {path}: 404")
+        if path == SERVER_INFO and self.config is not None:
+            return JSONResponse(self.config).body
+        raise StatusRefused(f"GET {path}: 404", 404)
 
 
 def boots(said: EngineAnswers) -> AgentlessEngine:
@@ -336,6 +344,23 @@ async def test_a_name_with_another_path_is_another_boot_so_that_its_blocks_are_f
     assert process_boot_id(moved) == process_boot_id(first) == first
     said.started_at = 200.0
     assert (await engine.report()).engine_boot_id not in {first, moved}
+
+
+async def test_an_engine_that_was_slow_to_tell_its_configuration_is_asked_again() -> None:
+    said = EngineAnswers()
+    said.config = {"vllm_config": {"kv_transfer_config": {"kv_connector": "ExampleConnector"}}}
+    said.sources = {"0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}}
+    for slow in (SERVER_INFO, "/kv_event_sources"):
+        engine, said.silent = boots(said), {slow}
+        first = await engine.report()
+        said.silent = set()
+        second = await engine.report()
+        assert (first.lora.refusal, first.transport.kv_events) != (second.lora.refusal, second.transport.kv_events)
+        assert "ExampleConnector" in second.lora.refusal
+        assert second.transport.kv_events == ("tcp://10.0.0.7:5557",)
+        said.silent = {SERVER_INFO, "/kv_event_sources"}  # once a start is enough
+        third = await engine.report()
+        assert (third.lora.refusal, third.transport) == (second.lora.refusal, second.transport)
 
 
 async def test_an_engine_that_does_not_say_when_it_started_may_have_started_again() -> None:
