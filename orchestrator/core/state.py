@@ -318,6 +318,10 @@ class ObservedFleet:
     memory: PassMemory = field(default_factory=PassMemory)
     """`DesiredPlacement.memory` of the last pass"""
 
+    def makes_room(self, copy: Pair) -> bool:
+        """Whether a load has taken the slot of this copy (lora_id, worker_id): the copy leaves, now or once drained."""
+        return copy in self.loading_victims or copy in self.reserve_victims
+
     def current_failure(self, lora_id: str, worker_id: str, now: float) -> AdapterFailure | None:
         """The adapter's failure that blocks loads on the worker now, or None. Worker_id "" means every worker."""
         for where in (worker_id, ""):

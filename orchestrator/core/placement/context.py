@@ -145,11 +145,7 @@ class PlacementContext:
         if held is None or held.state != "ready":
             return False
         pair = lora_id, worker_id
-        return (
-            pair not in self.observed.reserve_victims
-            and pair not in self.observed.loading_victims
-            and pair not in self.leaving
-        )
+        return not self.observed.makes_room(pair) and pair not in self.leaving
 
     def min_replicas(self, adapter: RegisteredAdapter) -> int:
         """The adapter's own minimum of replicas, else the policy's."""

@@ -87,7 +87,7 @@ def _may_leave(context: PlacementContext, lora_id: str, worker: ObservedWorker) 
         return False
     if pair in context.leaving or pair in context.demand.in_use or lora_id in context.victims[worker.id]:
         return False
-    if pair in context.observed.loading_victims or pair in context.observed.reserve_victims:
+    if context.observed.makes_room(pair):
         return False
     is_old = context.now - held.since >= context.policy.min_residency_s
     return held.state == "draining" or (held.state == "ready" and is_old)

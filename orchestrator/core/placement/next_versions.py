@@ -41,9 +41,7 @@ def _is_idle(context: PlacementContext, held: ReportedAdapter, worker: ObservedW
     known, pair = context.intent.adapters.get(held.lora_id), (held.lora_id, worker.id)
     if known is None or known.pinned or known.is_deleting or held.state not in ("ready", "draining"):
         return False
-    if pair in context.observed.loading_victims or pair in context.observed.reserve_victims:
-        return False
-    if is_in_use(context, held, worker):
+    if context.observed.makes_room(pair) or is_in_use(context, held, worker):
         return False
     needed = max(context.replica_floor(known), context.targets.get(held.lora_id, 0))
     return context.staying_copies(*pair) >= needed and context.current_failure(*pair) is None
