@@ -100,9 +100,14 @@ class WriteScript:
         await self._patched(f"applied-{number}", f"applied/v{number}", tenant, is_sole=False)
 
     async def _patched(self, name, lora_id, tenant, *, is_sole):
-        """`is_sole`: nobody else edits it. What is being deleted goes with the change."""
+        """`is_sole`: nobody else edits it. What is being deleted goes with the change.
+
+        A delete that was answered with an error may go on, as another object's failed write ends all answers.
+        """
         before = self.expected.get(name, {None})
-        after = before if before == {None} else {tenant} if is_sole else before | {tenant}
+        known = self.instance.store.adapters.get(lora_id)
+        goes = {None} if known is not None and known.is_deleting else set()
+        after = before if before == {None} else {tenant} | goes if is_sole else before | {tenant}
         await self._over_rest(
             name, after, lambda registry: registry.patch_adapter(lora_id, AdapterPatch(tenants=(tenant,)))
         )
