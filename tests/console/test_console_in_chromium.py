@@ -168,7 +168,7 @@ async def test_pages_are_reached_and_sorted_by_keyboard(scene, browser):
     async with opened(browser, scene.orchestrator, key=OPERATOR) as page:
         await visit(page, "")
         await page.keyboard.press("Tab")
-        assert await page.evaluate("document.activeElement.className") == "skip"
+        await page.wait_for_selector(".skip:focus")
         for _ in range(3):
             await page.keyboard.press("Tab")
         await page.keyboard.press("Enter")
