@@ -133,7 +133,7 @@ def test_rows_of_one_batch_are_bounded_and_lose_no_request():
 
 
 def test_counting_a_request_takes_few_calls():
-    log, calls = TrafficLog(), 0
+    log, calls, counts = TrafficLog(), 0, []
     ended = EndedRequest(adapter="sql/v1", first_token_s=0.2, whole_s=1.0, prompt_tokens=9, cached_tokens=3)
     log.record_end(ended, 0.0)
 
@@ -141,11 +141,14 @@ def test_counting_a_request_takes_few_calls():
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    sys.setprofile(count)
-    log.record_end(ended, 0.1)
-    sys.setprofile(None)
+    for _ in range(5):  # a garbage collection has calls of its own, now and then
+        calls = 0
+        sys.setprofile(count)
+        log.record_end(ended, 0.1)
+        sys.setprofile(None)
+        counts.append(calls)
     # record_end, add, and for each of two durations a bucket (itself, log2, ceil, min) and a look-up.
-    assert calls <= 16
+    assert min(counts) <= 16
 
 
 async def test_a_report_that_does_not_arrive_is_repeated():

@@ -60,7 +60,8 @@ async def test_loads_and_unloads_answer_in_words_and_the_list_has_the_engines_sl
         assert [lora["engine_name"] for lora in listed["loaded_loras"]] == [name]
         assert listed["data"] == listed["loaded_loras"]
         lora = (await metadata_of(client)).lora
-        assert listed["capacity"] == lora.capacity.model_dump()
+        changing = {"disk_free_bytes"}  # others write to the disk, too
+        assert listed["capacity"].items() >= lora.capacity.model_dump(exclude=changing).items()
         assert listed["capacity"]["max_loras"] == lora.max_loras > 0
         assert listed["capacity"]["available_slots"] == empty["capacity"]["available_slots"] - 1
         gone = (await post(client, "unload_lora", lora_id="sql-expert/v1")).json()
