@@ -112,10 +112,14 @@ class CacheFolder:
     # --- leases --------------------------------------------------------------------------------------------------
 
     def claim(self, digest: str) -> bool:
-        """Take or renew this agent's lease on an adapter, so that no agent deletes it; False if it is not installed.
+        """Take this agent's lease on an adapter, so that no agent deletes it; False if it is not installed.
 
-        A lease that cannot be written is only logged.
+        The adapter is no longer dropped: somebody loads it again. A lease that cannot be written is only logged.
         """
+        return self._lease(digest, is_renewal=False)
+
+    def _lease(self, digest: str, *, is_renewal: bool) -> bool:
+        """As `claim`. A renewal leaves an adapter dropped: its copy is loaded still, and goes."""
         with self._locked():
             try:
                 leases.renew(
@@ -124,7 +128,8 @@ class CacheFolder:
                     engine_url=self.engine_url,
                     engine_outlives_s=self._engine_outlives_s,
                 )
-                (self.path(digest) / _DROPPED).unlink(missing_ok=True)
+                if not is_renewal:
+                    (self.path(digest) / _DROPPED).unlink(missing_ok=True)
             except FileNotFoundError:
                 return False
             except OSError as exc:  # the disk is full, or the folder is another user's: it can still be read
@@ -135,7 +140,7 @@ class CacheFolder:
     def renew_leases(self, wanted: Iterable[str]) -> list[str]:
         """Renew the leases on wanted adapters and drop others after the grace; returns wanted digests not installed."""
         names = frozenset(wanted)
-        missing = [digest for digest in sorted(names) if not self.claim(digest)]
+        missing = [digest for digest in sorted(names) if not self._lease(digest, is_renewal=True)]
         now = self._now()
         for lease in self.folder.glob(f"*/{leases.USERS}/{self._agent_id}"):
             with contextlib.suppress(OSError):
