@@ -597,14 +597,12 @@ def test_a_kept_adapter_is_never_deleted_for_room_and_a_released_one_is(tmp_path
 
 
 def test_an_adapter_dropped_while_it_is_loaded_goes_with_its_copy_and_one_loaded_again_stays(tmp_path):
-    mine = disk(tmp_path)
+    mine = disk(tmp_path, grace_s=0.0)
     for name in ("going", "back"):
         install(mine, name)
         mine.release(name, is_dropped=True)
     assert mine.renew_leases(["going", "back"]) == []  # a sweep, while both copies still drain
     assert mine.claim("back")
-    for name in ("going", "back"):
-        set_age(mine.path(name), 1000.0)
     assert mine.delete_dropped(frozenset({"going"})) == []
     assert mine.delete_dropped(NOBODY) == ["going"]
     assert mine.path("back").is_dir()
