@@ -136,10 +136,11 @@ class AgentlessEngine:
 
         Otherwise an engine that was slow once would get no adapters, or have its cache estimated, until it restarts.
         """
-        with suppress(OSError):
-            if not self._is_kv_asked:
+        if not self._is_kv_asked:
+            with suppress(OSError):
                 self._kv, self._is_kv_asked = await self._event_transport(), True
-            if not self._is_connector_asked:
+        if not self._is_connector_asked:
+            with suppress(OSError):
                 self._connector, self._is_connector_asked = await self._transfer_config(), True
 
     def _connector_verdict(self, metrics: EngineMetrics) -> ConnectorVerdict:

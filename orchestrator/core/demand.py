@@ -154,7 +154,8 @@ class _OpenWant:
 class DemandBook:
     """Routers' usage reports and open requests for replicas. One writer: the event loop.
 
-    keep_asked_s  how long the time of an adapter's last request is remembered: at least the longest `ttl_s`
+    keep_asked_s  how long the time of an adapter's last request is remembered: at least the longest `ttl_s`, and
+                  the time after which a published name is idle
     """
 
     def __init__(self, window_s: float = WINDOW_S) -> None:

@@ -5,6 +5,7 @@ All times are seconds of the monotonic clock of the process that took the snapsh
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from lorafleet.identity import lora_id_of
@@ -406,6 +407,15 @@ class DemandSnapshot:
     in_use: frozenset[Pair] = frozenset()
     wants: Mapping[str, WantedReplicas] = field(default_factory=dict)
     last_load_at: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def hears_every_router(self) -> bool:
+        """Whether routers report, and none may be unheard: only then does silence mean that nobody asks."""
+        return not self.is_blind and not self.has_unheard_routers
+
+    def asked_at(self, lora_id: str) -> float:
+        """When the adapter was asked for last, as far as routers have reported; -inf for never."""
+        return max(self.last_asked_at.get(lora_id, -inf), self.last_request_at.get(lora_id, -inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

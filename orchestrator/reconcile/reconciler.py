@@ -414,7 +414,7 @@ class Reconciler:
             return DesiredPlacement(), observed, [], {}
         self.demand.window_s = self.store.rules.demand_window_s
         intent = self.wanted_intent(self.store.intent, observed)
-        self.demand.keep_asked_s = longest_ttl_s(intent, self.store.rules)
+        self.demand.keep_asked_s = max(longest_ttl_s(intent, self.store.rules), self.store.rules.scale_down_after_s)
         self.demand.follow_names(current_versions(self.store.published, self.store.aliases))
         demand = self.demand.snapshot(now)
         desired = place(intent, observed, demand, self.store.rules, now)
@@ -434,16 +434,21 @@ class Reconciler:
 
     def wanted_intent(self, stored: Intent, observed: ObservedFleet) -> Intent:
         """The stored intent with the replicas that rollouts and published names need."""
+        intent = self.rollouts.with_replica_floors(stored)
+        if not self.store.published:
+            return intent
+        demand = self.demand.snapshot(self._clock())
+        asked = self.retention.last_asked_at(demand)
         return with_published_floors(
-            self.rollouts.with_replica_floors(stored),
+            intent,
             self.store.published,
             self.store.aliases,
             observed.workers.values(),
             most_replicas=self.store.rules.max_replicas,
             reserve_slots=self.store.rules.reserve_slots,
-            last_asked_at=self.retention.last_asked_at(),
+            last_asked_at=asked,
             awaited=self.retention.awaited,
-            idle=self.retention.idle_names(),
+            idle=self.retention.idle_names(demand, asked),
         )
 
     def _drain_results(self, observed: ObservedFleet) -> dict[Pair, bool]:

@@ -6,6 +6,7 @@ A pass retires them, so a trainer that died leaves nothing behind.
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from math import inf
 
 import structlog
 
@@ -55,33 +56,26 @@ class VersionRetention:
         """Note the begin of a term: a new leader knows nothing of requests before it."""
         self._term_began_at = self._clock()
 
-    def last_asked_at(self) -> Mapping[str, float]:
+    def last_asked_at(self, demand: DemandSnapshot) -> Mapping[str, float]:
         """Published name -> Unix time of the last request for one of its versions, as far as routers have reported."""
-        if not self._store.published:
-            return {}
-        snapshot = self._demand.snapshot(self._clock())
-        return {name: at for name, record in self._store.published.items() if (at := self._asked_at(record, snapshot))}
+        return {name: at for name, record in self._store.published.items() if (at := self._asked_at(record, demand))}
 
-    def idle_names(self) -> frozenset[str]:
-        """Published names that nobody has used in the policy's `scale_down_after_s`; none where that is not known."""
+    def idle_names(self, demand: DemandSnapshot, asked: Mapping[str, float]) -> frozenset[str]:
+        """Published names that nobody has used in the policy's `scale_down_after_s`; none where that is not known.
+
+        asked  `last_asked_at` of the same demand
+        """
         after_s = self._store.rules.scale_down_after_s
-        if not self._store.published or self._clock() - self._term_began_at < after_s:
+        if not demand.hears_every_router or self._clock() - self._term_began_at < after_s:
             return frozenset()
-        demand = self._demand.snapshot(self._clock())
-        if demand.is_blind or demand.has_unheard_routers:
-            return frozenset()
-        since = self._wall() - after_s
-        return frozenset(
-            name
-            for name, record in self._store.published.items()
-            if last_used_at(record, self._asked_at(record, demand)) < since
-        )
+        since, names = self._wall() - after_s, self._store.published
+        return frozenset(name for name, record in names.items() if last_used_at(record, asked.get(name)) < since)
 
     def _asked_at(self, record: PublishedName, demand: DemandSnapshot) -> float:
         """Unix time of the last request for a version of the name; 0.0 if none is known."""
         ids = [version.lora_id for version in record.versions]
-        times = [at for lora_id in ids if (at := demand.last_request_at.get(lora_id)) is not None]
-        return self._wall() - (self._clock() - max(times)) if times else 0.0
+        at = max(map(demand.asked_at, ids), default=-inf)
+        return 0.0 if at == -inf else self._wall() - (self._clock() - at)
 
     def targeted_ids(self) -> frozenset[str]:
         """lora_ids that an alias points at, or is about to, or that a rollout leads from or to."""
@@ -103,9 +97,9 @@ class VersionRetention:
         """Mark retired versions as to be deleted, and delete unused names; returns the number of versions marked."""
         if not self._store.published:
             return 0
-        asked, targeted, busy = self.last_asked_at(), self.targeted_ids(), self.busy_ids()
-        is_listening = self._clock() - self._term_began_at >= _LISTEN_S
-        is_listening &= not self._demand.snapshot(self._clock()).has_unheard_routers
+        demand = self._demand.snapshot(self._clock())
+        asked, targeted, busy = self.last_asked_at(demand), self.targeted_ids(), self.busy_ids()
+        is_listening = self._clock() - self._term_began_at >= _LISTEN_S and not demand.has_unheard_routers
         gone = 0
         for record in list(self._store.published.values()):
             current = self._with_use(record, asked.get(record.name))

@@ -14,7 +14,7 @@ from orchestrator.core.demand import AdapterUsage
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.metrics import OTHER, BoundedLabels, OrchestratorMetrics
 from tests.orchestrator.doubles import FakeAgent, digest_of
-from tests.patience import SLOWNESS
+from tests.patience import slowness_now
 from workers.wire import Metadata
 
 
@@ -158,12 +158,12 @@ async def large(tmp_path):
 
 
 @pytest.mark.slow
-async def test_a_pass_over_200_workers_takes_under_a_cpu_second(large):
+async def test_a_pass_over_200_workers_takes_under_half_a_cpu_second(large):
     large.run_pass()  # the first one also makes every entry of the catalog
     took = []
     for _ in range(3):
         began = time.process_time()
         assert large.run_pass() == []
         took.append(time.process_time() - began)
-    # Half as long on the machine where it was measured; a machine may be slow only later than at the start.
-    assert min(took) < 1.0 * SLOWNESS
+    # Of the machine as it is now: one that was quick when the tests began may be slow by now.
+    assert min(took) < 0.5 * slowness_now(time.process_time)

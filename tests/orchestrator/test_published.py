@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from lorafleet.cli.keys import KeyNaming, add_key
+from lorafleet.identity import engine_name
 from tests.orchestrator.doubles import digest_of
 
 
@@ -330,6 +331,26 @@ async def test_names_that_nobody_uses_any_more_refuse_nobody_a_slot(fleet, clock
     assert "nothing there may be evicted" in await asked_for()
     clock.now += 300
     assert await asked_for() is None
+
+
+async def test_a_name_is_in_use_for_as_long_as_the_policy_says_after_its_last_request(fleet, clock):
+    assert (await publish(fleet)).is_success
+    await fleet.http.patch("/v1/policy", json={"scale_down_after_s": 7200})
+
+    async def is_idle(report, *uses):
+        await fleet.usage(1, *uses, seq=report)
+        await fleet.turn()
+        demand, retention = fleet.reconciler.demand.snapshot(clock.now), fleet.reconciler.retention
+        return "policy" in retention.idle_names(demand, retention.last_asked_at(demand))
+
+    clock.now += 7300
+    asked = {"worker_id": "w0", "engine_name": engine_name("policy/v1", digest_of("/run/step-1"))}
+    asked |= {"requests": 1, "in_flight": 0, "last_dispatch_age_s": 0.0}
+    assert not await is_idle(1, asked)
+    clock.now += 7100  # routers' counts are kept for an hour
+    assert not await is_idle(2)
+    clock.now += 200
+    assert await is_idle(3)
 
 
 async def test_published_names_are_listed_with_their_versions(fleet):

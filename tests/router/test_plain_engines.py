@@ -354,6 +354,7 @@ async def test_an_engine_that_was_slow_to_tell_its_configuration_is_asked_again(
         engine, said.silent = boots(said), {slow}
         first = await engine.report()
         said.silent = set()
+        assert ("ExampleConnector" in first.lora.refusal) == (slow != SERVER_INFO)  # each is asked by itself
         second = await engine.report()
         assert (first.lora.refusal, first.transport.kv_events) != (second.lora.refusal, second.transport.kv_events)
         assert "ExampleConnector" in second.lora.refusal

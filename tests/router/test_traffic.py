@@ -133,7 +133,7 @@ def test_rows_of_one_batch_are_bounded_and_lose_no_request():
 
 
 def test_counting_a_request_takes_few_calls():
-    log, calls, counts = TrafficLog(), 0, []
+    log, counts = TrafficLog(), []
     ended = EndedRequest(adapter="sql/v1", first_token_s=0.2, whole_s=1.0, prompt_tokens=9, cached_tokens=3)
     log.record_end(ended, 0.0)
 

@@ -7,7 +7,6 @@ expires. A copy's own clock begins when it is ready, so that a load that no requ
 """
 
 from collections.abc import Iterable, Mapping
-from math import inf
 
 from orchestrator.core.placement.context import PlacementContext, is_placeable
 from orchestrator.core.state import Intent, ObservedWorker, PlacementPolicy, PlannedRemoval, RegisteredAdapter
@@ -28,12 +27,9 @@ def last_asked_at(context: PlacementContext) -> Mapping[str, float]:
 
     -inf where nobody has asked yet, as far as is known.
     """
-    adapters, demand = context.intent.adapters, context.demand
+    adapters = context.intent.adapters
     timed = {lora_id for lora_id in context.holders if ttl_s(adapters[lora_id], context.policy) > 0}
-    found = {
-        lora_id: max(demand.last_asked_at.get(lora_id, -inf), demand.last_request_at.get(lora_id, -inf))
-        for lora_id in timed
-    }
+    found = {lora_id: context.demand.asked_at(lora_id) for lora_id in timed}
     for worker in context.workers if timed else ():
         for lora_id in timed & worker.adapters.keys():
             used_at = worker.adapters[lora_id].last_used_at
@@ -50,7 +46,7 @@ def expired_removals(context: PlacementContext, moving: Iterable[str]) -> Iterab
 
     moving  adapters with a move in progress, which stay
     """
-    if context.demand.is_blind or context.demand.has_unheard_routers:
+    if not context.demand.hears_every_router:
         return
     asked, skipped, taken = last_asked_at(context), set(moving), set[str]()
     candidates = [

@@ -147,10 +147,9 @@ def _is_asked_for(context: PlacementContext, lora_id: str) -> bool:
     A copy that came for a minimum, say, may be one that nobody asks for. A publish must not wait until that is older.
     """
     demand = context.demand
-    if demand.is_blind or demand.has_unheard_routers or lora_id in demand.wants:
+    if not demand.hears_every_router or lora_id in demand.wants:
         return True
-    asked_at = max(demand.last_asked_at.get(lora_id, -inf), demand.last_request_at.get(lora_id, -inf))
-    return context.now - asked_at < context.policy.demand_window_s
+    return context.now - demand.asked_at(lora_id) < context.policy.demand_window_s
 
 
 def _is_needed_first(
