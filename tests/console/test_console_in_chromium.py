@@ -180,6 +180,19 @@ async def test_pages_are_reached_and_sorted_by_keyboard(scene, browser):
         assert outline == "solid"
 
 
+async def test_the_menu_of_a_narrow_screen_shows_the_present_page(scene, browser):
+    async with opened(browser, scene.orchestrator, key=OPERATOR, size="narrow") as page:
+        await visit(page, "/policy")
+        left, right, width = await page.evaluate(
+            """() => {
+              const link = document.querySelector(".side [aria-current]"), menu = link.closest("ul");
+              const [inner, outer] = [link, menu].map((node) => node.getBoundingClientRect());
+              return [inner.left - outer.left, inner.right - outer.left, outer.width];
+            }"""
+        )
+        assert 0 <= left < right <= width + 1
+
+
 async def test_what_happens_shows_without_a_reload(scene, browser):
     async with opened(browser, scene.orchestrator, key=OPERATOR) as page:
         await visit(page, "/workers")

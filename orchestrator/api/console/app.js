@@ -43,10 +43,20 @@ function page(path) {
   }
 }
 
+// Not by scrollIntoView: after that Chromium 150 begins with Tab at the link, past the one that skips the menu.
+function scrollInto(box, node) {
+  const outer = box.getBoundingClientRect(), inner = node.getBoundingClientRect();
+  box.scrollLeft += Math.min(0, inner.left - outer.left) + Math.max(0, inner.right - outer.right);
+  box.scrollTop += Math.min(0, inner.top - outer.top) + Math.max(0, inner.bottom - outer.bottom);
+}
+
 function Side({ path }) {
   const fleet = useStore(now), trouble = useStore(problem), mine = useStore(me), notes = useStore(keyNotes);
-  // On a narrow screen the menu scrolls sideways: the present page is in sight.
-  useEffect(() => document.querySelector(".side [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" }), [path, mine]);
+  // On a narrow screen the menu scrolls sideways, on a low one downwards: the present page is in sight.
+  useEffect(() => {
+    const link = document.querySelector(".side [aria-current]");
+    if (link) for (const box of [link.closest("ul"), link.closest(".side")]) scrollInto(box, link);
+  }, [path, mine]);
   const workers = fleet ? Object.values(fleet.workers).reduce((sum, count) => sum + count, 0) : null;
   const lost = fleet ? (fleet.workers.lost || 0) + (fleet.workers.unmanaged || 0) : 0;
   const waiting = fleet ? sum(fleet.waiting) + sum(fleet.held) : 0;
