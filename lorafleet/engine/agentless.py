@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from math import inf
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from lorafleet.engine.rates import COUNTERS, EngineCounters, EngineRates
 from lorafleet.identity import lora_id_of
 from lorafleet.kv.connectors import ConnectorVerdict, EngineSalt, apply_setting, verdict_of_running_engine
 from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
+from lorafleet.service.loops import backoff_s
 from lorafleet.service.urls import is_http, without_secrets
 from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
 
@@ -30,6 +32,8 @@ Get = Callable[[str], Awaitable[bytes]]
 _MAX_NUM_SEQS = 256
 # Errors of parsing answers in an unexpected form.
 _PARSE_ERRORS = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+_FIRST_RETRY_S, _MOST_RETRY_S = 1.0, 300.0
+"""Pauses between questions about its configuration that an engine does not answer, each of which delays a report."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
 
@@ -69,6 +73,7 @@ class AgentlessEngine:
         self._salt: EngineSalt = salt
         self._connector: Mapping[str, Any] | None = None
         self._is_connector_asked = self._is_kv_asked = False
+        self._unanswered, self._ask_again_at = 0, -inf
         self._clock = clock
         self._load = EngineLoad()
         self._started_at: float | None = None
@@ -125,6 +130,7 @@ class AgentlessEngine:
             self._load, self._paths, self._path_changes = EngineLoad(), {}, 0
             self._kv, self._connector = Transport(engine_url=self.url), None
             self._is_kv_asked = self._is_connector_asked = False
+            self._unanswered, self._ask_again_at = 0, -inf
             self._started_at = metrics.started_at
         await self._ask_for_configuration()
         self._path_changes += any(self._paths.get(name, path) != path for name, path in paths.items())
@@ -132,16 +138,21 @@ class AgentlessEngine:
         self._paths = {**self._paths, **paths}
 
     async def _ask_for_configuration(self) -> None:
-        """Ask for the event sockets and the KV connector, once a start. No answer in time: the next report asks again.
+        """Ask for the event sockets and the KV connector, once a start. No answer in time: a later report asks again.
 
         Otherwise an engine that was slow once would get no adapters, or have its cache estimated, until it restarts.
         """
+        if self._clock() < self._ask_again_at:
+            return
         if not self._is_kv_asked:
             with suppress(OSError):
                 self._kv, self._is_kv_asked = await self._event_transport(), True
         if not self._is_connector_asked:
             with suppress(OSError):
                 self._connector, self._is_connector_asked = await self._transfer_config(), True
+        if not (self._is_kv_asked and self._is_connector_asked):
+            self._unanswered += 1
+            self._ask_again_at = self._clock() + backoff_s(self._unanswered, _FIRST_RETRY_S, _MOST_RETRY_S)
 
     def _connector_verdict(self, metrics: EngineMetrics) -> ConnectorVerdict:
         """The verdict on the engine's KV connector, after the operator's setting."""

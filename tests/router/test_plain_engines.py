@@ -2,7 +2,8 @@
 
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -304,9 +305,11 @@ class EngineAnswers:
         self.models: bytes | None = None
         self.config: object = None
         self.silent: set[str] = set()
+        self.unanswered = 0
 
     async def __call__(self, path: str) -> bytes:
         if path in self.silent:
+            self.unanswered += 1
             raise EngineLost("no_answer", f"GET {path}: timed out")
         if path == "/metrics":
             page = f"process_start_time_seconds {self.started_at}\n"
@@ -327,8 +330,8 @@ class EngineAnswers:
         raise StatusRefused(f"GET {path}: 404", 404)
 
 
-def boots(said: EngineAnswers) -> AgentlessEngine:
-    return AgentlessEngine("e0", "http://10.0.0.7:8100/", said)
+def boots(said: EngineAnswers, clock: Callable[[], float] = time.monotonic) -> AgentlessEngine:
+    return AgentlessEngine("e0", "http://10.0.0.7:8100/", said, clock=clock)
 
 
 async def test_a_name_with_another_path_is_another_boot_so_that_its_blocks_are_forgotten() -> None:
@@ -350,9 +353,11 @@ async def test_an_engine_that_was_slow_to_tell_its_configuration_is_asked_again(
     said = EngineAnswers()
     said.config = {"vllm_config": {"kv_transfer_config": {"kv_connector": "ExampleConnector"}}}
     said.sources = {"0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}}
+    now = 1000.0
     for slow in (SERVER_INFO, "/kv_event_sources"):
-        engine, said.silent = boots(said), {slow}
+        engine, said.silent = boots(said, lambda: now), {slow}
         first = await engine.report()
+        now += 1  # an engine that never answers is not asked at each report, which would be late
         said.silent = set()
         assert ("ExampleConnector" in first.lora.refusal) == (slow != SERVER_INFO)  # each is asked by itself
         second = await engine.report()
@@ -362,6 +367,16 @@ async def test_an_engine_that_was_slow_to_tell_its_configuration_is_asked_again(
         said.silent = {SERVER_INFO, "/kv_event_sources"}  # once a start is enough
         third = await engine.report()
         assert (third.lora.refusal, third.transport) == (second.lora.refusal, second.transport)
+
+
+async def test_an_engine_that_never_tells_its_configuration_is_asked_ever_more_seldom() -> None:
+    said, now = EngineAnswers(), 0.0
+    said.silent = {SERVER_INFO}
+    engine = boots(said, lambda: now)
+    for _ in range(3600):
+        await engine.report()
+        now += 1
+    assert 12 <= said.unanswered <= 40  # doubling from 1 s to 5 minutes, with jitter
 
 
 async def test_an_engine_that_does_not_say_when_it_started_may_have_started_again() -> None:
