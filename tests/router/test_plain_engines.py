@@ -349,24 +349,23 @@ async def test_a_name_with_another_path_is_another_boot_so_that_its_blocks_are_f
     assert (await engine.report()).engine_boot_id not in {first, moved}
 
 
-async def test_an_engine_that_was_slow_to_tell_its_configuration_is_asked_again() -> None:
-    said = EngineAnswers()
+@pytest.mark.parametrize("slow", [SERVER_INFO, "/kv_event_sources"])
+async def test_an_engine_that_was_slow_to_tell_its_configuration_is_asked_again(slow: str) -> None:
+    said, now = EngineAnswers(), 1000.0
     said.config = {"vllm_config": {"kv_transfer_config": {"kv_connector": "ExampleConnector"}}}
     said.sources = {"0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}}
-    now = 1000.0
-    for slow in (SERVER_INFO, "/kv_event_sources"):
-        engine, said.silent = boots(said, lambda: now), {slow}
-        first = await engine.report()
-        now += 1  # an engine that never answers is not asked at each report, which would be late
-        said.silent = set()
-        assert ("ExampleConnector" in first.lora.refusal) == (slow != SERVER_INFO)  # each is asked by itself
-        second = await engine.report()
-        assert (first.lora.refusal, first.transport.kv_events) != (second.lora.refusal, second.transport.kv_events)
-        assert "ExampleConnector" in second.lora.refusal
-        assert second.transport.kv_events == ("tcp://10.0.0.7:5557",)
-        said.silent = {SERVER_INFO, "/kv_event_sources"}  # once a start is enough
-        third = await engine.report()
-        assert (third.lora.refusal, third.transport) == (second.lora.refusal, second.transport)
+    engine, said.silent = boots(said, lambda: now), {slow}
+    first = await engine.report()
+    now += 1  # an engine that never answers is not asked at each report, which would be late
+    said.silent = set()
+    assert ("ExampleConnector" in first.lora.refusal) == (slow != SERVER_INFO)  # each is asked by itself
+    second = await engine.report()
+    assert (first.lora.refusal, first.transport.kv_events) != (second.lora.refusal, second.transport.kv_events)
+    assert "ExampleConnector" in second.lora.refusal
+    assert second.transport.kv_events == ("tcp://10.0.0.7:5557",)
+    said.silent = {SERVER_INFO, "/kv_event_sources"}  # once a start is enough
+    third = await engine.report()
+    assert (third.lora.refusal, third.transport) == (second.lora.refusal, second.transport)
 
 
 async def test_an_engine_that_never_tells_its_configuration_is_asked_ever_more_seldom() -> None:
