@@ -17,7 +17,7 @@ import certifi
 import pytest
 from hypothesis import settings
 
-from tests.patience import SLOWNESS
+from tests.patience import SLOWNESS, patience
 from tests.progress import Progress
 from tests.properties import THOROUGH
 
@@ -56,7 +56,7 @@ def _trust_few() -> Any:
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests take longer on a slow machine, and choose the seed of a thorough run, so that it can be printed."""
     config.stash[_FEW_CERTIFICATES] = _trust_few()
-    os.environ.setdefault("PYTEST_TIMEOUT", str(float(config.getini("timeout")) * SLOWNESS))
+    os.environ.setdefault("PYTEST_TIMEOUT", str(patience(float(config.getini("timeout")))))
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         # Under nohup. An ignored signal would be ignored in every process that a test starts; a handled one is not.
         signal.signal(signal.SIGHUP, lambda *_: None)
@@ -117,7 +117,13 @@ def _is_all_on_vllm(path: str) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the groups that take longest."""
+    """Begin with the groups that take longest, and let tests with a timeout of their own be as patient as the others.
+
+    The first test that uses a shared engine also waits for its start, which alone may take `patience(120)`.
+    """
+    for item in items:
+        if mark := item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(patience(*mark.args)), append=False)
 
     def rank(item: pytest.Item) -> int:
         if item.get_closest_marker("vllm"):

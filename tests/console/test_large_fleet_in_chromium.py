@@ -10,7 +10,7 @@ from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import patience
 from tests.serving import serving
 
-pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.thorough, pytest.mark.slow]
 _ADAPTERS, _WORKERS = 1000, 100
 # On a quiet machine the longest is about 0.1 s; a person takes 0.2 s for a pause.
 _LONGEST_S = 0.2

@@ -41,7 +41,6 @@ def answer(bench: EngineUnderTest, model: str) -> tuple[str, int]:
     return message["choices"][0]["text"], message["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.timeout(180)
 async def test_new_bytes_of_a_lora_id_never_reuse_the_old_kv_cache(empty, model_dir, tmp_path):
     old, new = (
         make_adapter(tmp_path / name, name, section=section) for name, section in (("o", "sql"), ("n", "legal"))
@@ -90,7 +89,6 @@ def ledger_hashes(name: str) -> set[int]:
     return set(block_hashes(PROMPT, block_size=32, root=root_hash("tiny-qwen", name)))
 
 
-@pytest.mark.timeout(180)
 async def test_engine_state_folder_and_disk_agree_after_ten_operations_with_agent_kills(
     empty: EngineUnderTest, tmp_path: Path
 ) -> None:

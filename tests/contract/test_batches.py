@@ -27,7 +27,7 @@ from tests.engines import Kind, RunningEngine, start_engine
 from tests.patience import patience
 from tests.serving import client_of, serving
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 
 BASE = "tiny-qwen"
 MANY = 120

@@ -17,7 +17,7 @@ from tests.patience import patience
 from tests.workers.changed_adapters import adapter_of_zeros, adapter_with
 from tests.workers.running import RunningWorker, code, metadata_of, post
 
-pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 BASE = "tiny-qwen"
 

@@ -27,7 +27,7 @@ from tests.contract.surface import (
 from tests.engines import Kind, RunningEngine, start_engine
 from tests.router.doubles import BASE, DIGEST
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 TRAINERS_NAME = "m:eval@3"

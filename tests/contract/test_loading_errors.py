@@ -36,7 +36,6 @@ def empty(bench: EngineUnderTest) -> Iterator[EngineUnderTest]:
     unload_all(bench.client)
 
 
-@pytest.mark.timeout(180)
 async def test_agent_refuses_with_its_code_what_the_engine_refuses_or_serves_wrongly(empty, model_dir, tmp_path):
     folders = {case.name: case.write(tmp_path / "broken") for case in CASES}
     make_adapter(tmp_path / "good", "fine/v1")
@@ -58,7 +57,6 @@ async def test_agent_refuses_with_its_code_what_the_engine_refuses_or_serves_wro
     assert [card["id"] for card in empty.client.get("/v1/models").json()["data"] if card.get("parent")]
 
 
-@pytest.mark.timeout(180)
 async def test_load_without_a_free_slot_is_refused_before_the_engine_drops_another_adapter(
     empty, model_dir, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from tests.properties import examples
 from tests.router.doubles import BASE
 from tests.serving import serving
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 
 MODES = [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "L"), ("PNG", "LA"), ("PNG", "P"), ("PNG", "1"), ("PNG", "I;16")]
 MODES += [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK")]
@@ -68,7 +68,9 @@ def chat(*pictures: bytes, text: str = "What is this?") -> dict[str, Any]:
 def vlm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DirectEngine, Path]]:
     """A running vLLM with a tiny model that takes pictures, and the model's folder."""
     folder = tmp_path_factory.mktemp("tiny-vlm")
-    subprocess.run([sys.executable, "-P", "-m", "tests.contract.tiny_vlm", str(folder)], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-P", "-m", "tests.contract.tiny_vlm", str(folder)], check=True, timeout=patience(300)
+    )
     engine = start_engine("vllm", folder, served_model_name=BASE)
     try:
         with httpx.Client(base_url=engine.url, timeout=120) as client:

@@ -55,7 +55,7 @@ from tests.properties import sample
 from tests.router.doubles import BASE
 from workers.wire import Load
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 
 ROWS = [route for route in ROUTES.values() if route.has_body and route.path not in {*POOLING, *NOT_SERVED}]
 STREAMED = [route for route in ROUTES.values() if route.streams]

@@ -24,7 +24,7 @@ from tests.engines import start_engine
 from tests.patience import until
 from tests.router.doubles import BASE
 
-pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 by_row = pytest.mark.parametrize("route", [ROUTES["POST", path] for path in POOLING], ids=lambda route: route.path)
 

@@ -15,7 +15,7 @@ from tests.engines import Kind, RunningEngine
 from tests.patience import patience
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 
 def benchmark_command(**given: str) -> list[str]:

@@ -15,6 +15,7 @@ import httpx
 
 from router.request.engine_body import dialect_of
 from tests.e2e.fleets import RunningFleet, chat, until
+from tests.patience import patience
 
 SQL, PYTHON, COLD = "sql-expert/v1", "python-expert/v1", "cold/v1"
 BLOCK = 32
@@ -230,4 +231,4 @@ def cli(fleet: RunningFleet, *args: str, token: str = "") -> "subprocess.Complet
     """`lorafleet ARGS` to this fleet."""
     where = ["--router-url", fleet.router, "--orchestrator-url", fleet.orchestrator, "--token", token]
     command = [sys.executable, "-P", "-m", "lorafleet", *where, *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)

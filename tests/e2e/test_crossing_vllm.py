@@ -19,7 +19,7 @@ from tests.serving import serving
 from tests.workers.running import RunningWorker, code, post
 from workers.wire import Metadata
 
-pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 BASE = "tiny-qwen"
 LONG = "The quick brown fox jumps over the lazy dog, again and again and again. " * 20

@@ -44,7 +44,7 @@ class Heads:
 @contextlib.contextmanager
 def heads(kind: str, folder: Path, count: int) -> Iterator[Heads]:
     command = [sys.executable, "-P", "-m", "tests.contract.tiny_heads", kind, str(folder), str(count)]
-    subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, timeout=patience(600), stdout=subprocess.DEVNULL)
     expected = json.loads((folder / "expected.json").read_text())
     flags = ["--engine", "vllm", "--workers", "1", "--model", str(folder / "tiny-qwen")]
     flags += ["--adapters", str(folder / "adapters")]

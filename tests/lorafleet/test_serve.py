@@ -9,7 +9,7 @@ import pytest
 
 from lorafleet.http_server import serve
 from tests.lorafleet.forks import Forks
-from tests.patience import within
+from tests.patience import patience, within
 
 
 async def length(scope, receive, send):
@@ -55,7 +55,9 @@ async def main():
 
 serve.run(main)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(30), check=False
+    )
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 
@@ -177,7 +179,9 @@ def test_an_unwritable_port_file_ends_a_service_without_a_traceback(tmp_path, fo
 @pytest.mark.parametrize(("under", "hears"), [((), True), (("nohup",), False)])
 def test_a_terminals_hang_up_stops_a_service_unless_under_nohup(under, hears):
     code = "import signal; from lorafleet.service import signals; print(signal.SIGHUP in signals.stop_signals())"
-    done = subprocess.run([*under, sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        [*under, sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(30), check=True
+    )
     assert done.stdout == f"{hears}\n"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.local.tiny_model import make_adapter
-from tests.patience import until, within
+from tests.patience import patience, until, within
 from tests.workers.running import SIM, RunningWorker, code, loaded, post
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.event_log import AgentEventLog
@@ -573,7 +573,7 @@ def test_really_full_disk_is_an_error_and_leaves_no_half_adapter(tmp_path):
     script = f'mount -t tmpfs -o size={size * 3} tmpfs {mount} || exit 77; exec "$@"'
     command = ["unshare", "-Urm", "sh", "-c", script, "sh", sys.executable, "-c", SMALL_DISK, str(mount), str(adapters)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(60))
     except FileNotFoundError:
         pytest.skip("no unshare here")
     if done.returncode in {1, 77} and not done.stdout and "Traceback" not in done.stderr:

@@ -74,7 +74,6 @@ async def test_base_model_that_the_engine_takes_no_adapters_for_is_named_in_the_
 
 @pytest.mark.vllm
 @pytest.mark.thorough
-@pytest.mark.timeout(600)
 async def test_vllms_own_words_for_a_base_model_without_adapters_are_recognised(agent_model, tmp_path):
     """GPT-2 has no adapters in vLLM 0.32. The tokenizer is the tiny model's."""
     from transformers import GPT2Config, GPT2LMHeadModel

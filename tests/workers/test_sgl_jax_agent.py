@@ -28,7 +28,7 @@ from tests.serving import client_of, serving
 from tests.workers.running import RunningWorker, code, loaded, metadata_of, post
 from workers.config import AgentTimers
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900 if SGL_JAX_PYTHON else 300)]
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ("--", SGL_JAX_PYTHON or sys.executable, "-P", "-m", MODULES["sgl-jax"])

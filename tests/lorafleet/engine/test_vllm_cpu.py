@@ -55,7 +55,6 @@ def engine(tmp_path_factory) -> Iterator[RunningEngine]:
 
 @pytest.mark.vllm
 @pytest.mark.thorough
-@pytest.mark.timeout(400)
 async def test_base_model_answers_alike_with_and_without_a_concurrent_adapter(engine):
     async with httpx.AsyncClient(base_url=engine.url, timeout=120) as client:
 

@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 from lorafleet.http_server.batches import MAX_BATCH, MAX_BATCH_BYTES, Batches, Signal, Stepper, leave_batch, next_stage
 from lorafleet.http_server.outbox import Outbox
 from tests.lorafleet.http_server.test_outbox import ManualLoop, RecordingTransport
+from tests.patience import within
 
 
 class BatchLoop(ManualLoop):
@@ -213,7 +214,7 @@ async def test_a_coroutine_that_leaves_its_batch_goes_on_in_a_task():
         await next_stage()
         await leave_batch()
         await answered
-        async with asyncio.timeout(5):
+        async with within(5):
             await asyncio.sleep(0)
             noted.append(asyncio.current_task())
 

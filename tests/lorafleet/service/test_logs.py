@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lorafleet.service.loops import log
-from tests.patience import wait_until
+from tests.patience import patience, wait_until
 
 BEGIN = """
 import asyncio, logging, os, signal, sys, threading, time, warnings
@@ -42,7 +42,7 @@ def unread_bytes(pipe) -> int:
 
 
 def ran(text: str, **kwargs) -> subprocess.CompletedProcess:
-    return subprocess.run(program(text), capture_output=True, timeout=60, check=False, **kwargs)
+    return subprocess.run(program(text), capture_output=True, timeout=patience(60), check=False, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_reader_that_is_gone_only_loses_lines():
         process.stderr.close()
         process.stdin.close()
         assert process.stdout.read() == b"went on\n"
-        assert process.wait(30) == 0
+        assert process.wait(patience(30)) == 0
 
 
 def test_a_stalled_reader_blocks_nothing_and_gets_the_number_of_lost_lines():
@@ -95,7 +95,7 @@ def test_a_stalled_reader_blocks_nothing_and_gets_the_number_of_lost_lines():
         assert process.stdout.readline() == b"went on\n"
         process.stdin.close()
         lines = lines_of(process.stderr.read())
-        assert process.wait(30) == 0
+        assert process.wait(patience(30)) == 0
     dropped = [line for line in lines if line["event"].endswith("log lines were dropped")]
     lines = [line for line in lines if line["event"] == "a line"]
     assert dropped
@@ -108,7 +108,7 @@ def test_a_stalled_reader_blocks_nothing_and_gets_the_number_of_lost_lines():
 def test_a_stalled_reader_does_not_delay_the_exit(end, status):
     text = f"for n in range({MANY}): log.info('a line')\n{end}"
     with subprocess.Popen(program(text), stderr=subprocess.PIPE) as process:
-        assert process.wait(30) == status
+        assert process.wait(patience(30)) == status
 
 
 def test_a_disk_with_room_again_gets_the_count_and_whole_lines(tmp_path):
@@ -174,7 +174,7 @@ def test_a_process_without_stderr_writes_into_no_other_file(tmp_path):
         log.info("into nothing")
     """
     shell = ["sh", "-c", 'exec "$@" 2>&-', "sh", *program(text)]
-    assert subprocess.run(shell, timeout=60, check=False).returncode == 0
+    assert subprocess.run(shell, timeout=patience(60), check=False).returncode == 0
     assert (tmp_path / "other").read_bytes() == b""
 
 
