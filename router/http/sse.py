@@ -211,6 +211,8 @@ def event_error(event: bytes) -> tuple[int, bytes] | None:
 _DONE = b"data: [DONE]"
 # Bytes of the tail that may have it, with spaces and line ends of any kind.
 _MAX_DONE_BYTES = 32
+# Events that say by their type alone that the answer ended in an error: of messages, and of responses.
+_ERROR_TYPES = frozenset({b"error", b"response.failed"})
 # A choice's `finish_reason`: null until its last event. Inside a JSON string the quotes would be escaped.
 _FINISH = re.compile(rb'"finish_reason": ?(n?)')
 
@@ -233,12 +235,23 @@ def last_type(events: bytes) -> bytes:
 
 def is_finished(events: bytes) -> bool:
     """Whether a stream of choices is complete: its last events have a finish reason, or an error."""
-    text = events.rstrip().replace(b"\r\n", b"\n")
-    last = text[text.rfind(_END) + 1 :].lstrip(b"\n")
-    if event_type(last) == b"error" or event_error(last) is not None:
+    if last_error(events) is not None:
         return True
-    found = _FINISH.findall(text)
+    found = _FINISH.findall(events)
     return bool(found) and not found[-1]
+
+
+def last_error(events: bytes) -> tuple[int, bytes] | None:
+    """(status, body) where the last of these events, `[DONE]` apart, is an error; else None.
+
+    vLLM 0.32 and SGLang 0.5.23 end a stream so when a request, or the whole engine, fails in the middle of its answer.
+    """
+    text = events.rstrip().replace(b"\r\n", b"\n").removesuffix(_DONE).rstrip()
+    last = text[text.rfind(_END) + 1 :].lstrip(b"\n")
+    found = event_error(last)
+    if found is None and event_type(last) in _ERROR_TYPES:
+        return 500, last[(_data_at(last) or 0) + len(b"data:") :].strip()
+    return found
 
 
 def end_of_events(held: bytes) -> int:

@@ -14,6 +14,7 @@ from router.core.failover.verdict import VERDICTS, reasons_blaming
 from router.core.resolve import RequestTarget
 from router.protocols.routes import Route
 from router.protocols.usage import EngineUsage
+from router.request.attempt_failures import says_dead
 from router.request.dispatched import DispatchedRequest
 from router.request.engine_attempt import EngineAttempt
 from router.request.parsed_request import makes_many_sequences, request_digest
@@ -105,7 +106,7 @@ def _record_outcome(run: "RequestRun") -> None:
 def _outcome(run: "RequestRun") -> RoutingOutcome | None:
     """The outcome of a request without an error of ours; None: its client left before it was routed."""
     if run.attempt is not None:
-        return "error" if is_fault(run.attempt.status) else "success"
+        return "error" if is_fault(run.attempt.status) or run.attempt.fault else "success"
     if run.is_held:
         return "not_loaded"
     return None if run.dispatched is None else "success"
@@ -131,7 +132,7 @@ def record(run: "RequestRun") -> None:
     is_served, output_tokens = dispatched is not None or run.is_computed, 0
     is_error = False
     if attempt is not None:
-        status, is_broken = attempt.status, attempt.failure is not None and attempt.is_broken
+        status, is_broken = attempt.status, attempt.is_broken
         is_error = status >= 500 or is_broken
         is_served = status < 400 and (status > 0 or attempt.failure is None)
         output_tokens = attempt.events
@@ -194,7 +195,8 @@ def _hand_to_background(run: "RequestRun") -> bool:
 
 def _record_survival(run: "RequestRun", attempt: EngineAttempt, dispatched: DispatchedRequest) -> None:
     """Update the poison books: a death where the engine died in the middle; a whole answer clears the suspects."""
-    if attempt.loss_reason in _BLAMING_REQUEST and not attempt.is_done_sent:
+    is_lost = attempt.loss_reason in _BLAMING_REQUEST and not attempt.is_done_sent
+    if is_lost or says_dead(attempt.fault):
         _record_death(run, dispatched)
     elif attempt.is_whole:
         for book, suspect in _suspects(run, dispatched):

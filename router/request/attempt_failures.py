@@ -48,8 +48,13 @@ def retry_reason(status: int, first: bytes, request: EngineRequest, *, in_band_e
         return "adapter_missing"
     if status == 500 and _SHUTTING_DOWN in first:
         return "engine_draining"
-    if status == 500 and any(said in first for said in _DEAD):
+    if status == 500 and says_dead(first):
         return "engine_dead"
     if in_band_error and is_fault(status):
         return "first_event_error"
     return None
+
+
+def says_dead(error: bytes) -> bool:
+    """Whether this error of an engine says that the engine has died."""
+    return any(said in error for said in _DEAD)

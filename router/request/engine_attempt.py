@@ -9,6 +9,7 @@ import msgspec
 from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.exchange import HttpExchange
 from router.core.errors import EndedByPause, ReplicaUnreachable, StreamBroken
+from router.core.failover.circuit_breaker import is_fault
 from router.http.engine_connection import EngineConnection, EngineLost, Headers
 from router.http.engine_pool import EnginePool
 from router.http.error_shapes import enveloped
@@ -20,6 +21,7 @@ from router.http.sse import (
     has_first_event,
     is_finished,
     is_plain,
+    last_error,
     last_type,
     says_done,
 )
@@ -65,6 +67,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     in_band_error   a stream whose first event was an error: `status` and `first` are that error's
     events          events of a stream that were sent on: about one a token
     failure         why there is no answer, or no more of it
+    fault           the engine's own error, of a fault of its, that ended a stream in the middle; the client has it
     is_stale        the engine closed an idle connection just as it was used again. That says nothing about engine or
                     request: it is sent once more, on a new connection
     """
@@ -92,6 +95,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     in_band_error: bool = False
     events: int = 0
     failure: Exception | None = None
+    fault: bytes = b""
     is_stale: bool = False
 
     def begin(self, connection: EngineConnection) -> None:
@@ -173,8 +177,8 @@ class EngineAttempt(msgspec.Struct, eq=False):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the engine broke off in the middle of a stream."""
-        return isinstance(self.failure, StreamBroken)
+        """Whether the engine broke off in the middle of a stream, or ended it with an error of its own."""
+        return isinstance(self.failure, StreamBroken) or bool(self.fault)
 
     @property
     def loss_reason(self) -> str:
@@ -184,8 +188,8 @@ class EngineAttempt(msgspec.Struct, eq=False):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer has come to its end."""
-        return self.connection is None and self.failure is None
+        """Whether the answer has come to its end, and not to an error of the engine's."""
+        return self.connection is None and self.failure is None and not self.fault
 
     @property
     def is_done_sent(self) -> bool:
@@ -440,17 +444,20 @@ class EngineAttempt(msgspec.Struct, eq=False):
                 self._send(self._rewriter.end())
             except StreamBroken as exc:
                 self.failure = exc
-        if self.failure is None and not self._is_complete():
-            self.failure = StreamBroken(f"replica {self._request.replica} ended its stream in the middle of its answer")
+        if self.failure is None:
+            self._check_end()
         if self._hidden is not None:
             exchange.send(self._hidden.end())
         self._detach_client()
         self.notify()
 
-    def _is_complete(self) -> bool:
-        """Whether the last events of an ended stream say that the answer is complete."""
-        route = self._request.route
-        return self._has_ended or not route.streams or is_finished(b"".join(self._tail or ()))
+    def _check_end(self) -> None:
+        """Set `fault` where an ended stream's last event is an error, and `failure` where it is not complete."""
+        route, last = self._request.route, b"".join(self._tail or ())
+        if not (self._has_ended or not route.streams or is_finished(last)):
+            self.failure = StreamBroken(f"replica {self._request.replica} ended its stream in the middle of its answer")
+        elif (found := last_error(last)) is not None and is_fault(found[0]):
+            self.fault = found[1]
 
     def _detach_client(self) -> None:
         """Let go of the client's exchange: nothing more is sent on it, and its pauses have no effect here."""

@@ -60,13 +60,13 @@ def _add_stages(line: RequestLine, run: "RequestRun", now: float) -> None:
     if dispatched is not None and dispatched.record.first_data_s is not None:
         line.first_data_s = round(dispatched.record.first_data_s, 6)
     if attempt is not None and attempt.status >= 400 and not line.code:
-        line.cause = f"the engine answered {attempt.status}{_error_type(attempt.first)}"
+        line.cause = f"the engine answered {attempt.status}{error_type(attempt.first)}"
     if usage is not None:
         line.prompt_tokens, line.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         line.cached_tokens = usage.cached_tokens
 
 
-def _error_type(body: bytes) -> str:
+def error_type(body: bytes) -> str:
     """` (BadRequestError)`: the type in an engine's error. Its message may quote the prompt, and is left out."""
     try:
         error_type = _decode(body).error.type

@@ -23,7 +23,7 @@ from router.request.accounting import record, record_error, record_usage
 from router.request.dispatched import DispatchedRequest
 from router.request.ended import count_refusal, count_run
 from router.request.engine_attempt import EngineAttempt
-from router.request.line import record_line
+from router.request.line import error_type, record_line
 from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest
 from router.request.run import RequestRun
 from router.request.services import Services
@@ -31,6 +31,8 @@ from router.telemetry.trace import Trace
 
 log = structlog.get_logger()
 
+# Code of a stream whose last event is the engine's own error: the status, 200, does not say it.
+_ENGINE_ERROR = "engine_error"
 # A comment, which clients of event streams skip.
 _WAITING = b": waiting\n\n"
 # Both timers fire at the deadline. The inner one must fire first, because its error says what was being waited for.
@@ -163,12 +165,15 @@ class ClientResponse(msgspec.Struct, eq=False):
             self.exchange.begin(status, self._all_headers(headers + "cache-control: no-cache\r\n"))
 
     def finish_stream(self, attempt: EngineAttempt) -> None:
-        """End a stream, with an error event where its engine broke off."""
+        """End a stream, with an error event where its engine broke off. An engine's own error there sets `code`."""
         broken = attempt.failure
         if isinstance(broken, StreamBroken):
             self.send_error(broken)
-        else:
-            self.exchange.finish()
+            return
+        if attempt.fault:
+            self.code = _ENGINE_ERROR
+            self.cause = f"the engine ended its stream with an error{error_type(attempt.fault)}"
+        self.exchange.finish()
 
     def send_failure(self, exc: Exception) -> None:
         """Send the error for this exception, and count a rate limit. An unexpected one is sent as 500, and logged."""

@@ -28,6 +28,9 @@ async def by_kind(engine: EngineDouble, body: dict):
             raise ConnectionResetError
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
+    if kind == "erring":
+        error = b'data: {"error": {"message": "out of memory", "code": 500}}\n\ndata: [DONE]\n\n'
+        return StreamingResponse(iter([chunk(body["model"], "one"), error]), media_type="text/event-stream")
     if kind == "slow":
         await engine.go_on.wait()
     if kind == "used" or "messages" not in body:
@@ -83,6 +86,8 @@ async def test_each_request_counts_once_by_what_became_of_it():
         assert (await asker.post(user="failed")).status_code == 500
         assert await asker.counted() == {"error": 1}
         assert "stream_broken" in (await asker.post(user="broken", stream=True)).text
+        assert await asker.counted() == {"error": 1}
+        assert "out of memory" in (await asker.post(user="erring", stream=True)).text
         assert await asker.counted() == {"error": 1}
         answer = await asker.client.post("/generate", json={"text": ["a", "b"], "lora_path": "sql/v1"})
         assert answer.status_code == 200, answer.text

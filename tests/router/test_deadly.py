@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
+from lorafleet.engine.vllm_errors import ENGINE_DEAD
 from lorafleet.identity import engine_name
 from router.core.errors import PoisonRequestHeld
 from router.core.failover.poison import PoisonRequests
@@ -196,6 +197,24 @@ async def test_streams_that_end_engines_after_their_first_token_are_held_back_to
         assert error_of(await chat(client, stream)) == (503, "deadly_request")
 
 
+@pytest.mark.parametrize("message", ENGINE_DEAD)
+async def test_streams_whose_engines_say_that_they_died_are_held_back_too(message):
+    async def die(_engine, body):
+        error = {"error": {"message": message, "type": "InternalServerError", "code": 500}}
+        said = [chunk(body["model"], "one"), b"data: " + msgspec.json.encode(error) + b"\n\n", b"data: [DONE]\n\n"]
+        return StreamingResponse(iter(said), media_type="text/event-stream")
+
+    async with fleet(*(EngineDouble(f"w{i}", die) for i in range(3))) as (client, _, parts):
+        stream, ended = {**KILLER, "stream": True}, set()
+        while len(ended) < 2:
+            answer = await chat(client, stream)
+            assert message.encode() in answer.content
+            ended.add(answer.headers["x-lorafleet-worker"])
+            replica = parts.discovery.fleet.replicas[answer.headers["x-lorafleet-worker"]]
+            parts.scheduler.record_failure(replica, "hung", parts.clock())  # as whoever has died gets no more
+        assert error_of(await chat(client, stream)) == (503, "deadly_request")
+
+
 async def test_innocent_suspect_is_answered_by_healthy_engines_and_forgotten():
     engines = [MortalEngine(f"w{i}", lambda _: True) for i in range(2)]
     async with fleet(*engines) as (client, _, parts):
@@ -265,9 +284,14 @@ async def test_engines_that_die_together_with_copies_of_a_request_speak_once():
         assert not parts.poison_requests.suspects
 
 
-@pytest.mark.parametrize("end", ["its client leaves", "the engine falls silent"])
+async def erring(_engine, body):
+    said = [chunk(body["model"], "one"), b'data: {"error": {"message": "no", "code": 500}}\n\n', b"data: [DONE]\n\n"]
+    return StreamingResponse(iter(said), media_type="text/event-stream")
+
+
+@pytest.mark.parametrize("end", ["its client leaves", "the engine falls silent", "the engine's error"])
 async def test_an_answer_that_does_not_come_to_its_end_clears_nothing(end):
-    engine, body = EngineDouble("w0"), {**CHAT, "stream": True}
+    engine, body = EngineDouble("w0", erring) if "error" in end else EngineDouble("w0"), {**CHAT, "stream": True}
     engine.go_on.clear()
     async with fleet(engine, idle_timeout_s=6000.0 if "client" in end else 0.3) as (client, _, parts):
         now, digest = parts.clock(), request_digest(question_of(parts, "/v1/chat/completions", body))

@@ -98,6 +98,25 @@ async def test_a_broken_stream_has_one_line():
     assert line["request_id"] == answer.headers["x-request-id"]
 
 
+async def test_a_stream_that_its_engine_ends_with_an_error_has_one_line_without_the_prompt():
+    async def erring(engine, body):
+        error = {"message": "your secret prompt is bad", "type": "InternalServerError", "code": 500}
+        said = [
+            chunk(body["model"], "one"),
+            b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n",
+        ]
+        return StreamingResponse(iter(said), media_type="text/event-stream")
+
+    async with fleet(EngineDouble("w0", erring), tokenizer="off") as (client, _, _):
+        with capture_logs() as logs:
+            answer = await client.post("/v1/chat/completions", json=CHAT | {"stream": True})
+    (line,) = failures(logs)
+    assert (line["event"], line["log_level"]) == ("request failed", "warning")
+    assert (line["code"], line["status"], line["worker"]) == ("engine_error", 200, "w0")
+    assert line["cause"] == "the engine ended its stream with an error (InternalServerError)"
+    assert line["request_id"] == answer.headers["x-request-id"]
+
+
 async def test_many_refusals_of_a_key_have_few_lines_and_their_count(tmp_path):
     settings, key = keyed(tmp_path, requests_per_minute=1)
     async with fleet(EngineDouble("w0"), tokenizer="off", **settings) as (client, _, parts):

@@ -188,6 +188,31 @@ async def test_engine_not_ending_its_body_holds_neither_client_nor_quota(path, t
         await until(lambda: not router.parts.pool.connections)
 
 
+ENGINE_ERRORS = {
+    "/v1/responses": b'event: response.failed\ndata: {"type":"response.failed","response":{"status":"failed"}}\n\n',
+    "/v1/messages": b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"no"}}\n\n',
+}
+USUAL_ERROR = b'data: {"error": {"message": "no", "type": "InternalServerError", "code": 500}}\n\n'
+
+
+@pytest.mark.parametrize("ends_with_done", [True, False])
+@pytest.mark.parametrize("path", STREAMS)
+async def test_stream_that_an_engine_ends_with_its_own_error_counts_as_failed(path, ends_with_done):
+    said = (*STREAMS[path][1], ENGINE_ERRORS.get(path, USUAL_ERROR), *([DONE] if ends_with_done else []))
+    async with faulty_fleet(1) as router:
+        for raw in (pieces(*said), pieces(b"".join(said))):
+            got = await streamed(router, path, STREAM_HEAD + raw + b"0\r\n\r\n")
+            assert got.endswith(b"".join(said[len(STREAMS[path][1]) :])), "as the engine said it, and nothing else"
+        assert router.parts.metrics.requests.label_values == [(path, 200, "engine_error")]
+
+
+async def test_stream_that_an_engine_ends_with_an_error_of_the_clients_is_no_failure():
+    refusal = b'data: {"error": {"message": "too long", "code": 400}}\n\n'
+    async with faulty_fleet(1) as router:
+        await streamed(router, CHAT, STREAM_HEAD + pieces(*EVENTS[:2], refusal, DONE) + b"0\r\n\r\n")
+        assert router.parts.metrics.requests.label_values == [(CHAT, 200, "")]
+
+
 async def test_connection_ended_right_behind_the_last_event_is_reused():
     async def in_two_writes(writer, body):
         writer.write(STREAM_HEAD + pieces(*EVENTS))
