@@ -157,7 +157,10 @@ class AgentlessEngine:
     def _connector_verdict(self, metrics: EngineMetrics) -> ConnectorVerdict:
         """The verdict on the engine's KV connector, after the operator's setting."""
         found = verdict_of_running_engine(
-            self._connector, offloading=metrics.offloading, has_connector=metrics.has_connector
+            self._connector,
+            offloading=metrics.offloading,
+            has_connector=metrics.has_connector,
+            has_answered=self._is_connector_asked,
         )
         return apply_setting(self._salt, found)
 

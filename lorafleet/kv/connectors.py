@@ -177,13 +177,14 @@ def _multi_verdict(config: Mapping[str, Any]) -> ConnectorVerdict:
 
 
 def verdict_of_running_engine(
-    config: Mapping[str, Any] | None, *, offloading: str, has_connector: bool
+    config: Mapping[str, Any] | None, *, offloading: str, has_connector: bool, has_answered: bool = True
 ) -> ConnectorVerdict:
     """The verdict on a running vLLM's connector.
 
     config         `kv_transfer_config` of its `/server_info`, which needs VLLM_SERVER_DEV_MODE=1; None if unknown
     offloading     its `--kv-offloading-backend`, if it has a `--kv-offloading-size`
     has_connector  whether its metrics show a connector that loads
+    has_answered   whether it has answered the question for its configuration since its start; False: it is asked again
     source         vLLM 0.32 config/vllm.py _post_init_kv_transfer_config, v1/metrics/loggers.py
     """
     if config is not None:
@@ -193,6 +194,9 @@ def verdict_of_running_engine(
     if not has_connector:
         return NO_CONNECTOR
     how = f"set {_SETTING} to say what keeps adapters apart there, see docs/engines.md"
+    if not has_answered:
+        why = "the engine has a KV connector and has not answered yet which"
+        return ConnectorVerdict("refused", f"{why}; it is asked again, and if that goes on, {how}", is_known=False)
     return ConnectorVerdict(
         "refused", f"the engine has a KV connector and does not report which; {how}", is_known=False
     )

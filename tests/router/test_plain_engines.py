@@ -306,6 +306,7 @@ class EngineAnswers:
         self.config: object = None
         self.silent: set[str] = set()
         self.unanswered = 0
+        self.has_connector = False
 
     async def __call__(self, path: str) -> bytes:
         if path in self.silent:
@@ -313,6 +314,8 @@ class EngineAnswers:
             raise EngineLost("no_answer", f"GET {path}: timed out")
         if path == "/metrics":
             page = f"process_start_time_seconds {self.started_at}\n"
+            if self.has_connector:
+                page += 'vllm:external_prefix_cache_queries_total{engine="0",model_name="m"} 512.0\n'
             both = 'vllm:lora_requests_info{max_lora="3",waiting_lora_adapters="%s",running_lora_adapters="%s"} 1.0\n'
             return (page + both % ("sql", "sql") + both % ("", "")).encode()
         if path == "/v1/models" and self.models is not None:
@@ -366,6 +369,20 @@ async def test_an_engine_that_was_slow_to_tell_its_configuration_is_asked_again(
     said.silent = {SERVER_INFO, "/kv_event_sources"}  # once a start is enough
     third = await engine.report()
     assert (third.lora.refusal, third.transport) == (second.lora.refusal, second.transport)
+
+
+async def test_an_engine_that_has_not_answered_yet_is_not_said_to_report_no_connector() -> None:
+    said, now = EngineAnswers(), 1000.0
+    said.has_connector, said.silent = True, {SERVER_INFO}
+    engine = boots(said, lambda: now)
+    refusal = (await engine.report()).lora.refusal
+    assert "has not answered yet" in refusal
+    assert "asked again" in refusal
+    assert "engine_salt" in refusal
+    said.silent, now = set(), now + 1
+    refusal = (await engine.report()).lora.refusal
+    assert "does not report which" in refusal
+    assert "asked again" not in refusal
 
 
 async def test_an_engine_that_never_tells_its_configuration_is_asked_ever_more_seldom() -> None:
