@@ -10,12 +10,16 @@ from typing import TypeVar
 import httpx
 import structlog
 
+from lorafleet.service.files import is_full
+
 log = structlog.get_logger()
 
 T = TypeVar("T")
 
 # Errors of another service or the network: logged without a traceback.
 _PEER_ERRORS = (OSError, TimeoutError, httpx.HTTPError)
+# Statuses by which another service refuses our key.
+_KEY_REFUSALS = frozenset({401, 403})
 _FIRST_BACKOFF_S = 0.2
 _GRAIN_S = 0.1
 MOST_BACKOFF_S = 5.0
@@ -78,9 +82,15 @@ async def forever(
             if is_own_fault:
                 on_failure()
             if failures in (1, 10) or failures % 100 == 0:
-                error = repr(exc) + _url_suffix(exc)
+                error, then = repr(exc) + _url_suffix(exc), _next_step(exc, is_own_fault=is_own_fault)
                 log.warning(
-                    "loop step failed", loop=name, **about, failures=failures, error=error, exc_info=is_own_fault
+                    "loop step failed",
+                    loop=name,
+                    **about,
+                    failures=failures,
+                    error=error,
+                    then=then,
+                    exc_info=is_own_fault,
                 )
             pause_s = backoff_s(failures, _FIRST_BACKOFF_S, most_backoff_s, rng)
         if poke is None or failures:
@@ -92,6 +102,18 @@ async def forever(
                 await poke.wait()
             finally:
                 timer.cancel()
+
+
+def _next_step(exc: Exception, *, is_own_fault: bool) -> str:
+    """What the reader of a failed step's line can do; the loop itself tries again in any case."""
+    if is_own_fault:
+        return "it is tried again; report this, with the traceback"
+    if isinstance(exc, OSError) and (exc.filename is not None or is_full(exc)):
+        return "it is tried again; if that goes on, mend the file or the disk that the error names"
+    status = exc.response.status_code if isinstance(exc, httpx.HTTPStatusError) else getattr(exc, "status", None)
+    if status in _KEY_REFUSALS:
+        return "it is tried again; if that goes on, mend this service's key for the other one (token, token_file)"
+    return "it is tried again; if that goes on, bring the other service back, or mend its address"
 
 
 def _url_suffix(exc: Exception) -> str:

@@ -44,7 +44,7 @@ async def answer_questions(client: httpx.AsyncClient, url: str, router_id: str, 
             timeout=httpx.Timeout(_WAIT_S + _MARGIN_S),
         )
         if answer.status_code in {403, 404}:
-            raise _NoQuestionsHere
+            raise _NoQuestionsHere(answer.status_code)
         answer.raise_for_status()
         for question in RouterQuestions.model_validate_json(answer.content).data:
             reply = await reply_to(services, router_id, question)
@@ -58,10 +58,12 @@ async def answer_questions(client: httpx.AsyncClient, url: str, router_id: str, 
 
 
 class _NoQuestionsHere(httpx.HTTPError):
-    """The orchestrator is older than this call, or the key may not make it."""
+    """The orchestrator is older than this call (404), or the key may not make it (403)."""
 
-    def __init__(self) -> None:
-        super().__init__("the orchestrator has no questions for routers")
+    def __init__(self, status: int) -> None:
+        why = "this router's key may not ask for them" if status == 403 else "it is older than this router: update it"
+        super().__init__(f"the orchestrator has no questions for routers: {why}")
+        self.status = status
 
 
 async def reply_to(services: Services, router_id: str, question: RouterQuestion) -> RouterReply:

@@ -1,6 +1,7 @@
 import asyncio
 import random
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -73,6 +74,27 @@ async def test_own_failures_are_counted_and_all_failures_logged(exc, ours):
         ("loop step works again", "w0"),
     ]
     assert logs[0]["exc_info"] == bool(ours)
+    assert ("report this" in logs[0]["then"], "bring the other service back" in logs[0]["then"]) == (ours, not ours)
+
+
+@pytest.mark.parametrize(
+    ("fail", "then"),
+    [
+        (httpx.Response(403, request=httpx.Request("GET", "http://o/v1/catalog")).raise_for_status, "token_file"),
+        (Path("/nowhere/at/all").read_bytes, "the file or the disk"),
+    ],
+)
+async def test_the_line_of_a_failed_step_says_to_mend_a_refused_key_or_a_file(fail, then):
+    async def step():
+        fail()
+
+    with capture_logs() as logs:
+        loop = asyncio.create_task(forever(step, name="catalog", every_s=60))
+        async with within(5):
+            while not logs:
+                await asyncio.sleep(0.001)
+    loop.cancel()
+    assert then in logs[0]["then"]
 
 
 async def test_an_unreachable_peers_address_is_logged_without_its_path():
