@@ -136,7 +136,7 @@ class Discovery:
             client,
             url=self._url,
             router_id=router_id,
-            saved=None if state_file is None else SavedCatalog(state_file, RepeatLimiter(clock)),
+            saved=None if state_file is None else SavedCatalog(state_file, RepeatLimiter(clock), clock),
             clock=clock,
             changes=self.changes,
             on_change=self._adopt_catalog,

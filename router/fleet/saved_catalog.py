@@ -2,10 +2,13 @@
 
 A router that starts while the orchestrator is away goes on with it. Several processes of one router may write to the
 same files: each writes the whole catalog under its own name first, and a change that two of them add is read once.
+After a failed write the changes that follow it have a gap before them, so the whole catalog is written again.
 """
 
+import errno
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,14 +22,18 @@ from router.fleet.catalog import RouterCatalog, router_catalog, with_changes
 log = structlog.get_logger()
 
 _LEAST_REWRITE_BYTES = 1 << 20
+# Seconds from a failed write to the next try: each asks the orchestrator for the whole catalog.
+_RETRY_S = 30.0
 
 
 @dataclass(slots=True)
 class SavedCatalog:
-    """The files of one catalog. `lines` limits how often a failure to write is logged."""
+    """The files of one catalog. `lines` limits how often a failure to write is logged; `clock` times the next try."""
 
     file: Path
     lines: RepeatLimiter
+    clock: Callable[[], float] = time.monotonic
+    _failed_at: float | None = field(default=None, init=False)
     _whole_bytes: int = field(default=0, init=False)
     _changes_bytes: int = field(default=0, init=False)
 
@@ -37,7 +44,9 @@ class SavedCatalog:
 
     @property
     def wants_whole(self) -> bool:
-        """Whether the changes written here have grown so large that the whole catalog should be written again."""
+        """Whether the whole catalog should be written again: its changes have grown large, or a write failed lately."""
+        if self._failed_at is not None and self.clock() - self._failed_at >= _RETRY_S:
+            return True
         return self._changes_bytes > max(self._whole_bytes, _LEAST_REWRITE_BYTES)
 
     def save_whole(self, content: bytes) -> None:
@@ -48,8 +57,9 @@ class SavedCatalog:
             partial.write_bytes(content)
             partial.replace(self.file)
             self.changes_file.unlink(missing_ok=True)
+            self._failed_at = None
         except OSError as exc:
-            self._log_failure(exc)
+            self._record_failure(exc)
 
     def add_changes(self, content: bytes) -> None:
         """Add changes to those since the whole catalog. A failure is logged, and not raised."""
@@ -57,16 +67,19 @@ class SavedCatalog:
         try:
             # One write each: lines of several processes do not mix.
             with self.changes_file.open("ab", buffering=0) as changes:
-                changes.write(content + b"\n")
+                written = changes.write(content + b"\n")
         except OSError as exc:
-            self._log_failure(exc)
+            self._record_failure(exc)
+            return
+        if written <= len(content):
+            self._record_failure(OSError(errno.ENOSPC, "only a part of the change could be written"))
 
     def load(self) -> RouterCatalog | None:
         """The catalog with its changes, without pauses that have ended by this machine's clock.
 
         None if there is none, or it cannot be read, which is logged.
 
-        Changes are read up to the first that is broken, or that does not follow from those before it.
+        A change that is broken, or that does not follow from those before it, is left out, and logged.
         """
         try:
             catalog = router_catalog(Catalog.model_validate_json(self.file.read_bytes()))
@@ -76,18 +89,23 @@ class SavedCatalog:
         except (OSError, ValidationError) as exc:
             log.warning("saved catalog not used", file=str(self.file), error=str(exc))
             return None
+        unused = 0
         for line in lines:
             try:
                 changed = with_changes(catalog, Catalog.model_validate_json(line))
             except ValidationError:
-                break  # cut off while it was written
-            if changed is None:
-                break
-            catalog = changed
+                changed = None  # cut off while it was written
+            # Not the end: another process's next line may say the same from an earlier revision on.
+            catalog, unused = (catalog, unused + 1) if changed is None else (changed, unused)
+        if unused:
+            log.warning(
+                "saved changes not used", file=str(self.changes_file), changes=unused, revision=catalog.revision
+            )
         # The orchestrator that would say so may be away.
         return replace(catalog, pauses=tuple(pause for pause in catalog.pauses if pause.expires_at > time.time()))
 
-    def _log_failure(self, exc: OSError) -> None:
-        """Log that the catalog could not be written."""
+    def _record_failure(self, exc: OSError) -> None:
+        """Log that the catalog could not be written, and have it written whole a little later."""
+        self._failed_at = self.clock()
         if failures := self.lines.count(self.file):
             log.warning("catalog not saved", file=str(self.file), error=str(exc), failures=failures)

@@ -1,4 +1,5 @@
 import time
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -56,3 +57,57 @@ def test_a_saved_catalog_is_written_again_when_its_changes_outgrow_it(tmp_path):
     saved.save_whole(json_of(revision=12))
     assert not saved.wants_whole
     assert not saved.changes_file.exists()
+
+
+class FullDisk:
+    """A file that takes the first bytes of a write and no more, as on a disk that is full."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def write(self, content):
+        return self.file.write(content[:20])
+
+
+@pytest.mark.parametrize("how", ["a part", "an error"])
+def test_a_catalog_is_saved_whole_again_soon_after_a_change_could_not_be_written(tmp_path, monkeypatch, how):
+    now = 1000.0
+    saved = SavedCatalog(tmp_path / "catalog.json", RepeatLimiter(lambda: now), lambda: now)
+    saved.save_whole(json_of(revision=1))
+
+    def open_full(path, *args, **named):
+        if how == "an error":
+            raise OSError(28, "No space left on device")
+        return FullDisk(open(path, *args, **named))  # noqa: PTH123  (the method itself is replaced)
+
+    with monkeypatch.context() as full, capture_logs() as said:
+        full.setattr(Path, "open", open_full)
+        saved.add_changes(json_of(revision=2, since=1, adapters=(item("lost"),)))
+    assert [line["event"] for line in said] == ["catalog not saved"]
+    assert not saved.wants_whole, "not at each read while the disk is full"
+    saved.add_changes(json_of(revision=3, since=2, adapters=(item("later"),)))
+    now += 60
+    assert saved.wants_whole
+    saved.save_whole(json_of(revision=3, adapters=(item("lost"), item("later"))))
+    assert not saved.wants_whole
+    assert sorted(saved_in(tmp_path).load().adapters) == ["later", "lost"]
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"cut', b"\xff\x00", b"[]"])
+def test_a_change_that_does_not_follow_costs_no_later_one_that_does(tmp_path, damage):
+    saved = saved_in(tmp_path)
+    saved.save_whole(json_of(revision=7))
+    with saved.changes_file.open("wb") as changes:
+        changes.write(damage + b"\n")
+    saved.add_changes(json_of(revision=11, since=10, adapters=(item("b"),)))  # of a process that was ahead
+    saved.add_changes(json_of(revision=11, since=7, adapters=(item("a"), item("b"))))
+    with capture_logs() as said:
+        loaded = saved_in(tmp_path).load()
+    assert (loaded.revision, sorted(loaded.adapters)) == (11, ["a", "b"])
+    assert [(line["event"], line["changes"]) for line in said] == [("saved changes not used", 2)]
