@@ -297,8 +297,39 @@ class RequestRun(msgspec.Struct, eq=False):
     async def _wait_until_servable(self, *, is_displaced: bool = False) -> None:
         """Wait until a replica may serve the request.
 
-        Where its target or exclusions have changed, set them, and clear `hashed`, so that it is hashed again.
+        Where its target or exclusions have changed, set them, and clear `hashed`, so that it is hashed again. A request
+        whose adapter is deleted meanwhile, or fails, goes on with what its name points at now.
         """
+        while True:
+            try:
+                await self._wait_for_target(is_displaced=is_displaced)
+            except (ModelNotFound, AdapterFailed):
+                if not await self._follow_name():
+                    raise
+            else:
+                return
+
+    async def _follow_name(self) -> bool:
+        """Set the target to the adapter that the request's name points at now; whether that is another one.
+
+        A version is deleted when its name has left it, and so it may be while a request waits for it to be loaded.
+        """
+        services, target = self.services, self.target
+        if target is None or target.adapter is None or self.keeper is not None:
+            return False
+        if services.discovery.can_refresh_catalog:
+            await services.discovery.refresh_catalog()
+        with suppress(ModelNotFound, AdapterFailed, AdapterInspecting):
+            found = resolve_target(services, self.caller, self.request)
+            # Its tokens are those of the base model.
+            is_other = found.adapter is not None and found.adapter.lora_id != target.adapter.lora_id
+            if is_other and found.base_model == target.base_model:
+                self.target, self.hashed = found, None
+                return True
+        return False
+
+    async def _wait_for_target(self, *, is_displaced: bool) -> None:
+        """Wait until a replica may serve the request's target, see `_wait_until_servable`."""
         target = self.target
         assert target is not None
         self.is_held, began_at = target.adapter is not None, self.services.clock()

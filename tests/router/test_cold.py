@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.identity import rendezvous_order
 from lorafleet.service.loops import ChangeSignal
+from orchestrator.wire import AliasItem, AliasTarget
 from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, ModelNotFound, NoCapacity, Saturated
 from router.core.fleet import RoutableAdapter, RouterFleet
 from router.core.queue.admission import QueueLimits, QueueUsage
@@ -414,6 +415,40 @@ def test_discovered_adapter_is_not_loaded_until_a_catalog_has_it():
 
     with asyncio.Runner(loop_factory=Hurried) as runner:
         runner.run(wait())
+
+
+def pointing(name, lora_id):
+    return (AliasItem(name=name, targets=(AliasTarget(lora_id=lora_id),)),)
+
+
+@pytest.mark.parametrize("how", ["deleted", "failed"])
+@pytest.mark.parametrize("asked", ["run", "run/v3"])
+async def test_request_by_a_name_that_moves_while_it_waits_gets_the_version_of_now(asked, how):
+    async def refuse(_control, lora_id):
+        waits.set()
+        await moved.wait()
+        error = {"message": f"adapter {lora_id!r} is {how}"}
+        return JSONResponse({"error": error}, 404 if how == "deleted" else 409)
+
+    waits, moved, control = asyncio.Event(), asyncio.Event(), AgentDouble()
+    control.add_adapter("run/v3")
+    control.aliases, control.ensure = pointing("run", "run/v3"), refuse
+    async with fleet(EngineDouble("w0"), control=control) as (client, _, parts):
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | {"model": asked}))
+        await waits.wait()
+        control.adapters.clear()
+        control.add_adapter("run/v5", on=["w0"])
+        control.aliases = pointing("run", "run/v5")
+        control.tell()
+        moved.set()
+        answer = await asking
+        if asked == "run":
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-lorafleet-adapter"].startswith("run/v5@")
+            assert answer.json()["model"] == "run"
+        else:
+            assert error_of(answer) == ((404, "model_not_found") if how == "deleted" else (409, "adapter_failed"))
+        assert (len(parts.cold_starts.held), parts.cold_starts.loading) == (0, {})
 
 
 def test_adapter_leaving_the_catalog_is_refused_as_the_orchestrator_says():
