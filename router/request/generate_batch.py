@@ -8,7 +8,7 @@ from router.protocols.bodies import check_items
 from router.protocols.routes import ROUTES, Route
 from router.request.engine_attempt import AttemptLimits
 from router.request.item_batch import serve_items
-from router.request.reader import InferenceRequestReader
+from router.request.reader import InferenceRequestReader, check_coding
 from router.request.response import ClientResponse
 from router.request.run import RequestRun
 from router.request.services import Services
@@ -23,6 +23,7 @@ async def serve_generate_batch(
     """Answer one `/generate` call: one stream, or all items in one body. Raises RouterError."""
     body = response.exchange.body
     with response.counting_wrong_body(caller):
+        check_coding(response.exchange.headers, body)
         check_items(body, services.config.max_body_items)
         batch = sglang_generate.split_batch(body)
         streamed = reader.read_item(response, _ITEM, batch.items[0], 0, batch.natives[0]) if batch.is_streamed else None

@@ -7,6 +7,7 @@ import msgspec
 from lorafleet.service.request_log import request_id
 from router.core.errors import BadBody
 from router.protocols.adapter_fields import refuse_adapter_headers
+from router.protocols.bodies import BOM
 from router.protocols.routes import Route
 from router.request.engine_body import FORWARDED_HEADERS
 from router.request.parsed_request import TIMEOUT_HEADER, NativeBody, ParsedRequest, parse_request
@@ -54,6 +55,8 @@ class InferenceRequestReader:
     def _parse(self, response: ClientResponse, route: Route, body: bytes, name: str) -> ParsedRequest:
         """Parse head and body of this response's request. Raises BadBody."""
         headers = response.exchange.headers
+        if b"content-encoding" in headers:
+            check_coding(headers, response.exchange.body)
         if headers.get(b"content-type") != b"application/json":
             _check_media_type(headers)
         refuse_adapter_headers(headers, response.exchange.query)
@@ -94,6 +97,16 @@ def _forwarded(headers: Mapping[bytes, bytes], trace: Trace | None) -> bytes:
         return b""
     names = sorted(FORWARDED_HEADERS.intersection(headers))
     return b"".join([name + b": " + headers[name] + b"\r\n" for name in names])
+
+
+def check_coding(headers: Mapping[bytes, bytes], body: bytes) -> None:
+    """Raise BadBody for a compressed body, which engines do not take either.
+
+    A body that begins as JSON is taken: some clients send `content-encoding: utf-8`.
+    """
+    coding = text_header(headers, b"content-encoding")
+    if coding is not None and not body[:16].removeprefix(BOM).lstrip().startswith(b"{"):
+        raise BadBody(f"content-encoding is {coding!r}; send the body as it is, not compressed")
 
 
 def _check_media_type(headers: Mapping[bytes, bytes]) -> None:

@@ -1,6 +1,7 @@
 """Clients that leave at any moment, send nonsense, too much or too slowly, before a whole router."""
 
 import asyncio
+import gzip
 import json
 import socket
 import struct
@@ -200,3 +201,17 @@ async def test_client_reading_nothing_is_cut_off_and_its_engine_stops():
             client.send(asking("greedy", stream=True))
             await asyncio.wait_for(router.engines[0].closed.wait(), patience(10))
             await until(router.is_idle)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/generate"])
+async def test_a_compressed_body_is_refused_as_such_and_a_plain_one_is_not(path):
+    body = json.dumps({"text": "x"} if path == "/generate" else {"model": BASE, "prompt": "x"}).encode()
+    headers = {"content-type": "application/json"}
+    async with faulty_fleet(1) as router:
+        sent = headers | {"content-encoding": "gzip"}
+        refused = await router.client.post(path, content=gzip.compress(body), headers=sent)
+        assert error_of(refused) == (400, "invalid_request_body")
+        assert "content-encoding is 'gzip'" in refused.json()["error"]["message"]
+        for coding in ("identity", "utf-8"):
+            taken = await router.client.post(path, content=b" " + body, headers=headers | {"content-encoding": coding})
+            assert "content-encoding" not in taken.text
