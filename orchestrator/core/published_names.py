@@ -235,8 +235,8 @@ def with_published_floors(
     """The intent with the replicas that published names need as minimum of their versions.
 
     Needed are the versions that names point at, and those that publishes wait for. Names used last come first: names
-    for which the smallest worker has no slot left get no minimum, nor do idle ones: what a trainer that ended has left
-    must not refuse others a slot. Versions that no name points at any longer are marked, so that they make room first.
+    for which workers have no slot left get no minimum, nor do idle ones: what a trainer that ended has left must not
+    refuse others a slot. Versions that no name points at any longer are marked, so that they make room first.
 
     most_replicas  maximum of adapters that set none of their own
     reserve_slots  slots of each worker that the policy keeps free
@@ -250,16 +250,15 @@ def with_published_floors(
     order = sorted(names.values(), key=lambda name: (-last_used_at(name, asked.get(name.name)), name.name))
     wanted = list(_needed_versions(order, aliases, intent, awaited))
     current = {needed.adapter.lora_id for needed in wanted}
-    taken: dict[str, int] = {}
+    slots: dict[str, _SlotsTaken] = {}
     raised: dict[str, RegisteredAdapter] = {}
     for adapter, name, is_awaited in wanted:
         if name.name in idle and not is_awaited:
             continue
         able, count = meant_workers(workers, adapter.base_model, adapter.rank or 0, name.replicas)
-        room = min((usable_slots(worker.slots, reserve_slots) for worker in workers if worker.id in able), default=0)
-        base = adapter.base_model or ""
-        taken[base] = taken.get(base, 0) + 1
-        if count and taken[base] <= room:
+        sizes = [usable_slots(worker.slots, reserve_slots) for worker in workers if worker.id in able]
+        taken = slots.setdefault(adapter.base_model or "", _SlotsTaken())
+        if count and taken.take(count, sizes):
             raised[adapter.lora_id] = replace(
                 adapter,
                 min_replicas=max(count, adapter.min_replicas or 0),
@@ -267,6 +266,35 @@ def with_published_floors(
             )
     superseded = {version.lora_id for name in order for version in name.versions} - current
     return replace(intent, adapters={**intent.adapters, **raised}, superseded=frozenset(superseded))
+
+
+@dataclass(slots=True)
+class _SlotsTaken:
+    """The slots of a base model's workers that minimums of published names take, wherever their copies are.
+
+    No copy of a minimum makes room for another one, so none may be where another version alone could be.
+
+    versions  with a minimum; `copies`: of all of them; `most`: of one of them
+    has_whole whether every worker that may have one of them must have it
+    """
+
+    versions: int = 0
+    copies: int = 0
+    most: int = 0
+    has_whole: bool = False
+
+    def take(self, count: int, sizes: Collection[int]) -> bool:
+        """Take the slots of one version's copies if all minimums can be met then; returns whether they can.
+
+        sizes  slots of each worker that may have the version
+        """
+        room, copies, most = min(sizes), self.copies + count, max(self.most, count)
+        has_whole = self.has_whole or count >= len(sizes)
+        # All others may be on the same worker; where none needs every worker, they fill so many workers at most.
+        is_met = self.versions < room if has_whole else (copies - most) // room + most <= len(sizes)
+        if is_met:
+            self.versions, self.copies, self.most, self.has_whole = self.versions + 1, copies, most, has_whole
+        return is_met
 
 
 class _NeededVersion(NamedTuple):

@@ -8,6 +8,7 @@ import pytest
 from lorafleet.cli.keys import KeyNaming, add_key
 from lorafleet.identity import engine_name
 from tests.orchestrator.doubles import digest_of
+from tests.patience import within
 
 
 @pytest.fixture
@@ -351,6 +352,39 @@ async def test_a_name_is_in_use_for_as_long_as_the_policy_says_after_its_last_re
     assert not await is_idle(2)
     clock.now += 200
     assert await is_idle(3)
+
+
+def loads_of(fleet, name):
+    """Number of loads of the name's versions that agents were asked for."""
+    asked = [body["lora_id"] for agent in fleet.agents.values() for verb, body in agent.calls if verb == "load_lora"]
+    return sum(lora_id.startswith(f"{name}/") for lora_id in asked)
+
+
+async def test_publishes_to_one_worker_each_run_at_once_on_several_workers(service, clock):
+    for worker_id in ("w0", "w1", "w2", "w3"):
+        agent = await service.worker(worker_id, slots=2)
+        agent.hold_loads = asyncio.Event()
+    await service.http.patch("/v1/policy", json={"loads_per_worker": 4})  # two names may have one home
+    names = [f"run{n}" for n in range(4)]
+    calls = [asyncio.create_task(publish_when_let(service, name)) for name in names]
+    async with within(10):
+        while sum(loads_of(service, name) for name in names) < 4:
+            await service.beat()
+            service.reconciler.run_pass()
+            await asyncio.wait(calls, timeout=0.01)
+            assert not any(call.done() for call in calls)
+    for agent in service.agents.values():
+        agent.hold_loads.set()
+    while not all(call.done() for call in calls):
+        await service.turn()
+        clock.now += 0.2
+        await asyncio.wait(calls, timeout=0.01)
+    assert all(call.result().is_success for call in calls)
+
+
+async def publish_when_let(fleet, name):
+    """The answer to a publish to one worker; the test runs the passes."""
+    return await fleet.http.post(f"/v1/published/{name}", json={"source": f"/{name}", "replicas": 1})
 
 
 async def test_published_names_are_listed_with_their_versions(fleet):

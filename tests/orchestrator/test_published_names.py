@@ -112,8 +112,8 @@ def test_number_of_an_adapter_that_is_there_already_is_passed_over():
     assert (version.lora_id, record.next_number) == ("policy/v3", 4)
 
 
-def worker(name, **more):
-    return ObservedWorker(id=name, state="ready", base_model="tiny", slots=2, max_lora_rank=16, **more)
+def worker(name, *, slots=2, **more):
+    return ObservedWorker(id=name, state="ready", base_model="tiny", slots=slots, max_lora_rank=16, **more)
 
 
 def adapter(lora_id):
@@ -162,3 +162,43 @@ def test_more_names_than_slots_leave_a_minimum_to_those_used_last():
     assert (minima, superseded) == ({"n1/v1": 1}, frozenset())
     minima, _ = floors(names, [worker("w0")], targets, idle=names, awaited={"n0/v1"})
     assert minima == {"n0/v1": 1}
+
+
+def named(name, *digests, **more):
+    """A name with versions of its own, and what it points at."""
+    record = published(*digests, **more)
+    versions = tuple(replace(version, lora_id=version_id(name, version.number)) for version in record.versions)
+    return replace(record, name=name, versions=versions), ((versions[-1].lora_id, 1.0),)
+
+
+def fleet_of(**records):
+    """Names, and what each points at."""
+    return {name: each for name, (each, _) in records.items()}, {name: to for name, (_, to) in records.items()}
+
+
+def test_names_with_few_replicas_take_the_slots_of_as_many_workers():
+    names, targets = fleet_of(**{f"n{n}": named(f"n{n}", "a", at=100.0 * n, replicas=1) for n in range(9)})
+    workers = [worker(f"w{n}") for n in range(4)]
+    minima, _ = floors(names, workers, targets)
+    assert minima == {f"n{n}/v1": 1 for n in range(1, 9)}, "eight slots, and n0 was used first"
+    names["n8"] = replace(names["n8"], replicas=None)
+    minima, _ = floors(names, workers, targets)
+    assert minima == {"n8/v1": 4, "n7/v1": 1}, "where others are on one worker, n8 finds no slot there"
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    replicas=st.lists(st.one_of(st.none(), st.integers(1, 5)), min_size=1, max_size=9),
+    data=st.data(),
+)
+def test_minimums_of_names_can_be_met_wherever_the_copies_of_others_are(sizes, replicas, data):
+    records = {f"n{n}": named(f"n{n}", "a", at=100.0 * n, replicas=least) for n, least in enumerate(replicas)}
+    names, targets = fleet_of(**records)
+    minima, _ = floors(names, [worker(f"w{n}", slots=slots) for n, slots in enumerate(sizes)], targets)
+    left = list(sizes)
+    for lora_id in data.draw(st.permutations(sorted(minima))):
+        free = [n for n, slots in enumerate(left) if slots]
+        assert len(free) >= minima[lora_id]
+        for n in data.draw(st.permutations(free))[: minima[lora_id]]:
+            left[n] -= 1
+    assert f"n{len(replicas) - 1}/v1" in minima, "the name used last"
