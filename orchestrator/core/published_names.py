@@ -202,6 +202,11 @@ def is_unused(record: PublishedName, last_asked_at: float | None, policy: Placem
     return bool(policy.unused_name_s) and now - last_used_at(record, last_asked_at) >= policy.unused_name_s
 
 
+def is_trained(record: PublishedName, policy: PlacementPolicy, now: float) -> bool:
+    """Whether another version of the name is to be expected: it had several, the last one in `scale_down_after_s`."""
+    return record.next_number > 2 and now - record.published_at < policy.scale_down_after_s
+
+
 def current_versions(names: Iterable[str], aliases: Mapping[str, Targets]) -> dict[str, str]:
     """Published name -> lora_id of the version that its requests get, of the names that have one."""
     return {name: aliases[name][0][0] for name in names if aliases.get(name)}
@@ -231,18 +236,22 @@ def with_published_floors(
     last_asked_at: Mapping[str, float] | None = None,
     awaited: Container[str] = (),
     idle: Container[str] = (),
+    trained: Container[str] = (),
 ) -> Intent:
     """The intent with the replicas that published names need as minimum of their versions.
 
     Needed are the versions that names point at, and those that publishes wait for. Names used last come first: names
     for which workers have no slot left get no minimum, nor do idle ones: what a trainer that ended has left must not
-    refuse others a slot. Versions that no name points at any longer are marked, so that they make room first.
+    refuse others a slot. Between publishes the next version of a trained name counts as well. Else a name that was used
+    less lately would be loaded after each publish, into the slot of the old version, and evicted by the next publish.
+    Versions that no name points at any longer are marked, so that they make room first.
 
     most_replicas  maximum of adapters that set none of their own
     reserve_slots  slots of each worker that the policy keeps free
     last_asked_at  name -> when a request for it came last; by the clock of `PublishedName.published_at`
     awaited        lora_ids of versions that were published before, and that publishes wait for again
     idle           names that nobody has used of late
+    trained        names of which another version is to be expected soon
     """
     if not names:
         return intent
@@ -251,6 +260,7 @@ def with_published_floors(
     wanted = list(_needed_versions(order, aliases, intent, awaited))
     current = {needed.adapter.lora_id for needed in wanted}
     slots: dict[str, _SlotsTaken] = {}
+    has_next = {needed.adapter.base_model for needed in wanted if needed.is_awaited}
     raised: dict[str, RegisteredAdapter] = {}
     for adapter, name, is_awaited in wanted:
         if name.name in idle and not is_awaited:
@@ -264,6 +274,9 @@ def with_published_floors(
                 min_replicas=max(count, adapter.min_replicas or 0),
                 max_replicas=max(count, most_replicas if adapter.max_replicas is None else adapter.max_replicas),
             )
+        if count and name.name in trained and adapter.base_model not in has_next:
+            has_next.add(adapter.base_model)  # one for all trainers: few publish in the same moment
+            taken.take(count, sizes)
     superseded = {version.lora_id for name in order for version in name.versions} - current
     return replace(intent, adapters={**intent.adapters, **raised}, superseded=frozenset(superseded))
 

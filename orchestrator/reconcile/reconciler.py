@@ -449,6 +449,7 @@ class Reconciler:
             last_asked_at=asked,
             awaited=self.retention.awaited,
             idle=self.retention.idle_names(demand, asked),
+            trained=self.retention.trained_names(),
         )
 
     def _drain_results(self, observed: ObservedFleet) -> dict[Pair, bool]:

@@ -14,6 +14,7 @@ from orchestrator.core.demand import DemandBook
 from orchestrator.core.published_names import (
     PublishedName,
     after_deletion,
+    is_trained,
     is_unused,
     last_used_at,
     retired_versions,
@@ -70,6 +71,11 @@ class VersionRetention:
             return frozenset()
         since, names = self._wall() - after_s, self._store.published
         return frozenset(name for name, record in names.items() if last_used_at(record, asked.get(name)) < since)
+
+    def trained_names(self) -> frozenset[str]:
+        """Published names of which another version is to be expected soon."""
+        rules, now = self._store.rules, self._wall()
+        return frozenset(name for name, record in self._store.published.items() if is_trained(record, rules, now))
 
     def _asked_at(self, record: PublishedName, demand: DemandSnapshot) -> float:
         """Unix time of the last request for a version of the name; 0.0 if none is known."""

@@ -360,6 +360,29 @@ def loads_of(fleet, name):
     return sum(lora_id.startswith(f"{name}/") for lora_id in asked)
 
 
+async def test_a_name_that_nobody_asks_for_is_not_loaded_again_after_each_publish_of_another(service, clock):
+    for worker_id in ("w0", "w1"):
+        await service.worker(worker_id, slots=2)
+    await publish(service, "old", "/old")
+    for step in range(5):
+        assert (await publish(service, "run", f"/run/{step}")).is_success
+        for _ in range(12):  # a step of the trainer, in which the version before last leaves the workers
+            await service.turn()
+            clock.now += 1
+
+    assert loads_of(service, "old") == 2
+    # The slot is anybody's who asks.
+    await service.register()
+    await service.ensure(timeout_s=0.01)
+    await service.settle()
+    clock.now += 31
+    await service.settle()
+    assert (await service.adapter())["workers"]
+    assert (await service.http.post("/v1/adapters/old/v1/ensure", json={"wait_s": 0})).is_success
+    await drained(service, clock)
+    assert (await service.adapter("old/v1"))["workers"]
+
+
 async def test_publishes_to_one_worker_each_run_at_once_on_several_workers(service, clock):
     for worker_id in ("w0", "w1", "w2", "w3"):
         agent = await service.worker(worker_id, slots=2)

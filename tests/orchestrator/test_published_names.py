@@ -14,6 +14,7 @@ from orchestrator.core.published_names import (
     PublishedName,
     after_deletion,
     after_pointing,
+    is_trained,
     is_unused,
     meant_workers,
     retired_versions,
@@ -174,6 +175,29 @@ def named(name, *digests, **more):
 def fleet_of(**records):
     """Names, and what each points at."""
     return {name: each for name, (each, _) in records.items()}, {name: to for name, (_, to) in records.items()}
+
+
+def test_between_publishes_the_next_version_of_a_trained_name_counts_as_during_one():
+    names, targets = fleet_of(old=named("old", "a"), run=named("run", "b", "c", at=200.0))
+    assert is_trained(names["run"], POLICY, 210.0 + POLICY.scale_down_after_s - 1)
+    assert not is_trained(names["run"], POLICY, 210.0 + POLICY.scale_down_after_s)
+    assert not is_trained(names["old"], POLICY, 100.0), "one version is no sign of another"
+    begun = names | {"run": with_next_version(names["run"], "d", (), 300.0)[0]}
+    for slots in (1, 2, 3, 4):
+        workers = [worker(f"w{n}", slots=slots) for n in range(2)]
+        during, _ = floors(begun, workers, targets, trained={"run"})
+        between, _ = floors(names, workers, targets, trained={"run"})
+        assert ("old/v1" in during) is ("old/v1" in between) is (slots > 2)
+        assert "run/v2" in between
+    # One slot for all trainers; none that a name used later needs.
+    two, both = fleet_of(old=named("old", "a"), one=named("one", "b", "c", at=200.0), run=named("run", "d", at=300.0))
+    assert floors(two, [worker("w0", slots=3)], both, trained={"one", "run"})[0].keys() == {"one/v2", "run/v1"}
+    assert floors(two, [worker("w0", slots=4)], both, trained={"one", "run"})[0].keys() == {
+        "old/v1",
+        "one/v2",
+        "run/v1",
+    }
+    assert floors(two, [worker("w0", slots=2)], both, trained={"one"})[0].keys() == {"one/v2", "run/v1"}
 
 
 def test_names_with_few_replicas_take_the_slots_of_as_many_workers():
