@@ -11,6 +11,7 @@ from orchestrator.core.placement.place import place, usable_slots
 from orchestrator.core.placement.targets import slot_shares
 from orchestrator.core.placement.victims import PATIENCE_S
 from orchestrator.core.state import (
+    AdapterFailure,
     DemandSnapshot,
     DesiredPlacement,
     Intent,
@@ -382,6 +383,45 @@ def test_an_adapter_that_only_workers_without_loads_could_have_says_so():
     desired = place(intent(adapter("a"), adapter("b")), observed, want("a", "b"), PlacementPolicy(), NOW)
     assert desired.loads == ()
     assert desired.unplaced == {"a": "no ready worker of qwen loads adapters while it runs; start one that does"}
+
+
+def full(name, **changes):
+    """A worker whose only slot is taken for good."""
+    return worker(name, held("pinned"), slots=1, **changes)
+
+
+KEPT = f"fleet:{'0' * 64}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "workers", "told"),
+    [
+        ({"source": KEPT}, [worker("w0", has_agent=False)], "only workers' agents have its files, and no ready worker"),
+        ({"source": KEPT}, [full("w0"), worker("w1", has_agent=False)], "no free slot on 1 workers, and nothing"),
+        (
+            {"rank": 16},
+            [full("w0"), worker("w1", max_lora_rank=8), worker("w2", max_lora_rank=8)],
+            "no free slot on 1 workers, and nothing there may be evicted; 2 more take no adapter of rank 16",
+        ),
+        (
+            {"rank": 16},
+            [worker("w0", slots=0), worker("w1", max_lora_rank=8)],
+            "no ready worker of qwen that loads adapters takes rank 16; start one that does",
+        ),
+    ],
+)
+def test_why_an_adapter_has_no_place_is_said_of_the_workers_that_could_have_it(changes, workers, told):
+    known = intent(adapter("a", **changes), adapter("pinned", pinned=True))
+    desired = place(known, fleet(*workers), want("a"), PlacementPolicy(), NOW)
+    assert desired.loads == ()
+    assert told in desired.unplaced["a"]
+
+
+def test_failures_on_all_workers_that_could_have_an_adapter_are_its_reason():
+    failure = AdapterFailure(until=NOW + 60, code="engine_error", message="out of memory")
+    observed = fleet(worker("w0"), worker("w1", max_lora_rank=8), failures={("a", "w0"): failure})
+    desired = place(intent(adapter("a", rank=16)), observed, want("a"), PlacementPolicy(), NOW)
+    assert desired.unplaced == {"a": "out of memory"}
 
 
 def test_more_replicas_than_able_workers_are_not_reported_as_lacking_slots():

@@ -12,6 +12,7 @@ from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
+from lorafleet.identity import fleet_digest
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, loading_mode
 from orchestrator.core.placement.victims import cheapest_victim, copy_worth, has_waited_long
 from orchestrator.core.state import ObservedWorker, PlannedLoad, RegisteredAdapter
@@ -212,9 +213,13 @@ def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter) -> st
         return f"no ready worker serves {adapter.base_model}"
     if (misfit := placement_misfit(adapter, limits_by_base_model(ready))) is not None:
         return misfit.message
-    if not any(w.slots for w in fits):
-        return f"no ready worker of {adapter.base_model} loads adapters while it runs; start one that does"
-    failures = [context.current_failure(adapter.lora_id, w.id) for w in fits]
+    rank = adapter.rank or 0
+    takers = context.accepting_workers(adapter.base_model, rank)
+    if fleet_digest(adapter.source) is not None:
+        takers = [w for w in takers if w.has_agent]
+    if not takers:
+        return _no_taker_reason(context, adapter, fits)
+    failures = [context.current_failure(adapter.lora_id, w.id) for w in takers]
     if all(failure is not None for failure in failures):
         return "; ".join(sorted({failure.message for failure in failures if failure is not None}))
     able = [w for w in context.able_workers(adapter) if not w.has_in_slot(adapter.lora_id)]
@@ -225,4 +230,19 @@ def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter) -> st
         context.is_busy(w.id) and cheapest_victim(context, adapter, w) for w in able
     ):
         return None
-    return f"no free slot on {len(fits)} workers, and nothing there may be evicted"
+    small = sum(w.max_lora_rank < rank for w in fits)
+    others = f"; {small} more take no adapter of rank {rank}" if small else ""
+    return f"no free slot on {len(able)} workers, and nothing there may be evicted{others}"
+
+
+def _no_taker_reason(context: PlacementContext, adapter: RegisteredAdapter, fits: Iterable[ObservedWorker]) -> str:
+    """Why none of the ready workers of its base model could have the adapter, not even without any others."""
+    rank = adapter.rank or 0
+    if not any(w.slots for w in fits):
+        return f"no ready worker of {adapter.base_model} loads adapters while it runs; start one that does"
+    if not context.accepting_workers(adapter.base_model, rank):
+        return f"no ready worker of {adapter.base_model} that loads adapters takes rank {rank}; start one that does"
+    return (
+        f"only workers' agents have its files, and no ready worker of {adapter.base_model} that takes rank {rank} has"
+        " an agent; start `python -m workers` beside an engine"
+    )
