@@ -15,6 +15,11 @@ from workers.core.peft import CONFIG_NAME, parse_config
 LOOPBACK = "127.0.0.1"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM 0.32's --max-lora-rank, without 1
 _HOST_SLOTS_PER_DEVICE_SLOT = 2  # a guess: adapters are small
+_ENGINE_SHUTDOWN_S = 5  # the router stops first, and with it every request of the engines
+_AGENT_SPARE_S = 10.0  # an agent kills its engine so long after `engine_shutdown_s`: workers/agent/supervisor.py
+# Behind the times that a service's settings give to requests: last reports, a released lease, closed files, and the end
+# of the interpreter. Under a second, but for a starved machine; helm/lorafleet and the router's parent leave as much.
+_STOP_SPARE_S = 10.0
 # For the tiny model on a few cores: the fastest start that still fits the demo.
 _TINY = {
     "max_model_len": 4096,
@@ -70,10 +75,23 @@ def common_flags(
     return [*config, *words, *keys]
 
 
-def orchestrator_command(shared: Sequence[str], store: Path, upload_store: str | None = None) -> list[str]:
-    """The orchestrator's command. `upload_store`: None leaves it to the environment."""
+def stop_timeout_s(service: str, given: ServiceOptions, grace_s: float) -> float:
+    """Seconds after SIGTERM before a service is killed: more than it needs to cut off its requests and end in order."""
+    if service == "router":
+        return given.number("drain_s", 0.0) + given.number("grace_s", grace_s) + _STOP_SPARE_S
+    requests_s = given.number("stop_grace_s", grace_s)
+    if service == "orchestrator":
+        return requests_s + _STOP_SPARE_S
+    return requests_s + given.number("engine_shutdown_s", _ENGINE_SHUTDOWN_S) + _AGENT_SPARE_S + _STOP_SPARE_S
+
+
+def orchestrator_command(
+    shared: Sequence[str], store: Path, upload_store: str | None, grace_s: float, given: Mapping[str, object]
+) -> list[str]:
+    """The orchestrator's command. `upload_store`: None leaves it to the environment; `given` replaces defaults."""
     kept = [] if upload_store is None else ["--upload-store", upload_store]
-    return [sys.executable, "-P", "-m", "orchestrator", *shared, "--store", str(store), *kept]
+    words = _flags({"store": store}, {"stop_grace_s": grace_s}, given)
+    return [sys.executable, "-P", "-m", "orchestrator", *shared, *words, *kept]
 
 
 def router_command(
@@ -109,6 +127,7 @@ def agent_command(
     orchestrator_url: str,
     folder: Path,
     sockets: Path,
+    grace_s: float,
     given: Mapping[str, object],
 ) -> list[str]:
     """The command of an agent that starts its engine.
@@ -136,8 +155,8 @@ def agent_command(
         "max_cpu_loras": _HOST_SLOTS_PER_DEVICE_SLOT * slots,
         "max_lora_rank": needed_rank,
         "cache_dir": folder / "cache",
-        # The router stops first, and with it every request of the engines.
-        "engine_shutdown_s": 5,
+        "engine_shutdown_s": _ENGINE_SHUTDOWN_S,
+        "stop_grace_s": grace_s,
         **(_TINY if base.is_tiny else {}),
     }
     # The engine's output is in its worker's folder, not in the agent's log.

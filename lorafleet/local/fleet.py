@@ -95,7 +95,8 @@ class LocalFleet:
             self.steps.say("stopping: router, workers, orchestrator")
         for names in (["router"], self.workers, ["orchestrator"]):
             children = [self._children[name] for name in names if name in self._children]
-            grace_s = self._stop_timeout_s("workers" if names == self.workers else names[0])
+            service = commands.service_of(names[0])
+            grace_s = commands.stop_timeout_s(service, self.options.options_of(service), self.options.grace_s)
             for child, has_ended in zip(
                 children, await asyncio.gather(*(c.stop(grace_s) for c in children)), strict=True
             ):
@@ -104,15 +105,6 @@ class LocalFleet:
         await asyncio.to_thread(self._guard.release)
         if self._children:
             self.steps.say(f"stopped in {time.monotonic() - began:.1f} s; nothing is left running")
-
-    def _stop_timeout_s(self, service: str) -> float:
-        """Seconds that a service may take to stop, by its settings."""
-        settings, grace_s = self.options.options_of(service), self.options.grace_s
-        if service == "router":
-            return max(grace_s, settings.number("drain_s", 0.0) + settings.number("grace_s", grace_s))
-        if service == "workers":  # an agent stops its engine first
-            return max(3 * grace_s, settings.number("engine_shutdown_s", 0.0) + 2 * grace_s)
-        return max(grace_s, settings.number("stop_grace_s", 0.0))
 
     def kill(self) -> None:
         """Kill all processes at once, remove the sockets' folder, and wait until this is done."""
@@ -424,7 +416,10 @@ class LocalFleet:
     def _orchestrator_command(self) -> list[str]:
         """The orchestrator's command in this fleet."""
         store = self._folder / "orchestrator.db"
-        return commands.orchestrator_command(self._common_flags("orchestrator"), store, self.options.upload_store)
+        settings = self.options.options_of("orchestrator").values
+        return commands.orchestrator_command(
+            self._common_flags("orchestrator"), store, self.options.upload_store, self.options.grace_s, settings
+        )
 
     def _router_command(self) -> list[str]:
         """The router's command in this fleet."""
@@ -447,6 +442,7 @@ class LocalFleet:
             orchestrator_url=self.url("orchestrator"),
             folder=self._folder,
             sockets=self._scratch,
+            grace_s=self.options.grace_s,
             given=self.options.worker_settings(),
         )
 

@@ -120,6 +120,19 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         until(lambda: fleet.processes() == {}, within_s=5, what="everything is gone")
 
 
+def test_a_stop_cuts_a_long_answer_off_with_an_error_event_and_kills_no_service(tmp_path: Path) -> None:
+    with running(tmp_path / "state", *FLAGS, "1") as fleet:
+        body = chat(prompt=fresh_prompt(), stream=True, max_tokens=3500, ignore_eos=True)
+        with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=patience(30)) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            fleet.process.send_signal(signal.SIGTERM)
+            (error,) = (line for line in lines if line.startswith('data: {"error"'))
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "stopping"
+        assert fleet.process.wait(patience(60)) == 0
+        assert "was killed" not in fleet.progress()
+
+
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sound adapter, one without tensors, one that calls the base model as a hub does, and one of another."""

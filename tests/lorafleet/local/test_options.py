@@ -44,6 +44,7 @@ def settings_of(
         orchestrator_url="http://127.0.0.1:8080",
         folder=Path("/state"),
         sockets=Path("/tmp/lf"),
+        grace_s=10.0,
         given=options.worker_settings(),
     )
     lists = commands.engine_environment(options.engine_arguments, lora_roots(options, Path("/shelf")), is_tiny=is_tiny)
@@ -126,6 +127,35 @@ def test_given_settings_override_the_routers_defaults() -> None:
     words = commands.router_command([], "http://o", Path("/s"), 10.0, {"grace_s": "60"})
     assert "--grace-s" not in words
     assert last(words, "--drain-s") == "0"
+
+
+@pytest.mark.parametrize(
+    ("service", "environment", "own_s"),
+    [
+        ("router", {}, 0 + 10),
+        ("router", {"LORAFLEET_ROUTER_DRAIN_S": "5", "LORAFLEET_ROUTER_GRACE_S": "60"}, 5 + 60),
+        ("orchestrator", {}, 10),
+        ("orchestrator", {"LORAFLEET_ORCHESTRATOR_STOP_GRACE_S": "1"}, 1),
+        ("workers", {}, 10 + 5 + 10),
+        (
+            "workers",
+            {"LORAFLEET_WORKERS_STOP_GRACE_S": "30", "LORAFLEET_WORKERS_ENGINE_SHUTDOWN_S": "60"},
+            30 + 60 + 10,
+        ),
+    ],
+)
+def test_a_service_is_killed_well_after_the_time_that_its_own_settings_give_to_its_stop(
+    service: str, environment: dict[str, str], own_s: float
+) -> None:
+    given = ask(environment=environment).options_of(service)
+    assert commands.stop_timeout_s(service, given, 10.0) >= own_s + 10
+
+
+def test_orchestrator_and_agents_have_the_fleets_time_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_of(ask(), monkeypatch).stop_grace_s == 10
+    words = commands.orchestrator_command([], Path("/s"), None, 10.0, {})
+    assert last(words, "--stop-grace-s") == "10.0"
+    assert "--stop-grace-s" not in commands.orchestrator_command([], Path("/s"), None, 10.0, {"stop_grace_s": "60"})
 
 
 @pytest.mark.parametrize(
