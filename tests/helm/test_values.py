@@ -78,6 +78,28 @@ def test_images_are_named_by_registry_tag_or_digest():
     assert image("everything", "StatefulSet", "fleet-lorafleet-sglang") == f"{ours}-agent-sglang:1"
 
 
+@pytest.mark.parametrize(
+    ("defaults", "own", "image"),
+    [
+        ({}, {}, "r/agent@sha256:" + "a" * 64),
+        ({}, {"registry": "mirror"}, "mirror/agent@sha256:" + "a" * 64),
+        ({}, {"tag": "2"}, "r/agent:2"),
+        ({}, {"repository": "mine", "tag": "2"}, "r/mine:2"),
+        ({}, {"tag": "2", "digest": "sha256:" + "c" * 64}, "r/agent@sha256:" + "c" * 64),
+        ({"digest": "sha256:" + "b" * 64}, {}, "r/agent@sha256:" + "b" * 64),
+        ({"digest": "sha256:" + "b" * 64}, {"tag": "2"}, "r/agent:2"),
+        ({"tag": "1"}, {"digest": "sha256:" + "c" * 64}, "r/agent@sha256:" + "c" * 64),
+    ],
+)
+def test_a_pools_own_tag_or_repository_is_run_though_others_have_a_digest(tmp_path, defaults, own, image):
+    shared = {"registry": "r", "repository": "agent", "tag": "1", "digest": "sha256:" + "a" * 64}
+    pool = {"name": "p", "model": "org/m", "image": own}
+    worked, output = render(tmp_path, {"agentImage": shared, "poolDefaults": {"image": defaults}, "pools": [pool]})
+    assert worked, output
+    (worker,) = (item for item in yaml.safe_load_all(output) if item and item["kind"] == "StatefulSet")
+    assert worker["spec"]["template"]["spec"]["containers"][0]["image"] == image
+
+
 @pytest.mark.parametrize("name", ["team.fleet", "2026"])
 def test_a_release_whose_name_no_service_can_have_is_refused(name):
     done = run(helm(), "template", name, str(CHART), *DRAWN)

@@ -88,6 +88,18 @@ true
 {{- toYaml (mustMergeOverwrite (deepCopy .root.Values.poolDefaults) (deepCopy .pool)) -}}
 {{- end }}
 
+{{/* The image of a pool's workers: image or agentImage, and what the pool says otherwise. A digest is of one image: it does
+not hold for another repository or tag. (dict "root" $ "pool" .), the pool as in values */}}
+{{- define "lorafleet.poolImage" -}}
+{{- $engine := .pool.engine | default .root.Values.poolDefaults.engine -}}
+{{- $image := deepCopy (ternary .root.Values.image .root.Values.agentImage (eq $engine "sim")) -}}
+{{- range list .root.Values.poolDefaults.image (.pool.image | default dict) -}}
+{{- if or .repository .tag -}}{{- $_ := set $image "digest" "" -}}{{- end -}}
+{{- $image = mustMergeOverwrite $image (deepCopy .) -}}
+{{- end -}}
+{{- toYaml $image -}}
+{{- end }}
+
 {{- define "lorafleet.poolName" -}}
 {{ include "lorafleet.fullname" .root }}-{{ .pool.name }}
 {{- end }}
