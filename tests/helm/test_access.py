@@ -1,11 +1,23 @@
 """Least of everything: what pods may do on their node, at the API server, and to one another."""
 
+import json
+
 import pytest
 import yaml
 
 from lorafleet.service.auth import ApiKeys
-from lorafleet.service.key_files import hash_key
-from tests.helm.rendering import NAMESPACE, VALUES, containers, manifests, of_kind, one, pod_templates, secret
+from lorafleet.service.key_files import hash_key, read_key_files
+from tests.helm.rendering import (
+    NAMESPACE,
+    VALUES,
+    containers,
+    helm_template,
+    manifests,
+    of_kind,
+    one,
+    pod_templates,
+    secret,
+)
 from tests.helm.test_settings import mounted
 
 cases = pytest.mark.parametrize("case", VALUES)
@@ -204,6 +216,28 @@ def test_tenants_keys_reach_the_router_and_only_operators_the_orchestrator():
     assert "ci" in notes("orchestrator")
     assert "acme" not in notes("orchestrator")
     assert not {"acme", "ci"} & notes("worker")
+
+
+def test_keys_in_values_are_accepted_beside_a_secret_of_ones_own_too(tmp_path):
+    keys = [
+        {"sha256": hash_key("a"), "tenant": "acme", "scopes": ["infer"], "limits": {"tokens_per_minute": 100_000_000}},
+        {"sha256": hash_key("b"), "tenant": "acme", "scopes": ["infer"]},
+    ]
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"auth": {"existingSecret": "own", "keys": keys}}))
+    worked, output = helm_template("--values", str(values))
+    assert worked, output
+    found = {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(output) if item}
+    assert ("Secret", "fleet-lorafleet-tokens") not in found
+    for service, accepted in (("router", {"a", "b"}), ("orchestrator", set())):
+        spec = found["Deployment", f"fleet-lorafleet-{service}"]["spec"]["template"]["spec"]
+        (files,) = (e["value"] for e in spec["containers"][0]["env"] if e["name"].endswith("_KEY_FILES"))
+        (file,) = (path for path in json.loads(files) if path != "/etc/lorafleet/keys/keys.yaml")
+        (mount,) = (m for m in spec["containers"][0]["volumeMounts"] if file == f"{m['mountPath']}/keys.yaml")
+        (volume,) = (v for v in spec["volumes"] if v["name"] == mount["name"])
+        kept = tmp_path / f"{service}.yaml"
+        kept.write_text(found["Secret", volume["secret"]["secretName"]]["stringData"]["keys.yaml"])
+        assert {key for key in ("a", "b") if hash_key(key) in read_key_files([kept])} == accepted
 
 
 def test_a_token_in_clear_is_in_one_secret_only():

@@ -74,6 +74,23 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 {{- if .root.Values.auth.existingSecret -}}{{ .role }}{{- else -}}{{ printf "%s.%d" .role (int .root.Values.auth.use) }}{{- end -}}
 {{- end }}
 
+{{/* The entries of auth.keys that a service gets, as a JSON list: routers all, orchestrators those that read or manage,
+workers none. (dict "root" $ "service" "router") */}}
+{{- define "lorafleet.givenKeys" -}}
+{{- $service := .service -}}
+{{- $found := list -}}
+{{- range .root.Values.auth.keys -}}
+{{- $managing := list "view" "tenant-admin" "operate" "export" "admin" -}}
+{{- if .tenant }}{{ $managing = append $managing "register" }}{{ end -}}
+{{- $manages := false -}}
+{{- range .scopes }}{{ if has . $managing }}{{ $manages = true }}{{ end }}{{ end -}}
+{{- if or (eq $service "router") (and (eq $service "orchestrator") $manages) -}}
+{{- $found = append $found . -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $found -}}
+{{- end }}
+
 {{/* "true" where `lookup` finds anything; empty under `helm template` and where tools only render. The first two are read
 with rights that an install needs anyway; a namespace that `--create-namespace` is about to make has neither. */}}
 {{- define "lorafleet.seesCluster" -}}

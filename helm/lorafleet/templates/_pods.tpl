@@ -129,6 +129,12 @@ authorization:
     {{- end }}
     defaultMode: 0440
 {{- if ne .service "worker" }}
+{{- if and .root.Values.auth.existingSecret .root.Values.auth.keys }}
+- name: keys-given
+  secret:
+    secretName: {{ include "lorafleet.fullname" .root }}-keys-{{ .service }}
+    defaultMode: 0440
+{{- end }}
 {{- range $index, $name := .root.Values.auth.existingKeySecrets }}
 - name: keys-{{ $index }}
   secret:
@@ -146,6 +152,11 @@ authorization:
   mountPath: /etc/lorafleet/keys
   readOnly: true
 {{- if ne .service "worker" }}
+{{- if and .root.Values.auth.existingSecret .root.Values.auth.keys }}
+- name: keys-given
+  mountPath: /etc/lorafleet/keys-given
+  readOnly: true
+{{- end }}
 {{- range $index, $name := .root.Values.auth.existingKeySecrets }}
 - name: keys-{{ $index }}
   mountPath: /etc/lorafleet/keys-{{ $index }}
@@ -157,6 +168,9 @@ authorization:
 {{- define "lorafleet.keyFiles" -}}
 {{- $files := list "/etc/lorafleet/keys/keys.yaml" -}}
 {{- if ne .service "worker" -}}
+{{- if and .root.Values.auth.existingSecret .root.Values.auth.keys -}}
+{{- $files = append $files "/etc/lorafleet/keys-given/keys.yaml" -}}
+{{- end -}}
 {{- range $index, $name := .root.Values.auth.existingKeySecrets -}}
 {{- $files = append $files (printf "/etc/lorafleet/keys-%d/keys.yaml" $index) -}}
 {{- end -}}
