@@ -31,8 +31,8 @@ from lorafleet.service.sockets import socket_folder
 
 _POLL_S = 0.05
 # Per worker. vLLM takes 25-60 s on an idle machine; after ten minutes it is stuck.
-_START_TIMEOUT_S = {"sim": 60.0, "vllm": 600.0, "sglang": 600.0}
-_SERVICE_START_TIMEOUT_S = 60.0  # they take about a second; several beside starting engines
+_START_TIMEOUT_S = {"sim": 300.0, "vllm": 600.0, "sglang": 600.0}
+_SERVICE_START_TIMEOUT_S = 300.0  # they take a second or two; a minute was seen on a machine with other work
 _STARTS_BEFORE_READY = 3
 _LONGEST_BACKOFF_S = 10.0
 # vLLM's socket names have a UUID and a prefix or suffix.

@@ -108,6 +108,7 @@ class EnginePool:
             async with asyncio.timeout(self.connect_s):
                 await loop.create_connection(lambda: connection, origin.host, origin.port, ssl=tls)
         except TimeoutError as exc:
+            connection.close()  # as below: the limit may pass in the moment in which it is connected
             raise EngineLost("connection", f"{origin.url}: not connected in {self.connect_s} s") from exc
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a host name may be no name at all
             is_ours = isinstance(exc, OSError) and exc.errno in _NO_DESCRIPTORS

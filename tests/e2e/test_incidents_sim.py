@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.fleets import RunningFleet, running, until
 from tests.e2e.test_any_process_killed import victims
+from tests.patience import patience
 
 pytestmark = [pytest.mark.fleet, pytest.mark.slow]
 
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.fleet, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder: Path = tmp_path_factory.mktemp("incidents")
-    environment = {"LORAFLEET_WORKERS_HANG_AFTER_S": "3"}
+    environment = {"LORAFLEET_WORKERS_HANG_AFTER_S": str(patience(2))}
     with running(folder / "state", "--engine", "sim", "--workers", "1", environment=environment) as fleet:
         yield fleet
 

@@ -10,7 +10,7 @@ import pytest
 from lorafleet.cli.keys import KeyNaming, add_key
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.e2e.small_fleets import small_fleet
-from tests.patience import until
+from tests.patience import patience, until
 from tests.serving import client_of
 from tests.workers.changed_adapters import adapter_of_zeros
 
@@ -55,7 +55,7 @@ async def test_trainer_publishes_by_the_engines_own_calls(tmp_path, model, shelf
         workers=2,
         routers=2,
         engine=("--sim-decode-tokens-per-s", "200"),
-        router_settings={"publish_timeout_s": 20.0},
+        router_settings={"publish_timeout_s": min(110, patience(20))},
     ) as fleet:
         first, second = fleet.routers
 
@@ -114,7 +114,7 @@ async def test_trainer_publishes_by_the_engines_own_calls(tmp_path, model, shelf
 
 async def test_loads_that_cannot_be_say_so_as_engines_do(tmp_path, model, shelf):
     async with small_fleet(
-        tmp_path / "fleet", model, shelf=shelf, workers=1, routers=1, router_settings={"publish_timeout_s": 3.0}
+        tmp_path / "fleet", model, shelf=shelf, workers=1, routers=1, router_settings={"publish_timeout_s": patience(1)}
     ) as fleet:
         (router,) = fleet.routers
 

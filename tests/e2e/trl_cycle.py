@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.patience import patience
+
 MAX_STALENESS = 1
 SYNCS = 3
 NAME = "trl-policy"
@@ -100,7 +102,7 @@ def main(url: str, model_dir: str, shelf: Path) -> None:
 def _next_sample(worker: Any, version: int) -> dict[str, Any]:
     """What the first sample of that version has. Those of older versions may be in the queue before it."""
     while True:
-        worker.check_health(stale_after_s=120)
+        worker.check_health(stale_after_s=patience(60))
         try:
             sample = worker.rollout_buffer.get(timeout=5)
         except queue.Empty:
