@@ -19,6 +19,21 @@ class DirectTransport(httpx.AsyncHTTPTransport):
 
     def __init__(self, *, limits: httpx.Limits = _LIMITS) -> None:
         super().__init__(verify=_ssl_context(), trust_env=False, limits=limits)
+        self._unanswered: set[asyncio.Timeout] = set()
+
+    async def aclose(self) -> None:
+        """Close all connections. Calls that have no answer yet raise httpx.ReadError.
+
+        httpcore 1.0 alone would leave the connection of a call open that is connecting (_async/connection.py aclose).
+        """
+        now = asyncio.get_running_loop().time()
+        for call in self._unanswered:
+            call.reschedule(now)
+        try:
+            while self._unanswered:  # noqa: ASYNC110  (they end within some turns of the loop)
+                await asyncio.sleep(0)
+        finally:
+            await super().aclose()
 
     @property
     def is_idle(self) -> bool:
@@ -31,7 +46,21 @@ class DirectTransport(httpx.AsyncHTTPTransport):
         A connection that the peer closes at once is an httpx.ConnectError.
         """
         try:
-            answer = await super().handle_async_request(request)
+            async with asyncio.timeout(None) as call:  # expires when the transport is closed
+                self._unanswered.add(call)
+                try:
+                    answer = await self._send(request)
+                finally:
+                    self._unanswered.discard(call)
+        except TimeoutError as exc:
+            raise httpx.ReadError("the client was closed before the answer came", request=request) from exc
+        answer.stream = _ResponseBody(answer)
+        return answer
+
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        """The answer, with a body that httpx made. Raises httpx.HTTPError."""
+        try:
+            return await super().handle_async_request(request)
         except AttributeError as exc:
             # A killed peer resets connections that it has not accepted. Under uvloop such a connection may be closed
             # before the next tick, and anyio 4.16 then fails to read its peer's name (abc/_sockets.py).
@@ -39,8 +68,6 @@ class DirectTransport(httpx.AsyncHTTPTransport):
         except BaseException:
             await self._close_orphans()
             raise
-        answer.stream = _ResponseBody(answer)
-        return answer
 
     async def _close_orphans(self) -> None:
         """Close connections without a request. If a call is cancelled between connecting and sending, httpcore 1.0

@@ -117,6 +117,26 @@ async def test_a_cancelled_call_leaves_no_connection(when):
         assert (await client.get(url)).text == "x"
 
 
+async def test_a_client_that_is_closed_leaves_no_connection_of_a_call_that_was_connecting():
+    async with serving(Starlette(routes=[Route("/", _long)])) as url:
+        outcomes = {type(outcome) for turns in range(20) for outcome in [await _closed_after(url, turns)]}
+        gc.collect()  # a connection that is left open warns, and a warning is an error here
+    assert outcomes <= {httpx.Response, httpx.ReadError, RuntimeError}
+    assert httpx.ReadError in outcomes
+
+
+async def _closed_after(url: str, turns: int) -> object:
+    """Outcome of a call whose client is closed so many turns of the loop after the call began."""
+    client = httpx.AsyncClient(transport=DirectTransport())
+    call = asyncio.create_task(client.get(url))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    async with within(10):
+        await client.aclose()
+        (outcome,) = await asyncio.gather(call, return_exceptions=True)
+    return outcome
+
+
 def test_certificate_authorities_are_read_once_a_process(monkeypatch):
     reads = []
     create = httpx.create_ssl_context
