@@ -105,7 +105,7 @@ async def forever(
 
 
 def _next_step(exc: Exception, *, is_own_fault: bool) -> str:
-    """What the reader of a failed step's line can do; the loop itself tries again in any case."""
+    """The next step for an operator, for the log line of a failed step. The loop repeats the step in any case."""
     if is_own_fault:
         return "it is tried again; report this, with the traceback"
     if isinstance(exc, OSError) and (exc.filename is not None or is_full(exc)):

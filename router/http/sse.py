@@ -233,10 +233,8 @@ def last_type(events: bytes) -> bytes:
     return event_type(text[text.rfind(_END) + 1 :])
 
 
-def is_finished(events: bytes) -> bool:
-    """Whether a stream of choices is complete: its last events have a finish reason, or an error."""
-    if last_error(events) is not None:
-        return True
+def has_finish_reason(events: bytes) -> bool:
+    """Whether the last choice in these events has a finish reason."""
     found = _FINISH.findall(events)
     return bool(found) and not found[-1]
 

@@ -18,8 +18,8 @@ from router.http.sse import (
     AnswerRewriter,
     end_of_events,
     event_error,
+    has_finish_reason,
     has_first_event,
-    is_finished,
     is_plain,
     last_error,
     last_type,
@@ -454,10 +454,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
     def _check_end(self) -> None:
         """Set `fault` where an ended stream's last event is an error, and `failure` where it is not complete."""
         route, last = self._request.route, b"".join(self._tail or ())
-        if not (self._has_ended or not route.streams or is_finished(last)):
+        if (found := last_error(last)) is not None:
+            self.fault = found[1] if is_fault(found[0]) else b""
+        elif not (self._has_ended or not route.streams or has_finish_reason(last)):
             self.failure = StreamBroken(f"replica {self._request.replica} ended its stream in the middle of its answer")
-        elif (found := last_error(last)) is not None and is_fault(found[0]):
-            self.fault = found[1]
 
     def _detach_client(self) -> None:
         """Let go of the client's exchange: nothing more is sent on it, and its pauses have no effect here."""

@@ -2,6 +2,7 @@ import asyncio
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -88,13 +89,18 @@ async def test_the_line_of_a_failed_step_says_to_mend_a_refused_key_or_a_file(fa
     async def step():
         fail()
 
+    assert then in (await first_line(step))["then"]
+
+
+async def first_line(step) -> dict[str, Any]:
+    """The first log line of a loop with this step."""
     with capture_logs() as logs:
-        loop = asyncio.create_task(forever(step, name="catalog", every_s=60))
+        loop = asyncio.create_task(forever(step, name="x", every_s=60))
         async with within(5):
             while not logs:
                 await asyncio.sleep(0.001)
     loop.cancel()
-    assert then in logs[0]["then"]
+    return logs[0]
 
 
 async def test_an_unreachable_peers_address_is_logged_without_its_path():
@@ -102,13 +108,7 @@ async def test_an_unreachable_peers_address_is_logged_without_its_path():
         async with httpx.AsyncClient() as client:
             await client.get("http://user:secret@127.0.0.1:9/v1/catalog?key=hush")
 
-    with capture_logs() as logs:
-        loop = asyncio.create_task(forever(step, name="x", every_s=60))
-        async with within(5):
-            while not logs:
-                await asyncio.sleep(0.001)
-    loop.cancel()
-    assert logs[0]["error"].endswith(" at http://127.0.0.1:9")
+    assert (await first_line(step))["error"].endswith(" at http://127.0.0.1:9")
 
 
 async def test_a_poke_starts_the_next_round_at_once():
