@@ -30,6 +30,9 @@ from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, AliasSpe
 
 _IMMUTABLE = ("source", "digest", "base_model")
 
+MOST_GONE_ORDERS = 1_000
+"""Orders that are kept for workers that are not registered now: a name may never return, such as that of a pod."""
+
 
 class AdapterRegistry:
     """The checked changes of intent that REST and ConfigMaps make.
@@ -362,9 +365,21 @@ class AdapterRegistry:
         if intent is not None and order is not None and order.state == intent.state:  # a drain with a new deadline
             intent = replace(intent, moves=order.moves, move_bytes=order.move_bytes)
         with self._store.together():
+            self._forget_oldest_orders()
             self._store.put_worker(worker_id, intent)
             self._store.record(f"worker_{state or 'uncordoned'}", worker_id, {"drain_s": deadline_s}, actor)
         return True
+
+    def _forget_oldest_orders(self) -> None:
+        """Take back the oldest orders for workers that are not registered, so that MOST_GONE_ORDERS of them are left.
+
+        Without this each drained pod would leave one in the store for ever, where one ConfigMap holds them all.
+        """
+        orders = self._store.workers
+        gone = [worker_id for worker_id in orders if worker_id not in self._reports.workers]
+        gone.sort(key=lambda worker_id: orders[worker_id].since or 0.0)
+        for worker_id in gone[:-MOST_GONE_ORDERS]:
+            self._store.put_worker(worker_id, None)
 
 
 def _require_no_secret(source: str) -> None:

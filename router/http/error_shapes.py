@@ -6,7 +6,7 @@ import msgspec
 
 from lorafleet.http_server.lenient import trimmed
 from lorafleet.service.http import envelope
-from router.protocols.routes import find_route
+from router.protocols.routes import ErrorShape, find_route
 
 # Error types of Anthropic's API, by status (vLLM 0.33 entrypoints/anthropic/protocol.py translate_error_type).
 _ANTHROPIC_TYPES = {
@@ -21,7 +21,7 @@ _ANTHROPIC_TYPES = {
 _STATUS_OF_TYPE = {error_type: status for status, error_type in _ANTHROPIC_TYPES.items()}
 
 
-def shaped(body: dict[str, Any], status: int, errors: str) -> dict[str, Any]:
+def shaped(body: dict[str, Any], status: int, errors: ErrorShape) -> dict[str, Any]:
     """The router's error body, converted to a route's form: `openai` (as it is) or `anthropic`."""
     if errors != "anthropic":
         return body
@@ -32,7 +32,7 @@ def shaped(body: dict[str, Any], status: int, errors: str) -> dict[str, Any]:
 def error_body(status: int, code: str, message: str, path: str) -> bytes:
     """An error body as JSON, in the form that clients of this path know."""
     route = find_route("POST", trimmed(path))
-    errors = "openai" if route is None else route.errors
+    errors: ErrorShape = "openai" if route is None else route.errors
     return msgspec.json.encode(shaped(envelope(status, code, message), status, errors))
 
 
@@ -41,8 +41,8 @@ def status_of_type(error_type: object) -> int | None:
     return _STATUS_OF_TYPE.get(error_type) if isinstance(error_type, str) else None
 
 
-def enveloped(status: int, body: bytes) -> bytes:
-    """An engine's error as OpenAI's `{"error": {...}}`; unchanged where it has that form, or one that is unknown.
+def enveloped(status: int, body: bytes, errors: ErrorShape) -> bytes:
+    """An engine's error in its route's form; unchanged where it has an `error` already, or no known form.
 
     SGLang 0.5.23 says `{"object": "error", "message", "type", "param", "code"}` (entrypoints/openai/protocol.py),
     FastAPI `{"detail": ...}`. Missing types and codes are those of the status, as in vLLM.
@@ -56,6 +56,5 @@ def enveloped(status: int, body: bytes) -> bytes:
         return body
     text = message if isinstance(message, str) else msgspec.json.encode(message).decode()
     defaults = envelope(status, "", text)["error"] | {"code": status}
-    return msgspec.json.encode(
-        {"error": {name: error.get(name, value) for name, value in defaults.items()} | {"message": text}}
-    )
+    filled = {"error": {name: error.get(name, value) for name, value in defaults.items()} | {"message": text}}
+    return msgspec.json.encode(shaped(filled, status, errors))

@@ -118,7 +118,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         return is_served and not self._is_decided and request.route.state == "none"
 
     def check(self) -> None:
-        """Return where a decided attempt has the client's answer; `first` of an error gets OpenAI's envelope then.
+        """Return where a decided attempt has the client's answer; `first` of an error gets its route's envelope then.
 
         Closes the connection where it raises because of the answer's status.
         raises  ReplicaUnreachable where another replica may do better, see `retry_reason` and core.failover.verdict
@@ -136,7 +136,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
                 if reason == "engine_unauthorized":
                     what += "; it does not take this router's key (see engine_key, of engines without an agent)"
                 raise ReplicaUnreachable(what, reason=reason)
-            self.first = enveloped(self.status, self.first)
+            self.first = enveloped(self.status, self.first, request.route.errors)
 
     def start_relay(
         self,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.placement.place import place
 from orchestrator.core.state import DemandSnapshot, LoadFigures, PlacementPolicy, WorkerDrainOrder
+from orchestrator.intent.registry import MOST_GONE_ORDERS
 from orchestrator.store.backend import WorkerIntent
 from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
 from tests.properties import examples
@@ -190,3 +191,16 @@ async def test_a_drain_of_an_older_version_keeps_its_deadline(service, clock):
     clock.now += 20
     await service.turn()
     assert agent.drained
+
+
+async def test_the_oldest_orders_for_workers_that_are_gone_are_forgotten(service):
+    await service.worker("w0")
+    await service.worker("w1")
+    service.store.put_worker("w0", WorkerIntent("cordoned"))
+    with service.store.together():
+        for number in range(MOST_GONE_ORDERS + 2):
+            service.store.put_worker(f"gone-{number}", WorkerIntent("draining", since=100.0 + number))
+        service.store.put_worker("gone-older-version", WorkerIntent("draining"))
+    assert (await service.http.post("/v1/workers/w1/cordon")).json()["state"] == "cordoned"
+    kept = [f"gone-{number}" for number in range(2, MOST_GONE_ORDERS + 2)]
+    assert set(service.store.workers) == {"w0", "w1", *kept}

@@ -90,6 +90,7 @@ class EngineDouble:
             routes=[
                 Route("/v1/chat/completions", complete, methods=["POST"]),
                 Route("/v1/completions", complete, methods=["POST"]),
+                Route("/v1/messages", complete, methods=["POST"]),
                 Route("/tokenize", tokenize, methods=["POST"]),
                 Route("/health", lambda r: Response(status_code=200 if self.healthy else 503)),
             ]

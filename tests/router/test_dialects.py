@@ -83,7 +83,7 @@ async def test_sglang_gets_no_adapter_request_it_would_answer_from_the_base_mode
     assert [body["model"] for body in engine.bodies] == [f"{BASE}:{engine_name('sql/v1', DIGEST)}"]
 
 
-async def test_sglangs_own_errors_reach_the_client_in_openais_envelope():
+async def test_sglangs_own_errors_reach_the_client_in_the_routes_envelope():
     async def refuses(engine, body):
         told = {"object": "error", "message": "too long", "type": "BadRequestError", "param": None, "code": 400}
         return JSONResponse(told, 400)
@@ -91,18 +91,21 @@ async def test_sglangs_own_errors_reach_the_client_in_openais_envelope():
     engine = EngineDouble("w0")
     engine.answer = refuses
     async with fleet(engine, control=speaking(with_sql("w0"), w0="sglang")) as (client, _, _):
-        answer = await client.post("/v1/chat/completions", json=CHAT)
-    wanted = {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}
-    assert (answer.status_code, answer.json()) == (400, {"error": wanted})
+        chat = await client.post("/v1/chat/completions", json=CHAT)
+        message = await client.post("/v1/messages", json={**CHAT, "max_tokens": 4})
+    error = {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}
+    assert (chat.status_code, chat.json()) == (400, {"error": error})
+    of_messages = {"type": "error", "error": error | {"type": "invalid_request_error"}}
+    assert (message.status_code, message.json()) == (400, of_messages)
 
 
 @pytest.mark.parametrize("body", [b'{"error": {"message": "m"}}', b"plain words", b'["m"]', b'{"status": "odd"}', b""])
 def test_an_error_in_the_envelope_or_an_unknown_form_is_unchanged(body):
-    assert enveloped(400, body) == body
+    assert enveloped(400, body, "openai") == enveloped(400, body, "anthropic") == body
 
 
 def test_fastapis_own_errors_are_enveloped():
-    told = json.loads(enveloped(422, b'{"detail": [{"loc": ["body"]}]}'))
+    told = json.loads(enveloped(422, b'{"detail": [{"loc": ["body"]}]}', "openai"))
     wanted = {"message": '[{"loc":["body"]}]', "type": "invalid_request_error", "param": None, "code": 422}
     assert told == {"error": wanted}
 
