@@ -88,13 +88,15 @@ async def _stop(server: uvicorn.Server, sock: socket.socket) -> None:
         listener.close()
     sock.close()
     state = server.server_state
-    for connection in list(state.connections):
-        connection.shutdown()
     try:
         async with asyncio.timeout(_GRACE_S):
             while state.connections or state.tasks:
+                for connection in list(state.connections):  # one may have been accepted just now
+                    connection.shutdown()
                 await asyncio.sleep(0.002)
     except TimeoutError:
         for task in state.tasks:
             task.cancel()
+        for connection in state.connections:
+            connection.transport.abort()
     await server.lifespan.shutdown()

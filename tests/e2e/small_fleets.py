@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ from router.config import RouterSettings
 from tests.patience import patience, until
 from tests.serving import client_of, serving
 from tests.workers.running import SIM, RunningWorker, metadata_of
+from workers.config import TIMERS
 
 POLL_S = 1.0
 """The routers' `catalog_poll_s`: its default."""
@@ -95,15 +96,17 @@ async def small_fleet(
     key_file = folder / "keys.yaml"
     keys = {scope: add_key(key_file, None, [scope]) for scope in ("admin", "export", "register", "load")}
     keys |= {tenant: add_key(key_file, tenant, ["infer", "register"]) for tenant in tenants}
+    pace_s = 0.1 * max(2, workers)  # one loop has the work of all of them
     intent = OrchestratorSettings(
         store=folder / "store.db",
         settle_s=0.2,
         pass_interval_s=0.2,
-        heartbeat_interval_s=0.2,
+        heartbeat_interval_s=pace_s,
         key_files=(key_file,),
         token=keys["admin"],
         **settings,
     )
+    timers = replace(TIMERS, attached_s=patience(TIMERS.attached_s))
     port = 0
     parts: dict[str, contextlib.AsyncExitStack] = {}
     operator = {"authorization": f"Bearer {keys['admin']}"}
@@ -127,9 +130,10 @@ async def small_fleet(
             name = f"w{number}"
             (folder / name).mkdir()
             flags = ("--instance-id", name, "--orchestrator-url", url, "--token", keys["register"])
-            flags += ("--key-files", str(key_file), "--warm-deadline-s", "0", *agent)
+            flags += ("--key-files", str(key_file), "--warm-deadline-s", "0")
+            flags += ("--scrape-s", str(pace_s), "--scan-s", str(pace_s), *agent)
             worker = RunningWorker(model, shelf, folder / name, *SIM, *flags)
-            client = await (await part(name)).enter_async_context(worker.together(engine=engine))
+            client = await (await part(name)).enter_async_context(worker.together(engine=engine, timers=timers))
             client.headers.update(operator)
             fleet.agents[name] = client
         for _ in range(routers):
