@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from anthropic import AsyncAnthropic, BadRequestError, NotFoundError
 
 from lorafleet.tokenizer.chat import ChatTokenizer
 from router.protocols.bodies import ItemAnswer
@@ -572,6 +571,8 @@ async def test_engine_that_answers_bad_requests_with_500_counts_as_healthy(
 
 
 async def test_anthropic_client_streams_counts_and_raises_its_own_errors(direct: DirectEngine, model_dir: Path) -> None:
+    from anthropic import AsyncAnthropic, BadRequestError, NotFoundError  # a second to import
+
     ask: dict[str, Any] = {"max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
     ask["extra_body"] = {"temperature": 0}
     async with routed(direct, model_dir) as (http, _parts):

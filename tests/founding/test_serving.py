@@ -1,7 +1,6 @@
 """What the documents ask of a request: its fields, its route to a worker, its answer."""
 
 import pytest
-from openai import OpenAI
 
 from tests.founding.conftest import ACME, LEGAL, PYTHON, SQL, FoundingFleet, models
 
@@ -23,6 +22,8 @@ def test_model_may_name_the_adapter(fleet: FoundingFleet) -> None:
 
 
 def test_openais_client_sends_lora_path_as_extra_body(fleet: FoundingFleet) -> None:
+    from openai import OpenAI  # a second to import
+
     client = OpenAI(base_url=f"{fleet.router}/v1", api_key=fleet.keys["admin"])
     answer = client.chat.completions.with_raw_response.create(
         model="tiny-qwen",

@@ -263,7 +263,9 @@ def test_every_mount_has_its_volume_and_every_volume_is_mounted(case):
 
 def test_the_pod_of_helm_test_runs_where_routers_may_run():
     (pod,) = (found for found in of_kind("everything", "Pod") if found["metadata"]["name"].endswith("-test"))
-    (router,) = (found for found in of_kind("everything", "Deployment") if found["metadata"]["name"].endswith("-router"))
+    (router,) = (
+        found for found in of_kind("everything", "Deployment") if found["metadata"]["name"].endswith("-router")
+    )
     of_router = router["spec"]["template"]["spec"]
     for name in ("nodeSelector", "tolerations", "imagePullSecrets"):
         assert pod["spec"][name] == of_router[name]

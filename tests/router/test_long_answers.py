@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import replace
 from math import inf
 
-import openai
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -34,6 +33,8 @@ def a_holding_engine() -> EngineDouble:
 
 
 async def test_answer_that_takes_too_long_is_504_that_nobody_sends_again():
+    import openai  # a second to import
+
     engine = a_holding_engine()
     async with fleet(engine, **LIMITS) as (client, _, _):
         answer = await client.post(ASK, json=CHAT)
