@@ -14,6 +14,7 @@ import structlog
 
 from lorafleet.kube.access import ACCOUNT, AccessSource, ApiServerAccess, find_access_source
 from lorafleet.kube.errors import KubeConfigError, KubeError, KubeUnreachable, error_of_answer
+from lorafleet.service.decoding import DECODE_ERRORS
 
 log = structlog.get_logger()
 
@@ -144,7 +145,7 @@ class KubeClient:
             raise _error_of(call, answer)
         try:
             source = msgspec.json.decode(content)
-        except msgspec.DecodeError as exc:
+        except DECODE_ERRORS as exc:
             raise KubeUnreachable(f"{call}: answered with something other than JSON: {content[:200]!r}") from exc
         if not isinstance(source, dict):
             raise KubeUnreachable(f"{call}: answered with something other than an object: {content[:200]!r}")
@@ -251,7 +252,7 @@ def _error_of(call: str, answer: httpx.Response) -> KubeError:
     """The error for an unsuccessful answer, with its JSON or text and its Retry-After in seconds."""
     try:
         body: Any = msgspec.json.decode(answer.content)
-    except msgspec.DecodeError:
+    except DECODE_ERRORS:
         body = answer.text
     try:
         retry_after_s = float(answer.headers["retry-after"])

@@ -16,6 +16,7 @@ import structlog
 
 from lorafleet.kube.client import Json, KubeClient
 from lorafleet.kube.errors import KubeError, KubeGone, KubeUnreachable, error_of_answer
+from lorafleet.service.decoding import DECODE_ERRORS
 from lorafleet.service.loops import backoff_s
 
 log = structlog.get_logger()
@@ -223,7 +224,7 @@ def _parse_event(line: bytes) -> dict[str, Any]:
     """One line of a watch as an event; raises KubeUnreachable."""
     try:
         event = msgspec.json.decode(line)
-    except msgspec.DecodeError as exc:
+    except DECODE_ERRORS as exc:
         raise KubeUnreachable(f"an event that is no JSON: {line[:200]!r}") from exc
     if not isinstance(event, dict):
         raise KubeUnreachable(f"an event that is no object: {line[:200]!r}")

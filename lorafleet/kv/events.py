@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from lorafleet.service.decoding import DECODE_ERRORS
+
 EngineHash: TypeAlias = int | bytes
 ExtraKeys: TypeAlias = list[list[Any] | None]
 
@@ -114,7 +116,7 @@ class KvEventDecoder:
                 batch = decode(payload)
             except msgspec.ValidationError:
                 continue
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            except DECODE_ERRORS as exc:
                 raise UndecodableBatch(str(exc)) from exc
             if decode is not self._typed[0]:
                 self._typed.reverse()
@@ -128,7 +130,7 @@ class KvEventDecoder:
         """
         try:
             batch = self._mixed.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        except DECODE_ERRORS as exc:
             raise UndecodableBatch(str(exc)) from exc
         events: list[Event] = []
         rejected: Counter[str] = Counter()

@@ -16,9 +16,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from lorafleet.service.auth import AuthFirstRoute, requires
+from lorafleet.service.decoding import DECODE_ERRORS
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.urls import url_path
 from router.api.control_calls import ControlCalls, ControlUnavailable, error_of
+from router.protocols.bodies import bad_json_error
 from router.request.services import Services
 
 VLLM_LOADS = ("/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
@@ -203,8 +205,10 @@ async def _body(request: Request, kind: type[Any]) -> Any:
             raise _Refusal(400, "InvalidUserInput", f"the body has over {_MOST_BODY_BYTES} bytes")
     try:
         return msgspec.json.decode(bytes(content), type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except msgspec.ValidationError as exc:
         raise _Refusal(400, "InvalidUserInput", f"not a body of this call: {exc}") from exc
+    except DECODE_ERRORS as exc:
+        raise _Refusal(400, "InvalidUserInput", str(bad_json_error(bytes(content), exc))) from exc
 
 
 def _source(lora_path: str) -> str:

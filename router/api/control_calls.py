@@ -8,6 +8,7 @@ import httpx
 import msgspec
 from fastapi import Request
 
+from lorafleet.service.decoding import DECODE_ERRORS
 from router.request.services import Services
 
 _RETRY_S = 0.25
@@ -77,5 +78,5 @@ def error_of(answer: httpx.Response) -> tuple[str, str]:
     try:
         error = msgspec.json.decode(answer.content)["error"]
         return str(error["code"]), str(error["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
+    except (*DECODE_ERRORS, KeyError, TypeError):
         return "", f"the orchestrator answers HTTP {answer.status_code}"

@@ -5,6 +5,7 @@ from operator import is_, itemgetter
 import msgspec
 from pydantic import ValidationError
 
+from lorafleet.service.decoding import DECODE_ERRORS
 from workers.wire import Load, LoraInfo, Metadata
 
 _sections = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -39,7 +40,7 @@ class ReportReader:
             try:
                 load = Load.model_validate_json(parts[1])
                 lora = known.lora.model_copy(update={_AGE: _age(parts[2])})
-            except (ValidationError, msgspec.DecodeError):
+            except (ValidationError, *DECODE_ERRORS):
                 pass  # in a form that only the whole validation knows, or for it to refuse
             else:
                 return known.model_copy(update={_LOAD: load, _LORA: lora})
@@ -56,7 +57,7 @@ def _parts(body: bytes) -> tuple[dict[str, bytes], bytes, bytes] | None:
     try:
         sections = _sections(body)
         lora = _sections(sections.pop(_LORA, b"{}"))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODE_ERRORS:
         return None
     load, age = bytes(sections.pop(_LOAD, b"{}")), bytes(lora.pop(_AGE, b"null"))
     fixed = {name: bytes(value) for name, value in sections.items()}

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from lorafleet.http_server.lenient import trimmed
+from lorafleet.service.decoding import DECODE_ERRORS
 from lorafleet.service.http import envelope
 from router.protocols.routes import ErrorShape, find_route
 
@@ -49,7 +50,7 @@ def enveloped(status: int, body: bytes, errors: ErrorShape) -> bytes:
     """
     try:
         error = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
+    except DECODE_ERRORS:
         return body
     message = error.get("message", error.get("detail"))
     if "error" in error or message is None:

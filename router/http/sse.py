@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from lorafleet.service.decoding import DECODE_ERRORS
 from lorafleet.service.http import envelope
 from router.core.errors import StreamBroken
 from router.http.error_shapes import status_of_type
@@ -174,7 +175,7 @@ def refusal_event(status: int, body: bytes, shape: ErrorShape = "openai") -> byt
     """An engine's refusal as the last event of a stream that has begun already."""
     try:
         error = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
+    except DECODE_ERRORS:
         error = envelope(status, "", body.decode(errors="replace"))
     return error_event(error, shape)
 
@@ -195,7 +196,7 @@ def event_error(event: bytes) -> tuple[int, bytes] | None:
         return None
     try:
         error = msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
+    except DECODE_ERRORS:
         return 500, line
     inner = error.get("error")
     details = inner if isinstance(inner, dict) else error

@@ -4,15 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from lorafleet.service.json_count import has_more
 from router.core.errors import BadBody
 
 # The byte order mark that some clients put before a body; vLLM accepts it.
 BOM = b"\xef\xbb\xbf"
-# Errors of decoding a body that is not JSON.
-DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 # One half of a surrogate pair without the other, as when JavaScript cuts a text in the middle of an emoji.
 _HALF_SURROGATE = re.compile(

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from lorafleet.service.decoding import DECODE_ERRORS
 from router.core.errors import BadBody, ReplicaUnreachable
 from router.protocols.adapter_fields import LORA_ID, LORA_PATH, RawFields, text_list
 from router.protocols.bodies import ItemAnswer
@@ -18,7 +19,7 @@ _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 # Fields of a call that no single completion gets.
 _OF_THE_CALL = frozenset({LORA_ID, LORA_PATH, "prompt", "request_id"})
 # Errors of parsing an answer that is not a completion.
-_PARSE_ERRORS = (msgspec.DecodeError, RecursionError, ValueError, TypeError, LookupError, AttributeError)
+_PARSE_ERRORS = (*DECODE_ERRORS, ValueError, TypeError, LookupError, AttributeError)
 
 
 def split_completions(fields: RawFields, prompt: object, adapters: Sequence[str | None]) -> Iterator[bytes]:

@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
+from lorafleet.service.decoding import DECODE_ERRORS
 from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
 from router.protocols import sglang_logprobs
 from router.protocols.adapter_fields import adapter_field_error, chosen_adapter, is_adapter_name
-from router.protocols.bodies import BOM, DECODE_ERRORS, ItemAnswer, bad_json_error, per_item
+from router.protocols.bodies import BOM, ItemAnswer, bad_json_error, per_item
 from router.protocols.sglang_logprobs import LogprobsRequest
 
 PATH = "/generate"
@@ -72,7 +73,7 @@ _NOT_OFFERED: Mapping[str, str] = {
 # Values that switch a field off: an unsupported field may have these.
 _UNUSED_VALUES: Sequence[Any] = (None, False, [], {})
 # Errors of parsing an answer that is not a completion.
-_PARSE_ERRORS = (msgspec.DecodeError, RecursionError, ValueError, TypeError, LookupError, AttributeError)
+_PARSE_ERRORS = (*DECODE_ERRORS, ValueError, TypeError, LookupError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)

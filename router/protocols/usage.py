@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 
 import msgspec
 
+from lorafleet.service.decoding import DECODE_ERRORS
 from router.protocols.routes import UsageKind
 
 
@@ -91,7 +92,7 @@ def usage_of(kind: UsageKind, body: bytes) -> EngineUsage | None:
         return None
     try:
         return _READERS[kind](body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODE_ERRORS:
         return None  # an unknown form
 
 

@@ -17,6 +17,7 @@ from statistics import median
 import msgspec
 import structlog
 
+from lorafleet.service.decoding import DECODE_ERRORS
 from router.core.errors import Saturated
 from router.core.fleet import Incarnation, Replica
 from router.core.kv.index import WorkerId
@@ -228,6 +229,6 @@ def _is_over(body: bytes) -> bool:
     """Whether this body is a response that is no longer under way; False for any other body."""
     try:
         status = _decode(body).status
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODE_ERRORS:
         return False
     return bool(status) and status not in _UNDER_WAY

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from lorafleet.service.decoding import DECODE_ERRORS
 from lorafleet.service.request_log import RequestLine
 
 if TYPE_CHECKING:
@@ -70,6 +71,6 @@ def error_type(body: bytes) -> str:
     """` (BadRequestError)`: the type in an engine's error. Its message may quote the prompt, and is left out."""
     try:
         error_type = _decode(body).error.type
-    except (msgspec.DecodeError, RecursionError):
+    except DECODE_ERRORS:
         return ""
     return f" ({error_type[:80]})" if error_type else ""

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from lorafleet.service.decoding import DECODE_ERRORS
 from router.core.errors import BadBody
 from router.protocols.adapter_fields import EXTRA_BODY, LORA_ID, chosen_adapter, prompt_adapters, with_extra_body
-from router.protocols.bodies import BOM, DECODE_ERRORS, bad_json_error, check_items
+from router.protocols.bodies import BOM, bad_json_error, check_items
 from router.protocols.routes import COMPLETIONS, Route, sequence_count
 from router.request.engine_body import NVEXT, Body, asks_for_usage, drop_nvext, refuse_steering, sampling_fields
 from router.request.services import Services

@@ -165,7 +165,17 @@ async def test_pause_and_resume_go_on_with_the_next_leader(scene, path):
     assert len(orchestrator.calls) == 3
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b"{}", b'{"lora_name": "x"}', b'{"lora_name": 7, "lora_path": "/x"}'])
+NOT_BODIES = [
+    b"{",
+    b"[]",
+    b"{}",
+    b'{"lora_name": "x"}',
+    b'{"lora_name": 7, "lora_path": "/x"}',
+    b'{"lora_name": "\xff"}',
+]
+
+
+@pytest.mark.parametrize("body", [*NOT_BODIES, b'{"x":' + b"[" * 30_000 + b"]" * 30_000 + b"}"])
 async def test_body_without_name_and_path_is_the_callers_mistake(scene, body):
     router, orchestrator = scene
 

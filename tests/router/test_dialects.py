@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from lorafleet.identity import engine_name
 from router.http.error_shapes import enveloped
@@ -99,9 +99,24 @@ async def test_sglangs_own_errors_reach_the_client_in_the_routes_envelope():
     assert (message.status_code, message.json()) == (400, of_messages)
 
 
-@pytest.mark.parametrize("body", [b'{"error": {"message": "m"}}', b"plain words", b'["m"]', b'{"status": "odd"}', b""])
+@pytest.mark.parametrize(
+    "body",
+    [b'{"error": {"message": "m"}}', b"plain words", b'["m"]', b'{"status": "odd"}', b'{"message": "\xff"}', b""],
+)
 def test_an_error_in_the_envelope_or_an_unknown_form_is_unchanged(body):
     assert enveloped(400, body, "openai") == enveloped(400, body, "anthropic") == body
+
+
+async def test_an_engines_error_with_bytes_outside_utf8_reaches_the_client():
+    body = b'{"message": "\xff"}'
+
+    async def refuses(engine, _body):
+        return Response(body, 422, media_type="application/json")
+
+    engine = EngineDouble("w0", refuses)
+    async with fleet(engine, control=with_sql("w0")) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+    assert (answer.status_code, answer.content) == (422, body)
 
 
 def test_fastapis_own_errors_are_enveloped():

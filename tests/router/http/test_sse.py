@@ -54,6 +54,11 @@ def test_what_is_no_error_is_none_whatever_its_text_says():
         assert event_error(b"data: " + line + b"\n\ndata: " + b'{"error":{"code":500}}\n\n') is None
 
 
+def test_first_event_that_is_an_error_with_bytes_outside_utf8_is_500():
+    line = b'{"error":{"message":"\xff"}}'
+    assert event_error(b"data: " + line + b"\n\n") == (500, line)
+
+
 @pytest.mark.parametrize(
     "held", [b"", b": ping\n\n", b"data: x", b"data: x\n", b": ping\n\ndata: x\n", b"metadata: x\n\n"]
 )
@@ -61,7 +66,7 @@ def test_half_an_event_or_none_with_data_is_no_first_one(held):
     assert not has_first_event(held)
 
 
-@pytest.mark.parametrize("body", [b"plain \xff words", b"[" * 100_000, b'["m"]'])
+@pytest.mark.parametrize("body", [b"plain \xff words", b'{"m": "\xff"}', b"[" * 100_000, b'["m"]'])
 def test_refusal_that_is_no_json_object_is_enveloped(body):
     first, done, _ = refusal_event(400, body).split(b"\n\n")
     error = json.loads(first.removeprefix(b"data: "))["error"]
