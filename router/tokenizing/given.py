@@ -8,6 +8,10 @@ from lorafleet.kv.pictures import PlacedPicture
 from router.protocols.routes import PromptKind
 from router.tokenizing.tokens import NO_TOKENS, Tokens
 
+# Tokens of all pictures together, as a multiple of the prompt's: a video's sound lies among its frames, and nothing
+# else overlaps. Each block has each of its pictures, so without a bound a small body would fill the memory.
+_MOST_OVERLAP = 2
+
 
 def given_prompt(body: Mapping[str, Any], kind: PromptKind | None) -> Tokens | str | None:
     """The token ids in a body that gives its own, or the text of a batch of one text; None: neither.
@@ -55,6 +59,8 @@ def _generate_ids(body: Mapping[str, Any]) -> Tokens:
     except (LookupError, TypeError, ValueError, AttributeError):
         return NO_TOKENS  # for the engine to refuse
     if any(not 0 <= picture.offset <= picture.offset + picture.length <= len(ids) for picture in placed):
+        return NO_TOKENS
+    if sum(picture.length for picture in placed) > _MOST_OVERLAP * len(ids):
         return NO_TOKENS
     return Tokens(tokens.ids, "given", pictures=tuple(sorted(placed, key=lambda picture: picture.offset)))
 

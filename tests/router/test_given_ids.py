@@ -67,6 +67,18 @@ def test_features_place_their_pictures_in_the_order_of_the_prompt():
         assert generate_tokens(token_ids=list(range(8)), features=wrong) is NO_TOKENS
 
 
+def test_features_that_overlap_more_than_sound_in_its_video_are_left_to_the_engine():
+    def overlapping(count: int) -> Tokens:
+        """The tokens of a prompt all of whose ids are said to be of so many pictures."""
+        names = [str(number) for number in range(count)]
+        places = [{"offset": 0, "length": 64}] * count
+        features = {"mm_hashes": {"video": names}, "mm_placeholders": {"video": places}}
+        return generate_tokens(token_ids=list(range(64)), features=features)
+
+    assert len(overlapping(2).pictures) == 2
+    assert overlapping(3) is NO_TOKENS
+
+
 def test_completions_give_one_list_or_a_list_of_one():
     assert given_prompt({"prompt": [[1, 2]]}, "completion") == given_prompt({"prompt": [1, 2]}, None)
     assert given_prompt({"prompt": ["a"]}, "completion") == "a"
