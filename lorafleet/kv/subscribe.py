@@ -60,17 +60,25 @@ class RankListener(Protocol):
     def on_lost(self, first: int, last: int) -> None:
         """Batches `first` to `last` are lost; later ones are still delivered."""
 
+    def on_restarted(self) -> None:
+        """The engine has started again: its cache is empty, and its batches follow from the first one on."""
+
     def on_malformed(self) -> None:
         """A message had another form and was skipped."""
 
 
 class RankSubscriber:
-    """Reads one rank's batches. `last` is the number of the newest delivered batch; times are the loop's."""
+    """Reads one rank's batches. `last` is the number of the newest delivered batch; times are the loop's.
+
+    An engine that starts again begins with number 0 on the same endpoint. Mostly its boot id says so as well, but a
+    vLLM with several API servers reports no start time.
+    """
 
     def __init__(self, endpoint: RankEndpoint, listener: RankListener, hub: "SubscriberHub") -> None:
         """Connect to the endpoint and start a replay of the buffered batches; raises zmq.ZMQError."""
         self.endpoint = endpoint
         self.last = -1
+        self._last_live = -1
         self.received_at = hub.loop.time()
         self.quiet_ticks = 0
         self._listener = listener
@@ -134,7 +142,7 @@ class RankSubscriber:
     def _handle_message(self, frames: list[bytes]) -> None:
         """Deliver a batch, ignore an old one or another topic's, or keep it and start filling the gap before it.
 
-        A malformed message is reported to the listener.
+        A malformed message is reported to the listener, and so is an engine whose numbers begin anew.
         """
         if len(frames) != 3 or len(frames[1]) != 8:
             self._listener.on_malformed()
@@ -142,12 +150,27 @@ class RankSubscriber:
         if frames[0] != self._topic:  # subscriptions are by prefix
             return
         seq = int.from_bytes(frames[1], "big")
+        if seq <= self._last_live:
+            self._begin_anew()
+        self._last_live = seq
         if seq == self.last + 1:
             self._deliver(seq, frames[2])
         elif seq > self.last:
             self._after_gap = (seq, frames[2])
             if self._replaying is None:
                 self._start_replay()
+
+    def _begin_anew(self) -> None:
+        """Expect the first batch: the engine has started again, as numbers on one socket only grow.
+
+        Cancels a replay, which requests batches by the former engine's numbers.
+        """
+        log.info("KV events begin anew: the engine has started again", endpoint=self.endpoint.events, last=self.last)
+        if self._replaying is not None:
+            self._replaying.cancel()
+            self._replaying = None
+        self.last = -1
+        self._listener.on_restarted()
 
     def _deliver(self, seq: int, payload: bytes) -> None:
         """Pass a batch to the listener and count it as the newest."""

@@ -161,6 +161,10 @@ class _EngineRankFeed:
         self._feed.metrics.kv_gaps.labels(self._feed.source.worker, "lost").inc()
         self._record_loss()
 
+    def on_restarted(self) -> None:
+        """Drop all blocks: the engine's cache is empty."""
+        self.ledger.clear()
+
     def on_malformed(self) -> None:
         """Count a message of another form."""
         self.ledger.rejected["frames"] += 1

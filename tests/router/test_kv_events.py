@@ -161,6 +161,37 @@ async def test_an_engine_that_started_again_starts_its_worker_afresh():
         assert feeds.index("m", 2).block_counts() == {}
 
 
+@pytest.mark.parametrize("has_agent", [True, False])
+async def test_an_engine_that_started_again_under_one_boot_id_has_none_of_its_former_blocks(has_agent):
+    engine = KvEngine()
+    agent = KvAgent(engine)
+
+    async def hear(number: int, tokens: list[int]) -> None:
+        """Publish a block until it is known: a subscription takes a moment, and there is no event for it."""
+
+        async def is_heard() -> bool:
+            await engine.publish(stored([number], tokens))
+            return depth(feeds, tokens) == 1
+
+        await until(is_heard)
+
+    async with contextlib.AsyncExitStack() as stack:
+        feeds, trust = await stack.enter_async_context(following(follow=False))
+        async with engine.running():
+            url = await stack.enter_async_context(agent.running()) if has_agent else ""
+            feeds.follow(source(engine, agent_url=url, ledger=KV_HASHING if has_agent else 0))
+            await until(lambda: trust.state("w0") != "estimate")
+            await hear(1009, [1050, 1051])
+            for event in chain(100):
+                await engine.publish(event)
+            await until(lambda: depth(feeds, range(200)) == 100)
+        engine.batches.clear()
+        async with engine.running():
+            await hear(1008, [1060, 1061])
+            assert depth(feeds, range(200)) == 0
+            assert trust.state("w0") == "exact"
+
+
 async def test_undecodable_batches_are_counted_and_passed_over_and_may_have_held_removals():
     engine = KvEngine()
     engine.batches += [b"\xc1", msgspec.msgpack.encode([0.0, chain(2), None])]

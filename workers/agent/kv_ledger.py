@@ -260,6 +260,10 @@ class _RankLedger:
         log.warning("KV ledger incomplete: events lost", rank=self.number, first=first, last=last)
         self._ledgers.mark_incomplete()
 
+    def on_restarted(self) -> None:
+        """Drop all blocks: the engine's cache is empty."""
+        self.ledger.clear()
+
     def _on_unreadable(self, description: str) -> None:
         """Log unreadable events and mark the ledgers as incomplete."""
         # Logged once: an engine with unreadable events sends one per step.

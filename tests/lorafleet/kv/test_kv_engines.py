@@ -49,6 +49,9 @@ class DeviceBlocks(set):
     def on_bridged(self):
         pass
 
+    def on_restarted(self):
+        raise AssertionError("an engine's numbers began anew")
+
     def on_malformed(self):
         raise AssertionError("an engine sent something that is no batch")
 

@@ -19,7 +19,7 @@ class RecordedBatches:
     def __init__(self):
         self.numbers: list[int] = []
         self.losses: list[tuple[int, int]] = []
-        self.holes_filled = self.bad = self.openings = 0
+        self.holes_filled = self.bad = self.openings = self.restarts = 0
 
     def on_batch(self, payload):
         if payload == b"fault":
@@ -37,6 +37,9 @@ class RecordedBatches:
 
     def on_lost(self, first, last):
         self.losses.append((first, last))
+
+    def on_restarted(self):
+        self.restarts += 1
 
     def on_malformed(self):
         self.bad += 1
@@ -220,5 +223,32 @@ async def test_a_restarted_engine_is_followed_again():
             await engine.publish(count, lost=True)
             await until(lambda: len(recorded.numbers) == count + 1)
             assert not recorded.losses
+    finally:
+        await hub.close()
+
+
+@pytest.mark.parametrize("replay", [True, False])
+async def test_an_engine_whose_numbers_begin_anew_is_followed_from_its_first_batch(replay):
+    engine = KvEngine()
+    hub = SubscriberHub(tail_poll_s=60.0)
+    recorded = RecordedBatches()
+    try:
+        async with engine.running():
+            hub.follow(RankEndpoint(engine.events, engine.replay if replay else "", engine.topic.decode()), recorded)
+            await until(lambda: recorded.openings)
+            await connected(engine, recorded)
+            while len(engine.batches) < 100:
+                await engine.publish(len(engine.batches))
+            await until(lambda: recorded.numbers[-1] == 99)
+        engine.batches.clear()
+        recorded.numbers.clear()
+        recorded.losses.clear()
+        async with engine.running():
+            count = await connected(engine, recorded)
+            await until(lambda: recorded.numbers[-1] == count - 1)
+            assert recorded.restarts == 1
+            first = 0 if replay else recorded.numbers[0]
+            assert recorded.numbers == list(range(first, count))
+            assert recorded.losses == ([] if not first else [(0, first - 1)])
     finally:
         await hub.close()
