@@ -274,6 +274,8 @@ class BlockLedger:
             return "attention"
         if event.block_size != self.block_size:
             return "block_size"
+        if event.lora_id and not event.lora_name:
+            return "adapter"  # of an engine whose events number adapters, and do not name them
         if not blocks or distinct_keys != blocks or len(event.token_ids) != blocks * self.block_size:
             return "shape"
         return None

@@ -172,6 +172,7 @@ def chain(tokens, adapter="", salt="", **more):
         (stored([2], [1, 2], 77, block_size=2), "unknown_parent"),
         (stored([1], [1, 2, 3, 4], block_size=4), "block_size"),
         (stored([1], [1], block_size=1), "block_size"),
+        (stored([1], [1, 2], block_size=2, lora_id=1), "adapter"),
         (stored([1], [1, 2], block_size=2, medium="TAPE"), "medium"),
         (stored([1], [], block_size=0, medium="CPU"), "unknown_block"),
         (stored([], [], block_size=0, medium="CPU"), "shape"),
