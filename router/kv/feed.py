@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
@@ -37,6 +38,8 @@ _STEP_BYTES = 200 * 8
 # A request that asked for repeated stores may be in flight for this long after predictions agree again.
 _REPEATS_LINGER_S = 60.0
 _RETAKE_S = 10.0
+# Seconds after which an engine's sockets that could not be opened are tried again: a router may be out of descriptors.
+_SOCKETS_AGAIN_S = 30.0
 # A snapshot that was void within 10 s was in vain. From the second such one in a row on the next one waits, longer each
 # time: a snapshot is megabytes.
 _VOID_WITHIN_S, _FIRST_PAUSE_S, _MOST_PAUSE_S = 10.0, 2.0, 60.0
@@ -210,6 +213,7 @@ class WorkerFeed:
         self._failed_snapshots = 0
         self._has_lost_events = False
         self._repeats_until = 0.0
+        self._sockets_again_at = inf
 
     @property
     def kind(self) -> str:
@@ -267,8 +271,11 @@ class WorkerFeed:
         """Update the metrics, and act on the prediction accuracy; called once a second.
 
         While it is degraded, repeated stores are expected, and a snapshot is dropped, so that it is taken again.
+        Sockets that could not be opened are tried again.
         """
         worker, now = self.source.worker, self._clock()
+        if now >= self._sockets_again_at:
+            self._follow_engine()
         for rank in self._engine:
             rank.export_counts()
         for sink in self.sinks.values():
@@ -298,9 +305,10 @@ class WorkerFeed:
     def _follow_engine(self) -> None:
         """Subscribe to the engine's sockets, one a rank.
 
-        A failure is logged, ends all of them, and none is followed.
+        A failure is logged, and none is followed until the next try.
         """
         source = self.source
+        self._sockets_again_at = inf
         replays = source.replay if len(source.replay) == len(source.events) else ("",) * len(source.events)
         hub = self._feeds.hub()
         try:
@@ -313,6 +321,8 @@ class WorkerFeed:
         except zmq.ZMQError as exc:
             log.warning("KV events cannot be followed", worker=source.worker, endpoints=source.events, error=str(exc))
             self._leave_engine()
+            if self._task is None:  # else the agent's next failure tries again
+                self._sockets_again_at = self._clock() + _SOCKETS_AGAIN_S
 
     def on_engine_opened(self) -> None:
         """Reset the worker's prediction accuracy: exact, or degraded after a loss. Without effect after a ledger."""

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import time
 from dataclasses import replace
 
 import msgspec
 import pytest
+import zmq
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -159,6 +161,25 @@ async def test_an_engine_that_started_again_starts_its_worker_afresh():
         await until(lambda: trust.state("w0") == "exact")  # set when the replay ends, after its batches
         feeds.forget("w0")
         assert feeds.index("m", 2).block_counts() == {}
+
+
+async def test_sockets_that_could_not_be_opened_are_tried_again(monkeypatch):
+    engine = KvEngine()
+    engine.batches.append(msgspec.msgpack.encode([0.0, chain(3), None]))
+    monkeypatch.setattr("router.kv.feed._SOCKETS_AGAIN_S", 0.0)
+
+    def out_of_descriptors(_kind):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    async with following(follow=False) as (feeds, _trust), engine.running():
+        with monkeypatch.context() as patched:
+            patched.setattr(feeds.hub(), "socket", out_of_descriptors)
+            feeds.follow(source(engine))
+            assert feeds.running["w0"].kind == "none"
+            feeds.maintain()
+            assert feeds.running["w0"].kind == "none"
+        feeds.maintain()
+        await until(lambda: depth(feeds, range(6)) == 3)
 
 
 @pytest.mark.parametrize("has_agent", [True, False])
