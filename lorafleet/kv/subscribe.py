@@ -31,6 +31,8 @@ _TICK_S = 0.002
 _MESSAGES_PER_TICK = 32
 # After this many ticks without a message a socket is watched instead of polled.
 _QUIET_TICKS = 25
+# A peer that does not answer for so long is connected to again: a connection that a network has dropped looks quiet.
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,13 +306,15 @@ class SubscriberHub:
         return sum(subscriber.is_readable() for subscriber in self._busy)
 
     def socket(self, kind: int) -> "zmq.Socket[bytes]":
-        """A new socket without a receive limit, which reconnects by itself with backoff."""
+        """A new socket without a receive limit. It reconnects by itself, with backoff, also from a silent peer."""
         sock = self._context.socket(kind)
         # Unbounded: a dropped message would be a gap. The engine's own queue bounds the backlog.
         sock.setsockopt(zmq.RCVHWM, 0)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RECONNECT_IVL, 100)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         return sock
 
     def follow(self, endpoint: RankEndpoint, listener: RankListener) -> RankSubscriber:

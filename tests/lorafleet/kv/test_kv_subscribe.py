@@ -1,8 +1,10 @@
 """Batches are delivered once and in order, though sockets lose messages."""
 
+import asyncio
 import contextlib
 import resource
 import uuid
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -10,7 +12,7 @@ import zmq
 
 from lorafleet.kv.subscribe import RankEndpoint, SubscriberHub
 from tests.kv import KvEngine
-from tests.patience import until
+from tests.patience import until, within
 
 
 class RecordedBatches:
@@ -206,6 +208,58 @@ async def test_an_endpoint_that_cannot_be_connected_to_is_refused():
     try:
         with pytest.raises(zmq.ZMQError):
             hub.follow(RankEndpoint("tcp://*:5557", "", "kv"), RecordedBatches())
+    finally:
+        await hub.close()
+
+
+class DroppingProxy:
+    """Forwards connections to an address. `drop` silences those that are open: neither side is told."""
+
+    def __init__(self, host, port):
+        self._target = host, port
+        self._open: set[asyncio.Event] = set()
+
+    async def serve(self, reader, writer):
+        dropped = asyncio.Event()
+        self._open.add(dropped)
+        there = await asyncio.open_connection(*self._target)
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            await asyncio.gather(self._pipe(reader, there[1], dropped), self._pipe(there[0], writer, dropped))
+        there[1].close()
+        writer.close()
+
+    async def _pipe(self, reader, writer, dropped):
+        while data := await reader.read(65_536):
+            if not dropped.is_set():
+                writer.write(data)
+        writer.close()
+
+    def drop(self):
+        for each in self._open:
+            each.set()
+
+
+async def test_a_connection_that_the_network_has_dropped_is_made_again(monkeypatch):
+    monkeypatch.setattr("lorafleet.kv.subscribe._HEARTBEAT_MS", 50)
+    monkeypatch.setattr("lorafleet.kv.subscribe._HEARTBEAT_TIMEOUT_MS", 500)
+    engine = KvEngine()
+    engine.events = "tcp://127.0.0.1:*"
+    hub = SubscriberHub(tail_poll_s=60.0)
+    recorded = RecordedBatches()
+    try:
+        async with engine.running():
+            proxy = DroppingProxy("127.0.0.1", urlsplit(engine.pub.getsockopt_string(zmq.LAST_ENDPOINT)).port)
+            server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+            address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            hub.follow(RankEndpoint(address, "", engine.topic.decode()), recorded)
+            await until(lambda: recorded.openings)
+            await connected(engine, recorded)
+            proxy.drop()
+            async with within(20):
+                count = await connected(engine, recorded)
+            assert recorded.numbers[-1] == count - 1
+            assert recorded.restarts == 0
+            server.close()
     finally:
         await hub.close()
 
