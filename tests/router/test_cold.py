@@ -243,7 +243,8 @@ class FakeDiscovery:
         (FetchRefused("409", 409, b'{"error": {"code": "no_free_slot"}}'), NoCapacity),
     ],
 )
-async def test_only_no_free_slot_means_full_and_other_errors_are_waited_out(trouble, error):
+async def test_only_no_free_slot_means_full_and_other_errors_are_waited_out(trouble, error, monkeypatch):
+    monkeypatch.setattr("router.request.cold_starts._ASK_AGAIN_S", patience(300))
     asked = []
 
     async def post(url, path, *, body, timeout_s):
@@ -257,11 +258,11 @@ async def test_only_no_free_slot_means_full_and_other_errors_are_waited_out(trou
     others += [a_replica(f"e{n}", agent_url="") for n in range(9)]
     others += [a_replica(f"r{n}", max_lora_rank=31) for n in range(9)]
     known = FakeDiscovery(*others, a_replica("w0", max_lora_rank=32))
-    cold = ColdStarts(post, known, RouterMetrics(), ORCHESTRATOR, 0.2, max_held=10)
+    cold = ColdStarts(post, known, RouterMetrics(), ORCHESTRATOR, held_s := patience(0.5), max_held=10)
     with pytest.raises(error):
         await cold.until_resident("sql/v1")
     ((url, path, wanted, timeout_s),) = asked
-    assert (url, path, timeout_s) == ("http://w0", "/v1/admin/load_lora", 0.2)
+    assert (url, path, timeout_s) == ("http://w0", "/v1/admin/load_lora", held_s)
     assert wanted.pop("wire")
     assert wanted == {
         "lora_id": "sql/v1",
@@ -294,7 +295,8 @@ def refused(status, code):
         (refused(413, "source_too_big"), False),
     ],
 )
-async def test_the_next_home_is_asked_unless_the_adapter_itself_was_refused(trouble, goes_on):
+async def test_the_next_home_is_asked_unless_the_adapter_itself_was_refused(trouble, goes_on, monkeypatch):
+    monkeypatch.setattr("router.request.cold_starts._ASK_AGAIN_S", patience(300))
     asked = []
 
     async def post(url, path, *, body, timeout_s):
@@ -302,9 +304,11 @@ async def test_the_next_home_is_asked_unless_the_adapter_itself_was_refused(trou
         raise EngineLost("connection", "refused") if url == ORCHESTRATOR else trouble
 
     replicas = [a_replica(f"w{n}") for n in range(3)]
-    cold = ColdStarts(post, FakeDiscovery(*replicas), RouterMetrics(), ORCHESTRATOR, 0.1, max_held=10)
-    with pytest.raises((ColdStartTimeout, NoCapacity)):
-        await cold.until_resident("sql/v1")
+    metrics = RouterMetrics()
+    cold = ColdStarts(post, FakeDiscovery(*replicas), metrics, ORCHESTRATOR, patience(300), max_held=10)
+    waiting = asyncio.create_task(cold.until_resident("sql/v1"))
+    await until(lambda: metrics.registry.get_sample_value("lorafleet_router_cold_starts_total", {"outcome": "asked"}))
+    waiting.cancel()
     order = [f"http://{replica.id}" for replica in rendezvous_order("sql/v1", replicas)]
     assert asked == [ORCHESTRATOR, *order[: 3 if goes_on else 1]]
 
