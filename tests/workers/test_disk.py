@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import hashlib
 import os
 import resource
 import shutil
@@ -38,6 +39,11 @@ from workers.wire import AvailableLora, InspectRequest
 NOBODY: frozenset[str] = frozenset()
 
 
+def named(name: str) -> str:
+    """A digest for each name."""
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
 def disk(folder, agent_id="a", **more) -> CacheFolder:
     return CacheFolder(folder, agent_id=agent_id, **{"grace_s": 10.0, "lease_s": 100.0, **more})
 
@@ -61,17 +67,17 @@ def installed_digests(on: CacheFolder) -> set[str]:
 
 def test_least_recently_used_idle_adapters_are_deleted_first():
     folders = [
-        CachedAdapter("held", 100, 0.0, is_in_use=True),
-        CachedAdapter("old", 100, 1.0, is_in_use=False),
-        CachedAdapter("older", 100, 0.5, is_in_use=False),
-        CachedAdapter("fresh", 100, 95.0, is_in_use=False),
+        CachedAdapter(named("held"), 100, 0.0, is_in_use=True),
+        CachedAdapter(named("old"), 100, 1.0, is_in_use=False),
+        CachedAdapter(named("older"), 100, 0.5, is_in_use=False),
+        CachedAdapter(named("fresh"), 100, 95.0, is_in_use=False),
     ]
     assert [folder.digest for folder in adapters_to_delete(folders, excess_bytes=150, now=100, grace_s=10)[0]] == [
-        "older",
-        "old",
+        named("older"),
+        named("old"),
     ]
     assert [folder.digest for folder in adapters_to_delete(folders, excess_bytes=1, now=100, grace_s=10)[0]] == [
-        "older"
+        named("older")
     ]
     assert adapters_to_delete(folders, excess_bytes=0, now=100, grace_s=10) == ([], 0)
     assert adapters_to_delete(folders, excess_bytes=350, now=100, grace_s=10)[1] == 150
@@ -79,25 +85,29 @@ def test_least_recently_used_idle_adapters_are_deleted_first():
 
 def test_unwanted_adapters_are_deleted_to_make_room(tmp_path):
     mine = disk(tmp_path, max_bytes=250)
-    for digest, idle_s in (("wanted", 3000), ("old", 2000), ("newer", 1000)):
+    for digest, idle_s in ((named("wanted"), 3000), (named("old"), 2000), (named("newer"), 1000)):
         install(mine, digest, idle_s=idle_s)
-    gone, missing = mine.make_room(100, frozenset({"wanted"}))
-    assert (gone, missing) == (["old", "newer"], 0)
-    assert installed_digests(mine) == {"wanted"}
+    gone, missing = mine.make_room(100, frozenset({named("wanted")}))
+    assert (gone, missing) == ([named("old"), named("newer")], 0)
+    assert installed_digests(mine) == {named("wanted")}
     assert not list(tmp_path.glob(".gone-*"))
 
 
 def test_adapters_of_gigabytes_count_with_all_their_bytes_and_make_room_for_each_other(tmp_path):
     gib = 1 << 30
     on = disk(tmp_path / "cache", max_bytes=20 * gib)
-    for digest, size, idle_s in (("first", 6 * gib, 3000.0), ("second", 7 * gib, 2000.0), ("third", 5 * gib, 1000.0)):
+    for digest, size, idle_s in (
+        (named("first"), 6 * gib, 3000.0),
+        (named("second"), 7 * gib, 2000.0),
+        (named("third"), 5 * gib, 1000.0),
+    ):
         install(on, digest, size=0)
         os.truncate(on.path(digest) / "adapter_model.safetensors", size)  # holes: no disk has so many bytes for a test
         set_age(on.path(digest), idle_s)
     assert on.usage() == (18 * gib, 3)
     assert on.has_room(2 * gib)
     assert not on.has_room(2 * gib + 1)
-    assert on.make_room(6 * gib, NOBODY) == (["first"], 0)
+    assert on.make_room(6 * gib, NOBODY) == ([named("first")], 0)
     assert on.usage() == (12 * gib, 2)
     assert on.make_room(21 * gib, NOBODY) == ([], gib)
     lora = AvailableLora(
@@ -113,45 +123,56 @@ def test_adapters_of_gigabytes_count_with_all_their_bytes_and_make_room_for_each
 
 def test_no_adapter_is_deleted_if_it_would_not_be_enough(tmp_path):
     mine = disk(tmp_path, max_bytes=250)
-    install(mine, "wanted")
-    install(mine, "old")
-    assert mine.make_room(200, frozenset({"wanted"})) == ([], 50)
-    assert installed_digests(mine) == {"wanted", "old"}
+    install(mine, named("wanted"))
+    install(mine, named("old"))
+    assert mine.make_room(200, frozenset({named("wanted")})) == ([], 50)
+    assert installed_digests(mine) == {named("wanted"), named("old")}
+
+
+def test_other_folders_beside_the_adapters_are_neither_counted_nor_deleted(tmp_path):
+    mine = disk(tmp_path, max_bytes=250)
+    install(mine, named("old"))
+    for name in ("my-base-model", "lost+found", "A" * 64):
+        install(mine, name, idle_s=5000)
+    assert mine.usage() == (100, 1)
+    assert mine.make_room(200, NOBODY) == ([named("old")], 0)
+    assert mine.delete_half_of_idle(NOBODY) == []
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"my-base-model", "lost+found", "A" * 64}
 
 
 def test_leased_adapter_is_kept_until_its_lease_expires(tmp_path):
     mine, other = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b")
-    install(mine, "shared")
-    assert other.claim("shared")
+    install(mine, named("shared"))
+    assert other.claim(named("shared"))
     assert mine.make_room(0, NOBODY)[0] == []
-    lease = mine.path("shared") / ".users" / "b"
+    lease = mine.path(named("shared")) / ".users" / "b"
     for path in (lease, lease.parent):
         set_age(path, 99)
     assert mine.make_room(0, NOBODY)[0] == []
     for path in (lease, lease.parent):
         set_age(path, 2)
-    assert mine.make_room(0, NOBODY)[0] == ["shared"]
+    assert mine.make_room(0, NOBODY)[0] == [named("shared")]
 
 
 def test_leases_are_renewed_while_wanted_and_removed_after_the_grace(tmp_path):
     mine = disk(tmp_path)
-    install(mine, "kept")
-    install(mine, "dropped")
-    assert mine.renew_leases({"kept", "dropped", "lost"}) == ["lost"]
-    leases = {digest: mine.path(digest) / ".users" / "a" for digest in ("kept", "dropped")}
+    install(mine, named("kept"))
+    install(mine, named("dropped"))
+    assert mine.renew_leases({named("kept"), named("dropped"), named("lost")}) == [named("lost")]
+    leases = {digest: mine.path(digest) / ".users" / "a" for digest in (named("kept"), named("dropped"))}
     for lease in leases.values():
         set_age(lease, 50)
-    before = leases["kept"].stat().st_mtime
-    assert mine.renew_leases({"kept"}) == []
-    assert leases["kept"].stat().st_mtime > before
-    assert not leases["dropped"].exists()
+    before = leases[named("kept")].stat().st_mtime
+    assert mine.renew_leases({named("kept")}) == []
+    assert leases[named("kept")].stat().st_mtime > before
+    assert not leases[named("dropped")].exists()
 
 
 def test_lease_of_an_attached_engine_outlives_its_agent(tmp_path):
     mine, attached = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b", engine_outlives_s=10_000)
-    install(mine, "shared")
-    attached.claim("shared")
-    for path in (mine.path("shared") / ".users" / "b", mine.path("shared") / ".users"):
+    install(mine, named("shared"))
+    attached.claim(named("shared"))
+    for path in (mine.path(named("shared")) / ".users" / "b", mine.path(named("shared")) / ".users"):
         set_age(path, 5000)
     assert mine.make_room(0, NOBODY)[0] == []
     assert attached.renew_leases(NOBODY) == []
@@ -159,7 +180,7 @@ def test_lease_of_an_attached_engine_outlives_its_agent(tmp_path):
 
 
 def test_adapter_served_by_a_silent_agents_engine_is_kept(tmp_path):
-    served, requested = {"kept"}, []
+    served, requested = {named("kept")}, []
 
     def served_digests(engine_url: str) -> set[str]:
         requested.append(engine_url)
@@ -167,56 +188,56 @@ def test_adapter_served_by_a_silent_agents_engine_is_kept(tmp_path):
 
     mine, other = disk(tmp_path, "a", max_bytes=1, served_digests=served_digests), disk(tmp_path, "b")
     other.engine_url = "http://10.0.0.7:8100"
-    for digest in ("kept", "gone"):
+    for digest in (named("kept"), named("gone")):
         install(mine, digest)
         other.claim(digest)
         for path in (mine.path(digest) / ".users" / "b", mine.path(digest) / ".users"):
             set_age(path, 5000)
-    assert mine.make_room(0, NOBODY)[0] == ["gone"]
+    assert mine.make_room(0, NOBODY)[0] == [named("gone")]
     assert requested == ["http://10.0.0.7:8100"] * 2
     assert mine.adapters(NOBODY)[0].is_in_use  # the lease was renewed on behalf of the engine without an agent
 
 
 @pytest.mark.parametrize("lease", ["", "{", "[]", '{"engine": "http://127.0.0.1:1", "host": "elsewhere"}'])
 def test_adapter_of_an_unreachable_engine_is_deleted(tmp_path, lease):
-    mine = disk(tmp_path, max_bytes=1, served_digests=lambda _: {"old"})
-    install(mine, "old")
-    (mine.path("old") / ".users").mkdir()
-    (mine.path("old") / ".users" / "b").write_text(lease)
-    for path in (mine.path("old") / ".users" / "b", mine.path("old") / ".users"):
+    mine = disk(tmp_path, max_bytes=1, served_digests=lambda _: {named("old")})
+    install(mine, named("old"))
+    (mine.path(named("old")) / ".users").mkdir()
+    (mine.path(named("old")) / ".users" / "b").write_text(lease)
+    for path in (mine.path(named("old")) / ".users" / "b", mine.path(named("old")) / ".users"):
         set_age(path, 5000)
-    assert mine.make_room(0, NOBODY)[0] == ["old"]
+    assert mine.make_room(0, NOBODY)[0] == [named("old")]
 
 
 async def test_nothing_is_deleted_while_the_engine_lists_it_or_is_unreachable(tmp_path):
     mine = disk(tmp_path, max_bytes=100)
     cache = AdapterCache(mine, sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10)
-    for digest in ("listed", "idle"):
+    for digest in (named("listed"), named("idle")):
         install(mine, digest)
 
     async def silent() -> frozenset[str]:
         raise EngineError("engine_timeout", "no answer")
 
     async def lists() -> frozenset[str]:
-        return frozenset({"listed"})
+        return frozenset({named("listed")})
 
     await cache.sweep(NOBODY, NOBODY, silent)
-    assert installed_digests(mine) == {"listed", "idle"}
+    assert installed_digests(mine) == {named("listed"), named("idle")}
     await cache.sweep(NOBODY, NOBODY, lists)
-    assert installed_digests(mine) == {"listed"}
+    assert installed_digests(mine) == {named("listed")}
 
 
 async def test_only_adapters_in_use_count_as_held_bytes(tmp_path):
     cache = AdapterCache(
         disk(tmp_path, max_bytes=200), sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10
     )
-    for digest in ("wanted", "idle"):
+    for digest in (named("wanted"), named("idle")):
         install(cache.folder, digest)
 
     async def lists() -> frozenset[str]:
         return NOBODY
 
-    await cache.sweep(frozenset({"wanted"}), NOBODY, lists)
+    await cache.sweep(frozenset({named("wanted")}), NOBODY, lists)
     assert (cache.used_bytes, cache.held_bytes, cache.adapters) == (200, 100, 2)
     await cache.sweep(NOBODY, NOBODY, lists)
     assert (cache.used_bytes, cache.held_bytes, cache.adapters) == (200, 0, 2)
@@ -238,11 +259,11 @@ def test_agent_gets_a_unique_id_after_a_first_start_with_full_disk(tmp_path):
 def test_usage_of_thousands_of_adapters_is_computed_without_reading_each(tmp_path):
     crowded = disk(tmp_path, max_bytes=1 << 30)
     for number in range(2000):
-        install(crowded, str(number))
+        install(crowded, named(str(number)))
     first, again = cpu_s(crowded.usage), cpu_s(crowded.usage)
     assert again < first / 3
-    install(crowded, "another")
-    shutil.rmtree(crowded.path("0"))
+    install(crowded, named("another"))
+    shutil.rmtree(crowded.path(named("0")))
     assert crowded.usage() == (200_000, 2000)
 
 
@@ -285,7 +306,7 @@ def inventory(folder) -> Inventory:
 def test_claim_during_a_deletion_either_prevents_it_or_fails(tmp_path):
     mine, other = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b")
     for turn in range(30):
-        digest = f"d{turn}"
+        digest = named(str(turn))
         install(mine, digest)
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(2))
@@ -295,11 +316,11 @@ def test_claim_during_a_deletion_either_prevents_it_or_fails(tmp_path):
 
 def test_adapter_leased_after_the_scan_is_not_deleted(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
-    install(mine, "old")
+    install(mine, named("old"))
     seen = mine.adapters(NOBODY)
-    other.claim("old")
+    other.claim(named("old"))
     assert mine.delete_until_freed(seen, 1, NOBODY) == ([], 100)
-    assert installed_digests(mine) == {"old"}
+    assert installed_digests(mine) == {named("old")}
     assert not list(tmp_path.glob(".gone-*"))
 
 
@@ -310,7 +331,7 @@ def test_leftovers_are_removed_but_other_agents_growing_downloads_stay(tmp_path)
             (path / "adapter_model.safetensors").write_bytes(b"half")
     with other.download_folder() as stuck:
         set_age(stuck, 4000)
-    (tmp_path / ".gone-a-1" / "digest").mkdir(parents=True)
+    (tmp_path / ".gone-a-1" / named("digest")).mkdir(parents=True)
     mine.remove_leftovers()
     assert [path.name.split("-")[1] for path in tmp_path.glob(".partial-*")] == ["b"]
     assert not list(tmp_path.glob(".gone-*"))
@@ -340,37 +361,37 @@ def test_resumable_download_is_kept_for_an_hour_or_until_disk_full(tmp_path):
 
 def test_replaced_damaged_folder_keeps_its_leases(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
-    install(mine, "digest", size=1)
-    other.claim("digest")
+    install(mine, named("digest"), size=1)
+    other.claim(named("digest"))
     with mine.download_folder() as whole:
         (whole / "adapter_model.safetensors").write_bytes(b"whole")
-        mine.replace_adapter("digest", whole)
-    assert (mine.path("digest") / "adapter_model.safetensors").read_bytes() == b"whole"
-    assert {path.name for path in (mine.path("digest") / ".users").iterdir()} == {"a", "b"}
+        mine.replace_adapter(named("digest"), whole)
+    assert (mine.path(named("digest")) / "adapter_model.safetensors").read_bytes() == b"whole"
+    assert {path.name for path in (mine.path(named("digest")) / ".users").iterdir()} == {"a", "b"}
 
 
 def test_adapter_is_usable_where_no_lease_can_be_written(tmp_path):
     mine = disk(tmp_path)
-    install(mine, "here")
-    (mine.path("here") / ".users").write_text("")  # no folder: the lease cannot be written, as on a full disk
-    assert mine.claim("here")
-    assert not mine.claim("elsewhere")
+    install(mine, named("here"))
+    (mine.path(named("here")) / ".users").write_text("")  # no folder: the lease cannot be written, as on a full disk
+    assert mine.claim(named("here"))
+    assert not mine.claim(named("elsewhere"))
 
 
 async def test_adapter_installed_meanwhile_by_another_agent_needs_no_room(tmp_path):
     mine = disk(tmp_path, max_bytes=150)
     cache = AdapterCache(mine, sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10)
-    manifest = Manifest(digest="new", rank=8, base_model="", size_bytes=100, modules=1)
-    install(mine, "held")
+    manifest = Manifest(digest=named("new"), rank=8, base_model="", size_bytes=100, modules=1)
+    install(mine, named("held"))
 
     async def in_use(*arriving: str) -> frozenset[str]:
         for digest in arriving:
             install(mine, digest)
-        return frozenset({"held"})
+        return frozenset({named("held")})
 
     with pytest.raises(SourceError, match="50 bytes too few"):
         await cache.make_room(manifest.digest, manifest.size_bytes, in_use)
-    assert await cache.make_room(manifest.digest, manifest.size_bytes, lambda: in_use("new")) == []
+    assert await cache.make_room(manifest.digest, manifest.size_bytes, lambda: in_use(named("new"))) == []
 
 
 class FullDiskSource:
@@ -390,8 +411,8 @@ class FullDiskSource:
 @pytest.mark.parametrize("idle_s", [1000, 0])
 async def test_fetch_on_a_full_disk_deletes_idle_adapters_and_retries_once(tmp_path, idle_s):
     mine = disk(tmp_path / "cache")
-    install(mine, "idle", idle_s=idle_s)
-    source = FullDiskSource(LocalSource([tmp_path], max_bytes=1 << 30), mine.path("idle"))
+    install(mine, named("idle"), idle_s=idle_s)
+    source = FullDiskSource(LocalSource([tmp_path], max_bytes=1 << 30), mine.path(named("idle")))
     rules = AdapterRules(64, frozenset(), "off")
     cache = AdapterCache(mine, sources={"file": source}, rules=rules, fetch_deadline_s=10)
     metrics, local_adapters, installed = (
@@ -585,24 +606,24 @@ def test_really_full_disk_is_an_error_and_leaves_no_half_adapter(tmp_path):
 
 def test_a_kept_adapter_is_never_deleted_for_room_and_a_released_one_is(tmp_path):
     mine = disk(tmp_path, max_bytes=100)
-    install(mine, "kept")
-    assert mine.keep("kept")
-    set_age(mine.path("kept"), 1000.0)
+    install(mine, named("kept"))
+    assert mine.keep(named("kept"))
+    set_age(mine.path(named("kept")), 1000.0)
     assert mine.make_room(100, NOBODY) == ([], 100)
     assert mine.delete_half_of_idle(NOBODY) == []
-    mine.release("kept", is_dropped=False)
-    set_age(mine.path("kept"), 1000.0)
-    assert mine.make_room(100, NOBODY)[0] == ["kept"]
-    assert not mine.keep("kept"), "it is gone"
+    mine.release(named("kept"), is_dropped=False)
+    set_age(mine.path(named("kept")), 1000.0)
+    assert mine.make_room(100, NOBODY)[0] == [named("kept")]
+    assert not mine.keep(named("kept")), "it is gone"
 
 
 def test_an_adapter_dropped_while_it_is_loaded_goes_with_its_copy_and_one_loaded_again_stays(tmp_path):
     mine = disk(tmp_path, grace_s=0.0)
-    for name in ("going", "back"):
+    for name in (named("going"), named("back")):
         install(mine, name)
         mine.release(name, is_dropped=True)
-    assert mine.renew_leases(["going", "back"]) == []  # a sweep, while both copies still drain
-    assert mine.claim("back")
-    assert mine.delete_dropped(frozenset({"going"})) == []
-    assert mine.delete_dropped(NOBODY) == ["going"]
-    assert mine.path("back").is_dir()
+    assert mine.renew_leases([named("going"), named("back")]) == []  # a sweep, while both copies still drain
+    assert mine.claim(named("back"))
+    assert mine.delete_dropped(frozenset({named("going")})) == []
+    assert mine.delete_dropped(NOBODY) == [named("going")]
+    assert mine.path(named("back")).is_dir()

@@ -89,19 +89,17 @@ class CacheFolder:
         """All installed adapters; in use are those `wanted` by this agent, leased by another one, or kept."""
         now = self._now()
         adapters = []
-        for path in self.folder.iterdir():
-            if not path.name.startswith("."):
-                with contextlib.suppress(OSError):  # on its way out
-                    adapters.append(self._cached_adapter(path.name, wanted, now))
+        for digest in self._digests():
+            with contextlib.suppress(OSError):  # on its way out
+                adapters.append(self._cached_adapter(digest, wanted, now))
         return adapters
 
     def usage(self) -> tuple[int, int]:
         """Total bytes and number of the installed adapters; forgets the sizes of deleted ones."""
         sizes = {}
-        for name in os.listdir(self.folder):  # noqa: PTH208  (names alone, of thousands)
-            if not name.startswith("."):
-                with contextlib.suppress(OSError):  # on its way out
-                    sizes[name] = self._size(name)
+        for digest in self._digests():
+            with contextlib.suppress(OSError):  # on its way out
+                sizes[digest] = self._size(digest)
         self._sizes = sizes
         return sum(sizes.values()), len(sizes)
 
@@ -181,8 +179,7 @@ class CacheFolder:
 
     def held(self) -> dict[str, bool]:
         """The digests of all installed adapters, and whether each is kept."""
-        names = [name for name in os.listdir(self.folder) if _DIGEST.fullmatch(name)]  # noqa: PTH208  (names alone)
-        return {name: (self.path(name) / _KEPT).exists() for name in names}
+        return {digest: (self.path(digest) / _KEPT).exists() for digest in self._digests()}
 
     def keep(self, digest: str) -> bool:
         """Mark an adapter as kept; False if it is not installed. Raises OSError."""
@@ -329,6 +326,10 @@ class CacheFolder:
             self._open_downloads.discard(path)
 
     # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _digests(self) -> list[str]:
+        """The digests of all installed adapters. Whatever else is in the folder is not ours, and stays."""
+        return [name for name in os.listdir(self.folder) if _DIGEST.fullmatch(name)]  # noqa: PTH208  (names alone)
 
     def _cached_adapter(self, digest: str, wanted: frozenset[str], now: float) -> CachedAdapter:
         """Size, last use and users of an installed adapter. Raises OSError."""
