@@ -138,3 +138,20 @@ async def test_hostile_files_in_lora_path_do_not_affect_other_adapters(worker, a
         assert states == {"fine/v1": "on_disk", "pipe/v1": "failed", "endless/v1": "failed"}
         assert code(await post(client, "load_lora", lora_id="endless/v1")) == "weights_corrupt"
         assert (await post(client, "load_lora", lora_id="fine/v1")).status_code == 200
+
+
+async def test_file_names_that_are_no_text_break_no_report(worker, agent_model, tmp_path):
+    folder = tmp_path / "lora_path"
+    for lora_id in ("fine/v1", "half/v1", "cafe/v1"):
+        make_adapter(folder, lora_id)
+    # Python reads a byte that is no UTF-8, as in Latin-1 names, as half of a surrogate pair.
+    (folder / "cafe").rename(folder / "caf\udce9")
+    (folder / "half/v1/adapter_model.safetensors").rename(folder / "half/v1/caf\udce9.bin")
+    other = RunningWorker(agent_model, folder, tmp_path, *worker.flags[14:])
+    async with other.together() as client:
+        refused = await post(client, "load_lora", lora_id="half/v1")
+        assert "found adapter_config.json, caf\\udce9.bin" in refused.json()["error"]["message"]
+        assert [item.state for item in (await metadata_of(client)).lora.loaded_loras] == ["failed"]
+        items = (await client.get("/v1/metadata/loras")).json()["data"]
+        states = {item["lora_id"]: item["state"] for item in items}
+        assert states == {"caf\\udce9/v1": "failed", "fine/v1": "on_disk", "half/v1": "failed"}

@@ -9,6 +9,7 @@ from statistics import median
 from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.inventory import Inventory
 from workers.config import WorkerSettings
+from workers.core.errors import sendable
 from workers.engines.kinds import engine_traits
 from workers.storage.cache import AdapterCache
 from workers.storage.local_adapters import LocalAdapters
@@ -150,7 +151,7 @@ class InventoryReport:
                 engine_name="",
                 state="failed",
                 location="disk",
-                path=str(local_adapter.path),
+                path=sendable(str(local_adapter.path)),
                 error=local_adapter.error,
             )
             for local_adapter in self._local_adapters.adapters

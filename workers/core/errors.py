@@ -15,15 +15,20 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 
+def sendable(text: str) -> str:
+    """The text as JSON can hold it: a byte of a file's name that is no UTF-8 becomes `\\udc` and the byte."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class WorkerError(Exception):
-    """An error with a code; `codes` maps the class's codes to HTTP statuses."""
+    """An error with a code; `codes` maps the class's codes to HTTP statuses. Its message is `sendable`."""
 
     codes: ClassVar[Mapping[str, int]] = {}
 
     def __init__(
         self, code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(sendable(message))
         self.code = code
         self.status = self.codes[code]
         self.param = param

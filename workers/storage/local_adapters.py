@@ -10,7 +10,7 @@ import structlog
 from lorafleet.service.files import mode_of
 from orchestrator.wire import checked_lora_id
 from workers.core.adapter_files import is_adapter_file
-from workers.core.errors import SourceError
+from workers.core.errors import SourceError, sendable
 from workers.core.manifest import CONFIG_NAME, AdapterRules, Manifest
 from workers.storage.verify import read_description, read_manifest
 
@@ -102,7 +102,7 @@ class LocalAdapters:
             if CONFIG_NAME not in names or Path(folder) == root:
                 continue
             path = Path(folder)
-            lora_id = path.relative_to(root).as_posix()
+            lora_id = sendable(path.relative_to(root).as_posix())
             try:
                 stamp = _folder_stamp(path)
             except OSError as exc:
