@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gzip
 import hashlib
 import io
 import logging
@@ -27,6 +28,7 @@ from tests.workers.source_servers import (
     certificate,
     files_of,
     google,
+    ranged,
 )
 from workers.core.addresses import parse_networks
 from workers.core.errors import SourceError
@@ -426,6 +428,75 @@ async def test_range_at_another_byte_than_requested_is_fetched_anew(store, first
     store.site.respond = respond
     assert (await fetched(store, ref, parts=1))[0] == ADAPTER
     assert lies
+
+
+@pytest.mark.parametrize("store", [WebFiles], indirect=True)
+async def test_versions_are_not_mixed_where_a_server_ignores_if_range(store):
+    ref = await put(store, "sql", ADAPTER)
+    await killed_half_way(store, ref, after=5 << 19, kept=2 << 20)
+    newer = ADAPTER | {"adapter_model.safetensors": Random(9).randbytes(3 << 20)}
+    await put(store, "sql", newer)
+    honest = store.site.respond
+
+    def respond(request):
+        request.headers.pop("if-range", None)
+        return honest(request)
+
+    store.site.respond = respond
+    assert (await fetched(store, ref))[0] == newer
+    assert any("range" in request.headers for request in store.site.requests)
+
+
+@pytest.mark.parametrize("store", [WebFiles], indirect=True)
+async def test_ranges_shorter_than_requested_are_joined(store):
+    ref = await put(store, "sql", ADAPTER)
+    await killed_half_way(store, ref, after=2 << 20, kept=1 << 20)
+    honest, most = store.site.respond, 300_000
+
+    def respond(request):
+        if start := request.headers.get("range", "").partition("=")[2].rstrip("-"):
+            request.headers["range"] = f"bytes={start}-{int(start) + most - 1}"
+        return honest(request)
+
+    store.site.respond = respond
+    found, transfer = await fetched(store, ref, parts=1)
+    assert found == ADAPTER
+    assert transfer.progress.done_bytes == transfer.progress.total_bytes
+
+
+@pytest.mark.parametrize("store", [WebFiles], indirect=True)
+async def test_first_part_of_a_file_is_not_taken_for_the_whole(store):
+    ref = await put(store, "sql", ADAPTER)
+
+    def respond(request):
+        body = store.files[request.path.lstrip("/")]
+        return SourceAnswer(206, body[:5], {"content-range": f"bytes 0-4/{len(body)}"})
+
+    store.site.respond = respond
+    error = await refusal(store, ref)
+    assert (error.code, "a part of the file" in str(error)) == ("source_failed", True)
+
+
+@pytest.mark.parametrize("store", [WebFiles], indirect=True)
+async def test_file_that_is_sent_compressed_is_not_resumed(store):
+    ref = await put(store, "sql", ADAPTER)
+    packed = {f"sql/{name}": gzip.compress(data, 1) for name, data in ADAPTER.items()}
+
+    def respond(request):
+        return ranged(request, packed[request.path.lstrip("/")], {"content-encoding": "gzip"})
+
+    store.site.respond = respond
+    store.connection.cuts = [2 << 20]
+    assert (await fetched(store, ref))[0] == ADAPTER
+    assert store.connection.cuts == []
+
+
+@pytest.mark.parametrize("store", [WebFiles, WebTar], indirect=True, ids=lambda cls: cls.__name__)
+async def test_body_that_is_not_encoded_as_it_says_is_refused(store):
+    ref = await put(store, "sql", ADAPTER)
+    store.site.respond = lambda _: SourceAnswer(200, b"not gzip", {"content-encoding": "gzip"})
+    error = await refusal(store, ref)
+    assert (error.code, "Content-Encoding" in str(error)) == ("source_invalid", True)
 
 
 @pytest.mark.parametrize("store", [WebFiles, WebTar], indirect=True, ids=lambda cls: cls.__name__)

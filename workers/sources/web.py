@@ -155,7 +155,8 @@ class _Download:
         headers = {"range": f"bytes={start}-", "if-range": self.tag} if start and self.tag else {}
         try:
             async with client.stream("GET", self.url, headers=headers) as answer:
-                if answer.status_code == 416 and answer.headers.get("content-range") == f"bytes */{start}":
+                is_ours = answer.headers.get("etag", self.tag) == self.tag  # not every server heeds If-Range
+                if answer.status_code == 416 and is_ours and answer.headers.get("content-range") == f"bytes */{start}":
                     return  # an earlier fetch had received the whole file
                 self._check_status(answer)
                 self._prepare_target(answer, start)
@@ -163,6 +164,10 @@ class _Download:
                     self._check_size(self.target.tell() + len(chunk))
                     await asyncio.to_thread(self.target.write, chunk)
                     self.transfer.advance(len(chunk))
+                self._check_whole(answer, start)
+        except httpx.DecodingError:
+            message = f"source {redacted(self.ref)}: its bytes are not in the Content-Encoding that its server names"
+            raise SourceError("source_invalid", message) from None
         except httpx.TooManyRedirects:
             message = f"source {redacted(self.ref)}: more than {_REDIRECTS} redirects"
             raise SourceError("source_invalid", message) from None
@@ -194,21 +199,33 @@ class _Download:
 
         Stores a new ETag and the expected total. Raises TransientSourceError, SourceError.
         """
+        # Some servers send what they keep compressed, whatever we ask for. Their lengths and ranges are not the file's.
+        is_encoded = answer.headers.get("content-encoding", "identity") != "identity"
         if answer.status_code == 206:
             range_start = answer.headers.get("content-range", "").removeprefix("bytes ").partition("-")[0]
-            if range_start != str(start):
+            if range_start != str(start) or is_encoded:
                 self._start_over()
                 raise TransientSourceError("the server sent another range than requested")
+            if start and answer.headers.get("etag", self.tag) != self.tag:
+                self._start_over()
+                raise TransientSourceError("the server sent a range of another version")
         else:
             self._start_over()
             tag = answer.headers.get("etag", "")
-            self.tag = "" if tag.startswith("W/") else tag  # a weak ETag does not guarantee the same bytes
+            # A weak ETag does not guarantee the same bytes.
+            self.tag = "" if is_encoded or tag.startswith("W/") else tag
             self.tag_file.write_text(self.tag)
-        length = answer.headers.get("content-length", "")
-        if length.isascii() and length.isdigit() and len(length) < 20:
-            total = self.target.tell() + int(length)
-            self._check_size(total)
-            self.transfer.expect(self.transfer.progress.done_bytes + int(length))
+        length = _number(answer.headers.get("content-length", ""))
+        if length is not None and not is_encoded:
+            self._check_size(self.target.tell() + length)
+            self.transfer.expect(self.transfer.progress.done_bytes + length)
+
+    def _check_whole(self, answer: httpx.Response, start: int) -> None:
+        """Raises TransientSourceError if the file goes on behind the range in this answer: servers may shorten it."""
+        total = _number(answer.headers.get("content-range", "").rpartition("/")[2])
+        if answer.status_code == 206 and total is not None and self.target.tell() < total:
+            has_moved = bool(self.tag) and self.target.tell() > start  # without a tag each attempt begins anew
+            raise TransientSourceError("the server sent only a part of the file", has_moved=has_moved)
 
     def _check_size(self, size_bytes: int) -> None:
         """Raises SourceError `source_too_big` beyond the limit."""
@@ -236,6 +253,11 @@ def _read_tag(path: Path) -> str:
     """Read the stored ETag of a partial file; "" without one."""
     tag_file = tag_file_of(path)
     return tag_file.read_text() if path.exists() and tag_file.exists() else ""
+
+
+def _number(text: str) -> int | None:
+    """The number of bytes in a header; None for anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
 
 
 def retry_after_s(text: str) -> float:
