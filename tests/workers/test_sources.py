@@ -581,3 +581,22 @@ async def test_error_messages_never_contain_credentials(store, caplog):
     assert ref.partition("://")[2] in str(error)
     seen = [str(error), repr(error.__cause__), *(record.getMessage() for record in caplog.records)]
     assert not [text for text in seen if SECRET in text or "aHVudGVyMi1odW50ZXIy" in text]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["in place", "renamed over"])
+async def test_folder_that_changes_during_the_copy_is_not_taken(tmp_path, is_replaced):
+    store = FolderStore(tmp_path)
+    ref = store.put("sql", ADAPTER)
+    weights = tmp_path / "sql" / "adapter_model.safetensors"
+
+    def save_next_step(_) -> None:
+        target = weights.with_suffix(".new") if is_replaced else weights
+        target.write_bytes(Random(9).randbytes(3 << 20))
+        target.replace(weights)
+
+    into = tmp_path / "into"
+    into.mkdir()
+    with pytest.raises(SourceError) as caught:
+        await store.source().fetch(ref, into, Transfer(on_progress=save_next_step, every_s=0))
+    assert (caught.value.code, caught.value.retry_after_s) == ("source_failed", 30)
+    assert "changed while they were copied" in str(caught.value)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from lorafleet.service.files import mode_of
+from lorafleet.service.files import mode_of, stamp_of
 from workers.core.adapter_files import folder_description
 from workers.core.errors import SourceError
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
@@ -67,7 +67,7 @@ class LocalSource:
     def _copy_files(self, folder: Path, into: Path, transfer: Transfer) -> None:
         """Copy the adapter's files and count their bytes in `transfer`. Blocking.
 
-        Raises SourceError, TransferCancelled.
+        Raises SourceError, `source_failed` if they changed meanwhile, TransferCancelled.
         """
         entries = list(folder.iterdir())
         found = [entry.name for entry in entries]
@@ -76,10 +76,14 @@ class LocalSource:
         if CONFIG_NAME not in names:
             description = folder_description(found, folders)
             raise SourceError("source_not_found", f"source {str(folder)!r}: no {CONFIG_NAME} in it, {description}")
+        stamps = [stamp_of(folder / name) for name in names]
         left = self._max_bytes
         for name in names:
             limit = min(left, MAX_CONFIG_BYTES) if name == CONFIG_NAME else left
             left -= self._copy_file(folder / name, into / name, limit, transfer)
+        if [stamp_of(folder / name) for name in names] != stamps:
+            message = f"source {str(folder)!r}: its files changed while they were copied; try again later"
+            raise SourceError("source_failed", message, retry_after_s=30)
 
     def _copy_file(self, path: Path, target_path: Path, limit: int, transfer: Transfer) -> int:
         """Copy a regular file of at most `limit` bytes, counting them in `transfer`; returns its size.
