@@ -174,6 +174,57 @@ async def test_the_newest_connection_takes_a_file_over_from_one_that_is_silent(t
     assert next(tmp_path.glob(".partial-*/.packed")).read_bytes() == b"abcdef"
 
 
+async def test_an_upload_that_goes_on_after_its_installation_leaves_the_installed_files_alone(tmp_path):
+    uploads, installed = uploads_in(tmp_path / "cache"), tmp_path / "installed"
+    installed.mkdir()
+    for name, data in zip(FILES, (b"{}", b"weights"), strict=True):
+        await uploads.begin(UPLOAD, name, len(data))
+        await uploads.receive(UPLOAD, name, 0, in_pieces(data))
+    await uploads.unpack(UPLOAD, "upload", installed, Transfer())
+    (installed / FILES[1]).chmod(0o444)  # as the cache does; then the agent is killed, and the client sends again
+    assert (await uploads.receive(UPLOAD, FILES[1], 7, in_pieces())).files[1].received_bytes == 7
+    await uploads.receive(UPLOAD, FILES[1], 2, in_pieces(b"other"))
+    assert (installed / FILES[1]).read_bytes() == b"weights"
+    again = tmp_path / "again"
+    again.mkdir()
+    await uploads.unpack(UPLOAD, "upload", again, Transfer())
+    assert (again / FILES[1]).read_bytes() == b"weother"
+
+
+async def test_files_that_are_begun_at_the_same_time_are_all_known(tmp_path):
+    uploads = uploads_in(tmp_path)
+    for number in range(100):
+        upload = f"{number:024x}"
+        await asyncio.gather(*(uploads.begin(upload, name, 5) for name in FILES))
+        assert {file.name for file in (await uploads.state(upload)).files} == set(FILES)
+
+
+async def test_a_connection_that_leaves_while_it_waits_for_a_file_changes_nothing_for_the_others(tmp_path):
+    uploads, begun, may_end = uploads_in(tmp_path), asyncio.Event(), asyncio.Event()
+
+    async def ends_slowly():
+        yield b"abc"
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+
+    await uploads.begin(UPLOAD, ARCHIVE, 6)
+    first = asyncio.create_task(uploads.receive(UPLOAD, ARCHIVE, 0, ends_slowly()))
+    await begun.wait()
+    second = asyncio.create_task(uploads.receive(UPLOAD, ARCHIVE, 0, in_pieces(b"second")))
+    await until(first.cancelling)
+    second.cancel()
+    await asyncio.wait({second})
+    may_end.set()
+    with pytest.raises(AgentRequestError) as ended:
+        await first
+    assert ended.value.code == "upload_superseded"
+    await uploads.receive(UPLOAD, ARCHIVE, 0, in_pieces(b"third."))
+    assert next(tmp_path.glob(".partial-*/.packed")).read_bytes() == b"third."
+
+
 async def test_a_full_disk_refuses_a_file_before_it_is_sent_and_keeps_what_came_before(tmp_path, monkeypatch):
     uploads = uploads_in(tmp_path)
     monkeypatch.setattr(CacheFolder, "free_bytes", lambda _: 1000)

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
+from weakref import WeakValueDictionary
 
 from workers.core.adapter_files import WEIGHTS_NAME
 from workers.core.errors import AgentRequestError, SourceError
@@ -93,7 +94,9 @@ class Uploads:
         self._folder = folder
         self._limits = limits
         self._writers: dict[tuple[str, str], asyncio.Task[object]] = {}
-        self._locks: dict[tuple[str, str], asyncio.Lock] = {}
+        # Weak: a lock exists only while somebody holds it or waits for it.
+        self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        self._note_lock = asyncio.Lock()
 
     async def state(self, upload_id: str) -> UploadState:
         """What has come of an upload. Raises AgentRequestError `upload_unknown` if nothing has."""
@@ -110,8 +113,8 @@ class Uploads:
         """
         self._check_name(name)
         self._check_size(name, total_bytes or 0)
-        async with self._only_writer(upload_id, name):
-            return await self._on_disk(lambda: self._begin(upload_id, name, total_bytes))
+        async with self._only_writer(upload_id, name), self._note_lock:  # its files have one note
+            return await finish_even_if_cancelled(self._on_disk(lambda: self._begin(upload_id, name, total_bytes)))
 
     async def receive(self, upload_id: str, name: str, start: int, chunks: AsyncIterator[bytes]) -> UploadState:
         """Append bytes to a begun file as they come; what came before an error stays.
@@ -130,7 +133,7 @@ class Uploads:
                 raise AgentRequestError("upload_offset", message, param="start")
             total = upload.total_bytes[name]
             path = upload.path(name)
-            file = await self._on_disk(lambda: path.open("r+b" if path.exists() else "wb"))
+            file = await self._on_disk(lambda: _open_unshared(path))
             try:
                 await asyncio.to_thread(_truncate, file, start)
                 async for chunk in chunks:
@@ -166,7 +169,8 @@ class Uploads:
 
     async def finish(self, upload_id: str, digest: str) -> None:
         """Note that the upload is installed with this digest, and delete its bytes. Raises SourceError `disk_full`."""
-        await self._on_disk(lambda: self._finish(upload_id, digest))
+        async with self._note_lock:
+            await finish_even_if_cancelled(self._on_disk(lambda: self._finish(upload_id, digest)))
 
     async def drop(self, upload_id: str) -> None:
         """Delete an upload and all that has come of it; nothing without it."""
@@ -233,13 +237,13 @@ class Uploads:
             async with self._locks.setdefault(key, asyncio.Lock()):
                 yield
         except asyncio.CancelledError as exc:
-            if self._writers[key] is task or task.uncancel():
+            if self._writers.get(key) is task or task.uncancel():
                 raise
             message = "another connection sends this file now; this one has ended"
             raise AgentRequestError("upload_superseded", message) from exc
         finally:
-            if self._writers[key] is task:
-                del self._writers[key], self._locks[key]
+            if self._writers.get(key) is task:
+                del self._writers[key]
 
     @staticmethod
     def _check_name(name: str) -> None:
@@ -285,6 +289,20 @@ def _truncate(file: IO[bytes], start: int) -> None:
     """Cut an open file to its first bytes, and go to its end. Raises OSError."""
     file.seek(start)
     file.truncate()
+
+
+def _open_unshared(path: Path) -> IO[bytes]:
+    """Open a file to write on in it, created if it does not exist. Raises OSError.
+
+    One that an installation has linked is copied first: the installed adapter keeps its bytes.
+    """
+    if not path.exists():
+        return path.open("wb")
+    if path.stat().st_nlink > 1:
+        copy = path.with_name(f".{path.name}.copy")
+        shutil.copyfile(path, copy)
+        copy.replace(path)
+    return path.open("r+b")
 
 
 def _link_or_copy(path: Path, target: Path) -> None:
