@@ -68,6 +68,21 @@ def test_restarting_router_does_not_double_another_routers_counts(tmp_path):
     assert records.all()[0].request_count == 1299
 
 
+def test_counts_of_deleted_adapters_are_forgotten(tmp_path):
+    records = InstalledAdapters(tmp_path)
+    usage = ReportedAdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+    for number in range(300):  # a trainer's versions: a router reports each for a while, then it is deleted
+        version = records.store(record(number))
+        use = {"worker_id": "w", "engine_name": version.engine_name, "requests": 7}
+        body = {"router_id": "r", "boot_id": "b", "seq": number, "revision_seen": 0, "uses": [use]}
+        assert usage.count_uses(UsageReport.model_validate(body)) == [version.engine_name]
+        if number < 299:
+            records.remove(version)
+    usage.save()
+    [[_, _, _, counts]] = json.loads((tmp_path / "usage.json").read_text())["routers"]
+    assert counts == {record(299).engine_name: 7}
+
+
 def test_damaged_counts_lose_only_the_counts(tmp_path):
     (tmp_path / "usage.json").write_text("[1")
     records = InstalledAdapters(tmp_path)

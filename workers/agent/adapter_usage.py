@@ -54,9 +54,10 @@ class ReportedAdapterUsage:
                     replace(adapter, request_count=adapter.request_count + new, last_used=self._now())
                 )
                 used.append(name)
-        # A report may leave adapters out: their counts stay. The router that reported longest ago comes first.
-        self._routers.pop(key, None)
-        self._routers[key] = (report.seq, counts | our_counts)
+        # A report may leave adapters out: the counts of those that are still here stay.
+        kept = {name: count for name, count in counts.items() if self._installed.get(name) is not None}
+        self._routers.pop(key, None)  # the router that reported longest ago comes first
+        self._routers[key] = (report.seq, kept | our_counts)
         self._is_saved = self._is_saved and not our_counts
         return used
 
