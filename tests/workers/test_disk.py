@@ -585,23 +585,56 @@ asyncio.run(main(*sys.argv[1:]))
 
 @pytest.mark.slow
 def test_really_full_disk_is_an_error_and_leaves_no_half_adapter(tmp_path):
-    mount, adapters = tmp_path / "small", tmp_path / "adapters"
-    mount.mkdir()
+    adapters = tmp_path / "adapters"
     size = 0
     for number in range(8):
         folder = make_adapter(adapters, f"a{number}")
         size = sum(path.stat().st_size for path in folder.iterdir())
-    script = f'mount -t tmpfs -o size={size * 3} tmpfs {mount} || exit 77; exec "$@"'
-    command = ["unshare", "-Urm", "sh", "-c", script, "sh", sys.executable, "-c", SMALL_DISK, str(mount), str(adapters)]
+    output = on_small_disk(tmp_path, f"size={size * 3}", SMALL_DISK, str(adapters))
+    message = output.split(maxsplit=3)
+    assert message[:3] == ["disk_full", "2", "0"], output
+    assert " bytes are free" in message[3]
+
+
+def on_small_disk(tmp_path: Path, options: str, script: str, *words: str) -> str:
+    """The output of a Python script on a file system of its own, whose folder is its first argument."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    shell = f'mount -t tmpfs -o {options} tmpfs {mount} || exit 77; exec "$@"'
+    command = ["unshare", "-Urm", "sh", "-c", shell, "sh", sys.executable, "-c", script, str(mount), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(60))
     except FileNotFoundError:
         pytest.skip("no unshare here")
     if done.returncode in {1, 77} and not done.stdout and "Traceback" not in done.stderr:
         pytest.skip(f"no file system of one's own here: {done.stderr.strip()}")
-    message = done.stdout.split(maxsplit=3)
-    assert message[:3] == ["disk_full", "2", "0"], done.stderr
-    assert " bytes are free" in message[3]
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+FILLED_DISK = """
+import os, sys
+from pathlib import Path
+from workers.storage.cache_folder import CacheFolder
+
+disk = CacheFolder(Path(sys.argv[1]), agent_id="a", max_bytes=1, grace_s=1.0, lease_s=10.0)
+digest = "d" * 64
+disk.path(digest).mkdir()
+(disk.path(digest) / "adapter_model.safetensors").write_bytes(bytes(4096))
+assert disk.claim(digest)
+for path in (disk.path(digest) / ".users", disk.path(digest) / ".users/a"):
+    os.utime(path, (1, 1))
+try:
+    for number in range(1000):
+        (Path(sys.argv[1]) / f".others-{number}").touch()
+except OSError:
+    print(disk.make_room(0, frozenset()) == ([digest], 0), disk.path(digest).exists())
+"""
+
+
+@pytest.mark.slow
+def test_adapters_are_deleted_on_a_disk_that_takes_no_new_file(tmp_path):
+    assert on_small_disk(tmp_path, "nr_inodes=50", FILLED_DISK).split()[-2:] == ["True", "False"]
 
 
 def test_a_kept_adapter_is_never_deleted_for_room_and_a_released_one_is(tmp_path):

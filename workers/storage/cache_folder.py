@@ -160,7 +160,7 @@ class CacheFolder:
                 for name in (leases.USERS, _KEPT):
                     if (old / name).exists():
                         (old / name).rename(new_folder / name)
-                old.rename(Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._agent_id}-", dir=self.folder)) / digest)
+                old.rename(self._aside())
             new_folder.rename(old)
             self._sizes.pop(digest, None)
         self.claim(digest)
@@ -269,16 +269,16 @@ class CacheFolder:
         if engine_url := leases.engine_using(self.path(digest), self._agent_id, self._served_digests):
             log.info("adapter kept in the cache: another agent's engine uses it", digest=digest, engine_url=engine_url)
             return False
-        aside = Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._agent_id}-", dir=self.folder))
+        aside = self._aside()
         try:
             with self._locked():
                 if not self._is_idle(digest, wanted):
                     return False
-                self.path(digest).rename(aside / digest)
+                self.path(digest).rename(aside)
                 # On a file system without locks another agent may have taken a lease meanwhile.
-                if self._has_other_user(aside / digest, self._now()):
+                if self._has_other_user(aside, self._now()):
                     with contextlib.suppress(OSError):
-                        (aside / digest).rename(self.path(digest))
+                        aside.rename(self.path(digest))
                     return False
         except OSError as exc:
             log.warning("adapter not deleted from the cache", digest=digest, error=str(exc))
@@ -330,6 +330,10 @@ class CacheFolder:
     def _digests(self) -> list[str]:
         """The digests of all installed adapters. Whatever else is in the folder is not ours, and stays."""
         return [name for name in os.listdir(self.folder) if _DIGEST.fullmatch(name)]  # noqa: PTH208  (names alone)
+
+    def _aside(self) -> Path:
+        """Where to rename an adapter before it is deleted. Not created: a full disk takes no new folder."""
+        return self.folder / f"{_GONE}{self._agent_id}-{uuid.uuid4().hex[:12]}"
 
     def _cached_adapter(self, digest: str, wanted: frozenset[str], now: float) -> CachedAdapter:
         """Size, last use and users of an installed adapter. Raises OSError."""
