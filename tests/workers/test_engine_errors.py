@@ -49,3 +49,17 @@ async def test_load_failed_by_a_dying_engine_does_not_blame_the_adapter(tmp_path
             await engine.load("legal/v1@2", tmp_path, timeout_s=5)
         await engine.aclose()
     assert failed.value.code == code
+
+
+@pytest.mark.parametrize("data", [["sql"], {"a": 1}, [{"parent": "tiny"}], [{"id": 5, "parent": "tiny"}], [None], 7])
+@pytest.mark.parametrize("kind", [VllmClient, SglangClient])
+async def test_list_that_names_no_models_is_an_engine_error(kind, data):
+    async def models(_request):
+        return JSONResponse({"data": data})
+
+    async with serving(Starlette(routes=[Route("/v1/models", models)])) as url:
+        engine = kind(url)
+        with pytest.raises(EngineError, match="is no list of models") as failed:
+            await engine.list_adapters()
+        await engine.aclose()
+    assert failed.value.code == "engine_unreachable"

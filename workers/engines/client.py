@@ -1,6 +1,7 @@
 """The HTTP client that the clients of all engines share, with errors translated to EngineError."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,12 @@ class HttpEngineClient:
     async def _list_models(self) -> list[dict[str, Any]]:
         """Ask the engine for the entries of /v1/models. Raises EngineError."""
         answer = await self._request("GET", "/v1/models", timeout_s=MODELS_TIMEOUT_S)
-        try:
-            return list(answer.json()["data"])
-        except (ValueError, KeyError, TypeError) as exc:
-            message = f"engine {self.url}: /v1/models is no list of models: HTTP {answer.status_code}"
-            raise EngineError("engine_unreachable", message, retry_after_s=1) from exc
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            models = list(answer.json()["data"])
+            if all(isinstance(item["id"], str) for item in models):
+                return models
+        message = f"engine {self.url}: /v1/models is no list of models: HTTP {answer.status_code}"
+        raise EngineError("engine_unreachable", message, retry_after_s=1)
 
     async def _metrics_page(self) -> str:
         """Ask the engine for the text of /metrics. Raises EngineError."""
