@@ -29,11 +29,13 @@ from workers.core.errors import EngineError, SourceError
 from workers.core.eviction import CachedAdapter, adapters_to_delete
 from workers.core.manifest import AdapterRules, Manifest
 from workers.metrics import WorkerMetrics
+from workers.sources.base import Limits
 from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
+from workers.storage.uploads import Uploads
 from workers.wire import AvailableLora, InspectRequest
 
 NOBODY: frozenset[str] = frozenset()
@@ -408,11 +410,38 @@ class FullDiskSource:
         await self.source.fetch(ref, into, transfer)
 
 
+async def test_fetch_on_a_full_disk_deletes_unfinished_downloads_but_nothing_that_clients_sent(tmp_path):
+    mine = disk(tmp_path / "cache")
+    with mine.download_folder("https://unfinished") as unfinished:
+        (unfinished / "adapter_model.safetensors").write_bytes(b"half")
+    uploads = Uploads(mine, Limits(max_bytes=1 << 20))
+    await uploads.begin("a" * 24, "archive", 10)
+    installer, source = installer_of(mine, tmp_path, unfinished)
+    ask = InspectRequest(lora_id="a/v1", source=str(make_adapter(tmp_path / "from", "a/v1")))
+    assert (await installer.inspect(ask)).lora_id == "a/v1"
+    assert source.tries == 2
+    assert (await uploads.state("a" * 24)).files[0].total_bytes == 10
+
+
 @pytest.mark.parametrize("idle_s", [1000, 0])
 async def test_fetch_on_a_full_disk_deletes_idle_adapters_and_retries_once(tmp_path, idle_s):
     mine = disk(tmp_path / "cache")
     install(mine, named("idle"), idle_s=idle_s)
-    source = FullDiskSource(LocalSource([tmp_path], max_bytes=1 << 30), mine.path(named("idle")))
+    installer, source = installer_of(mine, tmp_path, mine.path(named("idle")))
+    ask = InspectRequest(lora_id="a/v1", source=str(make_adapter(tmp_path / "from", "a/v1")))
+    if idle_s:
+        assert (await installer.inspect(ask)).lora_id == "a/v1"
+        assert source.tries == 2
+    else:
+        with pytest.raises(SourceError, match=r"no space left in .*: \d+ bytes are free, 100 are taken"):
+            await installer.inspect(ask)
+        assert source.tries == 1
+    assert not list((tmp_path / "cache").glob(".partial-*"))
+
+
+def installer_of(mine: CacheFolder, tmp_path: Path, filling: Path) -> tuple[Installer, FullDiskSource]:
+    """An installer whose disk is full while a folder exists, and its source."""
+    source = FullDiskSource(LocalSource([tmp_path], max_bytes=1 << 30), filling)
     rules = AdapterRules(64, frozenset(), "off")
     cache = AdapterCache(mine, sources={"file": source}, rules=rules, fetch_deadline_s=10)
     metrics, local_adapters, installed = (
@@ -438,15 +467,7 @@ async def test_fetch_on_a_full_disk_deletes_idle_adapters_and_retries_once(tmp_p
         engine_digests=engine.digests_in_use,
         base_model_name=lambda: settings.base_name,
     )
-    ask = InspectRequest(lora_id="a/v1", source=str(make_adapter(tmp_path / "from", "a/v1")))
-    if idle_s:
-        assert (await installer.inspect(ask)).lora_id == "a/v1"
-        assert source.tries == 2
-    else:
-        with pytest.raises(SourceError, match=r"no space left in .*: \d+ bytes are free, 100 are taken"):
-            await installer.inspect(ask)
-        assert source.tries == 1
-    assert not list((tmp_path / "cache").glob(".partial-*"))
+    return installer, source
 
 
 class GatedSource:

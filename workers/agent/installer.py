@@ -209,7 +209,7 @@ class Installer:
         digest: str,
         neighbours: Sequence[str],
     ) -> InstalledAdapter:
-        """Install by one way; if the disk is full, delete half of the idle adapters and try once more.
+        """Install by one way; on a full disk delete unfinished downloads and half of the idle adapters, and try again.
 
         Raises SourceError.
         """
@@ -226,8 +226,9 @@ class Installer:
         except SourceError as exc:
             if exc.code != "disk_full" or not isinstance(exc.__cause__, OSError):
                 raise
+            has_deleted = await self._cache.delete_unfinished()
             deleted = await self._cache.delete_half_of_idle(await self.digests_in_use())
-            if not deleted:
+            if not deleted and not has_deleted:
                 raise
             self._inventory.forget_deleted(deleted)
         return await fetch_once()

@@ -234,6 +234,10 @@ class AdapterCache:
         self._forget_held(deleted)
         return deleted
 
+    async def delete_unfinished(self) -> bool:
+        """Delete downloads that a later fetch would continue, for a disk that is full; whether there were any."""
+        return await asyncio.to_thread(self.folder.remove_leftovers, is_full=True)
+
     def _forget_held(self, digests: Collection[str]) -> None:
         """Record that digests are no longer on this disk."""
         for digest in digests:

@@ -35,6 +35,8 @@ from workers.storage import leases
 log = structlog.get_logger()
 
 PARTIAL = ".partial-"
+UPLOAD_NOTE = ".files"
+"""In a `.partial-` folder: it has what a client has sent."""
 _GONE = ".gone-"
 _AGAIN = re.compile(r"\.partial-.+-again-[0-9a-f]{24}")
 _KEPT, _DROPPED, _DISK_ID = ".kept", ".dropped", ".disk-id"
@@ -291,18 +293,22 @@ class CacheFolder:
 
     # --- downloads -----------------------------------------------------------------------------------------------
 
-    def remove_leftovers(self, *, is_full: bool = False) -> None:
+    def remove_leftovers(self, *, is_full: bool = False) -> bool:
         """Delete this agent's leftovers of a crash, and any agent's downloads without growth for an hour.
 
-        Our resumable downloads are kept so long, too, unless `is_full`.
+        Our resumable downloads are kept so long, too, unless `is_full`; and what clients have sent, in any case.
+        Returns whether anything was deleted.
         """
-        now = self._now()
+        now, found = self._now(), False
         for path in [*self.folder.glob(f"{PARTIAL}*"), *self.folder.glob(f"{_GONE}*")]:
             kind = PARTIAL if path.name.startswith(PARTIAL) else _GONE
             is_ours = path.name.startswith(f"{kind}{self._agent_id}-")
-            is_useless = is_ours and (is_full or not is_resumable_download(path))
+            is_kept = is_resumable_download(path) and (not is_full or (path / UPLOAD_NOTE).exists())
+            is_useless = is_ours and not is_kept
             if path not in self._open_downloads and (is_useless or now - _newest_mtime(path) > _ABANDONED_S):
                 _remove_tree(path)
+                found = True
+        return found
 
     def resumable_folder(self, resume_key: str) -> Path:
         """Where the files of a resumable download or upload are, whether or not there are any."""

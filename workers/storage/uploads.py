@@ -24,13 +24,12 @@ from workers.core.errors import AgentRequestError, SourceError
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.sources.archive import unpack
 from workers.sources.base import Limits, Transfer, finish_even_if_cancelled
-from workers.storage.cache_folder import CacheFolder, boot_id
+from workers.storage.cache_folder import UPLOAD_NOTE, CacheFolder, boot_id
 from workers.wire import ReceivedFile, UploadState
 
 ARCHIVE = "archive"
 """Name of a tar or zip file as a part of an upload."""
 UPLOADED_FILES = (ARCHIVE, CONFIG_NAME, WEIGHTS_NAME)
-_NOTE = ".files"
 _PACKED = ".packed"
 # A tar file has up to 10 KiB around its members, and each member's header.
 _ARCHIVE_OVERHEAD_BYTES = 1 << 20
@@ -51,7 +50,7 @@ class _ReceivedFiles:
     def read(cls, folder: Path) -> "_ReceivedFiles":
         """Read the note; an upload without a valid one has nothing."""
         try:
-            raw = json.loads((folder / _NOTE).read_text())
+            raw = json.loads((folder / UPLOAD_NOTE).read_text())
             return cls(
                 folder, {name: raw["files"][name] for name in UPLOADED_FILES if name in raw["files"]}, raw["digest"]
             )
@@ -61,9 +60,9 @@ class _ReceivedFiles:
     def write(self) -> None:
         """Write the note. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f"{_NOTE}.new"
+        partial = self.folder / f"{UPLOAD_NOTE}.new"
         partial.write_text(json.dumps({"files": self.total_bytes, "digest": self.digest}))
-        partial.replace(self.folder / _NOTE)
+        partial.replace(self.folder / UPLOAD_NOTE)
 
     def path(self, name: str) -> Path:
         """Where the received bytes of a file are."""
