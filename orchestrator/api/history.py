@@ -148,19 +148,19 @@ def history_page(
     A page may be short, even empty, with a next one: entries that do not pass are passed over, so many at a time.
     """
     page: list[HistoryEntry] = []
-    before, read = cursor, 0
+    before, read, read_at = cursor, 0, inf
     while len(page) < limit and read < _MOST_READ:
         # One more than is wanted, to know whether there is a next page.
         wanted = max(_LEAST_READ if filters != NO_FILTER or not seen.is_whole else 0, limit - len(page))
         found = store.history(kinds=kinds, subject=subject, before=before, limit=wanted + 1)
         for entry in found[:wanted]:
-            read, before = read + 1, entry.id
+            read, before, read_at = read + 1, entry.id, entry.at
             if filters.passes(entry) and seen.sees_entry(entry):
                 page.append(entry)
             if len(page) == limit:
                 break
         is_last = len(found) <= wanted and (not found or before == found[-1].id)
-        if is_last or (found and found[-1].at < filters.since):
+        if is_last or read_at < filters.since:
             before = None
             break
     return HistoryList(

@@ -195,6 +195,20 @@ async def test_the_history_is_filtered_by_worker_adapter_severity_and_time_acros
     assert (await service.http.get("/v1/history", params={"kind": "nothing"})).status_code == 400
 
 
+async def test_pages_of_the_history_since_a_time_have_every_entry_since_then(service):
+    for number in range(9):
+        await service.register(f"sql/v{number}")
+        service.clock.now += 60
+    listed = (await service.http.get("/v1/history", params={"limit": 1000})).json()["data"]
+    wanted = {"since": listed[5]["at"], "limit": 2}
+    found, pages, cursor = [], 0, None
+    while cursor is not None or not pages:
+        asked = wanted | ({} if cursor is None else {"cursor": cursor})
+        page = (await service.http.get("/v1/history", params=asked)).json()
+        found, pages, cursor = [*found, *(item["id"] for item in page["data"])], pages + 1, page["next"]
+    assert found == [item["id"] for item in listed[:6]]
+
+
 async def test_the_end_of_a_workers_drain_is_in_the_history(service):
     await service.worker("w0")
     await service.http.post("/v1/workers/w0/drain", json={"deadline_s": 1})
