@@ -355,9 +355,9 @@ def _replicas_for_all_traffic(rollout: Rollout, seen: RolloutObservation) -> int
 
 
 def _traffic_shares(targets: Targets) -> dict[str, float]:
-    """lora_id -> share of the alias's traffic, without targets of weight 0."""
+    """lora_id -> share of the alias's traffic, without targets of weight 0, or too small a weight for any share."""
     total = sum(weight for _, weight in targets)
-    return {lora_id: weight / total for lora_id, weight in targets if weight > 0}
+    return {lora_id: weight / total for lora_id, weight in targets if weight > 0 and weight / total > 0}
 
 
 def _is_more_than_chance(old: RequestTally, new: RequestTally) -> bool:

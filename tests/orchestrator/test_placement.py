@@ -509,6 +509,12 @@ def test_shares_use_every_slot_that_caps_allow_and_follow_the_weights(table, slo
         assert all(given_[one] >= given_[other] - 1 for other in table if weights[one] >= weights[other])
 
 
+@pytest.mark.parametrize("unit", [5e-324, 1e-300, 1.0, 1e300, 8e307])
+def test_only_the_proportions_of_weights_count(unit):
+    assert slot_shares({"a": unit, "b": unit, "c": 2 * unit}, {"a": 9, "b": 9, "c": 9}, 8) == {"a": 2, "b": 2, "c": 4}
+    assert slot_shares({"a": 1e308, "b": unit, "c": unit}, {"a": 1, "b": 9, "c": 9}, 3)["a"] == 1
+
+
 def test_largest_remainder_gives_three_slots_of_four_to_three_times_the_weight():
     assert slot_shares({"a": 3.0, "b": 1.0}, {"a": 9, "b": 9}, 4) == {"a": 3, "b": 1}
 

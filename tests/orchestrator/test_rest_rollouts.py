@@ -319,3 +319,12 @@ async def test_a_rollout_from_a_canary_completes_on_any_fleet_size(service, cloc
         clock.now += 4
     assert found[-2:] == [{V1: 0.5, V2: 0.5}, {V2: 1.0}]
     assert (await status(service))["state"] == "done"
+
+
+async def test_weight_too_small_for_any_share_stops_no_pass(two_versions):
+    tiny = {"targets": [{"lora_id": V2, "weight": 1e-320}, {"lora_id": V1, "weight": 1e300}], "place_s": 0}
+    assert (await two_versions.http.put("/v1/aliases/sql", json=tiny)).is_success
+    assert (await point(two_versions, V2)).status_code == 202
+    await two_versions.settle()
+    alias = (await two_versions.http.get("/v1/aliases/sql")).json()
+    assert [target["lora_id"] for target in alias["targets"]] == [V2]

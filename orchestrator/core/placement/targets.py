@@ -216,8 +216,8 @@ def slot_shares(weights: Mapping[str, float], caps: Mapping[str, int], slots: in
     open_ = sorted(weights)
     left = max(0, slots)
     while open_:
-        total = sum(weights[name] for name in open_)
-        over = [name for name in open_ if left * weights[name] / total >= caps[name]]
+        quotas = _quotas({name: weights[name] for name in open_}, left)
+        over = [name for name in open_ if quotas[name] >= caps[name]]
         if not over:
             break
         for name in over:
@@ -231,10 +231,18 @@ def slot_shares(weights: Mapping[str, float], caps: Mapping[str, int], slots: in
 
 def _largest_remainder(weights: Mapping[str, float], slots: int) -> dict[str, int]:
     """All the slots divided in proportion to weights, by largest remainder; without caps."""
-    total = sum(weights.values())
-    quotas = {name: slots * weight / total for name, weight in weights.items()}
+    quotas = _quotas(weights, slots)
     given = {name: int(quota) for name, quota in quotas.items()}
     by_remainder = sorted(weights, key=lambda name: (given[name] - quotas[name], name))
     for name in by_remainder[: slots - sum(given.values())]:
         given[name] += 1
     return given
+
+
+def _quotas(weights: Mapping[str, float], slots: int) -> dict[str, float]:
+    """name -> part of the slots in proportion to weights, not rounded; for weights of any size."""
+    # A power of two, so that scaling rounds nothing: the largest weight is between 1/2 and 1 then.
+    _, exponent = math.frexp(max(weights.values()))
+    scaled = {name: math.ldexp(weight, -exponent) for name, weight in weights.items()}
+    total = sum(scaled.values())
+    return {name: slots * weight / total for name, weight in scaled.items()}
