@@ -16,6 +16,7 @@ from starlette.requests import Request
 from lorafleet.service.roles import Caller
 from orchestrator.core.errors import Forbidden, NotFound, StateConflict
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
+from orchestrator.core.pauses import PauseScope
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.core.traffic import SeriesKind
 from orchestrator.reconcile.catalog import Tenants
@@ -90,6 +91,10 @@ class TenantView:
         if self.tenant is None or self.has_name(name):
             return True
         return any(map(self.sees_adapter, (lora_id for lora_id, _ in self._store.aliases.get(name, ()))))
+
+    def sees_pause(self, scope: PauseScope) -> bool:
+        """Whether the caller sees a pause of this scope: it may hold its tenant's requests."""
+        return self.tenant is None or scope.tenant in {None, self.tenant}
 
     def sees_name(self, name: str) -> bool:
         """Whether the caller sees the adapter or alias of this name."""
@@ -337,6 +342,8 @@ class TenantView:
         is_seen = event.lora_id is None or self.sees_tenants(tenants)
         if event.type.startswith("alias_"):
             is_seen = self.sees_alias(event.message.partition(": ")[0])
+        elif event.type.startswith("pause_"):
+            is_seen = self.sees_pause(PauseScope.of_key(event.message))
         return event.model_copy(update={"message": self.text(event.message)}) if is_seen else None
 
     def actor(self, actor: str) -> str:

@@ -26,6 +26,12 @@ class PauseScope(NamedTuple):
         """The scope as a key, different for different scopes."""
         return json.dumps([self.tenant, self.namespace])
 
+    @classmethod
+    def of_key(cls, key: str) -> "PauseScope":
+        """The scope with this key."""
+        tenant, namespace = json.loads(key)
+        return cls(tenant, namespace)
+
     @property
     def text(self) -> str:
         """The scope for people."""

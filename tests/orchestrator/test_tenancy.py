@@ -13,6 +13,7 @@ from lorafleet.service.key_files import hash_key
 from lorafleet.service.roles import Caller
 from orchestrator.api.routers import EventStream
 from orchestrator.api.tenancy import TenantView
+from orchestrator.core.pauses import PauseScope
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from tests.patience import within
@@ -143,6 +144,19 @@ async def test_events_of_a_tenants_stream_are_its_own_and_keep_their_ids(fleet):
                 break
     assert [json.loads(text.split("data: ")[1])["lora_id"] for text in found] == ["acme/mine", "open/all"]
     assert MARK not in "".join(found)
+
+
+async def test_pauses_of_other_tenants_are_no_events_of_a_tenants_stream(fleet):
+    catalog, pauses, begin = fleet.reconciler.catalog, fleet.reconciler.pauses, fleet.reconciler.catalog.revision
+    scopes = [PauseScope("initechzq", "teamzq"), PauseScope("acme", "team"), PauseScope(None, "")]
+    for scope in scopes:
+        await pauses.pause(scope, "keep", "somebody", 60.0, lambda: False)
+        await pauses.end(scope)
+    view = TenantView(Caller("acme", frozenset({"view"})), fleet.store)
+    shown = [view.event(event, tenants) for event, tenants in catalog.events_since(begin)]
+    found = [(event.type, json.loads(event.message)) for event in shown if event and event.type.startswith("pause_")]
+    assert found == [(kind, list(scope)) for scope in scopes[1:] for kind in ("pause_began", "pause_ended")]
+    assert MARK not in "".join(event.model_dump_json() for event in shown if event)
 
 
 SPEC = {"source": "hf://org/x"}
