@@ -360,7 +360,7 @@ class TenantView:
         """One value of a history entry's body, without names that the caller does not see."""
         if name == "tenants":
             return self._tenant_names(value)
-        if name in {"targets", "was", "before", "to"} and isinstance(value, list | tuple):
+        if name in {"targets", "was", "before", "from", "to"} and isinstance(value, list | tuple):
             return [target for target in value if self.sees_adapter(_name_in(target))]
         if name == "evict":
             return value if isinstance(value, str) and self.sees_adapter(value) else None

@@ -146,6 +146,21 @@ async def test_events_of_a_tenants_stream_are_its_own_and_keep_their_ids(fleet):
     assert MARK not in "".join(found)
 
 
+async def test_history_of_a_mixed_alias_names_no_target_of_others_that_was_deleted(fleet):
+    for targets in ([{"lora_id": "acme/mine"}, {"lora_id": "globexzq/theirs"}], [{"lora_id": "acme/mine"}]):
+        body = {"targets": targets, "place_s": 0 if len(targets) > 1 else 300}
+        assert (await fleet.http.put("/v1/aliases/acme/prod", json=body)).is_success
+        await fleet.settle()
+    await fleet.http.delete("/v1/adapters/globexzq/theirs")
+    await fleet.settle()
+    assert "globexzq/theirs" not in fleet.store.adapters
+    for path in ("/v1/aliases/acme/prod/history", "/v1/history?limit=1000"):
+        answer = await ask(fleet, "acme-view", "GET", path)
+        assert "alias_rollout" in {entry["kind"] for entry in answer.json()["data"]}
+        assert MARK not in answer.text
+        assert "theirs" not in answer.text
+
+
 async def test_pauses_of_other_tenants_are_no_events_of_a_tenants_stream(fleet):
     catalog, pauses, begin = fleet.reconciler.catalog, fleet.reconciler.pauses, fleet.reconciler.catalog.revision
     scopes = [PauseScope("initechzq", "teamzq"), PauseScope("acme", "team"), PauseScope(None, "")]
