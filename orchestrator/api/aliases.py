@@ -29,9 +29,9 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     seen_by = Annotated[TenantView, Depends(tenant_view_of(store))]
 
     def item(name: str) -> AliasItem:
-        """The alias with its pending targets, as wire model."""
+        """The alias with its pending targets, as wire model. Raises NotFound: a change may wait while others delete."""
         pending = pending_of(store.rollouts.get(name), reconciler.rollouts)
-        return alias_item(name, store.aliases[name]).model_copy(update={"pending": pending})
+        return alias_item(name, registry.alias(name)).model_copy(update={"pending": pending})
 
     def item_with_etag(name: str, response: Response, seen: TenantView) -> AliasItem:
         """The alias as the caller may see it; sets the response's ETag."""
@@ -56,7 +56,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         """Point a name at adapters: 201 when new, 200 when it does, 202 while the new ones are being placed.
 
         Until the new targets have replicas like the old ones, the alias keeps its targets; `pending` says which are
-        missing.
+        missing. 404 if another call has deleted the alias before every router went by the change.
         """
         seen.require_own_alias(name, [target.lora_id for target in spec.targets])
         with seen.errors():
@@ -81,7 +81,6 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     async def get_alias(name: str, response: Response, seen: seen_by) -> AliasItem:
         """One alias, with an ETag for a later change."""
         seen.require_alias(name)
-        registry.alias(name)
         return item_with_etag(name, response, seen)
 
     @api.delete("/v1/aliases/{name:path}", dependencies=change, status_code=204)

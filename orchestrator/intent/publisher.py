@@ -118,6 +118,7 @@ class NamePublisher:
                 self._reconciler.retention.awaited.discard(version.lora_id)
                 self._reconciler.audit.forget_requester(version.lora_id)
             revision = await self._point(name, version, caller, is_new=is_new)
+            self._require_there(name, version.lora_id)
             log.info("name published", name=name, lora_id=version.lora_id, is_new=is_new, asked_by=caller.name)
             return self.item(name, is_new=is_new, revision=revision)
 
@@ -292,11 +293,7 @@ class NamePublisher:
         meant, mended_at = self._able_workers(version), self._clock()
         while True:
             reconciler.leadership.require_leading()
-            record = self._store.published.get(name)
-            if record is None or record.deleted_at is not None or lora_id not in self._store.adapters:
-                raise StateConflict(
-                    f"{name!r} was deleted while it was published; publish it again", code="name_deleted", param="name"
-                )
+            record = self._require_there(name, lora_id)
             able = meant & self._able_workers(version)
             progress = load_progress(
                 lora_id,
@@ -322,6 +319,15 @@ class NamePublisher:
                     reconciler.operations.failures.record_success((lora_id, worker_id))
             reconciler.request_pass()
             await reconciler.catalog.changed.wait(min(deadline.left_s, _LOOK_S))
+
+    def _require_there(self, name: str, lora_id: str) -> PublishedName:
+        """The name, which another call may have deleted while this one waited. Raises StateConflict."""
+        record = self._store.published.get(name)
+        if record is None or record.deleted_at is not None or lora_id not in self._store.adapters:
+            raise StateConflict(
+                f"{name!r} was deleted while it was published; publish it again", code="name_deleted", param="name"
+            )
+        return record
 
     def _load_lack(
         self, name: str, lora_id: str, ready: frozenset[str], lacking: frozenset[str], deadline: PublishDeadline

@@ -282,7 +282,7 @@ class AdapterUploads:
     async def register(self, ask: UploadAsk, kept: KeptUpload, actor: str) -> tuple[RegisteredAdapter, bool]:
         """Register the adapter with its digest, and forget the upload; returns it, and whether it is new.
 
-        Raises StateConflict where other bytes were registered meanwhile.
+        Raises StateConflict where other bytes were registered meanwhile, NotFound if another call deletes the adapter.
         """
         known = self._registry.uploadable(ask.lora_id, kept.found.digest)
         if known is not None and known.digest is not None:
@@ -304,7 +304,7 @@ class AdapterUploads:
             store.put_adapter(replace(verified, pinned_source=None))
         await self._reconciler.publish_change(("adapters", ask.lora_id))
         await self.forget(ask)
-        return store.adapters[ask.lora_id], is_new
+        return self._registry.adapter(ask.lora_id), is_new
 
     def note_on_copies(self, kept: KeptUpload) -> str:
         """What the client should know of where its bytes are; "" if they are as safe as was asked."""

@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.errors import StoreError
+from orchestrator.core.errors import NotFound, StoreError
 from orchestrator.core.state import RegisteredAdapter
+from orchestrator.core.uploads import SentBytes
+from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.intent.uploads import AdapterUploads, KeptUpload, UploadAsk
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.wire import Catalog
 from router.fleet.catalog import router_catalog, with_changes
 from tests.patience import patience, until
+from workers.wire import AvailableLora
 
 NAMES = ("a", "b", "c", "d")
 STEPS = st.lists(
@@ -98,6 +102,47 @@ async def test_a_change_is_answered_when_every_router_has_confirmed_it(open_serv
         await read_as(service, "r1", revision)
         await changing
         before = revision
+
+
+async def test_change_of_an_alias_that_another_call_deletes_before_it_is_confirmed_is_404(open_service):
+    service = open_service(confirm_wait_s=patience(30))
+    await service.register("sql/v1")
+    before = (await read_as(service, "r0", service.reconciler.catalog.revision)).json()["revision"]
+    body = {"targets": [{"lora_id": "sql/v1"}]}
+    pointing = asyncio.create_task(service.http.put("/v1/aliases/sql", json=body))
+    pointed = await changed_revision(service, before)
+    deleting = asyncio.create_task(service.http.delete("/v1/aliases/sql"))
+    await read_as(service, "r0", await changed_revision(service, pointed))
+    answer = await pointing
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "alias_not_found")
+    assert (await deleting).status_code == 204
+
+
+async def test_upload_of_an_adapter_that_another_call_deletes_before_it_is_confirmed_is_not_found(open_service):
+    service = open_service(confirm_wait_s=patience(30))
+    reconciler = service.reconciler
+    registry = AdapterRegistry(
+        service.store, reconciler.reports, reconciler.rollouts, forget_failures=lambda lora_id: None
+    )
+    uploads = AdapterUploads(registry, reconciler, None, agents=NoAgents(), settings=service.settings)
+    sent = SentBytes(None, 0, 4, is_resumed=False)
+    found = AvailableLora(lora_id="sql/v1", path="/c", base_model="tiny-qwen", rank=8, digest="a" * 64)
+    before = (await read_as(service, "r0", service.reconciler.catalog.revision)).json()["revision"]
+    ask = UploadAsk(lora_id="sql/v1", owner="me", file="archive", sent=sent)
+    registering = asyncio.create_task(uploads.register(ask, KeptUpload(found, "file:///a", ()), "me"))
+    registered = await changed_revision(service, before)
+    deleting = asyncio.create_task(service.http.delete("/v1/adapters/sql/v1"))
+    marked = await changed_revision(service, registered)
+    registry.adapter("sql/v1")
+    reconciler.finish_deletions()
+    await read_as(service, "r0", marked)
+    with pytest.raises(NotFound, match="not registered"):
+        await registering
+    assert (await deleting).status_code == 204
+
+
+class NoAgents:
+    """The client of agents where there is no worker."""
 
 
 async def changed_revision(service, before):

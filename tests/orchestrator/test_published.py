@@ -8,7 +8,7 @@ import pytest
 from lorafleet.cli.keys import KeyNaming, add_key
 from lorafleet.identity import engine_name
 from tests.orchestrator.doubles import digest_of
-from tests.patience import within
+from tests.patience import patience, within
 
 
 @pytest.fixture
@@ -112,6 +112,25 @@ async def test_name_stays_at_its_version_until_the_next_is_ready_on_all_workers(
         await fleet.turn()
         await asyncio.wait([call], timeout=0.01)
     assert call.result().json()["lora_id"] == "policy/v2"
+
+
+async def test_publish_of_a_name_that_another_call_deletes_before_it_is_confirmed_is_409(open_service):
+    fleet = open_service(confirm_wait_s=patience(30))
+    await fleet.worker("w0")
+    seen = {"router_id": "r0", "revision_seen": fleet.reconciler.catalog.revision}
+    assert (await fleet.http.get("/v1/catalog", params=seen)).is_success
+    call = asyncio.create_task(fleet.http.post("/v1/published/policy", json={"source": "/run/step-1"}))
+    while not fleet.store.aliases:
+        await fleet.turn()
+        await asyncio.wait([call], timeout=0.01)
+    deleting = asyncio.create_task(fleet.http.delete("/v1/published/policy"))
+    while fleet.store.aliases:
+        await asyncio.wait([deleting], timeout=0.01)
+    fleet.clock.now += 11  # the router is gone
+    fleet.reconciler.confirmations.record_read("r1", fleet.reconciler.catalog.revision)
+    answer = await call
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "name_deleted")
+    assert (await deleting).status_code == 204
 
 
 async def test_replicas_limit_the_workers_that_must_have_a_version(fleet):
