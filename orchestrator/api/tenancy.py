@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any
 
 from starlette.requests import Request
 
@@ -43,6 +44,7 @@ _ABOUT_THE_FLEET = frozenset(
     {"policy_changed", "worker_cordoned", "worker_draining", "worker_uncordoned", "drain", *KINDS_OF_INCIDENTS}
 )
 OTHER = "another tenant's adapter"
+_WORD = re.compile(r"[\w.-]+")
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]+")
 # Names in reasons of adapters that may be deleted since, and so are not known any more.
 _MADE_ROOM = re.compile(r"(?<=made room for )[^\s;,]+|[^\s;,]+(?= makes room)")
@@ -219,14 +221,19 @@ class TenantView:
             return word
 
         text = _MADE_ROOM.sub(lambda match: match[0] if self.sees_name(match[0].strip("'\"")) else OTHER, text)
-        for tenant in self._other_tenants():
-            text = re.sub(rf"(?<![\w.-]){re.escape(tenant)}(?![\w.-])", "another tenant", text)
-        return _NAME.sub(shown, text)
+        return _NAME.sub(shown, self._without_tenants(text))
 
-    def _other_tenants(self) -> frozenset[str]:
-        """The names of all other tenants of registered adapters."""
-        named = {tenant for adapter in self._store.adapters.values() for tenant in adapter.tenants or ()}
-        return frozenset(named - {cast("str", self.tenant)})
+    def _without_tenants(self, text: str) -> str:
+        """The text without the names of other tenants of registered adapters."""
+        tenants = self._store.tenants
+
+        def shown(match: re.Match[str]) -> str:
+            """The word itself, unless it is another tenant."""
+            return "another tenant" if match[0] in tenants and match[0] != self.tenant else match[0]
+
+        # A pattern for each of a thousand tenants would take a second a text.
+        several_words = _pattern_of_several_words(tenants)
+        return _WORD.sub(shown, text if several_words is None else several_words.sub(shown, text))
 
     def adapter(self, item: AdapterItem) -> AdapterItem:
         """The adapter as the caller may see it. Of one that it shares, neither others' demand nor the secret."""
@@ -377,6 +384,13 @@ class TenantView:
         if isinstance(value, list | tuple):
             return [self._tenant_names(each) for each in value if not isinstance(each, str) or each == self.tenant]
         return value
+
+
+@lru_cache(maxsize=4)
+def _pattern_of_several_words(tenants: frozenset[str]) -> re.Pattern[str] | None:
+    """A pattern of the tenants whose names are more than one word; None without any."""
+    odd = sorted((tenant for tenant in tenants if tenant and not _WORD.fullmatch(tenant)), key=len, reverse=True)
+    return re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, odd))})(?![\w.-])") if odd else None
 
 
 def _name_in(target: Any) -> str:

@@ -72,6 +72,7 @@ class IntentStore:
         self.pauses: dict[str, PauseLease] = {}  # by the key of their scope
         self.rules = PlacementPolicy()
         self.writes = 0  # number of changes of intent
+        self._tenants: tuple[int, frozenset[str]] = (-1, frozenset())  # `writes` then, and `tenants`
         self.epoch = self.revision = self.routers = self._reserved = 0
         try:
             stored = self._backend.read()
@@ -179,6 +180,14 @@ class IntentStore:
     def adapter_ids(self) -> Sequence[str]:
         """All lora_ids in order, as a view: indexing and bisecting copy nothing."""
         return cast("Sequence[str]", self.adapters.keys())
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """The tenants of all registered adapters; collected once a change of intent."""
+        if self._tenants[0] != self.writes:
+            named = {tenant for adapter in self.adapters.values() for tenant in adapter.tenants or ()}
+            self._tenants = self.writes, frozenset(named)
+        return self._tenants[1]
 
     @property
     def alias_names(self) -> Sequence[str]:
@@ -370,6 +379,7 @@ class IntentStore:
 
     def _replace_intent(self, stored: StoredIntent) -> None:
         """Replace the intent in memory by the stored one; counters stay."""
+        self._tenants = (-1, frozenset())
         self.adapters = SortedDict(stored.adapters)
         self.aliases = SortedDict(stored.aliases)
         self.rollouts = dict(stored.rollouts)
