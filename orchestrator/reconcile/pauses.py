@@ -78,17 +78,18 @@ class FleetPauses:
                 OrchestratorError: it could not be stored
         """
         lease = self._grant(scope, mode, owner, lease_s)
+        revision = self._catalog.pause_revisions[scope.key]
         await self._store.wait_durable({("pauses", scope.key)})
-        revision, deadline = self._catalog.pause_revisions[scope.key], self._clock() + self._wait_s
+        deadline = self._clock() + self._wait_s
         while True:
-            progress = pause_progress(scope.key, revision, self._demand.live_routers(self._clock()))
-            if self._has_heard_routers() and progress.is_reached(mode):
-                return lease, progress
             known = self._store.pauses.get(scope.key)
             if known is None or known.began_at != lease.began_at:
                 raise StateConflict(
                     "this pause was ended by another call while it began; pause again", code="pause_ended"
                 )
+            progress = pause_progress(scope.key, revision, self._demand.live_routers(self._clock()))
+            if self._has_heard_routers() and progress.is_reached(mode):
+                return lease, progress
             if self._clock() >= deadline:
                 self._end(scope, "not reached")
                 raise OrchestratorUnavailable(_not_reached(progress, self._wait_s), code="pause_not_reached")

@@ -2,7 +2,15 @@
 
 import asyncio
 
-from orchestrator.wire import Catalog
+import pytest
+
+from orchestrator.core.demand import DemandBook
+from orchestrator.core.errors import StateConflict
+from orchestrator.core.pauses import PauseScope
+from orchestrator.reconcile.catalog import CatalogBook
+from orchestrator.reconcile.pauses import FleetPauses
+from orchestrator.store.store import IntentStore
+from orchestrator.wire import Catalog, CatalogPause
 from tests.patience import within
 
 
@@ -66,6 +74,56 @@ async def test_a_pause_that_is_ended_while_it_begins_is_a_conflict(service):
         answer = await asking
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "pause_ended")
     assert (await service.http.delete("/v1/pauses")).json() == {"data": []}
+
+
+class StoreThatWrites(IntentStore):
+    """A store whose writes are under way until `are_written`."""
+
+    def __init__(self, where):
+        super().__init__(where)
+        self.are_written = asyncio.Event()
+
+    async def wait_durable(self, about=None):
+        """Wait for the event."""
+        await self.are_written.wait()
+
+
+async def test_pause_that_is_ended_while_it_is_written_is_a_conflict(tmp_path):
+    store, catalogs, demand = StoreThatWrites(tmp_path / "store.db"), [], DemandBook()
+    catalog = CatalogBook(store, wall=lambda: 0.0, buffer=9)
+
+    def refresh():
+        fields = CatalogPause.model_fields.keys() - {"key"}
+        pauses = {
+            key: CatalogPause(key=key, **{name: getattr(lease, name) for name in fields})
+            for key, lease in store.pauses.items()
+        }
+        catalog.refresh({}, {}, (), pauses)
+        catalogs.append(list(pauses))
+
+    pauses = FleetPauses(
+        store=store,
+        demand=demand,
+        catalog=catalog,
+        refresh_catalog=refresh,
+        has_heard_routers=lambda: True,
+        wait_s=5.0,
+        clock=lambda: 0.0,
+        wall=lambda: 0.0,
+    )
+    scope = PauseScope("acme")
+    calls = [asyncio.create_task(pauses.pause(scope, "keep", "me", 60.0, lambda: False))]
+    while len(catalogs) < 1:
+        await asyncio.sleep(0)
+    calls.append(asyncio.create_task(pauses.end(scope)))
+    while len(catalogs) < 2:
+        await asyncio.sleep(0)
+    store.are_written.set()
+    async with within(5):
+        with pytest.raises(StateConflict, match="ended by another call"):
+            await calls[0]
+        assert (await calls[1]).tenant == "acme"
+    store.close()
 
 
 async def test_a_lease_that_has_ended_is_in_no_answer_and_no_catalog_even_before_the_next_pass(service, clock):
