@@ -467,7 +467,7 @@ class ActionRunner:
     def _mark_draining(self, action: WorkerAction) -> None:
         """Begin and count a drain: refreshes the catalog, which forbids new requests for the adapter on the worker.
 
-        Raises WorkerFailed if the worker does not report the adapter.
+        Raises WorkerFailed if the worker does not report the adapter. Nothing drains if the catalog cannot be written.
         """
         now, pair = self._clock(), (action.lora_id, action.worker_id)
         mark = AdapterDrain(
@@ -481,7 +481,11 @@ class ActionRunner:
         )
         self._operations.drains[pair] = mark
         # The refreshed catalog forbids new requests; its revision is what routers confirm.
-        self._queries.refresh_catalog()
+        try:
+            self._queries.refresh_catalog()
+        except BaseException:
+            del self._operations.drains[pair]  # revision 0 would count as confirmed by every router
+            raise
         self._operations.drains[pair] = replace(mark, revision=self._catalog.revision)
         self._metrics.operations.labels("drain", "ok").inc()
 

@@ -97,6 +97,8 @@ class CatalogBook:
     ) -> None:
         """Update the catalog from the store and these arguments, with one event for each difference.
 
+        Now and then an event needs a write. If that fails, this difference and later ones are left to the next call.
+
         states   lora_id -> (adapter state, error)
         """
         self._refresh_adapters(states)
@@ -104,22 +106,24 @@ class CatalogBook:
         for name in sorted(self._workers.keys() | workers.keys()):
             old, new = self._workers.get(name), workers.get(name)
             if old != new:
-                message = "forgotten" if new is None else new.state
-                self._workers = dict(workers)
-                self.emit_event("worker_changed", worker_id=name, message=message)
+                self.emit_event("worker_changed", worker_id=name, message="forgotten" if new is None else new.state)
+                if new is None:
+                    del self._workers[name]
+                else:
+                    self._workers[name] = new
         if draining != self._draining:
-            before, self._draining = set(self._draining), draining
+            before = set(self._draining)
             for mark in sorted(before.symmetric_difference(draining), key=lambda d: (d.worker_id, d.lora_id)):
                 kind = "drain_ended" if mark in before else "drain_began"
                 self.emit_event(kind, lora_id=mark.lora_id, worker_id=mark.worker_id)
+            self._draining = draining
         self._refresh_pauses(pauses)
 
     def _refresh_adapters(self, states: Mapping[str, tuple[str, str | None]]) -> None:
         """Update the catalog's adapters from the store, with one event for each difference, deletions included."""
         for lora_id in [name for name in self._adapters if name not in self._store.adapters]:
-            del self._sources[lora_id]
-            tenants = self._adapters.pop(lora_id).tenants
-            deleted = self.emit_event("adapter_deleted", lora_id=lora_id, tenants=tenants)
+            deleted = self.emit_event("adapter_deleted", lora_id=lora_id, tenants=self._adapters[lora_id].tenants)
+            del self._sources[lora_id], self._adapters[lora_id]
             self._note_change("adapter", lora_id, deleted)
         for lora_id, adapter in self._store.adapters.items():
             state, error = states[lora_id]
@@ -141,34 +145,37 @@ class CatalogBook:
                     "published_as": self._store.published_as(lora_id),
                 }
             )
-            self._sources[lora_id] = (adapter, state, error)
             if self._adapters.get(lora_id) != item:
                 kind = "adapter_changed" if lora_id in self._adapters else "adapter_registered"
+                changed = self.emit_event(kind, lora_id=lora_id, message=error or state)
                 self._adapters[lora_id] = item
-                self._note_change("adapter", lora_id, self.emit_event(kind, lora_id=lora_id, message=error or state))
+                self._note_change("adapter", lora_id, changed)
+            self._sources[lora_id] = (adapter, state, error)
 
     def _refresh_pauses(self, pauses: Mapping[str, CatalogPause]) -> None:
         """Update the catalog's pauses, with one event for each difference."""
         for key in [key for key in self._pauses if key not in pauses]:
-            del self._pauses[key], self.pause_revisions[key]
             self.emit_event("pause_ended", message=key)
+            del self._pauses[key], self.pause_revisions[key]
         for key, pause in pauses.items():
             known = self._pauses.get(key)
             if known != pause:
                 is_new = known is None or known.began_at != pause.began_at
-                self._pauses[key] = pause
                 self.pause_revisions[key] = self.emit_event("pause_began" if is_new else "pause_renewed", message=key)
+                self._pauses[key] = pause
 
     def _refresh_aliases(self) -> None:
         """Update the catalog's aliases from the store, with one event for each difference."""
         for name in [name for name in self._aliases if name not in self._store.aliases]:
+            deleted = self.emit_event("alias_deleted", message=name)
             del self._aliases[name]
-            self._note_change("alias", name, self.emit_event("alias_deleted", message=name))
+            self._note_change("alias", name, deleted)
         for name, targets in self._store.aliases.items():
             item = alias_item(name, targets)
             if self._aliases.get(name) != item:
+                changed = self.emit_event("alias_changed", message=name)
                 self._aliases[name] = item
-                self._note_change("alias", name, self.emit_event("alias_changed", message=name))
+                self._note_change("alias", name, changed)
 
     def _note_change(self, kind: _Kind, name: str, revision: int) -> None:
         """Record the revision of an entry's last change, and forget the oldest one where there are too many."""

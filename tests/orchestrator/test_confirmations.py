@@ -1,6 +1,8 @@
 """Changes of the catalog, and the wait for routers that confirm them."""
 
 import asyncio
+import contextlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -20,7 +22,7 @@ from workers.wire import AvailableLora
 NAMES = ("a", "b", "c", "d")
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("register", "delete", "mark", "alias", "unalias", "read", "event", "term")),
+        st.sampled_from(("register", "delete", "mark", "alias", "unalias", "read", "event", "term", "full")),
         st.sampled_from(NAMES),
     ),
     max_size=30,
@@ -32,9 +34,13 @@ class StoreDouble:
 
     def __init__(self):
         self.adapters, self.aliases, self.revision = {}, {}, 7
+        self.fails = False
 
     def next_revision(self):
         self.revision += 1
+        if self.fails:
+            self.fails = False
+            raise StoreError("the disk is full")
         return self.revision
 
     def published_as(self, _lora_id):
@@ -58,13 +64,17 @@ def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept
                 store.aliases[f"to-{name}"] = ((name, 1.0 + store.revision),)
             case "unalias":
                 store.aliases.pop(f"to-{name}", None)
-            case "event":
+            case "event" if not store.fails:
                 book.emit_event("load_failed", lora_id=name)
+            case "full":
+                store.fails = True
             case "term":
                 book.begin_term()
         states = {n: ("deleting" if a.is_deleting else "ready", None) for n, a in store.adapters.items()}
-        book.refresh(states, {}, ())
+        with contextlib.suppress(StoreError):
+            book.refresh(states, {}, ())
         if step == "read":
+            book.refresh(states, {}, ())
             changes = Catalog.model_validate_json(book.changes_json(known.revision))
             known = router_catalog(changes) if changes.since is None else with_changes(known, changes)
             assert known == router_catalog(Catalog.model_validate_json(book.catalog_json()[1]))
@@ -241,3 +251,29 @@ async def test_a_pass_goes_on_while_the_number_of_routers_cannot_be_stored(servi
     await service.worker()
     await service.register("sql/v1")
     assert "inspect" in [action.operation for action in await service.settle()]
+
+
+async def test_drain_that_no_router_could_hear_of_counts_as_confirmed_by_none(service, monkeypatch):
+    agent = await service.worker("w0")
+    await service.register("sql/v1")
+    await service.ensure("sql/v1")
+    await service.settle()
+    seen = service.reconciler.catalog.revision
+    await service.usage(seen)
+    service.store.put_adapter(replace(service.store.adapters["sql/v1"], is_deleting=True))
+    service.reconciler.queries.refresh_catalog()
+    with monkeypatch.context() as patch:
+
+        def full():
+            raise StoreError("the disk is full")
+
+        patch.setattr(service.store, "next_revision", full)
+        with pytest.raises(StoreError):
+            service.reconciler.run_pass()
+    for seq in (2, 3):
+        await service.usage(seen, seq=seq)
+        await service.turn()
+        assert "sql/v1" in agent.loaded, "the router may send it requests still"
+    await service.usage(service.reconciler.catalog.revision, seq=4)
+    await service.turn()
+    assert "sql/v1" not in agent.loaded
