@@ -237,8 +237,8 @@ class LeaderForwarding:
             await asyncio.wait([coming])
 
     def _refresh_store(self) -> None:
-        """Read the store again, at most once a second."""
+        """Read the store again, at most once a second. Raises OrchestratorError where it has not been read."""
         now = self._clock()
         if self._refreshed_at is None or now - self._refreshed_at >= 1.0:
-            self._refreshed_at = now
             self._refresh()
+            self._refreshed_at = now

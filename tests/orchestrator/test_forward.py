@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from lorafleet.http_server.track import TrackRequests
 from lorafleet.service.request_log import RequestLog
+from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.forward import FORWARDED, LeaderForwarding, OwnCalls
 from orchestrator.metrics import OrchestratorMetrics
@@ -71,7 +72,7 @@ async def leader():
 
 
 @asynccontextmanager
-async def forwarding(leadership):
+async def forwarding(leadership, refresh=None):
     local, refreshed = FastAPI(), []
 
     @local.get("/{path:path}")
@@ -91,7 +92,7 @@ async def forwarding(leadership):
             own_calls=leadership.own_calls,
             client=upstream,
             metrics=OrchestratorMetrics(),
-            refresh=lambda: refreshed.append(1),
+            refresh=refresh or (lambda: refreshed.append(1)),
             is_stopping=lambda: leadership.is_stopping,
             connect_timeout_s=0.5,
             retry_after_s=1.0,
@@ -251,3 +252,18 @@ async def test_a_request_waits_for_a_late_check_of_the_lease():
     async with forwarding(LateLeadership()) as client:
         assert (await client.get("/v1/adapters")).json() == {"answered": "here"}
         assert client.refreshed == []
+
+
+async def test_reads_without_a_leader_are_refused_for_as_long_as_the_store_cannot_be_read():
+    is_read = False
+
+    def refresh():
+        if not is_read:
+            raise OrchestratorUnavailable("the store has not been read yet", code="starting")
+
+    async with forwarding(FakeLeadership(), refresh) as client:
+        for _ in range(3):
+            answer = await client.get("/v1/adapters")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "starting")
+        is_read = True
+        assert (await client.get("/v1/adapters")).json() == {"answered": "here"}
