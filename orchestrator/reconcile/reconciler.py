@@ -201,11 +201,15 @@ class Reconciler:
     async def prepare_term(self) -> None:
         """Before a term begins: read the stored intent, raise our epoch and wait until it is durable.
 
-        Raises OrchestratorError.
+        After a failure the store takes no writes, such as those of calls from a term before. Raises OrchestratorError.
         """
-        await self.store.catch_up()
-        self.reload_intent()
-        await self.store.wait_durable()
+        try:
+            await self.store.catch_up()
+            self.reload_intent()
+            await self.store.wait_durable()
+        except BaseException:
+            self.store.end_term()
+            raise
 
     def reload_intent(self) -> None:
         """Read the stored intent, drop old tombstones, and raise our epoch above all epochs seen. Raises StoreError."""

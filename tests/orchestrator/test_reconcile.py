@@ -11,7 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from lorafleet.identity import engine_name, rendezvous_score
-from orchestrator.core.state import WantedReplicas
+from orchestrator.core.errors import OrchestratorUnavailable, StoreError
+from orchestrator.core.state import PlacementPolicy, WantedReplicas
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import patience
 from tests.properties import THOROUGH
@@ -570,6 +571,23 @@ async def test_failures_of_an_earlier_term_are_dropped(open_service):
     await service.ensure()
     await service.settle()
     assert (await service.adapter())["state"] == "ready"
+
+
+async def test_store_takes_no_writes_after_a_term_that_could_not_be_prepared(service, monkeypatch):
+    reconciler, store = service.reconciler, service.store
+    reconciler.end_term()
+
+    def full(_above):
+        raise StoreError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "raise_epoch", full)
+        with pytest.raises(StoreError):
+            await reconciler.prepare_term()
+    with pytest.raises(OrchestratorUnavailable, match="leads no longer"):
+        store.put_rules(PlacementPolicy(reserve_slots=1))
+    await reconciler.prepare_term()
+    store.put_rules(PlacementPolicy(reserve_slots=1))
 
 
 async def _with_its_base_model(service):
