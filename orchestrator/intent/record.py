@@ -272,16 +272,17 @@ def import_record(
 ) -> list[RecordChange]:
     """Make the changes that `differences` names; each is done, or has an error and changes nothing.
 
-    A second import of the same record changes nothing. Raises OrchestratorRequestError as `differences`.
+    All are written together: ten thousand writes would hold up the event loop for longer than the lease. A second
+    import of the same record changes nothing. Raises OrchestratorRequestError as `differences`, and StoreError.
     """
     names = {name.name: name for name in ask.record.published}
     adapters = {adapter.lora_id: adapter for adapter in ask.record.adapters}
     aliases = {alias.name: alias for alias in ask.record.aliases}
-    done: list[RecordChange] = []
-    for change in differences(store, ask):
+
+    def made(change: RecordChange) -> RecordChange:
+        """The change once it is made; blocked, with the reason, if it cannot be."""
         if change.change == "blocked":
-            done.append(change)
-            continue
+            return change
         try:
             match change.subject, change.change:
                 case "adapter", "remove":
@@ -302,10 +303,11 @@ def import_record(
                     assert ask.record.policy is not None, "a difference of the policy comes from a record that has one"
                     registry.patch_policy(ask.record.policy.model_dump(exclude_unset=True), None, actor)
         except OrchestratorError as exc:
-            done.append(change.model_copy(update={"change": "blocked", "reason": f"{exc.code}: {exc}"}))
-        else:
-            done.append(change)
-    return done
+            return change.model_copy(update={"change": "blocked", "reason": f"{exc.code}: {exc}"})
+        return change
+
+    with store.together():
+        return [made(change) for change in differences(store, ask)]
 
 
 def _alias_spec(alias: RecordedAlias) -> AliasSpec:

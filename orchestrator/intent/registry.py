@@ -123,6 +123,7 @@ class AdapterRegistry:
         whole = AdapterPatch(
             policy=AdapterPolicy(**spec.policy.model_dump()), tenants=spec.tenants, secret_ref=spec.secret_ref
         )
+        self._patched(known, whole)  # raises before anything is written
         with self._store.together():
             self._fill_in(known, spec)
             self.patch_adapter(spec.lora_id, whole, actor)
@@ -161,8 +162,20 @@ class AdapterRegistry:
 
         Raises NotFound, PreconditionFailed, OrchestratorRequestError.
         """
-        before = adapter = self.adapter(lora_id)
-        _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
+        before = self.adapter(lora_id)
+        _require_match(if_match, self.adapter_etag(before), f"adapter {lora_id!r}")
+        adapter = self._patched(before, patch)
+        if adapter != before:
+            with self._store.together():
+                self._store.put_adapter(adapter)
+                self._store.record("adapter_changed", lora_id, _changed_fields(asdict(before), asdict(adapter)), actor)
+        if adapter.secret != before.secret:
+            self._forget_failures(lora_id)
+        return adapter
+
+    def _patched(self, before: RegisteredAdapter, patch: AdapterPatch) -> RegisteredAdapter:
+        """The adapter with the fields that the patch names. Raises OrchestratorRequestError."""
+        adapter = before
         if patch.policy is not None:
             for name in patch.policy.model_fields_set:
                 adapter = replace(adapter, **{name: getattr(patch.policy, name)})
@@ -172,12 +185,6 @@ class AdapterRegistry:
             adapter = replace(adapter, secret=_secret_text(patch.secret_ref))
         if (adapter.min_replicas, adapter.max_replicas) != (before.min_replicas, before.max_replicas):
             _check_bounds(adapter, self._store.rules)
-        if adapter != before:
-            with self._store.together():
-                self._store.put_adapter(adapter)
-                self._store.record("adapter_changed", lora_id, _changed_fields(asdict(before), asdict(adapter)), actor)
-        if adapter.secret != before.secret:
-            self._forget_failures(lora_id)
         return adapter
 
     def delete_adapter(self, lora_id: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:

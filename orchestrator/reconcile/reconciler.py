@@ -503,16 +503,16 @@ class Reconciler:
             if held.state != "failed"
         }
         held |= self.operations.inspecting.keys()
-        for adapter in deleting:
-            if adapter.lora_id not in held:
-                self.store.drop_adapter(adapter.lora_id)
-                self.demand.forget_adapter(adapter.lora_id)
-                self.operations.failures.forget_adapter(
-                    adapter.lora_id
-                )  # the name may be registered again with another source
-                self._metrics.end_adapter_series(adapter.lora_id)
-                self.audit.forget_requester(adapter.lora_id)
-                log.info("adapter deleted", lora_id=adapter.lora_id)
+        gone = [adapter.lora_id for adapter in deleting if adapter.lora_id not in held]
+        with self.store.together():
+            for lora_id in gone:
+                self.store.drop_adapter(lora_id)
+        for lora_id in gone:
+            self.demand.forget_adapter(lora_id)
+            self.operations.failures.forget_adapter(lora_id)  # the name may be registered again with another source
+            self._metrics.end_adapter_series(lora_id)
+            self.audit.forget_requester(lora_id)
+            log.info("adapter deleted", lora_id=lora_id)
 
     def _end_drains(self, desired: DesiredPlacement) -> None:
         """End drains and reserved victims that the placement does not require any more.

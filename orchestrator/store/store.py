@@ -60,6 +60,7 @@ class IntentStore:
         self._depth = 0
         self._changes: list[StoreChange] = []
         self._entries: list[HistoryEntry] = []
+        self._is_undone = False
         self.adapters: MutableMapping[str, RegisteredAdapter] = SortedDict()
         self.aliases: MutableMapping[str, Targets] = SortedDict()
         self.rollouts: dict[str, Rollout] = {}
@@ -145,22 +146,23 @@ class IntentStore:
         """Send all writes of the block to the backend together. May be nested; the outermost block sends.
 
         If the block or the backend raises, none of the writes is made, the intent in memory is read again, and the
-        error is raised.
+        error is raised. That includes the writes of the outer blocks, which must raise too.
         """
         self._depth += 1
         try:
             yield
+            assert not self._is_undone, "an error of a nested block was caught; writes before it are lost"
             if self._depth == 1 and (self._changes or self._entries):
                 self._backend.write(self._changes, self._entries)
                 self.writes += any(change.table != "counters" for change in self._changes)
         except BaseException:
-            self._changes, self._entries = [], []
+            self._changes, self._entries, self._is_undone = [], [], True
             self._replace_intent(self._backend.read())  # memory must agree with the backend
             raise
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._changes, self._entries = [], []
+                self._changes, self._entries, self._is_undone = [], [], False
 
     def record(self, kind: str, subject: str, body: Mapping[str, Any] | None = None, actor: str = NOBODY) -> None:
         """Add a history entry. `body` is JSON."""

@@ -169,6 +169,30 @@ async def test_what_only_this_fleet_has_stays_unless_it_prunes(two_fleets):
     assert (await here.http.post("/v1/import", json=nothing)).status_code == 400
 
 
+async def test_import_and_the_deletions_of_a_prune_are_one_write_each(service):
+    names = [f"a{number}" for number in range(9)]
+    adapters = [{"lora_id": name, "source": f"file:///{name}"} for name in names]
+    aliases = [{"name": f"to-{name}", "targets": [{"lora_id": name}]} for name in names]
+    begin = service.store.writes
+    assert len(await imported(service, {"adapters": adapters, "aliases": aliases})) == 18
+    assert service.store.writes == begin + 1
+    assert len(await imported(service, {"adapters": adapters[:1], "aliases": aliases[:1]}, prune=True)) == 16
+    assert service.store.writes == begin + 2
+    service.reconciler.finish_deletions()
+    assert (service.store.writes, list(service.store.adapters)) == (begin + 3, ["a0"])
+
+
+async def test_change_that_is_refused_leaves_the_other_changes_of_an_import_stored(service, tmp_path):
+    await service.register("b", policy={"max_replicas": 2})
+    adapters = [{"lora_id": name, "source": f"file:///{name}"} for name in "abc"]
+    adapters[1] |= {"digest": "b" * 64, "policy": {"min_replicas": 3}}
+    changes = await imported(service, {"adapters": adapters})
+    assert changes == [("add", "adapter", "a"), ("blocked", "adapter", "b"), ("add", "adapter", "c")]
+    stored = IntentStore(tmp_path / "store.db")
+    assert (list(stored.adapters), stored.adapters["b"].digest) == (["a", "b", "c"], None)
+    stored.close()
+
+
 async def test_the_record_is_a_plain_file_that_follows_every_change(service, tmp_path):
     file = tmp_path / "record.json"
     record = RecordFile(file, service.store)

@@ -4,7 +4,7 @@ import os
 import shutil
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -40,6 +40,26 @@ def test_a_value_that_sqlite_cannot_store_writes_nothing(tmp_path, bad):
     again = IntentStore(tmp_path / "s.db")
     assert list(again.adapters) == ["after/v1"]
     again.close()
+
+
+def test_error_that_is_caught_between_nested_writes_fails_the_whole(tmp_path):
+    store = IntentStore(tmp_path / "store.db")
+
+    def write():
+        with store.together():
+            store.put_alias("before", (("a", 1.0),))
+            with suppress(ValueError), store.together():
+                raise ValueError
+            store.put_alias("after", (("a", 1.0),))
+
+    with pytest.raises(AssertionError, match="writes before it are lost"):
+        write()
+    assert not store.aliases
+    store.put_alias("next", (("a", 1.0),))
+    store.close()
+    store = IntentStore(tmp_path / "store.db")
+    assert list(store.aliases) == ["next"]
+    store.close()
 
 
 def test_revisions_grow_after_an_old_backup_is_restored(tmp_path):
