@@ -80,6 +80,7 @@ class TrafficBook:
         self._readings = readings
         self._wall = wall
         self._open: dict[Grain, dict[int, TrafficSlice]] = {grain: {} for grain in GRAINS}
+        self._as_written: set[tuple[Grain, int]] = set()  # nothing was counted since their write began
         self._changed_at = float("-inf")
         self._written_at = self._trimmed_at = wall()
         self._cache: dict[tuple[SeriesKind, float], tuple[float, dict[str, TrafficSums]]] = {}
@@ -149,6 +150,7 @@ class TrafficBook:
             if start not in slices:
                 may_be_known = was_silent or start + grain.step_s + _LATE_S <= wall
                 slices[start] = self.file.read_slice(grain, start) if may_be_known else TrafficSlice()
+            self._as_written.discard((grain, start))
             found.append((grain, slices[start]))
         return found
 
@@ -168,18 +170,23 @@ class TrafficBook:
     async def write_closed(self) -> None:
         """Write slices that are over, open ones of coarse grains each minute, and drop what is too old."""
         wall = self._wall()
-        work: list[tuple[Grain, int, TrafficSlice]] = []
         is_due = wall - self._written_at >= _REWRITE_S
+        work: list[tuple[Grain, int, bool]] = []
         for grain, slices in self._open.items():
             for start in sorted(slices):
-                if start + grain.step_s + _LATE_S <= wall:
-                    work.append((grain, start, slices.pop(start).bounded(_MOST_NAMES)))
-                elif is_due and grain is not GRAINS[0]:
-                    work.append((grain, start, slices[start].copied()))
+                is_over = start + grain.step_s + _LATE_S <= wall
+                if is_over or (is_due and grain is not GRAINS[0]):
+                    work.append((grain, start, is_over))
         if is_due:
             self._written_at = wall
-        for grain, start, written in work:
-            await asyncio.to_thread(self.file.write, grain, start, written)
+        for grain, start, is_over in work:
+            written = self._open[grain][start].copied()
+            self._as_written.add((grain, start))
+            await asyncio.to_thread(self.file.write, grain, start, written.bounded(_MOST_NAMES) if is_over else written)
+            # A late batch may have come meanwhile: then it is written again.
+            if is_over and (grain, start) in self._as_written:
+                del self._open[grain][start]
+            self._as_written.discard((grain, start))
         if wall - self._trimmed_at >= _TRIM_S:
             self._trimmed_at = wall
             await asyncio.to_thread(self.file.trim, wall)
@@ -196,8 +203,9 @@ class TrafficBook:
     async def series(self, kind: SeriesKind, name: str, range_s: float) -> tuple[Grain, dict[int, TrafficSums]]:
         """The grain for a range up to now, and its slices by their beginning: those in which anything was counted."""
         grain, since = grain_for(range_s), self._wall() - range_s
+        slices = dict(self._open[grain])  # one that is written meanwhile may not have been there for the read
         found = await asyncio.to_thread(self.file.read, grain, kind, name, grain.start_of(since))
-        for start, held in self._open[grain].items():
+        for start, held in slices.items():
             if start + grain.step_s > since and (kind, name) in held.series:
                 found[start] = summed([held.series[kind, name]])
         return grain, found
@@ -206,10 +214,10 @@ class TrafficBook:
         """Name -> its part of a series, over a range up to now that is rounded up to whole slices."""
         grain = share_grain_for(range_s)
         since = grain.start_of(self._wall() - range_s)
+        open_slices = [dict(slices) for of, slices in self._open.items() if of.step_s == grain.step_s]
         found = await asyncio.to_thread(self.file.read_shares, grain, key, since)
-        for of, slices in self._open.items():
-            if of.step_s == grain.step_s:
-                found |= {at: held.shares.get(key, {}) for at, held in slices.items() if at >= since}
+        for slices in open_slices:
+            found |= {at: held.shares.get(key, {}) for at, held in slices.items() if at >= since}
         whole: Shares = {}
         for parts in found.values():
             add_shares(whole, parts)
@@ -223,9 +231,9 @@ class TrafficBook:
             return cached[1]
         grain = grain_for(range_s)
         since = grain.start_of(wall - range_s)
-        is_open = frozenset(self._open[grain])
-        found = await asyncio.to_thread(self._summed_file, grain, kind, since, is_open)
-        for start, held in self._open[grain].items():
+        slices = dict(self._open[grain])
+        found = await asyncio.to_thread(self._summed_file, grain, kind, since, frozenset(slices))
+        for start, held in slices.items():
             if start >= since:
                 for (of_kind, name), sums in held.series.items():
                     if of_kind == kind:

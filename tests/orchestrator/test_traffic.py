@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from orchestrator.core.traffic import GRAINS, OTHER, GaugeSums, TrafficSums, bou
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.file import TrafficFile
 from orchestrator.wire import RouterNow, TrafficBatch, TrafficRow
+from tests.patience import patience
 from tests.properties import examples
 
 COUNTS = st.integers(0, 10**6)
@@ -173,6 +175,42 @@ async def test_a_late_batch_counts_in_the_slice_of_its_time(opened, wall):
     await book.write_closed()
     _, slices = await book.series("fleet", "", 600)
     assert {at: sums.requests for at, sums in slices.items()} == {GRAINS[0].start_of(start): 7}
+
+
+class SlowFile(TrafficFile):
+    """A file whose first write waits for `may_write`."""
+
+    def __init__(self, path):
+        super().__init__(path, most_bytes=2**26)
+        self.is_writing, self.may_write = threading.Event(), threading.Event()
+
+    def write(self, grain, at, written):
+        """Write, once that is allowed."""
+        self.is_writing.set()
+        assert self.may_write.wait(patience(30))
+        super().write(grain, at, written)
+
+
+async def test_what_comes_or_is_read_while_a_slice_is_written_loses_nothing(tmp_path, wall):
+    file = SlowFile(tmp_path / "traffic.db")
+    book = TrafficBook(file, readings=list, wall=wall)
+    book.record_report("r0", "b0", 1, [batch(1, row(requests=5))], None)
+    wall.now += 40
+    writing = asyncio.create_task(book.write_closed())
+    await asyncio.to_thread(file.is_writing.wait, patience(30))
+    try:
+        assert (await book.totals("fleet", 60.0))[""].requests == 5
+        assert sum(sums.requests for sums in (await book.series("fleet", "", 60.0))[1].values()) == 5
+        book.record_report("r0", "b0", 1, [batch(2, row(requests=2), age_s=40.0)], None)
+    finally:
+        file.may_write.set()
+    await writing
+    wall.now += 10
+    for _ in range(2):
+        assert (await book.totals("fleet", 120.0))[""].requests == 7
+        await book.write_closed()
+        wall.now += 10
+    book.close()
 
 
 async def test_old_slices_go_and_the_file_stays_within_its_bytes(opened, wall, tmp_path):
