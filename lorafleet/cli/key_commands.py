@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lorafleet.cli.output import AsJson, Output, OutputFormat, print_list
+from lorafleet.service.failure import CommandFailed
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
 
@@ -51,9 +52,12 @@ def keys_new(
         typer.Option(help="the key's name `x` means `NAMESPACE/x`; default: none", show_default=False),
     ] = None,
     lora_ids: Annotated[
-        str,
-        typer.Option(help="comma-separated patterns of names that it may register and publish, such as team-a/*"),
-    ] = "",
+        str | None,
+        typer.Option(
+            help="comma-separated patterns of names that it may register and publish, such as team-a/*; default: all",
+            show_default=False,
+        ),
+    ] = None,
     may_shadow_base: Annotated[
         bool, typer.Option(help="it may publish under a base model's name, and then gets that in its place")
     ] = False,
@@ -80,7 +84,11 @@ def keys_new(
         "concurrent_requests": concurrent_requests,
     }
     until = None if expires is None else parse_expiry(expires, datetime.now(UTC))
-    patterns = tuple(pattern.strip() for pattern in lora_ids.split(",") if pattern.strip())
+    # An unset shell variable must not make a key without the restriction that was meant.
+    for flag, value in (("--tenant", tenant), ("--namespace", namespace), ("--lora-ids", lora_ids)):
+        if value is not None and not value.strip(" ,"):
+            raise CommandFailed(f"{flag}: expected a value, found {value!r}; leave the flag out for none", status=2)
+    patterns = tuple(pattern.strip() for pattern in (lora_ids or "").split(",") if pattern.strip())
     naming = KeyNaming(namespace, patterns, may_shadow_base)
     typer.echo(add_key(file, tenant, wanted_scopes, note, limits, until, naming=naming))
 

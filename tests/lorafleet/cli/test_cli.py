@@ -444,6 +444,17 @@ def test_a_tenants_key_gets_no_fleet_wide_scope(run: Run, tmp_path: Path, scopes
         assert run("keys", "new", *words, "--file", str(path)).status == 0
 
 
+@pytest.mark.parametrize("flag", ["--tenant", "--namespace", "--lora-ids"])
+@pytest.mark.parametrize("empty", ["", " "])
+def test_a_restriction_of_a_key_without_its_value_makes_no_key(run: Run, tmp_path: Path, flag: str, empty: str) -> None:
+    path = tmp_path / "keys.yaml"
+    result = run("keys", "new", "--scopes", "view,register", flag, empty, "--file", str(path))
+    assert (result.status, result.out) == (2, "")
+    assert f"{flag}: expected" in result.err
+    assert len(result.err.splitlines()) == 1
+    assert not path.exists()
+
+
 def test_a_tenants_administrator_needs_a_tenant(run: Run, tmp_path: Path) -> None:
     result = run("keys", "new", "--scopes", "tenant-admin", "--file", str(tmp_path / "keys.yaml"))
     assert result.status == 2
