@@ -10,7 +10,7 @@ import typer
 
 from lorafleet.cli import plan
 from lorafleet.cli.completion import AdapterName, AliasName
-from lorafleet.cli.context import if_match_header
+from lorafleet.cli.context import if_match_header, named_tenants
 from lorafleet.cli.output import AsJson, Output, OutputFormat, print_item, print_list
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.urls import url_path
@@ -114,7 +114,7 @@ def adapters_add(
         "base_model": base_model,
         "digest": digest,
         "policy": policy,
-        "tenants": tenant or None,
+        "tenants": named_tenants(tenant),
     }
     with context.obj.orchestrator() as api:
         api.call("POST", "/v1/adapters", spec)
@@ -155,13 +155,12 @@ def adapters_set(
 
       lorafleet adapters set legal/v2 --tenant acme --tenant globex
     """
-    if tenant and everyone:
-        raise CommandFailed("name one: --tenant, or --everyone", status=2)
+    tenants = named_tenants(tenant, everyone)
     body: dict[str, Any] = {}
     if changes:
         body["policy"] = dict(plan.parse_setting(change, "lorafleet adapters show LORA_ID") for change in changes)
-    if tenant or everyone:
-        body["tenants"] = tenant or None
+    if tenants or everyone:
+        body["tenants"] = tenants
     if not body:
         raise CommandFailed("nothing to change: name NAME=VALUE, --tenant or --everyone", status=2)
     with context.obj.orchestrator() as api:

@@ -3,10 +3,13 @@
 # ruff: noqa: PLC0415  (httpx is imported when a command needs it)
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from lorafleet.service.failure import CommandFailed
 
 if TYPE_CHECKING:
     from lorafleet.cli.client import RestClient
@@ -39,6 +42,18 @@ class FleetAddress:
         from lorafleet.cli.client import RestClient
 
         return RestClient(self.router_url, self.token, flag="lorafleet --router-url", timeout_s=timeout_s)
+
+
+def named_tenants(tenants: Sequence[str] | None, everyone: bool = False) -> list[str] | None:
+    """The tenants that `--tenant` names; None without any.
+
+    Raises CommandFailed for an empty name, and beside --everyone.
+    """
+    if tenants and everyone:
+        raise CommandFailed("name one: --tenant, or --everyone", status=2)
+    if any(not tenant.strip() for tenant in tenants or ()):
+        raise CommandFailed("--tenant: expected a tenant's name, found an empty one", status=2)
+    return list(tenants) if tenants else None
 
 
 def if_match_header(etag: str | None) -> dict[str, str]:

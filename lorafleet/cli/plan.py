@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lorafleet.cli.completion import adapter_names, worker_names
-from lorafleet.cli.context import print_json
+from lorafleet.cli.context import named_tenants, print_json
 from lorafleet.cli.output import AsJson, Output, OutputFormat, print_list
 from lorafleet.service.failure import CommandFailed
 
@@ -109,7 +109,8 @@ def orphans_adopt(
 
       lorafleet orphans adopt sql-expert/v1 legal/v2 --tenant acme
     """
-    body = {"lora_ids": lora_ids or None, "tenants": None if everyone else tenant or []}
+    tenants = named_tenants(tenant, everyone)
+    body = {"lora_ids": lora_ids or None, "tenants": None if everyone else tenants or []}
     with context.obj.orchestrator() as api:
         results = api.call("POST", "/v1/orphans/adopt", body)["data"]
     refused = [item for item in results if item["status"] >= 400]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from lorafleet.cli.context import named_tenants
 from lorafleet.service.failure import CommandFailed, printable
 
 if TYPE_CHECKING:
@@ -46,13 +47,13 @@ def adapters_push(
 
     if publish and (tenant or digest):
         raise CommandFailed("--publish takes neither --tenant nor --digest: a name's versions are its key's", status=2)
+    tenants = tuple(named_tenants(tenant) or ())
     shown = _ProgressLine(name, sys.stderr)
     try:
         with context.obj.fleet() as fleet:
             if publish:
                 _say_published(fleet.publish(name, folder, base_model=base_model, on_progress=shown.update))
             else:
-                tenants = tuple(tenant or ())
                 pushed = fleet.push(
                     name, folder, digest=digest, base_model=base_model, tenants=tenants, on_progress=shown.update
                 )

@@ -124,6 +124,23 @@ def test_a_wrong_change_of_an_adapter_is_one_line_and_changes_nothing(
     assert ask("adapters", "show", "unset/v1").out == before
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["adapters", "add", "x/v1", "file:///a", "--tenant", ""],
+        ["adapters", "set", "x/v1", "--tenant", "acme", "--tenant", " "],
+        ["adapters", "push", ".", "x/v1", "--tenant", ""],
+        ["orphans", "adopt", "--tenant", ""],
+        ["orphans", "adopt", "--tenant", "acme", "--everyone"],
+    ],
+)
+def test_a_tenant_without_a_name_or_beside_everyone_is_refused(run: Run, words: list[str]) -> None:
+    result = run("--orchestrator-url", "http://127.0.0.1:1", *words)
+    assert result.status == 2
+    assert "--tenant" in result.err
+    assert len(result.err.splitlines()) == 1
+
+
 def test_an_adapter_changes_only_if_its_etag_matches(ask: Run, run: Run, orchestrator: str) -> None:
     ask("adapters", "add", "seen/v1", "file:///a", "--base-model", "tiny")
     tag = next(line.split()[1] for line in ask("adapters", "show", "seen/v1").out.splitlines() if "etag" in line)
