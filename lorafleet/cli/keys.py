@@ -29,6 +29,7 @@ from lorafleet.service.times import utc_text
 
 _DURATION = re.compile(r"(\d+)\s*([smhdw])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_MOST_DURATION = timedelta(days=36_500)  # so that the time is one of the calendar
 _LEAST_ID_DIGITS = 4
 
 
@@ -133,28 +134,36 @@ def rotate_key(
     return key, until
 
 
+def is_duration(text: str) -> bool:
+    """Whether the text is a number with s, m, h, d or w."""
+    return _DURATION.fullmatch(text.strip()) is not None
+
+
 def parse_duration(text: str, option: str) -> timedelta:
     """`90d`, `12h`, `30m`, `45s` or `2w` as a duration. Raises CommandFailed."""
     found = _DURATION.fullmatch(text.strip())
     if found is None or int(found[1]) > 1_000_000:
         raise CommandFailed(f"{option} {text}: expected a number with s, m, h, d or w, such as 90d", status=2)
-    return timedelta(**{_UNITS[found[2]]: int(found[1])})
+    duration = timedelta(**{_UNITS[found[2]]: int(found[1])})
+    if duration > _MOST_DURATION:
+        raise CommandFailed(f"{option} {text}: must be at most {_MOST_DURATION.days}d", status=2)
+    return duration
 
 
 def parse_expiry(text: str, now: datetime) -> datetime:
     """The UTC time that `--expires` names: a duration from now, or a time. Raises CommandFailed for a past one."""
-    if _DURATION.fullmatch(text.strip()):
+    if is_duration(text):
         at = now + parse_duration(text, "--expires")
     else:
         try:
             at = datetime.fromisoformat(text.strip())
-        except ValueError as exc:
+            at = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).astimezone(UTC)
+        except (ValueError, OverflowError) as exc:
             message = f"--expires {text}: expected a duration such as 90d, or a UTC time such as 2027-01-31T00:00:00Z"
             raise CommandFailed(message, status=2) from exc
-        at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
     if at <= now:
         raise CommandFailed(f"--expires {text}: that is in the past", status=2)
-    return at.astimezone(UTC).replace(microsecond=0)
+    return at.replace(microsecond=0)
 
 
 def _check_scopes(tenant: str | None, scopes: Sequence[str]) -> None:

@@ -1,6 +1,5 @@
 """`lorafleet plan`, `orphans`, `history` and `backup`."""
 
-import contextlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -172,11 +171,11 @@ def history(  # noqa: PLR0917  (Typer passes by name)
 
 def _time_of(text: str | None, option: str) -> str | None:
     """The time that an option names, as ISO 8601; a duration counts back from now. Raises CommandFailed."""
-    from lorafleet.cli.keys import parse_duration  # noqa: PLC0415
+    from lorafleet.cli.keys import is_duration, parse_duration  # noqa: PLC0415
 
     if text is None:
         return None
-    with contextlib.suppress(CommandFailed):
+    if is_duration(text):
         return (datetime.now(UTC) - parse_duration(text, option)).isoformat()
     try:
         return datetime.fromisoformat(text).isoformat()

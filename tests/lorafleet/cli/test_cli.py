@@ -523,11 +523,28 @@ def test_a_rotated_key_and_its_successor_are_both_valid_for_the_grace_time(run: 
     assert (refused.value.status, refused.value.code) == (401, "expired_api_key")
 
 
-@pytest.mark.parametrize("expires", ["90", "1y", "2020-01-01T00:00:00Z", "tomorrow", "99999999d"])
+@pytest.mark.parametrize(
+    "expires", ["90", "1y", "2020-01-01T00:00:00Z", "tomorrow", "99999999d", "1000000w", "9999-12-31T23:00:00-05:00"]
+)
 def test_an_expiry_that_is_none_or_past_is_refused(run: Run, tmp_path: Path, expires: str) -> None:
     result = run("keys", "new", "--expires", expires, "--file", str(tmp_path / "keys.yaml"))
     assert result.status == 2
     assert f"--expires {expires}" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["history", "--since", "1000000w"], "--since 1000000w: must be at most 36500d"),
+        (["history", "--until", "99999999h"], "--until 99999999h: expected a number"),
+        (["keys", "rotate", "abcd", "--file", "k", "--grace", "1000000w"], "--grace 1000000w: must be at most 36500d"),
+    ],
+)
+def test_a_duration_beyond_the_calendar_is_one_line(run: Run, words: list[str], says: str) -> None:
+    result = run("--orchestrator-url", "http://127.0.0.1:1", *words)
+    assert result.status == 2
+    assert says in result.err
+    assert len(result.err.splitlines()) == 1
 
 
 PAGE = Path(cli.__file__).parents[2] / "docs" / "cli.md"
