@@ -7,7 +7,9 @@ from lorafleet.service.failure import CommandFailed
 
 
 def url_path(name: str) -> str:
-    """A name as part of a URL path, quoted except `/`; raises CommandFailed for `.`, `..` or invalid Unicode."""
+    """A name as part of a URL path, quoted except `/`; raises CommandFailed for "", `.`, `..` or invalid Unicode."""
+    if not name:  # it would be the path of the whole list
+        raise CommandFailed("expected a name, found an empty one", status=2)
     if {".", ".."} & set(name.split("/")):
         raise CommandFailed(f"{name}: no name has a '.' or '..' between its slashes", status=2)
     try:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from lorafleet.client import AsyncFleet, Fleet, FleetError
 from lorafleet.client.archive import AdapterArchive
-from lorafleet.client.calls import Answer, Call, Pause, push, wait_ready
+from lorafleet.client.calls import Answer, Call, Pause, push, unload, wait_ready
 from lorafleet.service.http import envelope
 from tests.serving import serving, serving_in_thread
 from workers.core.manifest import FileEntry
@@ -52,6 +52,13 @@ def test_an_archive_from_any_byte_on_is_the_end_of_the_tar_file_of_the_folder(co
         assert b"".join(archive.chunks(begin)) == whole[begin:]
         entries: list[FileEntry] = [read_file_entry(folder / each) for each in (CONFIG, WEIGHTS)]
         assert archive.digest == digest_at_workers(entries)
+
+
+def test_an_empty_name_is_refused_before_a_call(tmp_path):
+    for operation in (push("", folder_with(tmp_path / "a")), unload("")):
+        with pytest.raises(FleetError, match="expected a name") as refused:
+            next(operation)
+        assert refused.value.code == "invalid_name"
 
 
 def test_a_folder_that_is_no_adapter_and_another_digest_are_refused_before_a_call(tmp_path):
