@@ -30,6 +30,7 @@ from lorafleet.cli.bench import command as bench
 from lorafleet.cli.context import FleetAddress
 from lorafleet.cli.push import adapters_push
 from lorafleet.service.failure import CommandFailed
+from lorafleet.service.files import is_full
 
 
 class FleetCommands(TyperGroup):
@@ -281,5 +282,11 @@ def main() -> None:
         sys.stdout.flush()
         typer.echo(f"lorafleet: {exc}", err=True)
         raise SystemExit(exc.status) from None
+    except OSError as exc:  # click handles a closed pipe
+        if not is_full(exc):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else what is still buffered fails again at the exit
+        typer.echo(f"lorafleet: the output cannot be written: {exc}; make room", err=True)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
