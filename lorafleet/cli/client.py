@@ -82,6 +82,8 @@ class RestClient:
             raise CommandFailed(message, status=2) from exc
         if answer.is_success:
             return answer
+        if answer.is_redirect:  # lorafleet's services send none to a path of theirs
+            raise self._wrong_server(path)
         message, code, param = _parse_error(answer)
         if code == "not_found":  # no such route; missing adapters and the like have codes of their own
             message = f"{self.url} has no {path}{self._hint('is it the right server')}"

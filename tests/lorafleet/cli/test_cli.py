@@ -200,11 +200,12 @@ def test_control_characters_in_names_are_escaped(ask: Run, run: Run, orchestrato
     ask("adapters", "rm", "esc/v1")
 
 
-@pytest.mark.parametrize("answer", ["<html>", '{"foo": 1}', "[1]", '{"data": 1}', None])
+@pytest.mark.parametrize("answer", ["<html>", '{"foo": 1}', "[1]", '{"data": 1}', None, "elsewhere"])
 def test_another_server_gives_one_line_that_names_the_flag(run: Run, answer: str | None) -> None:
     class PageHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if answer else 404)
+            self.send_response(307 if answer == "elsewhere" else 200 if answer else 404)
+            self.send_header("location", "/elsewhere")
             self.end_headers()
             self.wfile.write((answer or '{"error": {"message": "Not Found", "code": "not_found"}}').encode())
 
