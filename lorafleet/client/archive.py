@@ -53,7 +53,7 @@ class AdapterArchive:
         self.size_bytes = sum(part.size_bytes for part in self._parts)
 
     def chunks(self, start: int) -> Iterator[bytes]:
-        """The bytes of the archive from `start` on. Raises FleetError if a file has become shorter meanwhile."""
+        """The bytes of the archive from `start` on. Raises FleetError if a file is gone or shorter meanwhile."""
         at = 0
         for part in self._parts:
             skipped = min(max(0, start - at), part.size_bytes)
@@ -63,7 +63,12 @@ class AdapterArchive:
                     yield part.data[skipped:]
                 continue
             left = part.size_bytes - skipped
-            with part.path.open("rb") as file:
+            try:
+                file = part.path.open("rb")
+            except OSError as exc:
+                message = f"{part.path}: {exc.strerror}, while the folder was sent; push it again"
+                raise FleetError(message) from exc
+            with file:
                 file.seek(skipped)
                 while left:
                     chunk = file.read(min(left, _CHUNK_BYTES))

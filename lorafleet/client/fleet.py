@@ -82,7 +82,7 @@ class Fleet:
         """The answer to one call; status 0 if there is none."""
         try:
             return _answer(self._client.request(**_request(self._url, self._headers, call), content=call.body))
-        except (httpx.TransportError, httpx.InvalidURL) as exc:
+        except (httpx.RequestError, httpx.InvalidURL) as exc:
             return _no_answer(self._url, exc)
 
 
@@ -131,7 +131,7 @@ class AsyncFleet:
         content = None if call.body is None else _in_threads(call.body)
         try:
             return _answer(await self._client.request(**_request(self._url, self._headers, call), content=content))
-        except (httpx.TransportError, httpx.InvalidURL) as exc:
+        except (httpx.RequestError, httpx.InvalidURL) as exc:
             return _no_answer(self._url, exc)
 
 

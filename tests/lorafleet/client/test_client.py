@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lorafleet.client import AsyncFleet, Fleet, FleetError
@@ -52,6 +52,32 @@ def test_an_archive_from_any_byte_on_is_the_end_of_the_tar_file_of_the_folder(co
         assert b"".join(archive.chunks(begin)) == whole[begin:]
         entries: list[FileEntry] = [read_file_entry(folder / each) for each in (CONFIG, WEIGHTS)]
         assert archive.digest == digest_at_workers(entries)
+
+
+@pytest.mark.parametrize("kind", [Fleet, AsyncFleet])
+async def test_an_answer_that_cannot_be_decoded_and_a_folder_that_goes_away_are_the_clients_error(tmp_path, kind):
+    folder = folder_with(tmp_path / "a")
+
+    async def garbled(request: Request) -> Response:
+        return Response(b"no gzip", headers={"content-encoding": "gzip"})
+
+    async def takes_all(request: Request) -> JSONResponse:
+        (folder / WEIGHTS).unlink(missing_ok=True)
+        return JSONResponse({"received_bytes": 0}, 202)
+
+    async def error_of(app: Starlette, method: str, *args: object) -> FleetError:
+        async with serving(app) as url:
+            fleet = kind(url)
+            call = getattr(fleet, method)
+            ended = call(*args) if kind is AsyncFleet else asyncio.to_thread(call, *args)
+            with pytest.raises(FleetError) as failed:
+                await ended
+            await fleet.close() if kind is AsyncFleet else fleet.close()
+            return failed.value
+
+    routes = [Route("/{path:path}", garbled, methods=["DELETE"]), Route("/{path:path}", takes_all, methods=["PUT"])]
+    assert "does not answer" in str(await error_of(Starlette(routes=routes), "unload", "a/v1"))
+    assert "while the folder was sent" in str(await error_of(Starlette(routes=routes), "push", "a/v1", folder))
 
 
 def test_an_empty_name_is_refused_before_a_call(tmp_path):
