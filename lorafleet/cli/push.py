@@ -121,7 +121,5 @@ def _with_hint(exc: Exception, name: str) -> str:
         "scope_missing": " (use a key with scope register)",
         "upload_too_large": "; raise max_upload_bytes at the orchestrator, max_adapter_bytes at the workers",
     }
-    hint = hints.get(exc.code, "")
-    if exc.status is None or exc.status >= 500:
-        hint = hint or "; repeat the command: it goes on where it was" if exc.code else hint
-    return printable(str(exc)) + hint
+    again = "; repeat the command: it goes on where it was" if (exc.status or 0) >= 500 else ""
+    return printable(str(exc)) + hints.get(exc.code, again)

@@ -141,6 +141,17 @@ def test_a_tenant_without_a_name_or_beside_everyone_is_refused(run: Run, words: 
     assert len(result.err.splitlines()) == 1
 
 
+def test_a_push_of_other_bytes_than_the_digest_is_not_to_be_repeated(run: Run, tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    where = ("--orchestrator-url", "http://127.0.0.1:1")
+    for words in (("x/v1", "--digest", "0" * 64), ("x/\udcff",)):
+        result = run(*where, "adapters", "push", str(tmp_path), *words)
+        assert result.status == 1
+        assert "repeat the command" not in result.err
+        assert len(result.err.splitlines()) == 1
+
+
 def test_an_adapter_changes_only_if_its_etag_matches(ask: Run, run: Run, orchestrator: str) -> None:
     ask("adapters", "add", "seen/v1", "file:///a", "--base-model", "tiny")
     tag = next(line.split()[1] for line in ask("adapters", "show", "seen/v1").out.splitlines() if "etag" in line)
