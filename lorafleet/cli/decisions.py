@@ -214,7 +214,7 @@ def read_decisions(file: Path) -> list[Item]:
     """
     try:
         content = json.loads(sys.stdin.read() if str(file) == "-" else file.read_text())
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise CommandFailed(f"{file}: {exc}; {_RECORD_HINT}") from exc
     if isinstance(content, dict) and isinstance(content.get("data"), list):
         content = content["data"]

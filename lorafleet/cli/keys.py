@@ -214,7 +214,7 @@ def _edited(path: Path, *, may_create: bool = False) -> Iterator[_KeyFileText]:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
             mode = mode_of(path)
-            file = _KeyFileText(path.read_text() if mode else "")
+            file = _KeyFileText(path.read_text(encoding="utf-8") if mode else "")
             if file.text.strip() or not may_create:
                 read_key_files([path])  # refuses a file that no service would read
             yield file
@@ -232,5 +232,7 @@ def _failures(path: Path) -> Iterator[None]:
         raise CommandFailed(f"--file {path}: {write_error_text(exc, path.absolute().parent)}") from exc
     except KeyFileError as exc:
         raise CommandFailed(f"--file: {exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise CommandFailed(f"--file {path}: not text in UTF-8 (byte {exc.start}); expected a key file") from exc
     except KeyTextError as exc:
         raise CommandFailed(f"--file {path}: {exc}") from exc

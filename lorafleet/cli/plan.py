@@ -223,7 +223,7 @@ def _parse_demand(text: str) -> tuple[str, dict[str, float]]:
 def _parse_more_workers(text: str) -> dict[str, Any]:
     """A number of more workers and the worker they are like, from `N` or `N:WORKER`; raises CommandFailed."""
     count, _, like = text.partition(":")
-    if not count.isdigit():
+    if not count.isdecimal():
         raise CommandFailed(f"{text}: write N, or N:WORKER", status=2)
     return {"count": int(count), "like": like or None}
 

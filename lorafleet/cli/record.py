@@ -81,7 +81,7 @@ def import_record(  # noqa: PLR0917  (Typer passes by name)
     """
     try:
         record = _read_record(file)
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise CommandFailed(f"{file}: {exc}; expected a file that `lorafleet export` wrote", status=2) from exc
     with context.obj.orchestrator() as api:
         changes = _bring_over(api, {"record": record}, str(file), dry_run, yes, prune, only, as_json=as_json)

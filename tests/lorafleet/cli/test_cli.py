@@ -477,6 +477,24 @@ def test_a_tenants_key_gets_no_fleet_wide_scope(run: Run, tmp_path: Path, scopes
         assert run("keys", "new", *words, "--file", str(path)).status == 0
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe", ["keys", "new", "--file", "FILE"]),
+        (b"[" * 100_000, ["import", "FILE", "--yes"]),
+        (b"[" * 100_000, ["explain", "--replay", "FILE"]),
+        (b"", ["plan", "--more-workers", "²"]),
+    ],
+)
+def test_a_file_or_number_that_is_none_is_one_line(run: Run, tmp_path: Path, content: bytes, words: list[str]) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    result = run("--router-url", "http://127.0.0.1:1", *(str(file) if word == "FILE" else word for word in words))
+    assert result.status in {1, 2}
+    assert len(result.err.splitlines()) == 1
+    assert file.read_bytes() == content
+
+
 @pytest.mark.parametrize("flag", ["--tenant", "--namespace", "--lora-ids"])
 @pytest.mark.parametrize("empty", ["", " "])
 def test_a_restriction_of_a_key_without_its_value_makes_no_key(run: Run, tmp_path: Path, flag: str, empty: str) -> None:
