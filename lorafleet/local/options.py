@@ -280,7 +280,8 @@ def _service_options(service: str, config: Path | None, environment: Mapping[str
     }
     config_name = str(config) if config is not None else from_environment.pop("config", "")
     from_environment.pop("config", None)
-    from_file = read_file(Path(config_name)) if config_name else {}
+    source = f"--{service}-config" if config is not None else f"{prefix}CONFIG"
+    from_file = read_file(Path(config_name), source) if config_name else {}
     for name, why in _FIXED_SETTINGS[service].items():
         location = f"{prefix}{name.upper()}" if from_environment.get(name) else f"{name} in {config_name}"
         if from_environment.get(name) or from_file.get(name):

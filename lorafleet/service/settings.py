@@ -205,14 +205,18 @@ def _flag_name(loc: tuple[int | str, ...]) -> str:
     return ".".join(_kebab(str(part)) for part in loc)
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The settings of a `--config` file, by name with underscores. Raises SettingsError."""
+def read_file(path: Path, source: str = "--config") -> dict[str, Any]:
+    """The settings of a file, by name with underscores. Raises SettingsError.
+
+    source  the flag or variable that names the file, for messages
+    """
     try:
-        values = yamls.read_yaml(path) or {}
+        found = yamls.read_yaml(path)
     except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
-        raise SettingsError(f"--config {path}: {exc}") from exc
+        raise SettingsError(f"{source} {path}: {exc}") from exc
+    values = {} if found is None else found  # an empty file
     if not isinstance(values, dict):
-        raise SettingsError(f"--config {path}: expected a mapping of settings, found {type(values).__name__}")
+        raise SettingsError(f"{source} {path}: expected a mapping of settings, found {type(values).__name__}")
     return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 

@@ -205,6 +205,19 @@ def test_a_setting_that_up_chooses_itself_is_refused_by_name(environment: dict[s
     assert "secret" not in str(failure.value)
 
 
+@pytest.mark.parametrize("text", [None, "[]", "7", "0", "["])
+def test_a_settings_file_that_is_none_is_refused_by_the_flag_or_variable_that_names_it(
+    tmp_path: Path, text: str | None
+) -> None:
+    file = tmp_path / "settings.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(CommandFailed, match=r"^--router-config .*settings\.yaml: "):
+        ask(configs={"router": file})
+    with pytest.raises(CommandFailed, match=r"^LORAFLEET_WORKERS_CONFIG .*settings\.yaml: "):
+        ask(environment={"LORAFLEET_WORKERS_CONFIG": str(file)})
+
+
 def test_a_fixed_setting_in_a_file_is_refused_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "o.yaml"
     file.write_text("store: /var/lib/fleet.db\n")
