@@ -121,7 +121,7 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
         A new source is first checked with workers that may read it. A dry run inspects it only: 200.
         """
-        spec = seen.own_spec(spec)
+        spec = seen.own_registration(spec)
         if dry_run:
             response.status_code = 200
             return await _dry_run(spec, registry, reconciler, views)
@@ -282,7 +282,7 @@ async def _dry_run(
 def _batch_result(registry: AdapterRegistry, spec: AdapterSpec, actor: str, seen: TenantView) -> BatchResult:
     """Register one adapter of a batch; errors become its result."""
     try:
-        _, is_new = registry.register(seen.own_spec(spec), actor)
+        _, is_new = registry.register(seen.own_registration(spec), actor)
     except OrchestratorError as exc:
         return BatchResult(lora_id=spec.lora_id, status=exc.status, code=exc.code, error=str(exc))
     return BatchResult(lora_id=spec.lora_id, status=201 if is_new else 200)

@@ -15,9 +15,10 @@ from typing import Any
 from starlette.requests import Request
 
 from lorafleet.service.roles import Caller
-from orchestrator.core.errors import Forbidden, NotFound, StateConflict
+from orchestrator.core.errors import Forbidden, NotFound, OrchestratorRequestError, StateConflict
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseScope
+from orchestrator.core.source_rules import digest_problem
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.core.traffic import SeriesKind
 from orchestrator.reconcile.catalog import Tenants
@@ -141,6 +142,22 @@ class TenantView:
         self.require_own_name(name, "name")
         for lora_id in targets:
             self.require_adapter(lora_id)
+
+    def own_registration(self, spec: AdapterSpec) -> AdapterSpec:
+        """The spec as the caller may register it, see `own_spec`, with a source whose bytes it may use.
+
+        Raises OrchestratorRequestError for bytes that only others may use, named by their digest.
+        """
+        if self.tenant is not None:
+            problem = digest_problem(spec.source, self._has_digest)
+            if problem is not None:
+                raise OrchestratorRequestError(problem, code="source_forbidden", param="source")
+        return self.own_spec(spec)
+
+    def _has_digest(self, digest: str) -> bool:
+        """Whether an adapter that the caller may use has this digest."""
+        adapters = self._store.adapters.values()
+        return any(adapter.digest == digest and self.sees_tenants(adapter.tenants) for adapter in adapters)
 
     def own_spec(self, spec: AdapterSpec) -> AdapterSpec:
         """The spec as the caller may register it: for its tenant alone.

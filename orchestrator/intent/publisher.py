@@ -34,7 +34,7 @@ from orchestrator.core.published_names import (
     with_next_version,
     without_versions,
 )
-from orchestrator.core.source_rules import secret_part, without_secrets
+from orchestrator.core.source_rules import digest_problem, secret_part, without_secrets
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.bytes_copier import BytesCopier, PublishDeadline
 from orchestrator.intent.registry import AdapterRegistry
@@ -144,15 +144,21 @@ class NamePublisher:
 
         A digest is no permission: a tenant names bytes by digest of adapters that it may use.
         """
-        if spec.source is not None and spec.source.startswith("fleet:"):
+        if spec.source is not None and spec.source.strip().lower().startswith("fleet:"):
             message = "a source may not be of the fleet's own bytes; name their `digest` without a `source`"
             raise OrchestratorRequestError(message, code="source_forbidden", param="source")
-        if spec.source is not None or caller.only_tenant is None:
+        if caller.only_tenant is None:
             return
-        mine = (adapter for adapter in self._store.adapters.values() if caller.may_use(adapter.tenants))
-        if not any(adapter.digest == spec.digest for adapter in mine):
-            message = f"no adapter that your key may use has digest {spec.digest}; name a `source`"
-            raise OrchestratorRequestError(message, code="source_forbidden", param="digest")
+
+        def may_use(digest: str) -> bool:
+            """Whether an adapter that the caller may use has this digest."""
+            adapters = self._store.adapters.values()
+            return any(adapter.digest == digest and caller.may_use(adapter.tenants) for adapter in adapters)
+
+        problem = digest_problem(spec.source or fleet_source(str(spec.digest)), may_use)
+        if problem is not None:
+            param = "digest" if spec.source is None else "source"
+            raise OrchestratorRequestError(problem, code="source_forbidden", param=param)
 
     def record(self, name: str, caller: Caller) -> PublishedName:
         """The published name. Raises NotFound, also for a name of another tenant."""

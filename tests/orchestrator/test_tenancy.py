@@ -17,6 +17,7 @@ from orchestrator.api.tenancy import TenantView
 from orchestrator.core.pauses import PauseScope
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.store.store import IntentStore
+from tests.orchestrator.doubles import digest_of
 from tests.patience import patience, within
 
 # In every name that only globex may know.
@@ -217,6 +218,25 @@ ALLOWED = [
     ("DELETE", "/v1/aliases/acme/next", None, 204),
     ("DELETE", "/v1/adapters/acme/new", None, 204),
 ]
+
+
+async def test_a_digest_permits_no_tenant_to_use_the_bytes_of_others(fleet):
+    await fleet.register("globexzq/own", source="s3://globexzq/own", tenants=["globexzq"])
+    await fleet.settle()
+    theirs, mine = (digest_of(fleet.store.adapters[name].source) for name in ("globexzq/own", "acme/mine"))
+    far = "https://peer.example/" + theirs
+    for source in (f"fleet:{theirs}", f"fleet:///{theirs}", f"FLEET:{theirs}", f"fleet+{far}", f"Fleet+{far}"):
+        spec = {"lora_id": "acme/new", "source": source}
+        for path in ("/v1/adapters", "/v1/adapters?dry_run=true"):
+            answer = await ask(fleet, "acme-admin", "POST", path, json=spec)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (400, "source_forbidden", "source"), source
+        answer = await ask(fleet, "acme-admin", "POST", "/v1/adapters:batch", json={"adapters": [spec]})
+        assert [item["code"] for item in answer.json()["data"]] == ["source_forbidden"], answer.text
+    own = {"lora_id": "acme/again", "source": f"fleet:{mine}"}
+    assert (await ask(fleet, "acme-admin", "POST", "/v1/adapters", json=own)).status_code == 201
+    operators = {"lora_id": "copy", "source": f"fleet:{theirs}"}
+    assert (await ask(fleet, "root", "POST", "/v1/adapters", json=operators)).status_code == 201
 
 
 async def test_a_tenants_administrator_changes_nothing_of_others(fleet):
