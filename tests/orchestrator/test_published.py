@@ -528,8 +528,9 @@ async def test_digest_names_bytes_that_the_caller_may_use_alone(keyed):
             await keyed.turn()
             await asyncio.wait([call], timeout=0.01)
         assert call.result().status_code == status, call.result().text
-    answer = await published(keyed, keyed.team, source=f"fleet:{digest}")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "source_forbidden")
+    for source in (f"fleet:{digest}", f"fleet+https://peer.example/{digest}"):
+        answer = await published(keyed, keyed.team, source=source)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "source_forbidden")
 
 
 async def test_metrics_count_publishes_by_outcome(fleet):
