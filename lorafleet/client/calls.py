@@ -68,7 +68,7 @@ def push(
     *,
     digest: str | None = None,
     base_model: str | None = None,
-    tenants: tuple[str, ...] = (),
+    tenants: Sequence[str] = (),
     on_progress: Callable[[PushProgress], None] = lambda _: None,
 ) -> Operation[Pushed]:
     """Upload the adapter in a folder, and register it under a new lora_id, such as `sql/v2`.
@@ -78,8 +78,10 @@ def push(
     digest      that the folder must have; None: any
     base_model  its name in the fleet; None: as in the adapter's config
     tenants     that may use it; empty: the key's own, else all
-    raises      FleetError, with the server's own words
+    raises      FleetError, with the server's own words; TypeError for `tenants` that are one text
     """
+    if isinstance(tenants, str):  # it would be a tenant for each letter
+        raise TypeError(f"tenants is a text; expected a list of names, such as [{tenants!r}]")
     params = [("base_model", base_model)] if base_model else []
     params += [("tenant", tenant) for tenant in tenants]
     answer = yield from _upload(lora_id, _archive(folder, digest), params, on_progress)

@@ -82,8 +82,8 @@ def _parse_entry(path: Path, number: int, entry: object, form: str) -> tuple[str
         raise KeyFileError(f"key file {path}: entry {number}: sha256 must be 64 lower-case hex digits")
     if not isinstance(scopes, list) or not scopes or not all(scope in SCOPES for scope in scopes):
         raise KeyFileError(f"key file {path}: entry {number}: scopes must be some of {', '.join(SCOPES)}")
-    if tenant is not None and not isinstance(tenant, str):
-        raise KeyFileError(f"key file {path}: entry {number}: tenant must be a name")
+    if tenant is not None and not (isinstance(tenant, str) and tenant.strip()):
+        raise KeyFileError(f"key file {path}: entry {number}: tenant must be a name; leave it out for none")
     location = f"key file {path}: entry {number}"
     if (trouble := scope_trouble(tenant, scopes)) is not None:
         raise KeyFileError(f"{location}: {trouble}")

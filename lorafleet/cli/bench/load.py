@@ -75,8 +75,14 @@ async def send(
     try:
         async with client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != httpx.codes.OK:
-                error = f"{answer.status_code} {_code(await answer.aread())}".strip()
-                return RequestOutcome(model=request.model, began_s=began_s, ended_s=elapsed_s(), error=error)
+                code, message = code_and_message(await answer.aread(), answer.status_code)
+                return RequestOutcome(
+                    model=request.model,
+                    began_s=began_s,
+                    ended_s=elapsed_s(),
+                    error=f"{answer.status_code} {code}".strip(),
+                    error_message=message,
+                )
             with suppress(ValueError):
                 predicted = int(answer.headers.get("x-lorafleet-cached-tokens", ""))
             async for event in _events(answer):
@@ -111,9 +117,11 @@ async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def _code(body: bytes) -> str:
-    """The code of an error answer; empty if it has none."""
+def code_and_message(body: bytes, status: int) -> tuple[str, str]:
+    """The code of an error answer, or its type where the code is the status, as vLLM's is; and its message."""
     try:
-        return str(json.loads(body)["error"]["code"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+        error = json.loads(body)["error"]
+        code, message = error.get("code"), str(error.get("message") or "")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "", ""
+    return str(error.get("type") or "" if code in (status, str(status), None) else code), message

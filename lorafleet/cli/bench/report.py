@@ -7,6 +7,7 @@ from math import floor
 from statistics import fmean
 
 _WIDTH = 50
+_MOST_MESSAGE = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,7 @@ class RequestOutcome:
     began_s, ended_s  seconds from the start of the run
     chunk_s           when each piece of the answer came; the first is the first token
     error             "" for a success, else the status and code, or the kind of a broken connection
+    error_message     of an error answer
     predicted_tokens  cached tokens that the router predicted; None where it said nothing
     cached_tokens     cached tokens that the engine reported; None where it did not
     """
@@ -27,6 +29,7 @@ class RequestOutcome:
     output_tokens: int = 0
     chunk_s: tuple[float, ...] = ()
     error: str = ""
+    error_message: str = ""
     predicted_tokens: int | None = None
     cached_tokens: int | None = None
 
@@ -93,6 +96,8 @@ def figures(outcomes: Sequence[RequestOutcome], duration_s: float) -> dict[str, 
         "successful": len(good),
         "failed": len(outcomes) - len(good),
         "errors": dict(Counter(outcome.error for outcome in outcomes if outcome.error).most_common()),
+        # Reversed, so that the first message of each error stays.
+        "error_messages": {each.error: each.error_message for each in reversed(outcomes) if each.error_message},
         "duration_s": duration_s,
         "input_tokens": prompt,
         "output_tokens": output,
@@ -134,9 +139,10 @@ def report_lines(found: Mapping[str, object]) -> list[str]:
         assert isinstance(values, dict)
         named = [(f"{name.capitalize()} {short} (ms):", values[name]) for name in ("mean", "median", "p99")]
         lines += [_heading(title, "-"), *_rows(*named)]
-    models, errors = found["models"], found["errors"]
+    models, errors, messages = found["models"], found["errors"], found["error_messages"]
     assert isinstance(models, dict)
     assert isinstance(errors, dict)
+    assert isinstance(messages, dict)
     lines += [
         _heading("Prefix Cache", "-"),
         *_rows(
@@ -147,7 +153,14 @@ def report_lines(found: Mapping[str, object]) -> list[str]:
     ]
     if errors:
         lines += [_heading("Errors", "-"), *_rows(*((f"{code}:", count) for code, count in errors.items()))]
+        lines += [f"first {code}: {_shortened(messages[code])}" for code in errors if code in messages]
     return [*lines, "=" * _WIDTH]
+
+
+def _shortened(message: str) -> str:
+    """A message in one line of at most 200 characters."""
+    line = " ".join(message.split())
+    return line if len(line) <= _MOST_MESSAGE else f"{line[: _MOST_MESSAGE - 1]}…"
 
 
 def _heading(title: str, fill: str) -> str:

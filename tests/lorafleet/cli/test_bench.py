@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.cli.bench.command import chosen_models
-from lorafleet.cli.bench.load import run_load
+from lorafleet.cli.bench.load import code_and_message, run_load
 from lorafleet.cli.bench.plan import PlannedRequest, arrival_times, planned_requests, zipf_weights
 from lorafleet.cli.bench.report import RequestOutcome, figures, most_at_a_time, percentile, report_lines
 from lorafleet.cli.main import app
@@ -86,7 +86,7 @@ OUTCOMES = [
         predicted_tokens=50, cached_tokens=48,
     ),
     RequestOutcome(model="b", began_s=0.0, ended_s=0.5, prompt_tokens=100, output_tokens=1, chunk_s=(0.4,)),
-    RequestOutcome(model="a", began_s=1.5, ended_s=1.6, error="503 no_replica"),
+    RequestOutcome(model="a", began_s=1.5, ended_s=1.6, error="503 no_replica", error_message="none is\nready"),
 ]  # fmt: skip
 
 
@@ -100,12 +100,27 @@ def test_figures_are_of_successful_requests_and_errors_are_counted_by_code() -> 
     assert (found["hit_share"], found["hit_share_predicted"], found["peak_concurrent"]) == (0.48, 0.5, 2)
 
 
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"error": {"message": "m", "type": "BadRequestError", "code": 400}}', ("BadRequestError", "m")),
+        (b'{"error": {"message": "m", "type": "invalid_request_error", "code": "too_long"}}', ("too_long", "m")),
+        (b'{"error": {}}', ("", "")),
+        (b'{"error": "m"}', ("", "")),
+        (b"<html>", ("", "")),
+    ],
+)
+def test_an_error_is_counted_by_its_code_or_where_that_is_the_status_by_its_type(body, code) -> None:
+    assert code_and_message(body, 400) == code
+
+
 def test_the_table_has_the_rows_of_vllms_benchmark() -> None:
     text = "\n".join(report_lines(figures(OUTCOMES, 4.0)))
     rows = ["Successful requests", "Benchmark duration (s)", "Total input tokens", "Total generated tokens"]
     rows += ["Request throughput (req/s)", "Output token throughput (tok/s)", "Total token throughput (tok/s)"]
     rows += [f"{name} {figure} (ms)" for figure in ("TTFT", "TPOT", "ITL") for name in ("Mean", "Median", "P99")]
     assert [row for row in [*rows, "503 no_replica"] if f"{row}:" not in text] == []
+    assert "first 503 no_replica: none is ready" in text
     nothing = "\n".join(report_lines(figures([], 0.0)))
     assert "Mean TTFT (ms):                          -" in nothing
 

@@ -87,6 +87,11 @@ def test_an_empty_name_is_refused_before_a_call(tmp_path):
         assert refused.value.code == "invalid_name"
 
 
+def test_tenants_that_are_one_text_are_refused_before_a_call(tmp_path):
+    with pytest.raises(TypeError, match=r"expected a list of names, such as \['acme'\]"):
+        next(push("a/v1", folder_with(tmp_path / "a"), tenants="acme"))
+
+
 def test_a_folder_that_is_no_adapter_and_another_digest_are_refused_before_a_call(tmp_path):
     with pytest.raises(FleetError, match="expected an adapter's folder"):
         next(push("a/v1", tmp_path))

@@ -134,6 +134,9 @@ def test_a_key_is_refused_from_its_expiry_on_even_if_it_is_cached(tmp_path, text
         ("scopes: [infer], expires: soon", "expires must be a UTC time"),
         ("scopes: [tenant-admin]", "needs a tenant"),
         ("scopes: [operate], tenant: acme", "whole fleet"),
+        ("scopes: [infer], tenant: ''", "tenant must be a name"),
+        ("scopes: [infer], tenant: ' '", "tenant must be a name"),
+        ("scopes: [infer], tenant: 7", "tenant must be a name"),
     ],
 )
 def test_an_entry_that_says_less_or_more_than_it_means_is_refused(tmp_path, entry, says):
