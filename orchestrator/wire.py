@@ -192,7 +192,7 @@ Secret = Annotated[
 
 
 Tenants = Annotated[
-    tuple[Annotated[str, Field(min_length=1, max_length=100)], ...] | None,
+    tuple[Annotated[str, Field(max_length=100)], ...] | None,
     Field(max_length=1000, description="tenants that may use it; null: everyone"),
 ]
 """At most 1000: a Kubernetes object must have room for them twice, in its text and in its record."""

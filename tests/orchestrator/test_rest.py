@@ -52,7 +52,6 @@ async def test_a_digest_can_be_added_later_but_not_changed(service):
         {"lora_id": "x", "source": "s", "digest": "short"},
         {"lora_id": "x", "source": "s", "tenants": ["t"] * 1001},
         {"lora_id": "x", "source": "s", "tenants": ["t" * 101]},
-        {"lora_id": "x", "source": "s", "tenants": ["acme", ""]},
         {"lora_id": "x", "source": "s", "policy": {"min_replicas": 3, "max_replicas": 2}},
         {"lora_id": "x", "source": "s", "policy": {"loading": "eagre"}},
     ],
