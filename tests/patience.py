@@ -19,19 +19,16 @@ _ROUNDS = 80
 _MARGIN = 3.0
 
 
-def slowness_now(clock: Callable[[], float] = time.monotonic) -> float:
-    """How many times longer than on the reference this machine takes now; 1 to 20.
-
-    clock  the default includes the time of other processes; `time.process_time` tells of this one's CPU seconds alone
-    """
-    began = clock()
+def _slowness_now() -> float:
+    """How many times longer than on the reference this machine takes now, beside its other processes; 1 to 20."""
+    began = time.monotonic()
     for _ in range(_ROUNDS):
         sum(number * number for number in range(20_000))
-    return min(20.0, max(1.0, (clock() - began) / (_ROUNDS * _REFERENCE_S)))
+    return min(20.0, max(1.0, (time.monotonic() - began) / (_ROUNDS * _REFERENCE_S)))
 
 
 if _VARIABLE not in os.environ:
-    os.environ[_VARIABLE] = f"{slowness_now():.1f}"
+    os.environ[_VARIABLE] = f"{_slowness_now():.1f}"
 SLOWNESS = float(os.environ[_VARIABLE])
 
 

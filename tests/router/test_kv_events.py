@@ -589,7 +589,7 @@ async def test_a_snapshot_of_16000_blocks_takes_less_than_a_second_of_cpu():
             began = time.process_time()
             late.follow(source(engine, agent_url=agent.url, ledger=1))
             await until(lambda: late.index("m", 2).block_counts().get("w0") == 16_000)
-            assert time.process_time() - began < 1
+            assert time.process_time() - began < patience(1)
         finally:
             await late.close()
 

@@ -9,13 +9,13 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lorafleet.local.tiny_model import make_adapter
+from tests.calls import calls_of
 from tests.patience import patience, until, within
 from tests.workers.running import SIM, RunningWorker, code, loaded, post
 from workers.agent.current_engine import CurrentEngine
@@ -262,20 +262,14 @@ def test_usage_of_thousands_of_adapters_is_computed_without_reading_each(tmp_pat
     crowded = disk(tmp_path, max_bytes=1 << 30)
     for number in range(2000):
         install(crowded, named(str(number)))
-    first, again = cpu_s(crowded.usage), cpu_s(crowded.usage)
+    first, again = calls_of(crowded.usage), calls_of(crowded.usage)
     assert again < first / 3
     install(crowded, named("another"))
     shutil.rmtree(crowded.path(named("0")))
     assert crowded.usage() == (200_000, 2000)
 
 
-def cpu_s(step) -> float:
-    began = time.process_time()
-    step()
-    return time.process_time() - began
-
-
-def test_thousands_of_deleted_adapters_are_forgotten_within_a_second(tmp_path):
+def test_thousands_of_deleted_adapters_are_forgotten_by_some_calls_for_each(tmp_path):
     holds = inventory(tmp_path)
     digests = [f"{number:064x}" for number in range(5000)]
     for digest in digests:
@@ -291,7 +285,7 @@ def test_thousands_of_deleted_adapters_are_forgotten_within_a_second(tmp_path):
                 size_bytes=1,
             )
         )
-    assert cpu_s(lambda: holds.forget_deleted(digests)) < 1
+    assert calls_of(lambda: holds.forget_deleted(digests)) < 100 * len(digests)
     assert holds.installed.all() == ()
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lorafleet.local.tiny_model import make_model
 from orchestrator.reconcile.agent_client import CONTENT_CODES
+from tests.patience import patience
 from workers.core.base_model import BaseModel, base_model
 from workers.core.base_names import is_same_base
 from workers.core.errors import SourceError
@@ -128,7 +129,7 @@ def test_slow_target_expression_is_given_up_and_the_base_model_decides():
     rules = replace(RULES, base=replace(BASE, shapes={LONG: (32, 64)}))
     began = time.process_time()
     assert describe({"target_modules": SLOW}, tensors(module=LONG), rules).modules == 1
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < patience(10)
 
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
@@ -138,7 +139,7 @@ def test_slow_pattern_is_refused_as_it_would_block_the_engine(field):
         {field: {SLOW: 8}, "target_modules": "all-linear"}, tensors(module=LONG), replace(RULES, base=None)
     )
     assert (code, "takes too long" in message) == ("adapter_config_invalid", True)
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < patience(10)
     assert describe({field: {SLOW: 8}}).modules == 1, "on its own modules it is quick"
 
 
@@ -507,7 +508,7 @@ def test_many_embedding_copies_are_checked_within_a_second():
     began = time.process_time()
     with pytest.raises(SourceError, match="holds no LoRA tensor"):
         check_adapter(json.dumps(CONFIG).encode(), copies, replace(RULES, base=base))
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < patience(0.5)
 
 
 @pytest.mark.slow
@@ -519,4 +520,4 @@ def test_too_many_rank_patterns_are_refused():
     began = time.process_time()
     with pytest.raises(SourceError, match="rank_pattern has 20000 keys for 1000 modules"):
         check_adapter(json.dumps(CONFIG | {"rank_pattern": many}).encode(), held, replace(RULES, base=None))
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < patience(10)
