@@ -23,7 +23,7 @@ EVENT_WITHIN_MS = int(patience(10) * 1000)
 FRESH = count(1)
 
 
-@pytest.fixture(scope="package")  # an idle vLLM takes a quarter of a core
+@pytest.fixture(scope="package")  # it ends with the last of its tests, not with the run
 def engine_of(model_dir: Path) -> Iterator[Callable[[Kind], RunningEngine]]:
     """Starts an engine of a kind at its first use and returns the same one from then on; stops all at the end."""
     started: dict[Kind, RunningEngine] = {}
