@@ -1,12 +1,12 @@
-"""The cost of code as a number of calls: the same on every machine, however busy."""
+"""The cost of code, measured as a number of function calls. A busy or slow machine does not change that number."""
 
 import sys
 from collections.abc import Callable
 from typing import Any
 
 
-def calls_of(work: Callable[[], Any]) -> int:
-    """How many calls the work makes, in Python and in C, in this thread."""
+def count_calls(work: Callable[[], Any]) -> int:
+    """Run `work`; the number of calls of Python and C functions that it made in this thread."""
     count = 0
 
     def note(_frame: Any, event: str, _argument: Any) -> None:

@@ -20,7 +20,10 @@ _MARGIN = 3.0
 
 
 def _slowness_now() -> float:
-    """How many times longer than on the reference this machine takes now, beside its other processes; 1 to 20."""
+    """The time of a fixed computation on this machine now, divided by its time on a quiet reference core.
+
+    The machine's other processes make the factor larger. It is at least 1 and at most 20.
+    """
     began = time.monotonic()
     for _ in range(_ROUNDS):
         sum(number * number for number in range(20_000))

@@ -1,6 +1,6 @@
-"""The errors of decoding what others sent."""
+"""The exceptions of a decoder for a body that another process or a client sent."""
 
 import msgspec
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no JSON or MessagePack: broken, not UTF-8, or nested too deeply."""
+"""The exceptions of msgspec's decoders. The body is malformed, has bytes outside UTF-8, or is nested too deeply."""

@@ -149,15 +149,11 @@ class TenantView:
         Raises OrchestratorRequestError for bytes that only others may use, named by their digest.
         """
         if self.tenant is not None:
-            problem = digest_problem(spec.source, self._has_digest)
+            adapters = self._store.adapters.values()
+            problem = digest_problem(spec.source, (item for item in adapters if self.sees_tenants(item.tenants)))
             if problem is not None:
                 raise OrchestratorRequestError(problem, code="source_forbidden", param="source")
         return self.own_spec(spec)
-
-    def _has_digest(self, digest: str) -> bool:
-        """Whether an adapter that the caller may use has this digest."""
-        adapters = self._store.adapters.values()
-        return any(adapter.digest == digest and self.sees_tenants(adapter.tenants) for adapter in adapters)
 
     def own_spec(self, spec: AdapterSpec) -> AdapterSpec:
         """The spec as the caller may register it: for its tenant alone.

@@ -3,9 +3,10 @@
 It may hold no secret, because it is stored, shown, logged and sent to workers. A tenant may name no bytes of others.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from lorafleet.identity import fleet_digest
+from orchestrator.core.state import RegisteredAdapter
 
 
 def secret_part(source: str) -> str | None:
@@ -36,17 +37,17 @@ def _without_query(rest: str) -> str:
     return rest.partition("#")[0].partition("?")[0]
 
 
-def digest_problem(source: str, may_use: Callable[[str], bool]) -> str | None:
+def digest_problem(source: str, usable: Iterable[RegisteredAdapter]) -> str | None:
     """Why a tenant may not name this source, which names bytes by their digest; None: it may.
 
     A digest is no permission: it is in logs, and in the answers of everyone who shares the adapter.
 
-    may_use  whether an adapter that the tenant may use has this digest
+    usable  the adapters that the tenant may use; not read for a source without a digest
     """
     named = source.strip().lower()
     if named.startswith("fleet+"):
         return "a tenant's key may not name a source in another fleet; an operator takes it over, by `lorafleet sync`"
     digest = fleet_digest(named)
-    if digest is None or may_use(digest):
+    if digest is None or any(adapter.digest == digest for adapter in usable):
         return None
     return f"no adapter that your key may use has digest {digest}; name another `source`, or upload the adapter"

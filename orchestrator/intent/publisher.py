@@ -149,13 +149,8 @@ class NamePublisher:
             raise OrchestratorRequestError(message, code="source_forbidden", param="source")
         if caller.only_tenant is None:
             return
-
-        def may_use(digest: str) -> bool:
-            """Whether an adapter that the caller may use has this digest."""
-            adapters = self._store.adapters.values()
-            return any(adapter.digest == digest and caller.may_use(adapter.tenants) for adapter in adapters)
-
-        problem = digest_problem(spec.source or fleet_source(str(spec.digest)), may_use)
+        mine = (adapter for adapter in self._store.adapters.values() if caller.may_use(adapter.tenants))
+        problem = digest_problem(spec.source or fleet_source(str(spec.digest)), mine)
         if problem is not None:
             param = "digest" if spec.source is None else "source"
             raise OrchestratorRequestError(problem, code="source_forbidden", param=param)

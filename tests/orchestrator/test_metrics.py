@@ -12,7 +12,7 @@ from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import AdapterUsage
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.metrics import OTHER, BoundedLabels, OrchestratorMetrics
-from tests.calls import calls_of
+from tests.calls import count_calls
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from workers.wire import Metadata
 
@@ -161,4 +161,4 @@ async def test_a_pass_makes_some_dozens_of_calls_for_each_adapter_and_copy(large
     large.run_pass()  # the first one also makes every entry of the catalog
     adapters, copies = 10_000, 200 * 60
     # 46 for each; a loop over all pairs would be thousands.
-    assert 10_000 < calls_of(large.run_pass) < 70 * (adapters + copies)
+    assert 10_000 < count_calls(large.run_pass) < 70 * (adapters + copies)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.local.tiny_model import make_adapter
-from tests.calls import calls_of
+from tests.calls import count_calls
 from tests.patience import patience, until, within
 from tests.workers.running import SIM, RunningWorker, code, loaded, post
 from workers.agent.current_engine import CurrentEngine
@@ -262,7 +262,7 @@ def test_usage_of_thousands_of_adapters_is_computed_without_reading_each(tmp_pat
     crowded = disk(tmp_path, max_bytes=1 << 30)
     for number in range(2000):
         install(crowded, named(str(number)))
-    first, again = calls_of(crowded.usage), calls_of(crowded.usage)
+    first, again = count_calls(crowded.usage), count_calls(crowded.usage)
     assert again < first / 3
     install(crowded, named("another"))
     shutil.rmtree(crowded.path(named("0")))
@@ -285,7 +285,7 @@ def test_thousands_of_deleted_adapters_are_forgotten_by_some_calls_for_each(tmp_
                 size_bytes=1,
             )
         )
-    assert calls_of(lambda: holds.forget_deleted(digests)) < 100 * len(digests)
+    assert count_calls(lambda: holds.forget_deleted(digests)) < 100 * len(digests)
     assert holds.installed.all() == ()
 
 
