@@ -192,7 +192,7 @@ class _FleetPublisher:
         except CommandFailed as exc:
             raise _Refusal(400, "InvalidUserInput", f"lora_name {exc}") from exc
         except ControlUnavailable as exc:
-            message = f"the orchestrator could not do it in time: {exc}"
+            message = f"the orchestrator could not do it in time: {exc}; look whether it is up, then send this again"
             raise _Refusal(500, "InternalServerError", message) from exc
 
 
