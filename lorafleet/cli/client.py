@@ -1,6 +1,6 @@
 """The CLI's REST client: JSON over HTTP to router and orchestrator, with every failure as one line."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -10,8 +10,21 @@ from lorafleet.service.failure import CommandFailed, printable
 from lorafleet.service.urls import checked_key, is_http, without_secrets
 
 
+class _AnswerObject(dict[str, Any]):
+    """A JSON object of an answer. The look-up of a field that is missing raises the error that `wrong` gives."""
+
+    __slots__ = ("_wrong",)
+
+    def __init__(self, fields: Mapping[str, Any], wrong: Callable[[str], CommandFailed]) -> None:
+        super().__init__(fields)
+        self._wrong = wrong
+
+    def __missing__(self, name: str) -> Any:
+        raise self._wrong(f"no field {name!r}")
+
+
 class RestClient:
-    """A client of one server.
+    """A client of one server. An answer without a field that a command looks up is a CommandFailed, too.
 
     flag         the option that sets the server's address
     key_option  the option and the variable that set its key, for messages
@@ -53,9 +66,8 @@ class RestClient:
     def call(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, **query: Any
     ) -> Any:
-        """Send a request; the answer's JSON, or None if it is empty. Raises CommandFailed, also for an error answer."""
-        answer = self._send(method, path, body, headers=headers, **query)
-        return self._parse_json(path, answer) if answer.content else None
+        """Send a request; the answer's JSON, {} for an empty one. Raises CommandFailed, also for an error answer."""
+        return self._parse_json(path, self._send(method, path, body, headers=headers, **query))
 
     def get_with_etag(self, path: str) -> tuple[Any, str]:
         """GET `path`: the answer's JSON and its ETag. Raises CommandFailed."""
@@ -83,24 +95,32 @@ class RestClient:
         if answer.is_success:
             return answer
         if answer.is_redirect:  # lorafleet's services send none to a path of theirs
-            raise self._wrong_server(path)
+            raise self._wrong_server(path, "a redirect")
         message, code, param = _parse_error(answer)
         if code == "not_found":  # no such route; missing adapters and the like have codes of their own
             message = f"{self.url} has no {path}{self._hint('is it the right server')}"
         raise RestError(answer.status_code, message, code, key_option=self._key_option, param=param)
 
     def _parse_json(self, path: str, answer: httpx.Response) -> Any:
-        """The JSON of an answer; raises CommandFailed."""
-        try:
-            return answer.json()
-        except ValueError as exc:
-            raise self._wrong_server(path) from exc
+        """The JSON of an answer, an object; {} for an empty answer. Raises CommandFailed."""
 
-    def _wrong_server(self, path: str) -> CommandFailed:
-        """The error for an answer that is not lorafleet's."""
-        return CommandFailed(
-            f"{self.url} does not answer {path} as lorafleet does{self._hint('is it the right server')}"
-        )
+        def wrong(detail: str) -> CommandFailed:
+            return self._wrong_server(path, detail)
+
+        if not answer.content:
+            return _AnswerObject({}, wrong)
+        try:
+            found = answer.json(object_hook=lambda fields: _AnswerObject(fields, wrong))
+        except (ValueError, RecursionError) as exc:
+            raise wrong("no JSON") from exc
+        if not isinstance(found, dict):
+            raise wrong("no JSON object")
+        return found
+
+    def _wrong_server(self, path: str, detail: str) -> CommandFailed:
+        """The error for an answer that is not lorafleet's. `detail`: what the answer is, or lacks."""
+        hint = self._hint("is it the right server, of this version")
+        return CommandFailed(f"{self.url} does not answer {path} as lorafleet does ({detail}){hint}")
 
     def _hint(self, question: str) -> str:
         """A question for an error message, with the option that sets the address; "" if there is no such option."""
@@ -112,9 +132,10 @@ class RestClient:
         cursor = None
         while True:
             page = self.call("GET", path, cursor=cursor)
-            if not isinstance(page, dict) or not isinstance(page.get("data"), list):
-                raise self._wrong_server(path)
-            items += page["data"]
+            found = page.get("data")
+            if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+                raise self._wrong_server(path, "no list of objects in `data`")
+            items += found
             cursor = page.get("next")
             if cursor is None:
                 return items
@@ -142,5 +163,5 @@ def _parse_error(answer: httpx.Response) -> tuple[str, str, str]:
     try:
         error = answer.json()["error"]
         return str(error["message"]), str(error.get("code", "")), str(error.get("param") or "")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{answer.request.method} {answer.request.url}: HTTP {answer.status_code}: {answer.text[:200]}", "", ""

@@ -81,4 +81,8 @@ def print_value(value: Any, chosen: OutputFormat) -> None:
         return
     import yaml
 
-    typer.echo(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120), nl=False)
+    class Dumper(yaml.SafeDumper):
+        """Writes the objects of an answer as the dicts that they are."""
+
+    Dumper.add_multi_representer(dict, Dumper.represent_dict)
+    typer.echo(yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120), nl=False)

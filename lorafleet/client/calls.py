@@ -156,7 +156,7 @@ def _upload(
             on_progress(PushProgress(size, size))
             return answer
         if answer.status == 202 or _code(answer) == "upload_unknown":
-            start = int(answer.json["received_bytes"]) if answer.status == 202 else 0
+            start = _received_bytes(answer, size) if answer.status == 202 else 0
             failures = 0 if start > best else failures
             best = max(best, start)
             headers = {"content-range": f"bytes {start}-{size - 1}/{size}", "content-length": str(size - start)}
@@ -197,6 +197,15 @@ def _archive(folder: Folder, digest: str | None) -> AdapterArchive:
 def _ready_workers(answer: Answer) -> tuple[str, ...]:
     """The workers in the answer to an `ensure`. Raises FleetError."""
     return _read(lambda: tuple(answer.json["ready"]), answer)
+
+
+def _received_bytes(answer: Answer, size: int) -> int:
+    """The bytes that the server has of an upload of `size` bytes. Raises FleetError."""
+    received = _read(lambda: int(answer.json["received_bytes"]), answer)
+    if not 0 <= received <= size:
+        message = f"the server says that it has {received} bytes of an upload of {size}: is the URL right?"
+        raise FleetError(message, status=answer.status)
+    return received
 
 
 def _quoted(name: str) -> str:

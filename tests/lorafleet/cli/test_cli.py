@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
@@ -23,6 +22,10 @@ import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from lorafleet.cli import explanations, tables
 from lorafleet.cli import main as cli
@@ -211,30 +214,77 @@ def test_control_characters_in_names_are_escaped(ask: Run, run: Run, orchestrato
     ask("adapters", "rm", "esc/v1")
 
 
-@pytest.mark.parametrize("answer", ["<html>", '{"foo": 1}', "[1]", '{"data": 1}', None, "elsewhere"])
-def test_another_server_gives_one_line_that_names_the_flag(run: Run, answer: str | None) -> None:
-    class PageHandler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(307 if answer == "elsewhere" else 200 if answer else 404)
-            self.send_header("location", "/elsewhere")
-            self.end_headers()
-            self.wfile.write((answer or '{"error": {"message": "Not Found", "code": "not_found"}}').encode())
+@contextmanager
+def _answering(status: int, body: str) -> Iterator[str]:
+    """The URL of a server that gives this one answer to every request."""
 
-        def log_message(self, *_args: object) -> None:
-            pass
+    async def answer(_request: Request) -> Response:
+        return Response(body, status, headers={"location": "/elsewhere"})
 
-    with HTTPServer(("127.0.0.1", 0), PageHandler) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            result = run("--orchestrator-url", f"http://127.0.0.1:{server.server_port}", "adapters", "list")
-        finally:
-            server.shutdown()
-            thread.join()
+    routes = [Route("/{path:path}", answer, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])]
+    with serving_in_thread(lambda: Starlette(routes=routes)) as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (200, "<html>"),
+        (200, '{"foo": 1}'),
+        (200, "[1]"),
+        (200, '{"data": 1}'),
+        (200, '{"data": [1]}'),
+        (200, '{"data": [{"object": "model"}]}'),
+        (200, "[" * 100_000),
+        (200, ""),
+        (404, '{"error": {"message": "Not Found", "code": "not_found"}}'),
+        (307, ""),
+    ],
+    ids=["html", "no data", "list", "number", "numbers", "other objects", "nested", "empty", "404", "redirect"],
+)
+def test_another_server_gives_one_line_that_names_the_flag(run: Run, status: int, answer: str) -> None:
+    with _answering(status, answer) as url:
+        result = run("--orchestrator-url", url, "adapters", "list")
     assert result.status == 1
     assert "/v1/adapters" in result.err
-    assert result.err.endswith("is it the right server? (lorafleet --orchestrator-url names another address)\n")
+    assert result.err.endswith("? (lorafleet --orchestrator-url names another address)\n")
+    assert "is it the right server" in result.err
     assert len(result.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["adapters", "show", "a/v1"],
+        ["adapters", "set", "a/v1", "priority=1"],
+        ["aliases", "list"],
+        ["aliases", "set", "name", "a/v1"],
+        ["workers", "list"],
+        ["workers", "drain", "w"],
+        ["placements"],
+        ["policy", "show"],
+        ["published", "list"],
+        ["published", "show", "name"],
+        ["pauses", "list"],
+        ["pauses", "end", "--tenant", "acme"],
+        ["orphans", "list"],
+        ["plan"],
+        ["history"],
+        ["rollout", "status", "name"],
+        ["rollout", "start", "name", "a/v1"],
+        ["decisions"],
+        ["explain", "--model", "tiny", "hello"],
+        ["export"],
+        ["sync", "--from", "URL"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("answer", ['{"data": [{"object": "model"}]}', ""], ids=["list", "empty"])
+def test_no_command_fails_with_a_traceback_at_another_server(run: Run, words: list[str], answer: str) -> None:
+    with _answering(200, answer) as url:
+        result = run("--orchestrator-url", url, "--router-url", url, *(url if w == "URL" else w for w in words))
+    assert result.status in {0, 1}
+    assert result.status == 0 or result.err.splitlines()[-1].startswith(f"lorafleet: {url}")
 
 
 def test_an_unknown_history_kind_is_refused_with_the_known_ones(ask: Run, run: Run, orchestrator: str) -> None:

@@ -80,6 +80,17 @@ async def test_an_answer_that_cannot_be_decoded_and_a_folder_that_goes_away_are_
     assert "while the folder was sent" in str(await error_of(Starlette(routes=routes), "push", "a/v1", folder))
 
 
+@pytest.mark.parametrize(
+    "answered", [{}, [], None, {"received_bytes": "all"}, {"received_bytes": -1}, {"received_bytes": 1 << 40}]
+)
+def test_an_answer_that_is_no_fleets_ends_an_upload_with_the_clients_error(tmp_path, answered):
+    upload = push("a/v1", folder_with(tmp_path / "a"))
+    next(upload)
+    with pytest.raises(FleetError, match="is the URL right") as failed:
+        upload.send(Answer(202, json=answered))
+    assert failed.value.status == 202
+
+
 def test_an_empty_name_is_refused_before_a_call(tmp_path):
     for operation in (push("", folder_with(tmp_path / "a")), unload("")):
         with pytest.raises(FleetError, match="expected a name") as refused:
