@@ -1,8 +1,11 @@
-"""Background tasks with one owner, who ends all of them when a service stops."""
+"""Background tasks with one owner, who ends all of them when a service stops; work that outlives a cancellation."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class BackgroundTasks:
@@ -36,3 +39,24 @@ class BackgroundTasks:
         tasks = list(self._tasks)
         self.cancel_all()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def finish_even_if_cancelled(operation: Awaitable[T], *, on_cancel: Callable[[], None] = lambda: None) -> T:
+    """Await `operation` to its end even if the caller is cancelled; then raise the cancellation.
+
+    For work in a thread, and for what would leak if only its first half were done. A cancelled caller does not get the
+    operation's result or error.
+
+    on_cancel  called at a cancellation, to end the operation soon
+    """
+    task = asyncio.ensure_future(operation)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        on_cancel()
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved
+        raise

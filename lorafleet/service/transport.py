@@ -3,10 +3,13 @@
 import asyncio
 import functools
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import cast
 
+import httpcore
 import httpx
+
+from lorafleet.service.tasks import finish_even_if_cancelled
 
 _LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20)  # httpx' own
 
@@ -20,20 +23,25 @@ class DirectTransport(httpx.AsyncHTTPTransport):
     def __init__(self, *, limits: httpx.Limits = _LIMITS) -> None:
         super().__init__(verify=_ssl_context(), trust_env=False, limits=limits)
         self._unanswered: set[asyncio.Timeout] = set()
+        # httpcore 1.0 drops the connections from its pool first and then closes each in turn; a cancellation between
+        # two of them would leave the rest open (_async/connection_pool.py _close_connections).
+        self._pool._close_connections = _close_all  # type: ignore[method-assign,assignment]
 
     async def aclose(self) -> None:
-        """Close all connections. Calls that have no answer yet raise httpx.ReadError.
+        """Close all connections, even if cancelled. Calls that have no answer yet raise httpx.ReadError.
 
         httpcore 1.0 alone would leave the connection of a call open that is connecting (_async/connection.py aclose).
         """
+        await finish_even_if_cancelled(self._end_calls_and_close())
+
+    async def _end_calls_and_close(self) -> None:
+        """End the calls without an answer, then close the connections of the pool, which are all that are left."""
         now = asyncio.get_running_loop().time()
         for call in self._unanswered:
             call.reschedule(now)
-        try:
-            while self._unanswered:  # noqa: ASYNC110  (they end within some turns of the loop)
-                await asyncio.sleep(0)
-        finally:
-            await super().aclose()
+        while self._unanswered:  # noqa: ASYNC110  (they end within some turns of the loop)
+            await asyncio.sleep(0)
+        await super().aclose()
 
     @property
     def is_idle(self) -> bool:
@@ -79,8 +87,18 @@ class DirectTransport(httpx.AsyncHTTPTransport):
         orphans = [c for c in pool.connections if id(c) not in in_use and not c.is_idle() and not c.is_closed()]
         for orphan in orphans:
             pool._connections.remove(orphan)
-        for orphan in orphans:
-            await orphan.aclose()
+        await _close_all(orphans)
+
+
+async def _close_all(connections: Sequence[httpcore.AsyncConnectionInterface]) -> None:
+    """Close all these connections, even if the caller is cancelled."""
+
+    async def close_each() -> None:
+        for connection in connections:
+            await connection.aclose()
+
+    if connections:
+        await finish_even_if_cancelled(close_each())
 
 
 @functools.cache

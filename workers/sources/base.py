@@ -265,26 +265,6 @@ def clear_folder(folder: Path, kept: Collection[str]) -> None:
             path.unlink()
 
 
-async def finish_even_if_cancelled(operation: Awaitable[T], *, on_cancel: Callable[[], None] = lambda: None) -> T:
-    """Await `operation` to its end even if the caller is cancelled, because it runs in a thread; then raise that.
-
-    A cancelled caller does not get the operation's result or error.
-
-    on_cancel  called at a cancellation, to end the operation soon
-    """
-    task = asyncio.ensure_future(operation)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        on_cancel()
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # marks it as retrieved
-        raise
-
-
 def too_big_error(ref: str, found_bytes: int, limits: Limits) -> SourceError:
     """A SourceError `source_too_big` for the adapter as a whole."""
     message = f"source {redacted(ref)}: {found_bytes} bytes or more, at most {limits.max_bytes} are allowed"

@@ -8,10 +8,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from lorafleet.service.files import mode_of, stamp_of
+from lorafleet.service.tasks import finish_even_if_cancelled
 from workers.core.adapter_files import folder_description
 from workers.core.errors import SourceError
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
-from workers.sources.base import Transfer, finish_even_if_cancelled
+from workers.sources.base import Transfer
 
 
 class LocalSource:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from lorafleet.service.tasks import finish_even_if_cancelled
 from workers.core.adapter_files import PICKLES, WEIGHTS_NAME
 from workers.core.errors import SourceError
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
@@ -18,7 +19,6 @@ from workers.sources.base import (
     Transfer,
     TransientSourceError,
     clear_folder,
-    finish_even_if_cancelled,
     too_big_error,
     with_retries,
 )

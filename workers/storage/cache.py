@@ -20,6 +20,7 @@ from typing import TypeAlias
 import structlog
 
 from lorafleet.identity import fleet_source
+from lorafleet.service.tasks import finish_even_if_cancelled
 from workers.core import manifest as manifests
 from workers.core.adapter_files import is_stored_file
 from workers.core.errors import EngineError, SourceError
@@ -31,7 +32,6 @@ from workers.sources.base import (
     Source,
     Sources,
     Transfer,
-    finish_even_if_cancelled,
     source_for,
 )
 from workers.storage.cache_folder import CacheFolder, boot_id

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import IO, TypeVar
 from weakref import WeakValueDictionary
 
+from lorafleet.service.tasks import finish_even_if_cancelled
 from workers.core.adapter_files import WEIGHTS_NAME
 from workers.core.errors import AgentRequestError, SourceError
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.sources.archive import unpack
-from workers.sources.base import Limits, Transfer, finish_even_if_cancelled
+from workers.sources.base import Limits, Transfer
 from workers.storage.cache_folder import UPLOAD_NOTE, CacheFolder, boot_id
 from workers.wire import ReceivedFile, UploadState
 

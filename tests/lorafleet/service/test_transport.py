@@ -1,18 +1,21 @@
 """Calls raise httpx's errors only, and leave no answers or connections."""
 
 import asyncio
+import contextlib
 import gc
+import random
 import socket
 import struct
 import time
 import weakref
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 import uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from lorafleet.service.transport import DirectTransport
@@ -135,6 +138,83 @@ async def _closed_after(url: str, turns: int) -> object:
         await client.aclose()
         (outcome,) = await asyncio.gather(call, return_exceptions=True)
     return outcome
+
+
+@pytest.mark.parametrize("ends", ["call", "client"])
+async def test_a_cancellation_leaves_no_idle_connection_open(ends):
+    """Idle connections are closed before the next call, as they have expired, or with the client."""
+
+    async def cancel_after(turns: int, url: str) -> None:
+        limits = httpx.Limits(max_keepalive_connections=4, keepalive_expiry=0.0 if ends == "call" else None)
+        client = httpx.AsyncClient(transport=DirectTransport(limits=limits))
+        await asyncio.gather(*(client.get(url) for _ in range(4)))
+        task = asyncio.create_task(client.get(url) if ends == "call" else client.aclose())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await client.aclose()
+
+    async with serving(Starlette(routes=[Route("/", _long)])) as url:
+        for turns in range(8):
+            await cancel_after(turns, url)
+        gc.collect()  # a connection that is left open warns, and a warning is an error here
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_client_leaves_no_connection_whatever_is_cancelled(seed):
+    rng = random.Random(seed)
+    routes = [Route("/quick", _quick), Route("/long", _long), Route("/parts", _parts)]
+    async with serving(Starlette(routes=routes)) as url:
+        for _ in range(20):
+            await _use_and_close(url, rng)
+        gc.collect()  # a connection that is left open warns, and a warning is an error here
+
+
+async def _use_and_close(url: str, rng: random.Random) -> None:
+    """Some calls of one client, of which some time out or are cancelled, while the client is closed."""
+    limits = httpx.Limits(
+        max_connections=rng.choice([2, 50]),
+        max_keepalive_connections=rng.choice([1, 4]),
+        keepalive_expiry=rng.choice([0.0, 0.005, 2.0]),
+    )
+    client = httpx.AsyncClient(transport=DirectTransport(limits=limits))
+
+    async def call(path: str, timeout_s: float | None) -> None:
+        with contextlib.suppress(TimeoutError, httpx.HTTPError, RuntimeError):
+            async with asyncio.timeout(timeout_s):
+                await client.get(url + path)
+
+    tasks = []
+    for _ in range(rng.randrange(3, 20)):
+        path, timeout_s = rng.choice(["/quick", "/long", "/parts"]), rng.choice([None, 0.002, 0.01, 0.02])
+        tasks.append(asyncio.create_task(call(path, timeout_s)))
+        for _ in range(rng.randrange(12)):
+            await asyncio.sleep(0)
+        if rng.random() < 0.3:
+            rng.choice(tasks).cancel()
+    closing = asyncio.create_task(client.aclose())
+    for _ in range(rng.randrange(6)):
+        await asyncio.sleep(0)
+    for task in [closing, *tasks]:
+        if rng.random() < 0.4:
+            task.cancel()
+    async with within(20):
+        await asyncio.gather(closing, *tasks, return_exceptions=True)
+        await client.aclose()  # a task that is cancelled in its first turn has not begun
+
+
+async def _quick(_request: Request) -> PlainTextResponse:
+    return PlainTextResponse("x")
+
+
+async def _parts(_request: Request) -> StreamingResponse:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b"x" * 1000
+            await asyncio.sleep(0.001)
+
+    return StreamingResponse(parts())
 
 
 def test_certificate_authorities_are_read_once_a_process(monkeypatch):
