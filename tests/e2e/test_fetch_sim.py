@@ -39,22 +39,22 @@ async def far_fleet(folder: Path, model: Path, *, workers: int) -> AsyncIterator
         yield fleet, sources["far/v1"], connection
 
 
-async def test_eight_workers_that_need_an_adapter_at_one_moment_ask_its_source_once(tmp_path: Path, model: Path):
-    async with far_fleet(tmp_path, model, workers=8) as (fleet, source, connection):
-        spec = {"lora_id": "far/v1", "source": source, "policy": {"loading": "eager", "min_replicas": 8}}
+async def test_five_workers_that_need_an_adapter_at_one_moment_ask_its_source_once(tmp_path: Path, model: Path):
+    async with far_fleet(tmp_path, model, workers=5) as (fleet, source, connection):
+        spec = {"lora_id": "far/v1", "source": source, "policy": {"loading": "eager", "min_replicas": 5}}
         (await fleet.http.post("/v1/adapters", json=spec)).raise_for_status()
 
         async def are_ready() -> bool:
-            return (await fleet.adapter("far/v1"))["replicas"]["ready"] == 8
+            return (await fleet.adapter("far/v1"))["replicas"]["ready"] == 5
 
-        await until(are_ready, within_s=60, what="all eight workers have it")
+        await until(are_ready, within_s=60, what="all five workers have it")
         size = (await fleet.adapter("far/v1"))["size_bytes"]
         assert size > 4_000_000
         assert size <= connection.carried < 1.1 * size, "TLS adds some bytes"
 
         async def all_reported() -> bool:
             items = (await fleet.http.get("/v1/workers")).json()["data"]
-            return [item["files"]["held"] for item in items] == [1] * 8
+            return [item["files"]["held"] for item in items] == [1] * 5
 
         await until(all_reported, what="every agent has reported its files")
 
