@@ -51,6 +51,7 @@ from workers.metrics import WorkerMetrics
 from workers.plugin import LoraDownloaderBase
 from workers.report_header import ReportHeaderMiddleware
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source
+from workers.sources.file_system import FileSystemCalls
 from workers.sources.fleet import FLEET_SCHEMES, FleetSource
 from workers.sources.fleet_agents import FleetAgents
 from workers.sources.guard import GuardedTransport
@@ -328,7 +329,12 @@ def sources_of(settings: WorkerSettings, rng: Random) -> dict[str, Source]:
     roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
     allowed = parse_networks(settings.source_networks)
     sources: dict[str, Source] = {
-        "file": LocalSource(roots, max_bytes=settings.max_adapter_bytes, allow_pickle=settings.allow_pickle),
+        "file": LocalSource(
+            roots,
+            max_bytes=settings.max_adapter_bytes,
+            allow_pickle=settings.allow_pickle,
+            calls=FileSystemCalls(timeout_s=settings.source_timeout_s),
+        ),
         "https": WebSource(
             limits,
             transport=lambda: GuardedTransport(httpx.create_ssl_context(), allowed=allowed),

@@ -352,11 +352,11 @@ def test_references_without_a_user_are_accepted():
     ("ref", "code"),
     [("/etc", "source_forbidden"), ("folder", "source_invalid"), ("file://host/x", "source_invalid"), ("", None)],
 )
-def test_forbidden_folder_is_refused_before_it_exists(tmp_path, ref, code):
+async def test_forbidden_folder_is_refused_before_it_exists(tmp_path, ref, code):
     source = LocalSource([tmp_path / "root"], max_bytes=1)
     if code is None:
-        source.check(str(tmp_path / "root" / "later"))
+        await source.check(str(tmp_path / "root" / "later"))
         return
     with pytest.raises(SourceError) as refused:
-        source.check(ref)
+        await source.check(ref)
     assert refused.value.code == code

@@ -36,6 +36,7 @@ from workers.engines.base import EngineClient
 from workers.engines.kinds import engine_traits
 from workers.engines.vllm_tables import with_version
 from workers.metrics import WorkerMetrics
+from workers.sources.file_system import FileSystemCalls
 from workers.sources.fleet import FleetSource
 from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
@@ -137,11 +138,12 @@ class WorkerAgent:
         self.uploads = FileUploads(
             most=settings.max_uploads, bytes_per_s=settings.upload_bytes_per_s, metrics=metrics, clock=clock
         )
+        calls = FileSystemCalls(timeout_s=settings.source_timeout_s)
         self._foreign_reader = ForeignFilesReader(
             self.inventory,
             inspect=self._loader.inspect,
             reader_of=lambda folder: LocalSource(
-                [folder], max_bytes=settings.max_adapter_bytes, allow_pickle=settings.allow_pickle
+                [folder], max_bytes=settings.max_adapter_bytes, allow_pickle=settings.allow_pickle, calls=calls
             ),
             clock=clock,
         )

@@ -149,7 +149,7 @@ class ResumingSource(Source, Protocol):
 class CheckingSource(Source, Protocol):
     """A source that can refuse a forbidden reference without a fetch."""
 
-    def check(self, ref: str) -> None:
+    async def check(self, ref: str) -> None:
         """Raises SourceError `source_forbidden` or `source_invalid`; does not check that the adapter exists."""
 
 

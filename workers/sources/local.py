@@ -1,6 +1,5 @@
 """Adapters in local folders: `file:///path` and plain paths, below allowed roots only."""
 
-import asyncio
 import os
 import stat
 from collections.abc import Iterable
@@ -8,34 +7,54 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from lorafleet.service.files import mode_of, stamp_of
-from lorafleet.service.tasks import finish_even_if_cancelled
 from workers.core.adapter_files import folder_description
 from workers.core.errors import SourceError
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.sources.base import Transfer
+from workers.sources.file_system import FileSystemCalls
 
 
 class LocalSource:
-    """The source for local folders: copies files below `roots`. Symbolic links must stay below them."""
+    """The source for local folders: copies files below `roots`. Symbolic links must stay below them.
 
-    def __init__(self, roots: Iterable[Path], *, max_bytes: int, allow_pickle: bool = False) -> None:
-        self._roots = tuple(root.resolve() for root in roots)
+    The file system is asked in threads alone: a network file system may hang.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[Path],
+        *,
+        max_bytes: int,
+        allow_pickle: bool = False,
+        calls: FileSystemCalls | None = None,
+    ) -> None:
+        """`calls`: runs what asks the file system, which may hang; default: for 30 s without a byte."""
+        self._calls = calls or FileSystemCalls(timeout_s=30.0)
+        self._roots = tuple(root.absolute() for root in roots)
         self._max_bytes = max_bytes
         self._allow_pickle = allow_pickle
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """Copy the adapter's files from a folder below the roots, in a thread. Raises SourceError.
+        """Copy the adapter's files from a folder below the roots, in a thread.
 
-        See `Source.fetch`.
+        Raises SourceError, `source_failed` also if its file system hangs. See `Source.fetch`.
         """
-        folder = self._existing_folder(ref)
-        await finish_even_if_cancelled(
-            asyncio.to_thread(self._copy_files, folder, into, transfer), on_cancel=transfer.cancel
+
+        def copy() -> None:
+            self._copy_files(self._existing_folder(ref), into, transfer)
+
+        await self._calls.run(
+            copy, place=self._place_of(ref), progress=lambda: transfer.progress.done_bytes, cancel=transfer.cancel
         )
 
-    def check(self, ref: str) -> None:
-        """Raises SourceError if the folder is not below the roots."""
-        self._resolved_path(ref)
+    async def check(self, ref: str) -> None:
+        """Raises SourceError if the folder is not below the roots, `source_failed` if its file system hangs."""
+        await self._calls.run(self._resolved_path, ref, place=self._place_of(ref))
+
+    def _place_of(self, ref: str) -> str:
+        """The root that the reference is below, by its text alone; else its path. Raises SourceError."""
+        path = os.path.normpath(_path_of(ref))
+        return next((str(root) for root in self._roots if Path(path).is_relative_to(root)), path)
 
     def _resolved_path(self, ref: str) -> Path:
         """The resolved path of a reference. Raises SourceError if it is not below the roots."""
@@ -58,10 +77,12 @@ class LocalSource:
             resolved = Path(os.path.realpath(path))  # unlike `resolve()`, never raises for circular links
         except ValueError as exc:
             raise SourceError("source_invalid", f"source {ref!r}: not a path: {exc}") from exc
-        if not any(resolved.is_relative_to(root) for root in self._roots):
-            roots = ", ".join(str(root) for root in self._roots) or "none"
+        # The root that it names comes first: another one's file system may hang.
+        roots = sorted(self._roots, key=lambda root: not path.is_relative_to(root))
+        if not any(resolved.is_relative_to(os.path.realpath(root)) for root in roots):
+            allowed = ", ".join(map(str, self._roots)) or "none"
             raise SourceError(
-                "source_forbidden", f"source {ref!r}: outside the allowed folders ({roots}); see lora_roots"
+                "source_forbidden", f"source {ref!r}: outside the allowed folders ({allowed}); see lora_roots"
             )
         return resolved
 

@@ -26,6 +26,7 @@ from workers.plugin import (
     LoraStatus,
 )
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source, Transfer, run_in_daemon_thread
+from workers.sources.file_system import FileSystemCalls
 from workers.sources.local import LocalSource
 from workers.wire import AgentEvent
 
@@ -56,6 +57,7 @@ class PluginSource:
     def __init__(self, downloader: LoraDownloaderBase, limits: Limits) -> None:
         self._downloader = downloader
         self._limits = limits
+        self._file_system = FileSystemCalls(timeout_s=limits.timeout_s)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
@@ -93,7 +95,9 @@ class PluginSource:
             message = f"source {redacted(ref)}: the plugin returned a {what}, not a LoraModel with its folder"
             raise SourceError("source_failed", message)
         folder, limits = model.local_path, self._limits
-        local = LocalSource([folder], max_bytes=limits.max_bytes, allow_pickle=limits.allow_pickle)
+        local = LocalSource(
+            [folder], max_bytes=limits.max_bytes, allow_pickle=limits.allow_pickle, calls=self._file_system
+        )
         await local.fetch(str(folder), into, transfer)
         transfer.pinned = f"{PLUGIN_SCHEME}://{model.pinned or name}"
 

@@ -124,7 +124,7 @@ class AdapterCache:
         """Raises SourceError if this worker's settings forbid the source; fetches nothing."""
         source = source_for(ref, self._sources, self._prefixes)
         if isinstance(source, CheckingSource):
-            await asyncio.to_thread(source.check, ref)
+            await source.check(ref)
 
     def has_source(self, scheme: str) -> bool:
         """Whether this worker has a source for a scheme, such as `plugin`."""
