@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from lorafleet.engine.agentless import process_boot_id
 from lorafleet.identity import BlockHash
@@ -30,6 +31,8 @@ from workers.wire import Metadata
 _MAINTAIN_S = 1.0
 _NO_RANK = 1 << 30
 _UNKNOWN_BLOCKS = 100_000
+_MOST_LOADED = 1000
+"""Names of a worker's adapters, loaded and unloaded, whose last load is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class KvFeeds:
     _estimated: dict[WorkerId, _EventlessWorker] = field(default_factory=dict)
     _sent: dict[tuple[str, int], CacheEstimate] = field(default_factory=dict)
     _most_blocks: dict[WorkerId, int] = field(default_factory=dict)
-    _loaded: dict[WorkerId, Mapping[str, str | None]] = field(default_factory=dict)
+    _loaded: dict[WorkerId, dict[str, str | None]] = field(default_factory=dict)
     _rank_of: dict[WorkerId, tuple[WorkerId, int]] = field(default_factory=dict)
     _hub: SubscriberHub | None = None
     _maintenance: asyncio.Task[None] | None = None
@@ -320,12 +323,16 @@ class KvFeeds:
         """Drop the blocks of adapters that were loaded again, perhaps with other weights."""
         # For an engine without an agent only the path is known.
         now = {lora.engine_name: lora.loaded_at or lora.path for lora in metadata.lora.loaded_loras}
-        before = self._loaded.get(worker, {})
         # With adapters that are not loaded now: they may come back, and their blocks are still stored.
-        self._loaded[worker] = {**before, **now}
+        known = self._loaded.setdefault(worker, {})
         for name, loaded in now.items():
-            if before.get(name, loaded) != loaded:
+            if known.pop(name, loaded) != loaded:
                 self.running[worker].forget_adapter(name)
+            known[name] = loaded
+        # A trainer's versions have a name each. Those without one here have no blocks either, so nothing can be wrong.
+        for name in list(islice(known, max(0, len(known) - max(len(now), _MOST_LOADED)))):
+            del known[name]
+            self.running[worker].forget_adapter(name)
 
     def _best_ranks(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> PrefixMatch:
         """The prefix match by worker: its rank with the longest prefix, which is named where it matters."""

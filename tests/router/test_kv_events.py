@@ -660,6 +660,43 @@ async def test_an_adapter_that_was_loaded_afresh_has_no_blocks_where_loads_start
         assert held() == left
 
 
+async def test_a_workers_versions_of_long_ago_are_forgotten_with_their_blocks():
+    engine = KvEngine()
+    event = stored([1], [1, 2], lora_name="sql@0")
+    engine.batches.append(msgspec.msgpack.encode([0.0, [event], None]))
+    async with following(engine, follow=False) as (feeds, _trust):
+        transport = Transport(
+            engine_url="", dialect="sglang", kv_events=(engine.events,), kv_replay=(engine.replay,), kv_topic="kv@boot"
+        )
+
+        def hear(*numbers):
+            loaded = [
+                LoadedLora(
+                    lora_id=f"sql/{number}", digest="", engine_name=f"sql@{number}", state="ready", location="device",
+                    loaded_at="1",
+                )
+                for number in numbers
+            ]  # fmt: skip
+            feeds.update_worker("w0", "m", 2, metadata(transport, loaded=loaded, agent_url="http://an.older.agent"))
+
+        def held():
+            return len(feeds.index("m", 2).match(ours([1, 2], name="sql@0")))
+
+        hear(0)
+        await until(lambda: held() == 1)
+        for number in range(1, 1000):
+            hear(number)
+        assert (len(feeds._loaded["w0"]), held()) == (1000, 1)
+        hear(0)
+        for number in range(1000, 1999):
+            hear(number)
+        assert held() == 1, "it was loaded again meanwhile"
+        hear(1999)
+        assert (len(feeds._loaded["w0"]), held()) == (1000, 0)
+        hear(*range(1200))
+        assert len(feeds._loaded["w0"]) == 1200, "all that are loaded now are remembered"
+
+
 async def test_a_name_with_another_path_under_it_at_an_engine_without_an_agent_has_none_of_the_former_ones_blocks():
     engine = KvEngine()
     before = [stored([n + 1], [2 * n, 2 * n + 1], n or None, lora_name="sql") for n in range(3)]
