@@ -119,7 +119,7 @@ class ObjectEdits:
             names |= self._refused  # e.g. an object that was renamed: the old one held its name
         self._writes = before
         for name in sorted(names & self._mirror.objects.keys(), key=self._apply_order):
-            self._apply_object(name)
+            self._apply_or_refuse(name)
         for lora_id in sorted(self._deleted):
             if self._backend.tables.object_names.get(("adapters", lora_id)) in self._mirror.objects:
                 self._deleted.discard(lora_id)
@@ -149,10 +149,21 @@ class ObjectEdits:
 
     # -- present objects --------------------------------------------------------------------------------------------
 
-    def _apply_object(self, name: str) -> None:
-        """Check one object: take over its accepted row, and accept or refuse its text unless it is the accepted one.
+    def _apply_or_refuse(self, name: str) -> None:
+        """Check one object; one that cannot be read, or that a fault of ours stops, never holds up the others."""
+        try:
+            self._apply_object(name)
+        except OrchestratorError as exc:
+            self._refuse_edit(name, self._mirror.objects[name], exc)
+        except Exception:
+            log.exception("object not checked", object=name)
+            self._refused.add(name)  # checked again when any other object changes
 
-        Objects without our label or about to be deleted are left alone. One of an unknown kind gets an Event.
+    def _apply_object(self, name: str) -> None:
+        """Check one object: take over its accepted row, and accept its text unless it is the accepted one.
+
+        Objects without our label or about to be deleted are left alone. One of an unknown kind gets an Event. Raises
+        OrchestratorError for a text to be refused, or annotations that cannot be read.
         """
         found = self._mirror.objects[name]
         kind = kind_of(found)
@@ -188,6 +199,7 @@ class ObjectEdits:
         """Take over a row that another leader accepted, or that a restored cluster holds, and remember the adapter.
 
         Logged. Does nothing if another object has the row, or a write of ours is pending. An alias brings its rollout.
+        Raises StoreError for a rollout that cannot be read.
         """
         backend = self._backend
         known, home = getattr(backend.tables, table).get(key), backend.tables.object_names.get((table, key))
@@ -196,17 +208,18 @@ class ObjectEdits:
         if table == "adapters" and known is not None:
             value = _with_inspection_of(value, known)
         if value != known:
+            rollout = rollout_of(self._mirror.objects[name]) if table == "aliases" else None
             backend.absorb(table, key, value, name)
             self._store.absorb(StoreChange(table, key, value))
             log.info("row taken over", object=name, table=table, key=key)
-            if table == "aliases" and (rollout := rollout_of(self._mirror.objects[name])) is not None:
+            if rollout is not None:
                 backend.absorb("rollouts", key, rollout, name)
                 self._store.absorb(StoreChange("rollouts", key, rollout))
         if table == "adapters":
             backend.remember_adapter(key)
 
     def _accept_edit(self, name: str, found: Json, kind: str, table: str) -> None:
-        """Apply the object's text to the intent, or refuse it with a status and an Event.
+        """Apply the object's text to the intent. Raises OrchestratorError for a text that is to be refused.
 
         A text that is accepted already is not applied over what REST has asked for since.
         """
@@ -214,22 +227,25 @@ class ObjectEdits:
         try:
             key, write = self._edit_of(name, found, kind)
             former = self._backend.acceptance(table, key)
-            if former.name not in (None, name) and former.name in self._mirror.objects:
-                row_label = f"{kind} {key!r}" if key else kind
-                raise StateConflict(
-                    f"{row_label} stands in ConfigMap {former.name!r} already; delete one of them", code="name_taken"
-                )
+            self._require_own_row(name, kind, key, former)
             if not self._backend.is_accepted_text(table, key, name):
                 self._backend.begin_acceptance(table, key, name)
                 write()
-        except OrchestratorError as exc:
+        except Exception:  # raised again: the text would pass for accepted the next time
             if key or kind == "policy":
                 self._backend.cancel_acceptance(table, key, former)
-            self._refuse_edit(name, found, exc)
-        else:
-            self._refused.discard(name)
-            self._read.pop(name, None)
-            self._backend.finish_acceptance(table, key, name)
+            raise
+        self._refused.discard(name)
+        self._read.pop(name, None)
+        self._backend.finish_acceptance(table, key, name)
+
+    def _require_own_row(self, name: str, kind: str, key: str, former: Acceptance) -> None:
+        """Raises StateConflict if another object has the row."""
+        if former.name not in (None, name) and former.name in self._mirror.objects:
+            row_label = f"{kind} {key!r}" if key else kind
+            raise StateConflict(
+                f"{row_label} stands in ConfigMap {former.name!r} already; delete one of them", code="name_taken"
+            )
 
     def _edit_of(self, name: str, found: Json, kind: str) -> tuple[str, Callable[[], object]]:
         """The row's key, and the function that applies the edit. Raises OrchestratorRequestError."""

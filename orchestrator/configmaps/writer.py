@@ -202,11 +202,14 @@ class ObjectWriter:
         except Exception as exc:
             log.exception("not written", table=key.table, name=key.name)
             error = StoreError(f"{key.table} {key.name!r} not written: {exc!r}")
-        if error is not None:
-            log.warning("not written", table=key.table, name=key.name, error=str(error))
-            self._on_refused(key, error)
-        else:
-            self._on_written(key)
+        try:
+            if error is not None:
+                log.warning("not written", table=key.table, name=key.name, error=str(error))
+                self._on_refused(key, error)
+            else:
+                self._on_written(key)
+        except Exception:  # the callers that wait, and the writes behind this one, go on
+            log.exception("the result of a write is not recorded", table=key.table, name=key.name)
         for write in pending:
             write.settle(key, error)
             if write.over.is_set():

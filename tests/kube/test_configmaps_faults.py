@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from lorafleet.kube.errors import KubeError
-from orchestrator.configmaps.objects import adapter_object_name, alias_object_name
+from orchestrator.configmaps.objects import RECORD, ROLLOUT, adapter_object_name, alias_object_name
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.wire import AdapterSpec
-from tests.patience import patience, until
+from tests.patience import patience, until, within
 
 SQL = RegisteredAdapter(lora_id="sql/v1", source="hf://acme/sql", digest="d" * 64, rank=8, base_model="tiny")
 PYTHON = replace(SQL, lora_id="python/v1", digest="e" * 64)
@@ -154,6 +154,49 @@ async def test_a_missing_role_is_named_in_the_error(instances, kube):
 
 def has(instance, lora_id):
     return lambda: lora_id in instance.store.adapters
+
+
+async def test_an_object_with_an_annotation_that_cannot_be_read_holds_up_no_other(instance, manifests):
+    await manifests.apply("a-sql", {"lora_id": "sql/v1", "source": "x"})
+    await manifests.apply("b-prod", {"name": "prod", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
+    await until(lambda: "prod" in instance.store.aliases)
+    await manifests.said("b-prod", "accepted")
+    record = (await manifests.get("b-prod"))["metadata"]["annotations"][RECORD]
+    changed = record.replace("1.0", "2.0")
+    assert changed != record
+    await manifests.patch("b-prod", {"annotations": {RECORD: changed, ROLLOUT: "of another release"}})
+    await manifests.said("b-prod", "delete that annotation")
+    await manifests.apply("c-late", {"name": "late", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
+    await until(lambda: "late" in instance.store.aliases)
+    assert instance.store.aliases["prod"] == (("sql/v1", 1.0),)
+    await manifests.patch("b-prod", {"annotations": {ROLLOUT: None}})
+    await until(lambda: instance.store.aliases["prod"] == (("sql/v1", 2.0),))
+
+
+async def test_a_fault_of_ours_at_one_object_holds_up_no_other(instance, manifests, monkeypatch):
+    apply_spec, failures = instance.edits._registry.apply_spec, []
+
+    def faulty(spec, actor):
+        if spec.lora_id == "a/v1" and not failures:
+            failures.append(spec)
+            raise RuntimeError("a fault of ours")
+        return apply_spec(spec, actor)
+
+    monkeypatch.setattr(instance.edits._registry, "apply_spec", faulty)
+    await asyncio.gather(*(manifests.apply(name, {"lora_id": f"{name}/v1", "source": "x"}) for name in ("a", "b")))
+    await until(lambda: failures and "b/v1" in instance.store.adapters)
+    await manifests.apply("c", {"lora_id": "c/v1", "source": "x"})
+    await until(lambda: set(instance.store.adapters) == {"a/v1", "b/v1", "c/v1"})
+
+
+async def test_a_caller_is_told_of_its_write_whatever_becomes_of_its_result(instance, monkeypatch):
+    def faulty(_key):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(instance.backend.writer, "_on_written", faulty)
+    instance.store.put_adapter(SQL)
+    async with within(30):
+        await instance.store.wait_durable()
 
 
 async def test_a_forbidden_write_is_not_retried_without_end(instances, manifests, kube):
