@@ -4,9 +4,8 @@ The tiny model answers with words without sense, so the table shows only where r
 sentences the answers are shown, too.
 """
 
-import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from lorafleet.local import smollm2
+from lorafleet.service.event_streams import json_events
 
 # Several blocks of 32 tokens, so that a cache hit shows.
 _SHOP_TABLES = (
@@ -111,7 +111,7 @@ async def ask(
         if answer.is_error:
             message = (await answer.aread()).decode(errors="replace")
             raise httpx.HTTPStatusError(message, request=answer.request, response=answer)
-        async for chunk in _chunks(answer):
+        async for chunk in json_events(answer):
             for choice in chunk["choices"]:
                 piece = choice["delta"].get("content") or ""
                 if piece and not text:
@@ -128,13 +128,6 @@ async def ask(
         first_token_ms=1000 * first_s,
         text=text,
     )
-
-
-async def _chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON chunks of a streamed answer."""
-    async for line in answer.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
 
 
 def script_for(lora_ids: Sequence[str]) -> DemoScript:

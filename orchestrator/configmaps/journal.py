@@ -6,6 +6,7 @@ The newest object of a ring takes entries until it is full; then the oldest is o
 of 64 KiB at most, and a ring keeps about two thousand entries.
 """
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
@@ -47,7 +48,7 @@ class HistoryJournal:
         return [self.name(ring, part) for ring in RINGS for part in range(PARTS)]
 
     def load(self, objects: dict[str, Json]) -> None:
-        """Replace all entries by those in the objects. An unreadable part counts as empty, so that a start goes on."""
+        """Replace all entries by those in the objects. Lines that cannot be read are left out."""
         for ring in RINGS:
             for part in range(PARTS):
                 text = ((objects.get(self.name(ring, part)) or {}).get("data") or {}).get(_KEY, "")
@@ -102,11 +103,15 @@ def _json_line(entry: HistoryEntry) -> str:
 
 
 def _parsed_entries(text: str) -> list[HistoryEntry]:
-    """The entries of a part's text; empty if any line is unreadable."""
-    try:
-        return [msgspec.json.decode(line, type=HistoryEntry) for line in text.splitlines()]
-    except msgspec.MsgspecError:
-        return []
+    """The entries of a part's text, without lines that cannot be read.
+
+    A line ends at a line feed alone: texts in its JSON may hold other line separators, such as U+2028.
+    """
+    found = []
+    for line in text.split("\n"):
+        with contextlib.suppress(msgspec.MsgspecError):
+            found.append(msgspec.json.decode(line, type=HistoryEntry))
+    return found
 
 
 def _last_id(entries: Sequence[HistoryEntry]) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ import httpx
 
 from lorafleet.cli.bench.plan import PlannedRequest
 from lorafleet.cli.bench.report import RequestOutcome
+from lorafleet.service.event_streams import json_events
 
 _CONNECT_S = 10.0
 
@@ -85,7 +86,7 @@ async def send(
                 )
             with suppress(ValueError):
                 predicted = int(answer.headers.get("x-lorafleet-cached-tokens", ""))
-            async for event in _events(answer):
+            async for event in json_events(answer):
                 if "error" in event:
                     error = f"stream {event['error'].get('code') or event['error'].get('type')}"
                     return RequestOutcome(model=request.model, began_s=began_s, ended_s=elapsed_s(), error=error)
@@ -108,13 +109,6 @@ async def send(
         predicted_tokens=predicted,
         cached_tokens=details.get("cached_tokens"),
     )
-
-
-async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON events of a stream up to `[DONE]`. Raises ValueError for what is no JSON."""
-    async for line in answer.aiter_lines():
-        if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":
-            yield json.loads(data)
 
 
 def code_and_message(body: bytes, status: int) -> tuple[str, str]:
