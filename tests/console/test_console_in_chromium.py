@@ -1,6 +1,8 @@
 """The console in Chromium: every page works in both themes and widths, by keyboard, and axe finds nothing."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -202,6 +204,19 @@ async def test_what_happens_shows_without_a_reload(scene, browser):
             await page.wait_for_selector("tr:has-text('w2') >> text=cordoned")
             await client.post(f"{scene.orchestrator}/v1/workers/w2/uncordon", headers=headers)
             await page.wait_for_selector("tr:has-text('w2') >> text=ready")
+
+
+async def test_a_frozen_orchestrator_is_said_and_the_page_lives_again_after_it(scene, browser):
+    (pid,) = scene.fleet.pids("-m", "orchestrator")
+    async with opened(browser, scene.orchestrator, key=OPERATOR) as page:
+        await visit(page, "")
+        await page.wait_for_selector(".live:text-is('live')")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await page.wait_for_selector(".live:has-text('no connection to the orchestrator')", timeout=patience(60) * 1000)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await page.wait_for_selector(".live:text-is('live')", timeout=patience(60) * 1000)
 
 
 async def test_a_column_lacks_what_is_not_known_at_its_end_in_either_order(scene, browser):

@@ -38,12 +38,17 @@ export class CallError extends Error {
   constructor(message, status, code) { super(message); this.status = status; this.code = code; }
 }
 
+const CALL_MS = 60000;  // of every call but an upload: a page whose call hangs would never be loaded again
+
 export async function call(method, path, { body, headers, signal, raw } = {}) {
   const sent = { ...(key ? { authorization: "Bearer " + key } : {}), ...headers };
   if (body !== undefined) sent["content-type"] = raw ? "application/octet-stream" : "application/json";
+  const limits = [signal, raw ? null : AbortSignal.timeout(CALL_MS)].filter(Boolean);
   const answer = await fetch(path, {
-    method, signal, headers: sent, cache: "no-store",
+    method, headers: sent, cache: "no-store", signal: AbortSignal.any(limits),
     body: body === undefined ? undefined : raw ? body : JSON.stringify(body),
+  }).catch((error) => {
+    throw error.name === "TimeoutError" ? new CallError(`${method} ${path}: no answer within ${CALL_MS / 1000} s; is the orchestrator up?`, 0, "") : error;
   });
   if (answer.status === 401) needsKey.set(true);
   if (!answer.ok) {
@@ -125,24 +130,32 @@ export function useLoad(load, deps, { follow = "all" } = {}) {
   return state;
 }
 
-// A stream of server-sent events over fetch: EventSource cannot send a key.
-async function follow(path, headers, on) {
-  const answer = await fetch(path, { headers: { ...(key ? { authorization: "Bearer " + key } : {}), ...headers } });
-  if (answer.status === 401) needsKey.set(true);
-  if (!answer.ok) throw new CallError(`${path}: HTTP ${answer.status}`, answer.status, "");
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    text += value;
-    const parts = text.split("\n\n");
-    text = parts.pop();
-    for (const part of parts) {
-      const data = part.split("\n").find((line) => line.startsWith("data: "));
-      if (data) on(JSON.parse(data.slice(6)));
+// A stream of server-sent events over fetch: EventSource cannot send a key. One that says nothing for so long has ended:
+// a frozen orchestrator, or a network that is gone, closes no connection.
+async function follow(path, headers, silentMs, on) {
+  const aborter = new AbortController();
+  let timer = 0;
+  const heardSomething = () => { clearTimeout(timer); timer = setTimeout(() => aborter.abort(), silentMs); };
+  heardSomething();
+  try {
+    const answer = await fetch(path, { headers: { ...(key ? { authorization: "Bearer " + key } : {}), ...headers }, signal: aborter.signal });
+    if (answer.status === 401) needsKey.set(true);
+    if (!answer.ok) throw new CallError(`${path}: HTTP ${answer.status}`, answer.status, "");
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let text = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      heardSomething();
+      text += value;
+      const parts = text.split("\n\n");
+      text = parts.pop();
+      for (const part of parts) {
+        const data = part.split("\n").find((line) => line.startsWith("data: "));
+        if (data) on(JSON.parse(data.slice(6)));
+      }
     }
-  }
+  } finally { clearTimeout(timer); }
 }
 
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
@@ -179,6 +192,7 @@ async function again(work) {
 
 export function start() {
   whoami();
-  again(() => follow("/v1/live", {}, seen));
-  again(() => follow("/v1/events", revision === null ? {} : { "last-event-id": revision }, heard));
+  again(() => follow("/v1/live", {}, 15000, seen));
+  // Silence of the events is no trouble, as nothing may have happened: only `/v1/live` tells whether anybody is there.
+  again(() => follow("/v1/events", revision === null ? {} : { "last-event-id": revision }, 90000, heard).catch((error) => { if (error.name !== "AbortError") throw error; }));
 }
