@@ -213,7 +213,9 @@ async def test_a_frozen_orchestrator_is_said_and_the_page_lives_again_after_it(s
         await page.wait_for_selector(".live:text-is('live')")
         os.kill(pid, signal.SIGSTOP)
         try:
-            await page.wait_for_selector(".live:has-text('no connection to the orchestrator')", timeout=patience(60) * 1000)
+            await page.wait_for_selector(
+                ".live:has-text('no connection to the orchestrator')", timeout=patience(60) * 1000
+            )
         finally:
             os.kill(pid, signal.SIGCONT)
         await page.wait_for_selector(".live:text-is('live')", timeout=patience(60) * 1000)

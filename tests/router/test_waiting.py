@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 
 import pytest
 from starlette.responses import JSONResponse
@@ -126,11 +127,13 @@ async def test_a_distant_deadline_lets_nobody_wait_for_longer_than_anybody_may()
         await asyncio.gather(*ahead)
 
 
-async def test_deadline_passing_in_the_queue_is_counted_as_turned_away():
+@pytest.mark.parametrize("busy_s", [0, 1], ids=["idle loop", "busy loop"])
+async def test_deadline_passing_in_the_queue_is_counted_as_turned_away(busy_s):
     engine = SlowEngine("w0")
     async with fleet(engine, control=with_sql("w0"), late_binding_s=0.05) as (client, _, parts):
         ahead = [ask(client, model="sql/v1") for _ in range(2)]
         await until(lambda: len(engine.bodies) == 2)
+        asyncio.get_running_loop().call_later(0.9, time.sleep, busy_s)  # over the deadline
         late = await client.post("/v1/completions", json=a_prompt() | {"model": "sql/v1"}, headers={TIMEOUT: "1"})
         assert error_of(late) == (504, "deadline_exceeded")
         assert "while it waited for room" in late.json()["error"]["message"]
