@@ -105,6 +105,38 @@ async def test_what_a_name_keeps_is_set_and_taken_back(scene, page):
     assert published(scene)["keep_versions"] == 2
 
 
+async def test_a_new_alias_takes_no_name_that_leads_somewhere_already(scene, page):
+    before = scene.call("GET", "/v1/aliases/sql").json()["targets"]
+    await visit(page, "/aliases")
+    await page.click("button:text-is('New alias')")
+    await page.fill("dialog .form label:has-text('Alias') input", "sql")
+    await page.fill("dialog input[aria-label='Target 1']", "legal/v2")
+    await page.click("dialog button:text-is('Make it')")
+    await page.wait_for_selector("dialog [role=alert]:has-text('sql is an alias already')")
+    assert scene.call("GET", "/v1/aliases/sql").json()["targets"] == before
+
+
+async def test_a_pin_changes_nothing_that_others_have_changed_since_the_page_was_read(scene, page):
+    await visit(page, "/adapters/legal/v2")
+    held = asyncio.Event()
+
+    async def hold(route):
+        scene.call("PATCH", "/v1/adapters/legal/v2", json={"policy": {"priority": 3}})
+        held.set()
+        await route.continue_()
+
+    await page.route(
+        "**/v1/adapters/legal/v2", lambda route: hold(route) if route.request.method == "PATCH" else route.continue_()
+    )
+    await page.click("button:text-is('Pin')")
+    await page.click("dialog button:text-is('Pin')")
+    await page.wait_for_selector("button:text-is('Unpin')")
+    policy = scene.call("GET", "/v1/adapters/legal/v2").json()["policy"]
+    assert held.is_set()
+    assert (policy["pinned"], policy["priority"]) == (True, 3)
+    scene.call("PATCH", "/v1/adapters/legal/v2", json={"policy": {"pinned": False, "priority": 0}})
+
+
 async def test_what_a_script_has_loaded_is_adopted_for_a_tenant(scene, page):
     await visit(page, "/workers/w1")
     await page.click("text=adopt or unload")

@@ -1,6 +1,6 @@
 // Actions: each says first what it will do, and is taken back where that is possible. A key without the scope sees none.
 import { html, useStore, useState } from "../lib.js";
-import { call, changes, get, may, me, useLoad } from "../api.js";
+import { all, call, changes, get, may, me, useLoad } from "../api.js";
 import { Dialog, Field, say } from "../parts.js";
 import { go, href } from "../route.js";
 import { bytes, plural, share, span } from "../format.js";
@@ -31,7 +31,7 @@ export function Act({ label, title, what, run, done, undo, tone = "", scope = "o
 export function AdapterActions({ adapter }) {
   const at = "/v1/adapters/" + path(adapter.lora_id), pinned = adapter.policy.pinned;
   const [replicas, setReplicas] = useState(Math.max(1, adapter.replicas.desired));
-  const patch = (policy) => call("PATCH", at, { body: { policy: { ...adapter.policy, ...policy } } });
+  const patch = (policy) => call("PATCH", at, { body: { policy } });  // the one field: others may have changed the rest
   return html`
     ${adapter.state === "failed" && html`<${Act} label="Retry" scope="tenant-admin" tone="primary" what=${`Forget why ${adapter.lora_id} failed, and try to load it again.`} run=${() => call("POST", at + "/retry")} done="It is tried again."/>`}
     <${Act} label="Load" scope="tenant-admin" title=${`Load ${adapter.lora_id}`} what=${`Ask for ${plural(replicas, "replica")}. A load may evict a less used adapter; replicas that nobody asks for go again later.`} run=${() => call("POST", at + "/ensure", { body: { replicas } })} done="It is asked for.">
@@ -103,7 +103,12 @@ function Weights({ targets, setTargets }) {
 
 export function NewAliasButton() {
   const [name, setName] = useState(""), [targets, setTargets] = useState([{ lora_id: "", weight: 1 }]);
-  return html`<${Act} label="New alias" tone="primary" scope="tenant-admin" verb="Make it" ready=${name.trim() && targets.every((one) => one.lora_id)} what="Requests for the alias go to its targets by weight; a session keeps its target." run=${() => call("PUT", "/v1/aliases/" + path(name.trim()), { body: { targets } })}
+  const make = async () => {
+    const wanted = name.trim();
+    if ((await all("/v1/aliases?limit=1000")).some((one) => one.name === wanted)) throw new Error(`${wanted} is an alias already: open its page to change where it leads.`);
+    return call("PUT", "/v1/aliases/" + path(wanted), { body: { targets } });
+  };
+  return html`<${Act} label="New alias" tone="primary" scope="tenant-admin" verb="Make it" ready=${name.trim() && targets.every((one) => one.lora_id)} what="Requests for the alias go to its targets by weight; a session keeps its target." run=${make}
     undo=${() => call("DELETE", "/v1/aliases/" + path(name.trim()))} done=${() => { go(href("aliases/" + name.trim())); return `${name.trim()} is there.`; }}>
     <${Field} label="Alias"><input type="text" value=${name} onInput=${(event) => setName(event.target.value)}/><//><${Weights} targets=${targets} setTargets=${setTargets}/><//>`;
 }
