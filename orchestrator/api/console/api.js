@@ -38,25 +38,25 @@ export class CallError extends Error {
   constructor(message, status, code) { super(message); this.status = status; this.code = code; }
 }
 
-const CALL_MS = 60000;  // of every call but an upload: a page whose call hangs would never be loaded again
+const READ_MS = 60000;  // a page whose call hangs would never be loaded again; an action may take its time
+
+const hung = (error, what) => error.name === "TimeoutError" ? new CallError(`${what}: no answer within ${READ_MS / 1000} s; is the orchestrator up?`, 0, "") : error;
 
 export async function call(method, path, { body, headers, signal, raw } = {}) {
   const sent = { ...(key ? { authorization: "Bearer " + key } : {}), ...headers };
   if (body !== undefined) sent["content-type"] = raw ? "application/octet-stream" : "application/json";
-  const limits = [signal, raw ? null : AbortSignal.timeout(CALL_MS)].filter(Boolean);
+  const limits = [signal, method === "GET" ? AbortSignal.timeout(READ_MS) : null].filter(Boolean);
   const answer = await fetch(path, {
     method, headers: sent, cache: "no-store", signal: AbortSignal.any(limits),
     body: body === undefined ? undefined : raw ? body : JSON.stringify(body),
-  }).catch((error) => {
-    throw error.name === "TimeoutError" ? new CallError(`${method} ${path}: no answer within ${CALL_MS / 1000} s; is the orchestrator up?`, 0, "") : error;
-  });
+  }).catch((error) => { throw hung(error, `${method} ${path}`); });
   if (answer.status === 401) needsKey.set(true);
   if (!answer.ok) {
     const error = ((await answer.json().catch(() => ({}))).error) || {};
     throw new CallError(error.message || `${method} ${path}: HTTP ${answer.status}`, answer.status, error.code || "");
   }
   if (answer.status === 204) return null;
-  const parsed = await answer.json().catch(() => null);
+  const parsed = await answer.json().catch((error) => { if (error instanceof DOMException) throw hung(error, `${method} ${path}`); return null; });
   const etag = answer.headers.get("etag");
   if (etag && parsed && typeof parsed === "object") Object.defineProperty(parsed, "etag", { value: etag });
   return parsed;

@@ -14,14 +14,18 @@ export function WhatIfPage() {
 }
 
 function Question({ workers, adapters }) {
-  const [gone, setGone] = useState(new Set()), [more, setMore] = useState(0), [factor, setFactor] = useState(3), [who, setWho] = useState(""), [plan, setPlan] = useState(null), [error, setError] = useState(""), [isBusy, setBusy] = useState(false);
+  const [gone, setGone] = useState(new Set()), [more, setMore] = useState(0), [factor, setFactor] = useState(3), [who, setWho] = useState(""), [plan, setPlan] = useState(null), [error, setError] = useState(""), [isBusy, setBusy] = useState(false), latest = useRef(0);
   const toggle = (id) => { const next = new Set(gone); next.has(id) ? next.delete(id) : next.add(id); setGone(next); };
   const ask = async (event) => {
     event?.preventDefault(); setBusy(true); setError("");
+    const turn = latest.current += 1;  // an answer to an earlier question may come later
     const asked = who ? [who] : adapters.map((one) => one.lora_id);
     const body = { workers_gone: [...gone], workers_more: more ? [{ count: more }] : [], demand: FACTORS[factor] === 1 ? {} : Object.fromEntries(asked.map((id) => [id, { factor: FACTORS[factor] }])) };
-    try { setPlan({ ...await call("POST", "/v1/placements/plan", { body }), gone: [...gone] }); } catch (problem) { setPlan(null); setError(problem.message); }
-    setBusy(false);
+    try {
+      const answer = await call("POST", "/v1/placements/plan", { body });
+      if (turn === latest.current) setPlan({ ...answer, gone: [...gone] });
+    } catch (problem) { if (turn === latest.current) { setPlan(null); setError(problem.message); } }
+    if (turn === latest.current) setBusy(false);
   };
   // Small fleets answer at once, so that the sliders show their effect while they move.
   const asks = useLater(`${factor} ${who} ${more} ${[...gone].join(" ")}`, 350), first = useRef(asks);
