@@ -163,6 +163,29 @@ async def test_an_invalid_object_gets_one_event_with_the_rest_message(instance, 
         assert len(await manifests.events(name)) == 1
 
 
+async def test_an_object_that_is_still_refused_has_an_event_when_the_first_has_expired(instances, manifests):
+    wall = [1_800_000_000.0]
+    instance = await instances.open(wall=lambda: wall[0])
+    await instance.lead()
+    await manifests.apply("typo", None, text="lora_id: a/v1")
+    (event,) = await until(lambda: manifests.events("typo"))
+
+    async def retried(number):
+        """The object's Events, once it has been checked again beside an accepted change."""
+        await manifests.apply(f"other-{number}", {"lora_id": f"other/{number}", "source": "x"})
+        await manifests.said(f"other-{number}", "accepted")
+        await manifests.apply(f"typo-{number}", None, text=f"lora_id: typo/{number}")
+        await until(lambda: manifests.events(f"typo-{number}"))  # Events are sent in their order
+        return await manifests.events("typo")
+
+    wall[0] += 2000.0
+    assert await retried(0) == [event]
+    wall[0] += 2000.0
+    (again,) = await retried(1)
+    assert (again["count"], again["firstTimestamp"]) == (2, event["firstTimestamp"])
+    assert again["lastTimestamp"] > event["lastTimestamp"]
+
+
 async def test_the_older_of_two_objects_for_one_adapter_counts_until_deleted(instance, manifests):
     await manifests.apply("first", SQL)
     await until(has(instance, "sql/v1"))
