@@ -13,14 +13,14 @@ from lorafleet.service.urls import checked_key, is_http, without_secrets
 class _AnswerObject(dict[str, Any]):
     """A JSON object of an answer. The look-up of a field that is missing raises the error that `wrong` gives."""
 
-    __slots__ = ("_wrong",)
+    __slots__ = ("wrong",)
 
-    def __init__(self, fields: Mapping[str, Any], wrong: Callable[[str], CommandFailed]) -> None:
-        super().__init__(fields)
-        self._wrong = wrong
+    wrong: Callable[[str], CommandFailed]
 
     def __missing__(self, name: str) -> Any:
-        raise self._wrong(f"no field {name!r}")
+        if hasattr(self, "wrong"):  # a copy, as `dataclasses.asdict` makes one, has none
+            raise self.wrong(f"no field {name!r}")
+        raise KeyError(name)
 
 
 class RestClient:
@@ -107,10 +107,15 @@ class RestClient:
         def wrong(detail: str) -> CommandFailed:
             return self._wrong_server(path, detail)
 
+        def answer_object(fields: dict[str, Any]) -> _AnswerObject:
+            found = _AnswerObject(fields)
+            found.wrong = wrong
+            return found
+
         if not answer.content:
-            return _AnswerObject({}, wrong)
+            return answer_object({})
         try:
-            found = answer.json(object_hook=lambda fields: _AnswerObject(fields, wrong))
+            found = answer.json(object_hook=answer_object)
         except (ValueError, RecursionError) as exc:
             raise wrong("no JSON") from exc
         if not isinstance(found, dict):

@@ -133,9 +133,14 @@ async def test_a_request_that_waits_in_the_router_when_the_pause_begins_is_not_s
 
 
 async def test_with_mode_wait_nothing_of_the_tenant_runs_any_more_when_the_pause_is_answered(fleet):
-    asked = [_ask(fleet, router, "acme", max_tokens=20, ignore_eos=True) for router in fleet.routers]
-    for router in fleet.routers:
-        await until(lambda router=router: _is(router, "lorafleet_router_in_flight_requests", 1), what="both run")
+    # Five seconds: they are to run on until both have been seen to run, and the pause has been asked for.
+    asked = [_ask(fleet, router, "acme", max_tokens=250, ignore_eos=True) for router in fleet.routers]
+
+    async def both_run() -> bool:
+        figures = [_figure(router, "lorafleet_router_in_flight_requests") for router in fleet.routers]
+        return await asyncio.gather(*figures) == [1, 1]
+
+    await until(both_run, what="both run")
     async with _running(fleet, fleet.routers[0], "globex"):
         told = await _pause(fleet, "acme", mode="wait")
         assert (told["mode"], told["running"]) == ("wait", 0)

@@ -242,9 +242,14 @@ async def test_agent_serves_blocks_of_prompts_and_a_new_epoch_after_restart(work
         assert 'lorafleet_workers_kv_events_total{type="BlockStored"}' in page
         assert "lorafleet_workers_kv_rejected_total{" not in page
         os.kill(worker.engine_pid, signal.SIGKILL)
-        await until(lambda: not (worker.state_dir / "engine.pid").exists())
-        await worker.ready(client)
-        after = await snapshot(client)
+
+        async def of_the_next_engine() -> KvSnapshot | None:
+            """The snapshot; None while there is none, or still that of before."""
+            answer = await client.get("/v1/kv/snapshot")
+            found = SNAPSHOT.decode(answer.content) if answer.is_success else None
+            return None if found is None or found.epoch == before.epoch else found
+
+        after = await until(of_the_next_engine, within_s=40, what="the next engine has a ledger")
         assert after.epoch.split(".")[0] not in {before.epoch.split(".")[0], ""}
         assert device_blocks(after).isdisjoint(expected)
         gone = await client.get("/v1/kv/stream", params={"epoch": before.epoch, "since": before.seq})
