@@ -12,14 +12,15 @@ import pytest_asyncio
 
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.e2e.small_fleets import SmallFleet, small_fleet
-from tests.patience import until, within
+from tests.patience import patience, until, within
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.fleet]
 
 MODEL = "tiny-qwen"
-# An adapter that takes two seconds to load, and is loaded when it is asked for.
+# An adapter that takes some seconds to load, and is loaded when it is asked for.
 SLOW = "slow/v1"
-# An answer of so many tokens lasts as long as any test: the sim decodes 50 a second.
+DECODE_TOKENS_PER_S = 50
+# An answer of so many tokens lasts as long as any test.
 ENDLESS = 1900
 
 
@@ -28,7 +29,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Small
     folder: Path = tmp_path_factory.mktemp("pauses")
     make_adapter(folder / "shelf", SLOW, rank=8)
     model = make_model(folder / "model")
-    engine = ("--sim-decode-tokens-per-s", "50", "--sim-load-s", "2")
+    engine = ("--sim-decode-tokens-per-s", str(DECODE_TOKENS_PER_S), "--sim-load-s", str(patience(2)))
     async with small_fleet(
         folder / "fleet", model, shelf=folder / "shelf", routers=2, engine=engine, tenants=("acme", "globex")
     ) as fleet:
@@ -133,8 +134,9 @@ async def test_a_request_that_waits_in_the_router_when_the_pause_begins_is_not_s
 
 
 async def test_with_mode_wait_nothing_of_the_tenant_runs_any_more_when_the_pause_is_answered(fleet):
-    # Five seconds: they are to run on until both have been seen to run, and the pause has been asked for.
-    asked = [_ask(fleet, router, "acme", max_tokens=250, ignore_eos=True) for router in fleet.routers]
+    # They are to run on until both have been seen to run, and the pause has been asked for.
+    tokens = min(ENDLESS, int(DECODE_TOKENS_PER_S * patience(2)))
+    asked = [_ask(fleet, router, "acme", max_tokens=tokens, ignore_eos=True) for router in fleet.routers]
 
     async def both_run() -> bool:
         figures = [_figure(router, "lorafleet_router_in_flight_requests") for router in fleet.routers]

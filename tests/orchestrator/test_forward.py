@@ -94,7 +94,7 @@ async def forwarding(leadership, refresh=None):
             metrics=OrchestratorMetrics(),
             refresh=refresh or (lambda: refreshed.append(1)),
             is_stopping=lambda: leadership.is_stopping,
-            connect_timeout_s=0.5,
+            connect_timeout_s=patience(0.5),
             retry_after_s=1.0,
         )
         tracked = TrackRequests(app, requests=RequestLog("test"))

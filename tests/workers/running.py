@@ -133,6 +133,18 @@ class RunningWorker:
 
         await until(is_ready, within_s=within_s, what="the agent is ready")
 
+    async def ready_again(self, client: httpx.AsyncClient, before: Metadata) -> None:
+        """Wait until an engine that came after the one in `before` is ready.
+
+        For some milliseconds after its engine's end an agent is ready still.
+        """
+
+        async def is_another_ready() -> bool:
+            boot_id = (await metadata_of(client)).engine_boot_id
+            return boot_id not in {before.engine_boot_id, ""} and (await client.get("/ready")).is_success
+
+        await until(is_another_ready, within_s=30, what="the agent is ready with its next engine")
+
     @property
     def engine_pid(self) -> int:
         return int((self.state_dir / "engine.pid").read_text())

@@ -38,8 +38,7 @@ async def test_hung_engine_is_restarted_with_its_adapters_and_its_load_fails(wor
         swallowed = await post(client, "load_lora", lora_id="legal/v2")
         assert (swallowed.status_code, code(swallowed)) in {(503, "engine_unreachable"), (503, "engine_down")}
         await until(lambda: not is_running(hung))
-        await worker.ready(client)
-        assert (await metadata_of(client)).engine_boot_id != before.engine_boot_id
+        await worker.ready_again(client, before)
         assert await loaded(client) == {"sql-expert/v1"}
 
 
@@ -67,12 +66,12 @@ async def test_worker_recovers_when_the_guard_process_dies(worker):
     children = "sleep 1000 & exec " + sys.executable + ' -m workers.engines.sim "$@"'
     # A real process: uvloop reports an exit before all holders of the pipes have ended.
     async with worker.running("--", "sh", "-c", children, "sim") as client:
-        group = group_of(worker.engine_pid)
+        before, group = await metadata_of(client), group_of(worker.engine_pid)
         assert len(group) == 3  # guard, sim, and a child that keeps the engine's output open
         guard = os.getpgid(worker.engine_pid)
         os.kill(guard, signal.SIGKILL)
         await until(lambda: not any(is_running(pid) for pid in group))
-        await worker.ready(client)
+        await worker.ready_again(client, before)
 
 
 @pytest.mark.fleet

@@ -24,9 +24,9 @@ async def test_unwritable_engine_log_stops_neither_engine_nor_agent(worker):
     (worker.state_dir / "engine.log").symlink_to("/dev/full")
     async with worker.running() as client:
         await until(lambda: "\nINFO:     Application startup complete" in (worker.folder / "agent.log").read_text())
+        before = await metadata_of(client)
         os.kill(worker.engine_pid, signal.SIGKILL)
-        await until(lambda: not (worker.state_dir / "engine.pid").exists())
-        await worker.ready(client)
+        await worker.ready_again(client, before)
 
 
 @pytest.mark.fleet
@@ -47,10 +47,7 @@ async def test_full_disk_fails_no_unload_lease_engine_or_request(worker):
         await until(lambda: lease.stat().st_mtime > renewed_at)
 
         os.kill(worker.engine_pid, signal.SIGKILL)
-        async with within(30):
-            while (await metadata_of(client)).engine_boot_id in {"", before.engine_boot_id}:
-                await asyncio.sleep(0.02)
-        await worker.ready(client)
+        await worker.ready_again(client, before)
         assert await loaded(client) == {THREE[0], THREE[2]}
 
         url = (await metadata_of(client)).transport.engine_url

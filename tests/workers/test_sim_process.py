@@ -89,10 +89,10 @@ def test_client_that_disconnects_before_the_answer_ends_the_request(model_dir: P
     try:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{engine.url}/v1/completions", json={"prompt": "hello", "max_tokens": 1000}, timeout=0.3)
+        aborted = 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny-qwen"} 1.0'
+        wait_until(lambda: aborted in httpx.get(f"{engine.url}/metrics").text)
         running = 'vllm:num_requests_running{engine="0",model_name="tiny-qwen"} 0.0'
-        wait_until(lambda: running in httpx.get(f"{engine.url}/metrics").text)
-        page = httpx.get(f"{engine.url}/metrics").text
-        assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny-qwen"} 1.0' in page
+        assert running in httpx.get(f"{engine.url}/metrics").text
     finally:
         engine.stop()
 

@@ -295,13 +295,17 @@ class WorkerAgent:
             self._loader.mark_suspect(reason, patience_s=self.settings.stuck_after_s)
         return False
 
+    def mark_down(self, reason: str) -> None:
+        """Answer as a worker whose engine is down from now on; `detach_engine` follows, and publishes it."""
+        self._state, self._state_reason = "engine_down", reason
+
     async def detach_engine(self, reason: str) -> None:
         """Record and publish that the engine is down, with all its adapters; they stay wanted for the restart.
 
         Empties the slots, clears a suspicion, and closes the KV ledgers.
         """
         was_up = self.engine.client is not None
-        self._state, self._state_reason = "engine_down", reason  # before the first await: nobody may read "ready"
+        self.mark_down(reason)  # before the first await
         await self.engine.detach(reason)
         self.inventory.reset_slots()
         self.metrics.engine_up.set(0)

@@ -77,6 +77,7 @@ class Supervisor:
                     ready_at = self._clock()
                     self._record_start(ready_at)
                     reason = await self._watch(client)
+                    self._agent.mark_down(reason)  # before the client is closed: nobody may read "ready" until then
             except (WorkerError, OSError) as exc:
                 reason = str(exc)
             except Exception as exc:  # the top of a loop: it logs, counts and goes on
