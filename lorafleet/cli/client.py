@@ -13,14 +13,10 @@ from lorafleet.service.urls import checked_key, is_http, without_secrets
 class _AnswerObject(dict[str, Any]):
     """A JSON object of an answer. The look-up of a field that is missing raises the error that `wrong` gives."""
 
-    __slots__ = ("wrong",)
-
-    wrong: Callable[[str], CommandFailed]
+    wrong: Callable[[str], Exception] = KeyError  # of a copy, such as `dataclasses.asdict` makes
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(self, "wrong"):  # a copy, as `dataclasses.asdict` makes one, has none
-            raise self.wrong(f"no field {name!r}")
-        raise KeyError(name)
+        raise self.wrong(f"no field {name!r}")
 
 
 class RestClient:

@@ -128,7 +128,7 @@ class _ResponseBody(httpx.AsyncByteStream):
         answer, self._answer = self._answer, None
         if answer is not None:
             try:
-                # Shielded: a cancelled close would free nothing and never be repeated.
-                await asyncio.shield(asyncio.ensure_future(self._stream.aclose()))
+                # A cancelled close would free nothing and never be repeated.
+                await finish_even_if_cancelled(self._stream.aclose())
             finally:
                 answer.stream = self._stream = httpx.ByteStream(b"")
