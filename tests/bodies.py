@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 
 from lorafleet.tokenizer.chat import ChatTokenizer
+from tests.patience import patience
 
 WEATHER = {
     "type": "function",
@@ -172,7 +173,7 @@ COMPLETION_PROMPTS: list[str] = [
 
 def assert_same_tokens_as_engine(chat: ChatTokenizer, engine_url: str, model: str) -> None:
     """Fails, naming the request, where `chat` and the engine's `/tokenize` differ."""
-    with httpx.Client(base_url=engine_url, timeout=60) as engine:
+    with httpx.Client(base_url=engine_url, timeout=patience(20)) as engine:
 
         def engine_ids(body: dict[str, Any]) -> list[int]:
             answer = engine.post("/tokenize", json={"model": model, **body})

@@ -19,7 +19,7 @@ _GRACE_S = 0.2
 
 def client_of(url: str = "", **more) -> httpx.AsyncClient:
     """A patient client of servers on loopback. It reads no certificates: that takes 30 ms for each client."""
-    return httpx.AsyncClient(**{"base_url": url, "timeout": patience(10), "verify": False, "trust_env": False, **more})
+    return httpx.AsyncClient(**{"base_url": url, "timeout": patience(20), "verify": False, "trust_env": False, **more})
 
 
 @contextlib.asynccontextmanager

@@ -120,8 +120,8 @@ def build(
     connector, facts = _connector_of(settings, own_command), _facts_of(settings, own_command)
     state_lock = lock_state_folder(settings.state)
     rng, metrics, boot_id = Random(), WorkerMetrics(settings.instance_id), uuid.uuid4().hex
-    rules = rules_of(settings, facts)
-    cache_folder, sources = cache_folder_of(settings), sources_of(settings, rng)
+    rules, calls = rules_of(settings, facts), FileSystemCalls(timeout_s=settings.source_timeout_s)
+    cache_folder, sources = cache_folder_of(settings), sources_of(settings, rng, calls)
     fleet = _fleet_of(settings, port, own, rng)
     sources |= dict.fromkeys((*FLEET_SCHEMES, OWN_FLEET), fleet)
     downloader = _downloader_of(settings, sources["hf"], cache_folder.folder)
@@ -138,7 +138,7 @@ def build(
     agent = WorkerAgent(
         settings=settings,
         cache=cache,
-        local_adapters=LocalAdapters(settings.lora_path.resolve() if settings.lora_path else None, rules),
+        local_adapters=LocalAdapters(settings.lora_path.resolve() if settings.lora_path else None, rules, calls=calls),
         installed=InstalledAdapters(settings.state),
         events=AgentEventLog(
             boot_id=boot_id,
@@ -323,7 +323,7 @@ def limits_of(settings: WorkerSettings, rng: Random) -> Limits:
     )
 
 
-def sources_of(settings: WorkerSettings, rng: Random) -> dict[str, Source]:
+def sources_of(settings: WorkerSettings, rng: Random, calls: FileSystemCalls) -> dict[str, Source]:
     """Create the sources by scheme: built in, and from installed packages. Raises SettingsError."""
     limits = limits_of(settings, rng)
     roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
@@ -333,7 +333,7 @@ def sources_of(settings: WorkerSettings, rng: Random) -> dict[str, Source]:
             roots,
             max_bytes=settings.max_adapter_bytes,
             allow_pickle=settings.allow_pickle,
-            calls=FileSystemCalls(timeout_s=settings.source_timeout_s),
+            calls=calls,
         ),
         "https": WebSource(
             limits,

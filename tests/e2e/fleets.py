@@ -45,7 +45,9 @@ class RunningFleet:
 
     def http(self, method: str, url: str, **more: Any) -> httpx.Response:
         # verify=False: everything is http, and reading the certificates takes longer than most answers here.
-        return httpx.request(method, url, headers=self.headers, timeout=120, trust_env=False, verify=False, **more)
+        return httpx.request(
+            method, url, headers=self.headers, timeout=patience(40), trust_env=False, verify=False, **more
+        )
 
     def ask(self, **body: Any) -> httpx.Response:
         """A chat completion through the router at temperature 0; 16 tokens by default."""

@@ -124,7 +124,7 @@ class FleetSuite:
     def test_a_streamed_answer_comes_in_pieces(self, fleet: RunningFleet) -> None:
         def first_piece() -> int:
             body = chat(prompt=fresh_prompt(), lora_id=SQL, stream=True, max_tokens=48, ignore_eos=True)
-            with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=120) as answer:
+            with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=patience(40)) as answer:
                 assert answer.status_code == 200
                 arrived = list(answer.iter_raw())
             everything = b"".join(arrived)

@@ -47,6 +47,11 @@ class SmallFleet:
     async def adapter(self, lora_id: str) -> Any:
         return (await self.http.get(f"/v1/adapters/{lora_id}")).json()
 
+    async def ensure(self, lora_id: str, *, replicas: int = 1) -> httpx.Response:
+        """Have an adapter placed, and wait until this many workers have it."""
+        body = {"replicas": replicas, "wait_s": min(600.0, patience(20))}
+        return await self.http.post(f"/v1/adapters/{lora_id}/ensure", json=body, timeout=body["wait_s"] + patience(10))
+
     async def models(self) -> list[list[str]]:
         """The names in /v1/models of every router."""
         answers = await asyncio.gather(*(router.get("/v1/models") for router in self.routers))
@@ -137,7 +142,7 @@ async def small_fleet(
             client.headers.update(operator)
             fleet.agents[name] = client
         for _ in range(routers):
-            given = {"catalog_poll_s": POLL_S, **router_settings}
+            given = {"catalog_poll_s": POLL_S, "cold_start_timeout_s": patience(20), **router_settings}
             app, services = build_router(
                 RouterSettings(orchestrator_url=url, token=keys["load"], key_files=(key_file,), **given)
             )

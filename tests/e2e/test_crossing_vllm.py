@@ -90,7 +90,10 @@ async def test_a_router_gives_no_adapter_to_engines_that_share_the_example_conne
     first, second = engines
     named = (f"e0={first.url}", f"e1={second.url}")
     app, parts = build_router(RouterSettings(engines=named, metadata_poll_s=0.1))
-    async with serving(app, http=app.state.http) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with (
+        serving(app, http=app.state.http) as url,
+        httpx.AsyncClient(base_url=url, timeout=patience(20)) as client,
+    ):
         assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(30))
 
         def refusal_of(name: str) -> str:

@@ -83,6 +83,6 @@ async def test_uploaded_bytes_outlast_a_drained_worker_and_serve_on_every_other(
             return set(await keepers()) >= {second} and len([name for name in await keepers() if name != first]) == 2
 
         await until(has_moved, within_s=40, what="another worker keeps the second copy")
-        ensured = await fleet.http.post("/v1/adapters/own/v1/ensure", json={"replicas": 2, "wait_s": 60})
+        ensured = await fleet.ensure("own/v1", replicas=2)
         assert len(ensured.json()["ready"]) == 2, ensured.text
         assert connection.carried == carried, "nothing came from outside the fleet"

@@ -15,6 +15,7 @@ import pytest
 from lorafleet.local import tiny_model
 from tests.e2e.fleets import RunningFleet, running, until
 from tests.e2e.scenarios import COLD, PYTHON, SQL, FleetSuite, cached, fresh_prompt, predicted, text
+from tests.patience import patience
 
 pytestmark = pytest.mark.fleet
 
@@ -54,7 +55,7 @@ class TestTwoSglangWorkers(FleetSuite):
         told = fleet.workers()[worker]
         as_leader = {"x-lorafleet-epoch": str(told["epoch"])}
         url = f"{told['agent_url']}/v1/admin/unload_lora"
-        httpx.post(url, json={"lora_id": SQL}, headers=as_leader, timeout=30).raise_for_status()
+        httpx.post(url, json={"lora_id": SQL}, headers=as_leader, timeout=patience(10)).raise_for_status()
         until(lambda: worker not in fleet.held_by(SQL), within_s=10, what="it is unloaded")
         reloaded = fleet.ask(prompt=prompt, lora_id=SQL)
         assert text(reloaded) == text(first)

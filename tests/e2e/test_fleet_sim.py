@@ -111,7 +111,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     with running(tmp_path / "state", *FLAGS, "1") as fleet:
         # A request in flight, so that the first signal has something to wait for.
         body = chat(prompt=fresh_prompt(), stream=True, max_tokens=3500, ignore_eos=True)
-        with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=patience(20)) as answer:
             next(answer.iter_raw())
             fleet.process.send_signal(signal.SIGINT)
             until(lambda: "stopping" in fleet.progress(), within_s=10, what="it is stopping")

@@ -36,7 +36,7 @@ class Classifiers:
         return text_vector(loaded, self.tokenizer.completion_ids(text))
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        answer = await self.fleet.routers[0].post(path, json=body, timeout=60)
+        answer = await self.fleet.routers[0].post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer
 

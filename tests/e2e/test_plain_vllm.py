@@ -47,7 +47,7 @@ async def until(parts, holds) -> None:
 
 async def ask(client: httpx.AsyncClient, model: str, prompt: str = LONG) -> httpx.Response:
     body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    return await client.post("/v1/completions", json=body, timeout=60)
+    return await client.post("/v1/completions", json=body, timeout=patience(20))
 
 
 async def test_a_router_alone_serves_what_a_real_vllm_lists_and_knows_what_it_has_cached(engine, shelf) -> None:
@@ -73,7 +73,7 @@ async def test_a_router_alone_serves_what_a_real_vllm_lists_and_knows_what_it_ha
         assert (await ask(client, "late")).status_code == 404
         async with httpx.AsyncClient(base_url=engine.url, headers=SHOWN) as direct:
             body = {"lora_name": "late", "lora_path": str(shelf / "late")}
-            (await direct.post("/v1/load_lora_adapter", json=body, timeout=60)).raise_for_status()
+            (await direct.post("/v1/load_lora_adapter", json=body, timeout=patience(20))).raise_for_status()
             await until(parts, lambda: "late" in parts.discovery.fleet.adapters)
             assert (await ask(client, "late")).json()["choices"][0]["text"] != own.json()["choices"][0]["text"]
             await until(parts, lambda: parts.discovery.fleet.replicas["e0"].max_loras == 2)
@@ -108,7 +108,7 @@ async def test_predictions_stay_exact_on_a_real_vllm_whose_prompts_are_salted(en
                 )
                 for is_second in (False, True):
                     before = index.block_counts().get("e0", 0)
-                    answer = await client.post(path, json=body, timeout=60)
+                    answer = await client.post(path, json=body, timeout=patience(20))
                     assert answer.status_code == 200, answer.text
                     details = answer.json()["usage"]["prompt_tokens_details"] or {}
                     told = details.get("cached_tokens") or 0

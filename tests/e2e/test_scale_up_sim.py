@@ -77,13 +77,13 @@ async def test_a_worker_that_is_added_under_load_is_warm_before_it_is_ready(tmp_
             return RunningWorker(model, shelf, tmp_path / name, *FLAGS, *flags)
 
         await stack.enter_async_context(worker("w0").inside())
-        operator = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30))
+        operator = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=patience(10)))
         for name in NAMES:
             spec = {"lora_id": name, "source": f"file://{shelf}/{name}", "base_model": "tiny-qwen"}
             (await operator.post("/v1/adapters", json=spec)).raise_for_status()
         app, parts = build_router(RouterSettings(orchestrator_url=url, metadata_poll_s=0.2, catalog_poll_s=0.2))
         router = await stack.enter_async_context(serving(app, http=app.state.http))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=router, timeout=60))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=router, timeout=patience(20)))
         assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(10))
 
         traffic = AdapterTraffic(client)

@@ -55,7 +55,7 @@ async def test_another_fleets_record_is_shown_taken_over_by_digest_and_the_secon
             assert (status, "nothing to do" in output) == (0, True), output
 
             shutil.rmtree(shelf)  # the bytes come from the workers' disks
-            ensured = await here.http.post("/v1/adapters/sql/v1/ensure", json={"replicas": 2, "wait_s": 60})
+            ensured = await here.ensure("sql/v1", replicas=2)
             assert sorted(ensured.json()["ready"]) == ["w0", "w1"], ensured.text
 
         refused = await there.http.get(f"/v1/files/{digest}", headers={"authorization": f"Bearer {there.keys['load']}"})
@@ -86,7 +86,7 @@ async def test_a_load_by_a_script_is_adopted_by_the_whole_fleet_and_every_router
         status, output = await fleet.cli("orphans", "adopt", "mine", "--everyone")
         assert (status, "1 adopted" in output) == (0, True), output
         await _equal_within_bound(fleet, ["tiny-qwen", "mine"])
-        ensured = await fleet.http.post("/v1/adapters/mine/ensure", json={"replicas": 2, "wait_s": 60})
+        ensured = await fleet.ensure("mine", replicas=2)
         assert sorted(ensured.json()["ready"]) == ["w0", "w1"], ensured.text
 
         async def names_at_w0():

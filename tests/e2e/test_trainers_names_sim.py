@@ -36,7 +36,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) ->
 async def asked(fleet: SmallFleet, model: str, **more: object) -> tuple[int, str]:
     """(status, the adapter that answered, or the error's message) of a completion."""
     body = {"model": model, "prompt": IDS, "max_tokens": 2} | more
-    answer = await fleet.routers[0].post("/v1/completions", json=body, timeout=60)
+    answer = await fleet.routers[0].post("/v1/completions", json=body)
     if answer.status_code != 200:
         return answer.status_code, answer.json()["error"]["message"]
     assert answer.json()["model"] == model
@@ -72,7 +72,7 @@ async def test_a_published_versions_bytes_are_asked_for_by_their_digest_while_th
     name, digests = "policy:active", []
     for step in (1, 2, 3):
         spec = {"source": sources[step], "keep_versions": 2}
-        published = await fleet.http.post(f"/v1/published/{quote(name, safe='')}", json=spec, timeout=60)
+        published = await fleet.http.post(f"/v1/published/{quote(name, safe='')}", json=spec)
         assert published.status_code == 200, published.text
         digests.append(published.json()["digest"][:12])
     assert await asked(fleet, name) == (200, f"{name}/v3@{digests[2]}")

@@ -13,7 +13,7 @@ from lorafleet.client import AsyncFleet, Fleet, FleetError, PushProgress
 from lorafleet.identity import fleet_source
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.e2e.small_fleets import SmallFleet, small_fleet
-from tests.patience import until
+from tests.patience import patience, until
 
 pytestmark = pytest.mark.fleet
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
@@ -94,7 +94,7 @@ async def test_an_upload_is_registered_kept_on_two_workers_and_answers_at_once(t
             name for name, agent in fleet.agents.items() if (await agent.get(f"/v1/files/{item['digest']}")).is_success
         ]
         assert sorted(holders) == sorted(item["kept_on"])
-        asked = await fleet.routers[0].post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"}, timeout=60)
+        asked = await fleet.routers[0].post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
         assert asked.status_code == 200, asked.text
         assert asked.headers["x-lorafleet-adapter"] == f"sql/v1@{item['digest'][:12]}"
         # The same again needs no byte; other bytes are another version.
@@ -155,13 +155,13 @@ async def test_a_broken_upload_goes_on_where_it_was_also_at_an_orchestrator_that
 
 @pytest.mark.parametrize("which", [0, 1])
 async def test_the_loss_of_either_worker_after_the_answer_loses_nothing(tmp_path, model, made, which):
-    async with fleet_of(tmp_path, model, workers=3, lost_after_s=0.5, probe_after_s=0.3) as fleet:
+    async with fleet_of(tmp_path, model, workers=3, lost_after_s=patience(0.5), probe_after_s=0.3) as fleet:
         item = (await put(fleet, "sql/v1", tar_of(made("sql/v1")))).json()
         lost = item["kept_on"][which]
         await fleet.parts[lost].aclose()
         shutil.rmtree(tmp_path / "fleet" / lost)
         left = sorted(fleet.agents.keys() - {lost})
-        ensured = await fleet.http.post("/v1/adapters/sql/v1/ensure", json={"replicas": 2, "wait_s": 60}, timeout=90)
+        ensured = await fleet.ensure("sql/v1", replicas=2)
         assert sorted(ensured.json()["ready"]) == left, ensured.text
 
 
@@ -171,7 +171,7 @@ async def test_bytes_that_were_deleted_are_kept_again_when_they_come_again(tmp_p
         for _ in range(3):
             item = (await put(fleet, "sql/v1", whole)).json()
             assert len(item["kept_on"]) == 2, item
-            ensured = await fleet.http.post("/v1/adapters/sql/v1/ensure", json={"wait_s": 60}, timeout=90)
+            ensured = await fleet.ensure("sql/v1")
             assert ensured.json()["ready"], ensured.text
             for agent in fleet.agents.values():
                 assert (await agent.get(f"/v1/files/{item['digest']}")).is_success
@@ -235,7 +235,7 @@ async def test_a_folder_as_upload_store_keeps_the_bytes_for_every_worker(tmp_pat
         assert (item["source"], item["kept_on"]) == (f"file://{store}/{item['digest']}", [])
         kept = {path.name for path in (store / item["digest"]).iterdir()}
         assert kept == {"adapter_config.json", "adapter_model.safetensors"}
-        ensured = await fleet.http.post("/v1/adapters/sql/v1/ensure", json={"replicas": 2, "wait_s": 60}, timeout=90)
+        ensured = await fleet.ensure("sql/v1", replicas=2)
         assert sorted(ensured.json()["ready"]) == ["w0", "w1"], ensured.text
     async with fleet_of(tmp_path, model, name="blind", upload_store=str(tmp_path / "elsewhere")) as fleet:
         refused = await put(fleet, "sql/v1", tar_of(made("sql/v1")))
@@ -267,17 +267,17 @@ async def test_an_object_store_keeps_the_bytes_for_every_worker(tmp_path, model,
     files = s3fs.S3FileSystem(skip_instance_cache=True)
     await asyncio.to_thread(files.makedirs, "bucket", exist_ok=True)
     async with fleet_of(tmp_path, model, upload_store="s3://bucket/team/uploads") as fleet:
-        item = (await put(fleet, "sql/v1", tar_of(made("sql/v1")), timeout=60)).json()
+        item = (await put(fleet, "sql/v1", tar_of(made("sql/v1")))).json()
         assert (item["source"], item["kept_on"]) == (f"s3://bucket/team/uploads/{item['digest']}", []), item
-        ensured = await fleet.http.post("/v1/adapters/sql/v1/ensure", json={"replicas": 2, "wait_s": 60}, timeout=90)
+        ensured = await fleet.ensure("sql/v1", replicas=2)
         assert sorted(ensured.json()["ready"]) == ["w0", "w1"], ensured.text
         await asyncio.to_thread(files.rm, "bucket", recursive=True)
-        refused = await put(fleet, "legal/v1", tar_of(made("legal/v1", seed=5)), timeout=60)
+        refused = await put(fleet, "legal/v1", tar_of(made("legal/v1", seed=5)))
         assert (refused.status_code, code(refused)) == (503, "upload_store_failed"), refused.text
         # What was sent stays: once the store is back, no byte is sent again.
         await asyncio.to_thread(files.makedirs, "bucket", exist_ok=True)
         size = (await fleet.http.get("/v1/uploads/legal/v1")).json()["files"][0]["total_bytes"]
-        done = await put(fleet, "legal/v1", b"", headers={"content-range": f"bytes */{size}"}, timeout=60)
+        done = await put(fleet, "legal/v1", b"", headers={"content-range": f"bytes */{size}"})
         assert done.status_code == 201, done.text
 
 
@@ -302,12 +302,12 @@ async def test_the_python_client_pushes_publishes_and_waits(tmp_path, model, mad
             assert (first.version, second.version, again.version) == (1, 2, 2)
             assert (first.is_new, second.is_new, again.is_new) == (True, True, False)
             assert sorted(second.workers) == ["w0", "w1"]
-        asked = await fleet.routers[0].post("/v1/chat/completions", json={**CHAT, "model": "policy"}, timeout=60)
+        asked = await fleet.routers[0].post("/v1/chat/completions", json={**CHAT, "model": "policy"})
         assert asked.headers["x-lorafleet-adapter"] == f"policy/v2@{second.digest[:12]}", asked.text
         async with AsyncFleet(router_url, fleet.keys["admin"]) as client:
             await client.unload("policy")
             await client.unload("sql/v1")
-        gone = await fleet.routers[0].post("/v1/chat/completions", json={**CHAT, "model": "policy"}, timeout=60)
+        gone = await fleet.routers[0].post("/v1/chat/completions", json={**CHAT, "model": "policy"})
         assert gone.status_code == 404
 
 

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lorafleet.cli.keys import add_key
 from lorafleet.local import tiny_model
 from tests.e2e.fleets import RunningFleet, running, until
+from tests.patience import patience
 
 SQL, PYTHON, LEGAL, ACME = "sql-expert/v1", "python-expert/v1", "legal/v2", "acme/contracts/v3"
 
@@ -39,7 +40,7 @@ class FoundingFleet:
     def send(self, method: str, url: str, *, key: str = "admin", **more: Any) -> httpx.Response:
         """Send a request with a key of the fleet; `key` "": without one."""
         headers = {"authorization": f"Bearer {self.keys[key]}"} if key else {}
-        return httpx.request(method, url, headers=headers, timeout=120, trust_env=False, verify=False, **more)
+        return httpx.request(method, url, headers=headers, timeout=patience(40), trust_env=False, verify=False, **more)
 
     def get(self, url: str, *, key: str = "admin", **query: Any) -> Any:
         """The answer's JSON; fails for an error."""

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.founding.conftest import LEGAL, PYTHON, SQL, FoundingFleet
-from tests.patience import wait_until
+from tests.patience import patience, wait_until
 
 pytestmark = pytest.mark.fleet
 
@@ -77,7 +77,7 @@ def test_events_have_the_type_the_instance_and_a_timestamp(fleet: FoundingFleet)
     address = f"{fleet.worker}/v1/events"
     headers = {"authorization": f"Bearer {fleet.keys['admin']}"}
     began = datetime.now(UTC)
-    with httpx.stream("GET", address, headers=headers, timeout=60, trust_env=False) as stream:
+    with httpx.stream("GET", address, headers=headers, timeout=patience(20), trust_env=False) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith(":")
         body = {"lora_id": "events/v1", "lora_path": fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["source"]}

@@ -220,7 +220,7 @@ async def test_a_failed_adapter_is_shown_in_its_objects_status(
     built = build(settings, kube=await connect(kube.kubeconfig, environ={}))
     async with (
         serving(built.app) as url,
-        httpx.AsyncClient(base_url=url, timeout=30) as http,
+        httpx.AsyncClient(base_url=url, timeout=patience(10)) as http,
     ):
         await until(lambda: built.leadership.is_leading and built.store.is_caught_up)
         beating.url = url

@@ -98,7 +98,7 @@ async def forwarding(leadership, refresh=None):
             retry_after_s=1.0,
         )
         tracked = TrackRequests(app, requests=RequestLog("test"))
-        async with serving(tracked) as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
+        async with serving(tracked) as url, httpx.AsyncClient(base_url=url, timeout=patience(10)) as client:
             client.refreshed = refreshed
             yield client
 

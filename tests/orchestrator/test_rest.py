@@ -455,7 +455,7 @@ async def test_events_follow_from_a_revision_live_and_after_a_reconnect(service)
     await service.register("a")
     start = (await service.catalog())["revision"]
     await service.register("b")
-    async with serving(service.built.app) as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
+    async with serving(service.built.app) as url, httpx.AsyncClient(base_url=url, timeout=patience(10)) as client:
         async with client.stream("GET", "/v1/events", params={"since": start}) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")
             lines = answer.aiter_lines()

@@ -142,7 +142,9 @@ class MixedFleet:
         wait_until(are_ready, within_s=30, what=f"{what}: both workers are ready")
         name = "extra/v1"
         self.register(name, PYTHON)
-        answer = httpx.post(f"{self.routers[0].url}/v1/completions", json=asked(name), timeout=60, trust_env=False)
+        answer = httpx.post(
+            f"{self.routers[0].url}/v1/completions", json=asked(name), timeout=patience(20), trust_env=False
+        )
         assert answer.status_code == 200, f"{what}: {answer.text}"
         self.call("DELETE", f"/v1/adapters/{name}")
 
@@ -158,13 +160,13 @@ class MixedFleet:
 
     def call(self, method: str, path: str, **more):
         """A call to the orchestrator; fails unless it succeeds."""
-        answer = httpx.request(method, f"{self.orchestrator.url}{path}", timeout=30, trust_env=False, **more)
+        answer = httpx.request(method, f"{self.orchestrator.url}{path}", timeout=patience(10), trust_env=False, **more)
         assert answer.is_success, answer.text
         return answer.json() if answer.content else None
 
     def ask_until_stopped(self) -> None:
         """One user, who asks each router in turn, but none that is being exchanged."""
-        with httpx.Client(timeout=60, trust_env=False) as client:
+        with httpx.Client(timeout=patience(20), trust_env=False) as client:
             while not self.stopped.wait(0.02):
                 for router in self.routers:
                     if router.url == self.exchanged:

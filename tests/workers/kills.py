@@ -29,7 +29,7 @@ import httpx
 
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import Kind, RunningEngine, start_engine
-from tests.patience import within
+from tests.patience import patience, within
 from tests.workers.running import SIM, RunningWorker, code, post
 from tests.workers.source_servers import FaultyConnection, SourceServer, certificate, files_of
 from workers.storage.cache import is_intact
@@ -187,7 +187,7 @@ class KillTrial:
         while True:
             with contextlib.suppress(httpx.HTTPError, RuntimeError, KeyError, ValueError):
                 url = await self._engine_url()
-                async with httpx.AsyncClient(timeout=30) as direct:
+                async with httpx.AsyncClient(timeout=patience(10)) as direct:
                     for name, folder in (await listed_adapters(direct, url)).items():
                         await self._check_served_adapter(direct, url, name, folder)
             await asyncio.sleep(0.02)
@@ -228,7 +228,7 @@ class KillTrial:
         if not (await self.client.get("/ready")).is_success:
             return ["not ready"]
         metadata = (await self.client.get("/metadata")).json()
-        async with httpx.AsyncClient(timeout=10) as direct:
+        async with httpx.AsyncClient(timeout=patience(10)) as direct:
             names = set(await listed_adapters(direct, await self._engine_url()))
         records = [json.loads(path.read_text()) for path in (self.worker.state_dir / "adapters").glob("*.json")]
         items = metadata["lora"]["loaded_loras"]
@@ -259,7 +259,7 @@ async def listed_adapters(client: httpx.AsyncClient, engine_url: str) -> dict[st
 def expected_answers(url: str, folders: Mapping[str, Path]) -> dict[str, str]:
     """The answers to ASK with each adapter alone in the engine."""
     message = {}
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, timeout=patience(40)) as client:
         for lora_id, folder in folders.items():
             name = f"clean-{lora_id}"
             loading = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})

@@ -28,7 +28,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "te
 
 
 async def chat(engine_url: str, model: str) -> httpx.Response:
-    async with httpx.AsyncClient(timeout=30) as client:
+    async with httpx.AsyncClient(timeout=patience(10)) as client:
         return await client.post(f"{engine_url}/v1/chat/completions", json={**CHAT, "model": model})
 
 

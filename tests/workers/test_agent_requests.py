@@ -130,7 +130,7 @@ async def test_drain_waits_for_a_request_in_its_first_step(worker, tmp_path):
     flags = ("--lora-path", str(tmp_path / "late"), "--preload-loras", "late/v1")
     slow = ("--engine-args=--sim-prefill-tokens-per-s=500", "--max-num-batched-tokens", "500")  # a step takes 1 s
     timers = AgentTimers(quiet_s=0.2)
-    async with worker.inside(*flags, *slow, timers=timers) as client, httpx.AsyncClient(timeout=30) as direct:
+    async with worker.inside(*flags, *slow, timers=timers) as client, httpx.AsyncClient(timeout=patience(10)) as direct:
         metadata = await metadata_of(client)
         url = f"{metadata.transport.engine_url}/v1/completions"
         await direct.post(url, json={"model": "tiny-qwen", "prompt": [7] * 600, "max_tokens": 1})
@@ -148,7 +148,10 @@ async def test_drain_waits_for_a_request_in_its_first_step(worker, tmp_path):
 async def test_drain_waits_while_uncounted_requests_keep_ending(worker):
     """A beam search in vLLM is one request per token, each finished within its step."""
     quiet_s = patience(0.2)
-    async with worker.together(timers=AgentTimers(quiet_s=quiet_s)) as client, httpx.AsyncClient(timeout=30) as direct:
+    async with (
+        worker.together(timers=AgentTimers(quiet_s=quiet_s)) as client,
+        httpx.AsyncClient(timeout=patience(10)) as direct,
+    ):
         url = (await metadata_of(client)).transport.engine_url
 
         async def search() -> None:
@@ -203,7 +206,7 @@ async def test_state_folder_agent_and_engine_agree_after_many_calls_and_kills(wo
         await until((worker.state_dir / "engine.pid").exists)
         await worker.ready(client)
         metadata = await metadata_of(client)
-        async with httpx.AsyncClient(timeout=10) as direct:
+        async with httpx.AsyncClient(timeout=patience(10)) as direct:
             models = (await direct.get(f"{metadata.transport.engine_url}/v1/models")).json()["data"]
         listed = {item["id"] for item in models if item.get("parent")}
         assert {item.engine_name for item in metadata.lora.loaded_loras if item.state == "ready"} == listed

@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from tests.patience import until
+from tests.patience import patience, until
 from tests.workers.changed_adapters import adapter_of_zeros
 from tests.workers.running import RunningWorker, code, metadata_of, post
 from workers.wire import LoadedLora
@@ -23,7 +23,7 @@ async def loaded(client: httpx.AsyncClient, lora_id: str = ADAPTER) -> LoadedLor
 
 async def engine_list(client: httpx.AsyncClient) -> list[str]:
     url = (await metadata_of(client)).transport.engine_url
-    async with httpx.AsyncClient(timeout=30) as engine:
+    async with httpx.AsyncClient(timeout=patience(10)) as engine:
         return [model["id"] for model in (await engine.get(f"{url}/v1/models")).json()["data"] if model["parent"]]
 
 
@@ -123,7 +123,7 @@ async def test_canary_sees_an_adapter_and_asks_the_base_model_once(worker):
 
 async def requests_of(client: httpx.AsyncClient) -> float:
     url = (await metadata_of(client)).transport.engine_url
-    async with httpx.AsyncClient(timeout=30) as engine:
+    async with httpx.AsyncClient(timeout=patience(10)) as engine:
         page = (await engine.get(f"{url}/metrics")).text
     return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith("vllm:request_success"))
 

@@ -52,7 +52,7 @@ async def test_full_disk_fails_no_unload_lease_engine_or_request(worker):
 
         url = (await metadata_of(client)).transport.engine_url
         ask = {"model": "tiny-qwen", "prompt": "a", "max_tokens": 40, "ignore_eos": True}
-        async with httpx.AsyncClient(base_url=url, timeout=30) as engine:
+        async with httpx.AsyncClient(base_url=url, timeout=patience(10)) as engine:
             answer = asyncio.create_task(engine.post("/v1/completions", json=ask))
             async with within(10):
                 while not (await metadata_of(client)).load.running:

@@ -4,33 +4,42 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import patience, until, within
+from tests.workers.running import code, loaded, post
 from workers.core.errors import SourceError
+from workers.core.manifest import AdapterRules
 from workers.sources.base import Transfer
 from workers.sources.file_system import FileSystemCalls
 from workers.sources.local import LocalSource
+from workers.storage.local_adapters import LocalAdapters
 
 
 @pytest.fixture
 def hangs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, threading.Event]]:
     """Folder -> what its file system waits for before it answers."""
     answers: dict[str, threading.Event] = {}
-    realpath = os.path.realpath
 
-    def slow_realpath(path: str | os.PathLike[str], **options: bool) -> str:
-        for folder, answer in answers.items():
-            if Path(path).is_relative_to(folder):
-                answer.wait()
-        return realpath(path, **options)
+    def hanging(call: Callable[..., Any]) -> Callable[..., Any]:
+        def answer_at_last(path: Any = ".", *args: Any, **options: Any) -> Any:
+            if not isinstance(path, int):
+                for folder, answer in answers.items():
+                    if Path(os.fsdecode(path)).is_relative_to(folder):
+                        assert threading.current_thread() is not threading.main_thread(), "its event loop would hang"
+                        answer.wait()
+            return call(path, *args, **options)
 
-    monkeypatch.setattr("workers.sources.local.os.path.realpath", slow_realpath)
+        return answer_at_last
+
+    for place, name in ((os, "stat"), (os, "scandir"), (os.path, "realpath")):
+        monkeypatch.setattr(place, name, hanging(getattr(place, name)))
     yield answers
     for answer in answers.values():
         answer.set()
@@ -67,7 +76,7 @@ async def test_a_hanging_file_system_ends_its_own_fetches_alone(tmp_path, folder
             await fetched(source, gone / "a", tmp_path / f"gone-{number}")
         assert (failed.value.code, failed.value.retry_after_s) == ("source_failed", 30)
     for ended in (source.check(str(gone / "a")), fetched(source, gone / "a", tmp_path / "refused")):
-        with pytest.raises(SourceError, match=f"{gone}: 4 reads there still wait"):
+        with pytest.raises(SourceError, match=rf"{gone}: 4 read\(s\) there still wait"):
             await ended
     calls._timeout_s = patience(30)
     assert "adapter_config.json" in await fetched(source, well / "a", tmp_path / "well-files")
@@ -125,3 +134,61 @@ async def test_a_cancelled_call_waits_for_its_thread():
     with pytest.raises(asyncio.CancelledError):
         await call
     assert order == ["thread"]
+
+
+async def test_a_scan_of_a_hanging_lora_path_keeps_the_last_result(tmp_path, hangs):
+    make_adapter(tmp_path, "a")
+    adapters = LocalAdapters(
+        tmp_path, AdapterRules(64, frozenset(), "off"), calls=FileSystemCalls(timeout_s=patience(1))
+    )
+    assert await adapters.scan()
+    make_adapter(tmp_path, "b")
+    adapters._calls._timeout_s = 0.05
+    answer = hangs[str(tmp_path)] = threading.Event()
+    for _ in range(2):
+        assert not await adapters.scan()
+        assert {each.lora_id for each in adapters.adapters} == {"a"}
+    assert sum(thread.name == "source" for thread in threading.enumerate()) == 1, "the second was refused"
+    answer.set()
+    await until(adapters.scan, what="the folder is scanned again")
+    assert {each.lora_id for each in adapters.adapters} == {"a", "b"}
+
+
+async def test_a_scan_that_reads_a_large_adapter_is_not_given_up(tmp_path, monkeypatch):
+    """Each read takes a third of the time after which a read is given up."""
+    make_adapter(tmp_path, "a", rank=8)
+    monkeypatch.setattr("workers.storage.verify._READ_BYTES", 1024)
+    calls, reads = FileSystemCalls(timeout_s=patience(0.1)), []
+    adapters = LocalAdapters(tmp_path, AdapterRules(64, frozenset(), "off"), calls=calls)
+    advance, slow = adapters._advance, threading.Event()
+
+    def slowly(amount: int) -> None:
+        if len(reads) < 10:
+            slow.wait(patience(0.1) / 3)
+        reads.append(amount)
+        advance(amount)
+
+    monkeypatch.setattr(adapters, "_advance", slowly)
+    assert await adapters.scan()
+    assert len(reads) > 10
+
+
+async def test_an_agent_with_a_hanging_lora_path_serves_what_it_has(worker, agent_adapters, tmp_path, hangs):
+    elsewhere = make_adapter(tmp_path / "elsewhere", "own/v1")
+    flags = ("--lora-roots", f'["{tmp_path / "elsewhere"}"]', "--scan-s", "0.1", "--source-timeout-s", "0.3")
+    async with worker.together(*flags) as client:
+        answer = hangs[str(agent_adapters)] = threading.Event()
+        named = asyncio.create_task(post(client, "load_lora", lora_id="legal/v2"))
+        while not named.done():
+            assert (await client.get("/ready")).is_success
+        assert (named.result().status_code, code(named.result())) == (502, "source_failed")
+        assert "the file system has not answered" in named.result().text
+        (await post(client, "load_lora", lora_id="own/v1", source=str(elsewhere))).raise_for_status()
+        assert await loaded(client) == {"own/v1"}
+
+        answer.set()
+
+        async def loads() -> bool:
+            return (await post(client, "load_lora", lora_id="legal/v2")).is_success
+
+        await until(loads, what="an adapter of lora_path is loaded")

@@ -27,7 +27,7 @@ async def serving_ledger(*engines, send_buffer_bytes=None, **more):
             await stack.enter_async_context(engine.running())
         agent = KvAgent(*engines, **more)
         url = await stack.enter_async_context(agent.running(send_buffer_bytes=send_buffer_bytes))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=patience(10)))
         await until(lambda: agent.ledgers.is_open)
         yield client, agent
 
@@ -210,7 +210,7 @@ async def test_snapshot_of_16000_blocks_takes_less_than_a_second():
 
 
 async def complete(metadata: Metadata, prompt: list[int], model="tiny-qwen"):
-    async with httpx.AsyncClient(timeout=30) as client:
+    async with httpx.AsyncClient(timeout=patience(10)) as client:
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         answer = await client.post(f"{metadata.transport.engine_url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text

@@ -7,7 +7,7 @@ import signal
 import httpx
 import pytest
 
-from tests.patience import within
+from tests.patience import patience, within
 from tests.workers.running import post
 from workers.metrics import MOST_NAMED, WorkerMetrics
 
@@ -74,7 +74,7 @@ async def test_metrics_of_a_gone_engine_are_cleared(worker):
     slow = ("--crash-loop-after", "1", "--crash-loop-retry-s", "60")
     async with worker.inside(*slow) as client:
         url = (await client.get("/metadata")).json()["transport"]["engine_url"]
-        async with httpx.AsyncClient(timeout=30) as engine:
+        async with httpx.AsyncClient(timeout=patience(10)) as engine:
             ask = {"model": "tiny-qwen", "prompt": "hello " * 200, "max_tokens": 20}
             assert (await engine.post(f"{url}/v1/completions", json=ask)).is_success
         names = ("kv_blocks", "kv_ledger_bytes", "kv_ledger_whole", "decode_tokens_per_s", "engine_up")

@@ -281,7 +281,7 @@ def test_usual_rate_equals_the_routers_prior():
 
 async def test_measured_rates_are_in_metadata_and_metrics(worker):
     speed = ("--sim-prefill-tokens-per-s", "5000", "--sim-decode-tokens-per-s", "100")
-    async with worker.together(engine=speed) as client, httpx.AsyncClient(timeout=30) as direct:
+    async with worker.together(engine=speed) as client, httpx.AsyncClient(timeout=patience(10)) as direct:
         url = wire.Metadata.model_validate((await client.get("/metadata")).json()).transport.engine_url
         body = {"model": "tiny-qwen", "max_tokens": 30, "ignore_eos": True}
         fresh = itertools.count(7)

@@ -10,6 +10,7 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from lorafleet.kv.connectors import CONNECTORS
+from tests.patience import patience
 from tests.serving import serving
 from tests.workers.running import SIM, RunningWorker, code, metadata_of, post
 from workers.engines.kinds import engine_client
@@ -23,7 +24,7 @@ def command_with_connector(name: str) -> tuple[str, ...]:
 
 
 async def completion(url: str, model: str) -> int:
-    async with httpx.AsyncClient(timeout=30) as client:
+    async with httpx.AsyncClient(timeout=patience(10)) as client:
         body = {"model": model, "prompt": "hello", "max_tokens": 1}
         return (await client.post(f"{url}/v1/completions", json=body)).status_code
 

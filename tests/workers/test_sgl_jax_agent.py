@@ -167,7 +167,8 @@ async def test_attached_engine_is_served_with_the_names_of_its_own_command(worke
     flags = ("--lora-paths", f"mine={jax_adapters / SQL}")
     first = start_engine("sgl-jax", jax_model, flags=flags)
     try:
-        async with worker.inside("--engine-url", first.url, timers=AgentTimers(watch_s=0.1, attached_s=0.5)) as client:
+        timers = AgentTimers(watch_s=0.1, attached_s=patience(0.5))
+        async with worker.inside("--engine-url", first.url, timers=timers) as client:
             before = await metadata_of(client)
             assert before.transport.dialect == "sgl-jax"
             assert await loaded(client) == {"mine"}

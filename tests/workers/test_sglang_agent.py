@@ -61,7 +61,10 @@ async def test_sglang_is_not_drained_during_a_prefill(worker, monkeypatch, phase
     """SGLang's gauge of running requests is updated every 40 tokens: a drain must not rely on it."""
     monkeypatch.setenv(phase, str(patience(0.7)))
     timers = AgentTimers(quiet_s=0.1)
-    async with worker.inside(*SHAPE, "--", *STUB, timers=timers) as client, httpx.AsyncClient(timeout=60) as user:
+    async with (
+        worker.inside(*SHAPE, "--", *STUB, timers=timers) as client,
+        httpx.AsyncClient(timeout=patience(20)) as user,
+    ):
         engine = (await metadata_of(client)).transport.engine_url
         body = {"model": "tiny-qwen", "prompt": [7] * 40, "max_tokens": 2}
         requested = asyncio.create_task(user.post(f"{engine}/v1/completions", json=body, timeout=patience(30)))
@@ -79,7 +82,8 @@ async def test_sglang_is_not_drained_during_a_prefill(worker, monkeypatch, phase
 async def test_attached_sglang_works_and_its_restart_is_noticed(worker, agent_model):
     first = start_engine("sglang", agent_model)
     try:
-        async with worker.inside("--engine-url", first.url, timers=AgentTimers(watch_s=0.1, attached_s=0.5)) as client:
+        timers = AgentTimers(watch_s=0.1, attached_s=patience(0.5))
+        async with worker.inside("--engine-url", first.url, timers=timers) as client:
             before = await metadata_of(client)
             assert (before.transport.dialect, before.transport.engine_url) == ("sglang", first.url)
             assert (before.transport.kv_events, before.transport.kv_ledger) == ((first.kv_endpoint,), 1)

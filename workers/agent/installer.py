@@ -84,7 +84,7 @@ class Installer:
         """
         self._check_base_model(request.base_model)
         slots = self._inventory.slots
-        installed = self._known_adapter(request)
+        installed = await self._known_adapter(request)
         if installed is not None and (
             slots.has(installed.engine_name) or await self._cache.has_intact(installed.digest)
         ):
@@ -97,7 +97,7 @@ class Installer:
             # Fail before a useless fetch. A loaded version may be the requested one, so it is fetched and compared.
             raise self._inventory.no_free_slot_error()
         self._metrics.cache.labels("miss").inc()
-        source = self._resolve_source(request)
+        source = await self._resolve_source(request)
         self._inventory.show_progress(request.lora_id, request.digest or "", "downloading")
         secret = request.secret or ""
         return await self._fetch_and_install(
@@ -311,32 +311,35 @@ class Installer:
             raise WrongBytes(f"digest {digest}: other workers sent bytes of {manifest.digest}", transfer.served_by)
         return manifest
 
-    def _known_adapter(self, request: LoadRequest) -> InstalledAdapter | None:
+    async def _known_adapter(self, request: LoadRequest) -> InstalledAdapter | None:
         """The installed adapter that satisfies a request without a fetch: same digest, and no other source named.
 
         None: it must be fetched. A request with neither gets the newest version, unless lora_path has the adapter. The
-        digest alone is not a permission: this lora_id's own source was verified here before.
+        digest alone is not a permission: this lora_id's own source was verified here before. Raises SourceError if
+        lora_path hangs.
         """
         requested_source = request.source or request.lora_path
         for adapter in reversed(self._installed.versions(request.lora_id)):
             places = {None, adapter.source, adapter.pinned_source}
             if request.digest is not None and adapter.digest == request.digest and requested_source in places:
                 return adapter
-        if request.digest is None and requested_source is None and self._local_adapters.path(request.lora_id) is None:
-            return next(iter(reversed(self._installed.versions(request.lora_id))), None)
-        return None
+        if request.digest is not None or requested_source is not None:
+            return None
+        if await self._local_adapters.path(request.lora_id) is not None:
+            return None
+        return next(iter(reversed(self._installed.versions(request.lora_id))), None)
 
-    def _resolve_source(self, request: LoadRequest) -> str:
+    async def _resolve_source(self, request: LoadRequest) -> str:
         """The reference to fetch: the request's, an installed version's, the folder in lora_path, or the plugin's.
 
-        raises  AgentRequestError `adapter_unknown` if there is none
+        raises  AgentRequestError `adapter_unknown` if there is none, SourceError if lora_path hangs
         """
         if requested_source := request.source or request.lora_path:
             return requested_source
         for adapter in reversed(self._installed.versions(request.lora_id)):
             if request.digest == adapter.digest:
                 return adapter.source
-        path = self._local_adapters.path(request.lora_id)
+        path = await self._local_adapters.path(request.lora_id)
         if path is None and self._cache.has_source(PLUGIN_SCHEME):
             return f"{PLUGIN_SCHEME}://{request.lora_id}"
         if path is None:

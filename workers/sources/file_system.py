@@ -33,6 +33,7 @@ class FileSystemCalls:
         function: Callable[..., T],
         *args: Any,
         place: str,
+        most_hanging: int = _MOST_HANGING,
         progress: Callable[[], int] = lambda: 0,
         cancel: Callable[[], None] = lambda: None,
     ) -> T:
@@ -40,13 +41,14 @@ class FileSystemCalls:
 
         A cancelled caller waits a moment for the thread, so that what comes next finds its files at rest.
 
-        place     the folder whose file system is asked, for messages
-        progress  a number that grows as the call gets further
-        cancel    has the call end at its next step
-        raises    SourceError `source_failed` for a call that is given up, or refused because others hang
+        place         the folder whose file system is asked, for messages
+        most_hanging  calls of the place that hang, from which on this one is refused
+        progress      a number that grows as the call gets further
+        cancel        has the call end at its next step
+        raises        SourceError `source_failed` for a call that is given up, or refused because others hang
         """
-        if self._hanging[place] >= _MOST_HANGING:
-            message = f"{place}: {self._hanging[place]} reads there still wait for a file system that does not answer"
+        if self._hanging[place] >= most_hanging:
+            message = f"{place}: {self._hanging[place]} read(s) there still wait for a file system that does not answer"
             raise SourceError("source_failed", f"{message}; bring it back, or unmount it by force", retry_after_s=30)
         call = asyncio.ensure_future(run_in_daemon_thread(function, *args))
         reached = progress()

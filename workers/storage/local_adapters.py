@@ -12,6 +12,7 @@ from orchestrator.wire import checked_lora_id
 from workers.core.adapter_files import is_adapter_file
 from workers.core.errors import SourceError, sendable
 from workers.core.manifest import CONFIG_NAME, AdapterRules, Manifest
+from workers.sources.file_system import FileSystemCalls
 from workers.storage.verify import read_description, read_manifest
 
 log = structlog.get_logger()
@@ -32,8 +33,14 @@ class LocalAdapter:
 class LocalAdapters:
     """The adapters in one folder: every subfolder with an `adapter_config.json`; its relative path is the lora_id."""
 
-    def __init__(self, folder: Path | None, rules: AdapterRules) -> None:
-        """Scans nothing yet; without a folder, the first scan counts as done."""
+    def __init__(self, folder: Path | None, rules: AdapterRules, *, calls: FileSystemCalls | None = None) -> None:
+        """Scans nothing yet; without a folder, the first scan counts as done.
+
+        calls  runs what asks the folder's file system, which may hang; default: for 30 s without progress
+        """
+        self._calls = calls or FileSystemCalls(timeout_s=30.0)
+        self._progress = 0
+        self._hangs = False
         self.folder = folder
         self.rules = rules
         self.revision = 0  # grows with every scan that finds a change
@@ -63,24 +70,38 @@ class LocalAdapters:
         adapters = self._scanned.get(lora_id)
         return None if adapters is None else adapters[1]
 
-    def path(self, lora_id: str) -> Path | None:
-        """The adapter's folder, not verified, even if it was added after the last scan; None without one."""
+    async def path(self, lora_id: str) -> Path | None:
+        """The adapter's folder, not verified, even if it was added after the last scan; None without one.
+
+        Raises SourceError `source_failed` if the file system hangs.
+        """
         if self.folder is None:
             return None
         path = self.folder / lora_id
-        return path if (path / CONFIG_NAME).is_file() else None
+        return path if await self._calls.run((path / CONFIG_NAME).is_file, place=str(self.folder)) else None
 
     async def scan(self) -> bool:
         """Scan the folder, verify new and changed adapters and keep the result; returns whether anything changed.
 
-        Also sets `has_scanned`. False without a folder, or while stopping.
+        Also sets `has_scanned`. False without a folder, while stopping, or if the file system hangs: the last result
+        stays then.
         """
         if self.folder is None:
             return False
         try:
-            adapters = await asyncio.to_thread(self._read_all, self.folder)
+            adapters = await self._calls.run(
+                self._read_all, self.folder, place=str(self.folder), most_hanging=1, progress=lambda: self._progress
+            )
+        except SourceError as exc:
+            if not self._hangs:
+                log.warning("lora_path cannot be scanned", error=str(exc))
+            self._hangs = True
+            return False
         finally:
             self.has_scanned.set()
+        if self._hangs:
+            self._hangs = False
+            log.info("lora_path is scanned again")
         if self._is_stopping:
             return False
         changed = adapters != self._scanned
@@ -98,6 +119,7 @@ class LocalAdapters:
         for folder, subfolders, names in os.walk(root):
             if self._is_stopping:
                 break
+            self._advance(1)
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             if CONFIG_NAME not in names or Path(folder) == root:
                 continue
@@ -116,6 +138,10 @@ class LocalAdapters:
                 adapters[lora_id] = (stamp, self._read_adapter(lora_id, path))
         return adapters
 
+    def _advance(self, amount: int) -> None:
+        """Note that the scan got further, by a folder or some bytes."""
+        self._progress += amount
+
     def _checked_again(self, adapter: LocalAdapter) -> LocalAdapter:
         """An unchanged adapter by other rules; its bytes are not read again. Blocking."""
         if adapter.manifest is None:
@@ -131,7 +157,7 @@ class LocalAdapters:
         """Verify an adapter; an error is logged and kept in the result."""
         try:
             checked_lora_id(lora_id)
-            return LocalAdapter(lora_id, path, read_manifest(path, self.rules))
+            return LocalAdapter(lora_id, path, read_manifest(path, self.rules, advance=self._advance))
         except (SourceError, ValueError, OSError) as exc:
             log.warning("adapter in lora_path cannot be served", lora_id=lora_id, error=str(exc))
             return LocalAdapter(lora_id, path, None, str(exc))

@@ -35,6 +35,7 @@ from workers.core.tensors import Shape, TensorHeader, header_bytes, parse_header
 log = structlog.get_logger()
 
 _BASE_CONFIG = "config.json"
+_READ_BYTES = 1 << 18
 # Weights whose shape is [out, in]. Those of quantizations are packed: bitsandbytes' `weight` (U8), AWQ's and GPTQ's
 # `qweight`, compressed-tensors' `weight_packed`, mxfp4's `..._blocks`.
 _PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
@@ -42,14 +43,19 @@ _PACKED_WEIGHTS = ("weight", "qweight", "weight_packed")
 
 
 def read_manifest(
-    folder: Path, rules: AdapterRules, *, is_counted: Callable[[str], bool] = is_adapter_file
+    folder: Path,
+    rules: AdapterRules,
+    *,
+    is_counted: Callable[[str], bool] = is_adapter_file,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
     """Check the adapter in a folder and return its manifest; raises SourceError with the rule that it breaks.
 
     is_counted  whether digest and size count a file of this name
+    advance     called with the number of bytes of each read
     """
     described = read_description(folder, rules, is_counted=is_counted)
-    files = tuple(read_file_entry(path) for path in sorted(folder.iterdir()) if is_counted(path.name))
+    files = tuple(read_file_entry(path, advance) for path in sorted(folder.iterdir()) if is_counted(path.name))
     size_bytes = sum(entry.size_bytes for entry in files)
     return Manifest(
         digest=manifests.digest(files),
@@ -81,12 +87,19 @@ def read_tensors(path: Path) -> Mapping[str, TensorHeader]:
         return parse_header(file.read(length), size - 8 - length, path.name)
 
 
-def read_file_entry(path: Path) -> FileEntry:
-    """Size and sha256 of a regular file: reads every byte. Raises SourceError for another kind of file."""
+def read_file_entry(path: Path, advance: Callable[[int], None] = lambda _: None) -> FileEntry:
+    """Size and sha256 of a regular file: reads every byte. Raises SourceError for another kind of file.
+
+    advance  called with the number of bytes of each read
+    """
     _check_regular_file(path)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return FileEntry(path.name, file.tell(), digest.hexdigest())
+    digest, size_bytes = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+            size_bytes += len(chunk)
+            advance(len(chunk))
+    return FileEntry(path.name, size_bytes, digest.hexdigest())
 
 
 def read_base_model(folder: Path, facts: EngineFacts = NO_ENGINE) -> BaseModel | None:

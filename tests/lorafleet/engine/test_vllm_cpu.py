@@ -13,6 +13,7 @@ import pytest
 from lorafleet.engine import vllm_cpu
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import RunningEngine, start_engine
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[3]
 BASE, FIRST, LAST = "tiny-qwen", "first", "last"
@@ -56,7 +57,7 @@ def engine(tmp_path_factory) -> Iterator[RunningEngine]:
 @pytest.mark.vllm
 @pytest.mark.thorough
 async def test_base_model_answers_alike_with_and_without_a_concurrent_adapter(engine):
-    async with httpx.AsyncClient(base_url=engine.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=patience(40)) as client:
 
         async def ask(model: str, prompt: str = PROMPT, tokens: int = 12) -> str:
             body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}

@@ -78,7 +78,7 @@ def engine(request, tmp_path_factory):
     running = start_engine(request.param, make_model(folder / "model"), flags=flags)
     for name in ("one@1", "two@2"):
         body = {"lora_name": name, "lora_path": str(make_adapter(folder, name.replace("@", "-"), rank=8))}
-        httpx.post(f"{running.url}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
+        httpx.post(f"{running.url}/v1/load_lora_adapter", json=body, timeout=patience(20)).raise_for_status()
     yield running
     running.stop()
 
