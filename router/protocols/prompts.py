@@ -62,6 +62,10 @@ class _PromptUnknown(Exception):
     """Only the engine can know the prompt, or it refuses this body."""
 
 
+# Errors of converting a body. A tool's input nested almost as deep as a body may be cannot be written as JSON again.
+_PROMPT_ERRORS = (_PromptUnknown, LookupError, TypeError, AttributeError, ValueError, RecursionError)
+
+
 def prompt_body(kind: PromptKind, body: Body, template: TemplateTraits | None = None) -> Body | None:
     """The chat or completion that has the same prompt as this body; None if only the engine can know the prompt.
 
@@ -105,7 +109,7 @@ def chat_of_responses(body: Body) -> Body | None:
         return None
     try:
         return _responses_chat(body)
-    except (_PromptUnknown, LookupError, TypeError, AttributeError, ValueError):
+    except _PROMPT_ERRORS:
         return None  # vLLM refuses it, or its form is unknown here
 
 
@@ -290,7 +294,7 @@ def chat_of_messages(body: Body, template: TemplateTraits | None = None) -> Body
     """The chat that vLLM makes of a `/v1/messages` body; None if only the engine can know it."""
     try:
         return _messages_chat(body, template)
-    except (_PromptUnknown, LookupError, TypeError, AttributeError, ValueError):
+    except _PROMPT_ERRORS:
         return None
 
 

@@ -392,6 +392,15 @@ def test_a_message_that_only_the_engine_can_render_has_no_chat(body):
     assert chat_of_messages(body) is None
 
 
+def test_a_tool_call_nested_without_end_has_no_chat():
+    nested: list = []
+    for _ in range(100_000):
+        nested = [nested]
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": nested}}
+    chat = chat_of_messages({"messages": [{"role": "assistant", "content": [call]}]})
+    assert chat is None
+
+
 def test_tools_that_no_model_sees_leave_an_empty_list(model):
     template = (
         "{{ 'some' if tools is not none else 'none' }}{{ tools | length if tools else 0 }}{{ messages[0].content }}"
