@@ -60,6 +60,16 @@ def per_item(name: str, value: object, count: int, *, is_list: bool, kind: type 
 _KINDS: Mapping[type, str] = {str: "a text", dict: "an object", bool: "true or false", int: "an integer"}
 
 
+def is_streamed_call(stream: object) -> bool:
+    """Whether a call whose items run as separate requests asks for a stream. Raises BadBody for what is no boolean.
+
+    Engines take "true" and 1 for true as well, and would stream the items of a call that is answered whole.
+    """
+    if not isinstance(stream, bool | None):
+        raise BadBody(f"stream must be true or false, found {type(stream).__name__}", param="stream")
+    return bool(stream)
+
+
 class ItemAnswer(NamedTuple):
     """The whole answer to one item of a batch, and the weights that made it: `lora_id@digest12`, or a base model."""
 

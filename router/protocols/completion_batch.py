@@ -13,7 +13,7 @@ import msgspec
 from lorafleet.service.decoding import DECODE_ERRORS
 from router.core.errors import BadBody, ReplicaUnreachable
 from router.protocols.adapter_fields import LORA_ID, LORA_PATH, RawFields, text_list
-from router.protocols.bodies import ItemAnswer
+from router.protocols.bodies import ItemAnswer, is_streamed_call
 
 _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 # Fields of a call that no single completion gets.
@@ -35,9 +35,12 @@ def split_completions(fields: RawFields, prompt: object, adapters: Sequence[str 
         yield msgspec.json.encode(shared | own)
 
 
-def check_not_streamed(*, is_streamed: bool, param: str) -> None:
-    """Raise BadBody for a stream: events of several engines have no common order."""
-    if is_streamed:
+def check_not_streamed(stream: object, *, param: str) -> None:
+    """Raise BadBody for a stream: events of several engines have no common order.
+
+    stream  the decoded field
+    """
+    if is_streamed_call(stream):
         message = "a stream has one adapter for all prompts; send one call for each adapter, or leave out stream"
         raise BadBody(f"{param} names several: {message}", param="stream")
 

@@ -17,7 +17,7 @@ from lorafleet.service.decoding import DECODE_ERRORS
 from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
 from router.protocols import sglang_logprobs
 from router.protocols.adapter_fields import adapter_field_error, chosen_adapter, is_adapter_name
-from router.protocols.bodies import BOM, ItemAnswer, bad_json_error, per_item
+from router.protocols.bodies import BOM, ItemAnswer, bad_json_error, is_streamed_call, per_item
 from router.protocols.sglang_logprobs import LogprobsRequest
 
 PATH = "/generate"
@@ -116,7 +116,7 @@ def split_batch(body: bytes) -> GenerateBatch:
     adapters = per_item(name, adapter_names, count, is_list=is_list)
     params = per_item("sampling_params", body_fields.get("sampling_params"), count, is_list=is_list, kind=dict)
     names = _names(body_fields.get("rid"), count, is_list)
-    is_streamed = body_fields.get("stream") is True
+    is_streamed = is_streamed_call(body_fields.get("stream"))
     shared = {name: body_fields[name] for name in _SHARED_FIELDS - {"stream"} if body_fields.get(name) is not None}
     logprobs = sglang_logprobs.logprobs_requests(body_fields, count, is_list=is_list)
     own = {name: shared[name] for name in _NATIVE_SHARED if name in shared}

@@ -21,7 +21,7 @@ async def serve_completion_batch(
     request: ParsedRequest,
 ) -> None:
     """Answer a completion whose `lora_id` is a list. Raises RouterError."""
-    check_not_streamed(is_streamed=request.streamed, param=request.adapter_field)
+    check_not_streamed(request.decoded.get("stream"), param=request.adapter_field)
     bodies = split_completions(request.fields, request.decoded["prompt"], request.lora_id)
     await serve_items(
         services,

@@ -334,6 +334,8 @@ async def test_prompts_of_one_completion_may_have_different_adapters():
         for more, param in (
             ({"lora_path": [SQL, LEGAL]}, "lora_path"),
             ({"lora_path": [SQL, None, LEGAL], "stream": True}, "stream"),
+            ({"lora_path": [SQL, None, LEGAL], "stream": "true"}, "stream"),
+            ({"lora_path": [SQL, None, LEGAL], "stream": 1}, "stream"),
             ({"prompt": "a", "lora_path": [SQL]}, "lora_path"),
         ):
             answer = await client.post("/v1/completions", json=call | more)

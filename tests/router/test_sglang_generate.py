@@ -112,6 +112,8 @@ def test_an_invalid_field_is_refused_by_name():
     assert "must be token ids" in refused("input_ids", input_ids=[True])
     assert "streams one text" in refused("stream", text=["a", "b"], stream=True)
     assert "streams one text" in refused("stream", text="a", stream=True, sampling_params={"n": 2})
+    for stream in ("true", "false", 1, 0, []):
+        assert f"true or false, found {type(stream).__name__}" in refused("stream", text="a", stream=stream)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"3", b"[" * 100_000])
