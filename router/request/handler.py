@@ -180,10 +180,11 @@ class InferenceHandler:
         return run
 
     async def _answer_wrong_method(self, exchange: HttpExchange) -> None:
-        """Answer 405 with the methods that the path takes."""
+        """Answer 405 with the methods that the path takes, in the form of its errors."""
         offered = self._offered(exchange.path)
         methods = " or ".join(sorted(offered))
-        route = Route(path=min(offered.values()), summary="")
+        known = find_route("POST", exchange.path)
+        route = Route(path=min(offered.values()), summary="", errors="openai" if known is None else known.errors)
         exchange.name()
         allow = f"allow: {methods}\r\n"
         response = ClientResponse(self._services, exchange, route, extra_headers=allow)

@@ -388,6 +388,7 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_one(path):
             assert (answer.status_code, answer.headers["allow"]) == (405, "POST"), method
             if method != "HEAD":
                 assert error_of(answer) == (405, "method_not_allowed")
+                assert answer.json().get("type") == ("error" if path == "/v1/messages" else None)
         for method, app_path, allowed in (("DELETE", "/v1/models", "GET"), ("GET", "/v1/route", "POST")):
             answer = await router.client.request(method, app_path)
             assert (error_of(answer), answer.headers["allow"]) == ((405, "method_not_allowed"), allowed)
