@@ -6,7 +6,7 @@ RouterError
 │   ├── BodyTooLarge        413 body_too_large
 │   ├── ModelNotFound       404 model_not_found
 │   ├── AdapterFailed       409 adapter_failed
-│   ├── AnswerTooLarge      400 answer_too_large: an unstreamed answer exceeds max_answer_bytes
+│   ├── AnswerTooLarge      400 answer_too_large: a whole answer exceeds max_answer_bytes, or a first event 8 MiB
 │   ├── Saturated           429 saturated, with Retry-After: the queue is full, or the wait too long
 │   └── RateLimited         429 rate_limited, with Retry-After: the API key reached a limit
 ├── TemporarilyUnavailable  ours: 503 with Retry-After

@@ -278,14 +278,17 @@ class EngineAttempt(msgspec.Struct, eq=False):
             return  # the relay is about to begin
         if not self.streamed:
             if self._size > self._limits.answer_bytes:
-                self._fail("answer_too_large", f"an answer of over {self._limits.answer_bytes} bytes")
+                self._fail(
+                    "answer_too_large",
+                    f"an answer of over {self._limits.answer_bytes} bytes; stream it, or ask for less",
+                )
             return
         got = data if len(self._got) == 1 else b"".join(self._got)
         if has_first_event(got) and not has_only_early_events(self._request.route, got):
             self._got = [got]
             self._begin_stream(got)
         elif self._size > MAX_EVENT_BYTES:
-            self._fail("answer_too_large", f"no event within {MAX_EVENT_BYTES} bytes")
+            self._fail("answer_too_large", f"no event within {MAX_EVENT_BYTES} bytes; ask for less, or without stream")
 
     def end(self) -> None:
         """The body is complete: decide a whole answer, end a relay. A stream without an event is lost.

@@ -460,7 +460,7 @@ class RequestRun(msgspec.Struct, eq=False):
         if verdict.retry == "never":
             if exc.reason == "answer_too_large":
                 self.is_computed = True
-                raise AnswerTooLarge(f"{exc}; stream it, or ask for less") from exc
+                raise AnswerTooLarge(str(exc)) from exc
             if not self.is_trial:
                 raise no_answer_in_time(exc) from exc
         # A second engine that dies of it says more about the request than about the engine.

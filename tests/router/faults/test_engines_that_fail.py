@@ -634,9 +634,13 @@ async def test_an_answer_larger_than_may_be_held_is_not_asked_for_again():
     async with faulty_fleet(2, max_answer_bytes=10_000) as router:
         answer = await router.ask("large", saying(answering(b"a" * 20_000)))
         assert error_of(answer) == (400, "answer_too_large")
+        assert "stream it, or ask for less" in answer.json()["error"]["message"]
         assert "retry-after" not in answer.headers
         assert router.play.asked["large"] == 1
         endless = b"data: " + b"a" * (9 * 2**20)
+        answer = await router.ask("first", saying(STREAM_HEAD + pieces(endless), "hang"), stream=True)
+        assert error_of(answer) == (400, "answer_too_large")
+        assert "ask for less, or without stream" in answer.json()["error"]["message"]
         answer = await router.ask("endless", saying(STREAM_HEAD + pieces(EVENTS[0], endless), "hang"), stream=True)
         *_, error, _done = events_of(answer.content)
         assert b'"stream_broken"' in error
