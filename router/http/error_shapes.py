@@ -43,8 +43,9 @@ def status_of_type(error_type: object) -> int | None:
 
 
 def enveloped(status: int, body: bytes, errors: ErrorShape) -> bytes:
-    """An engine's error in its route's form; unchanged where it has an `error` already, or no known form.
+    """An engine's error in its route's form; unchanged where it has that, or no known form.
 
+    vLLM 0.32 refuses a body that lacks a field in OpenAI's form on every route (entrypoints/serve/exception_handling).
     SGLang 0.5.23 says `{"object": "error", "message", "type", "param", "code"}` (entrypoints/openai/protocol.py),
     FastAPI `{"detail": ...}`. Missing types and codes are those of the status, as in vLLM.
     """
@@ -52,6 +53,8 @@ def enveloped(status: int, body: bytes, errors: ErrorShape) -> bytes:
         error = msgspec.json.decode(body, type=dict[str, Any])
     except DECODE_ERRORS:
         return body
+    if errors == "anthropic" and isinstance(error.get("error"), dict) and "type" not in error:
+        return msgspec.json.encode(shaped(error, status, errors))
     message = error.get("message", error.get("detail"))
     if "error" in error or message is None:
         return body

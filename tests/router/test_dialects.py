@@ -101,10 +101,33 @@ async def test_sglangs_own_errors_reach_the_client_in_the_routes_envelope():
 
 @pytest.mark.parametrize(
     "body",
-    [b'{"error": {"message": "m"}}', b"plain words", b'["m"]', b'{"status": "odd"}', b'{"message": "\xff"}', b""],
+    [
+        b'{"type": "error", "error": {"message": "m"}}',
+        b'{"error": "m"}',
+        b"plain words",
+        b'["m"]',
+        b'{"status": "odd"}',
+        b'{"message": "\xff"}',
+        b"",
+    ],
 )
 def test_an_error_in_the_envelope_or_an_unknown_form_is_unchanged(body):
     assert enveloped(400, body, "openai") == enveloped(400, body, "anthropic") == body
+
+
+async def test_a_message_that_vllm_refuses_in_openais_form_is_refused_in_anthropics():
+    error = {"message": "max_tokens: Field required", "type": "Bad Request", "param": "max_tokens", "code": 400}
+
+    async def refuses(_engine, _body):
+        return JSONResponse({"error": error}, 400)
+
+    engine = EngineDouble("w0", refuses)
+    async with fleet(engine, control=with_sql("w0")) as (client, _, _):
+        chat = await client.post("/v1/chat/completions", json=CHAT)
+        message = await client.post("/v1/messages", json=CHAT)
+    assert (chat.status_code, chat.json()) == (400, {"error": error})
+    of_messages = {"type": "error", "error": error | {"type": "invalid_request_error"}}
+    assert (message.status_code, message.json()) == (400, of_messages)
 
 
 async def test_an_engines_error_with_bytes_outside_utf8_reaches_the_client():
