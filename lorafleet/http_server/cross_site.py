@@ -15,6 +15,7 @@ from lorafleet.service.http import HttpError, error_response
 
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITES = frozenset({b"same-origin", b"none"})  # none: typed or bookmarked by the user
+_KEYS = frozenset({b"authorization", b"x-api-key"})
 _ANY = "*"
 
 # (method, headers with names in lower case) -> None; raises HttpError 403 `cross_site`.
@@ -36,7 +37,7 @@ def site_check(allowed: Collection[str] = (), *, trusts_preflight: bool = False)
         site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
         if method in _SAFE or site in _OWN_SITES or (site is None and origin is None) or origin in known:
             return
-        if trusts_preflight and (b"authorization" in headers or (site is None and _is_json(headers))):
+        if trusts_preflight and (not _KEYS.isdisjoint(headers) or (site is None and _is_json(headers))):
             return
         if site is None and origin is not None and _host_of(origin) == headers.get(b"host", b"").lower():
             return

@@ -87,6 +87,7 @@ def test_pages_of_allowed_origins_may_send_changes(sent_headers):
         ({b"origin": EVIL}, False),
         ({b"sec-fetch-site": b"cross-site", b"content-type": b"application/json"}, False),
         ({b"sec-fetch-site": b"cross-site", b"origin": EVIL, b"authorization": b"Bearer a"}, True),
+        ({b"sec-fetch-site": b"cross-site", b"origin": EVIL, b"x-api-key": b"a"}, True),
     ],
 )
 def test_preflighted_requests_are_trusted_if_configured(more, passes):
