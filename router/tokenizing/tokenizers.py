@@ -378,7 +378,7 @@ class Tokenizers:
         return NO_TOKENS if ids is None else Tokens(ids, "remote")
 
     async def _post_tokenize(self, body: Mapping[str, Any], engine_url: str) -> "array[int] | None":
-        """POST a body to /tokenize; the engine's ids, or None if it refuses.
+        """POST a body to /tokenize; the engine's ids, or None if it refuses, or answers in another form.
 
         Raises httpx.HTTPError, also for a 502 to 504. No model is named, so that the engine uses its base model.
         """
@@ -389,7 +389,8 @@ class Tokenizers:
             answer.raise_for_status()  # temporary: no answer about this body
         if answer.status_code != 200:
             return None
-        tokens = answer.json().get("tokens")
+        found = answer.json()
+        tokens = found.get("tokens") if isinstance(found, dict) else None
         return packed_ids(tokens) if isinstance(tokens, list) else None
 
 

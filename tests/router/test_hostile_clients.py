@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
 
 from lorafleet.service.key_files import hash_key
 from router.core.schedule.request import HashedRequest
@@ -36,6 +37,22 @@ async def test_prompt_that_cannot_become_json_again_is_routed_without_ids():
         for odd in ("\ud800", float("nan"), 10**5000):
             tokens = await tokenizers.ids({"prompt": odd}, base_model=BASE, engine_url="http://127.0.0.1:1")
             assert tokens.ids is None
+
+
+@pytest.mark.parametrize(
+    "answered", [None, [], [{"id": 1}], "ids", {"tokens": "1"}, {"tokens": [-1]}, {"tokens": [[]]}]
+)
+async def test_request_is_served_whatever_form_its_engines_tokenize_answers_in(answered):
+    class OddEngine(EngineDouble):
+        @property
+        def app(self):
+            app = super().app
+            app.router.routes.insert(0, Route("/tokenize", lambda _: JSONResponse(answered), methods=["POST"]))
+            return app
+
+    async with fleet(OddEngine("w0")) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 200, answer.text
 
 
 async def test_decisions_kept_for_explaining_hold_no_prompts():
