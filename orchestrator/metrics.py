@@ -149,10 +149,19 @@ class OrchestratorMetrics:
         self.pauses.set_function(count)
 
     def observe_term(
-        self, *, failed: Callable[[], float], leading: Callable[[], float], epoch: Callable[[], float]
+        self,
+        *,
+        failed: Callable[[], float],
+        frozen: Callable[[], bool],
+        leading: Callable[[], bool],
+        epoch: Callable[[], float],
     ) -> None:
-        """Set what a scrape reads: failed adapters, whether we lead, and our epoch."""
-        self.failed.set_function(failed)
+        """Set what a scrape reads: failed adapters, whether moves are frozen, whether we lead, and our epoch.
+
+        The first two are 0 unless we lead, since alerts take the largest of all orchestrators.
+        """
+        self.failed.set_function(lambda: failed() if leading() else 0)
+        self.frozen.set_function(lambda: frozen() and leading())
         self.leading.set_function(leading)
         self.epoch.set_function(epoch)
 

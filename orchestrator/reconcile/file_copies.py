@@ -127,12 +127,13 @@ class FileCopies:
         self.changed.notify()
 
     def clear(self) -> None:
-        """Forget failures, calls under way and states at the end of a term."""
+        """Forget failures, calls under way and states at the end of a term; the next leader reports the copies."""
         self._failures.clear()
         self._under_way.clear()
         self._releasing.clear()
         self._dropping.clear()
         self.states = {}
+        self._metrics.set_copies(0, {})
 
     @contextmanager
     def arriving(self, digest: str) -> Iterator[None]:

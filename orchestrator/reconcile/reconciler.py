@@ -191,7 +191,10 @@ class Reconciler:
         self.monitor.on_files = self.copies.on_report
         metrics.observe_usage(self._usage_by_adapter)
         metrics.observe_term(
-            failed=queries.failed_count, leading=lambda: leadership.is_leading, epoch=lambda: store.epoch
+            failed=queries.failed_count,
+            frozen=lambda: queries.last_pass.desired.frozen_reason is not None,
+            leading=lambda: leadership.is_leading,
+            epoch=lambda: store.epoch,
         )
         self.on_pass: Callable[[], None] = lambda: None
         leadership.prepare, leadership.on_begin, leadership.on_end = self.prepare_term, self.begin_term, self.end_term
@@ -392,7 +395,6 @@ class Reconciler:
             self.runner.start_action(action)
             if action.operation == "load":
                 self.demand.record_load_started(action.lora_id, self._clock())
-        self._metrics.frozen.set(desired.frozen_reason is not None)
         self.queries.refresh_catalog()
         self.on_pass()
         self._metrics.pass_seconds.observe(time.perf_counter() - began)

@@ -231,6 +231,27 @@ async def test_files_that_all_workers_have_lost_are_an_error_that_says_what_to_d
     assert len(keepers(agents)) == 2
 
 
+async def test_one_that_leads_no_longer_reports_no_failed_adapters_lost_files_or_frozen_moves(service):
+    """Alerts take the largest of all orchestrators: what a former leader last knew would never end."""
+    agents = await _uploaded(service)
+    for agent in agents:
+        agent.disk.clear()
+    await service.http.patch("/v1/policy", json={"storm_moves_per_worker": 0})
+    await service.beat()
+    await service.turn()
+    reported = [
+        "lorafleet_orchestrator_adapters_failed",
+        "lorafleet_orchestrator_frozen",
+        'lorafleet_orchestrator_copies{state="lost"}',
+    ]
+    page = (await service.http.get("/metrics")).text
+    assert [name for name in reported if f"{name} 1.0" in page] == reported
+    service.built.leadership.on_newer_leader("a test")
+    service.reconciler.run_pass()
+    page = (await service.http.get("/metrics")).text
+    assert [name for name in reported if f"{name} 0.0" in page] == reported
+
+
 async def test_the_files_of_a_deleted_adapter_are_dropped_and_those_of_an_unknown_one_stay(service):
     agents = await _uploaded(service)
     agents[3].disk["e" * 64] = True
