@@ -2,6 +2,8 @@
 
 import json
 import re
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +11,8 @@ from orchestrator.metrics import OrchestratorMetrics
 from router.telemetry.metrics import RouterMetrics
 from tests.helm.rendering import CHART, VALUES, containers, helm_template, of_kind, one, pod_templates, secret
 from tests.test_docs import DOCS
+from workers.agent import heartbeat
+from workers.config import AgentTimers, WorkerSettings
 from workers.metrics import WorkerMetrics
 
 # What Prometheus adds to each series of a ServiceMonitor's or PodMonitor's target.
@@ -125,6 +129,38 @@ def test_a_service_that_is_gone_is_missed():
     rules = {rule["alert"]: rule["expr"] for rule in alerts()}
     assert "or absent(lorafleet_router_replicas{" in rules["LorafleetNoReplica"]
     assert "or absent(lorafleet_orchestrator_leading{" in rules["LorafleetNoLeader"]
+
+
+@pytest.mark.parametrize("answer_s", [0.0, AgentTimers().heartbeat_answer_s], ids=["refused", "no answer"])
+async def test_heartbeats_that_always_fail_fail_often_enough_for_their_alert(answer_s, monkeypatch):
+    """A worker sends them ever more rarely. Ten minutes pass at once."""
+    now, failed_at = 0.0, []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 600:
+            raise EOFError
+
+    class Failing(heartbeat.HeartbeatSender):
+        async def _post_heartbeat(self, **_) -> None:
+            nonlocal now
+            now += answer_s
+            raise TimeoutError
+
+    agent = SimpleNamespace(
+        settings=WorkerSettings(orchestrator_url="http://orchestrator:8080", engine_url="http://127.0.0.1:8100"),
+        timers=AgentTimers(),
+        inventory=SimpleNamespace(version=1),
+        metrics=SimpleNamespace(heartbeat_failures=SimpleNamespace(inc=lambda: failed_at.append(now))),
+        end_warming=lambda: None,
+    )
+    monkeypatch.setattr(heartbeat, "asyncio", SimpleNamespace(sleep=sleep))
+    with pytest.raises(EOFError):
+        await Failing(agent, None, own=None, rng=Random(1), agents=None).run()
+    (rule,) = (rule["expr"] for rule in alerts() if rule["alert"] == "LorafleetHeartbeatsFail")
+    least, minutes = float(rule.rpartition("> ")[2]), int(re.search(r"\[(\d+)m\]", rule)[1])
+    assert sum(at > 600 - minutes * 60 for at in failed_at) / (minutes * 60) > least
 
 
 def test_labels_that_an_alerts_words_show_are_left_by_its_expression():
