@@ -6,6 +6,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import generate_latest
 
 from orchestrator.metrics import OrchestratorMetrics
 from router.telemetry.metrics import RouterMetrics
@@ -129,6 +130,13 @@ def test_a_service_that_is_gone_is_missed():
     rules = {rule["alert"]: rule["expr"] for rule in alerts()}
     assert "or absent(lorafleet_router_replicas{" in rules["LorafleetNoReplica"]
     assert "or absent(lorafleet_orchestrator_leading{" in rules["LorafleetNoLeader"]
+
+
+def test_an_alert_about_a_state_that_lasts_waits_for_it_in_a_new_series_too():
+    """A circuit's series begins with its first opening, and the least of one sample is that sample."""
+    assert "circuit_open{" not in generate_latest(RouterMetrics().registry).decode()
+    for rule in alerts():
+        assert "for" in rule or "increase(" in rule["expr"], rule["alert"]
 
 
 @pytest.mark.parametrize("answer_s", [0.0, AgentTimers().heartbeat_answer_s], ids=["refused", "no answer"])
