@@ -6,9 +6,10 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lorafleet.kube.errors import KubeConfigError
+from lorafleet.service.yamls import InvalidYaml, read_yaml
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -97,6 +98,7 @@ class KubeConfig:
             ) from exc
         configuration = client.Configuration()
         try:
+            content = read_yaml(self._path)
             config.load_kube_config(str(self._path), client_configuration=configuration, persist_config=False)
             _, context = config.list_kube_config_contexts(str(self._path))
             tls = _tls(
@@ -105,15 +107,26 @@ class KubeConfig:
                 configuration.key_file,
                 verify=configuration.verify_ssl,
             )
-        except (config.ConfigException, OSError, KeyError, TypeError) as exc:
+        except (config.ConfigException, InvalidYaml, OSError, KeyError, TypeError) as exc:
             raise KubeConfigError(f"kubeconfig {self._path}: {exc}") from exc
+        token = str(configuration.api_key.get("BearerToken", "")).removeprefix("Bearer ")
+        plugin = _plugin_of(content, context["context"].get("user"))
+        if plugin is not None and not token and not configuration.cert_file:
+            # Without credentials the API server answers 403, after which none are read again.
+            raise KubeConfigError(f"kubeconfig {self._path}: {plugin} gave no token and no certificate; run it by hand")
         return ApiServerAccess(
             url=str(configuration.host).rstrip("/"),
             namespace=context["context"].get("namespace") or "default",
-            token=str(configuration.api_key.get("BearerToken", "")).removeprefix("Bearer "),
+            token=token,
             tls=tls if str(configuration.host).startswith("https:") else None,
             proxy=configuration.proxy,
         )
+
+
+def _plugin_of(kubeconfig: dict[str, Any], user: str | None) -> str | None:
+    """A user's exec plugin, for an error; None without one. The kubeconfig is one that its library has read."""
+    found = next((entry["user"] for entry in kubeconfig.get("users") or () if entry["name"] == user), None) or {}
+    return f"exec plugin {found['exec'].get('command')!r}" if "exec" in found else None
 
 
 def find_access_source(kubeconfig: Path | None, environ: Mapping[str, str], account: Path) -> AccessSource:

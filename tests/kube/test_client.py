@@ -217,6 +217,51 @@ async def test_a_kubeconfig_without_its_context_is_refused_by_name(tmp_path):
         await connect(path, environ={})
 
 
+@pytest.mark.parametrize("content", [b"clusters: [", b"clusters:\n\t- a", b"\xff\xfe\x00", b"[1]", b"7"])
+async def test_a_kubeconfig_that_is_no_kubeconfig_is_an_error_with_its_path(tmp_path, content):
+    path = tmp_path / "config"
+    path.write_bytes(content)
+    with pytest.raises(KubeConfigError, match=str(path)):
+        await connect(path, environ={})
+
+
+def kubeconfig_with_plugin(folder, url):
+    """A kubeconfig whose plugin prints the token in the file `token`, and fails without that file."""
+    plugin, token = folder / "get-token", folder / "token"
+    answer = '{"apiVersion":"client.authentication.k8s.io/v1","kind":"ExecCredential","status":{"token":"%s"}}'
+    plugin.write_text(f"#!/bin/sh\ntoken=$(cat {token}) || exit 3\nprintf '{answer}' \"$token\"\n")
+    plugin.chmod(0o755)
+    called = {"apiVersion": "client.authentication.k8s.io/v1", "command": str(plugin), "interactiveMode": "Never"}
+    path = kubeconfig(folder / "config", url)
+    content = yaml.safe_load(path.read_text())
+    content["users"][0]["user"] = {"exec": called}
+    path.write_text(yaml.safe_dump(content))
+    return path, token
+
+
+async def test_a_plugin_that_gives_no_credentials_is_an_error_that_names_it(tmp_path):
+    path, _ = kubeconfig_with_plugin(tmp_path, "http://127.0.0.1:9")
+    with pytest.raises(KubeConfigError, match="get-token"):
+        await connect(path, environ={})
+
+
+async def test_a_plugin_that_fails_once_is_run_again_at_the_next_call(api, tmp_path):
+    """An API server answers calls without a token with 403, after which no credentials are read again."""
+    refusals = {None: status(403, "Forbidden"), "Bearer t0": status(401, "Unauthorized")}
+    api.answer = lambda request: refusals.get(request.headers.get("authorization"), JSONResponse({"ok": True}))
+    async with serving(api.app) as url:
+        path, token = kubeconfig_with_plugin(tmp_path, url)
+        token.write_text("t0")
+        client = await connect(path, environ={})
+        token.unlink()
+        for _ in range(2):
+            with pytest.raises(KubeForbidden):
+                await client.get("/api")
+        token.write_text("t1")
+        assert await client.get("/api") == {"ok": True}
+        await client.close()
+
+
 def _account(folder, host: str, token: str) -> Certificate:
     """A pod's folder, and the server's certificate for this address."""
     certificate = made_for(host, is_sparse=True)
