@@ -209,6 +209,25 @@ async def test_volumes_that_are_there_are_not_changed_and_the_refusal_says_what_
 
 
 @pytest.mark.parametrize("way", [SERVER])
+@pytest.mark.parametrize("is_scaled", [True, False], ids=["by an autoscaler", "by hand"])
+async def test_larger_volumes_as_the_refusal_says_end_no_worker_of_a_pool_that_was_scaled(upgrades, is_scaled):
+    pool = {"cache": {"size": "10Gi", "persistent": VOLUMES}, "autoscaling": SCALED if is_scaled else {}}
+    await upgrades("install", pool=pool)
+    await (upgrades.by_autoscaler if is_scaled else upgrades.by_hand)("statefulset", 9)
+    pool |= {"cache": {"size": "20Gi", "persistent": VOLUMES}}
+    refusal = (await upgrades.tried("upgrade", pool=pool)).stderr
+    once: dict = {}
+    if "in values once, " in refusal:
+        once = yaml.safe_load("{" + refusal.split("with ")[-1].split(" in values once, ")[0] + "}")
+        once["autoscaling"] = {"enabled": once.pop("autoscaling.enabled", is_scaled)}
+    await upgrades.release.kubectl(*refusal.split("run kubectl ")[1].split(",")[0].split())
+    await upgrades("upgrade", pool=pool | once)
+    assert await upgrades.replicas("statefulset") == 9
+    await upgrades("upgrade", pool=pool | ({} if is_scaled else {"replicas": 9}))
+    assert await upgrades.replicas("statefulset") == 9
+
+
+@pytest.mark.parametrize("way", [SERVER])
 async def test_a_pool_that_is_to_have_volumes_and_has_none_is_told_so(upgrades):
     await upgrades("install")
     done = await upgrades.tried("upgrade", pool={"cache": {"persistent": VOLUMES}})

@@ -76,7 +76,14 @@ middle of an upgrade, and clients that apply let one of the two win.
 {{- $changed = printf "cache.persistent.storageClassName is %q now, and its workers' volumes were made with %q" $cache.persistent.storageClassName $class -}}
 {{- end -}}
 {{- if $changed -}}
-{{- fail (printf "pool %s: %s. Kubernetes does not change the volumes of an existing StatefulSet: put the value back; or enlarge the volumes by hand, run kubectl -n %s delete statefulset %s --cascade=orphan, which keeps its pods, and upgrade again (docs/kubernetes.md, Larger volumes)" .pool.name $changed .root.Release.Namespace .name) -}}
+{{- /* The StatefulSet that is made anew has the number of values, or one: the present number is known only now. */ -}}
+{{- $count := "" -}}
+{{- if .pool.autoscaling.enabled -}}
+{{- $count = printf " with replicas: %d, autoscaling.enabled: false in values once, or workers end" (int $live.spec.replicas) -}}
+{{- else if ne (int $live.spec.replicas) (int .pool.replicas) -}}
+{{- $count = printf " with replicas: %d in values once, or their number changes" (int $live.spec.replicas) -}}
+{{- end -}}
+{{- fail (printf "pool %s: %s. Kubernetes does not change the volumes of an existing StatefulSet: put the value back; or enlarge the volumes by hand, run kubectl -n %s delete statefulset %s --cascade=orphan, which keeps its pods, and upgrade again%s (docs/kubernetes.md, Larger volumes)" .pool.name $changed .root.Release.Namespace .name $count) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
