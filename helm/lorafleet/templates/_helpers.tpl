@@ -252,6 +252,9 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- if and $pool.autoscaling.enabled (eq $pool.autoscaling.type "keda") (not $.Values.monitoring.prometheusUrl) }}{{- fail (printf "pool %s: autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" .name) }}{{- end }}
 {{- with $pool.autoscaling }}{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) }}{{- fail (printf "pool %s: autoscaling.minReplicas %d is more than maxReplicas %d" $pool.name (int .minReplicas) (int .maxReplicas)) }}{{- end }}{{- end }}
 {{- if and (eq $pool.kind "Deployment") $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: a Deployment's pods share their volumes: use cache.existingClaim (ReadWriteMany), or kind StatefulSet for cache.persistent" .name) }}{{- end }}
+{{- with $pool.rollingUpdate }}
+{{- if and (eq $pool.kind "Deployment") (regexMatch "^0+%?$" (toString .maxSurge)) (regexMatch "^0+%?$" (toString .maxUnavailable)) }}{{- fail (printf "pool %s: rollingUpdate: maxSurge and maxUnavailable are both 0, so no pod could be replaced, and Kubernetes refuses that: without a spare GPU set maxUnavailable: 1" $pool.name) }}{{- end }}
+{{- end }}
 {{- if and $pool.cache.existingClaim $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: cache.existingClaim and cache.persistent.enabled: one volume; leave one out" .name) }}{{- end }}
 {{- if and $pool.demoModel $pool.modelVolume }}{{- fail (printf "pool %s: demoModel makes the model in a volume of its own; leave modelVolume out" .name) }}{{- end }}
 {{- include "lorafleet.checkWorker" (dict "root" $ "pool" $pool "name" $name) -}}
