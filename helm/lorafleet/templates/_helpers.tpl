@@ -233,6 +233,9 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- $_ := set $ids .lora_id true }}
 {{- end }}
 {{- if and .Values.orchestrator.traffic.existingClaim (gt (int .Values.orchestrator.replicas) 1) }}{{- fail (printf "orchestrator.traffic.existingClaim: one pod at a time may have its file, and orchestrator.replicas is %d: set it to 1, or leave the claim out (each orchestrator then has a volume of its own)" (int .Values.orchestrator.replicas)) }}{{- end }}
+{{- with .Values.orchestrator.settings.traffic_max_bytes }}
+{{- if and (not $.Values.orchestrator.traffic.existingClaim) (lt (include "lorafleet.bytes" $.Values.orchestrator.traffic.size | int64) (mul 2 (int64 .))) }}{{- fail (printf "orchestrator.traffic.size %v is less than twice settings.traffic_max_bytes %d: a node evicts a pod whose files exceed that; raise the size" $.Values.orchestrator.traffic.size (int64 .)) }}{{- end }}
+{{- end }}
 {{- include "lorafleet.once" (dict "what" "imagePullSecrets" "names" .Values.imagePullSecrets "taken" list) -}}
 {{- include "lorafleet.once" (dict "what" "networkPolicy.engines" "names" (include "lorafleet.each" (dict "items" .Values.networkPolicy.engines "field" "name") | fromJsonArray) "taken" list) -}}
 {{- range list "router" "orchestrator" }}
@@ -252,6 +255,7 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- if and $pool.autoscaling.enabled (eq $pool.autoscaling.type "keda") (not $.Values.monitoring.prometheusUrl) }}{{- fail (printf "pool %s: autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" .name) }}{{- end }}
 {{- with $pool.autoscaling }}{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) }}{{- fail (printf "pool %s: autoscaling.minReplicas %d is more than maxReplicas %d" $pool.name (int .minReplicas) (int .maxReplicas)) }}{{- end }}{{- end }}
 {{- if and (eq $pool.kind "Deployment") $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: a Deployment's pods share their volumes: use cache.existingClaim (ReadWriteMany), or kind StatefulSet for cache.persistent" .name) }}{{- end }}
+{{- if and $pool.settings.max_disk_bytes (not $pool.cache.existingClaim) (gt (int64 $pool.settings.max_disk_bytes) (include "lorafleet.bytes" $pool.cache.size | int64)) }}{{- fail (printf "pool %s: settings.max_disk_bytes %d is more than cache.size %v: the volume would be full, and the pod evicted from an emptyDir, before anything is deleted; raise cache.size" $pool.name (int64 $pool.settings.max_disk_bytes) $pool.cache.size) }}{{- end }}
 {{- with $pool.rollingUpdate }}
 {{- if and (eq $pool.kind "Deployment") (regexMatch "^0+%?$" (toString .maxSurge)) (regexMatch "^0+%?$" (toString .maxUnavailable)) }}{{- fail (printf "pool %s: rollingUpdate: maxSurge and maxUnavailable are both 0, so no pod could be replaced, and Kubernetes refuses that: without a spare GPU set maxUnavailable: 1" $pool.name) }}{{- end }}
 {{- end }}
