@@ -147,6 +147,19 @@ def test_the_orchestrator_is_reached_by_the_fleet_and_whom_values_name():
     assert admitted("everything", "fleet-lorafleet-orchestrator") == fleet | named
 
 
+def test_workers_of_followed_namespaces_reach_the_orchestrator_and_the_other_workers():
+    """Without that they have no heartbeat: the policy drops it, and the worker is not managed."""
+    for policy, port in (("orchestrator", 8080), ("worker", 8090)):
+        namespaces = {
+            peer.get("namespaceSelector", {}).get("matchLabels", {}).get("kubernetes.io/metadata.name", NAMESPACE)
+            for rule in one("everything", "NetworkPolicy", f"fleet-lorafleet-{policy}")["spec"]["ingress"]
+            for peer in rule["from"]
+            if {"port": port} in rule["ports"]
+            and peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component") == "worker"
+        }
+        assert namespaces == {NAMESPACE, "ml-batch"}, policy
+
+
 def test_the_router_is_reached_by_everybody_or_whom_values_name_and_the_test_of_the_release():
     assert admitted("cpu", "fleet-lorafleet-router") == {("any", 8000)}
     assert admitted("everything", "fleet-lorafleet-router") == {

@@ -65,6 +65,22 @@ http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator
 {{- .Values.discovery.selector | default (printf "app.kubernetes.io/instance=%s,app.kubernetes.io/component=worker" .Release.Name) -}}
 {{- end }}
 
+{{/* NetworkPolicyPeers: the workers of this release, in its namespace and in those that it follows. */}}
+{{- define "lorafleet.workerPeers" -}}
+{{- $labels := include "lorafleet.selector" (dict "root" . "component" "worker") -}}
+- podSelector:
+    matchLabels:
+      {{- $labels | nindent 6 }}
+{{- range without (.Values.discovery.namespaces | uniq) .Release.Namespace }}
+- namespaceSelector:
+    matchLabels:
+      kubernetes.io/metadata.name: {{ . | quote }}
+  podSelector:
+    matchLabels:
+      {{- $labels | nindent 6 }}
+{{- end }}
+{{- end }}
+
 {{/* Secret with the tokens in clear, and the keys in it that are in use. */}}
 {{- define "lorafleet.tokensSecret" -}}
 {{- .Values.auth.existingSecret | default (printf "%s-tokens" (include "lorafleet.fullname" .)) -}}
