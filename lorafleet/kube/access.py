@@ -79,10 +79,16 @@ class KubeConfig:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._reading: asyncio.Future[ApiServerAccess] | None = None
 
     async def read(self) -> ApiServerAccess:
-        """Read the kubeconfig in a thread; raises KubeConfigError."""
-        return await asyncio.to_thread(self._read)
+        """Read the kubeconfig in a thread; raises KubeConfigError.
+
+        A read that is under way is joined: its exec plugin may hang, and holds its thread until it ends.
+        """
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.get_running_loop().run_in_executor(None, self._read)
+        return await asyncio.shield(self._reading)
 
     def token(self) -> str | None:
         """None: calls use the token of the last `read`."""

@@ -27,7 +27,7 @@ from lorafleet.kube.errors import (
     KubeUnreachable,
 )
 from tests.kube.certificates import Certificate, made_for
-from tests.patience import patience
+from tests.patience import patience, until
 from tests.serving import serving
 
 
@@ -259,6 +259,32 @@ async def test_a_plugin_that_fails_once_is_run_again_at_the_next_call(api, tmp_p
                 await client.get("/api")
         token.write_text("t1")
         assert await client.get("/api") == {"ok": True}
+        await client.close()
+
+
+async def test_a_plugin_that_hangs_is_waited_for_by_all_calls_and_run_once(api, tmp_path):
+    """Each run holds a thread of the process until the plugin ends."""
+    api.answer = lambda request: (
+        JSONResponse({"ok": True}) if request.headers["authorization"] == "Bearer t1" else status(401, "Unauthorized")
+    )
+    started, may_end = tmp_path / "started", tmp_path / "may-end"
+    async with serving(api.app) as url:
+        path, token = kubeconfig_with_plugin(tmp_path, url)
+        token.write_text("t0")
+        client = await connect(path, environ={})
+        plugin = tmp_path / "get-token"
+        waiting = f"echo >> {started}\nuntil [ -e {may_end} ]; do sleep 0.05; done\n"
+        plugin.write_text(plugin.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{waiting}"))
+        token.write_text("t1")
+        try:
+            for _ in range(3):
+                with pytest.raises(KubeUnreachable):
+                    await client.get("/api", timeout_s=0.5)
+            await until(started.exists)
+            assert len(started.read_text()) == 1
+        finally:
+            may_end.touch()
+        assert await client.get("/api", timeout_s=patience(10)) == {"ok": True}
         await client.close()
 
 
