@@ -16,6 +16,7 @@ from lorafleet.service import yamls
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import mode_of, write_atomically, write_error_text
 from lorafleet.service.key_files import (
+    MAX_LIMIT,
     KeyFileError,
     hash_key,
     key_id_of,
@@ -69,15 +70,17 @@ def add_key(
     limits  by the names of KeyLimits; None for no limit
 
     Raises CommandFailed for an unknown scope, a tenant's key with a fleet-wide scope, names that do not go together, a
-    limit below 1, or a file that is not a key file.
+    limit that no service takes, or a file that is not a key file.
     """
     _check_scopes(tenant, scopes)
     if (trouble := naming_trouble(naming.namespace, naming.lora_ids or None, naming.may_shadow_base)) is not None:
         raise CommandFailed(f"--{trouble.replace('_', '-', 2)}", status=2)
     given = {name: value for name, value in limits.items() if value is not None}
     for name, value in given.items():
-        if value < 1:
-            raise CommandFailed(f"--{name.replace('_', '-')}: must be at least 1, found {value:g}", status=2)
+        if not 1 <= value <= MAX_LIMIT:
+            flag = f"--{name.replace('_', '-')}"
+            message = f"{flag}: must be at least 1 and at most 2**53, found {value:g}; leave the flag out for no limit"
+            raise CommandFailed(message, status=2)
     key = new_key()
     entry: dict[str, Any] = {
         "sha256": hash_key(key),

@@ -18,7 +18,7 @@ from lorafleet.service.roles import SCOPES, Caller, KeyLimits
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "bytes_per_minute", "concurrent_requests")
 # The largest integer that floats represent exactly; token buckets use floats.
-_MAX_LIMIT = 2**53
+MAX_LIMIT = 2**53
 # Digits of a key's hash that identify the key in logs and quotas.
 _KEY_ID_DIGITS = 12
 _FIELDS = frozenset(
@@ -163,7 +163,7 @@ def _parse_limits(limits: object, location: str) -> KeyLimits | None:
     if not isinstance(limits, dict) or limits.keys() - set(LIMITS):
         raise KeyFileError(f"{location}: limits must be some of {', '.join(LIMITS)}, each with a number")
     for name, value in limits.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= _MAX_LIMIT
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MAX_LIMIT
         if not is_number or (name == "concurrent_requests" and value != int(value)):
             kind = "a whole number" if name == "concurrent_requests" else "a number"
             found = f"found {value!r:.40}; leave it out for none"

@@ -162,8 +162,15 @@ def test_a_new_key_has_the_given_limits(tmp_path):
     keys = ApiKeys([path])
     assert keys.caller(f"Bearer {key}").limits == KeyLimits(requests_per_minute=5)
     assert keys.caller(f"Bearer {plain}").limits is None
-    with pytest.raises(CommandFailed, match="--tokens-per-minute"):
-        add_key(path, "acme", ["infer"], limits={"tokens_per_minute": 0})
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2**53 + 1, 10**18])
+def test_a_limit_that_no_service_takes_leaves_the_key_file_as_it_was(tmp_path, limit):
+    path = tmp_path / "k"
+    key = add_key(path, "acme", ["infer"], limits={"tokens_per_minute": 2**53})
+    with pytest.raises(CommandFailed, match=r"--tokens-per-minute: .*leave the flag out"):
+        add_key(path, "acme", ["infer"], limits={"tokens_per_minute": limit})
+    assert ApiKeys([path]).caller(f"Bearer {key}").limits == KeyLimits(tokens_per_minute=2**53)
 
 
 @pytest.mark.parametrize(
