@@ -28,10 +28,10 @@ LORAFLEET_ROUTER_COLD_START_TIMEOUT_S=30 python -m router
 python -m router --config router.yaml          # cold_start_timeout_s: 30
 ```
 
-Unknown flags, unknown `LORAFLEET_<SERVICE>_…` variables and unknown keys are refused at start, by name. A typing error
-never falls back to the default. Lists repeat the flag, or are JSON in the environment (`'["a", "b"]'`); so do
-mappings (`--costs kappa_min=1`, `'{"kappa_min": 1}'`). A service that cannot start (its port is in use, a
-URL is invalid) prints one line on standard error and exits with status 2.
+Unknown flags, unknown `LORAFLEET_<SERVICE>_…` variables and unknown keys are refused at start, by name, and so is a key
+that a file has twice. A typing error never falls back to the default. Lists repeat the flag, or are JSON in the
+environment (`'["a", "b"]'`); so do mappings (`--costs kappa_min=1`, `'{"kappa_min": 1}'`). A service that cannot start
+(its port is in use, a URL is invalid) prints one line on standard error and exits with status 2.
 
 `lorafleet up` accepts these variables and files for all its services, except those that it sets itself:
 [the command line](cli.md#lorafleet-up).

@@ -5,18 +5,37 @@ from typing import Any
 
 import yaml
 
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+
 
 class InvalidYaml(ValueError):
     """The text is not valid YAML."""
 
 
+class _UniqueKeysLoader(yaml.SafeLoader):
+    """PyYAML's loader of plain values, which refuses a mapping that has a key twice; PyYAML keeps the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """The mapping's node; raises yaml.YAMLError. `<<`, which merges another mapping in, may come several times."""
+        node = super().compose_mapping_node(anchor)
+        found = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE_TAG:
+                if (key.tag, key.value) in found:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"found the key {key.value!r} twice", problem_mark=key.start_mark
+                    )
+                found.add((key.tag, key.value))
+        return node
+
+
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text; raises InvalidYaml.
+    """The value of a YAML text; raises InvalidYaml, also for a key that a mapping has twice.
 
     PyYAML raises errors outside its own tree for impossible dates (ValueError) and endless nesting (RecursionError).
     """
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _UniqueKeysLoader)  # noqa: S506  (a safe loader)
     except (ValueError, RecursionError, yaml.YAMLError) as exc:
         raise InvalidYaml(str(exc) or type(exc).__name__) from exc
 

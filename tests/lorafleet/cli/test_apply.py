@@ -124,6 +124,15 @@ def test_a_name_that_is_written_twice_is_refused(apply: Apply) -> None:
     assert (result.status, "twice/v1" in result.err) == (2, True), result.err
 
 
+def test_a_section_that_is_written_twice_deletes_nothing(apply: Apply, names: Names) -> None:
+    apply({"adapters": [adapter("section/v1")]})
+    before = names("adapters")
+    again = yaml.safe_dump({"adapters": [adapter("section/v1")]}) + "adapters: []\n"
+    result = apply(again, "--prune", "--yes")
+    assert (result.status, "found the key 'adapters' twice" in result.err) == (2, True), result
+    assert names("adapters") == before
+
+
 def test_another_source_under_a_known_name_is_blocked_and_the_rest_is_done(apply: Apply, names: Names) -> None:
     apply({"adapters": [adapter("bytes/v1")]})
     file = {"adapters": [adapter("bytes/v1", source="file:///other"), adapter("bytes/v2")]}

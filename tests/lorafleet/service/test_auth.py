@@ -273,6 +273,8 @@ def test_a_restored_file_and_its_next_loss_are_logged(tmp_path):
         f"keys: [{{sha256: {'a' * 64}, scopes: [infer], tenant: 3}}]",
         f"keys: [{{sha256: {'a' * 64}, scopes: [infer], tennant: x}}]",
         "keys: [",
+        f"keys: [{{sha256: {'a' * 64}, scopes: [infer]}}]\nkeys: []",
+        f"keys: [{{sha256: {'a' * 64}, scopes: [infer], scopes: [admin]}}]",
     ],
 )
 def test_an_invalid_file_is_refused_at_the_start_by_name(tmp_path, text):
