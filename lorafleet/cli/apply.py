@@ -80,11 +80,11 @@ def read_text(file: str) -> tuple[str, Path]:
 
 
 def _parsed(text: str, file: str) -> Any:
-    """The value of the text. Raises CommandFailed, with the line, for what is no YAML mapping."""
+    """The value of the text. Raises CommandFailed, with the line, for what is no mapping in YAML or JSON."""
     from lorafleet.service import yamls
 
     try:
-        value = yamls.parse_yaml(text)
+        value = yamls.parse_json_or_yaml(text)
     except yamls.InvalidYaml as exc:
         raise CommandFailed(f"{file}: {' '.join(str(exc).split())}", status=2) from exc
     if not isinstance(value, dict):
@@ -110,10 +110,13 @@ def with_whole_paths(value: Any, folder: Path) -> Any:
 
 
 def with_lines(message: str, text: str, file: str) -> str:
-    """The orchestrator's findings, each with the file's name and the line of its field."""
+    """The orchestrator's findings, each with the file's name, and the line of its field where that is known."""
     import yaml
 
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:  # JSON with tabs
+        root = None
     found = []
     for finding in message.split("; "):
         path, colon, rule = finding.partition(": ")
@@ -121,8 +124,8 @@ def with_lines(message: str, text: str, file: str) -> str:
         if section != "file" or not colon:
             found.append(finding)
         else:
-            line = line_of(root, field.split(".") if field else [])
-            found.append(f"{file}:{line}: {field}: {rule}" if field else f"{file}: {rule}")
+            place = file if root is None else f"{file}:{line_of(root, field.split('.'))}"
+            found.append(f"{place}: {field}: {rule}" if field else f"{file}: {rule}")
     return "; ".join(found)
 
 

@@ -1,5 +1,6 @@
 """YAML of settings files, key files and command lines."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,30 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _UniqueKeysLoader)  # noqa: S506  (a safe loader)
     except (ValueError, RecursionError, yaml.YAMLError) as exc:
         raise InvalidYaml(str(exc) or type(exc).__name__) from exc
+
+
+def parse_json_or_yaml(text: str) -> Any:
+    """The value of a text that is JSON or YAML; raises InvalidYaml.
+
+    JSON is tried first: YAML refuses its tabs, reads `1e3` as text, and takes characters apart that JSON writes as two
+    escapes. It is also a hundred times as fast.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object_of)
+    except json.JSONDecodeError:
+        return parse_yaml(text)
+    except (ValueError, RecursionError) as exc:  # a number of thousands of digits; endless nesting
+        raise InvalidYaml(str(exc)) from exc
+
+
+def _object_of(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these fields; raises InvalidYaml for a name that comes twice."""
+    found: dict[str, Any] = {}
+    for name, value in fields:
+        if name in found:
+            raise InvalidYaml(f"found the key {name!r} twice in one object")
+        found[name] = value
+    return found
 
 
 def read_yaml(path: Path) -> Any:

@@ -86,6 +86,18 @@ def test_a_field_that_is_left_out_stays_and_one_that_differs_changes(apply: Appl
     assert (item["policy"]["priority"], item["policy"]["pinned"], item["tenants"]) == (4, True, ["acme"])
 
 
+def test_json_with_tabs_is_taken_and_its_fault_named(apply: Apply, names: Names) -> None:
+    file = {"adapters": [adapter("tabs/v1")]}
+    result = apply(json.dumps(file, indent="\t"))
+    assert result.status == 0, result.err
+    assert "tabs/v1" in names("adapters")
+    file["adapters"][0]["policy"] = {"lodaing": "eager"}
+    wrong = apply(json.dumps(file, indent="\t"))
+    assert (wrong.status, "fleet.yaml: adapters.0.policy.lodaing: there is no such field" in wrong.err) == (2, True), (
+        wrong
+    )
+
+
 def test_standard_input_is_read(run: Run, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"adapters": [adapter("stdin/v1")]})))
     assert run("--orchestrator-url", fleet, "apply", "-f", "-").status == 0
