@@ -16,6 +16,7 @@ from rich.table import Table
 
 from lorafleet.local import smollm2
 from lorafleet.service.event_streams import json_events
+from lorafleet.service.failure import CommandFailed, printable
 
 # Several blocks of 32 tokens, so that a cache hit shows.
 _SHOP_TABLES = (
@@ -79,7 +80,10 @@ class DemoRow:
 
 
 async def run(router_url: str, token: str, base_model: str, lora_ids: Sequence[str]) -> list[DemoRow]:
-    """Send the prompt to base model, some adapters and base model again, and print and return the results."""
+    """Send the prompt to base model, some adapters and base model again, and print and return the results.
+
+    Raises CommandFailed with the router's message.
+    """
     script = script_for(lora_ids)
     models = [None, *script.lora_ids, None]
     headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -94,8 +98,17 @@ async def ask(
 ) -> DemoRow:
     """Send one streamed chat completion at temperature 0 and wait for its end.
 
-    Raises httpx.HTTPStatusError with the router's message.
+    Raises CommandFailed with the router's message, or with what has ended the answer.
     """
+    try:
+        return await _ask(client, base_model, lora_id, script)
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as exc:
+        message = f"demo: the request to {lora_id or base_model} failed: {printable(str(exc) or repr(exc))}"
+        raise CommandFailed(message) from exc
+
+
+async def _ask(client: httpx.AsyncClient, base_model: str, lora_id: str | None, script: DemoScript) -> DemoRow:
+    """As `ask`. Raises httpx.HTTPError, and ValueError, KeyError or TypeError for an answer that is no stream."""
     body = {
         "model": base_model,
         "messages": script.messages,
@@ -112,6 +125,8 @@ async def ask(
             message = (await answer.aread()).decode(errors="replace")
             raise httpx.HTTPStatusError(message, request=answer.request, response=answer)
         async for chunk in json_events(answer):
+            if "error" in chunk:
+                raise ValueError(chunk["error"]["message"])
             for choice in chunk["choices"]:
                 piece = choice["delta"].get("content") or ""
                 if piece and not text:

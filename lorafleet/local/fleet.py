@@ -11,10 +11,10 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import yaml
@@ -39,6 +39,7 @@ _LONGEST_BACKOFF_S = 10.0
 _SOCKET_NAME_BYTES = 64
 _NO_SPACE_BYTES = 2**20  # a guess: with less, neither an adapter nor a log fits
 _UP_STATES = ("ready", "cordoned", "draining")
+_StartError: TypeAlias = CommandFailed | OSError | httpx.HTTPError
 _STEADY_S = 30.0  # after this time a restart begins with the shortest pause
 
 
@@ -82,7 +83,7 @@ class LocalFleet:
                 if self.options.once:
                     for keeper in self._keep_tasks:
                         keeper.cancel()
-        except* (CommandFailed, OSError) as failures:
+        except* (CommandFailed, OSError, httpx.HTTPError) as failures:
             raise self._as_command_failed(_first_error(failures)) from None
 
     async def stop(self) -> None:
@@ -149,7 +150,16 @@ class LocalFleet:
         if self.options.demo and self._are_all_held_back:
             self.steps.say("demo: skipped, because every worker is cordoned or drained")
         elif self.options.demo:
-            await demo.run(self.url("router"), self.token, base.request_name, registered)
+            await self._run_demo(base.request_name, registered)
+
+    async def _run_demo(self, base_model: str, registered: Sequence[str]) -> None:
+        """Run the demo; print its failure, for the fleet can be used all the same. With `once`: raise CommandFailed."""
+        try:
+            await demo.run(self.url("router"), self.token, base_model, registered)
+        except CommandFailed as exc:
+            if self.options.once:
+                raise
+            self.steps.say(str(exc))
 
     def _prepare(self) -> tuple[commands.LocalBaseModel, dict[str, Path]]:
         """Create folders, the fleet's key, and the demo's model and adapters if no model is given; prints notices.
@@ -395,10 +405,14 @@ class LocalFleet:
             await asyncio.sleep(wait_s)
             await child.start()
 
-    def _as_command_failed(self, first: CommandFailed | OSError) -> CommandFailed:
+    def _as_command_failed(self, first: _StartError) -> CommandFailed:
         """The error as a CommandFailed."""
         if isinstance(first, CommandFailed):
             return first
+        if isinstance(first, httpx.HTTPError):
+            return CommandFailed(
+                f"a service of the fleet does not answer ({first!r}); its log is in {self._folder / 'logs'}"
+            )
         return self._no_space() if files.is_full(first) else CommandFailed(str(first) or repr(first))
 
     def _no_space(self) -> CommandFailed:
@@ -489,7 +503,7 @@ def _exit_text(status: int) -> str:
     return f"status {status}"
 
 
-def _first_error(group: BaseExceptionGroup[CommandFailed | OSError]) -> CommandFailed | OSError:
+def _first_error(group: BaseExceptionGroup[_StartError]) -> _StartError:
     """The first error in a group of errors."""
     inner = group.exceptions[0]
     return _first_error(inner) if isinstance(inner, BaseExceptionGroup) else inner
