@@ -32,10 +32,13 @@ class FleetAddress:
 
     def fleet(self) -> "Fleet":
         """A client for uploads to the orchestrator. Raises CommandFailed with status 2 for a bad address or key."""
+        import httpx
+
         from lorafleet.client import Fleet
 
         with self.orchestrator() as checked:
-            return Fleet(checked.url, self.token)
+            # As every other command: no proxy from the environment.
+            return Fleet(checked.url, self.token, client=httpx.Client(trust_env=False))
 
     def router(self, timeout_s: float = 30.0) -> "RestClient":
         """A client of the router."""

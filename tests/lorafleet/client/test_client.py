@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from lorafleet.cli.context import FleetAddress
 from lorafleet.client import AsyncFleet, Fleet, FleetError
 from lorafleet.client.archive import AdapterArchive
 from lorafleet.client.calls import Answer, Call, Pause, push, unload, wait_ready
@@ -232,3 +233,17 @@ def test_waiting_ends_with_the_workers_or_at_its_time():
     unknown = Answer(404, json=envelope(404, "adapter_not_found", "no such adapter"))
     _, error = drive(wait_ready("a/v1"), unknown)
     assert (str(error), error.code) == ("no such adapter", "adapter_not_found")
+
+
+def test_the_command_line_pushes_without_a_proxy_of_the_environment(tmp_path, monkeypatch):
+    async def has_all(request: Request) -> JSONResponse:
+        return JSONResponse({"lora_id": "a/v1", "digest": "0" * 64}, 200)
+
+    folder = folder_with(tmp_path / "a")
+    app = Starlette(routes=[Route("/v1/adapters/{name:path}", has_all, methods=["PUT"])])
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "socks5://127.0.0.1:1")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serving_in_thread(lambda: app) as url, FleetAddress(url, url, "").fleet() as fleet:
+        assert fleet.push("a/v1", folder).lora_id == "a/v1"
