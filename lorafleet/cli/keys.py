@@ -208,8 +208,12 @@ class _KeyFileText:
 
 @contextlib.contextmanager
 def _edited(path: Path, *, may_create: bool = False) -> Iterator[_KeyFileText]:
-    """The file's text, under a lock; at the end the file is replaced atomically. Raises CommandFailed."""
+    """The file's text, under a lock; at the end the file is replaced atomically. Raises CommandFailed.
+
+    Mode and owner stay, so that root's command leaves a service its file. A link stays, and its target is replaced.
+    """
     with _failures(path):
+        path = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a loop of links
         if may_create:
             path.parent.mkdir(parents=True, exist_ok=True)
         # The lock keeps two commands from losing a key. It is on the folder, because the file is replaced.
@@ -217,11 +221,13 @@ def _edited(path: Path, *, may_create: bool = False) -> Iterator[_KeyFileText]:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
             mode = mode_of(path)
+            before = path.stat() if mode else None
             file = _KeyFileText(path.read_text(encoding="utf-8") if mode else "")
             if file.text.strip() or not may_create:
                 read_key_files([path])  # refuses a file that no service would read
             yield file
-            write_atomically(path, file.text.encode(), mode=mode & 0o777 if mode else 0o600)
+            owner = None if before is None else (before.st_uid, before.st_gid)
+            write_atomically(path, file.text.encode(), mode=mode & 0o777 if mode else 0o600, owner=owner)
         finally:
             os.close(folder)
 

@@ -1,5 +1,6 @@
 """Atomic writes, change stamps of files, and messages for disk errors."""
 
+import contextlib
 import errno
 import os
 import tempfile
@@ -12,9 +13,10 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
-def write_atomically(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+def write_atomically(path: Path, content: bytes, *, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
     """Replace `path` by a file with this content, after the bytes are on the disk.
 
+    owner   user and group that the file gets where the process may give them; None: the process's own
     raises  OSError; then `path` is unchanged and no partial file is left
     """
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
@@ -24,6 +26,9 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o600) -> None:
             out.write(content)
             out.flush()
             os.fsync(out.fileno())
+        if owner is not None:
+            with contextlib.suppress(PermissionError):
+                os.chown(partial, *owner)
         partial.chmod(mode)
         partial.replace(path)
     except BaseException:
