@@ -131,11 +131,10 @@ class ChatTokenizer:
         except Exception as exc:  # tokenizers raises bare Exception for every fault of the file
             raise Untokenizable(f"tokenizer.json: {exc}") from exc
         config = _parsed_object(files, "tokenizer_config.json")
-        config.update(_parsed_object(files, "special_tokens_map.json"))
         return cls(
             tokenizer,
             _templates(files, config),
-            _named_tokens(config),
+            _named_tokens(config, _parsed_object(files, "special_tokens_map.json")),
             split_points,
             word_cache=word_cache,
             added_tokens=_added_tokens(files),
@@ -306,11 +305,16 @@ def _templates(files: Mapping[str, str], config: Mapping[str, Any]) -> dict[str,
     return {}
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The named special tokens of a tokenizer's configuration."""
+def _named_tokens(config: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens of a tokenizer's configuration.
+
+    The older `special_tokens_map.json` comes first where the configuration has no `added_tokens_decoder`, and is not
+    read where it has (Transformers 5.19 tokenization_utils_base.py _from_pretrained).
+    """
     tokens = {}
+    named = config if "added_tokens_decoder" in config else {**config, **special_tokens_map}
     for name in _NAMED_TOKENS:
-        token = config.get(name)
+        token = named.get(name)
         if isinstance(token, Mapping):
             token = token.get("content")
         if isinstance(token, str):

@@ -278,6 +278,43 @@ TAKES_TEXT = [
 ]
 
 
+_NAMED = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ messages[0].content }}"
+_DECODER = {"4091": {"content": "<|endoftext|>", "special": True, "normalized": False}}
+
+
+def with_special_tokens_map(model: Path, config: dict[str, object], named: dict[str, object]) -> dict[str, str]:
+    files = read_files(model) | {"chat_template.jinja": _NAMED, "special_tokens_map.json": json.dumps(named)}
+    files["tokenizer_config.json"] = json.dumps(json.loads(files["tokenizer_config.json"]) | config)
+    return files
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, "|<|endoftext|>|<|im_start|>|Hi"),
+        ({"added_tokens_decoder": _DECODER}, "|<|im_end|>|<|endoftext|>|Hi"),
+    ],
+)
+def test_the_older_map_of_named_tokens_holds_where_the_configuration_lists_no_added_tokens(model, config, expected):
+    named = {"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<|im_start|>"}
+    files = with_special_tokens_map(model, config, named)
+    assert ChatTokenizer.from_files(files).render({"messages": HI}) == expected
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("config", [{}, {"added_tokens_decoder": _DECODER}])
+def test_named_tokens_are_those_of_the_transformers_tokenizer(model, config, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    named = {"eos_token": "<|endoftext|>", "pad_token": "<|im_start|>"}
+    files = with_special_tokens_map(model, config, named)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    ours = ChatTokenizer.from_files(files).render({"messages": HI})
+    assert ours == theirs.apply_chat_template(HI, tokenize=False)
+
+
 @pytest.mark.parametrize(
     ("template", "takes_parts"), [(t, True) for t in TAKES_PARTS] + [(t, False) for t in TAKES_TEXT]
 )
