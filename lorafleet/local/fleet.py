@@ -403,7 +403,20 @@ class LocalFleet:
             restart = f"starting it again in {wait_s:.2g} s"
             self.steps.say(f"{child.name}: ended with {_exit_text(status)}; {restart}; log: {child.log_path}")
             await asyncio.sleep(wait_s)
-            await child.start()
+            await self._start_again(child)
+
+    async def _start_again(self, child: ChildProcess) -> None:
+        """Start a process that has ended; try until the system can. Raises OSError before the fleet is ready."""
+        while True:
+            try:
+                await child.start()
+            except OSError as exc:  # no process or memory is left, or the folder of logs is gone
+                if not self.is_ready:
+                    raise
+                self.steps.say(f"{child.name}: cannot be started: {exc}; trying again in {_LONGEST_BACKOFF_S:g} s")
+                await asyncio.sleep(_LONGEST_BACKOFF_S)
+            else:
+                return
 
     def _as_command_failed(self, first: _StartError) -> CommandFailed:
         """The error as a CommandFailed."""

@@ -1,9 +1,11 @@
 """The parts of `lorafleet up` that need no fleet; whole fleets are in tests/e2e."""
 
+import asyncio
 import importlib.util
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from lorafleet.local import commands, welcome
-from lorafleet.local.fleet import model_name
+from lorafleet.local import fleet as local_fleet
+from lorafleet.local.fleet import LocalFleet, model_name
 from lorafleet.local.notices import earlier_adapter_notices, held_back_notice, starting_status
 from lorafleet.local.options import FleetOptions
 from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, kill_marked, marked_processes
@@ -190,6 +193,41 @@ async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert await child.stop(0.1) is False
     assert not child.is_running
     assert await child.stop(0.1) is True
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+async def test_a_child_that_cannot_be_started_again_does_not_end_a_ready_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ready: bool
+) -> None:
+    monkeypatch.setattr(local_fleet, "_LONGEST_BACKOFF_S", 0.0)
+    fleet = LocalFleet(options(tmp_path, state_dir=tmp_path))
+    fleet.is_ready = is_ready
+    logs, said, command = tmp_path / "logs", list[str](), [sys.executable, "-c", ""]
+    logs.mkdir()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if "cannot be started" in line:
+            logs.mkdir()  # whoever removed it puts it back
+
+    child = ChildProcess(
+        name="router", command=lambda: command, environment=dict(os.environ), log_path=logs / "router.log"
+    )
+    try:
+        await child.start()
+        shutil.rmtree(logs)
+        command[-1] = SLEEPER
+        monkeypatch.setattr(fleet.steps, "say", say)
+        keeper = asyncio.create_task(fleet._keep_running(child))
+        await until(lambda: child.starts == 2 or keeper.done())
+        assert child.is_running == is_ready
+        assert [line for line in said if "router: cannot be started" in line] == said[1:]
+        keeper.cancel()
+        with pytest.raises(asyncio.CancelledError if is_ready else FileNotFoundError):
+            await keeper
+    finally:
+        await child.stop(0)
+        await fleet.stop()
 
 
 def test_marked_processes_are_killed_in_every_session() -> None:
