@@ -1,13 +1,21 @@
 """The CLI's REST client: JSON over HTTP to router and orchestrator, with every failure as one line."""
 
+import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from lorafleet.service.failure import CommandFailed, printable
 from lorafleet.service.urls import checked_key, is_http, without_secrets
+
+T = TypeVar("T")
+
+# A leader changes in five seconds, and a process restarts in less than a minute.
+_AWAY_S = 60.0
+_AGAIN_S = 1.0
+_PASSING = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class _AnswerObject(dict[str, Any]):
@@ -82,7 +90,7 @@ class RestClient:
         try:
             answer = self._client.request(method, path, json=body, params=params, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise CommandFailed(f"{self.url}: {exc}{self._hint('is the fleet up')}") from exc
+            raise NoAnswer(f"{self.url}: {exc}{self._hint('is the fleet up')}") from exc
         except ValueError as exc:  # NaN, or half a surrogate pair
             raise CommandFailed(f"the values cannot be sent as JSON: {exc}", status=2) from exc
         except TypeError as exc:  # YAML has values that JSON lacks
@@ -140,6 +148,23 @@ class RestClient:
             cursor = page.get("next")
             if cursor is None:
                 return items
+
+
+def read_patiently(read: Callable[[], T]) -> T:
+    """What a read returns. An error that may pass, such as an orchestrator that is away, is raised after a minute."""
+    deadline = time.monotonic() + _AWAY_S
+    while True:
+        try:
+            return read()
+        except (NoAnswer, RestError) as exc:
+            may_pass = isinstance(exc, NoAnswer) or exc.http_status in _PASSING
+            if not may_pass or time.monotonic() >= deadline:
+                raise
+            time.sleep(_AGAIN_S)
+
+
+class NoAnswer(CommandFailed):
+    """The server did not answer."""
 
 
 class RestError(CommandFailed):

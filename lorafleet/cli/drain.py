@@ -49,7 +49,9 @@ def follow_drain(api: "RestClient", item: Mapping[str, Any]) -> None:
 
     Raises CommandFailed when adapters are left at the end, or the worker does not drain any more.
     """
-    shown = _step(item)
+    from lorafleet.cli.client import read_patiently  # noqa: PLC0415  (httpx is imported when the command runs)
+
+    path, shown = f"/v1/workers/{url_path(str(item['id']))}", _step(item)
     while True:
         drain = item.get("drain")
         if item["state"] != "draining":
@@ -61,7 +63,7 @@ def follow_drain(api: "RestClient", item: Mapping[str, Any]) -> None:
                 )
             return
         time.sleep(_POLL_S)
-        item = api.call("GET", f"/v1/workers/{url_path(str(item['id']))}")
+        item = read_patiently(lambda: api.call("GET", path))
         if _step(item) != shown:
             typer.echo(drain_line(item))
             shown = _step(item)

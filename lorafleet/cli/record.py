@@ -248,12 +248,14 @@ def fail_if_blocked(changes: Sequence[Mapping[str, Any]], *, dry_run: bool) -> N
 
 def _wait_for_files(api: "RestClient", lora_ids: Sequence[str], within_s: float) -> None:
     """Wait until workers have verified the files of these adapters. Raises CommandFailed when some are missing then."""
+    from lorafleet.cli.client import read_patiently
     from lorafleet.local.progress import StartProgress
 
     deadline, missing, errors = time.monotonic() + within_s, set(lora_ids), dict[str, str]()
     with StartProgress() as steps, steps.step("files", f"{len(missing)} adapters are fetched by digest"):
         while missing and time.monotonic() < deadline:
-            found = {item["lora_id"]: item for item in api.list_all("/v1/adapters") if item["lora_id"] in missing}
+            items = read_patiently(lambda: api.list_all("/v1/adapters"))
+            found = {item["lora_id"]: item for item in items if item["lora_id"] in missing}
             missing = {lora_id for lora_id in missing if lora_id in found and found[lora_id]["rank"] is None}
             errors = {lora_id: found[lora_id]["error"] for lora_id in missing if found[lora_id]["error"]}
             if missing:

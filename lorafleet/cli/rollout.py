@@ -49,12 +49,14 @@ def start(  # noqa: PLR0917  (Typer passes by name)
     }
     if step:
         body["steps"] = [_parse_step(text) for text in step]
+    from lorafleet.cli.client import read_patiently  # noqa: PLC0415  (httpx is imported when the command runs)
+
     with context.obj.orchestrator() as api:
         item = api.call("POST", _rollout_path(alias), body)
         typer.echo(_state_line(item))
         while wait and item["state"] not in _EXIT_STATUS:
             time.sleep(_POLL_S)
-            shown, item = _state_line(item), api.call("GET", _rollout_path(alias))
+            shown, item = _state_line(item), read_patiently(lambda: api.call("GET", _rollout_path(alias)))
             if _state_line(item) != shown:
                 typer.echo(_state_line(item))
     if wait and _EXIT_STATUS[item["state"]]:
