@@ -172,7 +172,7 @@ def _answer(found: httpx.Response) -> Answer:
     """An answer of httpx; None as its JSON where it has none."""
     try:
         parsed = found.json() if found.content else None
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or endless nesting
         parsed = None
     return Answer(found.status_code, found.headers, parsed)
 

@@ -247,3 +247,15 @@ def test_the_command_line_pushes_without_a_proxy_of_the_environment(tmp_path, mo
         monkeypatch.delenv(name, raising=False)
     with serving_in_thread(lambda: app) as url, FleetAddress(url, url, "").fleet() as fleet:
         assert fleet.push("a/v1", folder).lora_id == "a/v1"
+
+
+async def test_an_answer_of_endless_nesting_is_the_clients_error():
+    async def nested(request: Request) -> Response:
+        return Response("[" * 100_000, media_type="application/json")
+
+    async with serving(Starlette(routes=[Route("/{path:path}", nested, methods=["POST"])])) as url:
+        async with AsyncFleet(url) as fleet:
+            with pytest.raises(FleetError, match="is the URL right"):
+                await fleet.wait_ready("a/v1")
+        with Fleet(url) as fleet, pytest.raises(FleetError, match="is the URL right"):
+            await asyncio.to_thread(fleet.wait_ready, "a/v1")
