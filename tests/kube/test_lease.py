@@ -40,7 +40,7 @@ async def api(kube):
 
 @pytest.fixture
 def lease(api, kube):
-    return lambda: CountingKubeLease(api, namespace=kube.namespace, name=NAME, timeout_s=0.4)
+    return lambda: CountingKubeLease(api, namespace=kube.namespace, name=NAME, timeout_s=patience(0.2))
 
 
 def path(kube):

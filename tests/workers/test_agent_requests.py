@@ -107,7 +107,7 @@ async def test_usage_report_counts_once_and_only_for_this_worker(worker):
 
 
 async def test_drain_waits_for_running_requests_until_its_deadline(worker):
-    slow = ("--sim-decode-tokens-per-s", "20")
+    slow = ("--sim-decode-tokens-per-s", str(60 / patience(1)))
     timers = AgentTimers(quiet_s=0.1)
     async with worker.together(engine=slow, timers=timers) as client, httpx.AsyncClient(timeout=patience(10)) as direct:
         url = (await metadata_of(client)).transport.engine_url
@@ -219,7 +219,7 @@ async def test_state_folder_agent_and_engine_agree_after_many_calls_and_kills(wo
 
 @pytest.mark.fleet
 async def test_agent_killed_during_an_eviction_restores_victim_or_new_adapter(worker):
-    slow = ("--engine-args=--sim-load-s=0.5",)
+    slow = (f"--engine-args=--sim-load-s={patience(0.2)}",)
     async with worker.running(*slow) as client:
         for lora_id in THREE:
             await post(client, "load_lora", lora_id=lora_id)

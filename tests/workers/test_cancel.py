@@ -62,7 +62,7 @@ async def test_unload_of_another_version_cancels_nothing(worker, silent_source):
 
 
 async def test_unload_cancels_waiting_loads_and_undoes_a_running_one(worker):
-    async with worker.together(engine=("--sim-load-s", "1")) as client:
+    async with worker.together(engine=("--sim-load-s", str(patience(0.3)))) as client:
         first = asyncio.create_task(post(client, "load_lora", lora_id="sql-expert/v1"))
         await until_state(client, "sql-expert/v1", "loading")
         second = asyncio.create_task(post(client, "load_lora", lora_id="legal/v2"))

@@ -44,7 +44,8 @@ async def test_hung_engine_is_restarted_with_its_adapters_and_its_load_fails(wor
 
 @pytest.mark.fleet
 async def test_engine_that_dies_during_an_eviction_restarts_with_the_victim(worker):
-    async with worker.inside("--engine-args=--sim-load-s=0.5", "--preload-loras", THREE[0]) as client:
+    slow = f"--engine-args=--sim-load-s={patience(0.2)}"
+    async with worker.inside(slow, "--preload-loras", THREE[0]) as client:
         for lora_id in THREE[1:]:
             await post(client, "load_lora", lora_id=lora_id)
         evicting = asyncio.create_task(post(client, "load_lora", lora_id="extra/v1", evict="legal/v2"))
@@ -87,7 +88,8 @@ async def test_slow_adapter_does_not_block_the_restore_of_others(worker):
 
 @pytest.mark.fleet
 async def test_hanging_load_makes_the_worker_suspect_until_it_returns_a_token(worker):
-    async with worker.inside("--engine-args=--sim-load-s=2.5", "--load-deadline-s", "0.3", *HASTY[:2]) as client:
+    slow = (f"--engine-args=--sim-load-s={patience(0.8)}", "--load-deadline-s", "0.3")
+    async with worker.inside(*slow, *HASTY[:2]) as client:
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "engine_timeout"
         metadata = await metadata_of(client)
         assert (metadata.state, metadata.is_suspect) == ("ready", True)

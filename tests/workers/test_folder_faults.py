@@ -31,7 +31,8 @@ async def test_unwritable_engine_log_stops_neither_engine_nor_agent(worker):
 
 @pytest.mark.fleet
 async def test_full_disk_fails_no_unload_lease_engine_or_request(worker):
-    async with worker.running("--cache-grace-s", "1", "--engine-args=--sim-decode-tokens-per-s=20") as client:
+    slow = f"--engine-args=--sim-decode-tokens-per-s={60 / patience(1)}"
+    async with worker.running("--cache-grace-s", "1", slow) as client:
         digests = {lora_id: (await post(client, "load_lora", lora_id=lora_id)).json()["digest"] for lora_id in THREE}
         simulate_full_disk(worker.process.pid)
         assert (await post(client, "unload_lora", lora_id=THREE[0], epoch=7)).status_code == 200
