@@ -15,6 +15,7 @@ import structlog
 from lorafleet.kube.access import ACCOUNT, AccessSource, ApiServerAccess, find_access_source
 from lorafleet.kube.errors import KubeConfigError, KubeError, KubeUnreachable, error_of_answer
 from lorafleet.service.decoding import DECODE_ERRORS
+from lorafleet.service.transport import DirectTransport
 
 log = structlog.get_logger()
 
@@ -235,7 +236,7 @@ def _new_http_client(access: ApiServerAccess) -> httpx.AsyncClient:
     """A new HTTP client with the access's TLS context and proxy."""
     # Without the environment's proxies, which are for traffic out of the cluster.
     verify = access.tls if access.tls is not None else False  # False: plain http
-    return httpx.AsyncClient(verify=verify, proxy=access.proxy, trust_env=False)
+    return httpx.AsyncClient(transport=DirectTransport(verify=verify, proxy=access.proxy), trust_env=False)
 
 
 def _headers(token: str, content_type: str | None) -> dict[str, str]:

@@ -15,13 +15,24 @@ _LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20)  # htt
 
 
 class DirectTransport(httpx.AsyncHTTPTransport):
-    """A transport without proxies, environment and netrc.
+    """A transport without the environment's proxies and netrc.
 
     raises  only httpx.HTTPError, whatever the peer does
     """
 
-    def __init__(self, *, limits: httpx.Limits = _LIMITS) -> None:
-        super().__init__(verify=_ssl_context(), trust_env=False, limits=limits)
+    def __init__(
+        self,
+        *,
+        limits: httpx.Limits = _LIMITS,
+        verify: ssl.SSLContext | bool = True,
+        proxy: str | None = None,
+    ) -> None:
+        """
+        verify  the TLS context; True: one with certifi's authorities; False: no certificate is checked
+        proxy   the URL of a proxy that all calls take
+        """
+        context = _ssl_context() if verify is True else verify
+        super().__init__(verify=context, trust_env=False, limits=limits, proxy=proxy)
         self._unanswered: set[asyncio.Timeout] = set()
         # httpcore 1.0 drops the connections from its pool first and then closes each in turn; a cancellation between
         # two of them would leave the rest open (_async/connection_pool.py _close_connections).

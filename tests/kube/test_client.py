@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import subprocess
 import sys
@@ -139,6 +140,22 @@ async def test_a_malformed_response_counts_as_unreachable(kube: KubeClient, api)
     api.answer = never
     with pytest.raises(KubeUnreachable, match=r"no answer within 0\.05 s"):
         await kube.get("/api/v1/x", timeout_s=0.05)
+
+
+async def test_calls_that_are_given_up_leave_no_connection(api, tmp_path):
+    """A call is given up at any turn of the loop, such as between connecting and sending."""
+    async with serving(api.app) as url:
+        for turns in range(40):
+            client = await connect(kubeconfig(tmp_path / "config", url), environ={})
+            call = asyncio.create_task(client.get("/api"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            pool = client._client._transport._pool
+            assert all(connection.is_idle() for connection in pool.connections), turns
+            await client.close()
+    gc.collect()  # a connection that is left open warns, and a warning is an error here
 
 
 async def test_a_server_that_is_not_there_is_unreachable(tmp_path):

@@ -7,6 +7,7 @@ from ssl import SSLContext
 
 import httpx
 
+from lorafleet.service.transport import DirectTransport
 from workers.core.addresses import Network, is_allowed
 from workers.core.errors import SourceError
 
@@ -21,9 +22,7 @@ class GuardedTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, verify: SSLContext, *, allowed: tuple[Network, ...], resolve: Resolve | None = None) -> None:
         # No keep-alive: the pool knows a connection only by address, and would reuse it for another host name.
-        self._inner = httpx.AsyncHTTPTransport(
-            verify=verify, http2=False, limits=httpx.Limits(max_keepalive_connections=0)
-        )
+        self._inner = DirectTransport(verify=verify, limits=httpx.Limits(max_keepalive_connections=0))
         self._allowed = allowed
         self._resolve = resolve or _resolve_host
 
