@@ -109,7 +109,7 @@ async def small_fleet(
         heartbeat_interval_s=pace_s,
         key_files=(key_file,),
         token=keys["admin"],
-        **settings,
+        **{"lost_after_s": patience(1), "lease_duration_s": patience(2), **settings},
     )
     timers = replace(TIMERS, attached_s=patience(TIMERS.attached_s))
     port = 0
@@ -142,7 +142,8 @@ async def small_fleet(
             client.headers.update(operator)
             fleet.agents[name] = client
         for _ in range(routers):
-            given = {"catalog_poll_s": POLL_S, "cold_start_timeout_s": patience(20), **router_settings}
+            waits = {"cold_start_timeout_s": patience(20), "publish_timeout_s": min(110, patience(20))}
+            given = {"catalog_poll_s": POLL_S, **waits, **router_settings}
             app, services = build_router(
                 RouterSettings(orchestrator_url=url, token=keys["load"], key_files=(key_file,), **given)
             )
