@@ -40,6 +40,11 @@ def patience(seconds: float) -> float:
     return seconds * SLOWNESS * _MARGIN
 
 
+# Settings of an orchestrator and a router between real workers. On a quiet machine they are near the defaults.
+ORCHESTRATOR_WAITS = {"lost_after_s": patience(1), "lease_duration_s": patience(2)}
+ROUTER_WAITS = {"cold_start_timeout_s": patience(20), "publish_timeout_s": min(110.0, patience(20))}
+
+
 def within(seconds: float) -> asyncio.Timeout:
     """`asyncio.timeout`, as patient as the machine is slow."""
     return asyncio.timeout(patience(seconds))

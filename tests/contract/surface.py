@@ -18,7 +18,7 @@ from router.protocols.routes import ROUTES, Route
 from router.protocols.usage import usage_of
 from router.request.engine_body import Body, EngineOptions, vllm_body
 from tests.engines import RunningEngine
-from tests.patience import until
+from tests.patience import patience, until
 from tests.router.doubles import BASE, DIGEST, AgentDouble
 from tests.serving import serving
 from workers.wire import Load
@@ -201,7 +201,7 @@ async def routed(
         own = {"orchestrator_url": control.url, "tokenizer_paths": {BASE: str(model_dir)}}
         app, parts = build(RouterSettings(**{**own, **settings}))
         url = await stack.enter_async_context(serving(app, http=app.state.http))
-        assert await parts.discovery.changes.until(lambda: bool(parts.discovery.fleet.replicas), timeout_s=10)
+        assert await parts.discovery.changes.until(lambda: bool(parts.discovery.fleet.replicas), timeout_s=patience(10))
         await until(lambda: parts.tokenizers.knows(BASE), within_s=20)
         yield await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120)), parts
 

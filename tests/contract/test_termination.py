@@ -33,7 +33,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(bench: Engine
     answer = wait_until(refusal, what="a refusal")
     fault = "cannot schedule new futures after shutdown"
     assert (answer.status_code, answer.json()) == (500, envelope(fault, "InternalServerError", 500))
-    assert httpx.get(f"{bench.engine.url}/health").status_code == 200
+    assert httpx.get(f"{bench.engine.url}/health", timeout=patience(10)).status_code == 200
     reader.join(patience(120))
     assert lines[-2:] == ["data: [DONE]", ""]
     assert bench.engine.process.wait(patience(30)) == 0

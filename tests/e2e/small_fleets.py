@@ -18,7 +18,7 @@ from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
 from router.config import RouterSettings
-from tests.patience import patience, until
+from tests.patience import ORCHESTRATOR_WAITS, ROUTER_WAITS, patience, until
 from tests.serving import client_of, serving
 from tests.workers.running import SIM, RunningWorker, metadata_of
 from workers.config import TIMERS
@@ -109,7 +109,7 @@ async def small_fleet(
         heartbeat_interval_s=pace_s,
         key_files=(key_file,),
         token=keys["admin"],
-        **{"lost_after_s": patience(1), "lease_duration_s": patience(2), **settings},
+        **{**ORCHESTRATOR_WAITS, **settings},
     )
     timers = replace(TIMERS, attached_s=patience(TIMERS.attached_s))
     port = 0
@@ -142,8 +142,7 @@ async def small_fleet(
             client.headers.update(operator)
             fleet.agents[name] = client
         for _ in range(routers):
-            waits = {"cold_start_timeout_s": patience(20), "publish_timeout_s": min(110, patience(20))}
-            given = {"catalog_poll_s": POLL_S, **waits, **router_settings}
+            given = {"catalog_poll_s": POLL_S, **ROUTER_WAITS, **router_settings}
             app, services = build_router(
                 RouterSettings(orchestrator_url=url, token=keys["load"], key_files=(key_file,), **given)
             )

@@ -12,7 +12,7 @@ from router.config import RouterSettings
 from tests.e2e.scenarios import fresh_prompt
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 CHATS = 12  # of 400 tokens: 24 s on the sim, about a minute on the CPU
 CROWD = 60
@@ -44,7 +44,7 @@ async def ask(client: httpx.AsyncClient, *, prompt: list[int] | None = None, tok
 @pytest.mark.timeout(900)
 async def test_an_idle_engine_accepts_bursts_and_long_prompts(engine):
     app, parts = build(RouterSettings(engines=(f"e0={engine.url}",), max_wait_s=60.0))
-    async with serving(app, http=app.state.http) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(app, http=app.state.http) as url, client_of(url) as client:
         assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(20))
         # Their beginnings are alike, and so are cached: a token or two of each is computed.
         for number in range(CHATS):

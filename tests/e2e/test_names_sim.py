@@ -11,7 +11,7 @@ from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
 from router.config import RouterSettings
-from tests.patience import patience, until
+from tests.patience import ORCHESTRATOR_WAITS, patience, until
 from tests.serving import serving
 from tests.workers.running import SIM, RunningWorker
 
@@ -23,7 +23,9 @@ BASE, SERVED = "tiny", {"w0": "tiny-small", "w1": "acme/tiny-large"}
 async def test_workers_that_serve_one_base_model_under_other_names_answer_for_it_and_its_adapters(tmp_path: Path):
     model, shelf = make_model(tmp_path / "model"), tmp_path / "adapters"
     make_adapter(shelf, "sql/v1", base_model="Hub/Tiny")
-    orchestrator = build_orchestrator(OrchestratorSettings(store=tmp_path / "store.db", settle_s=0.2))
+    orchestrator = build_orchestrator(
+        OrchestratorSettings(store=tmp_path / "store.db", settle_s=0.2, **ORCHESTRATOR_WAITS)
+    )
     async with contextlib.AsyncExitStack() as stack:
         url = await stack.enter_async_context(serving(orchestrator.app))
         for name, served in SERVED.items():

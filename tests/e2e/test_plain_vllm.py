@@ -14,7 +14,7 @@ from router.app import build as build_router
 from router.config import RouterSettings
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience, within
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
@@ -52,7 +52,7 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: str = LONG) -> http
 
 async def test_a_router_alone_serves_what_a_real_vllm_lists_and_knows_what_it_has_cached(engine, shelf) -> None:
     app, parts = build_router(RouterSettings(engines=(f"e0={engine.url}",), engine_key=KEY, metadata_poll_s=0.1))
-    async with serving(app, http=app.state.http) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(app, http=app.state.http) as url, client_of(url) as client:
         await until(parts, parts.discovery.is_synced)
         cards = {card["id"]: card.get("parent") for card in (await client.get("/v1/models")).json()["data"]}
         assert cards == {BASE: None, "own": BASE}
@@ -71,7 +71,7 @@ async def test_a_router_alone_serves_what_a_real_vllm_lists_and_knows_what_it_ha
         assert int(again.headers["x-lorafleet-cached-tokens"]) == told
 
         assert (await ask(client, "late")).status_code == 404
-        async with httpx.AsyncClient(base_url=engine.url, headers=SHOWN) as direct:
+        async with client_of(engine.url, headers=SHOWN) as direct:
             body = {"lora_name": "late", "lora_path": str(shelf / "late")}
             (await direct.post("/v1/load_lora_adapter", json=body, timeout=patience(20))).raise_for_status()
             await until(parts, lambda: "late" in parts.discovery.fleet.adapters)
@@ -87,7 +87,7 @@ async def test_predictions_stay_exact_on_a_real_vllm_whose_prompts_are_salted(en
         engines=(f"e0={engine.url}",), engine_key=KEY, engine_salt="always", metadata_poll_s=0.1, send_prompt_ids="all"
     )
     app, parts = build_router(settings)
-    async with serving(app, http=app.state.http) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(app, http=app.state.http) as url, client_of(url) as client:
         await until(parts, parts.discovery.is_synced)
         assert parts.discovery.fleet.replicas["e0"].is_salted
         async with within(20):
@@ -130,11 +130,11 @@ async def test_an_orchestrator_loads_into_a_real_vllm_from_its_own_disk_and_unlo
         engine_slots=4,
         engine_roots=(shelf,),
     )
-    async with serving(build_orchestrator(settings).app) as url, httpx.AsyncClient(base_url=url) as operator:
+    async with serving(build_orchestrator(settings).app) as url, client_of(url) as operator:
         spec = {"source": f"file://{shelf}/placed", "base_model": BASE, "digest": DIGEST}
         (await operator.post("/v1/adapters", json={"lora_id": "team/placed"} | spec)).raise_for_status()
         app, parts = build_router(RouterSettings(orchestrator_url=url, engine_key=KEY, metadata_poll_s=0.1))
-        async with serving(app, http=app.state.http) as router, httpx.AsyncClient(base_url=router) as client:
+        async with serving(app, http=app.state.http) as router, client_of(router) as client:
             await until(parts, lambda: "e0" in parts.discovery.fleet.replicas)
             placed, base = await ask(client, "team/placed"), await ask(client, BASE)
             assert placed.status_code == 200, placed.text
@@ -143,5 +143,5 @@ async def test_an_orchestrator_loads_into_a_real_vllm_from_its_own_disk_and_unlo
             (await operator.delete("/v1/adapters/team/placed")).raise_for_status()
             name = f"team/placed@{DIGEST[:12]}"
             await until(parts, lambda: name not in parts.discovery.fleet.replicas["e0"].residents)
-        models = httpx.get(f"{engine.url}/v1/models", headers=SHOWN).json()["data"]  # noqa: ASYNC210  (nobody else waits)
+        models = httpx.get(f"{engine.url}/v1/models", headers=SHOWN, timeout=patience(10)).json()["data"]  # noqa: ASYNC210  (nobody else waits)
         assert {model["id"] for model in models} == {BASE, "own"}

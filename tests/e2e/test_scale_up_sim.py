@@ -13,7 +13,7 @@ from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
 from router.config import RouterSettings
-from tests.patience import patience, within
+from tests.patience import ORCHESTRATOR_WAITS, patience, within
 from tests.serving import serving
 from tests.workers.running import RunningWorker, loaded
 
@@ -67,7 +67,9 @@ async def test_a_worker_that_is_added_under_load_is_warm_before_it_is_ready(tmp_
     model, shelf = make_model(tmp_path / "model"), tmp_path / "adapters"
     for name in NAMES:
         make_adapter(shelf, name)
-    orchestrator = build_orchestrator(OrchestratorSettings(store=tmp_path / "store.db", settle_s=0.2))
+    orchestrator = build_orchestrator(
+        OrchestratorSettings(store=tmp_path / "store.db", settle_s=0.2, **ORCHESTRATOR_WAITS)
+    )
     async with contextlib.AsyncExitStack() as stack:
         url = await stack.enter_async_context(serving(orchestrator.app))
 

@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 
-import httpx
 import pytest
 
 from lorafleet.kube.access import KubeConfig
@@ -23,7 +22,7 @@ from tests.kube.places import LABELS, SELECTOR, drop_slice, put_slice, slice_of
 from tests.orchestrator.conftest import ManualClock, OrchestratorUnderTest
 from tests.orchestrator.doubles import FakeAgent
 from tests.patience import patience, until
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 QUICK = WatchTimes(watch_s=(1.0, 1.5), silent_s=0.3, pause_s=(0.02, 0.2), steady_s=0.3, call_s=0.3)
 
@@ -38,7 +37,7 @@ class SliceOrchestrator(OrchestratorUnderTest):
             partial(open_client, KubeConfig(kube.kubeconfig)), selector=SELECTOR, namespaces=(), times=QUICK
         )
         self.pokes = asyncio.Event()
-        self.client = httpx.AsyncClient()
+        self.client = client_of()
         self.agent_client = AgentClient(self.client, own_key=OwnKey(), epoch=lambda: 1)
         self.finder = KubeWorkerFinder(
             self.slices,
@@ -272,7 +271,7 @@ async def test_a_kube_selector_makes_the_orchestrator_follow_slices_and_show_the
         async with serving(agent.app, host=kube.host) as agent.url:
             await put_slice(kube, slice_of("w0", agent=agent.url, namespace=kube.namespace))
             built = build(settings, kube=client)
-            async with serving(built.app) as url, httpx.AsyncClient(base_url=url) as browser:
+            async with serving(built.app) as url, client_of(url) as browser:
                 await until(lambda: listed(browser))
                 metrics = (await browser.get("/metrics")).text
     (line,) = [line for line in metrics.splitlines() if line.startswith("lorafleet_orchestrator_slices_age_seconds ")]
@@ -291,7 +290,7 @@ async def test_an_agentless_engine_is_in_the_fleet_by_its_slice(kube, tmp_path):
             slice_ = slice_of("w0", engine=engine.url, namespace=kube.namespace, zone="a", labels=labels)
             await put_slice(kube, slice_)
             built = build(settings, kube=client)
-            async with serving(built.app) as url, httpx.AsyncClient(base_url=url) as browser:
+            async with serving(built.app) as url, client_of(url) as browser:
                 found = await until(lambda: listed(browser))
                 (entry,) = built.reconciler.reports.workers.values()
         assert (found[0]["id"], found[0]["state"], found[0]["zone"]) == ("w0", "ready", "a")

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import httpx
 import pytest
 
 from lorafleet.kube.client import connect
@@ -14,7 +13,7 @@ from router.config import RouterSettings
 from tests.engines import RunningEngine, start_engine
 from tests.kube.places import SELECTOR, put_slice, slice_of
 from tests.patience import patience, until
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 pytestmark = pytest.mark.fleet
 DIGEST = "cd" * 32
@@ -54,7 +53,7 @@ async def test_an_agentless_engine_of_a_slice_is_loaded_and_routed_to(kube, engi
         ),
         kube=await connect(kube.kubeconfig),
     )
-    async with serving(orchestrator.app) as url, httpx.AsyncClient(base_url=url) as operator:
+    async with serving(orchestrator.app) as url, client_of(url) as operator:
 
         async def workers():
             return (await operator.get("/v1/workers")).json()["data"]
@@ -65,8 +64,10 @@ async def test_an_agentless_engine_of_a_slice_is_loaded_and_routed_to(kube, engi
         (await operator.post("/v1/adapters", json=spec)).raise_for_status()
 
         app, parts = build_router(RouterSettings(orchestrator_url=url, metadata_poll_s=0.1, zone="b", **settings))
-        async with serving(app, http=app.state.http) as router, httpx.AsyncClient(base_url=router) as client:
-            assert await parts.discovery.changes.until(lambda: "vllm-0" in parts.discovery.fleet.replicas, timeout_s=10)
+        async with serving(app, http=app.state.http) as router, client_of(router) as client:
+            assert await parts.discovery.changes.until(
+                lambda: "vllm-0" in parts.discovery.fleet.replicas, timeout_s=patience(10)
+            )
             body = {"lora_id": "sql/v1", "prompt": "hello", "max_tokens": 2}
             answer = await client.post("/v1/completions", json=body, timeout=patience(30))  # cold: it is loaded first
             assert answer.status_code == 200, answer.text

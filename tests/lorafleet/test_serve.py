@@ -4,12 +4,12 @@ import socket
 import subprocess
 import sys
 
-import httpx
 import pytest
 
 from lorafleet.http_server import serve
 from tests.lorafleet.forks import Forks
 from tests.patience import patience, within
+from tests.serving import client_of
 
 
 async def length(scope, receive, send):
@@ -80,7 +80,7 @@ async def test_an_endless_head_is_refused(start):
 
 
 async def test_large_bodies_follow_each_other_on_one_connection():
-    async with served() as (host, port), httpx.AsyncClient() as client:
+    async with served() as (host, port), client_of() as client:
         for size in (0, 10**6, 70_000, 10**6):
             answer = await client.post(f"http://{host}:{port}/", content=b"b" * size)
             assert (answer.status_code, answer.text) == (200, str(size))
@@ -101,7 +101,7 @@ async def test_an_endless_body_is_refused_early(is_declared):
             yield bytes(min(2**20, size - start))
 
     headers = {"content-length": str(size)} if is_declared else {}
-    async with served() as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+    async with served() as (host, port), client_of(f"http://{host}:{port}") as client:
         fits = await client.post("/", content=bytes(16 * 2**20))
         assert fits.text == str(16 * 2**20)
         refused = await client.post("/", content=pieces(), headers=headers)
@@ -110,7 +110,7 @@ async def test_an_endless_body_is_refused_early(is_declared):
 
 
 async def test_a_head_of_many_headers_that_fits_is_served():
-    async with served() as (host, port), httpx.AsyncClient() as client:
+    async with served() as (host, port), client_of() as client:
         headers = {f"x-{n}": "v" * 100 for n in range(300)}
         assert (await client.get(f"http://{host}:{port}/", headers=headers)).status_code == 200
 

@@ -16,7 +16,8 @@ from orchestrator.config import OrchestratorSettings
 from tests.engines import RunningEngine, start_engine
 from tests.orchestrator.conftest import OrchestratorUnderTest
 from tests.orchestrator.doubles import FakeAgent
-from tests.serving import serving
+from tests.patience import patience
+from tests.serving import client_of, serving
 from tests.workers.changed_adapters import adapter_of_zeros
 from tests.workers.running import sim_inside
 
@@ -49,11 +50,13 @@ def engine(shared) -> Iterator[RunningEngine]:
     """An engine with nothing loaded, before and after the test."""
     yield shared
     for name in held(shared):
-        httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name}, verify=False).raise_for_status()
+        httpx.post(
+            f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name}, verify=False, timeout=patience(10)
+        ).raise_for_status()
 
 
 def held(engine: RunningEngine) -> dict[str, str]:
-    models = httpx.get(f"{engine.url}/v1/models", verify=False).json()["data"]
+    models = httpx.get(f"{engine.url}/v1/models", verify=False, timeout=patience(10)).json()["data"]
     return {model["id"]: model["root"] for model in models if model["parent"]}
 
 
@@ -152,7 +155,7 @@ async def test_a_full_engine_unloads_the_named_victim(house_of, engine, shelf):
 @pytest.mark.fleet
 async def test_an_adapter_listed_at_engine_start_is_an_orphan_and_stays(house_of, engine, shelf):
     load = {"lora_name": "own", "lora_path": str(shelf / "legal")}
-    async with httpx.AsyncClient() as client:
+    async with client_of() as client:
         (await client.post(f"{engine.url}/v1/load_lora_adapter", json=load)).raise_for_status()
     service = house_of(engine, engine_slots=3, engine_roots=(shelf,))
     await register(service, shelf)
@@ -168,7 +171,7 @@ async def test_no_adapter_is_loaded_into_an_engine_with_an_unknown_connector(hou
     config = '{"kv_connector": "Mine", "kv_role": "kv_both"}'
     async with sim_inside(model, "--kv-transfer-config", config) as url:
         own = {"lora_name": "own", "lora_path": str(shelf / "legal")}
-        async with httpx.AsyncClient() as client:
+        async with client_of() as client:
             (await client.post(f"{url}/v1/load_lora_adapter", json=own)).raise_for_status()
         service = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=(shelf,))
         await register(service, shelf)
@@ -198,7 +201,7 @@ async def test_no_adapter_is_loaded_into_an_engine_with_an_unknown_connector(hou
 
 
 async def models_of(url):
-    async with httpx.AsyncClient() as client:
+    async with client_of() as client:
         return {model["id"] for model in (await client.get(f"{url}/v1/models")).json()["data"]}
 
 
@@ -382,7 +385,7 @@ async def agentless_item(house_of, model, shelf, name="sql", **settings):
         await service.settle()
         await service.ensure(SQL)
         await service.settle()
-        async with httpx.AsyncClient() as client:
+        async with client_of() as client:
             models = (await client.get(f"{url}/v1/models")).json()["data"]
         return await service.adapter(SQL), [each["id"] for each in models if each["parent"]]
 

@@ -15,7 +15,7 @@ from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.forward import FORWARDED, LeaderForwarding, OwnCalls
 from orchestrator.metrics import OrchestratorMetrics
 from tests.patience import patience, until, within
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 
 class FakeLeadership:
@@ -85,7 +85,7 @@ async def forwarding(leadership, refresh=None):
         await leadership.slow_ends.wait()
         return {"answered": "here"}
 
-    async with httpx.AsyncClient() as upstream:
+    async with client_of() as upstream:
         app = LeaderForwarding(
             local,
             leadership=leadership,

@@ -18,7 +18,7 @@ from tests.kube.conftest import kube  # noqa: F401  (a fixture)
 from tests.kube.stores import give_back_lease
 from tests.orchestrator.doubles import FakeAgent
 from tests.patience import patience, until
-from tests.serving import serving
+from tests.serving import client_of, serving
 from tests.workers.running import state_of
 
 pytestmark = pytest.mark.fleet
@@ -220,7 +220,7 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
 
     await until(has_heard)
     headers = {"x-lorafleet-epoch": str(first)}
-    async with httpx.AsyncClient() as late:
+    async with client_of() as late:
         answer = await late.post(f"{agent.url}/v1/admin/unload_lora", json={"lora_id": "a/v1"}, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "stale_epoch")
     assert await loaded_by(one, "c/v1")  # by way of the other

@@ -14,7 +14,7 @@ import yaml
 from lorafleet.service.key_files import hash_key
 from orchestrator.core.errors import OrchestratorError
 from tests.patience import patience, until, within
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 SPEC = {"lora_id": "sql/v1", "source": "file:///sql/v1"}
 
@@ -485,7 +485,7 @@ async def test_an_event_stream_ends_with_its_leaders_term(open_service):
     service = open_service()
     async with (
         serving(service.built.app) as url,
-        httpx.AsyncClient() as client,
+        client_of() as client,
         client.stream("GET", f"{url}/v1/events") as it,
     ):
         lines = it.aiter_lines()
@@ -587,7 +587,7 @@ async def test_a_client_that_leaves_abandons_its_want(service):
         ]
 
     await service.register()
-    async with serving(service.built.app) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(service.built.app) as url, client_of(url) as client:
         waiting = asyncio.create_task(client.post("/v1/adapters/sql/v1/ensure", json={"wait_s": 600}, timeout=None))
         await until(lambda: waited_for() == ["sql/v1"])
         waiting.cancel()

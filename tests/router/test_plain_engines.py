@@ -58,12 +58,16 @@ def engines(folders: tuple[Path, dict[str, Path]]) -> Iterator[tuple[RunningEngi
 
 
 def load(engine: RunningEngine, name: str, path: Path) -> None:
-    answer = httpx.post(f"{engine.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+    answer = httpx.post(
+        f"{engine.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)}, timeout=patience(10)
+    )
     assert answer.status_code == 200, answer.text
 
 
 def unload(engine: RunningEngine, name: str) -> None:
-    httpx.post(f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+    httpx.post(
+        f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": name}, timeout=patience(10)
+    ).raise_for_status()
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from orchestrator.wire import RouterQuestion, RouterReply
 from router.api.questions import answer_questions, reply_to
 from tests.patience import patience, until
 from tests.router.doubles import CHAT, EngineDouble, fleet, with_sql
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 SQL = {**CHAT, "lora_id": "sql/v1"}
 
@@ -26,7 +26,7 @@ async def relayed(tmp_path):
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(serving(orchestrator.app))
         router, _, parts = await stack.enter_async_context(fleet(EngineDouble("w0"), control=with_sql("w0")))
-        control = await stack.enter_async_context(httpx.AsyncClient())
+        control = await stack.enter_async_context(client_of())
         answering = asyncio.create_task(answer_questions(control, url, "r0", parts))
         reader = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=patience(20)))
         await until(orchestrator.mailbox.listening)
@@ -72,7 +72,7 @@ async def test_what_is_wrong_with_a_question_is_said_as_the_router_says_it(relay
 
 async def test_without_a_router_the_answer_says_where_decisions_are(tmp_path):
     orchestrator = build(OrchestratorSettings(store=tmp_path / "store.db", settle_s=0))
-    async with serving(orchestrator.app) as url, httpx.AsyncClient(base_url=url) as reader:
+    async with serving(orchestrator.app) as url, client_of(url) as reader:
         answer = await reader.get("/v1/decisions")
         orchestrator.stop()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_router")

@@ -19,6 +19,7 @@ from router.request.engine_body import NO_OPTIONS, EngineOptions, dialect_of, sa
 from tests.patience import until
 from tests.router.doubles import BASE, DIGEST, EngineDouble, error_of, fleet, with_sql
 from tests.router.test_plain_engines import ask, routing
+from tests.serving import client_of
 from tests.workers.running import sim_inside
 
 SQL = engine_name("sql/v1", DIGEST)
@@ -139,7 +140,7 @@ def folders(tmp_path_factory) -> tuple[Path, dict[str, Path]]:
 async def one_sim(folders, *flags: str, **settings) -> AsyncIterator:
     """(client, parts, engine) of a router alone before one sim that lists `sql`."""
     model, adapters = folders
-    async with sim_inside(model, "--block-size", "32", *flags) as url, httpx.AsyncClient(base_url=url) as engine:
+    async with sim_inside(model, "--block-size", "32", *flags) as url, client_of(url) as engine:
         body = {"lora_name": "sql", "lora_path": str(adapters["sql-expert/v1"])}
         (await engine.post("/v1/load_lora_adapter", json=body)).raise_for_status()
         async with routing(f"e0={url}", **settings) as (client, parts):
@@ -204,7 +205,7 @@ async def test_adapter_is_served_by_the_engine_that_takes_it_where_another_refus
     model, adapters = folders
     config = '{"kv_connector": "Mine", "kv_role": "kv_both"}'
     async with sim_inside(model, "--kv-transfer-config", config) as first, sim_inside(model) as second:
-        async with httpx.AsyncClient() as http:
+        async with client_of() as http:
             body = {"lora_name": "sql", "lora_path": str(adapters["sql-expert/v1"])}
             for url in (first, second):
                 (await http.post(f"{url}/v1/load_lora_adapter", json=body)).raise_for_status()

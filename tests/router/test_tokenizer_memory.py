@@ -5,7 +5,6 @@ import gc
 import os
 from pathlib import Path
 
-import httpx
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -13,6 +12,7 @@ from lorafleet.tokenizer import word_cache
 from lorafleet.tokenizer.chat import ChatTokenizer
 from router.tokenizing.tokenizers import Tokenizers
 from tests.lorafleet.tokenizer.split_patterns import tokenizer
+from tests.serving import client_of
 
 BASE = "base"
 RULES = "You answer in SQL. Tables: customers(id, name), orders(id, customer, total).\n"
@@ -35,7 +35,7 @@ async def test_memory_of_texts_that_the_library_gets_whole_is_given_back():
     letters = Tokenizer(models.BPE())
     letters.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     letters.train_from_iterator([RULES], trainers.BpeTrainer(vocab_size=60))
-    async with httpx.AsyncClient() as client:
+    async with client_of() as client:
         # Each thread has a heap of its own, and glibc keeps what was freed in it.
         tokenizers = Tokenizers(client, threads=4)
         tokenizers.adopt(BASE, ChatTokenizer.from_files({"tokenizer.json": letters.to_str()}))
@@ -47,7 +47,7 @@ async def test_memory_of_texts_that_the_library_gets_whole_is_given_back():
 
 async def test_all_that_is_kept_of_prompts_is_bounded_and_counted(monkeypatch):
     monkeypatch.setattr(word_cache, "MAX_CACHE_BYTES", 400_000)
-    async with httpx.AsyncClient() as client:
+    async with client_of() as client:
         tokenizers = Tokenizers(client, cache_bytes=100_000)
         tokenizers.adopt(BASE, ChatTokenizer.from_files({"tokenizer.json": tokenizer("qwen 2").to_str()}))
         for n in range(12):

@@ -99,7 +99,7 @@ class ServiceProcess:
 
     def _is_ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/ready", trust_env=False).is_success
+            return httpx.get(f"{self.url}/ready", trust_env=False, timeout=patience(10)).is_success
         return False
 
 
@@ -150,7 +150,7 @@ class MixedFleet:
 
         def is_deleted() -> bool:
             url = f"{self.orchestrator.url}/v1/adapters/{name}"
-            return httpx.get(url, trust_env=False).status_code == 404
+            return httpx.get(url, trust_env=False, timeout=patience(10)).status_code == 404
 
         wait_until(is_deleted, within_s=30, what=f"{what}: the adapter is unloaded")
 

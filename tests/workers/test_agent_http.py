@@ -18,7 +18,7 @@ from lorafleet.service.key_files import hash_key
 from lorafleet.service.roles import SCOPES
 from orchestrator.wire import Heartbeat
 from tests.patience import patience, until, within
-from tests.serving import serving
+from tests.serving import client_of, serving
 from tests.workers.running import code, group_of, is_running, loaded, metadata_of, post, sse
 from workers.config import AgentTimers
 from workers.wire import AvailableLoras, Metadata
@@ -376,7 +376,7 @@ async def test_heartbeat_says_draining_before_the_engine_stops(worker):
     @app.post("/v1/workers/register")
     async def register(beat: Heartbeat) -> dict[str, float]:
         if beat.metadata.state == "draining":  # the agent waits for this answer before it stops the engine
-            async with httpx.AsyncClient() as client:
+            async with client_of() as client:
                 answer = await client.get(f"{beat.metadata.transport.engine_url}/health", timeout=patience(5))
             engine_answered.put_nowait(answer.status_code)
         return {"epoch": 1, "revision": 1, "interval_s": 1.0}

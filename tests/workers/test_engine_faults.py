@@ -15,6 +15,7 @@ import pytest
 
 from tests.engines import start_engine
 from tests.patience import patience, until, within
+from tests.serving import client_of
 from tests.workers.broken import BROKEN
 from tests.workers.running import RunningWorker, code, group_of, is_running, loaded, metadata_of, post, until_state
 from workers.config import AgentTimers
@@ -178,7 +179,7 @@ async def test_engine_that_stops_computing_is_suspect_until_it_computes(worker, 
             metadata = await until_suspect(client)
             assert (metadata.state, metadata.engine_boot_id) == ("ready", before.engine_boot_id)
             assert "has requests, and has computed nothing" in metadata.state_reason
-            async with httpx.AsyncClient() as http:
+            async with client_of() as http:
                 assert (await http.get(f"{metadata.transport.engine_url}/health")).status_code == 200
             refused = await post(client, "load_lora", lora_id="sql-expert/v1")
             assert (code(refused), "computed nothing" in refused.text) == ("not_ready", True)

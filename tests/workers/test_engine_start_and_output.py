@@ -10,11 +10,11 @@ import socket
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.engines import start_engine
 from tests.patience import patience, until
+from tests.serving import client_of
 from tests.workers.running import RunningWorker, code, group_of, is_running, metadata_of, post, until_state
 
 
@@ -154,7 +154,7 @@ async def test_agent_without_a_stderr_starts_its_engine(worker):
         agent = await asyncio.create_subprocess_exec(*closed, "--port-file", str(port_file), stdout=out)
     try:
         await until(port_file.exists)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_file.read_text()}") as client:
+        async with client_of(f"http://127.0.0.1:{port_file.read_text()}") as client:
             await worker.ready(client)
     finally:
         agent.terminate()

@@ -2,10 +2,9 @@
 
 import shutil
 
-import httpx
-
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until
+from tests.serving import client_of
 from tests.workers.running import metadata_of, post
 from workers.wire import AdapterFiles, LoadedLora
 
@@ -15,7 +14,7 @@ async def engine_url(client) -> str:
 
 
 async def load_behind_our_back(client, name, path):
-    async with httpx.AsyncClient(base_url=await engine_url(client)) as engine:
+    async with client_of(await engine_url(client)) as engine:
         answer = await engine.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
         assert answer.is_success, answer.text
 
@@ -51,7 +50,7 @@ async def test_an_adapter_that_a_script_loaded_is_reported_with_the_digest_of_it
 
         answer = await post(client, "unload_lora", lora_id="mine", engine_name="mine")
         assert [lora for lora in answer.json()["data"] if lora["state"] == "ready"] == []
-        async with httpx.AsyncClient(base_url=await engine_url(client)) as engine:
+        async with client_of(await engine_url(client)) as engine:
             assert [item["id"] for item in (await engine.get("/v1/models")).json()["data"]] == ["tiny-qwen"]
 
 

@@ -5,11 +5,11 @@ import json
 import shutil
 import time
 
-import httpx
 import pytest
 
 from orchestrator.wire import UsageReport
 from tests.patience import until, within
+from tests.serving import client_of
 from tests.workers.running import RunningWorker, post
 from workers.agent.adapter_usage import ReportedAdapterUsage
 from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
@@ -124,7 +124,7 @@ async def test_heartbeat_stays_small_with_thousands_of_adapters_on_disk(worker):
 
 @pytest.mark.fleet
 async def test_report_with_a_list_after_an_unload_lacks_the_adapter(worker):
-    async with worker.running() as client, httpx.AsyncClient() as direct:
+    async with worker.running() as client, client_of() as direct:
         loaded = (await post(client, "load_lora", lora_id="legal/v2")).json()["engine_name"]
         metadata = Metadata.model_validate_json((await client.get("/metadata")).content)
         unload = f"{metadata.transport.engine_url}/v1/unload_lora_adapter"

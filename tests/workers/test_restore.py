@@ -7,13 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
-import httpx
 import pytest
 from aiohttp import web
 
 from lorafleet.local.tiny_model import make_adapter
 from tests.engines import start_engine
 from tests.patience import until
+from tests.serving import client_of
 from tests.workers.kills import SlowConnection, https_sources
 from tests.workers.running import SIM, RunningWorker, loaded, post
 from workers.core.manifest import AdapterRules
@@ -114,7 +114,7 @@ class CountingProxy:
     def __init__(self, engine_url: str) -> None:
         self.under_way = self.most = 0
         self._third = asyncio.Event()
-        self._engine = httpx.AsyncClient(base_url=engine_url)
+        self._engine = client_of(engine_url)
 
     @contextlib.asynccontextmanager
     async def serving(self):

@@ -23,7 +23,7 @@ from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
 from router.config import RouterSettings
 from tests.engines import MODULES, SGL_JAX_PYTHON, start_engine
-from tests.patience import patience, until
+from tests.patience import ORCHESTRATOR_WAITS, patience, until
 from tests.serving import client_of, serving
 from tests.workers.running import RunningWorker, code, loaded, metadata_of, post
 from workers.config import AgentTimers
@@ -192,7 +192,7 @@ async def test_attached_engine_is_served_with_the_names_of_its_own_command(worke
 @asynccontextmanager
 async def through_a_fleet(worker: RunningWorker, folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, ...]]:
     """Clients of a router and an orchestrator with this worker, which has two adapters."""
-    settings = OrchestratorSettings(store=folder / "store.db", settle_s=0.2)
+    settings = OrchestratorSettings(store=folder / "store.db", settle_s=0.2, **ORCHESTRATOR_WAITS)
     async with (
         serving(build_orchestrator(settings).app) as url,
         client_of(url, timeout=patience(30)) as operator,

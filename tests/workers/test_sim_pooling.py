@@ -1,11 +1,11 @@
 """The sim's routes for models that pool, in the form of vLLM's answers."""
 
-import httpx
 import pytest
 
 from lorafleet.local.tiny_model import make_adapter, make_model
 from router.api.openapi import EXAMPLES
 from router.protocols.usage import usage_of
+from tests.serving import client_of
 from tests.workers.running import sim_inside
 from workers.engines.vllm import VllmClient
 
@@ -35,7 +35,7 @@ async def test_every_pooling_route_answers_as_its_example_and_by_its_adapter(mod
     adapter = make_adapter(tmp_path, "sql", rank=1)
     async with (
         sim_inside(model, "--runner", "pooling") as url,
-        httpx.AsyncClient(base_url=url) as http,
+        client_of(url) as http,
     ):
         body = {"lora_name": "sql@1", "lora_path": str(adapter)}
         assert (await http.post("/v1/load_lora_adapter", json=body)).is_success

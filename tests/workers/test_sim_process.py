@@ -30,7 +30,9 @@ def engine(model_dir: Path) -> Iterator[RunningEngine]:
 
 
 def load(engine: RunningEngine, name: str, path: Path) -> None:
-    answer = httpx.post(f"{engine.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+    answer = httpx.post(
+        f"{engine.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)}, timeout=patience(10)
+    )
     assert answer.status_code == 200, answer.text
 
 
@@ -73,7 +75,9 @@ def test_text_depends_on_an_adapters_content_not_on_its_name(engine: RunningEngi
     assert texts[0] == texts[1]
     assert len(set(texts)) == 3
     for name in ("one", "same", "other"):
-        httpx.post(f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+        httpx.post(
+            f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": name}, timeout=patience(10)
+        ).raise_for_status()
 
 
 @pytest.mark.fleet
@@ -90,9 +94,9 @@ def test_client_that_disconnects_before_the_answer_ends_the_request(model_dir: P
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{engine.url}/v1/completions", json={"prompt": "hello", "max_tokens": 1000}, timeout=0.3)
         aborted = 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny-qwen"} 1.0'
-        wait_until(lambda: aborted in httpx.get(f"{engine.url}/metrics").text)
+        wait_until(lambda: aborted in httpx.get(f"{engine.url}/metrics", timeout=patience(10)).text)
         running = 'vllm:num_requests_running{engine="0",model_name="tiny-qwen"} 0.0'
-        assert running in httpx.get(f"{engine.url}/metrics").text
+        assert running in httpx.get(f"{engine.url}/metrics", timeout=patience(10)).text
     finally:
         engine.stop()
 
@@ -135,7 +139,9 @@ def test_sigterm_without_shutdown_timeout_ends_requests_at_once(model_dir: Path)
 def test_runtime_loading_is_off_unless_the_environment_allows_it(model_dir: Path) -> None:
     engine = start_engine("sim", model_dir, environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
     try:
-        answer = httpx.post(f"{engine.url}/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a"})
+        answer = httpx.post(
+            f"{engine.url}/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a"}, timeout=patience(10)
+        )
         assert (answer.status_code, answer.json()) == (404, {"detail": "Not Found"})
     finally:
         engine.stop()

@@ -14,10 +14,10 @@ import zipfile
 from pathlib import Path
 from random import Random
 
-import httpx
 import pytest
 
 from tests.patience import within
+from tests.serving import client_of
 from tests.workers.source_servers import (
     SECRET,
     FaultyConnection,
@@ -166,7 +166,7 @@ class S3Store(SourceStore):
     @contextlib.asynccontextmanager
     async def open(self):
         self.site = SourceServer(lambda request: None)
-        async with httpx.AsyncClient() as client:
+        async with client_of() as client:
             (await client.post(f"{self.server}/moto-api/reset")).raise_for_status()
         async with self.connection.to(self.server) as self.url, self.site.serving():
             yield self

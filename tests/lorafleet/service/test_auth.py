@@ -1,7 +1,6 @@
 import contextlib
 import resource
 
-import httpx
 import pytest
 from fastapi import Depends, FastAPI
 from hypothesis import given
@@ -14,7 +13,7 @@ from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError, install_error_handlers
 from lorafleet.service.key_files import KeyFileError, hash_key, new_key
 from lorafleet.service.roles import ANYONE, SCOPES, TENANT_SCOPES, Caller, KeyLimits
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 
 def key_file(path, *entries):
@@ -373,7 +372,7 @@ async def test_errors_of_every_kind_come_in_one_envelope(tmp_path):
     async def broken():
         raise RuntimeError("secret detail")
 
-    async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(app) as url, client_of(url) as client:
         answers = {
             "/admin": await client.get("/admin"),
             "/admin+key": await client.get("/admin", headers={"authorization": "Bearer one"}),

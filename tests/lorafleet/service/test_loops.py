@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.service.loops import ChangeSignal, DelayedCalls, backoff_s, forever
 from tests.patience import patience, until, within
+from tests.serving import client_of
 
 
 def test_pauses_after_failures_double_with_jitter_up_to_a_limit():
@@ -105,7 +106,7 @@ async def first_line(step) -> dict[str, Any]:
 
 async def test_an_unreachable_peers_address_is_logged_without_its_path():
     async def step():
-        async with httpx.AsyncClient() as client:
+        async with client_of() as client:
             await client.get("http://user:secret@127.0.0.1:9/v1/catalog?key=hush")
 
     assert (await first_line(step))["error"].endswith(" at http://127.0.0.1:9")

@@ -1,4 +1,3 @@
-import httpx
 import yaml
 from fastapi import FastAPI
 
@@ -6,7 +5,7 @@ from lorafleet.service.auth import ApiKeys
 from lorafleet.service.http import install_error_handlers
 from lorafleet.service.key_files import hash_key
 from lorafleet.service.whoami import whoami_routes
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 
 async def test_whoami_tells_any_valid_key_what_it_may_do_and_never_the_key(tmp_path):
@@ -17,7 +16,7 @@ async def test_whoami_tells_any_valid_key_what_it_may_do_and_never_the_key(tmp_p
     app = FastAPI()
     app.include_router(whoami_routes(ApiKeys([path])))
     install_error_handlers(app, RuntimeError)
-    async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(app) as url, client_of(url) as client:
 
         async def who(key):
             return await client.get("/v1/whoami", headers={"authorization": f"Bearer {key}"})
