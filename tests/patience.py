@@ -41,7 +41,11 @@ def patience(seconds: float) -> float:
 
 
 # Settings of an orchestrator and a router between real workers. On a quiet machine they are near the defaults.
-ORCHESTRATOR_WAITS = {"lost_after_s": patience(1), "lease_duration_s": patience(2)}
+ORCHESTRATOR_WAITS = {
+    "lost_after_s": patience(1),
+    "probe_timeout_s": patience(0.5),
+    "lease_duration_s": patience(2),
+}
 ROUTER_WAITS = {"cold_start_timeout_s": patience(20), "publish_timeout_s": min(110.0, patience(20))}
 
 

@@ -12,6 +12,7 @@ import httpx
 from lorafleet.client import calls
 from lorafleet.client.calls import Answer, Call, Operation, Pause
 from lorafleet.client.errors import FleetError
+from lorafleet.service.transport import why_no_answer
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -179,4 +180,4 @@ def _answer(found: httpx.Response) -> Answer:
 
 def _no_answer(url: str, exc: Exception) -> Answer:
     """The answer of a server that gives none."""
-    return Answer(0, error=f"{url} does not answer ({exc!r}): is the fleet up, and the address right?")
+    return Answer(0, error=f"{url} does not answer ({why_no_answer(exc)}): is the fleet up, and the address right?")

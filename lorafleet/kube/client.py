@@ -15,7 +15,7 @@ import structlog
 from lorafleet.kube.access import ACCOUNT, AccessSource, ApiServerAccess, find_access_source
 from lorafleet.kube.errors import KubeConfigError, KubeError, KubeUnreachable, error_of_answer
 from lorafleet.service.decoding import DECODE_ERRORS
-from lorafleet.service.transport import DirectTransport
+from lorafleet.service.transport import DirectTransport, why_no_answer
 
 log = structlog.get_logger()
 
@@ -111,7 +111,7 @@ class KubeClient:
                 raise _error_of(call, answer)
             yield _lines(answer)
         except httpx.HTTPError as exc:
-            raise KubeUnreachable(f"{call}: {exc!r}") from exc
+            raise KubeUnreachable(f"{call}: {why_no_answer(exc)}") from exc
         finally:
             await answer.aclose()
 
@@ -141,7 +141,7 @@ class KubeClient:
         except TimeoutError as exc:
             raise KubeUnreachable(f"{call}: no answer within {timeout_s:g} s") from exc
         except httpx.HTTPError as exc:
-            raise KubeUnreachable(f"{call}: {exc!r}") from exc
+            raise KubeUnreachable(f"{call}: {why_no_answer(exc)}") from exc
         if not answer.is_success:
             raise _error_of(call, answer)
         try:
@@ -185,7 +185,7 @@ class KubeClient:
             except httpx.HTTPError as exc:
                 if _is_certificate_error(exc):
                     await self._reload_trust()
-                raise KubeUnreachable(f"{method} {self.url}{path}: {exc!r}") from exc
+                raise KubeUnreachable(f"{method} {self.url}{path}: {why_no_answer(exc)}") from exc
             if answer.status_code != httpx.codes.UNAUTHORIZED or is_last or not await self._renew_token(token):
                 return answer
             await answer.aclose()

@@ -11,7 +11,19 @@ import httpx
 
 from lorafleet.service.tasks import finish_even_if_cancelled
 
+_WAITS: dict[type[Exception], str] = {
+    httpx.ConnectTimeout: "no connection in time",
+    httpx.PoolTimeout: "no free connection in time",
+    httpx.WriteTimeout: "the body was not taken in time",
+    httpx.ReadTimeout: "no answer in time",
+    TimeoutError: "no answer in time",
+}
 _LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20)  # httpx' own
+
+
+def why_no_answer(exc: Exception) -> str:
+    """Why a call got no answer, for a message. httpx' own timeouts have no text."""
+    return _WAITS.get(type(exc)) or repr(exc)
 
 
 class DirectTransport(httpx.AsyncHTTPTransport):

@@ -20,6 +20,7 @@ from lorafleet.engine.canary import (
     shown_effect,
 )
 from lorafleet.engine.lora_weights import weights_effect
+from lorafleet.service.transport import why_no_answer
 
 
 class AgentlessCanary:
@@ -69,5 +70,5 @@ class AgentlessCanary:
         try:
             answer = await self._client.post(self._url + route, json=body, timeout=self._timeout_s)
         except httpx.HTTPError as exc:
-            raise EngineSilent(f"{self._url}{route}: {exc!r}") from exc
+            raise EngineSilent(f"{self._url}{route}: {why_no_answer(exc)}") from exc
         return answered_numbers(f"{self._url}{route}", answer.status_code, answer.content, read)

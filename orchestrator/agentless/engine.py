@@ -14,6 +14,7 @@ from lorafleet.engine.canary import CanaryMode
 from lorafleet.engine.vllm_errors import is_engine_stopping
 from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import EngineSalt
+from lorafleet.service.transport import why_no_answer
 from orchestrator.agentless.canary import AgentlessCanary
 from workers.wire import (
     AvailableLora,
@@ -300,7 +301,7 @@ class AgentlessEngineDriver:
         try:
             answer = await self._client.get(self.worker.engine_url + path)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise ConnectionError(f"{self.worker.engine_url}{path}: {exc!r}") from exc
+            raise ConnectionError(f"{self.worker.engine_url}{path}: {why_no_answer(exc)}") from exc
         if answer.status_code != httpx.codes.OK:
             raise StatusRefused(f"GET {self.worker.engine_url}{path}: {answer.status_code}", answer.status_code)
         return answer.content

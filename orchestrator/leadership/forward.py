@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lorafleet.service.http import error_response
 from lorafleet.service.loops import run_watched
 from lorafleet.service.openapi import DOCS_ASSETS
+from lorafleet.service.transport import why_no_answer
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.leadership import Leadership
@@ -156,7 +157,7 @@ class LeaderForwarding:
                 return Response(status_code=400)  # nobody reads it
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
                 self._metrics.forwarded.labels("unreachable").inc()
-                why = f"the orchestrator that leads, {leader.url}, does not answer ({exc!r})"
+                why = f"the orchestrator that leads, {leader.url}, does not answer ({why_no_answer(exc)})"
         if request.method == "GET" and request.url.path not in LEADERS and FORWARDED not in request.headers:
             self._metrics.forwarded.labels("answered_here").inc()
             return None

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from lorafleet.service.own_key import OwnKey
+from lorafleet.service.transport import why_no_answer
 from orchestrator.core.errors import InvalidAdapter, LeaseLost, WorkerFailed
 from orchestrator.reconcile.agent_view import AsOf
 from workers.wire import (
@@ -236,7 +237,7 @@ class AgentClient:
                     raise _error_of_response("GET", url, answer)
                 yield answer.aiter_raw()
         except (httpx.ConnectError, httpx.InvalidURL) as exc:
-            raise WorkerFailed(f"GET {url}: {exc!r}", code="worker_unreachable") from exc
+            raise WorkerFailed(f"GET {url}: {why_no_answer(exc)}", code="worker_unreachable") from exc
 
     def _action_headers(self) -> dict[str, str]:
         """The headers of an action: our epoch and our key. Raises LeaseLost when we may not act."""
@@ -292,7 +293,7 @@ class AgentClient:
         try:
             answer = await self._client.request(method, url, headers=headers, timeout=timeout_s, **body)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise WorkerFailed(f"{method} {url}: {exc!r}", code="worker_unreachable") from exc
+            raise WorkerFailed(f"{method} {url}: {why_no_answer(exc)}", code="worker_unreachable") from exc
         if answer.is_success or answer.status_code in accepted:
             return answer
         raise _error_of_response(method, url, answer)

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from lorafleet.service.transport import DirectTransport
+from lorafleet.service.transport import DirectTransport, why_no_answer
 from tests.patience import within
 from tests.serving import serving
 
@@ -224,3 +224,15 @@ def test_certificate_authorities_are_read_once_a_process(monkeypatch):
     for _ in range(3):
         DirectTransport()
     assert len(reads) <= 1  # none where an earlier test has created one
+
+
+@pytest.mark.parametrize(
+    ("exc", "said"),
+    [
+        (httpx.ReadTimeout(""), "no answer in time"),
+        (httpx.ConnectTimeout(""), "no connection in time"),
+        (httpx.ConnectError("refused"), "ConnectError('refused')"),
+    ],
+)
+def test_a_message_says_in_words_why_no_answer_came(exc, said):
+    assert why_no_answer(exc) == said
