@@ -30,13 +30,13 @@ class _UniqueKeysLoader(yaml.SafeLoader):
         return node
 
 
-def parse_yaml(text: str) -> Any:
-    """The value of a YAML text; raises InvalidYaml, also for a key that a mapping has twice.
+def parse_yaml(text: str, *, last_wins: bool = False) -> Any:
+    """The value of a YAML text; raises InvalidYaml, also for a key that a mapping has twice unless the last one wins.
 
     PyYAML raises errors outside its own tree for impossible dates (ValueError) and endless nesting (RecursionError).
     """
     try:
-        return yaml.load(text, _UniqueKeysLoader)  # noqa: S506  (a safe loader)
+        return yaml.load(text, yaml.SafeLoader if last_wins else _UniqueKeysLoader)  # noqa: S506  (safe loaders)
     except (ValueError, RecursionError, yaml.YAMLError) as exc:
         raise InvalidYaml(str(exc) or type(exc).__name__) from exc
 
@@ -65,10 +65,13 @@ def _object_of(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_yaml(path: Path) -> Any:
-    """The value of a YAML file; raises OSError, and InvalidYaml for a file that is no text or no YAML."""
+def read_yaml(path: Path, *, last_wins: bool = False) -> Any:
+    """The value of a YAML file; raises OSError, and InvalidYaml for a file that is no text or no YAML.
+
+    last_wins  a key that a mapping has twice has its last value, and is no error
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as exc:
         raise InvalidYaml(f"not text in UTF-8 (byte {exc.start}); expected a YAML file") from exc
-    return parse_yaml(text)
+    return parse_yaml(text, last_wins=last_wins)

@@ -70,6 +70,7 @@ def test_other_arguments_give_their_connector(words, found):
 @pytest.mark.parametrize(
     ("text", "words", "found"),
     [
+        (f"kv-transfer-config: '{SAFE}'\nkv-transfer-config: '{EXAMPLE}'", (), "refused"),
         (f"kv-transfer-config: '{EXAMPLE}'", (), "refused"),
         ("kv_transfer_config:\n  kv_connector: ExampleConnector\n  kv_role: kv_both", (), "refused"),
         ("kv-transfer-config.kv_connector: ExampleConnector", (), "refused"),

@@ -121,7 +121,7 @@ def _config_file_words(words: Sequence[str]) -> list[str]:
     if path is None:
         return []
     try:
-        content = yamls.read_yaml(Path(path)) or {}
+        content = yamls.read_yaml(Path(path), last_wins=True) or {}  # as vLLM reads it
     except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
         raise CommandError(
             f"{_FILE} {path}: {exc}; give a YAML file of vLLM's arguments that the agent can read"
