@@ -250,7 +250,7 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- end }}
 {{- if and .Values.orchestrator.traffic.existingClaim (gt (int .Values.orchestrator.replicas) 1) }}{{- fail (printf "orchestrator.traffic.existingClaim: one pod at a time may have its file, and orchestrator.replicas is %d: set it to 1, or leave the claim out (each orchestrator then has a volume of its own)" (int .Values.orchestrator.replicas)) }}{{- end }}
 {{- with .Values.orchestrator.settings.traffic_max_bytes }}
-{{- if and (not $.Values.orchestrator.traffic.existingClaim) (lt (include "lorafleet.bytes" $.Values.orchestrator.traffic.size | int64) (mul 2 (int64 .))) }}{{- fail (printf "orchestrator.traffic.size %v is less than twice settings.traffic_max_bytes %d: a node evicts a pod whose files exceed that; raise the size" $.Values.orchestrator.traffic.size (int64 .)) }}{{- end }}
+{{- if and (not $.Values.orchestrator.traffic.existingClaim) (not (hasKey $.Values.orchestrator.settings "traffic")) (lt (include "lorafleet.bytes" $.Values.orchestrator.traffic.size | int64) (mul 2 (int64 .))) }}{{- fail (printf "orchestrator.traffic.size %v is less than twice settings.traffic_max_bytes %d: a node evicts a pod whose files exceed that; raise the size" $.Values.orchestrator.traffic.size (int64 .)) }}{{- end }}
 {{- end }}
 {{- include "lorafleet.once" (dict "what" "imagePullSecrets" "names" .Values.imagePullSecrets "taken" list) -}}
 {{- include "lorafleet.once" (dict "what" "networkPolicy.engines" "names" (include "lorafleet.each" (dict "items" .Values.networkPolicy.engines "field" "name") | fromJsonArray) "taken" list) -}}
