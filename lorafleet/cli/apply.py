@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lorafleet.cli.context import LONG_TIMEOUT_S
 from lorafleet.cli.record import AsJson, DryRun, fail_if_blocked, make_changes
 from lorafleet.service.failure import CommandFailed
 
@@ -48,7 +49,7 @@ def apply_file(
 
     text, folder = read_text(file)
     body = {"file": with_whole_paths(_parsed(text, file), folder), "prune": prune}
-    with context.obj.orchestrator() as api:
+    with context.obj.orchestrator(LONG_TIMEOUT_S) as api:
         try:
             changes = make_changes(
                 api,

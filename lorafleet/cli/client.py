@@ -47,6 +47,7 @@ class RestClient:
         self.url = url.rstrip("/")
         self._flag = flag
         self._key_option = key_option
+        self._timeout_s = timeout_s
         try:
             key = checked_key(token)
         except ValueError as exc:
@@ -89,6 +90,9 @@ class RestClient:
         params = {name: value for name, value in query.items() if value is not None}
         try:
             answer = self._client.request(method, path, json=body, params=params, headers=headers)
+        except httpx.ReadTimeout as exc:
+            more = "; what it was asked for may still happen: look, or run the command again" if method != "GET" else ""
+            raise NoAnswer(f"{self.url}: no answer within {self._timeout_s:g} s{more}") from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise NoAnswer(f"{self.url}: {exc}{self._hint('is the fleet up')}") from exc
         except ValueError as exc:  # NaN, or half a surrogate pair

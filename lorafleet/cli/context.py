@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from lorafleet.cli.client import RestClient
     from lorafleet.client import Fleet
 
+LONG_TIMEOUT_S = 300.0
+"""For calls about a whole fleet, which may have ten thousands of adapters."""
+
 
 @dataclass(frozen=True, slots=True)
 class FleetAddress:

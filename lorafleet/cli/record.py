@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lorafleet.cli.context import print_json
+from lorafleet.cli.context import LONG_TIMEOUT_S, print_json
 from lorafleet.service.failure import CommandFailed
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def export_record(
 
     from lorafleet.service import files
 
-    with context.obj.orchestrator() as api:
+    with context.obj.orchestrator(LONG_TIMEOUT_S) as api:
         record = api.call("GET", "/v1/export")
     if file is None:
         print_json(record)
@@ -83,7 +83,7 @@ def import_record(  # noqa: PLR0917  (Typer passes by name)
         record = _read_record(file)
     except (OSError, ValueError) as exc:
         raise CommandFailed(f"{file}: {exc}; expected a file that `lorafleet export` wrote", status=2) from exc
-    with context.obj.orchestrator() as api:
+    with context.obj.orchestrator(LONG_TIMEOUT_S) as api:
         changes = _bring_over(api, {"record": record}, str(file), dry_run, yes, prune, only, as_json=as_json)
     fail_if_blocked(changes, dry_run=dry_run)
 
@@ -136,7 +136,7 @@ def sync(  # noqa: PLR0917  (Typer passes by name)
     with RestClient(source, from_token, flag="--from", key_option=key_option) as other:
         record = other.call("GET", "/v1/export")
     body = {"record": record, "from_fleet": other.url, "keep_sources": keep_sources}
-    with context.obj.orchestrator() as api:
+    with context.obj.orchestrator(LONG_TIMEOUT_S) as api:
         changes = _bring_over(api, body, other.url, dry_run, yes, prune, only, as_json=as_json)
         added = [c["name"] for c in changes if (c["subject"], c["change"]) == ("adapter", "add")]
         if added and not dry_run and wait:

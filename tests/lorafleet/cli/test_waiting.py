@@ -82,3 +82,12 @@ def test_a_refusal_is_an_error_at_once(answer: Callable[..., None]) -> None:
     answer(_FORBIDDEN)
     with RestClient("http://orchestrator") as api, pytest.raises(RestError, match="this key may not"):
         read_patiently(lambda: api.call("GET", "/v1/workers/w0"))
+
+
+def test_a_change_without_an_answer_may_still_happen_and_a_read_may_not(answer: Callable[..., None]) -> None:
+    answer(httpx.ReadTimeout("timed out"), httpx.ReadTimeout("timed out"))
+    with RestClient("http://orchestrator", timeout_s=30) as api:
+        with pytest.raises(NoAnswer, match="no answer within 30 s; what it was asked for may still happen"):
+            api.call("POST", "/v1/import", {})
+        with pytest.raises(NoAnswer, match=r"no answer within 30 s$"):
+            api.call("GET", "/v1/export")
