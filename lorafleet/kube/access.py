@@ -16,13 +16,18 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True, slots=True)
 class ApiServerAccess:
-    """Address and credentials as read once. `tls` is None for plain http."""
+    """Address and credentials as read once.
+
+    tls          None for plain http
+    server_name  the name that the server's certificate has; None: the host of the URL
+    """
 
     url: str
     namespace: str
     token: str
     tls: ssl.SSLContext | None = None
     proxy: str | None = None
+    server_name: str | None = None
 
 
 class AccessSource(Protocol):
@@ -104,7 +109,7 @@ class KubeConfig:
             ) from exc
         configuration = client.Configuration()
         try:
-            content = read_yaml(self._path)
+            content = read_yaml(self._path, last_wins=True)  # as kubectl reads it
             config.load_kube_config(str(self._path), client_configuration=configuration, persist_config=False)
             _, context = config.list_kube_config_contexts(str(self._path))
             tls = _tls(
@@ -113,8 +118,10 @@ class KubeConfig:
                 configuration.key_file,
                 verify=configuration.verify_ssl,
             )
-        except (config.ConfigException, InvalidYaml, OSError, KeyError, TypeError) as exc:
+        except (config.ConfigException, InvalidYaml, OSError) as exc:
             raise KubeConfigError(f"kubeconfig {self._path}: {exc}") from exc
+        except Exception as exc:  # the library raises what its look-ups raise
+            raise KubeConfigError(f"kubeconfig {self._path}: not in a kubeconfig's form ({exc!r})") from exc
         token = str(configuration.api_key.get("BearerToken", "")).removeprefix("Bearer ")
         plugin = _plugin_of(content, context["context"].get("user"))
         if plugin is not None and not token and not configuration.cert_file:
@@ -126,6 +133,7 @@ class KubeConfig:
             token=token,
             tls=tls if str(configuration.host).startswith("https:") else None,
             proxy=configuration.proxy,
+            server_name=configuration.tls_server_name,
         )
 
 

@@ -179,6 +179,7 @@ class KubeClient:
                 headers=_headers(token, content_type if content is not None else None),
                 # Without `read_s` only the caller's deadline for the whole call applies.
                 timeout=httpx.Timeout(None, read=read_s),
+                extensions={"sni_hostname": self._access.server_name} if self._access.server_name else None,
             )
             try:
                 answer = await client.send(request, stream=True)

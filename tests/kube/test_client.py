@@ -242,6 +242,19 @@ async def test_a_kubeconfig_that_is_no_kubeconfig_is_an_error_with_its_path(tmp_
         await connect(path, environ={})
 
 
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [("clusters", "cluster", {"server": 7}), ("users", "user", {"auth-provider": {"name": "gcp"}})],
+)
+async def test_a_kubeconfig_with_a_field_of_another_kind_is_an_error_with_its_path(tmp_path, part, field, value):
+    path = kubeconfig(tmp_path / "config", "http://127.0.0.1:9")
+    config = yaml.safe_load(path.read_text())
+    config[part][0][field] = value
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(KubeConfigError, match=str(path)):
+        await connect(path, environ={})
+
+
 def kubeconfig_with_plugin(folder, url):
     """A kubeconfig whose plugin prints the token in the file `token`, and fails without that file."""
     plugin, token = folder / "get-token", folder / "token"
@@ -397,6 +410,26 @@ async def test_a_kubeconfig_of_https_brings_its_own_authority(tmp_path, api):
         with pytest.raises(KubeUnreachable, match="CERTIFICATE_VERIFY_FAILED"):
             await kube.get("/version")
         await kube.close()
+
+
+async def test_a_kubeconfig_may_name_the_host_of_the_certificate(tmp_path, api):
+    """As behind a bastion or a tunnel: the address in the kubeconfig is not that of the certificate."""
+    certificate = _account(tmp_path, "127.0.0.2", "t")
+    async with _serving_tls(api.app, "127.0.0.1", certificate, tmp_path) as port:
+        path = kubeconfig(tmp_path / "config", f"https://127.0.0.1:{port}")
+        config = yaml.safe_load(path.read_text())
+        cluster = config["clusters"][0]["cluster"]
+        cluster["certificate-authority"] = str(tmp_path / "ca.crt")
+        for name, is_trusted in (("127.0.0.3", False), ("127.0.0.2", True)):
+            cluster["tls-server-name"] = name
+            path.write_text(yaml.safe_dump(config))
+            kube = await connect(path, environ={})
+            if is_trusted:
+                assert await kube.get("/version") == {"kind": "Thing"}
+            else:
+                with pytest.raises(KubeUnreachable, match="CERTIFICATE_VERIFY_FAILED"):
+                    await kube.get("/version")
+            await kube.close()
 
 
 @pytest.mark.slow
