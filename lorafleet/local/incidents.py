@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from lorafleet.service.failure import printable
 from lorafleet.service.loops import backoff_s
 
 _NEWEST = 50
@@ -62,9 +63,9 @@ class IncidentPrinter:
 
 
 def incident_lines(item: Mapping[str, Any]) -> list[str]:
-    """An incident in a line, and the next step in another if there is one."""
+    """An incident in a line, and the next step in another if there is one. A cause may hold an engine's own words."""
     at = datetime.fromisoformat(item["at"]).astimezone(UTC)
     what = item["kind"].replace("_", " ")
-    cause = str(item["body"].get("cause", "")).partition("\n")[0]
-    lines = [f"{at:%H:%M:%S} {item['subject'] or 'fleet'}: {what}{f': {cause}' if cause else ''}"]
+    cause = printable(str(item["body"].get("cause", "")).partition("\n")[0])
+    lines = [f"{at:%H:%M:%S} {printable(item['subject'] or 'fleet')}: {what}{f': {cause}' if cause else ''}"]
     return lines + ([f"         next: {item['next_step']}"] if item["next_step"] else [])

@@ -24,7 +24,9 @@ class StartProgress:
         self._tasks: dict[str, TaskID] = {}
         self._shown_at: dict[str, float] = {}
         if self._out.isatty():
-            columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), TimeElapsedColumn())
+            # No markup: a reason in a step's text may have brackets.
+            text = TextColumn("{task.description}", markup=False)
+            columns = (SpinnerColumn(finished_text="[green]✓"), text, TimeElapsedColumn())
             self._live = Progress(*columns, console=Console(file=self._out))
 
     def __enter__(self) -> "StartProgress":
