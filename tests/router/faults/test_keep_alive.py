@@ -102,7 +102,7 @@ async def test_a_message_is_told_its_errors_in_its_own_form():
         more = {"max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
         async with begun(router, held(go_on, raw), path="/v1/messages", **more) as (_, pieces):
             go_on.set()
-            assert (await rest(pieces)).startswith(b'event: error\ndata: {"error":')
+            assert (await rest(pieces)).startswith(b'event: error\ndata: {"type":"error","error":')
 
 
 async def test_one_that_waits_for_a_cold_adapter_is_told_so():
