@@ -14,12 +14,12 @@ from lorafleet.kube.errors import KubeError, error_of_answer
 from lorafleet.kube.watch import ListWatchLoop, WatchTimes, list_and_watch
 from tests.kube.seen import FollowedState, seeing
 from tests.kube.server import KubeServer
-from tests.patience import within
+from tests.patience import patience, within
 
 PATH = "/api/v1/namespaces/default/configmaps"
 # As in production, a hundred times faster where it is about waiting.
 QUICK = WatchTimes(watch_s=(1.0, 1.2), silent_s=0.3, pause_s=(0.02, 0.1), steady_s=0.2, call_s=0.3)
-STEADY = WatchTimes(watch_s=(20.0, 30.0), silent_s=5.0, pause_s=(0.02, 0.1), steady_s=0.2, call_s=2.0)
+STEADY = WatchTimes(watch_s=(20.0, 30.0), silent_s=patience(2), pause_s=(0.02, 0.1), steady_s=0.2, call_s=patience(1))
 
 
 @pytest.fixture
