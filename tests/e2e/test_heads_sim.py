@@ -18,7 +18,7 @@ from workers.engines.sim.pooling import class_shares, text_vector
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900)]
 
-MANY, AT_ONCE = 12, 6
+MANY, AT_ONCE = 8, 3
 TEXTS = ("The order was late again.", "SELECT name FROM customers", "def main(): pass")
 
 

@@ -48,7 +48,7 @@ async def until_led(release: InstalledRelease, *, besides: str | None = None) ->
     def is_led() -> bool:
         return leader(release) not in (None, besides)
 
-    await release.cluster.until(is_led, within_s=10, what=f"an orchestrator leads besides {besides}")
+    await release.cluster.until(is_led, within_s=20, what=f"an orchestrator leads besides {besides}")
     found = leader(release)
     assert found is not None
     return found
