@@ -155,7 +155,11 @@ class RestClient:
 
 
 def read_patiently(read: Callable[[], T]) -> T:
-    """What a read returns. An error that may pass, such as an orchestrator that is away, is raised after a minute."""
+    """Call `read` until it succeeds, and return its result.
+
+    Without an answer, or with a status that may be temporary, it is called again each second. The error is raised after
+    a minute, any other error at once.
+    """
     deadline = time.monotonic() + _AWAY_S
     while True:
         try:

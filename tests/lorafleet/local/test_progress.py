@@ -1,4 +1,4 @@
-"""What `lorafleet up` prints of steps and incidents, whose texts may come from engines."""
+"""`lorafleet up` prints steps and incidents. Their texts may quote an engine, with brackets and control characters."""
 
 import io
 

@@ -52,8 +52,8 @@ HISTOGRAMS: Final = {
 class SimMetrics:
     """The metrics of one sim, in two registries of their own.
 
-    The text of what steps and requests count is kept until the next count: an idle engine is asked many times a second
-    in tests, and writing some three hundred lines takes 5 ms each time.
+    Counters and histograms change with steps and requests only. Their text is kept until the next change, because
+    writing some three hundred lines takes 5 ms, and tests read `/metrics` many times a second.
     """
 
     def __init__(self, settings: SimSettings) -> None:
