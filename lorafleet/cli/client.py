@@ -91,8 +91,10 @@ class RestClient:
         try:
             answer = self._client.request(method, path, json=body, params=params, headers=headers)
         except httpx.ReadTimeout as exc:
-            more = "; what it was asked for may still happen: look, or run the command again" if method != "GET" else ""
-            raise NoAnswer(f"{self.url}: no answer within {self._timeout_s:g} s{more}") from exc
+            next_step = "; what it was asked for may still happen: look, or run the command again"
+            if method == "GET":
+                next_step = self._hint("is the fleet up")
+            raise NoAnswer(f"{self.url}: no answer within {self._timeout_s:g} s{next_step}") from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise NoAnswer(f"{self.url}: {exc}{self._hint('is the fleet up')}") from exc
         except ValueError as exc:  # NaN, or half a surrogate pair

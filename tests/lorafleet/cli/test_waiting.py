@@ -91,3 +91,10 @@ def test_a_change_without_an_answer_may_still_happen_and_a_read_may_not(answer: 
             api.call("POST", "/v1/import", {})
         with pytest.raises(NoAnswer, match=r"no answer within 30 s$"):
             api.call("GET", "/v1/export")
+
+
+def test_a_read_without_an_answer_says_where_to_look(run: Run, answer: Callable[..., None]) -> None:
+    answer(httpx.ReadTimeout("timed out"))
+    result = run("adapters", "list")
+    assert result.status == 1
+    assert "no answer within 30 s; is the fleet up? (lorafleet --orchestrator-url names another address)" in result.err
