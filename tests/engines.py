@@ -70,6 +70,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # see workers/engines/launch.py
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "SGLANG_STUB_HEALTH_S": "0.01",
     "SGLANG_STUB_TOKEN_S": "0.001",

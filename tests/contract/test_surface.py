@@ -109,7 +109,7 @@ def test_salt_separates_prompts_on_every_route_with_a_prompt(direct: DirectEngin
             ("/v1/chat/completions/batch", {"messages": [chat]}),
             ("/v1/completions", {"prompt": text}),
             ("/v1/messages", {"messages": chat}),
-            ("/v1/responses", {"input": text}),
+            ("/v1/responses", {"input": text, "max_output_tokens": 2}),
             ("/generative_scoring", {"query": text, "items": [text], "label_token_ids": [300, 301]}),
         ]
     ):

@@ -84,7 +84,7 @@ class FoundingFleet:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # it ends with the last of its tests, not with the run
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FoundingFleet]:
     folder: Path = tmp_path_factory.mktemp("founding")
     tiny_model.make_adapters(folder / "adapters")

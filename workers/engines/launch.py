@@ -26,7 +26,14 @@ log = structlog.get_logger()
 _Flags = list[tuple[str, str | list[str] | None]]
 
 # Settings for vLLM 0.32 on a CPU with few cores; not set on a GPU.
-_CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+_CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # The model in the engine core's process. A worker process of its own takes 0.8 GB, a third of the start, and keeps
+    # a core busy for a second after each step (vllm/distributed/device_communicators/shm_broadcast.py, SpinCondition).
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 _CPU_BLOCK_SIZE = 32  # the CPU backend takes multiples of 32 only
 # vLLM's default. SGLang's page is one token on most hardware, which means sixteen times the KV events.
 _SGLANG_BLOCK_SIZE = 16

@@ -65,12 +65,7 @@ class SimHandlers:
         except NoAdapterFound as exc:
             raise ErrorAnswer(str(exc), "NotFoundError", 404) from exc
         except AdapterRefused as exc:
-            raise ErrorAnswer(
-                f"Call to add_lora method failed: Worker failed with error '{exc}', please check the stack trace above "
-                "for the root cause",
-                "InternalServerError",
-                500,
-            ) from exc
+            raise ErrorAnswer(f"Call to add_lora method failed: {exc}", "InternalServerError", 500) from exc
         return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:

@@ -1,0 +1,71 @@
+"""A fleet of one worker: its dead children, its folder, and adapters that are none or of another base model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lorafleet.local import tiny_model
+from tests.e2e.fleets import RunningFleet, kill, running, start, until
+from tests.e2e.scenarios import fresh_prompt, text
+from tests.patience import patience
+
+pytestmark = pytest.mark.fleet
+
+FLAGS = ("--engine", "sim", "--workers")
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound adapter, one without tensors, one that calls the base model as a hub does, and one of another."""
+    folder = tmp_path_factory.mktemp("small") / "adapters"
+    tiny_model.make_adapter(folder, "good/v1")
+    (tiny_model.make_adapter(folder, "bad/v1") / "adapter_model.safetensors").write_bytes(b"no tensors at all")
+    tiny_model.make_adapter(folder, "hub/v1", base_model="Org/Tiny-Qwen")
+    tiny_model.make_adapter(folder, "other/v1", base_model="org/other")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(shelf: Path) -> Iterator[RunningFleet]:
+    """One worker, and the shelf."""
+    with running(shelf.parent / "state", *FLAGS, "1", "--adapters", str(shelf)) as fleet:
+        yield fleet
+
+
+@pytest.mark.parametrize("service", ["router", "orchestrator", "workers"])
+def test_a_dead_child_is_restarted_and_reported(small: RunningFleet, service: str) -> None:
+    before = small.kill("-m", service)
+    name = "w0" if service == "workers" else service
+    until(lambda: f"{name}: ended with SIGKILL" in small.progress(), within_s=10, what="it says so")
+    until(lambda: small.pids("-m", service) not in ([], before), within_s=10, what="it is there again")
+    until(lambda: small.ask(prompt=fresh_prompt(), lora_id="good/v1").is_success, within_s=30, what="an answer")
+
+
+def test_two_fleets_cannot_share_a_folder_and_nobody_else_can_read_it(small: RunningFleet) -> None:
+    second = start(small.state_dir, *FLAGS, "1")
+    assert second.process.wait(patience(30)) == 1
+    assert "--state-dir" in second.progress()
+    assert len(second.progress().splitlines()) == 1
+    kill(second)
+    assert small.ask(prompt=fresh_prompt()).status_code == 200
+
+
+def test_a_folder_that_is_no_adapter_is_reported(small: RunningFleet) -> None:
+    assert "adapter bad/v1: failed" in small.progress()
+    assert text(small.ask(prompt=fresh_prompt(), lora_id="good/v1"))
+
+
+def test_an_adapter_may_call_the_base_model_as_a_hub_does(small: RunningFleet) -> None:
+    assert text(small.ask(prompt=fresh_prompt(), lora_id="hub/v1"))
+
+
+def test_an_adapter_of_another_base_model_is_refused_until_somebody_vouches(small: RunningFleet, shelf: Path) -> None:
+    assert "adapter other/v1: failed: base_model_mismatch" in small.progress()
+    spec = {"lora_id": "other/v1", "source": str(shelf / "other/v1"), "base_model": "tiny-qwen"}
+    assert small.http("POST", f"{small.orchestrator}/v1/adapters", json=spec).status_code == 200
+    until(
+        lambda: small.ask(prompt=fresh_prompt(), lora_id="other/v1").is_success,
+        within_s=20,
+        what="the adapter that somebody vouches for is served",
+    )
