@@ -3,13 +3,16 @@
 import os
 import sys
 
-from lorafleet.http_server import serve
-from lorafleet.service import logs
-from lorafleet.service.key_files import KeyFileError
-from lorafleet.service.settings import SettingsError, load_or_exit
-from workers.app import main
-from workers.config import WorkerSettings
-from workers.engines.command import CommandError, settings_from_command
+from lorafleet.service.lean_start import lean_imports
+
+with lean_imports():
+    from lorafleet.http_server import serve
+    from lorafleet.service import logs
+    from lorafleet.service.key_files import KeyFileError
+    from lorafleet.service.settings import SettingsError, load_or_exit
+    from workers.app import main
+    from workers.config import WorkerSettings
+    from workers.engines.command import CommandError, settings_from_command
 
 PROG = "python -m workers"
 

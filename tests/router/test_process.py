@@ -15,19 +15,21 @@ from tests.patience import patience, wait_until
 pytestmark = pytest.mark.fleet
 
 _LOADED = """
-import runpy, sys
+import gc, runpy, sys
 try:
-    runpy.run_module("router", run_name="__main__", alter_sys=True)
+    runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)
 except SystemExit:  # --help
+    assert gc.isenabled()
     print(*(name for name, module in sys.modules.items() if module is not None), file=sys.stderr)
 """
 
 
-def test_nothing_is_loaded_that_only_terminals_need() -> None:
-    command = [sys.executable, "-c", _LOADED, "--help"]
+@pytest.mark.parametrize("service", ["router", "orchestrator", "workers"])
+def test_no_service_loads_what_only_terminals_need(service: str) -> None:
+    command = [sys.executable, "-c", _LOADED, service, "--help"]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patience(60)).stderr.split()
-    assert "router.app" in loaded
-    assert not {"pygments", "rich", "watchfiles"}.intersection(loaded)
+    assert f"{service}.app" in loaded
+    assert not {"email_validator", "pygments", "rich", "watchfiles"}.intersection(loaded)
 
 
 _ENDS = """
