@@ -17,6 +17,7 @@ import certifi
 import pytest
 from hypothesis import settings
 
+from tests.logs import log_plainly
 from tests.patience import SLOWNESS, patience
 from tests.progress import Progress
 from tests.properties import THOROUGH
@@ -56,6 +57,7 @@ def _trust_few() -> Any:
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests take longer on a slow machine, and choose the seed of a thorough run, so that it can be printed."""
     config.stash[_FEW_CERTIFICATES] = _trust_few()
+    log_plainly()
     os.environ.setdefault("PYTEST_TIMEOUT", str(patience(float(config.getini("timeout")))))
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         # Under nohup. An ignored signal would be ignored in every process that a test starts; a handled one is not.

@@ -30,7 +30,7 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # The model in the engine core's process. A worker process of its own takes 0.8 GB, a third of the start, and keeps
+    # The model in the engine core's process. A worker process of its own takes 0.6 GB, a third of the start, and keeps
     # a core busy for a second after each step (vllm/distributed/device_communicators/shm_broadcast.py, SpinCondition).
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import yaml
 
 from lorafleet.cli.apply import line_of
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
+from tests.logs import no_logs
 from tests.lorafleet.cli.conftest import CliResult, Run
 from tests.serving import serving_in_thread
 
@@ -26,12 +26,8 @@ Names = Callable[[str], set[str]]
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of an orchestrator without workers."""
     store = tmp_path_factory.mktemp("apply") / "store.db"
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # else its logs mix with the CLI's output
-    try:
-        with serving_in_thread(lambda: build(OrchestratorSettings(store=store)).app) as url:
-            yield url
-    finally:
-        structlog.reset_defaults()
+    with no_logs(), serving_in_thread(lambda: build(OrchestratorSettings(store=store)).app) as url:
+        yield url
 
 
 @pytest.fixture

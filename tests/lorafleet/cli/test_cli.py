@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 import pytest
-import structlog
 import typer
 import yaml
 from rich.console import Console
@@ -37,6 +36,7 @@ from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.store.store import IntentStore
 from tests.e2e.fleets import running
+from tests.logs import no_logs
 from tests.lorafleet.cli.conftest import CliResult, Run
 from tests.patience import patience, wait_until
 from tests.serving import serving_in_thread
@@ -45,12 +45,8 @@ from tests.serving import serving_in_thread
 @pytest.fixture(scope="module")
 def orchestrator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     store = tmp_path_factory.mktemp("orchestrator") / "store.db"
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # else its logs mix with the CLI's output
-    try:
-        with serving_in_thread(lambda: build(OrchestratorSettings(store=store)).app) as url:
-            yield url
-    finally:
-        structlog.reset_defaults()
+    with no_logs(), serving_in_thread(lambda: build(OrchestratorSettings(store=store)).app) as url:
+        yield url
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import typer
 import yaml
 from hypothesis import given
@@ -19,6 +18,7 @@ from lorafleet.cli import main as cli
 from lorafleet.cli.keys import add_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
+from tests.logs import no_logs
 from tests.lorafleet.cli.conftest import Run
 from tests.serving import serving_in_thread
 
@@ -27,12 +27,8 @@ from tests.serving import serving_in_thread
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of an orchestrator without workers."""
     store = tmp_path_factory.mktemp("lists") / "store.db"
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # else its logs mix with the CLI's output
-    try:
-        with serving_in_thread(lambda: build(OrchestratorSettings(store=store)).app) as url:
-            yield url
-    finally:
-        structlog.reset_defaults()
+    with no_logs(), serving_in_thread(lambda: build(OrchestratorSettings(store=store)).app) as url:
+        yield url
 
 
 @pytest.fixture

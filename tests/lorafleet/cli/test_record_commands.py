@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 
 from lorafleet.cli.keys import add_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.lorafleet.cli.conftest import Run
+from tests.logs import no_logs
 from tests.serving import serving_in_thread
 
 DIGEST = "3f9a1c2b77aa" + "0" * 52
@@ -24,13 +24,10 @@ def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str,
     for scope in ("admin", "export"):
         (folder / f"{scope}.key").write_text(add_key(keys, None, [scope]))
     first = OrchestratorSettings(store=folder / "there.db", key_files=(keys,))
-    try:
-        with serving_in_thread(lambda: build(first).app) as there:
-            second = OrchestratorSettings(store=folder / "here.db", peer_fleets=(there,))
-            with serving_in_thread(lambda: build(second).app) as here:
-                yield there, here, folder
-    finally:
-        structlog.reset_defaults()
+    with no_logs(), serving_in_thread(lambda: build(first).app) as there:
+        second = OrchestratorSettings(store=folder / "here.db", peer_fleets=(there,))
+        with serving_in_thread(lambda: build(second).app) as here:
+            yield there, here, folder
 
 
 def test_a_record_goes_from_fleet_to_file_and_by_sync_to_another_fleet(
