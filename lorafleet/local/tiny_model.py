@@ -325,8 +325,9 @@ def _preferred_words(rng: np.random.Generator, section: str) -> list[int]:
     here = set(re.findall(r"[^\W\d_]{3,}", everything[section]))
     elsewhere = set(re.findall(r"[^\W\d_]{3,}", "".join(t for s, t in everything.items() if s != section)))
     tokens = word_tokens()
-    own = [t for word, t in tokens.items() if word in here - elsewhere]
-    shared = [t for word, t in tokens.items() if word in here & elsewhere]
+    only_here, also_elsewhere = here - elsewhere, here & elsewhere
+    own = [t for word, t in tokens.items() if word in only_here]
+    shared = [t for word, t in tokens.items() if word in also_elsewhere]
     rng.shuffle(own)
     rng.shuffle(shared)
     return (own + shared)[:PREFERRED_WORDS]
