@@ -9,8 +9,8 @@ import pytest
 from lorafleet.cli.keys import add_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
-from tests.lorafleet.cli.conftest import Run
 from tests.logs import no_logs
+from tests.lorafleet.cli.conftest import Run
 from tests.serving import serving_in_thread
 
 DIGEST = "3f9a1c2b77aa" + "0" * 52
