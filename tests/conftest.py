@@ -96,10 +96,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return lines
 
 
+# They import vLLM or Transformers: ten seconds of CPU for the first in each process.
+_IMPORT_VLLM = ("tests/lorafleet/engine/test_vllm_plugin.py", "tests/lorafleet/tokenizer/test_chat.py")
+
+
 def group_of(test: str) -> str:
     """The group of a test by its id. Tests of one group run in one process, and share its fixtures.
 
-    The contract's tests on real vLLM share one engine, those of tests/founding/ one fleet; every other group is a file.
+    The contract's tests on real vLLM share one engine, and its imports with others; those of tests/founding/ share one
+    fleet; every other group is a file.
     Ids alone tell, because xdist 3.8's mark `xdist_group` changes no id with pytest 9.2.
     """
     path = test.partition("::")[0]
@@ -107,7 +112,7 @@ def group_of(test: str) -> str:
         return "founding"
     if path.startswith("tests/contract/") and ("[vllm" in test or _is_all_on_vllm(path)):
         return "vllm"
-    return path
+    return "vllm" if path in _IMPORT_VLLM else path
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from tests.conftest import group_of
         ("tests/founding/test_workers.py::test_unload_is_the_orchestrators_alone", "founding"),
         ("tests/contract/test_client.py::test_evicted_blocks_are_reported[vllm]", "vllm"),
         ("tests/contract/test_surface.py::test_every_route_names_an_unknown_model", "vllm"),
+        ("tests/lorafleet/tokenizer/test_chat.py::test_ids_of_a_chat", "vllm"),
         ("tests/contract/test_client.py::test_evicted_blocks_are_reported[sim]", "tests/contract/test_client.py"),
         ("tests/router/test_index.py::test_x[a@founding]", "tests/router/test_index.py"),
     ],
