@@ -1,7 +1,7 @@
 """The CLI's REST client: JSON over HTTP to router and orchestrator, with every failure as one line."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -156,18 +156,20 @@ class RestClient:
                 return items
 
 
-def read_patiently(read: Callable[[], T]) -> T:
+def read_patiently(read: Callable[[], T], *, passing: Collection[int] = ()) -> T:
     """Call `read` until it succeeds, and return its result.
 
     Without an answer, or with a status that may be temporary, it is called again each second. The error is raised after
     a minute, any other error at once.
+
+    passing  further statuses that may be temporary
     """
     deadline = time.monotonic() + _AWAY_S
     while True:
         try:
             return read()
         except (NoAnswer, RestError) as exc:
-            may_pass = isinstance(exc, NoAnswer) or exc.http_status in _PASSING
+            may_pass = isinstance(exc, NoAnswer) or exc.http_status in _PASSING or exc.http_status in passing
             if not may_pass or time.monotonic() >= deadline:
                 raise
             time.sleep(_AGAIN_S)

@@ -63,7 +63,8 @@ def follow_drain(api: "RestClient", item: Mapping[str, Any]) -> None:
                 )
             return
         time.sleep(_POLL_S)
-        item = read_patiently(lambda: api.call("GET", path))
+        # 404: the orchestrator was restarted, and has not heard from the worker since.
+        item = read_patiently(lambda: api.call("GET", path), passing=(404,))
         if _step(item) != shown:
             typer.echo(drain_line(item))
             shown = _step(item)

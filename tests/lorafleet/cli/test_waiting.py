@@ -19,6 +19,7 @@ ROLLOUT = {
 DRAIN = {"phase": "moving", "moves": 1, "moved": 0, "left": ["a"], "left_bytes": 0, "requests": 0, "stuck": {},
          "expected_s": 1.0, "deadline_in_s": None}  # fmt: skip
 _NOT_LEADER = httpx.Response(503, json={"error": {"message": "another one leads", "code": "not_leader"}})
+_UNHEARD = httpx.Response(404, json={"error": {"message": "w0 has not registered", "code": "worker_not_found"}})
 _FORBIDDEN = httpx.Response(403, json={"error": {"message": "this key may not", "code": "scope_missing"}})
 
 
@@ -53,7 +54,7 @@ def test_a_rollout_is_waited_for_through_a_change_of_the_leader(run: Run, answer
 def test_a_drain_is_waited_for_through_a_change_of_the_leader(run: Run, answer: Callable[..., None]) -> None:
     worker = {"id": "w0", "state": "draining", "drain": DRAIN}
     done = worker | {"drain": DRAIN | {"phase": "drained", "left": [], "moved": 1}}
-    answer(worker, httpx.ReadTimeout("timed out"), _NOT_LEADER, done)
+    answer(worker, httpx.ReadTimeout("timed out"), _NOT_LEADER, _UNHEARD, done)
     result = run("workers", "drain", "w0", "--wait")
     assert (result.status, result.err) == (0, "")
 
@@ -79,9 +80,10 @@ def test_a_server_that_stays_away_is_an_error_after_a_minute(
 
 
 def test_a_refusal_is_an_error_at_once(answer: Callable[..., None]) -> None:
-    answer(_FORBIDDEN)
-    with RestClient("http://orchestrator") as api, pytest.raises(RestError, match="this key may not"):
-        read_patiently(lambda: api.call("GET", "/v1/workers/w0"))
+    for refused, why in ((_FORBIDDEN, "this key may not"), (_UNHEARD, "has not registered")):
+        answer(refused)
+        with RestClient("http://orchestrator") as api, pytest.raises(RestError, match=why):
+            read_patiently(lambda: api.call("GET", "/v1/workers/w0"))
 
 
 def test_a_change_without_an_answer_may_still_happen_and_a_read_may_not(answer: Callable[..., None]) -> None:
