@@ -30,8 +30,8 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # The model in the engine core's process. A worker process of its own takes 0.6 GB, a third of the start, and keeps
-    # a core busy for a second after each step (vllm/distributed/device_communicators/shm_broadcast.py, SpinCondition).
+    # The model in the engine core's process (vllm/platforms/cpu.py): a worker process of its own takes 0.6 GB, a third
+    # of the start, and a fifth of the CPU time, for messages between the two.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 _CPU_BLOCK_SIZE = 32  # the CPU backend takes multiples of 32 only
