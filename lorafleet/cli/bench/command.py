@@ -107,7 +107,7 @@ def bench(  # noqa: PLR0917  (Typer passes by name)
 
     if warm_up:
         # Each alone, in a plan of its own: others than those that are measured.
-        run([planned(1, [name], None, seed + 1)[0] for name in models], concurrency, lambda _: None)
+        run((next(planned(1, [name], None, seed + 1)) for name in models), concurrency, lambda _: None)
     with _progress(requests) as on_end:
         outcomes, duration_s = run(planned(requests, models, rate, seed), concurrency, on_end)
     found = figures(outcomes, duration_s)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ _CONNECT_S = 10.0
 async def run_load(
     url: str,
     token: str,
-    planned: Sequence[PlannedRequest],
+    planned: Iterable[PlannedRequest],
     *,
     output_tokens: int,
     concurrency: int | None,
@@ -28,13 +28,15 @@ async def run_load(
 ) -> tuple[list[RequestOutcome], float]:
     """Send every request at its time; their outcomes in the order of `planned`, and the seconds that all took.
 
+    planned      in the order of their times; the next one is taken when the one before has been sent
     concurrency  most requests at a time; a request whose turn comes late is measured from when it is sent
     on_end       called with each outcome as it comes
     """
     headers = {"authorization": f"Bearer {token}"} if token else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None)
-    turns = asyncio.Semaphore(concurrency or len(planned) or 1)
+    turns = None if concurrency is None else asyncio.Semaphore(concurrency)
+    outcomes: dict[int, RequestOutcome] = {}
     async with httpx.AsyncClient(
         base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False
     ) as client:
@@ -44,16 +46,22 @@ async def run_load(
             """Seconds since the start."""
             return time.perf_counter() - start
 
-        async def one(request: PlannedRequest) -> RequestOutcome:
-            """Wait for the request's time and turn, and send it."""
-            await asyncio.sleep(request.at_s - elapsed_s())
-            async with turns:
-                outcome = await send(client, request, output_tokens, elapsed_s)
+        async def one(number: int, request: PlannedRequest) -> None:
+            """Send the request, and give its turn to the next."""
+            try:
+                outcomes[number] = outcome = await send(client, request, output_tokens, elapsed_s)
+            finally:
+                if turns is not None:
+                    turns.release()
             on_end(outcome)
-            return outcome
 
-        outcomes = await asyncio.gather(*map(one, planned))
-        return list(outcomes), elapsed_s()
+        async with asyncio.TaskGroup() as running:
+            for number, request in enumerate(planned):
+                await asyncio.sleep(request.at_s - elapsed_s())
+                if turns is not None:
+                    await turns.acquire()
+                running.create_task(one(number, request))
+        return [outcomes[number] for number in sorted(outcomes)], elapsed_s()
 
 
 async def send(

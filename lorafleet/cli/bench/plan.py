@@ -1,6 +1,6 @@
-"""What a benchmark sends: arrival times, adapters and prompts, all decided before the first request."""
+"""What a benchmark sends: arrival times and adapters, decided before the first request, and a prompt for each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
@@ -44,8 +44,10 @@ def planned_requests(
     shared_prefix: int,
     zipf: float,
     seed: int,
-) -> list[PlannedRequest]:
+) -> Iterator[PlannedRequest]:
     """The requests of a run, in the order of their arrival; the same for the same seed.
+
+    A prompt is drawn when its request is asked for: those of a long run would fill the memory.
 
     vocabulary     token ids that prompts are drawn from
     shared_prefix  first tokens of a prompt that all prompts of the same model share
@@ -54,11 +56,9 @@ def planned_requests(
     prefixes = {model: tuple(rng.choices(vocabulary, k=min(shared_prefix, input_tokens))) for model in models}
     times = arrival_times(count, rate, rng)
     chosen = rng.choices(models, weights=zipf_weights(len(models), zipf), k=count)
-    return [
-        PlannedRequest(at_s, model, prefixes[model] + tuple(rng.choices(vocabulary, k=input_tokens - len(prefix))))
-        for at_s, model in zip(times, chosen, strict=True)
-        for prefix in (prefixes[model],)
-    ]
+    for at_s, model in zip(times, chosen, strict=True):
+        prefix = prefixes[model]
+        yield PlannedRequest(at_s, model, prefix + tuple(rng.choices(vocabulary, k=input_tokens - len(prefix))))
 
 
 def sample_text(seed: int, words: int = 2000) -> str:

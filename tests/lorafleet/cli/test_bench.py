@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from random import Random
 
@@ -59,8 +59,8 @@ def test_prompts_have_their_length_and_share_the_prefix_of_their_model_alone(
 ) -> None:
     names = [f"m{number}" for number in range(models)]
     shape = {"count": 20, "rate": None, "input_tokens": length, "shared_prefix": prefix, "zipf": 0.0, "seed": seed}
-    planned = planned_requests(names, VOCABULARY, **shape)  # type: ignore[arg-type]
-    assert planned == planned_requests(names, VOCABULARY, **shape)  # type: ignore[arg-type]
+    planned = list(planned_requests(names, VOCABULARY, **shape))  # type: ignore[arg-type]
+    assert planned == list(planned_requests(names, VOCABULARY, **shape))  # type: ignore[arg-type]
     assert {len(request.tokens) for request in planned} == {length}
     starts = {(request.model, request.tokens[: min(prefix, length)]) for request in planned}
     assert len(starts) == len({request.model for request in planned})
@@ -186,6 +186,21 @@ async def test_every_failure_is_an_outcome_and_the_run_goes_on() -> None:
     assert len(good.chunk_s) == 2
     assert most_at_a_time((outcome.began_s, outcome.ended_s) for outcome in outcomes) == 1
     assert duration_s >= good.ended_s
+
+
+async def test_prompts_are_drawn_one_ahead_of_what_is_sent() -> None:
+    drawn, ahead = [], []
+
+    def planned() -> Iterator[PlannedRequest]:
+        for number in range(6):
+            drawn.append(number)
+            yield PlannedRequest(0.0, "good", (1, 2, 3))
+
+    shape = {"output_tokens": 2, "concurrency": 1, "timeout_s": 30.0}
+    async with serving(answering_app()) as url:
+        await run_load(url, "", planned(), on_end=lambda _: ahead.append(len(drawn) - len(ahead)), **shape)  # type: ignore[arg-type]
+    assert len(ahead) == 6
+    assert max(ahead) <= 2
 
 
 async def test_a_server_that_is_away_is_an_error_of_each_request() -> None:
