@@ -110,9 +110,9 @@ def group_of(test: str) -> str:
     path = test.partition("::")[0]
     if path.startswith("tests/founding/"):
         return "founding"
-    if path.startswith("tests/contract/") and ("[vllm" in test or _is_all_on_vllm(path)):
+    if path in _IMPORT_VLLM or (path.startswith("tests/contract/") and ("[vllm" in test or _is_all_on_vllm(path))):
         return "vllm"
-    return "vllm" if path in _IMPORT_VLLM else path
+    return path
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from typing import Literal
 
 from lorafleet.service.sockets import bind_socket
 from tests.patience import patience
+from workers.engines.launch import CPU_ENVIRONMENT
 
 Kind = Literal["sim", "vllm", "sglang", "sgl-jax"]
 
@@ -67,10 +68,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # see workers/engines/launch.py
+    **CPU_ENVIRONMENT,
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "SGLANG_STUB_HEALTH_S": "0.01",
     "SGLANG_STUB_TOKEN_S": "0.001",

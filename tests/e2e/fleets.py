@@ -24,6 +24,8 @@ import httpx
 from lorafleet.local import tiny_model
 from tests.patience import patience, wait_until
 
+SIM_FLAGS = ("--engine", "sim", "--workers")
+"""Flags of `lorafleet up` before the number of workers."""
 READY = re.compile(r"^ready router=(http://127\.0\.0\.1:\d+) orchestrator=(http://127\.0\.0\.1:\d+)$")
 
 

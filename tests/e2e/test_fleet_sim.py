@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from lorafleet.local import tiny_model
-from tests.e2e.fleets import RunningFleet, running
+from tests.e2e.fleets import SIM_FLAGS, RunningFleet, running
 from tests.e2e.scenarios import COLD, FleetSuite, fresh_prompt
 from tests.properties import THOROUGH
 
 pytestmark = pytest.mark.fleet
 
 WORKERS = 8 if THOROUGH else 3
-FLAGS = ("--engine", "sim", "--workers")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +20,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder: Path = tmp_path_factory.mktemp("sim")
     tiny_model.make_adapters(folder / "adapters")
     tiny_model.make_adapter(folder / "adapters", COLD)
-    with running(folder / "state", *FLAGS, str(WORKERS), "--adapters", str(folder / "adapters")) as fleet:
+    with running(folder / "state", *SIM_FLAGS, str(WORKERS), "--adapters", str(folder / "adapters")) as fleet:
         yield fleet
 
 

@@ -8,13 +8,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from lorafleet.cli.keys import add_key
-from tests.e2e.fleets import RunningFleet, chat, running, until
+from tests.e2e.fleets import SIM_FLAGS, RunningFleet, chat, running, until
 from tests.e2e.scenarios import SQL, cli, fresh_prompt, text
 from tests.patience import patience
 
 pytestmark = pytest.mark.fleet
-
-FLAGS = ("--engine", "sim", "--workers")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +25,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningF
         "other": add_key(path, "other", ["infer"]),
         "admin": add_key(path, None, ["admin"]),
     }
-    with running(folder / "state", *FLAGS, "1", "--key-file", str(path), token=keys["admin"]) as fleet:
+    with running(folder / "state", *SIM_FLAGS, "1", "--key-file", str(path), token=keys["admin"]) as fleet:
         spec = {"tenants": ["acme"]}
         changed = fleet.http("PATCH", f"{fleet.orchestrator}/v1/adapters/{SQL}", json=spec)
         assert changed.status_code == 200, changed.text

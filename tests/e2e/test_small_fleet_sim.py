@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 
 from lorafleet.local import tiny_model
-from tests.e2e.fleets import RunningFleet, kill, running, start, until
+from tests.e2e.fleets import SIM_FLAGS, RunningFleet, kill, running, start, until
 from tests.e2e.scenarios import fresh_prompt, text
 from tests.patience import patience
 
 pytestmark = pytest.mark.fleet
-
-FLAGS = ("--engine", "sim", "--workers")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +27,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small(shelf: Path) -> Iterator[RunningFleet]:
     """One worker, and the shelf."""
-    with running(shelf.parent / "state", *FLAGS, "1", "--adapters", str(shelf)) as fleet:
+    with running(shelf.parent / "state", *SIM_FLAGS, "1", "--adapters", str(shelf)) as fleet:
         yield fleet
 
 
@@ -43,7 +41,7 @@ def test_a_dead_child_is_restarted_and_reported(small: RunningFleet, service: st
 
 
 def test_two_fleets_cannot_share_a_folder_and_nobody_else_can_read_it(small: RunningFleet) -> None:
-    second = start(small.state_dir, *FLAGS, "1")
+    second = start(small.state_dir, *SIM_FLAGS, "1")
     assert second.process.wait(patience(30)) == 1
     assert "--state-dir" in second.progress()
     assert len(second.progress().splitlines()) == 1

@@ -7,24 +7,22 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.fleets import RunningFleet, chat, is_free, kill, read_line, running, start, until, wait_ready
+from tests.e2e.fleets import SIM_FLAGS, RunningFleet, chat, is_free, kill, read_line, running, start, until, wait_ready
 from tests.e2e.scenarios import SQL, cli, fresh_prompt, text
 from tests.patience import patience
 from tests.properties import sample
 
 pytestmark = pytest.mark.fleet
 
-FLAGS = ("--engine", "sim", "--workers")
-
 
 def test_a_stopped_fleet_resumes_from_its_folder(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with running(state, *FLAGS, "2") as fleet:
+    with running(state, *SIM_FLAGS, "2") as fleet:
         assert cli(fleet, "aliases", "set", "sql", SQL).returncode == 0
         first = text(fleet.ask(model="sql", prompt="the same question"))
         digest = fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["digest"]
         ended_by(fleet, signal.SIGINT)
-    with running(state, *FLAGS, "2") as fleet:
+    with running(state, *SIM_FLAGS, "2") as fleet:
         assert text(fleet.ask(model="sql", prompt="the same question")) == first
         assert fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["digest"] == digest
         ended_by(fleet, signal.SIGTERM)
@@ -43,12 +41,12 @@ def ended_by(fleet: RunningFleet, how: signal.Signals) -> None:
 def test_a_worker_drained_earlier_is_reported_and_can_be_uncordoned(tmp_path: Path) -> None:
     state, empty = tmp_path / "state", tmp_path / "empty"
     empty.mkdir()
-    with running(state, *FLAGS, "1", "--adapters", str(empty)) as fleet:
+    with running(state, *SIM_FLAGS, "1", "--adapters", str(empty)) as fleet:
         assert f"{empty} has no adapters" in fleet.progress()
         assert cli(fleet, "workers", "drain", "w0").returncode == 0
         workers = f"{fleet.orchestrator}/v1/workers"
         until(lambda: fleet.get(workers)["data"][0]["state"] == "draining", within_s=10, what="it drains")
-    with running(state, *FLAGS, "1", "--demo", "--open", environment={"BROWSER": "true"}) as fleet:
+    with running(state, *SIM_FLAGS, "1", "--demo", "--open", environment={"BROWSER": "true"}) as fleet:
         until(lambda: f"console: opened {fleet.orchestrator}/ui" in fleet.progress(), within_s=10, what="it is opened")
         until(lambda: "demo: skipped, because every worker" in fleet.progress(), within_s=10, what="all is said")
         (line,) = (line for line in fleet.progress().splitlines() if "drained since an earlier run" in line)
@@ -61,14 +59,14 @@ def test_a_worker_drained_earlier_is_reported_and_can_be_uncordoned(tmp_path: Pa
 
 @pytest.mark.thorough
 def test_a_stop_works_with_dead_children(tmp_path: Path) -> None:
-    with running(tmp_path / "state", *FLAGS, "1") as fleet:
+    with running(tmp_path / "state", *SIM_FLAGS, "1") as fleet:
         for word in ("router", "orchestrator", "workers"):
             fleet.kill("-m", word)
         assert fleet.stop() == 0
 
 
 def test_a_killed_up_leaves_no_process(tmp_path: Path) -> None:
-    with running(tmp_path / "state", *FLAGS, "1") as fleet:
+    with running(tmp_path / "state", *SIM_FLAGS, "1") as fleet:
         fleet.process.kill()
         fleet.process.wait(patience(10))
         until(lambda: fleet.processes() == {}, within_s=10, what="everything is gone")
@@ -76,7 +74,7 @@ def test_a_killed_up_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", sample(["w0: starting", "router: starting", "orchestrator: starting"], 1))
 def test_a_stop_in_the_middle_of_the_start_leaves_nothing(tmp_path: Path, word: str) -> None:
-    fleet = start(tmp_path / "state", *FLAGS, "2")
+    fleet = start(tmp_path / "state", *SIM_FLAGS, "2")
     try:
         until(lambda: word in fleet.progress(), within_s=30, what=word)
         assert fleet.stop() == 130
@@ -87,7 +85,7 @@ def test_a_stop_in_the_middle_of_the_start_leaves_nothing(tmp_path: Path, word: 
 
 @pytest.mark.thorough
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    with running(tmp_path / "state", *FLAGS, "1") as fleet:
+    with running(tmp_path / "state", *SIM_FLAGS, "1") as fleet:
         # A request in flight, so that the first signal has something to wait for.
         body = chat(prompt=fresh_prompt(), stream=True, max_tokens=3500, ignore_eos=True)
         with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=patience(20)) as answer:
@@ -100,7 +98,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 
 
 def test_a_stop_cuts_a_long_answer_off_with_an_error_event_and_kills_no_service(tmp_path: Path) -> None:
-    with running(tmp_path / "state", *FLAGS, "1") as fleet:
+    with running(tmp_path / "state", *SIM_FLAGS, "1") as fleet:
         body = chat(prompt=fresh_prompt(), stream=True, max_tokens=3500, ignore_eos=True)
         with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=patience(30)) as answer:
             lines = answer.iter_lines()
@@ -116,7 +114,7 @@ def test_the_demo_works_beside_packages_named_like_ours_and_leaves_nothing(tmp_p
     for name in ("router", "orchestrator", "workers", "lorafleet"):
         (tmp_path / "mine" / name).mkdir(parents=True)
         (tmp_path / "mine" / name / "__init__.py").write_text("raise ImportError('the package of a user')")
-    flags = (*FLAGS, "2", "--demo", "--once")
+    flags = (*SIM_FLAGS, "2", "--demo", "--once")
     fleet = wait_ready(start(tmp_path / "state", *flags, is_empty=True, cwd=tmp_path / "mine"), within_s=60)
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
     assert fleet.process.stdout is not None
@@ -137,7 +135,7 @@ def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Pa
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    fleet = start(tmp_path / "state", *FLAGS, "1", "--model", str(model))
+    fleet = start(tmp_path / "state", *SIM_FLAGS, "1", "--model", str(model))
     try:
         assert read_line(fleet, within_s=30) == ""
         assert fleet.process.wait(patience(60)) == 1
@@ -155,7 +153,7 @@ def test_arguments_settings_and_devices_reach_every_engine_of_the_fleet(tmp_path
     flags = ("--devices", "7,8", "--router-config", str(file), "--engine-arg=--sim-seed", "--engine-arg=5")
     words = ("--", "--max-loras", "3", "--served-model-name", "mine", "--enable-auto-tool-choice")
     environment = {"LORAFLEET_WORKERS_MAX_LORA_RANK": "64"}
-    with running(tmp_path / "state", *FLAGS[:2], *flags, *words, environment=environment) as fleet:
+    with running(tmp_path / "state", *SIM_FLAGS[:2], *flags, *words, environment=environment) as fleet:
         engines = fleet.pids("-m", "workers.engines.sim")
         visible = [(Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0") for pid in engines]
         assert {name for names in visible for name in names if name.startswith(b"CUDA_")} == {
@@ -171,7 +169,7 @@ def test_arguments_settings_and_devices_reach_every_engine_of_the_fleet(tmp_path
 
 
 def test_an_engine_that_refuses_its_arguments_ends_the_start(tmp_path: Path) -> None:
-    fleet = start(tmp_path / "state", *FLAGS, "1", "--", "--no-such-flag")
+    fleet = start(tmp_path / "state", *SIM_FLAGS, "1", "--", "--no-such-flag")
     try:
         assert fleet.process.wait(patience(60)) == 1
         assert "unrecognized arguments: --no-such-flag" in fleet.progress()

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 _Flags = list[tuple[str, str | list[str] | None]]
 
 # Settings for vLLM 0.32 on a CPU with few cores; not set on a GPU.
-_CPU_ENVIRONMENT = {
+CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -95,7 +95,7 @@ def launch_command(
     if Path(settings.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if is_cpu:
-        environment |= _CPU_ENVIRONMENT
+        environment |= CPU_ENVIRONMENT
     return LaunchCommand(tuple(command), environment)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -28,15 +29,15 @@ async def run_load(
 ) -> tuple[list[RequestOutcome], float]:
     """Send every request at its time; their outcomes in the order of `planned`, and the seconds that all took.
 
-    planned      in the order of their times; the next one is taken when the one before has been sent
+    planned      ordered by `at_s`; read at most one request ahead of what has been sent
     concurrency  most requests at a time; a request whose turn comes late is measured from when it is sent
     on_end       called with each outcome as it comes
     """
     headers = {"authorization": f"Bearer {token}"} if token else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None)
-    turns = None if concurrency is None else asyncio.Semaphore(concurrency)
-    outcomes: dict[int, RequestOutcome] = {}
+    turns = asyncio.Semaphore(concurrency or sys.maxsize)
+    sent: list[asyncio.Task[RequestOutcome]] = []
     async with httpx.AsyncClient(
         base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False
     ) as client:
@@ -46,22 +47,21 @@ async def run_load(
             """Seconds since the start."""
             return time.perf_counter() - start
 
-        async def one(number: int, request: PlannedRequest) -> None:
+        async def one(request: PlannedRequest) -> RequestOutcome:
             """Send the request, and give its turn to the next."""
             try:
-                outcomes[number] = outcome = await send(client, request, output_tokens, elapsed_s)
+                outcome = await send(client, request, output_tokens, elapsed_s)
             finally:
-                if turns is not None:
-                    turns.release()
+                turns.release()
             on_end(outcome)
+            return outcome
 
         async with asyncio.TaskGroup() as running:
-            for number, request in enumerate(planned):
+            for request in planned:
                 await asyncio.sleep(request.at_s - elapsed_s())
-                if turns is not None:
-                    await turns.acquire()
-                running.create_task(one(number, request))
-        return [outcomes[number] for number in sorted(outcomes)], elapsed_s()
+                await turns.acquire()
+                sent.append(running.create_task(one(request)))
+        return [task.result() for task in sent], elapsed_s()
 
 
 async def send(

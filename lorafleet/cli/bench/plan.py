@@ -1,4 +1,4 @@
-"""What a benchmark sends: arrival times and adapters, decided before the first request, and a prompt for each."""
+"""Plans the requests of a benchmark: when each is sent, for which model, and with which prompt."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def planned_requests(
 ) -> Iterator[PlannedRequest]:
     """The requests of a run, in the order of their arrival; the same for the same seed.
 
-    A prompt is drawn when its request is asked for: those of a long run would fill the memory.
+    Each prompt is drawn when the iterator reaches its request, because all prompts of a long run would fill the memory.
 
     vocabulary     token ids that prompts are drawn from
     shared_prefix  first tokens of a prompt that all prompts of the same model share
