@@ -276,6 +276,7 @@ for commands in (
 
 def main() -> None:
     """Run the command line; a CommandFailed becomes one line on stderr and its exit status, an interrupt status 130."""
+    _open_closed_streams()
     try:
         app()
     except CommandFailed as exc:
@@ -290,3 +291,13 @@ def main() -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _open_closed_streams() -> None:
+    """Read nothing from a standard stream that the caller has closed, as by `2>&-`, and drop what is written to it.
+
+    Python has None in its place, and the next file or connection would get its number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))

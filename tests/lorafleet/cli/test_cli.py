@@ -894,6 +894,18 @@ def test_output_to_a_full_disk_is_one_line(run: Run, tmp_path: Path, words: list
     assert ended.stderr == ("lorafleet: the output cannot be written: [Errno 28] No space left on device; make room\n")
 
 
+def test_streams_that_the_caller_has_closed_are_as_good_as_unread_ones() -> None:
+    """Progress and questions ask a stream whether it is a terminal. A closed one was an error without a message."""
+    code = (
+        "import os, sys, lorafleet.cli.main as cli\n"
+        "cli.app = lambda: print(sys.stdin.isatty(), sys.stderr.isatty(), os.readlink('/proc/self/fd/2'))\n"
+        "cli.main()\n"
+    )
+    command = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", sys.executable, "-c", code]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patience(30))
+    assert answer.stdout == f"False False {os.devnull}\n"
+
+
 def test_help_imports_nothing_heavy() -> None:
     heavy = "httpx fastapi numpy uvicorn aiohttp tokenizers rich.table"
     code = f"import sys, lorafleet.cli.main; print([m for m in '{heavy}'.split() if m in sys.modules])"
