@@ -20,7 +20,8 @@ try:
     runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)
 except SystemExit:  # --help
     assert gc.isenabled()
-    print(*(name for name, module in sys.modules.items() if module is not None), file=sys.stderr)
+    print(*sys.modules, file=sys.stderr)
+    import rich  # as a plugin may
 """
 
 
