@@ -29,5 +29,6 @@ class WorkerDiscoverySettings(ServiceSettings):
     )
     kube_namespaces: tuple[str, ...] = Field(default=(), description="namespaces of those Services; empty: our own")
     kubeconfig: Path | None = Field(
-        default=None, description="kubeconfig of the API server; default: KUBECONFIG, else the pod's service account"
+        default=None,
+        description="kubeconfig of the API server; default: the files of KUBECONFIG, else the pod's service account",
     )

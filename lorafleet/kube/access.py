@@ -77,17 +77,19 @@ class ServiceAccount:
 
 
 class KubeConfig:
-    """The current context of a kubeconfig, read by the `kubernetes` library: certificates, exec plugins.
+    """The current context of kubeconfigs, read by the `kubernetes` library: certificates, exec plugins.
 
+    Several files are merged as kubectl merges them: the first entry of a name counts, and the first current context.
     The library takes 58 MB and 0.4 s to import, so pods do not use it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._name = os.pathsep.join(map(str, paths))
         self._reading: asyncio.Future[ApiServerAccess] | None = None
 
     async def read(self) -> ApiServerAccess:
-        """Read the kubeconfig in a thread; raises KubeConfigError.
+        """Read the kubeconfigs in a thread; raises KubeConfigError.
 
         A read that is under way is joined: its exec plugin may hang, and holds its thread until it ends.
         """
@@ -100,36 +102,44 @@ class KubeConfig:
         return None
 
     def _read(self) -> ApiServerAccess:
-        """Read the kubeconfig and run its exec plugin, if any; blocks, raises KubeConfigError."""
+        """Read the kubeconfigs and run the user's exec plugin, if any; blocks, raises KubeConfigError."""
         try:
             from kubernetes import client, config  # noqa: PLC0415  (see the class)
         except ImportError as exc:
             raise KubeConfigError(
-                f"kubeconfig {self._path}: needs the library that reads it: pip install 'lorafleet[kubernetes]'"
+                f"kubeconfig {self._name}: needs the library that reads it: pip install 'lorafleet[kubernetes]'"
             ) from exc
+        contents = [_content_of(path) for path in self._paths]
         configuration = client.Configuration()
         try:
-            content = read_yaml(self._path, last_wins=True)  # as kubectl reads it
-            config.load_kube_config(str(self._path), client_configuration=configuration, persist_config=False)
-            _, context = config.list_kube_config_contexts(str(self._path))
+            # Of several files the library takes the last current context, kubectl the first.
+            current = next((name for content in contents if (name := content.get("current-context"))), None)
+            config.load_kube_config(
+                self._name, context=current, client_configuration=configuration, persist_config=False
+            )
+            context = _entry(contents, "contexts", current)["context"]
             tls = _tls(
                 configuration.ssl_ca_cert,
                 configuration.cert_file,
                 configuration.key_file,
                 verify=configuration.verify_ssl,
             )
-        except (config.ConfigException, InvalidYaml, OSError) as exc:
-            raise KubeConfigError(f"kubeconfig {self._path}: {exc}") from exc
+        except (config.ConfigException, OSError) as exc:
+            raise KubeConfigError(f"kubeconfig {self._name}: {exc}") from exc
         except Exception as exc:  # the library raises what its look-ups raise
-            raise KubeConfigError(f"kubeconfig {self._path}: not in a kubeconfig's form ({exc!r})") from exc
+            raise KubeConfigError(f"kubeconfig {self._name}: not in a kubeconfig's form ({exc!r})") from exc
         token = str(configuration.api_key.get("BearerToken", "")).removeprefix("Bearer ")
-        plugin = _plugin_of(content, context["context"].get("user"))
-        if plugin is not None and not token and not configuration.cert_file:
+        user = _entry(contents, "users", context.get("user")).get("user") or {}
+        plugin = user.get("exec")
+        if plugin and not token and not configuration.cert_file:
             # Without credentials the API server answers 403, after which none are read again.
-            raise KubeConfigError(f"kubeconfig {self._path}: {plugin} gave no token and no certificate; run it by hand")
+            raise KubeConfigError(
+                f"kubeconfig {self._name}: exec plugin {plugin.get('command')!r} gave no token and no certificate; "
+                "run it by hand"
+            )
         return ApiServerAccess(
             url=str(configuration.host).rstrip("/"),
-            namespace=context["context"].get("namespace") or "default",
+            namespace=context.get("namespace") or "default",
             token=token,
             tls=tls if str(configuration.host).startswith("https:") else None,
             proxy=configuration.proxy,
@@ -137,20 +147,32 @@ class KubeConfig:
         )
 
 
-def _plugin_of(kubeconfig: dict[str, Any], user: str | None) -> str | None:
-    """A user's exec plugin, for an error; None without one. The kubeconfig is one that its library has read."""
-    found = next((entry["user"] for entry in kubeconfig.get("users") or () if entry["name"] == user), None) or {}
-    return f"exec plugin {found['exec'].get('command')!r}" if "exec" in found else None
+def _content_of(path: Path) -> dict[str, Any]:
+    """The content of one kubeconfig; raises KubeConfigError."""
+    try:
+        content = read_yaml(path, last_wins=True)  # as kubectl reads it
+    except (InvalidYaml, OSError) as exc:
+        raise KubeConfigError(f"kubeconfig {path}: {exc}") from exc
+    if not isinstance(content, dict):
+        raise KubeConfigError(f"kubeconfig {path}: not in a kubeconfig's form (expected a mapping)")
+    return content
+
+
+def _entry(kubeconfigs: list[dict[str, Any]], kind: str, name: str | None) -> dict[str, Any]:
+    """The first entry of the name among `contexts` or `users`; {} without one. The library has read the kubeconfigs."""
+    entries = (entry for kubeconfig in kubeconfigs for entry in kubeconfig.get(kind) or ())
+    return next((entry for entry in entries if entry["name"] == name), {})
 
 
 def find_access_source(kubeconfig: Path | None, environ: Mapping[str, str], account: Path) -> AccessSource:
-    """The kubeconfig of the setting or KUBECONFIG, else the pod's service account. Raises KubeConfigError."""
-    kubeconfigs = [Path(name) for name in environ.get("KUBECONFIG", "").split(os.pathsep) if name]
-    path = kubeconfig or next((path for path in kubeconfigs if path.exists()), None)
-    if path is not None:
-        return KubeConfig(path)
-    if kubeconfigs:
-        raise KubeConfigError(f"KUBECONFIG names {kubeconfigs[0]}, which does not exist")
+    """The kubeconfig of the setting, or those of KUBECONFIG; else the pod's service account. Raises KubeConfigError."""
+    if kubeconfig is not None:
+        return KubeConfig(kubeconfig)
+    named = [Path(name) for name in environ.get("KUBECONFIG", "").split(os.pathsep) if name]
+    if existing := [path for path in named if path.exists()]:
+        return KubeConfig(*existing)
+    if named:
+        raise KubeConfigError(f"KUBECONFIG names {', '.join(map(str, named))}: no such file")
     if not environ.get("KUBERNETES_SERVICE_HOST"):
         raise KubeConfigError(
             "no API server: this is not a pod (KUBERNETES_SERVICE_HOST is not set), and no kubeconfig is given "

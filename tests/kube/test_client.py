@@ -218,7 +218,7 @@ async def test_watch_lines_are_reassembled_and_a_silent_stream_is_unreachable(ku
     ("environ", "expected"),
     [
         ({}, "this is not a pod .* no kubeconfig is given"),
-        ({"KUBECONFIG": "/nowhere/config"}, "KUBECONFIG names /nowhere/config, which does not exist"),
+        ({"KUBECONFIG": "/nowhere/config"}, "KUBECONFIG names /nowhere/config: no such file"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "automountServiceAccountToken"),
     ],
 )
@@ -232,6 +232,22 @@ async def test_a_kubeconfig_without_its_context_is_refused_by_name(tmp_path):
     path.write_text(path.read_text().replace("current-context: x", "current-context: other"))
     with pytest.raises(KubeConfigError, match="other"):
         await connect(path, environ={})
+
+
+async def test_several_kubeconfigs_are_merged_as_kubectl_does(api, tmp_path):
+    """The first current context counts, and the first cluster and user of its names, in whichever file they stand."""
+    async with serving(api.app) as url:
+        contexts = {"contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "fleet"}}]}
+        (tmp_path / "first").write_text(yaml.safe_dump(contexts | {"current-context": "x"}))
+        kubeconfig(tmp_path / "second", url, token="t0", namespace="another")
+        other = kubeconfig(tmp_path / "third", "http://127.0.0.1:9", token="t1")
+        other.write_text(other.read_text().replace("current-context: x", "current-context: missing"))
+        names = (str(tmp_path / name) for name in ("first", "none", "second", "third"))
+        client = await connect(environ={"KUBECONFIG": ":".join(names)})
+        await client.get("/api")
+        await client.close()
+    assert client.namespace == "fleet"
+    assert api.asked[0].headers["authorization"] == "Bearer t0"
 
 
 @pytest.mark.parametrize("content", [b"clusters: [", b"clusters:\n\t- a", b"\xff\xfe\x00", b"[1]", b"7"])
