@@ -153,7 +153,9 @@ def up(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, max=256, help="number of engines, each with its agent; default 2, or one a device"),
+        typer.Option(
+            min=1, max=256, help="number of engines, each with its agent; default 2, or as many as the GPUs hold"
+        ),
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="folder of the base model; default: a tiny model that is created")
@@ -171,7 +173,8 @@ def up(
     devices: Annotated[
         str | None,
         typer.Option(
-            help="GPUs as in CUDA_VISIBLE_DEVICES, such as 0,1,2,3; divided evenly among the workers",
+            help="GPUs as in CUDA_VISIBLE_DEVICES, such as 0,1,2,3; divided evenly among the workers; "
+            "default: each worker gets its own of those that are visible",
             show_default=False,
         ),
     ] = None,
@@ -224,6 +227,7 @@ def up(
 
       lorafleet up --model ./Qwen2.5-7B --devices 0,1,2,3 --workers 2 -- --tensor-parallel-size 2
     """
+    from lorafleet.engine.devices import visible_gpus
     from lorafleet.local.options import fleet_options
     from lorafleet.local.up import run
 
@@ -243,6 +247,7 @@ def up(
         devices=devices,
         engine_arguments=[*(engine_arg or ()), *(engine_arguments or ())],
         environment=os.environ,
+        gpus=visible_gpus(os.environ, (file.name for file in Path("/dev").iterdir())),
         demo=demo,
         once=once,
         opens_console=open_console,

@@ -1,7 +1,6 @@
 """Lines that `lorafleet up` prints while it starts: settings in force, adapters of earlier runs, states of workers."""
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from lorafleet.local.options import SERVICES, FleetOptions, prefix_of, unknown_variables
 
@@ -22,12 +21,21 @@ def startup_notices(options: FleetOptions, environment: Mapping[str, str]) -> li
     if names := unknown_variables(environment):
         known_prefixes = " or ".join(sorted(prefixes))
         lines.append(f"no service reads {', '.join(names)}; settings begin with {known_prefixes}")
-    if options.engine != "sim" and options.workers > 1 and not options.devices and Path("/dev/nvidia0").exists():
-        lines.append(
-            f"all {options.workers} workers start on the same GPUs, and each takes most of the memory;"
-            " --devices 0,1,... gives each worker its own"
-        )
-    return lines
+    return [*lines, *_gpu_notices(options)]
+
+
+def _gpu_notices(options: FleetOptions) -> list[str]:
+    """The line that says which GPUs the workers have, where --devices does not."""
+    visible = ",".join(options.free_choice)
+    if options.devices and visible:
+        each = ", ".join(f"w{number}: {names}" for number, names in enumerate(options.devices))
+        return [f"GPUs of each worker: {each}; visible are {visible}, and --devices and --workers choose others"]
+    if options.workers > 1 and visible:
+        return [
+            f"all {options.workers} workers start on the same GPUs ({visible}), of which vLLM takes most of the memory;"
+            " start fewer with --workers, or give each a part: -- --gpu-memory-utilization 0.4"
+        ]
+    return []
 
 
 def earlier_adapter_notices(registered: Mapping[str, str | None], now: Collection[str], base_model: str) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet.engine import arguments
+from lorafleet.engine.devices import gpus_per_engine, is_on_cpu
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.settings import SettingsError, did_you_mean, read_file
 
@@ -76,7 +77,8 @@ class FleetOptions:
     """All options of one `lorafleet up`.
 
     max_loras, max_lora_rank  the flags; None if they were not given
-    devices    CUDA_VISIBLE_DEVICES of each worker; empty if no device was named
+    devices    CUDA_VISIBLE_DEVICES of each worker; empty if all workers have the same GPUs, or none
+    free_choice  the GPUs among which `up` chose; empty where --devices names some, and for engines without GPU
     upload_store  the flag, with an absolute path; None if it was not given
     opens_console  whether the console is opened in a browser when the fleet is ready
     """
@@ -93,6 +95,7 @@ class FleetOptions:
     service_options: Mapping[str, ServiceOptions] = field(default_factory=dict)
     engine_arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    free_choice: tuple[str, ...] = ()
     max_lora_rank: int | None = None
     upload_store: str | None = None
     demo: bool = False
@@ -134,6 +137,7 @@ def fleet_options(
     environment: Mapping[str, str],
     demo: bool,
     once: bool,
+    gpus: Sequence[str] = (),
     max_lora_rank: int | None = None,
     upload_store: str | None = None,
     opens_console: bool = False,
@@ -142,6 +146,7 @@ def fleet_options(
 
     configs           service -> its settings file
     engine_arguments  one each: a flag and its value are two, unless joined by `=`
+    gpus              the GPUs of this machine, of which each worker gets its own if there are enough
     """
     try:
         given = {service: _service_options(service, configs.get(service), environment) for service in SERVICES}
@@ -150,7 +155,13 @@ def fleet_options(
         all_arguments = (*_text_list(worker_values, "engine_args"), *_checked_arguments(engine_arguments))
         _refuse_fixed_arguments(all_arguments, {"max_loras": max_loras, "max_lora_rank": max_lora_rank}, kind)
         arguments.check_engine_arguments(all_arguments, kind, environment)
-        number = workers if workers is not None else len(_device_names(devices)) or DEFAULT_WORKERS
+        named = _device_names(devices)
+        size = gpus_per_engine(all_arguments, kind)
+        profile = str(worker_values.get("device_profile") or "auto")
+        has_gpu = kind != "sim" and not is_on_cpu(kind, profile, environment)
+        free_choice = tuple(gpus) if has_gpu and not named else ()
+        number = workers or _default_workers(len(named), len(free_choice), size)
+        chosen = named or free_choice[: number * size]
         return FleetOptions(
             engine=kind,
             workers=number,
@@ -163,7 +174,8 @@ def fleet_options(
             key_file=key_file,
             service_options=given,
             engine_arguments=all_arguments,
-            devices=device_groups(_device_names(devices), number),
+            devices=device_groups(chosen, number) if named or len(chosen) == number * size else (),
+            free_choice=free_choice,
             max_lora_rank=max_lora_rank,
             upload_store=_absolute_store(upload_store),
             demo=demo,
@@ -197,6 +209,13 @@ def lora_roots(options: FleetOptions, adapters: Path) -> list[str]:
 def _absolute_store(store: str | None) -> str | None:
     """The upload store with an absolute path, where it is a folder."""
     return store if store is None or "://" in store else str(Path(store).absolute())
+
+
+def _default_workers(named: int, visible: int, size: int) -> int:
+    """Workers without --workers, of which each takes `size` GPUs: all that the named GPUs hold, at most 2 of others."""
+    if named:
+        return max(1, named // size)
+    return max(1, min(DEFAULT_WORKERS, visible // size)) if visible else DEFAULT_WORKERS
 
 
 def device_groups(devices: Sequence[str], workers: int) -> tuple[str, ...]:

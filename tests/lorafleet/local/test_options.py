@@ -260,6 +260,48 @@ def test_device_groups_have_every_device_once() -> None:
         device_groups(["0"], 2)
 
 
+GPU = {"LORAFLEET_WORKERS_DEVICE_PROFILE": "gpu"}  # the tests' vLLM is built for the CPU
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "words", "number", "groups"),
+    [
+        ("0,1,2,3", None, "", 2, ("0", "1")),
+        ("0,1,2,3", 4, "", 4, ("0", "1", "2", "3")),
+        ("0,1,2,3", None, "--tensor-parallel-size 2", 2, ("0,1", "2,3")),
+        ("0,1,2", None, "-tp=2", 1, ("0,1",)),
+        ("5", None, "", 1, ("5",)),
+        ("0,1", 3, "", 3, ()),  # all have both
+        ("0,1", None, "-tp 4", 1, ()),  # vLLM refuses
+        ("", None, "", 2, ()),
+    ],
+)
+def test_each_worker_gets_gpus_of_its_own_where_there_are_enough(
+    gpus: str, workers: int | None, words: str, number: int, groups: tuple[str, ...]
+) -> None:
+    options = ask(*words.split(), workers=workers, gpus=gpus.split(",") if gpus else (), environment=GPU)
+    assert (options.workers, options.devices) == (number, groups)
+
+
+def test_engines_without_gpu_get_none_and_named_devices_come_first() -> None:
+    assert ask(gpus=["0"], engine="sim").devices == ()
+    on_cpu = ask(gpus=["0"], environment={"LORAFLEET_WORKERS_DEVICE_PROFILE": "cpu"})
+    assert (on_cpu.workers, on_cpu.devices) == (2, ())
+    named = ask("-tp", "2", gpus=["0", "1"], devices="4,5,6,7", environment=GPU)
+    assert (named.workers, named.devices) == (2, ("4,5", "6,7"))
+
+
+def test_a_notice_says_which_gpus_the_workers_have() -> None:
+    def notices(**changes: Any) -> list[str]:
+        return [line for line in startup_notices(ask(environment=GPU, **changes), {}) if "GPU" in line]
+
+    (own,) = notices(gpus=["0", "1"])
+    assert "w0: 0, w1: 1" in own
+    (shared,) = notices(gpus=["0"], workers=2)
+    assert shared.startswith("all 2 workers start on the same GPUs (0)")
+    assert notices(gpus=["0", "1"], devices="0,1") == notices() == []
+
+
 def test_settings_besides_flags_are_printed(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("{}")
