@@ -44,6 +44,7 @@ from workers.core.errors import WorkerError
 from workers.core.manifest import AdapterRules
 from workers.core.references import OWN_FLEET
 from workers.core.retry import RetryPolicy
+from workers.engines.command import words_in_effect
 from workers.engines.kinds import engine_traits
 from workers.engines.kv_connector import connector_from_command
 from workers.engines.vllm_tables import vllm_facts
@@ -224,13 +225,13 @@ def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> Conne
     """The KV connector that the engine's command names; None if it names none. Raises CommandError."""
     if settings.engine_url or settings.engine in {"sglang", "sgl-jax"}:
         return None
-    return connector_from_command((*own_command, *settings.engine_args))
+    return connector_from_command(words_in_effect(settings, own_command))
 
 
 def _facts_of(settings: WorkerSettings, own_command: Sequence[str]) -> EngineFacts:
-    """What is known of the engine before it runs, by its command."""
+    """What is known of the engine before it runs, by its command. Raises CommandError."""
     is_vllm = engine_traits(settings.engine).dialect == "vllm"
-    return vllm_facts((*own_command, *settings.engine_args)) if is_vllm else NO_ENGINE
+    return vllm_facts(words_in_effect(settings, own_command)) if is_vllm else NO_ENGINE
 
 
 def _require_model(settings: WorkerSettings) -> None:

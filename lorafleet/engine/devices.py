@@ -18,8 +18,8 @@ _VLLM_RANKS = (  # vLLM 0.32 engine/arg_utils.py
     ("--prefill-context-parallel-size", "-pcp"),
 )
 _SGLANG_RANKS = (  # SGLang 0.5.23 server_args.py
-    ("--tp-size", "--tensor-parallel-size"),
-    ("--pp-size", "--pipeline-parallel-size"),
+    ("--tp-size", "--tensor-parallel-size", "--tp"),
+    ("--pp-size", "--pipeline-parallel-size", "--pp"),
 )
 
 
@@ -39,7 +39,9 @@ def gpus_per_engine(arguments: Sequence[str], engine: str) -> int:
     """GPUs that one engine with these arguments takes on this machine. Sizes that are no number count as 1."""
     if engine == "sglang":
         # With data-parallel attention the replicas share the GPUs of tensor parallelism.
-        replicas = () if has_flag(arguments, "--enable-dp-attention") else (("--dp-size", "--data-parallel-size"),)
+        replicas = (
+            () if has_flag(arguments, "--enable-dp-attention") else (("--dp-size", "--data-parallel-size", "--dp"),)
+        )
         return prod(_size(arguments, names) or 1 for names in (*_SGLANG_RANKS, *replicas))
     replicas_here = _size(arguments, ("--data-parallel-size-local", "-dpl"))
     replicas_of_all = _size(arguments, ("--data-parallel-size", "-dp"))

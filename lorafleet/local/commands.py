@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorafleet.engine.arguments import has_flag
-from lorafleet.local.options import DEFAULT_SLOTS, NO_OPTIONS, ServiceOptions, prefix_of
+from lorafleet.local.options import DEFAULT_SLOTS, NO_OPTIONS, FleetOptions, ServiceOptions, prefix_of
 from workers.core.errors import SourceError
 from workers.core.peft import CONFIG_NAME, parse_config
 
@@ -56,11 +56,11 @@ def token_environment(name: str, token: str) -> dict[str, str]:
     return {f"{prefix_of(service_of(name))}TOKEN": token} if token else {}
 
 
-def engine_environment(engine_arguments: Sequence[str], lora_roots: Sequence[str], *, is_tiny: bool) -> dict[str, str]:
+def engine_environment(options: FleetOptions, lora_roots: Sequence[str], *, is_tiny: bool) -> dict[str, str]:
     """Engine arguments and adapter folders as variables in JSON: a flag's list would be split at commas."""
-    dtype = _TINY_DTYPE if is_tiny and not has_flag(engine_arguments, "--dtype") else ()
+    dtype = _TINY_DTYPE if is_tiny and not has_flag(options.known_arguments, "--dtype") else ()
     return {
-        "LORAFLEET_WORKERS_ENGINE_ARGS": json.dumps([*dtype, *engine_arguments]),
+        "LORAFLEET_WORKERS_ENGINE_ARGS": json.dumps([*dtype, *options.engine_arguments]),
         "LORAFLEET_WORKERS_LORA_ROOTS": json.dumps(list(lora_roots)),
     }
 

@@ -478,7 +478,7 @@ class LocalFleet:
         options = self.options
         roots, is_tiny = lora_roots(options, self._adapters_folder), options.model is None
         visible = {"CUDA_VISIBLE_DEVICES": options.devices[self.workers.index(name)]} if options.devices else {}
-        return commands.engine_environment(options.engine_arguments, roots, is_tiny=is_tiny) | visible
+        return commands.engine_environment(options, roots, is_tiny=is_tiny) | visible
 
     def _common_flags(self, name: str) -> list[str]:
         """Flags of one process that every service has: address, port file, keys, settings file."""

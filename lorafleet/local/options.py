@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet.engine import arguments
+from lorafleet.engine.config_file import with_config_file
 from lorafleet.engine.devices import gpus_per_engine, is_on_cpu
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.settings import SettingsError, did_you_mean, read_file
@@ -77,6 +78,7 @@ class FleetOptions:
     """All options of one `lorafleet up`.
 
     max_loras, max_lora_rank  the flags; None if they were not given
+    known_arguments  the engine arguments, with those of a `--config` file before them
     devices    CUDA_VISIBLE_DEVICES of each worker; empty if all workers have the same GPUs, or none
     free_choice  the GPUs among which `up` chose; empty where --devices names some, and for engines without GPU
     upload_store  the flag, with an absolute path; None if it was not given
@@ -94,6 +96,7 @@ class FleetOptions:
     key_file: Path | None = None
     service_options: Mapping[str, ServiceOptions] = field(default_factory=dict)
     engine_arguments: tuple[str, ...] = ()
+    known_arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     free_choice: tuple[str, ...] = ()
     max_lora_rank: int | None = None
@@ -112,11 +115,11 @@ class FleetOptions:
 
         Block size, block count and longest request are None if engine arguments set them: the engine reports them.
         """
-        shape = dict.fromkeys(arguments.shape_settings_in_arguments(self.engine_arguments, self.engine))
+        shape = dict.fromkeys(arguments.shape_settings_in_arguments(self.known_arguments, self.engine))
         return {
             **self.options_of("workers").values,
             **shape,
-            **arguments.settings_in_arguments(self.engine_arguments, self.engine),
+            **arguments.settings_in_arguments(self.known_arguments, self.engine),
         }
 
 
@@ -153,19 +156,21 @@ def fleet_options(
         worker_values = given["workers"].values
         kind = _checked_engine(engine or str(worker_values.get("engine") or "vllm"))
         all_arguments = (*_text_list(worker_values, "engine_args"), *_checked_arguments(engine_arguments))
-        _refuse_fixed_arguments(all_arguments, {"max_loras": max_loras, "max_lora_rank": max_lora_rank}, kind)
-        arguments.check_engine_arguments(all_arguments, kind, environment)
+        known = with_config_file(all_arguments)
+        _refuse_fixed_arguments(all_arguments)
+        _refuse_contradictions(known, {"max_loras": max_loras, "max_lora_rank": max_lora_rank}, kind)
+        arguments.check_engine_arguments(known, kind, environment)
         named = _device_names(devices)
-        size = gpus_per_engine(all_arguments, kind)
         profile = str(worker_values.get("device_profile") or "auto")
-        has_gpu = kind != "sim" and not is_on_cpu(kind, profile, environment)
-        free_choice = tuple(gpus) if has_gpu and not named else ()
+        uses_gpus = kind != "sim" and not is_on_cpu(kind, profile, environment)
+        free_choice = tuple(gpus) if uses_gpus and not named else ()
+        size = gpus_per_engine(known, kind)
         number = workers or _default_workers(len(named), len(free_choice), size)
         chosen = named or free_choice[: number * size]
         return FleetOptions(
             engine=kind,
             workers=number,
-            model=model or (Path(str(worker_values["model"])) if worker_values.get("model") else None),
+            model=model or _base_model(worker_values, known),
             adapters=adapters,
             max_loras=max_loras,
             router_port=_port("router", router_port, given["router"]),
@@ -174,6 +179,7 @@ def fleet_options(
             key_file=key_file,
             service_options=given,
             engine_arguments=all_arguments,
+            known_arguments=known,
             devices=device_groups(chosen, number) if named or len(chosen) == number * size else (),
             free_choice=free_choice,
             max_lora_rank=max_lora_rank,
@@ -209,6 +215,15 @@ def lora_roots(options: FleetOptions, adapters: Path) -> list[str]:
 def _absolute_store(store: str | None) -> str | None:
     """The upload store with an absolute path, where it is a folder."""
     return store if store is None or "://" in store else str(Path(store).absolute())
+
+
+def _base_model(worker_values: Mapping[str, Any], engine_arguments: Sequence[str]) -> Path | None:
+    """The base model of the agents' settings; None without one. Raises SettingsError if only the engine has one."""
+    if worker_values.get("model"):
+        return Path(str(worker_values["model"]))
+    if any(arguments.has_flag(engine_arguments, flag) for flag in ("--model", "--model-path")):
+        raise SettingsError("the file of --config names a model: give --model of `lorafleet up`, which overrides it")
+    return None
 
 
 def _default_workers(named: int, visible: int, size: int) -> int:
@@ -269,8 +284,8 @@ def _checked_arguments(engine_arguments: Sequence[str]) -> Sequence[str]:
     return engine_arguments
 
 
-def _refuse_fixed_arguments(engine_arguments: Sequence[str], flags: Mapping[str, int | None], engine: str) -> None:
-    """Raises SettingsError for engine arguments that `up` sets itself, or that contradict its flags (by setting)."""
+def _refuse_fixed_arguments(engine_arguments: Sequence[str]) -> None:
+    """Raises SettingsError for engine arguments that `up` sets itself, and for a flag with its value in one word."""
     for argument in engine_arguments:
         flag, _, rest = argument.partition(" ")
         if flag.startswith("--") and "=" not in flag and rest:
@@ -278,6 +293,10 @@ def _refuse_fixed_arguments(engine_arguments: Sequence[str], flags: Mapping[str,
     for flag, why in _FIXED_ENGINE_FLAGS.items():
         if arguments.has_flag(engine_arguments, flag):
             raise SettingsError(f"{flag} cannot be given to the engines of `lorafleet up`: {why}")
+
+
+def _refuse_contradictions(engine_arguments: Sequence[str], flags: Mapping[str, int | None], engine: str) -> None:
+    """Raises SettingsError for engine arguments that contradict the flags of `up`, by setting."""
     found = arguments.settings_in_arguments(engine_arguments, engine)
     for setting, given in flags.items():
         value = found.get(setting)

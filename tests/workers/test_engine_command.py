@@ -27,6 +27,17 @@ def test_settings_are_taken_from_the_engines_command():
     assert settings_from_command(settings(engine_args=("--max-cpu-loras", "33")), (), {}).max_cpu_loras == 33
 
 
+def test_the_file_of_the_engines_config_flag_counts_before_its_command(tmp_path):
+    file = tmp_path / "vllm.yaml"
+    file.write_text("max-loras: 7\nmax_cpu_loras: 20\nserved-model-name: m\ndata-parallel-size: 2\nlora-dtype:\n")
+    found = settings_from_command(settings(), (*SERVE, "--config", str(file), "--max-cpu-loras", "9"), {})
+    assert (found.max_loras, found.max_cpu_loras, found.model_name) == (7, 9, "m")
+    assert found.engine_args == ("--api-server-count", "1")  # with ranks vLLM's default is another one
+    file.write_text("enable-lora: false")
+    with pytest.raises(CommandError, match="--no-enable-lora"):
+        settings_from_command(settings(engine_args=("--config", str(file))), (), {})
+
+
 def test_last_of_two_equal_flags_wins():
     given = settings(engine_args=("--max-cpu-loras", "12"))
     assert settings_from_command(given, (*SERVE, "--max-cpu-loras", "20"), {}).max_cpu_loras == 12

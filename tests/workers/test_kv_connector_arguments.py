@@ -8,7 +8,8 @@ import pytest
 
 from tests.patience import patience
 from tests.workers.running import SIM, RunningWorker
-from workers.engines.command import CommandError
+from workers.config import WorkerSettings
+from workers.engines.command import CommandError, words_in_effect
 from workers.engines.kv_connector import connector_from_command
 
 SERVE = ("vllm", "serve", "/models/m")
@@ -17,7 +18,7 @@ SAFE = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'
 
 
 def separation(*words: str) -> str | None:
-    found = connector_from_command((*SERVE, *words))
+    found = connector_from_command(words_in_effect(WorkerSettings(model="/models/m"), (*SERVE, *words)))
     return None if found is None else found.separation
 
 

@@ -10,6 +10,7 @@ import structlog
 
 from lorafleet.engine import arguments
 from lorafleet.engine.arguments import EngineArgumentsError, value_of
+from lorafleet.engine.config_file import with_config_file
 from workers.config import WorkerSettings
 
 log = structlog.get_logger()
@@ -17,6 +18,17 @@ log = structlog.get_logger()
 
 class CommandError(Exception):
     """The engine's command conflicts with the agent's settings; the message names the argument and a remedy."""
+
+
+def words_in_effect(settings: WorkerSettings, own_command: Sequence[str]) -> tuple[str, ...]:
+    """The words of the engine's command and of `engine_args`, with those of a `--config` file before them.
+
+    Raises CommandError for a file that cannot be read.
+    """
+    try:
+        return with_config_file((*own_command, *settings.engine_args))
+    except EngineArgumentsError as exc:
+        raise CommandError(str(exc)) from exc
 
 
 def settings_from_command(
@@ -30,7 +42,7 @@ def settings_from_command(
         if own_command:
             raise CommandError(f"engine_url {settings.engine_url} and an engine command: give only one of them")
         return settings
-    words = (*own_command, *settings.engine_args)
+    words = words_in_effect(settings, own_command)
     try:
         arguments.check_engine_arguments(words, settings.engine, environment)
     except EngineArgumentsError as exc:

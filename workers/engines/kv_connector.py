@@ -7,12 +7,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from lorafleet.engine.arguments import last_value
 from lorafleet.kv.connectors import ConnectorVerdict, connector_verdict, offloading_config
-from lorafleet.service import yamls
 from workers.engines.command import CommandError
 
 _CONFIG = "--kv-transfer-config"
@@ -20,7 +18,6 @@ _SIZE = "--kv-offloading-size"
 _BACKEND = "--kv-offloading-backend"
 # argparse accepts any prefix that is unique among vLLM's flags.
 _SHORTEST: Mapping[str, str] = {_CONFIG: "--kv-t", _SIZE: "--kv-offloading-s", _BACKEND: "--kv-offloading-b"}
-_FILE = "--config"
 # vLLM accepts numbers such as `80m` outside of strings.
 _STRINGS = re.compile(r'("(?:[^"\\]|\\.)*")')
 _SUFFIXED = re.compile(r"\b(\d+)(?:\.\d+)?[kKmMgGtT]\b")
@@ -30,10 +27,10 @@ def connector_from_command(words: Sequence[str]) -> ConnectorVerdict | None:
     """The verdict on the KV connector that an engine's command names; None if it names none.
 
     Reads `--kv-transfer-config` (JSON, or single fields by `--kv-transfer-config.field value`) and
-    `--kv-offloading-size`, in every spelling that vLLM accepts, from the command line and the file of `--config`.
-    raises  CommandError, naming the argument, for invalid JSON or an unreadable file
+    `--kv-offloading-size`, in every spelling that vLLM accepts.
+    words   with those of a `--config` file, see `words_in_effect`
+    raises  CommandError, naming the argument, for invalid JSON
     """
-    words = (*_config_file_words(words), *words)
     config = _transfer_config(words)
     if _last_value(words, _SIZE) not in {None, "", "None"}:
         # In vLLM this connector replaces the other one.
@@ -110,26 +107,3 @@ def _is_flag(word: str, flag: str) -> bool:
     """Whether a word is a spelling of the flag that vLLM accepts."""
     spelling = word.replace("_", "-")
     return len(spelling) >= len(_SHORTEST[flag]) and flag.startswith(spelling)
-
-
-def _config_file_words(words: Sequence[str]) -> list[str]:
-    """Read the arguments in vLLM's `--config` file; [] without one. vLLM reads it only from a separate word.
-
-    Switches and lists are left out. Raises CommandError for a file that cannot be read or is no mapping.
-    """
-    path = next((following for word, following in pairwise((*words, "")) if word == _FILE), None)
-    if path is None:
-        return []
-    try:
-        content = yamls.read_yaml(Path(path), last_wins=True) or {}  # as vLLM reads it
-    except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
-        raise CommandError(
-            f"{_FILE} {path}: {exc}; give a YAML file of vLLM's arguments that the agent can read"
-        ) from exc
-    if not isinstance(content, dict):
-        raise CommandError(f"{_FILE} {path}: expected a mapping of vLLM's arguments, found {type(content).__name__}")
-    arguments = []
-    for name, value in content.items():
-        if not isinstance(value, bool | list):
-            arguments += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return arguments

@@ -34,7 +34,7 @@ def test_visible_gpus_are_those_that_cuda_shows(
         ("vllm", "-tp 2 --data-parallel-size 16 --data-parallel-size-local 2", 4),
         ("vllm", "--tensor-parallel-size two", 1),
         ("vllm", "-tp 0", 1),
-        ("sglang", "--tp-size 2 --dp-size 2", 4),
+        ("sglang", "--tp 2 --dp-size 2", 4),
         ("sglang", "--tensor-parallel-size 8 --dp-size 8 --enable-dp-attention", 8),
     ],
 )

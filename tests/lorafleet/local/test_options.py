@@ -15,6 +15,7 @@ from lorafleet.service.settings import SettingsError, load
 from workers.config import WorkerSettings
 from workers.engines.command import settings_from_command
 
+GPU = {"LORAFLEET_WORKERS_DEVICE_PROFILE": "gpu"}  # the tests' vLLM is built for the CPU
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
@@ -47,7 +48,7 @@ def settings_of(
         grace_s=10.0,
         given=options.worker_settings(),
     )
-    lists = commands.engine_environment(options.engine_arguments, lora_roots(options, Path("/shelf")), is_tiny=is_tiny)
+    lists = commands.engine_environment(options, lora_roots(options, Path("/shelf")), is_tiny=is_tiny)
     for name, value in {**(environment or {}), **lists}.items():
         monkeypatch.setenv(name, value)
     return settings_from_command(load(WorkerSettings, command[4:], prog="workers"), (), {})
@@ -77,6 +78,39 @@ def test_engine_arguments_set_the_agents_settings(monkeypatch: pytest.MonkeyPatc
     assert found.max_model_len is None  # from the engine arguments
     assert last(found.engine_args, "--dtype") == "bfloat16"
     assert "float32" not in found.engine_args
+
+
+def test_arguments_in_the_engines_own_config_file_count_as_engine_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        "max-loras: 8\nmax-lora-rank: 64\nserved-model-name: [mine]\nmax-model-len: 1024\nport: 9\ndtype: half"
+    )
+    words = ("--config", str(file), "--max-loras", "4")
+    found = settings_of(ask(*words), monkeypatch)
+    assert (found.max_loras, found.max_lora_rank, found.model_name, found.max_model_len) == (4, 64, "mine", None)
+    assert found.engine_args == words  # the engine reads its file itself
+    file.write_text("tensor-parallel-size: 2")
+    assert ask(*words, gpus=["0", "1", "2", "3"], environment=GPU).devices == ("0,1", "2,3")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("api-key: secret", "--api-key"),
+        ("enable-lora: false", "--no-enable-lora"),
+        ("model: Qwen/Qwen3-8B", "--config names a model"),
+        ("max-loras: 8", "--max-loras is 2, but 8"),
+        ("[1]", "expected a mapping"),
+        ("a: [", "vllm.yaml: "),
+    ],
+)
+def test_what_an_engines_config_file_may_not_have_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(text)
+    with pytest.raises(CommandFailed, match=message):
+        ask("--config", str(file), max_loras=2)
 
 
 def test_environment_and_file_override_the_defaults_of_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -258,9 +292,6 @@ def test_device_groups_have_every_device_once() -> None:
     assert device_groups([str(number) for number in range(12)], 3) == ("0,1,2,3", "4,5,6,7", "8,9,10,11")
     with pytest.raises(SettingsError):
         device_groups(["0"], 2)
-
-
-GPU = {"LORAFLEET_WORKERS_DEVICE_PROFILE": "gpu"}  # the tests' vLLM is built for the CPU
 
 
 @pytest.mark.parametrize(
