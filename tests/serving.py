@@ -83,25 +83,25 @@ def serving_in_thread(make_app: Callable[[], Any]) -> Iterator[str]:
             ended.result()
 
 
-async def _stop_accepting(server: uvicorn.Server) -> None:
-    """Close the listeners, after the server has learned of every accepted connection.
+async def close_listeners(*listeners: asyncio.Server) -> None:
+    """Close listeners after they have handed every accepted connection on.
 
     CPython 3.11's own loop leaves a connection open that was accepted up to two turns before the listener is closed
     (asyncio base_events.py Server._attach). Services run in uvloop, which does not.
     """
     loop = asyncio.get_running_loop()
-    for listener in server.servers:
+    for listener in listeners:
         for sock in listener.sockets:
             loop.remove_reader(sock)
     for _ in range(_ACCEPTANCE_TURNS):
         await asyncio.sleep(0)
-    for listener in server.servers:
+    for listener in listeners:
         listener.close()
 
 
 async def _stop(server: uvicorn.Server, sock: socket.socket) -> None:
     """As `Server.shutdown`, which sleeps for a tenth of a second at least: a test stops several servers."""
-    await _stop_accepting(server)
+    await close_listeners(*server.servers)
     sock.close()
     state = server.server_state
     try:

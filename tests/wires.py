@@ -14,7 +14,7 @@ from lorafleet.service.roles import ANYONE
 from router.http.engine_connection import EngineLost
 from router.http.error_shapes import error_body
 from tests.patience import until, within
-from tests.serving import serving
+from tests.serving import close_listeners, serving
 
 HOT, COLD, UPLOAD = "/hot", "/cold", "/upload"
 # A path whose clients know another form of errors.
@@ -210,7 +210,7 @@ class RawEngine:
         return self
 
     async def __aexit__(self, failure, *_):
-        self.server.close()
+        await close_listeners(self.server)
         for writer, script in list(self.open.items()):
             writer.transport.abort()
             if failure:  # the script may wait for what the test now never does

@@ -6,6 +6,8 @@ import random
 import socket
 from collections.abc import Callable, Sequence
 
+from tests.serving import close_listeners
+
 _PIECE = 2**16
 
 
@@ -26,7 +28,7 @@ class ServiceProxy:
 
     async def stop(self) -> None:
         if self._server is not None:
-            self._server.close()
+            await close_listeners(self._server)
         for task in self._joined:
             task.cancel()
         await asyncio.gather(*self._joined, return_exceptions=True)

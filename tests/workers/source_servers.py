@@ -18,6 +18,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tests.serving import close_listeners
+
 SECRET = "hunter2-hunter2"  # secrets that must not be in any message
 
 
@@ -62,7 +64,7 @@ async def listening(handle, context: ssl.SSLContext | None = None) -> AsyncItera
     try:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
-        server.close()
+        await close_listeners(server)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
