@@ -34,9 +34,11 @@ _TIER_OF: Mapping[str, Tier] = {
     "DISK": "storage",
 }
 _DEVICE = ("GPU", None)
-# Attention kinds that keep all blocks of a prefix (vLLM 0.32 v1/kv_cache_interface.py KVCacheSpecKind). Sliding
-# windows, Mamba and chunked attention keep only a tail, where a prefix match means something else.
-_PREFIX_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+# Attention kinds that keep all blocks of a prefix (vLLM 0.32 v1/kv_cache_interface.py KVCacheSpecKind). A model's other
+# KV groups (sliding windows, Mamba's states) keep what is needed to go on from some places: the end of each prompt, and
+# where several prompts part. The shortest hit of all groups counts, so a prefix is an upper bound, and rarely too high.
+_PREFIX_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+_FIRST_GROUP = 0  # of an engine whose events name no kind
 # Most blocks kept, as a multiple of the engine's own. More than the engine has appear after missed removals; dropping
 # the oldest at once would drop the prefixes that all requests share.
 MAX_KEPT_RATIO = 2
@@ -64,8 +66,6 @@ class LedgerSink(Protocol):
 class KvEventTraits:
     """Differences between engines' events."""
 
-    group: int = 0
-    """The KV group that is indexed; others are rejected as `group`."""
     forgets_on_load: bool = False
     """Loading an adapter makes its former blocks unreachable without an event."""
 
@@ -116,6 +116,7 @@ class BlockLedger:
         self._adapter_of: dict[int, str] = {}
         self._roots: dict[tuple[str, str], BlockHash] = {}
         self._expects_repeats = False
+        self._group: int | None = None  # the KV group that is indexed: the first of a prefix kind
 
     def __len__(self) -> int:
         """Number of blocks on the device."""
@@ -230,14 +231,13 @@ class BlockLedger:
         medium = self._device if event.medium in _DEVICE else self._medium(event.medium)
         if medium is None:
             return "medium"
-        if event.group_idx not in (None, self._traits.group):
-            return "group"
+        if reason := self._group_problem(event):
+            return reason
         if medium is not self._device:
             return self._add_known_copies(medium, event.block_hashes)
         keys = _engine_hash_keys(event.block_hashes)
         distinct_keys = set(keys)
-        reason = self._shape_problem(event, len(keys), len(distinct_keys))
-        if reason is not None:
+        if reason := self._shape_problem(event, len(keys), len(distinct_keys)):
             return reason
         our_hashes = self._our_hashes(event)
         if isinstance(our_hashes, str):
@@ -268,10 +268,27 @@ class BlockLedger:
         """
         return event.parent_block_hash is None and len(keys) > 1 and all(map(self._device.blocks.__contains__, keys))
 
+    def _group_problem(self, event: BlocksStored) -> str | None:
+        """Why a store's KV group is not indexed; None if it is. The first group of a prefix kind is, from then on.
+
+        A window of a prefix kind is that of layers which keep all blocks all the same.
+
+        source  vLLM 0.32 v1/core/kv_cache_utils.py unify_hybrid_kv_cache_specs, kv_cache_coordinator.py
+        """
+        kind = event.kv_cache_spec_kind
+        if kind is not None:
+            if kind not in _PREFIX_ATTENTION:
+                return "attention"
+            if self._group is None and event.block_size == self.block_size:
+                self._group = event.group_idx
+        return None if self._is_indexed(event.group_idx) else "group"
+
+    def _is_indexed(self, group: int | None) -> bool:
+        """Whether the blocks of a KV group are indexed; None: the engine, or its KV connector, has one group."""
+        return group is None or group == (_FIRST_GROUP if self._group is None else self._group)
+
     def _shape_problem(self, event: BlocksStored, blocks: int, distinct_keys: int) -> str | None:
         """Why a store's blocks cannot be hashed one by one; None if they can."""
-        if event.kv_cache_spec_kind not in _PREFIX_ATTENTION or event.kv_cache_spec_sliding_window:
-            return "attention"
         if event.block_size != self.block_size:
             return "block_size"
         if event.lora_id and not event.lora_name:
@@ -367,7 +384,7 @@ class BlockLedger:
             if medium is None:
                 self.rejected["medium"] += 1
                 continue
-            if event.group_idx not in (None, self._traits.group):
+            if not self._is_indexed(event.group_idx):
                 self.rejected["group"] += 1
                 continue
             if medium is not last and dropped:

@@ -179,7 +179,7 @@ def chain(tokens, adapter="", salt="", **more):
         (stored([1], [1, 2], block_size=2, group_idx=1), "group"),
         (stored([1], [1, 2], block_size=2, kv_cache_spec_kind="sliding_window"), "attention"),
         (stored([1], [1, 2], block_size=2, kv_cache_spec_kind="mamba"), "attention"),
-        (stored([1], [1, 2], block_size=2, kv_cache_spec_sliding_window=4096), "attention"),
+        (stored([1], [1, 2], block_size=2, kv_cache_spec_kind="unknown"), "attention"),
         (stored([1], [1, 2], block_size=2, extra_keys=[[b"embeds"]]), "extra_keys"),
         (stored([1], [1, 2], block_size=2, extra_keys=[None, None]), "extra_keys"),
         (stored([1], [1, 2], block_size=2, lora_name="sql@1", extra_keys=[["other@1"]]), "extra_keys"),
@@ -194,6 +194,51 @@ def test_an_inexact_event_is_rejected_with_a_reason(event, reason):
     assert book.rejected == {reason: 1}
     assert not book.accepted
     assert not any(sink.tiers.values())
+
+
+@pytest.mark.parametrize("kind", ["sliding_window", "mamba", "a_new_one"])
+def test_the_group_that_keeps_whole_prefixes_is_indexed_wherever_it_stands(kind):
+    """As Gemma 3's and gpt-oss's: sliding windows first, then layers that keep all blocks."""
+    book, sink = ledger()
+    window = {"kv_cache_spec_kind": kind, "group_idx": 0}
+    whole = {"kv_cache_spec_kind": "full_attention", "group_idx": 1}
+    tokens = [1, 2, 3, 4]
+    apply(book, stored([1, 2], tokens, block_size=2, **window), stored([1, 2], tokens, block_size=2, **whole))
+    apply(book, stored([1, 2], tokens, block_size=2, **whole | {"group_idx": 2}))
+    assert sink.tiers["device"] == set(chain(tokens))
+    apply(book, BlocksRemoved([1], "GPU", 0), BlocksRemoved([1], "GPU", 2))
+    assert sink.tiers["device"] == set(chain(tokens))
+    apply(book, BlocksRemoved([2], "GPU", 1))
+    assert sink.tiers["device"] == {chain(tokens)[0]}
+    assert book.rejected == {"attention": 1, "group": 3}
+
+
+def test_the_group_with_blocks_of_the_engines_size_is_indexed():
+    book, sink = ledger()
+    indexer = {"kv_cache_spec_kind": "mla_attention", "group_idx": 0}
+    apply(book, stored([7], [1, 2, 3, 4], block_size=4, **indexer))
+    apply(book, stored([1], [1, 2], block_size=2, **indexer | {"group_idx": 1}))
+    assert sink.tiers["device"] == set(chain([1, 2]))
+    assert book.rejected == {"block_size": 1}
+
+
+def test_layers_with_a_window_that_keep_all_blocks_are_indexed():
+    """vLLM without its hybrid cache manager: on the CPU, and with some KV connectors."""
+    book, sink = ledger()
+    kept = {"kv_cache_spec_kind": "full_attention", "kv_cache_spec_sliding_window": 4096, "group_idx": 0}
+    apply(book, stored([1], [1, 2], block_size=2, **kept))
+    assert sink.tiers["device"] == set(chain([1, 2]))
+
+
+def test_events_without_a_group_are_of_the_indexed_one():
+    """As those of KV connectors beside the engine's own, and of engines with one group."""
+    book, sink = ledger()
+    apply(book, stored([1], [1, 2], block_size=2, kv_cache_spec_kind="full_attention", group_idx=1))
+    apply(book, stored([1], [], block_size=0, medium="CPU"))
+    assert sink.tiers["host"] == set(chain([1, 2]))
+    apply(book, BlocksRemoved([1], "CPU"), BlocksRemoved([1], "GPU"))
+    assert not sink.tiers["device"]
+    assert not book.rejected
 
 
 def test_an_event_that_contradicts_known_blocks_is_rejected():
