@@ -19,10 +19,11 @@ from typing import Any, TypeAlias
 import httpx
 import yaml
 
+from lorafleet.engine.output import last_error
 from lorafleet.local import adapter_folders, browser, commands, demo, notices, welcome
 from lorafleet.local.incidents import IncidentPrinter
 from lorafleet.local.options import FleetOptions, lora_roots
-from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, tail_of
+from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, lines_of, tail_of
 from lorafleet.local.progress import StartProgress
 from lorafleet.service import files
 from lorafleet.service.failure import CommandFailed
@@ -220,6 +221,13 @@ class LocalFleet:
             for name in self.workers:
                 group.create_task(start(name))
 
+    def _engine_failure(self, name: str) -> str:
+        """The last error in the output of a worker's engine, the end of its log, and where more is."""
+        output = self._folder / "workers" / name / "engine.log"
+        error = last_error(lines_of(output))
+        first = f"The engine's last error: {error}\n" if error else ""
+        return f"{first}The end of {output}:\n{tail_of(output)}\nMore in {self._children[name].log_path}"
+
     async def _wait_for_worker(self, client: httpx.AsyncClient, name: str) -> None:
         """Wait until agent and orchestrator report the worker as up, and keep its port; prints if it is held back.
 
@@ -229,9 +237,7 @@ class LocalFleet:
         while (now := await self._worker_state(client, name)) not in _UP_STATES:
             # The agent would retry for ever, but a first start that fails rarely succeeds later.
             if now.startswith("engine_down"):
-                words = self._folder / "workers" / name / "engine.log"
-                log_hint = f"More in {self._children[name].log_path}"
-                raise CommandFailed(f"{name}: {now}\nThe end of {words}:\n{tail_of(words)}\n{log_hint}")
+                raise CommandFailed(f"{name}: {now}\n{self._engine_failure(name)}")
             if time.monotonic() - began > self._start_within_s:
                 raise self._process_failure(
                     self._children[name], f"is not ready in time (it is: {now.splitlines()[0]})"

@@ -79,12 +79,16 @@ class ChildProcess:
 
 def tail_of(log_path: Path, lines: int = 12) -> str:
     """The last lines of a log, indented; an unreadable log counts as empty."""
-    try:
-        text = log_path.read_text(errors="replace")
-    except OSError:
-        text = ""
-    last = [line[:300] for line in text.splitlines()[-lines:]] or ["(its log is empty)"]
+    last = [line[:300] for line in lines_of(log_path)[-lines:]] or ["(its log is empty)"]
     return "\n".join(f"    {line}" for line in last)
+
+
+def lines_of(log_path: Path) -> list[str]:
+    """The lines of a log; an unreadable log counts as empty."""
+    try:
+        return log_path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _die_with_parent() -> None:

@@ -172,7 +172,7 @@ def test_an_engine_that_refuses_its_arguments_ends_the_start(tmp_path: Path) -> 
     fleet = start(tmp_path / "state", *SIM_FLAGS, "1", "--", "--no-such-flag")
     try:
         assert fleet.process.wait(patience(60)) == 1
-        assert "unrecognized arguments: --no-such-flag" in fleet.progress()
+        assert "The engine's last error: error: unrecognized arguments: --no-such-flag\n" in fleet.progress()
     finally:
         left = kill(fleet)
     assert not left

@@ -439,7 +439,7 @@ async def test_failed_engine_start_is_reported_with_its_output_and_retried(worke
 
         metadata = await until(in_a_loop)
         assert metadata.state == "engine_down"
-        assert "--no-such-flag" in metadata.state_reason
+        assert "its last error: error: unrecognized arguments: --no-such-flag\n" in metadata.state_reason
         assert (await client.get("/health")).is_success
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "not_ready"
 

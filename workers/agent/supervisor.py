@@ -35,6 +35,7 @@ _POLL_S = 0.03
 _PROBE_S = 0.01
 _STOP_SPARE_S = 10.0  # between the end of the engine's own drain and SIGKILL
 _STARTING_STOP_S = 3.0  # the same for an engine that is starting: vLLM 0.32 ignores SIGTERM then
+_LAST_ERROR = "\nits last error: "
 
 
 class Supervisor:
@@ -143,12 +144,16 @@ class Supervisor:
         self._agent.inventory.mark_changed()
 
     def _record_failure(self, reason: str, *, was_ready: bool) -> None:
-        """Record as an incident why the engine is down: it died, hangs, or did not start."""
+        """Record as an incident why the engine is down: it died, hangs, or did not start.
+
+        An incident is shown by its first line, to operators alone: that has the engine's last error.
+        """
         has_exited = self._process is not None and self._process.has_exited
         if self._down_since is None:
             self._down_since = self._clock()
         kind: AgentIncidentKind = "engine_died" if has_exited or self._process is None else "engine_hung"
-        self._agent.inventory.incidents.record(kind if was_ready else "engine_start_failed", reason)
+        cause = reason.replace(_LAST_ERROR, ": ", 1)
+        self._agent.inventory.incidents.record(kind if was_ready else "engine_start_failed", cause)
 
     async def _start_engine(self, stack: contextlib.AsyncExitStack) -> EngineClient:
         """Start the engine, wait until it is healthy and attach it to the agent.
@@ -293,7 +298,8 @@ class Supervisor:
                 f": it takes no adapters for a {model}; give a base model that it does, or serve it without an agent"
             )
         # `/ready` is open to everybody and shows the first line only.
-        return f"{event} ({status_text(code)}){cause}\nits output ends:\n{self._process.tail}"
+        error = f"{_LAST_ERROR}{self._process.error}" if self._process.error and not cause else ""
+        return f"{event} ({status_text(code)}){cause}{error}\nits output ends:\n{self._process.tail}"
 
     def _connect_host(self) -> str:
         """The address under which the agent reaches the engine."""

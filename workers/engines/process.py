@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import structlog
 
+from lorafleet.engine.output import error_in
 from lorafleet.service.sockets import bind_socket
 from workers.engines.launch import LaunchCommand
 
@@ -24,6 +25,7 @@ log = structlog.get_logger()
 _GUARD = Path(__file__).with_name("guard.py")
 _TAIL_LINES = 40
 _LOG_BYTES = 32 << 20
+_ERROR_LINES = 500  # an error that so many lines follow has not ended the engine; tracebacks of all processes are fewer
 
 _SECRET_NAME = re.compile(r"(?:key|token|password|secret)$", re.IGNORECASE)
 _GIVEN_SECRET = re.compile(r"(\w*(?:key|token|password|secret))=(?:'[^']*'|\"[^\"]*\"|\S+)", re.IGNORECASE)
@@ -48,6 +50,7 @@ class EngineProcess:
         self._echo = echo
         self._pid_file = pid_file
         self.unsupported_model = ""
+        self._error, self._lines_since_error = "", 0
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._reader = asyncio.create_task(self._copy_output(log_file))
         # One waiter: asyncio keeps every call of wait() until the exit, even after a timeout.
@@ -83,6 +86,11 @@ class EngineProcess:
     def tail(self) -> str:
         """The last lines of the engine's output, at most 40."""
         return "\n".join(self._tail)
+
+    @property
+    def error(self) -> str:
+        """The last error in the engine's recent output, without secrets; "" without one."""
+        return " ".join(without_secrets(self._error.split())) if self._lines_since_error < _ERROR_LINES else ""
 
     @property
     def has_exited(self) -> bool:
@@ -138,7 +146,11 @@ class EngineProcess:
                 if not line:
                     return
                 file.write(line)
-                self._tail.append(line.decode(errors="replace").rstrip()[:500])
+                text = line.decode(errors="replace").rstrip()
+                self._tail.append(text[:500])
+                self._lines_since_error += 1
+                if error := error_in(text):
+                    self._error, self._lines_since_error = error, 0
                 if found := _WITHOUT_LORA.search(line):
                     self.unsupported_model = found[1].decode()
                 if self._echo is not None:
