@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 from lorafleet.identity import TIERS, BlockHash, Tier, block_hashes, root_hash
 from lorafleet.kv.events import (
@@ -22,6 +21,7 @@ from lorafleet.kv.events import (
     UndecodableBatch,
 )
 from lorafleet.kv.extra_keys import extra_hash_inputs
+from lorafleet.kv.resume_points import LedgerSink, ResumePoints
 
 # vLLM 0.32 has GPU (also on a CPU), CPU and STORAGE; its Mooncake store has "cpu". SGLang 0.5.23 has GPU, CPU_PINNED,
 # DISK, and EXTERNAL for a shared pool (disaggregation/kv_events.py StorageMedium). EXTERNAL and unknown media are
@@ -34,9 +34,7 @@ _TIER_OF: Mapping[str, Tier] = {
     "DISK": "storage",
 }
 _DEVICE = ("GPU", None)
-# Attention kinds that keep all blocks of a prefix (vLLM 0.32 v1/kv_cache_interface.py KVCacheSpecKind). A model's other
-# KV groups (sliding windows, Mamba's states) keep what is needed to go on from some places: the end of each prompt, and
-# where several prompts part. The shortest hit of all groups counts, so a prefix is an upper bound, and rarely too high.
+# Attention kinds that keep all blocks of a prefix (vLLM 0.32 v1/kv_cache_interface.py KVCacheSpecKind).
 _PREFIX_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _FIRST_GROUP = 0  # of an engine whose events name no kind
 # Most blocks kept, as a multiple of the engine's own. More than the engine has appear after missed removals; dropping
@@ -47,19 +45,6 @@ MAX_KEPT_RATIO = 2
 _KEY_MASK = (1 << 60) - 1
 _KEY_BYTES, _HASH_BYTES = 32, 48
 _MAX_ROOTS = 4096
-
-
-class LedgerSink(Protocol):
-    """Receives changes in order. A block is added only where it is missing, and dropped only where it is present."""
-
-    def add(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """Add blocks that were missing at this tier."""
-
-    def drop(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """Drop blocks of which this tier has no copy any longer."""
-
-    def clear(self) -> None:
-        """Drop all blocks at every tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +102,21 @@ class BlockLedger:
         self._roots: dict[tuple[str, str], BlockHash] = {}
         self._expects_repeats = False
         self._group: int | None = None  # the KV group that is indexed: the first of a prefix kind
+        # For a model with groups of other kinds, from its first batch of events on.
+        self._resume: ResumePoints | None = None
+        self._has_stores = False
+        # Of this batch: blocks that other groups keep and whose own event is still to come (each group and its need);
+        # and the blocks that are new on the device.
+        self._kept_early: dict[int, list[tuple[int, int]]] = {}
+        self._new: set[int] = set()
 
     def __len__(self) -> int:
         """Number of blocks on the device."""
         return len(self._held["device"])
 
     def blocks(self, tier: Tier) -> Iterable[BlockHash]:
-        """All blocks at a tier now, in any order."""
-        return self._held[tier].keys()
+        """All blocks at a tier now, in any order; of the device those that the sink has."""
+        return self._resume.blocks() if self._resume is not None and tier == "device" else self._held[tier].keys()
 
     def size_bytes(self) -> int:
         """Approximate memory of the ledger in bytes: its tables and their integers. Takes microseconds."""
@@ -172,6 +164,8 @@ class BlockLedger:
         """Apply the events of one step, in order: change the ledger, call the sink, count each event."""
         if batch.rejected:
             self.rejected.update(batch.rejected)
+        if not self._has_stores:
+            self._look_for_groups(batch)
         removed: list[BlocksRemoved] = []
         for event in batch.events:
             # Engines remove block by block; the sink gets a run of removals in one call.
@@ -193,6 +187,15 @@ class BlockLedger:
                 self.accepted["AllBlocksCleared"] += 1
         if removed:
             self._apply_removals(removed)
+        self._kept_early.clear()
+        self._new.clear()
+
+    def _look_for_groups(self, batch: KvEventBatch) -> None:
+        """Follow the resume points of a model with several kinds of KV groups. The first stores are of all groups."""
+        kinds = {event.kv_cache_spec_kind for event in batch.events if isinstance(event, BlocksStored)}
+        self._has_stores = bool(kinds)
+        if not kinds.isdisjoint(_PREFIX_ATTENTION) and kinds - _PREFIX_ATTENTION - {None}:
+            self._resume = self._sink = ResumePoints(self._sink)
 
     def clear(self) -> None:
         """Drop all blocks at every tier, here and in the sink.
@@ -232,9 +235,12 @@ class BlockLedger:
         if medium is None:
             return "medium"
         if reason := self._group_problem(event):
-            return reason
-        if medium is not self._device:
-            return self._add_known_copies(medium, event.block_hashes)
+            return None if reason == "attention" and self._keep(event) else reason
+        return self._store(event) if medium is self._device else self._add_known_copies(medium, event.block_hashes)
+
+    def _store(self, event: BlocksStored) -> str | None:
+        """Add the blocks of the indexed group to the device; the reason if they are rejected, else None."""
+        medium = self._device
         keys = _engine_hash_keys(event.block_hashes)
         distinct_keys = set(keys)
         if reason := self._shape_problem(event, len(keys), len(distinct_keys)):
@@ -242,6 +248,10 @@ class BlockLedger:
         our_hashes = self._our_hashes(event)
         if isinstance(our_hashes, str):
             return our_hashes
+        if self._resume is not None:
+            parent = event.parent_block_hash
+            self._resume.link(None if parent is None else self._block_of(_engine_hash_key(parent)), our_hashes)
+            self._new.update(distinct_keys - medium.blocks.keys())
         counts = self._held["device"]
         if medium.blocks.keys().isdisjoint(distinct_keys) and counts.keys().isdisjoint(our_hashes):
             medium.blocks.update(zip(keys, our_hashes, strict=True))
@@ -255,7 +265,36 @@ class BlockLedger:
             self._drop_oldest(medium)
         if self._traits.forgets_on_load and event.lora_name:
             self._adapter_of.update(dict.fromkeys(keys, event.lora_name))
+        self._keep_early(keys, our_hashes)
         return None
+
+    def _keep(self, event: BlocksStored) -> bool:
+        """Note what a KV group with a window or with states keeps on the device; whether such groups are followed.
+
+        The event comes before that of the same blocks in the indexed group, or behind it.
+        """
+        if self._resume is None or event.group_idx is None or event.medium not in _DEVICE:
+            return False
+        window = event.kv_cache_spec_sliding_window
+        need = max(1, -(-(window - 1) // self.block_size)) if window else 1
+        keys = _engine_hash_keys(event.block_hashes)
+        # A report of reused blocks names all of a prompt's, and the group has those that the hit needed.
+        if len(keys) > need and self._is_reuse_report(event, keys) and self._new.isdisjoint(keys):
+            keys = keys[-need:]
+        for key in keys:
+            block = self._device.blocks.get(key)
+            if block is None:
+                self._kept_early.setdefault(key, []).append((event.group_idx, need))
+            else:
+                self._resume.keep(event.group_idx, need, [block])
+        return True
+
+    def _keep_early(self, keys: Sequence[int], our_hashes: Sequence[BlockHash]) -> None:
+        """Note what other groups keep of these blocks, by events that came before the blocks' own."""
+        if self._kept_early and self._resume is not None:
+            for key, block in zip(keys, our_hashes, strict=True):
+                for group, need in self._kept_early.pop(key, ()):
+                    self._resume.keep(group, need, [block])
 
     def _is_reuse_report(self, event: BlocksStored, keys: Sequence[int]) -> bool:
         """Whether a store reports reused blocks (report mode `full`) instead of new copies.
@@ -385,7 +424,10 @@ class BlockLedger:
                 self.rejected["medium"] += 1
                 continue
             if not self._is_indexed(event.group_idx):
-                self.rejected["group"] += 1
+                if medium is self._device and self._lose(event):
+                    self.accepted["BlockRemoved"] += 1
+                else:
+                    self.rejected["group"] += 1
                 continue
             if medium is not last and dropped:
                 self._sink.drop(last.tier, dropped)
@@ -401,6 +443,15 @@ class BlockLedger:
                 self.accepted["BlockRemoved"] += 1
         if dropped:
             self._sink.drop(last.tier, dropped)
+
+    def _lose(self, event: BlocksRemoved) -> bool:
+        """Note what another KV group keeps no longer; whether that group is followed."""
+        group = event.group_idx
+        if self._resume is None or group is None or group not in self._resume.groups:
+            return False
+        known = map(self._device.blocks.get, _engine_hash_keys(event.block_hashes))
+        self._resume.lose(group, [block for block in known if block is not None])
+        return True
 
     def _drop_copy(self, medium: _MediumBlocks, key: int, dropped: list[BlockHash]) -> bool:
         """Drop one copy; false if there was none. A block without copies at its tier is appended to `dropped`.

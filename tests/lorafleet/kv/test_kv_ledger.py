@@ -196,21 +196,87 @@ def test_an_inexact_event_is_rejected_with_a_reason(event, reason):
     assert not any(sink.tiers.values())
 
 
-@pytest.mark.parametrize("kind", ["sliding_window", "mamba", "a_new_one"])
-def test_the_group_that_keeps_whole_prefixes_is_indexed_wherever_it_stands(kind):
-    """As Gemma 3's and gpt-oss's: sliding windows first, then layers that keep all blocks."""
+WHOLE = {"kv_cache_spec_kind": "full_attention", "group_idx": 1}
+STATES = {"kv_cache_spec_kind": "mamba", "group_idx": 0}
+# With blocks of two tokens a hit needs two blocks in a row.
+WINDOW = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 5, "group_idx": 0}
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
+BLOCKS = [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_group_that_keeps_whole_prefixes_is_indexed_as_far_as_the_others_can_go_on(is_first):
+    """As Granite 4's (states) and Gemma 3's: the first group is of another kind, and has events before or behind."""
     book, sink = ledger()
-    window = {"kv_cache_spec_kind": kind, "group_idx": 0}
-    whole = {"kv_cache_spec_kind": "full_attention", "group_idx": 1}
-    tokens = [1, 2, 3, 4]
-    apply(book, stored([1, 2], tokens, block_size=2, **window), stored([1, 2], tokens, block_size=2, **whole))
-    apply(book, stored([1, 2], tokens, block_size=2, **whole | {"group_idx": 2}))
-    assert sink.tiers["device"] == set(chain(tokens))
-    apply(book, BlocksRemoved([1], "GPU", 0), BlocksRemoved([1], "GPU", 2))
-    assert sink.tiers["device"] == set(chain(tokens))
-    apply(book, BlocksRemoved([2], "GPU", 1))
-    assert sink.tiers["device"] == {chain(tokens)[0]}
-    assert book.rejected == {"attention": 1, "group": 3}
+    events = stored([3], TOKENS[:6], block_size=2, **STATES), stored(BLOCKS[:3], TOKENS[:6], block_size=2, **WHOLE)
+    apply(book, *(events if is_first else reversed(events)))
+    assert sink.tiers["device"] == set(chain(TOKENS[:6]))
+    # An answer: no state is kept within it.
+    apply(book, stored([4], TOKENS[6:], 3, block_size=2, **WHOLE), stored([], TOKENS[6:], 3, block_size=2, **STATES))
+    assert sink.tiers["device"] == set(book.blocks("device")) == set(chain(TOKENS[:6]))
+    apply(book, stored([4], TOKENS[6:], 3, block_size=2, **STATES))
+    assert sink.tiers["device"] == set(chain(TOKENS))
+    apply(book, BlocksRemoved([4], "GPU", 0), BlocksRemoved([2], "GPU", 1))
+    assert sink.tiers["device"] == {chain(TOKENS)[2]}
+    apply(book, BlocksRemoved([3], "GPU", 0))
+    assert not sink.tiers["device"]
+    assert not book.rejected
+
+
+def test_a_window_needs_its_blocks_in_a_row():
+    book, sink = ledger()
+    apply(book, stored([2, 3], TOKENS, block_size=2, **WINDOW), stored(BLOCKS, TOKENS, block_size=2, **WHOLE))
+    assert sink.tiers["device"] == set(chain(TOKENS)[:3])
+    apply(book, BlocksRemoved([2], "GPU", 0))
+    assert not sink.tiers["device"]
+    # Where the prompt begins, no more is needed than there is.
+    apply(book, stored([1], TOKENS[:2], block_size=2, **WINDOW))
+    assert sink.tiers["device"] == set(chain(TOKENS)[:1])
+
+
+def test_a_second_group_that_keeps_whole_prefixes_is_rejected():
+    book, sink = ledger()
+    apply(
+        book, stored([1], [1, 2], block_size=2, **WHOLE), stored([1], [1, 2], block_size=2, **WHOLE | {"group_idx": 2})
+    )
+    apply(book, BlocksRemoved([1], "GPU", 2))
+    assert sink.tiers["device"] == set(chain([1, 2]))
+    assert book.rejected == {"group": 2}
+
+
+def test_a_report_of_reused_blocks_tells_of_a_window_at_its_end_only():
+    """vLLM reports all blocks of the prompt for each group, also those that a window has left."""
+    book, sink = ledger()
+    apply(book, stored([4], TOKENS, block_size=2, **STATES), stored(BLOCKS, TOKENS, block_size=2, **WHOLE))
+    apply(book, stored(BLOCKS[:3], TOKENS[:6], block_size=2, **STATES))
+    apply(book, stored(BLOCKS[:3], TOKENS[:6], block_size=2, **WHOLE))
+    apply(book, BlocksRemoved([4], "GPU", 0))
+    assert sink.tiers["device"] == set(chain(TOKENS)[:3])
+    apply(book, BlocksRemoved([3], "GPU", 0))
+    assert not sink.tiers["device"]
+
+
+def test_a_window_that_is_kept_all_along_a_new_prompt_is_no_report():
+    book, sink = ledger()
+    apply(book, stored(BLOCKS, TOKENS, block_size=2, **WHOLE), stored(BLOCKS, TOKENS, block_size=2, **STATES))
+    apply(book, BlocksRemoved([4], "GPU", 0), BlocksRemoved([3], "GPU", 0))
+    assert sink.tiers["device"] == set(chain(TOKENS)[:2])
+
+
+def test_a_cleared_cache_has_no_resume_points():
+    book, sink = ledger()
+    apply(book, stored([2], TOKENS[:4], block_size=2, **STATES), stored([1, 2], TOKENS[:4], block_size=2, **WHOLE))
+    book.clear()
+    apply(book, stored([1, 2], TOKENS[:4], block_size=2, **WHOLE))
+    assert not sink.tiers["device"]
+
+
+@pytest.mark.parametrize("kind", ["sliding_window", "mamba", "a_new_one"])
+def test_a_model_whose_layers_all_keep_less_than_prefixes_is_not_indexed(kind):
+    book, sink = ledger()
+    apply(book, stored([1], [1, 2], block_size=2, kv_cache_spec_kind=kind, group_idx=0))
+    assert book.rejected == {"attention": 1}
+    assert not sink.tiers["device"]
 
 
 def test_the_group_with_blocks_of_the_engines_size_is_indexed():
