@@ -102,9 +102,9 @@ class BlockLedger:
         self._roots: dict[tuple[str, str], BlockHash] = {}
         self._expects_repeats = False
         self._group: int | None = None  # the KV group that is indexed: the first of a prefix kind
-        # For a model with groups of other kinds, from its first batch of events on.
+        # For a model with groups of other kinds, from the first batch with the indexed group on.
         self._resume: ResumePoints | None = None
-        self._has_stores = False
+        self._knows_groups = self._has_other_groups = False
         # Of this batch: blocks that other groups keep and whose own event is still to come (each group and its need);
         # and the blocks that are new on the device.
         self._kept_early: dict[int, list[tuple[int, int]]] = {}
@@ -164,7 +164,7 @@ class BlockLedger:
         """Apply the events of one step, in order: change the ledger, call the sink, count each event."""
         if batch.rejected:
             self.rejected.update(batch.rejected)
-        if not self._has_stores:
+        if not self._knows_groups:
             self._look_for_groups(batch)
         removed: list[BlocksRemoved] = []
         for event in batch.events:
@@ -191,10 +191,11 @@ class BlockLedger:
         self._new.clear()
 
     def _look_for_groups(self, batch: KvEventBatch) -> None:
-        """Follow the resume points of a model with several kinds of KV groups. The first stores are of all groups."""
+        """Follow the resume points of a model with several kinds of KV groups, which all have events of each prompt."""
         kinds = {event.kv_cache_spec_kind for event in batch.events if isinstance(event, BlocksStored)}
-        self._has_stores = bool(kinds)
-        if not kinds.isdisjoint(_PREFIX_ATTENTION) and kinds - _PREFIX_ATTENTION - {None}:
+        self._has_other_groups |= bool(kinds - _PREFIX_ATTENTION - {None})
+        self._knows_groups = not kinds.isdisjoint({*_PREFIX_ATTENTION, None})
+        if self._knows_groups and self._has_other_groups:
             self._resume = self._sink = ResumePoints(self._sink)
 
     def clear(self) -> None:

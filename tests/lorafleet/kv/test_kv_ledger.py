@@ -223,6 +223,13 @@ def test_the_group_that_keeps_whole_prefixes_is_indexed_as_far_as_the_others_can
     assert not book.rejected
 
 
+def test_groups_may_be_told_in_several_batches():
+    book, sink = ledger()
+    apply(book, stored([9], [9, 9], block_size=2, **STATES))
+    apply(book, stored([1, 2], TOKENS[:4], block_size=2, **WHOLE), stored([1], TOKENS[:2], block_size=2, **STATES))
+    assert sink.tiers["device"] == set(chain(TOKENS)[:1])
+
+
 def test_a_window_needs_its_blocks_in_a_row():
     book, sink = ledger()
     apply(book, stored([2, 3], TOKENS, block_size=2, **WINDOW), stored(BLOCKS, TOKENS, block_size=2, **WHOLE))
