@@ -16,7 +16,7 @@ SHARED = 6
 pytestmark = [pytest.mark.thorough, pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
-class Device:
+class CachedBlocks:
     """The blocks on the device."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def blocks_of_a_run(groups: str, blocks: int, *, retention: int | None = None) -
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    manager, device, rng = cache_manager(groups, blocks, retention), Device(), Random(1)
+    manager, device, rng = cache_manager(groups, blocks, retention), CachedBlocks(), Random(1)
     ledger = BlockLedger("m", BLOCK, device)
     encode = msgspec.msgpack.Encoder().encode
     shared = [[rng.randrange(1000) for _ in range(rng.randrange(WINDOW, 400))] for _ in range(SHARED)]
