@@ -1,7 +1,8 @@
 """How long a test waits: until the event, and where the event never comes, until a deadline.
 
-A deadline costs time only in a test that fails. So deadlines are generous, and grow with the slowness of the machine.
-The process that starts the tests measures the slowness once; the workers of pytest-xdist read it from the environment.
+A deadline costs time only in a test that fails. So deadlines are generous, and grow with the slowness of the machine
+and with the number of processes that want its cores. The process that starts the tests measures the slowness once; the
+workers of pytest-xdist read it from the environment. The processes of the last minute are counted at every wait.
 """
 
 import asyncio
@@ -17,6 +18,8 @@ _REFERENCE_S = 0.003
 _ROUNDS = 80
 # Tests share the machine with each other and with the servers that they start.
 _MARGIN = 3.0
+# Processes that want each core while tests run alone, two beside one another on each.
+_OWN_PROCESSES = 3.0
 
 
 def _slowness_now() -> float:
@@ -37,7 +40,8 @@ SLOWNESS = float(os.environ[_VARIABLE])
 
 def patience(seconds: float) -> float:
     """Seconds to wait for what takes at most `seconds` on a quiet machine."""
-    return seconds * SLOWNESS * _MARGIN
+    crowding = os.getloadavg()[0] / (len(os.sched_getaffinity(0)) * _OWN_PROCESSES)
+    return seconds * max(SLOWNESS, min(20.0, crowding)) * _MARGIN
 
 
 # Settings of an orchestrator and a router between real workers. On a quiet machine they are near the defaults.
