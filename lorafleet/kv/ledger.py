@@ -125,7 +125,7 @@ class BlockLedger:
             medium.extra_copies for medium in self._media.values()
         ]
         sizes = sum(map(sys.getsizeof, tables)) + sum(map(sys.getsizeof, self._held.values()))
-        sizes += sys.getsizeof(self._adapter_of)
+        sizes += sys.getsizeof(self._adapter_of) + (self._resume.size_bytes() if self._resume is not None else 0)
         return sizes + keys * _KEY_BYTES + sum(map(len, self._held.values())) * _HASH_BYTES
 
     def take_counts(self) -> tuple[Counter[str], Counter[str]]:

@@ -273,7 +273,9 @@ def test_a_window_that_is_kept_all_along_a_new_prompt_is_no_report():
 def test_a_cleared_cache_has_no_resume_points():
     book, sink = ledger()
     apply(book, stored([2], TOKENS[:4], block_size=2, **STATES), stored([1, 2], TOKENS[:4], block_size=2, **WHOLE))
+    size = book.size_bytes()
     book.clear()
+    assert book.size_bytes() < size
     apply(book, stored([1, 2], TOKENS[:4], block_size=2, **WHOLE))
     assert not sink.tiers["device"]
 
