@@ -10,10 +10,12 @@ source  vLLM 0.32 v1/core/single_type_kv_cache_manager.py reachable_block_mask, 
 
 import sys
 from collections.abc import Container, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from lorafleet.identity import BlockHash, Tier
 
+# Block -> whether it leads to a resume point, of blocks for which that changed.
+_Changes: TypeAlias = dict[BlockHash, bool]
 _SET_BYTES = 216  # of a small one in CPython 3.11, which each block has that others stand behind
 
 
@@ -75,23 +77,22 @@ class ResumePoints:
         if tier != "device":
             self._sink.add(tier, hashes)
             return
-        shown: list[BlockHash] = []
+        changed: _Changes = {}
         for block in hashes:
             parent = self._parents[block] = self._links[block]
             if parent is not None:
                 self._children.setdefault(parent, set()).add(block)
             if self._leads(block):  # by children that stayed
-                shown.append(block)
-                self._add_way(parent, shown)
-        if shown:
-            self._sink.add("device", shown)
+                _note(changed, block, leads=True)
+                self._add_way(parent, changed)
+        self._hand_on(changed)
 
     def drop(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """Drop blocks, and with those of the device what other groups kept of them."""
         if tier != "device":
             self._sink.drop(tier, hashes)
             return
-        hidden: list[BlockHash] = []
+        changed: _Changes = {}
         for block in hashes:
             did_lead = self._leads(block)
             parent = self._parents.pop(block)
@@ -99,13 +100,12 @@ class ResumePoints:
             if parent is not None:
                 self._forget_child(parent, block)
             if did_lead:
-                hidden.append(block)
-                self._drop_way(parent, hidden)
+                _note(changed, block, leads=False)
+                self._drop_way(parent, changed)
             for group, runs in self._runs.items():
                 if runs.pop(block, None) is not None:
-                    self._update_runs(group, self._children.get(block, ()), hidden)
-        if hidden:
-            self._sink.drop("device", hidden)
+                    self._update_runs(group, self._children.get(block, ()), changed)
+        self._hand_on(changed)
 
     def clear(self) -> None:
         """Drop everything; the groups and their needs stay."""
@@ -123,35 +123,44 @@ class ResumePoints:
     def keep(self, group: int, need: int, hashes: Iterable[BlockHash]) -> None:
         """Note that a group keeps these blocks; unknown ones are left out.
 
-        need  kept blocks in a row that the group must have at the end of a hit; fewer where the prompt begins
+        need  kept blocks in a row that the group must have at the end of a hit, fewer where the prompt begins; of a
+              group's first call, as the model's layers do not change
         """
-        self._needs[group] = need
-        runs = self._runs.setdefault(group, {})
-        shown: list[BlockHash] = []
+        changed: _Changes = {}
+        if group not in self._needs:
+            self._needs[group], self._runs[group] = need, {}
+            for point in list(self._points):
+                self._judge(point, changed)
+        runs = self._runs[group]
         for block in hashes:
             if block in self._parents:
                 runs.setdefault(block, 0)
-                self._update_runs(group, [block], shown)
-        if shown:
-            self._sink.add("device", shown)
+                self._update_runs(group, [block], changed)
+        self._hand_on(changed)
 
     def lose(self, group: int, hashes: Iterable[BlockHash]) -> None:
         """Note that a group keeps these blocks no longer; unknown ones are left out."""
         runs = self._runs[group]
-        hidden: list[BlockHash] = []
+        changed: _Changes = {}
         for block in hashes:
             if runs.pop(block, None) is not None:
-                self._judge(block, hidden)
-                self._update_runs(group, self._children.get(block, ()), hidden)
-        if hidden:
+                self._judge(block, changed)
+                self._update_runs(group, self._children.get(block, ()), changed)
+        self._hand_on(changed)
+
+    def _hand_on(self, changed: _Changes) -> None:
+        """Tell the sink which blocks lead to a resume point only now, and which no longer."""
+        if shown := [block for block, leads in changed.items() if leads]:
+            self._sink.add("device", shown)
+        if hidden := [block for block, leads in changed.items() if not leads]:
             self._sink.drop("device", hidden)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def _update_runs(self, group: int, blocks: Iterable[BlockHash], changed: list[BlockHash]) -> None:
+    def _update_runs(self, group: int, blocks: Iterable[BlockHash], changed: _Changes) -> None:
         """Count the runs at these blocks anew, and behind them as far as they change: `need` blocks at most.
 
-        Blocks that lead to a resume point only now, or now no longer, are added to `changed`.
+        Notes in `changed` which blocks lead to a resume point only now, or no longer.
         """
         runs, need = self._runs[group], self._needs[group]
         waiting = list(blocks)
@@ -166,8 +175,8 @@ class ResumePoints:
                 self._judge(block, changed)
                 waiting += self._children.get(block, ())
 
-    def _judge(self, block: BlockHash, changed: list[BlockHash]) -> None:
-        """Make a block a resume point or none, by its runs; adds blocks that lead to one only now, or no longer."""
+    def _judge(self, block: BlockHash, changed: _Changes) -> None:
+        """Make a block a resume point or none, by its runs; notes blocks that lead to one only now, or no longer."""
         is_point = all(self._runs[group].get(block, 0) >= need for group, need in self._needs.items())
         if is_point == (block in self._points):
             return
@@ -176,25 +185,25 @@ class ResumePoints:
         else:
             self._points.discard(block)
         if block not in self._ways:
-            changed.append(block)
+            _note(changed, block, leads=is_point)
             (self._add_way if is_point else self._drop_way)(self._parents[block], changed)
 
     def _leads(self, block: BlockHash) -> bool:
         """Whether a block is a resume point, or has one behind it."""
         return block in self._points or block in self._ways
 
-    def _add_way(self, block: BlockHash | None, shown: list[BlockHash]) -> None:
-        """Count one more child that leads to a resume point; blocks that lead to one only now are added to `shown`."""
+    def _add_way(self, block: BlockHash | None, changed: _Changes) -> None:
+        """Count one more child that leads to a resume point; notes blocks that lead to one only now."""
         while block is not None:
             did_lead = self._leads(block)
             self._ways[block] = self._ways.get(block, 0) + 1
             if did_lead or block not in self._parents:
                 return
-            shown.append(block)
+            _note(changed, block, leads=True)
             block = self._parents[block]
 
-    def _drop_way(self, block: BlockHash | None, hidden: list[BlockHash]) -> None:
-        """Count one child less that leads to a resume point; blocks that lead to none now are added to `hidden`."""
+    def _drop_way(self, block: BlockHash | None, changed: _Changes) -> None:
+        """Count one child less that leads to a resume point; notes blocks that lead to none now."""
         while block is not None:
             self._ways[block] -= 1
             if self._ways[block]:
@@ -202,7 +211,7 @@ class ResumePoints:
             del self._ways[block]
             if block in self._points or block not in self._parents:
                 return
-            hidden.append(block)
+            _note(changed, block, leads=False)
             block = self._parents[block]
 
     def _forget_child(self, parent: BlockHash, block: BlockHash) -> None:
@@ -211,3 +220,11 @@ class ResumePoints:
         children.remove(block)
         if not children:
             del self._children[parent]
+
+
+def _note(changed: _Changes, block: BlockHash, *, leads: bool) -> None:
+    """Note that a block leads to a resume point now, or no longer; forget what that takes back."""
+    if changed.get(block, leads) == leads:
+        changed[block] = leads
+    else:
+        del changed[block]

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -268,6 +269,40 @@ def test_a_window_that_is_kept_all_along_a_new_prompt_is_no_report():
     apply(book, stored(BLOCKS, TOKENS, block_size=2, **WHOLE), stored(BLOCKS, TOKENS, block_size=2, **STATES))
     apply(book, BlocksRemoved([4], "GPU", 0), BlocksRemoved([3], "GPU", 0))
     assert sink.tiers["device"] == set(chain(TOKENS)[:2])
+
+
+KINDS = ["full_attention", "mla_attention", "sliding_window", "mamba", "unknown", None]
+
+
+def odd_event(rng, kinds):
+    """A store or a removal of few blocks, whose fields need not fit one another."""
+    group = rng.choice([None, 0, 1, 2, -1])
+    if rng.random() < 0.3:
+        names = [rng.randint(0, 1) * 100 + rng.randint(1, 5) for _ in range(rng.randint(0, 2))]
+        return BlocksRemoved(names, rng.choice(["GPU", "CPU"]), group)
+    prompt, start, count = rng.randint(0, 1), rng.randint(0, 2), rng.randint(0, 4)
+    names = [prompt * 100 + at for at in range(start + 1, start + count + 1)]
+    at = rng.randrange(len(kinds))
+    return stored(
+        names if rng.random() < 0.6 else rng.sample(names, rng.randint(0, count)),
+        [prompt] * (2 * count),
+        prompt * 100 + start if start else None,
+        block_size=rng.choice([2, 2, 2, 2, 4]),
+        medium=rng.choice(["GPU", "GPU", "GPU", "CPU", None]),
+        group_idx=at if rng.random() < 0.8 else group,
+        kv_cache_spec_kind=kinds[at],
+        kv_cache_spec_sliding_window=rng.choice([None, 0, 1, 5, -3, 10**9]),
+    )
+
+
+def test_events_whose_fields_do_not_fit_one_another_break_neither_ledger_nor_sink():
+    for seed in range(examples(3000)):
+        rng = Random(seed)
+        book, sink = ledger(most_blocks=rng.choice([0, 8]))
+        kinds = rng.sample(KINDS, rng.randint(1, 3))
+        for _ in range(30):
+            apply(book, *(odd_event(rng, kinds) for _ in range(rng.randint(1, 5))))
+            assert all(set(book.blocks(tier)) == sink.tiers[tier] for tier in TIERS)
 
 
 def test_a_cleared_cache_has_no_resume_points():

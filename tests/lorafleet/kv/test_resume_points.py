@@ -123,3 +123,17 @@ def test_a_block_that_returns_leads_again_to_the_point_behind_it() -> None:
     machine.add("abcd", 1, 1)
     machine.shown_blocks_are_those_of_the_definition()
     assert machine.device.blocks == {HASHES[name] for name in ("a", "ab", "abc", "abcd")}
+
+
+def test_a_group_that_is_told_of_later_takes_back_the_points_that_lack_it() -> None:
+    device = Device()
+    points = ResumePoints(device)
+    chain = [HASHES[name] for name in ("a", "ab", "abc")]
+    points.link(None, chain)
+    points.add("device", chain)
+    points.keep(0, 1, [chain[0], chain[2]])
+    assert device.blocks == set(chain)
+    points.keep(1, 1, [chain[0]])
+    assert device.blocks == {chain[0]}
+    points.keep(1, 9, [chain[2]])  # a group needs what it needed first
+    assert device.blocks == set(chain)
