@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from math import prod
 
 from lorafleet.engine.arguments import flag_of, has_flag, last_value
@@ -52,12 +53,14 @@ def gpus_per_engine(arguments: Sequence[str], engine: str) -> int:
 def visible_gpus(environment: Mapping[str, str], device_files: Iterable[str]) -> tuple[str, ...]:
     """The GPUs that CUDA shows to a process, as CUDA_VISIBLE_DEVICES names them; empty without an NVIDIA GPU.
 
+    An invalid name hides itself and those behind it, as in CUDA.
+
     device_files  names of the files in /dev: CUDA numbers the GPUs that it finds there from 0 on
     """
     count = sum(bool(_GPU_FILE.fullmatch(name)) for name in device_files)
     if count and (chosen := environment.get(_VISIBLE)) is not None:
         names = (name.strip() for name in chosen.split(","))
-        return tuple(name for name in names if name and name != "-1")
+        return tuple(dict.fromkeys(takewhile(lambda name: name not in {"", "-1"}, names)))
     return tuple(str(number) for number in range(count))
 
 

@@ -16,6 +16,8 @@ FILES = ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"]
         ({"CUDA_VISIBLE_DEVICES": "1, GPU-aa"}, FILES, ("1", "GPU-aa")),
         ({"CUDA_VISIBLE_DEVICES": ""}, FILES, ()),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, FILES, ()),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, FILES, ("1",)),
+        ({"CUDA_VISIBLE_DEVICES": "0,0,1"}, FILES, ("0", "1")),
         ({"CUDA_VISIBLE_DEVICES": "0"}, ["null"], ()),
     ],
 )
