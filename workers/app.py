@@ -229,7 +229,10 @@ def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> Conne
 
 
 def _facts_of(settings: WorkerSettings, own_command: Sequence[str]) -> EngineFacts:
-    """What is known of the engine before it runs, by its command. Raises CommandError."""
+    """Facts about vLLM read from its command, before it runs and reports its version; none for other engines.
+
+    Raises CommandError for a `--config` file that cannot be read.
+    """
     is_vllm = engine_traits(settings.engine).dialect == "vllm"
     return vllm_facts(words_in_effect(settings, own_command)) if is_vllm else NO_ENGINE
 

@@ -26,7 +26,7 @@ def startup_notices(options: FleetOptions, environment: Mapping[str, str]) -> li
 
 def _gpu_notices(options: FleetOptions) -> list[str]:
     """The line that says which GPUs the workers have, where --devices does not."""
-    visible = ",".join(options.free_choice)
+    visible = ",".join(options.visible_gpus)
     if options.devices and visible:
         each = ", ".join(f"w{number}: {names}" for number, names in enumerate(options.devices))
         return [f"GPUs of each worker: {each}; visible are {visible}, and --devices and --workers choose others"]

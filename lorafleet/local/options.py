@@ -80,7 +80,7 @@ class FleetOptions:
     max_loras, max_lora_rank  the flags; None if they were not given
     known_arguments  the engine arguments, with those of a `--config` file before them
     devices    CUDA_VISIBLE_DEVICES of each worker; empty if all workers have the same GPUs, or none
-    free_choice  the GPUs among which `up` chose; empty where --devices names some, and for engines without GPU
+    visible_gpus  the GPUs that `up` may give to workers; empty where --devices names some, and for engines without GPU
     upload_store  the flag, with an absolute path; None if it was not given
     opens_console  whether the console is opened in a browser when the fleet is ready
     """
@@ -98,7 +98,7 @@ class FleetOptions:
     engine_arguments: tuple[str, ...] = ()
     known_arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
-    free_choice: tuple[str, ...] = ()
+    visible_gpus: tuple[str, ...] = ()
     max_lora_rank: int | None = None
     upload_store: str | None = None
     demo: bool = False
@@ -163,10 +163,10 @@ def fleet_options(
         named = _device_names(devices)
         profile = str(worker_values.get("device_profile") or "auto")
         uses_gpus = kind != "sim" and not is_on_cpu(kind, profile, environment)
-        free_choice = tuple(gpus) if uses_gpus and not named else ()
+        visible_gpus = tuple(gpus) if uses_gpus and not named else ()
         size = gpus_per_engine(known, kind)
-        number = workers or _default_workers(len(named), len(free_choice), size)
-        chosen = named or free_choice[: number * size]
+        number = workers or _default_workers(len(named), len(visible_gpus), size)
+        chosen = named or visible_gpus[: number * size]
         return FleetOptions(
             engine=kind,
             workers=number,
@@ -181,7 +181,7 @@ def fleet_options(
             engine_arguments=all_arguments,
             known_arguments=known,
             devices=device_groups(chosen, number) if named or len(chosen) == number * size else (),
-            free_choice=free_choice,
+            visible_gpus=visible_gpus,
             max_lora_rank=max_lora_rank,
             upload_store=_absolute_store(upload_store),
             demo=demo,
