@@ -28,6 +28,8 @@ def with_config_file(arguments: Sequence[str]) -> tuple[str, ...]:
 
 def _arguments_in(name: str) -> list[str]:
     """The arguments in the file; raises EngineArgumentsError."""
+    if not name:
+        raise EngineArgumentsError(f"{_FLAG} names no file: give a YAML file of the engine's arguments behind it")
     try:
         content = yamls.read_yaml(Path(name), last_wins=True) or {}  # as engines read it
     except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML

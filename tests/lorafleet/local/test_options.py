@@ -113,6 +113,11 @@ def test_what_an_engines_config_file_may_not_have_is_refused(tmp_path: Path, tex
         ask("--config", str(file), max_loras=2)
 
 
+def test_a_config_flag_without_its_file_is_refused() -> None:
+    with pytest.raises(CommandFailed, match="--config names no file"):
+        ask("--seed", "1", "--config")
+
+
 def test_environment_and_file_override_the_defaults_of_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "workers.yaml"
     file.write_text(f"max-lora-rank: 128\nlora_roots: [{tmp_path}]\nmax_loras: 3\nengine_args: [--seed, '1']\n")
