@@ -148,14 +148,14 @@ class ResumePoints:
                 self._update_runs(group, self._children.get(block, ()), changed)
         self._hand_on(changed)
 
+    # --- steps ----------------------------------------------------------------------------------------------------
+
     def _hand_on(self, changed: _Changes) -> None:
         """Tell the sink which blocks lead to a resume point only now, and which no longer."""
         if shown := [block for block, leads in changed.items() if leads]:
             self._sink.add("device", shown)
         if hidden := [block for block, leads in changed.items() if not leads]:
             self._sink.drop("device", hidden)
-
-    # --- steps ----------------------------------------------------------------------------------------------------
 
     def _update_runs(self, group: int, blocks: Iterable[BlockHash], changed: _Changes) -> None:
         """Count the runs at these blocks anew, and behind them as far as they change: `need` blocks at most.
