@@ -5,6 +5,7 @@
 # make test-all   before a release: everything, with long runs, kills, and the whole of vLLM's contract
 # make lint       the checks alone
 # make docs       the documentation site in .site/site, with search and every REST route
+# make release    VERSION=0.2.0: wheel, sdist, chart, checksums in .release; TAG=yes commits and tags
 # make clean      everything made here
 
 PYTHON ?= python3
@@ -25,11 +26,11 @@ TORCH     := 2.13.0
 # Asked only when no configured index has a CPU build: the plain one is the CUDA build, gigabytes that a CPU cannot use.
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help install install-fast demo demo-real test test-fast test-all lint docs clean
+.PHONY: help install install-fast demo demo-real test test-fast test-all lint docs release clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile | head -8
+	@sed -n 's/^# //p' Makefile | head -9
 
 install: $(STAMP)
 install-fast: $(FAST)
@@ -95,6 +96,9 @@ lint: $(FAST)
 docs: $(FAST)
 	$(BIN)/python -P -m docs.site $(SITE)
 
+release: $(FAST)
+	$(BIN)/python -P -m tests.tools.release $(VERSION) $(if $(TAG),--tag)
+
 test: $(STAMP) lint
 	$(PYTEST) -m 'not thorough'
 
@@ -106,4 +110,4 @@ test-all: $(STAMP) lint
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
 
 clean:
-	rm -rf $(VENV) $(STATE) $(SITE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(STATE) $(SITE) .release .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

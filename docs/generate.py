@@ -1,4 +1,4 @@
-"""Write docs/configuration.md and the chart's schema from the settings, and the wheel's copies of the chart's files.
+"""Write docs/configuration.md and the chart's schema from the settings.
 
 Run `python docs/generate.py`.
 """
@@ -11,10 +11,6 @@ from docs.chart_schema import SCHEMA, SERVICES, schema_with_settings
 from lorafleet.service.settings import ServiceSettings
 
 TARGET = Path(__file__).parent / "configuration.md"
-_ROOT = Path(__file__).parents[1]
-_CHART_FILES, _WHEEL_FILES = _ROOT / "helm" / "lorafleet" / "files", _ROOT / "lorafleet" / "local" / "monitoring"
-COPIES = {_CHART_FILES / name: _WHEEL_FILES / name for name in ("alerts.yaml", "dashboard.json")}
-"""Files of the chart, which must be whole by itself, and their copies in the wheel, which has no chart."""
 
 _INTRO = """# Configuration
 
@@ -69,5 +65,3 @@ def document() -> str:
 if __name__ == "__main__":
     TARGET.write_text(document())
     SCHEMA.write_text(schema_with_settings())
-    for original, copy in COPIES.items():
-        copy.write_text(original.read_text())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from docs.generate import COPIES, document
+from docs.generate import document
 from docs.site import api_page, page_of
 from lorafleet.cli.main import app as command_line
 from lorafleet.kv.connectors import CONNECTORS
@@ -40,11 +40,6 @@ def subclasses(cls):
 
 def test_configuration_is_what_the_settings_say():
     assert (DOCS / "configuration.md").read_text() == document(), "run: python docs/generate.py"
-
-
-def test_the_wheel_has_the_charts_alerts_and_dashboard():
-    for original, copy in COPIES.items():
-        assert copy.read_text() == original.read_text(), "run: python docs/generate.py"
 
 
 def test_every_error_code_is_in_the_protocol():

@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from lorafleet.cli import adapters as adapter_commands
 from lorafleet.cli import (
     apply,
+    chart,
     completion,
     decisions,
     key_commands,
@@ -264,6 +265,7 @@ for name, group in (
     ("published", published.app),
     ("pauses", pauses.app),
     ("keys", key_commands.keys_app),
+    ("chart", chart.app),
 ):
     app.add_typer(group, name=name)
 for commands in (

@@ -156,7 +156,7 @@ def test_the_wheel_has_everything_that_the_houses_need_at_run_time(installed, tm
         "assert resources.files('lorafleet.local').joinpath('tiny_corpus.txt').is_file()\n"
         "assert resources.files('orchestrator.api').joinpath('console', 'index.html').is_file()\n"
         "assert resources.files('orchestrator.api').joinpath('console', 'vendor', 'preact.js').is_file()\n"
-        "assert resources.files('lorafleet.local.monitoring').joinpath('dashboard.json').is_file()\n"
+        "assert resources.files('lorafleet').joinpath('chart', 'Chart.yaml').is_file()\n"
         "smol = resources.files('lorafleet.local.smollm2').joinpath('adapters', 'json', 'v1')\n"
         "assert smol.joinpath('adapter_model.safetensors').is_file()\n"
         "for service in ('lorafleet', 'router', 'orchestrator', 'workers'):\n"

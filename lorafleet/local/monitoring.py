@@ -1,14 +1,14 @@
 """Prometheus and Grafana for a fleet without Kubernetes: what to scrape, the alerts, the dashboard.
 
-The chart installs the same alerts and dashboard. `alerts.yaml` and `dashboard.json` are copies of its files, made by
-`docs/generate.py`: the wheel has no chart.
+The alerts and the dashboard are the chart's own files.
 """
 
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import yaml
+
+from lorafleet.local.chart import chart_folder
 
 JOB = "lorafleet"
 _SCRAPE_EVERY = "15s"
@@ -30,11 +30,11 @@ def monitoring_files(
     router_processes  processes of each router, which an alert counts
     credentials_file  where Prometheus reads a key with the scope `metrics`; None: the fleet needs no key
     """
-    asset = files(__name__)
+    assets = chart_folder() / "files"
     return {
         "prometheus.yml": _yaml(_prometheus(targets, credentials_file)),
-        "alerts.yml": _yaml(_rules(asset.joinpath("alerts.yaml").read_text(), router_processes)),
-        "dashboard.json": asset.joinpath("dashboard.json").read_text(),
+        "alerts.yml": _yaml(_rules((assets / "alerts.yaml").read_text(encoding="utf-8"), router_processes)),
+        "dashboard.json": (assets / "dashboard.json").read_text(encoding="utf-8"),
     }
 
 
