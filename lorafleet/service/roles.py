@@ -22,6 +22,7 @@ _SATISFIED_BY = {
 SCOPES = tuple(_SATISFIED_BY)
 # Scopes that a tenant confines to its own objects. All others hold for the whole fleet, whatever tenant a key names.
 TENANT_SCOPES = ("infer", "view", "tenant-admin", "register")
+_GLOB = frozenset("*?[")
 # Scopes that let their holder see every tenant's objects.
 _SEES_ALL_TENANTS = frozenset({"load", "operate", "admin"})
 
@@ -45,7 +46,7 @@ class Caller:
     limits      None if there are none
     expires_at  Unix seconds from which the key is refused; None: never
     namespace   the caller's name `x` means `namespace/x` where there is one; empty: no namespace
-    lora_ids    patterns of names that the caller may register and publish; empty: any, or any in the namespace
+    lora_ids    patterns of names that the caller may give; empty: those of the namespace, else of the tenant, else any
     may_shadow_base  whether the caller may publish under a base model's name, and then gets that in its place
     note        the key file's comment on the key, for people; empty: none
     """
@@ -72,14 +73,33 @@ class Caller:
         return self.tenant if self.scopes.isdisjoint(_SEES_ALL_TENANTS) else None
 
     @property
+    def writes_for(self) -> str | None:
+        """The tenant whose objects alone this caller may change; None for an operator.
+
+        Narrower than `only_tenant`: `load` beside a tenant reads the fleet and changes that tenant's objects alone.
+        """
+        return None if "admin" in self.scopes else self.tenant
+
+    @property
     def own_prefixes(self) -> tuple[str, ...]:
-        """The beginnings of names that are this tenant's, whether or not anything is registered under them."""
-        return (f"{self.tenant}/", f"{self.namespace}/") if self.namespace else (f"{self.tenant}/",)
+        """The folders of names that are this tenant's, whether or not anything is registered there; () without one."""
+        if self.tenant is None:
+            return ()
+        granted = (pattern[:-1] for pattern in self.lora_ids if pattern.endswith("/*") and not _GLOB & {*pattern[:-1]})
+        return (f"{self.tenant}/", *([f"{self.namespace}/"] if self.namespace else []), *granted)
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """Patterns of the names that a tenant's key may give to adapters and aliases."""
-        return self.lora_ids or ((f"{self.namespace}/*",) if self.namespace else (f"{self.tenant}/*",))
+        """The names that this caller may give to adapters, aliases and published names, as patterns for people."""
+        folder = self.namespace or self.writes_for
+        return self.lora_ids or (("*",) if folder is None else (f"{folder}/*",))
+
+    def may_name(self, name: str) -> bool:
+        """Whether this caller may give this whole name to an adapter, an alias or a published name."""
+        if self.lora_ids:
+            return any(fnmatchcase(name, pattern) for pattern in self.lora_ids)
+        folder = self.namespace or self.writes_for
+        return folder is None or name.startswith(f"{folder}/")
 
     def may(self, scope: str) -> bool:
         """Whether the caller has this scope; `admin` includes all others, `load` includes `infer`."""
@@ -99,24 +119,12 @@ class Caller:
         """The name as this caller writes it: without its namespace."""
         return name.removeprefix(f"{self.namespace}/") if self.namespace else name
 
-    def may_register(self, name: str) -> bool:
-        """Whether the caller's key allows it to register or publish under this whole name."""
-        patterns = self.lora_ids or ((f"{self.namespace}/*",) if self.namespace else ("*",))
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
-
     def may_use(self, tenants: Container[str] | None) -> bool:
         """Whether this caller may use an adapter with these tenants (None: everyone)."""
         return tenants is None or self.may("load") or (self.tenant is not None and self.tenant in tenants)
 
 
 ANYONE = Caller(tenant=None, scopes=frozenset(SCOPES))
-
-
-def check_name(caller: Caller, name: str) -> None:
-    """Raises HttpError 403 `name_forbidden` unless the caller's key allows it to register under this whole name."""
-    if not caller.may_register(name):
-        allowed = ", ".join(caller.lora_ids or (f"{caller.namespace}/*",))
-        raise HttpError(403, "name_forbidden", f"your key may register {allowed}, and not {name[:200]!r}")
 
 
 def check_scope(caller: Caller, *scopes: str, is_for_fleet: bool = False) -> None:

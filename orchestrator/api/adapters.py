@@ -10,7 +10,8 @@ from pydantic import BaseModel, Field
 from lorafleet.identity import rendezvous_score
 from lorafleet.service.auth import ApiKeys, requires
 from lorafleet.service.http import add_routes
-from orchestrator.api.parameters import Actor, Cursor, IfMatch, Limit, page_after
+from lorafleet.service.roles import Caller
+from orchestrator.api.parameters import Cursor, IfMatch, Limit, WhoCalls, page_after
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import (
@@ -22,6 +23,7 @@ from orchestrator.core.errors import (
 )
 from orchestrator.core.placement.choose import limits_by_base_model, placement_misfit
 from orchestrator.core.state import RegisteredAdapter
+from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry, new_adapter
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import (
@@ -113,7 +115,7 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     async def register(
         spec: Annotated[AdapterSpec, Body(examples=[ADAPTER_EXAMPLE])],
         response: Response,
-        actor: Actor,
+        caller: WhoCalls,
         seen: seen_by,
         dry_run: Annotated[bool, Query(description="fetch and verify the adapter without registering it")] = False,
     ) -> AdapterItem:
@@ -121,31 +123,29 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
         A new source is first checked with workers that may read it. A dry run inspects it only: 200.
         """
-        spec = seen.own_registration(spec)
+        spec = _owned(spec, caller, reconciler)
         if dry_run:
             response.status_code = 200
             return await _dry_run(spec, registry, reconciler, views)
         await _require_readable_source(spec, registry, reconciler)
-        adapter, is_new = registry.register(spec, actor)
+        adapter, is_new = registry.register(spec, caller.name)
         await reconciler.publish_change(("adapters", spec.lora_id))
         response.status_code = 201 if is_new else 200
         return _with_etag(adapter, response, seen, registry, views)
 
     @api.post("/v1/adapters:batch")
-    async def batch(
-        body: Annotated[AdapterBatch, Body(examples=[BATCH_EXAMPLE])], actor: Actor, seen: seen_by
-    ) -> BatchAnswer:
+    async def batch(body: Annotated[AdapterBatch, Body(examples=[BATCH_EXAMPLE])], caller: WhoCalls) -> BatchAnswer:
         """Register many adapters; each is registered or refused on its own. Answers once they are stored."""
         with store.together():
-            results = [_batch_result(registry, spec, actor, seen) for spec in body.adapters]
+            results = [_batch_result(registry, spec, caller, reconciler) for spec in body.adapters]
         await reconciler.publish_change(*(("adapters", spec.lora_id) for spec in body.adapters))
         return BatchAnswer(data=tuple(results))
 
     @api.post("/v1/adapters/{lora_id:path}/retry")
-    async def retry(lora_id: str, actor: Actor, seen: seen_by) -> AdapterItem:
+    async def retry(lora_id: str, caller: WhoCalls, seen: seen_by) -> AdapterItem:
         """Drop the adapter's failures and quarantine, and try again. Answers once the change is stored."""
-        seen.require_own_adapter(lora_id)
-        adapter = registry.unquarantine(lora_id, actor)
+        owners.require_write(store, caller, "adapter", lora_id, "change")
+        adapter = registry.unquarantine(lora_id, caller.name)
         reconciler.operations.failures.forget_adapter(lora_id)
         await reconciler.publish_change(("adapters", lora_id))
         return seen.adapter(views.adapter(adapter))
@@ -155,14 +155,13 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         lora_id: str,
         body: Annotated[AdapterPatch, Body(examples=[PATCH_EXAMPLE])],
         response: Response,
-        actor: Actor,
+        caller: WhoCalls,
         seen: seen_by,
         if_match: IfMatch = None,
     ) -> AdapterItem:
         """Change the named fields of policy, tenants and secret; in force at the next pass."""
-        seen.require_own_adapter(lora_id)
-        seen.require_own_patch(body)
-        changed = registry.patch_adapter(lora_id, body, actor, if_match=if_match)
+        owners.require_patch(store, caller, lora_id, body)
+        changed = registry.patch_adapter(lora_id, body, caller.name, if_match=if_match)
         await reconciler.publish_change(("adapters", lora_id))
         return _with_etag(changed, response, seen, registry, views)
 
@@ -172,12 +171,12 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         response_class=Response,
         responses={204: {"description": "gone already"}},
     )
-    async def delete(lora_id: str, actor: Actor, seen: seen_by, if_match: IfMatch = None) -> Response:
+    async def delete(lora_id: str, caller: WhoCalls, seen: seen_by, if_match: IfMatch = None) -> Response:
         """Drain the adapter everywhere, unload it, delete it: 204 when that is done at once, else 202."""
-        seen.require_own_adapter(lora_id)
+        owners.require_write(store, caller, "adapter", lora_id, "change")
         with seen.errors():
-            registry.delete_adapter(lora_id, actor, if_match=if_match)
-        reconciler.audit.note_requester(lora_id, actor)
+            registry.delete_adapter(lora_id, caller.name, if_match=if_match)
+        reconciler.audit.note_requester(lora_id, caller.name)
         await reconciler.publish_change(("adapters", lora_id))
         if reconciler.is_settled:
             reconciler.finish_deletions()
@@ -279,10 +278,16 @@ async def _dry_run(
     return views.adapter(found, ready={})
 
 
-def _batch_result(registry: AdapterRegistry, spec: AdapterSpec, actor: str, seen: TenantView) -> BatchResult:
+def _owned(spec: AdapterSpec, caller: Caller, reconciler: Reconciler) -> AdapterSpec:
+    """The spec as the caller may register it, with a source whose bytes it may use. Raises OrchestratorRequestError."""
+    owners.require_own_bytes(reconciler.store, caller, spec.source)
+    return owners.owned_spec(reconciler.store, caller, spec)
+
+
+def _batch_result(registry: AdapterRegistry, spec: AdapterSpec, caller: Caller, reconciler: Reconciler) -> BatchResult:
     """Register one adapter of a batch; errors become its result."""
     try:
-        _, is_new = registry.register(seen.own_registration(spec), actor)
+        _, is_new = registry.register(_owned(spec, caller, reconciler), caller.name)
     except OrchestratorError as exc:
         return BatchResult(lora_id=spec.lora_id, status=exc.status, code=exc.code, error=str(exc))
     return BatchResult(lora_id=spec.lora_id, status=201 if is_new else 200)

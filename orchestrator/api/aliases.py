@@ -6,9 +6,10 @@ from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.history import ALIAS_KINDS, HistoryCursor, history_page
-from orchestrator.api.parameters import Actor, Cursor, IfMatch, Limit, page_after
+from orchestrator.api.parameters import Cursor, IfMatch, Limit, WhoCalls, page_after
 from orchestrator.api.rollouts import pending_of
 from orchestrator.api.tenancy import TenantView, tenant_view_of
+from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.catalog import alias_item
 from orchestrator.reconcile.reconciler import Reconciler
@@ -49,7 +50,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         name: str,
         spec: Annotated[AliasSpec, Body(examples=[ALIAS_EXAMPLE])],
         response: Response,
-        actor: Actor,
+        caller: WhoCalls,
         seen: seen_by,
         if_match: IfMatch = None,
     ) -> AliasItem:
@@ -58,9 +59,9 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         Until the new targets have replicas like the old ones, the alias keeps its targets; `pending` says which are
         missing. 404 if another call has deleted the alias before every router went by the change.
         """
-        seen.require_own_alias(name, [target.lora_id for target in spec.targets])
+        owners.require_alias(store, caller, name, [target.lora_id for target in spec.targets], "give")
         with seen.errors():
-            is_new = registry.put_alias(name, spec, actor, if_match=if_match)
+            is_new = registry.put_alias(name, spec, caller.name, if_match=if_match)
         await reconciler.publish_change(("aliases", name))
         found = item_with_etag(name, response, seen)
         is_pending = found.pending is not None and found.pending.state == "placing"
@@ -74,7 +75,8 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         400 for an invalid name.
         """
         registry.require_name(name)
-        seen.require_alias(name)
+        if not seen.sees_alias(name):
+            seen.require_alias(name)
         return history_page(store, limit, cursor, kinds=ALIAS_KINDS, subject=name, seen=seen)
 
     @api.get("/v1/aliases/{name:path}", dependencies=view)
@@ -84,10 +86,10 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         return item_with_etag(name, response, seen)
 
     @api.delete("/v1/aliases/{name:path}", dependencies=change, status_code=204)
-    async def drop_alias(name: str, actor: Actor, seen: seen_by, if_match: IfMatch = None) -> Response:
+    async def drop_alias(name: str, caller: WhoCalls, if_match: IfMatch = None) -> Response:
         """Forget the name; its adapters stay."""
-        seen.require_own_alias(name, [])
-        registry.delete_alias(name, actor, if_match=if_match)
+        owners.require_write(store, caller, "alias", name, "change")
+        registry.delete_alias(name, caller.name, if_match=if_match)
         await reconciler.publish_change(("aliases", name))
         return Response(status_code=204)
 

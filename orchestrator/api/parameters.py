@@ -9,13 +9,19 @@ from fastapi import Depends, Header, Query, Request
 from lorafleet.service.roles import Caller
 
 
+def _caller(request: Request) -> Caller:
+    """The request's caller. `requires` has authenticated it before."""
+    found: Caller = request.state.caller
+    return found
+
+
 def _actor(request: Request) -> str:
-    """The caller's name, for the history. `requires` has authenticated the caller before."""
-    caller: Caller = request.state.caller
-    return caller.name
+    """The caller's name, for the history."""
+    return _caller(request).name
 
 
 Actor = Annotated[str, Depends(_actor)]
+WhoCalls = Annotated[Caller, Depends(_caller)]
 Limit = Annotated[int, Query(ge=1, le=10_000, description="most items in one answer")]
 Cursor = Annotated[str | None, Query(description="`next` of the answer before")]
 IfMatch = Annotated[str | None, Header(description="ETag that this change is based on; * for whatever is there")]

@@ -7,31 +7,15 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Query
 
 from lorafleet.service.auth import ApiKeys, AuthFirstRoute, requires
-from lorafleet.service.http import HttpError
 from lorafleet.service.roles import Caller
 from lorafleet.service.times import utc_text
 from orchestrator.core.errors import OrchestratorRequestError
-from orchestrator.core.pauses import WHOLE_FLEET, PauseLease, PauseProgress, PauseScope
+from orchestrator.core.pauses import PauseLease, PauseProgress
+from orchestrator.intent import owners
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import PauseItem, PauseList, PauseSpec
 
 PAUSE_EXAMPLE = {"mode": "keep", "lease_s": 60}
-
-
-def own_scope(caller: Caller, needed: str = "admin") -> PauseScope:
-    """Whose requests this caller may pause: its tenant's and namespace's; everybody's for an operator with `needed`.
-
-    Raises HttpError for an operator without it: a pause must not reach other tenants.
-    """
-    scope = PauseScope(caller.tenant, caller.namespace)
-    if scope == WHOLE_FLEET and not caller.may(needed):
-        raise HttpError(
-            403,
-            "scope_missing",
-            f"this key has no tenant, so its pause is everybody's: that needs scope {needed!r}; use the key of a tenant"
-            " to pause that tenant's",
-        )
-    return scope
 
 
 def pause_routes(keys: ApiKeys, reconciler: Reconciler, is_stopping: Callable[[], bool]) -> APIRouter:
@@ -58,7 +42,7 @@ def pause_routes(keys: ApiKeys, reconciler: Reconciler, is_stopping: Callable[[]
                 " repeat the call to go on",
                 param="lease_s",
             )
-        lease, progress = await pauses.pause(own_scope(caller), spec.mode, caller.name, lease_s, is_stopping)
+        lease, progress = await pauses.pause(owners.pause_scope(caller), spec.mode, caller.name, lease_s, is_stopping)
         return _item(lease, progress)
 
     @api.get("/v1/pauses")
@@ -79,13 +63,9 @@ def pause_routes(keys: ApiKeys, reconciler: Reconciler, is_stopping: Callable[[]
         An operator, with scope `operate` or `admin`, may end any pause: `GET /v1/pauses` names them.
         """
         if tenant is None:
-            scope = own_scope(caller, "operate")
-        elif caller.may_for_fleet("operate"):
-            scope = PauseScope(tenant or None, namespace)
+            scope = owners.pause_scope(caller, "operate")
         else:
-            raise HttpError(
-                403, "scope_missing", "ending another's pause needs an operator's key, with scope 'operate' or 'admin'"
-            )
+            scope = owners.named_pause_scope(caller, tenant, namespace)
         ended = await pauses.end(scope)
         return PauseList(data=() if ended is None else (_item(ended, PauseProgress(0, 0)),))
 

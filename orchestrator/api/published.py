@@ -2,25 +2,16 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Depends, Request, Response
+from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
-from lorafleet.service.roles import Caller
-from orchestrator.api.parameters import Cursor, Limit, page_after
+from orchestrator.api.parameters import Cursor, Limit, WhoCalls, page_after
+from orchestrator.intent import owners
 from orchestrator.intent.publisher import NamePublisher
 from orchestrator.store.store import IntentStore
 from orchestrator.wire import PublishedItem, PublishedList, PublishSpec
 
 PUBLISH_EXAMPLE = {"source": "/shared/runs/42/step-7", "replicas": "all", "keep_versions": 2}
-
-
-def _caller(request: Request) -> Caller:
-    """The request's caller. `requires` has authenticated it before."""
-    found: Caller = request.state.caller
-    return found
-
-
-WhoCalls = Annotated[Caller, Depends(_caller)]
 
 
 def published_routes(keys: ApiKeys, store: IntentStore, publisher: NamePublisher) -> APIRouter:
@@ -32,7 +23,7 @@ def published_routes(keys: ApiKeys, store: IntentStore, publisher: NamePublisher
     @api.get("/v1/published", dependencies=read)
     async def names(caller: WhoCalls, limit: Limit = 1000, cursor: Cursor = None) -> PublishedList:
         """Published names in order, of those that the caller may use."""
-        mine = [name for name in store.published if publisher.is_visible(name, caller)]
+        mine = [name for name in store.published if owners.sees_published(store, caller, name)]
         page, following = page_after(mine, limit, cursor)
         return PublishedList(data=tuple(publisher.item(name) for name in page), next=following)
 
@@ -52,7 +43,7 @@ def published_routes(keys: ApiKeys, store: IntentStore, publisher: NamePublisher
     async def published(name: str, caller: WhoCalls) -> PublishedItem:
         """One published name with its versions. 404 if there is none."""
         whole = caller.whole_name(name)
-        publisher.record(whole, caller)
+        owners.require_seen(store, caller, "published name", whole)
         return publisher.item(whole)
 
     @api.delete("/v1/published/{name:path}", status_code=204, dependencies=write)

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.parameters import Actor
+from orchestrator.api.parameters import WhoCalls
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import timestamp
 from orchestrator.core.rollout import (
@@ -17,6 +17,7 @@ from orchestrator.core.rollout import (
     current_targets,
     regression_so_far,
 )
+from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.rollouts import RolloutController
@@ -44,19 +45,19 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     api = APIRouter(tags=["aliases"])
     view = [Depends(requires(keys, "view"))]
     change = [Depends(requires(keys, "tenant-admin"))]
-    rollouts = reconciler.rollouts
-    seen_by = Annotated[TenantView, Depends(tenant_view_of(reconciler.store))]
+    rollouts, store = reconciler.rollouts, reconciler.store
+    seen_by = Annotated[TenantView, Depends(tenant_view_of(store))]
 
     @api.post("/v1/aliases/{name:path}/rollout", dependencies=change, status_code=201, response_model=RolloutItem)
     async def start_rollout(
         name: str,
         spec: Annotated[RolloutSpec, Body(examples=[ROLLOUT_EXAMPLE])],
         response: Response,
-        actor: Actor,
+        caller: WhoCalls,
         seen: seen_by,
     ) -> RolloutItem:
         """Move the alias to another version in steps: 201; 200 when this rollout is in progress already."""
-        seen.require_own_alias(name, [spec.to])
+        owners.require_alias(store, caller, name, [spec.to], "change")
         registry.require_rollout_target(name, spec.to)
         guard = RolloutGuard(
             max_error_rate_increase=spec.max_error_rate_increase,
@@ -64,7 +65,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
             min_requests=spec.min_requests,
         )
         steps = [WeightStep(step.weight, step.for_s) for step in spec.steps]
-        rollout, is_new = rollouts.start_rollout(name, spec.to, steps, guard, actor, place_s=spec.place_s)
+        rollout, is_new = rollouts.start_rollout(name, spec.to, steps, guard, caller.name, place_s=spec.place_s)
         await reconciler.publish_change(("aliases", name))
         response.status_code = 201 if is_new else 200
         return seen.rollout(rollout_item(rollout, rollouts))
@@ -77,20 +78,18 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         return seen.rollout(rollout_item(rollouts.rollout_of(name), rollouts))
 
     @api.patch("/v1/aliases/{name:path}/rollout", dependencies=change)
-    async def patch_rollout(name: str, patch: RolloutPatch, actor: Actor, seen: seen_by) -> RolloutItem:
+    async def patch_rollout(name: str, patch: RolloutPatch, caller: WhoCalls, seen: seen_by) -> RolloutItem:
         """Pause or resume the rollout. A paused one does not advance, but a regression still rolls it back."""
-        seen.require_own_alias(name, [])
-        registry.alias(name)
-        rollout = rollouts.set_paused(name, patch.paused, actor)
+        owners.require_write(store, caller, "alias", name, "change")
+        rollout = rollouts.set_paused(name, patch.paused, caller.name)
         await reconciler.publish_change(("aliases", name))
         return seen.rollout(rollout_item(rollout, rollouts))
 
     @api.delete("/v1/aliases/{name:path}/rollout", dependencies=change)
-    async def abort_rollout(name: str, actor: Actor, seen: seen_by) -> RolloutItem:
+    async def abort_rollout(name: str, caller: WhoCalls, seen: seen_by) -> RolloutItem:
         """End the rollout: the alias gets its former targets at once."""
-        seen.require_own_alias(name, [])
-        registry.alias(name)
-        rollout = rollouts.abort_rollout(name, actor)
+        owners.require_write(store, caller, "alias", name, "change")
+        rollout = rollouts.abort_rollout(name, caller.name)
         await reconciler.publish_change(("aliases", name))
         return seen.rollout(rollout_item(rollout, rollouts))
 

@@ -1,35 +1,30 @@
-"""What a tenant's key may see and change: its own adapters and aliases, and nothing of another tenant's.
+"""What a tenant's key is shown: its own adapters and aliases, and nothing of another tenant's.
 
-A tenant sees the adapters that it may use: those with its name among their tenants, and those open to everyone. It may
-change adapters that are its alone and whose names begin as its key's names do. Of another tenant it learns nothing, not
-even a name in an error or a reason; a name that it may not see does not exist for it.
+A tenant sees the adapters that it may use: those with its name among their tenants, and those open to everyone. Of
+another tenant it learns nothing, not even a name in an error or a reason; a name that it may not see does not exist for
+it. What it may change is decided in `orchestrator/intent/owners.py`.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
 from starlette.requests import Request
 
 from lorafleet.service.roles import Caller
-from orchestrator.core.errors import Forbidden, NotFound, OrchestratorRequestError, StateConflict
+from orchestrator.core.errors import StateConflict
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseScope
-from orchestrator.core.source_rules import digest_problem
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.core.traffic import SeriesKind
+from orchestrator.intent import owners
 from orchestrator.reconcile.catalog import Tenants
 from orchestrator.store.backend import HistoryEntry
 from orchestrator.store.store import IntentStore
 from orchestrator.wire import (
     ActionItem,
     AdapterItem,
-    AdapterPatch,
-    AdapterPolicy,
-    AdapterSpec,
     AliasItem,
     AliasTarget,
     EnsureAnswer,
@@ -37,7 +32,6 @@ from orchestrator.wire import (
     Plan,
     PlanCost,
     RolloutItem,
-    SecretRef,
     WorkerItem,
 )
 
@@ -70,7 +64,7 @@ class TenantView:
 
     def sees_tenants(self, tenants: Sequence[str] | None) -> bool:
         """Whether the caller sees an adapter of these tenants (None: everyone)."""
-        return self.tenant is None or tenants is None or self.tenant in tenants
+        return owners.sees_tenants(self._caller, tenants)
 
     def sees_entry(self, entry: HistoryEntry) -> bool:
         """Whether the caller sees this entry of the history. Entries about workers and the policy name no tenant."""
@@ -86,14 +80,11 @@ class TenantView:
 
     def sees_adapter(self, lora_id: str) -> bool:
         """Whether the caller sees this adapter. One that is not registered (any more) goes by its name."""
-        adapter = self._store.adapters.get(lora_id)
-        return self.sees_tenants(adapter.tenants) if adapter is not None else self.has_name(lora_id)
+        return owners.sees_adapter(self._store, self._caller, lora_id)
 
     def sees_alias(self, name: str) -> bool:
         """Whether the caller sees this alias: it may use one of its targets, or the name is its own."""
-        if self.tenant is None or self.has_name(name):
-            return True
-        return any(map(self.sees_adapter, (lora_id for lora_id, _ in self._store.aliases.get(name, ()))))
+        return owners.sees_alias(self._store, self._caller, name)
 
     def sees_pause(self, scope: PauseScope) -> bool:
         """Whether the caller sees a pause of this scope: it may hold its tenant's requests."""
@@ -103,109 +94,13 @@ class TenantView:
         """Whether the caller sees the adapter or alias of this name."""
         return self.sees_alias(name) if name in self._store.aliases else self.sees_adapter(name)
 
-    def has_name(self, name: str) -> bool:
-        """Whether the name is the tenant's by how it begins, whatever is or was registered under it."""
-        return self.tenant is None or name.startswith(self._caller.own_prefixes)
-
     def require_adapter(self, lora_id: str) -> None:
-        """Raises NotFound for an adapter that the caller does not see, as for one that is not registered."""
-        if not self.sees_adapter(lora_id):
-            raise NotFound(f"adapter {lora_id!r} is not registered; POST /v1/adapters registers one", param="lora_id")
+        """Raises NotFound for an adapter that does not exist for the caller."""
+        owners.require_seen(self._store, self._caller, "adapter", lora_id)
 
     def require_alias(self, name: str) -> None:
-        """Raises NotFound for an alias that the caller does not see, as for one that does not exist."""
-        if not self.sees_alias(name):
-            raise NotFound(f"alias {name!r} does not exist", code="alias_not_found", param="name")
-
-    # -- what may be changed ---------------------------------------------------------------------------------
-
-    def require_own_name(self, name: str, param: str) -> None:
-        """Raises Forbidden for a name that is not the caller's to give. `param`: the field that has it."""
-        patterns = self._caller.own_names
-        if self.tenant is not None and not any(fnmatchcase(name, pattern) for pattern in patterns):
-            message = f"{name!r} is no name of tenant {self.tenant!r}: this key's names are {', '.join(patterns)}"
-            raise Forbidden(message, code="name_not_yours", param=param)
-
-    def require_own_adapter(self, lora_id: str) -> None:
-        """Raises NotFound for an adapter that the caller does not see, Forbidden for one that it may not change."""
-        if self.tenant is None:
-            return
-        self.require_adapter(lora_id)
-        self.require_own_name(lora_id, "lora_id")
-        adapter = self._store.adapters.get(lora_id)
-        if adapter is not None and not self._is_own(adapter):
-            message = f"{lora_id!r} is not of tenant {self.tenant!r} alone, so an operator must change it"
-            raise Forbidden(message, param="lora_id")
-
-    def require_own_alias(self, name: str, targets: Sequence[str]) -> None:
-        """Raises Forbidden for an alias that the caller may not change, NotFound for a target that it does not see."""
-        self.require_own_name(name, "name")
-        for lora_id in targets:
-            self.require_adapter(lora_id)
-
-    def own_registration(self, spec: AdapterSpec) -> AdapterSpec:
-        """The spec as the caller may register it, see `own_spec`, with a source whose bytes it may use.
-
-        Raises OrchestratorRequestError for bytes that only others may use, named by their digest.
-        """
-        if self.tenant is not None:
-            adapters = self._store.adapters.values()
-            problem = digest_problem(spec.source, (item for item in adapters if self.sees_tenants(item.tenants)))
-            if problem is not None:
-                raise OrchestratorRequestError(problem, code="source_forbidden", param="source")
-        return self.own_spec(spec)
-
-    def own_spec(self, spec: AdapterSpec) -> AdapterSpec:
-        """The spec as the caller may register it: for its tenant alone.
-
-        Raises Forbidden for other tenants or a name of others, for another's secret, and for a priority.
-        """
-        if self.tenant is None:
-            return spec
-        self.require_own_name(spec.lora_id, "lora_id")
-        known = self._store.adapters.get(spec.lora_id)
-        if known is not None and not self._is_own(known):
-            # Without a word of what is registered there.
-            raise Forbidden(
-                f"{spec.lora_id!r} is taken, and not of tenant {self.tenant!r} alone; choose another", param="lora_id"
-            )
-        if "tenants" in spec.model_fields_set:
-            self._require_own_tenants(spec.tenants)
-        self._require_own_secret(spec.secret_ref)
-        self._require_own_policy(spec.policy)
-        return spec.model_copy(update={"tenants": (self.tenant,)})
-
-    def require_own_patch(self, patch: AdapterPatch) -> None:
-        """Raises Forbidden for changes that a tenant may not make: other tenants, another's secret, a priority."""
-        if self.tenant is None:
-            return
-        if "tenants" in patch.model_fields_set:
-            self._require_own_tenants(patch.tenants)
-        self._require_own_secret(patch.secret_ref)
-        if patch.policy is not None:
-            self._require_own_policy(patch.policy)
-
-    def _is_own(self, adapter: RegisteredAdapter) -> bool:
-        """Whether the adapter is the caller's tenant's alone."""
-        return adapter.tenants == (self.tenant,)
-
-    def _require_own_tenants(self, tenants: Sequence[str] | None) -> None:
-        """Raises Forbidden unless the tenants are the caller's alone."""
-        if tenants is None or set(tenants) != {self.tenant}:
-            message = f"a key of tenant {self.tenant!r} registers for that tenant alone; leave out `tenants`"
-            raise Forbidden(message, param="tenants")
-
-    def _require_own_secret(self, ref: SecretRef | None) -> None:
-        """Raises Forbidden for a secret of another name than the tenant's."""
-        if ref is not None and ref.name != self.tenant:
-            message = f"a key of tenant {self.tenant!r} may refer to the secret named {self.tenant!r} alone"
-            raise Forbidden(message, param="secret_ref")
-
-    def _require_own_policy(self, policy: AdapterPolicy) -> None:
-        """Raises Forbidden for a priority above others' default."""
-        if policy.priority > 0:
-            message = "`priority` puts an adapter before other tenants' adapters, so it takes an operator's key"
-            raise Forbidden(message, param="policy.priority")
+        """Raises NotFound for an alias that does not exist for the caller."""
+        owners.require_seen(self._store, self._caller, "alias", name)
 
     @contextmanager
     def errors(self) -> Iterator[None]:

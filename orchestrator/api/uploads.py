@@ -8,11 +8,12 @@ from starlette.requests import ClientDisconnect
 
 from lorafleet.identity import fleet_source
 from lorafleet.service.auth import ApiKeys, requires
-from lorafleet.service.roles import Caller, check_name
+from lorafleet.service.roles import Caller
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.core.uploads import UPLOAD_FILES, sent_bytes
+from orchestrator.intent import owners
 from orchestrator.intent.publisher import NamePublisher
 from orchestrator.intent.uploads import AdapterUploads, UploadAsk, missing_of
 from orchestrator.store.store import IntentStore
@@ -88,12 +89,12 @@ def upload_routes(
         whole = _whole_name(caller, lora_id, is_published=wanted.publish)
         ask = UploadAsk(
             lora_id=whole,
-            owner=_owner(caller),
+            owner=owners.upload_owner(caller),
             file=wanted.file,
             sent=sent_bytes(request.headers.get("content-range"), request.headers.get("content-length")),
             base_model=wanted.base_model,
             digest=wanted.digest,
-            tenants=None if wanted.publish else _tenants(seen, whole, wanted.tenant),
+            tenants=_owned_tenants(store, caller, whole, wanted),
             is_published=wanted.publish,
         )
         known = None if wanted.publish else uploads.registered_already(ask)
@@ -115,6 +116,8 @@ def upload_routes(
                 item = await publisher.publish(ask.lora_id, spec, caller)
                 await uploads.forget(ask)
                 return item
+            # Another call may have taken the name meanwhile.
+            _owned_tenants(store, caller, whole, wanted)
             adapter, is_new = await uploads.register(ask, kept, caller.name)
         response.status_code = 201 if is_new else 200
         return UploadedAdapter(
@@ -131,42 +134,39 @@ def upload_routes(
 
         The header `upload-offset` has the bytes of the file to go on with.
         """
-        found = _progress(lora_id, await uploads.state(_owner(caller), caller.whole_name(lora_id)))
+        found = _progress(lora_id, await uploads.state(owners.upload_owner(caller), caller.whole_name(lora_id)))
         response.headers["upload-offset"] = str(found.received_bytes)
         return found
 
     @api.delete("/v1/uploads/{lora_id:path}", status_code=204, response_class=Response)
     async def drop(lora_id: str, caller: Annotated[Caller, Depends(registrar)]) -> Response:
         """Forget this key's unfinished upload of the adapter; 204 also without one."""
-        await uploads.drop(_owner(caller), caller.whole_name(lora_id))
+        await uploads.drop(owners.upload_owner(caller), caller.whole_name(lora_id))
         return Response(status_code=204)
 
     return api
 
 
 def _whole_name(caller: Caller, name: str, *, is_published: bool) -> str:
-    """The name with the caller's namespace.
-
-    Raises OrchestratorRequestError for a name that is not allowed, HttpError for one that the key may not register.
-    """
+    """The name with the caller's namespace. Raises OrchestratorRequestError for a name that is not allowed."""
     whole = caller.whole_name(name)
     try:
         (checked_published_name if is_published else checked_lora_id)(whole)
     except ValueError as exc:
         raise OrchestratorRequestError(str(exc), param="lora_id") from exc
-    check_name(caller, whole)
     return whole
 
 
-def _owner(caller: Caller) -> str:
-    """The name under which a caller's unfinished uploads are kept."""
-    return caller.key_id or "anyone"
+def _owned_tenants(store: IntentStore, caller: Caller, name: str, wanted: UploadQuery) -> tuple[str, ...] | None:
+    """The tenants that may use what is uploaded; None: all, or those of the published name.
 
-
-def _tenants(seen: TenantView, lora_id: str, asked: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """The tenants that may use an uploaded adapter: as those of any registration. Raises as `TenantView.own_spec`."""
-    given = {} if asked is None else {"tenants": asked}
-    spec = seen.own_spec(AdapterSpec(lora_id=lora_id, source=_SOURCE, **given))
+    Raises OrchestratorRequestError unless the caller may register or publish it under this name.
+    """
+    if wanted.publish:
+        owners.require_write(store, caller, "published name", name, "give")
+        return None
+    given = {} if wanted.tenant is None else {"tenants": wanted.tenant}
+    spec = owners.owned_spec(store, caller, AdapterSpec(lora_id=name, source=_SOURCE, **given))
     return None if spec.tenants is None else tuple(sorted(set(spec.tenants)))
 
 

@@ -15,11 +15,10 @@ from dataclasses import replace
 import structlog
 
 from lorafleet.identity import fleet_source
-from lorafleet.service.roles import Caller, check_name
+from lorafleet.service.roles import Caller
 from lorafleet.service.times import unix_text
 from orchestrator.core.errors import (
     InvalidAdapter,
-    NotFound,
     OrchestratorError,
     OrchestratorRequestError,
     PublishUnfinished,
@@ -34,8 +33,9 @@ from orchestrator.core.published_names import (
     with_next_version,
     without_versions,
 )
-from orchestrator.core.source_rules import digest_problem, secret_part, without_secrets
+from orchestrator.core.source_rules import secret_part, without_secrets
 from orchestrator.core.state import RegisteredAdapter
+from orchestrator.intent import owners
 from orchestrator.intent.bytes_copier import BytesCopier, PublishDeadline
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
@@ -107,6 +107,8 @@ class NamePublisher:
         async with self._turn(name, deadline):
             self._require_publishable(name, spec, caller)
             found = await self._copier.copied(name, self._next_id(name), spec, deadline)
+            # Another call may have taken the name while the bytes were copied.
+            self._require_publishable(name, spec, caller)
             version, is_new = await self._registered(name, spec, found, caller)
             # Until its loads are done they are the caller's in the history; those of later workers are the fleet's.
             self._reconciler.audit.note_requester(version.lora_id, caller.name)
@@ -125,10 +127,10 @@ class NamePublisher:
     async def delete(self, name: str, caller: Caller) -> None:
         """Delete the name and its versions: routers forget it at once, and what runs finishes.
 
-        Raises NotFound, StateConflict while another alias points at one of its versions.
+        Raises NotFound, Forbidden, StateConflict while another alias points at one of its versions.
         """
-        check_name(caller, name)
-        record = self.record(name, caller)
+        owners.require_write(self._store, caller, "published name", name, "change")
+        record = self._store.published[name]
         ids = {version.lora_id for version in record.versions}
         users = [
             alias for alias, targets in self._store.aliases.items() if alias != name and ids & {to for to, _ in targets}
@@ -147,28 +149,8 @@ class NamePublisher:
         if spec.source is not None and spec.source.strip().lower().startswith("fleet:"):
             message = "a source may not be of the fleet's own bytes; name their `digest` without a `source`"
             raise OrchestratorRequestError(message, code="source_forbidden", param="source")
-        if caller.only_tenant is None:
-            return
-        mine = (adapter for adapter in self._store.adapters.values() if caller.may_use(adapter.tenants))
-        problem = digest_problem(spec.source or fleet_source(str(spec.digest)), mine)
-        if problem is not None:
-            param = "digest" if spec.source is None else "source"
-            raise OrchestratorRequestError(problem, code="source_forbidden", param=param)
-
-    def record(self, name: str, caller: Caller) -> PublishedName:
-        """The published name. Raises NotFound, also for a name of another tenant."""
-        found = self._store.published.get(name)
-        if found is None or not self.is_visible(name, caller):
-            message = f"{name!r} is no published name; POST /v1/published/{name} publishes one"
-            raise NotFound(message, code="name_not_found", param="name")
-        return found
-
-    def is_visible(self, name: str, caller: Caller) -> bool:
-        """Whether the published name exists for the caller."""
-        record = self._store.published[name]
-        if record.deleted_at is not None:
-            return False
-        return record.tenant is None or caller.may_use((record.tenant,)) or caller.may_for_fleet("view")
+        param = "digest" if spec.source is None else "source"
+        owners.require_own_bytes(self._store, caller, spec.source or fleet_source(str(spec.digest)), param)
 
     def item(self, name: str, *, is_new: bool = False, revision: int | None = None) -> PublishedItem:
         """The published name as wire model. The name must exist.
@@ -200,7 +182,7 @@ class NamePublisher:
 
     def _require_publishable(self, name: str, spec: PublishSpec, caller: Caller) -> None:
         """Raise OrchestratorRequestError or StateConflict when the caller may not publish this under the name."""
-        check_name(caller, name)
+        owners.require_write(self._store, caller, "published name", name, "give")
         try:
             checked_published_name(name)
         except ValueError as exc:
@@ -215,13 +197,8 @@ class NamePublisher:
                 " with a `namespace` and `may_shadow_base: true` in the key file; else choose another name"
             )
             raise StateConflict(message, code="name_taken", param="name")
-        known = self._store.published.get(name)
-        if known is None:
+        if name not in self._store.published:
             self._registry.require_free(name, "name")
-        elif known.tenant is not None and not caller.may_use((known.tenant,)):
-            raise StateConflict(
-                f"{name!r} is published by another tenant; choose another", code="name_taken", param="name"
-            )
 
     @asynccontextmanager
     async def _turn(self, name: str, deadline: PublishDeadline) -> AsyncIterator[None]:

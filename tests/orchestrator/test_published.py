@@ -464,7 +464,7 @@ async def keyed(open_service, tmp_path):
         headers("globex", "team-b"),
         headers("acme", "team-a", may_shadow_base=True),
     )
-    narrow, free = headers("acme", lora_ids=("run-7/*",)), headers("globex")
+    narrow, free = headers("acme", lora_ids=("run-7/*",)), headers("globex", lora_ids=("*",))
     service = open_service(key_files=(path,), token=admin["authorization"].removeprefix("Bearer "))
     service.http.headers.update(admin)
     await service.worker("w0")
@@ -496,7 +496,7 @@ async def test_key_publishes_under_its_own_names_alone(keyed):
     assert (await published(keyed, keyed.narrow, "run-7/policy")).status_code == 200
     answer = await published(keyed, keyed.narrow, "run-8/policy")
 
-    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "name_forbidden")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "name_not_yours")
     assert "run-7/*" in answer.json()["error"]["message"]
 
 

@@ -97,7 +97,7 @@ async def test_unload_deletes_the_name(scene, path):
     ("status", "code", "answered"),
     [
         (400, "source_forbidden", 400),
-        (403, "name_forbidden", 403),
+        (403, "name_not_yours", 403),
         (404, "name_not_found", 500),
         (409, "name_taken", 400),
         (422, "adapter_refused", 400),

@@ -420,19 +420,29 @@ def test_key_has_the_namespace_and_names_of_its_file(tmp_path):
     assert (caller.whole_name("policy"), caller.whole_name("team-a/policy")) == ("team-a/policy",) * 2
     assert (caller.short_name("team-a/policy"), caller.short_name("team-ab/x")) == ("policy", "team-ab/x")
     names = ("team-a/policy", "team-a/x/y", "shared/x", "shared/y", "team-ab/x", "policy")
-    assert [caller.may_register(name) for name in names] == [True, True, True, False, False, False]
+    assert [caller.may_name(name) for name in names] == [True, True, True, False, False, False]
 
 
 @pytest.mark.parametrize(
     ("caller", "may"),
     [
-        (Caller("acme", frozenset({"register"})), [True, True]),
-        (Caller("acme", frozenset({"register"}), namespace="team-a"), [True, False]),
-        (Caller("acme", frozenset({"register"}), lora_ids=("b/*",)), [False, True]),
+        (Caller(None, frozenset({"register"})), [True, True, True]),
+        (Caller("acme", frozenset({"admin"})), [True, True, True]),
+        (Caller("acme", frozenset({"register"})), [False, False, True]),
+        (Caller("acme", frozenset({"load", "register"})), [False, False, True]),
+        (Caller("acme", frozenset({"register"}), namespace="team-a"), [True, False, False]),
+        (Caller("acme", frozenset({"register"}), lora_ids=("b/*",)), [False, True, False]),
+        (Caller("acme*", frozenset({"register"})), [False, False, False]),
     ],
 )
-def test_key_without_patterns_registers_anything_or_all_of_its_namespace(caller, may):
-    assert [caller.may_register(name) for name in ("team-a/x", "b/x")] == may
+def test_key_without_patterns_names_what_is_below_its_namespace_or_tenant_and_an_operators_anything(caller, may):
+    assert [caller.may_name(name) for name in ("team-a/x", "b/x", "acme/x")] == may
+
+
+def test_folders_of_a_key_are_its_tenants_its_namespaces_and_those_that_its_file_grants_whole():
+    caller = Caller("acme", frozenset({"register"}), namespace="team", lora_ids=("run/*", "sql-*", "*", "a*/*", "b/x"))
+    assert caller.own_prefixes == ("acme/", "team/", "run/")
+    assert Caller(None, frozenset({"admin"}), namespace="team").own_prefixes == ()
 
 
 @pytest.mark.parametrize(
