@@ -128,9 +128,9 @@ class WorkerListener:
                 )
 
 
-def _restartable_incarnation(replica: Replica) -> Incarnation | None:
-    """The replica's incarnation; None where a restart of its engine would not change it."""
-    return replica.incarnation if has_start_time(replica.engine_boot_id) else None
+def _restartable_incarnation(replica: Replica) -> Incarnation:
+    """The replica's incarnation; without a boot id where a restart of its engine would not change that."""
+    return replica.incarnation if has_start_time(replica.engine_boot_id) else (replica.id, "")
 
 
 def make_scheduler(

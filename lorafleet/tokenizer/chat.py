@@ -35,7 +35,7 @@ from lorafleet.tokenizer.messages import (
     read_tools,
 )
 from lorafleet.tokenizer.split_points import SplitPoints, TokenizerFile
-from lorafleet.tokenizer.template import ChatTemplate
+from lorafleet.tokenizer.template import ChatTemplate, StrftimeNow
 from lorafleet.tokenizer.template_cache import RenderedTemplateCache
 from lorafleet.tokenizer.word_cache import WordCache
 
@@ -111,6 +111,8 @@ class ChatTokenizer:
         self.word_cache = word_cache
         self._adds_special_tokens = tokenizer.num_special_tokens_to_add(False) > 0
         self._templates = {name: ChatTemplate(source, named_tokens) for name, source in templates.items()}
+        self.date_forms = frozenset().union(*[template.date_forms for template in self._templates.values()])
+        """The forms of `strftime_now` that the chat templates write."""
         self.template_cache: RenderedTemplateCache | None = None
         if split_points is not None and split_points.sure is not None and "default" in self._templates:
             self.template_cache = self._templates["default"].rendered_cache(split_points)
@@ -146,8 +148,11 @@ class ChatTokenizer:
         """The tokenizer of a model folder. Raises Untokenizable, or OSError for a file that cannot be read."""
         return cls.from_files(read_files(path))
 
-    def render(self, body: Mapping[str, Any]) -> str:
-        """The prompt text of a chat request. Does not modify `body`; raises Untokenizable."""
+    def render(self, body: Mapping[str, Any], strftime: StrftimeNow | None = None) -> str:
+        """The prompt text of a chat request. Does not modify `body`; raises Untokenizable.
+
+        strftime  the template's `strftime_now`; None: this process's local time
+        """
         if not _ENGINE_ONLY.isdisjoint(body):
             for key in _ENGINE_ONLY & body.keys():
                 if body[key] is not None:
@@ -157,12 +162,12 @@ class ChatTokenizer:
         messages = read_messages(body.get("messages"), as_parts=template.takes_parts)
         if not template.knows_developer and "developer" in [message["role"] for message in messages]:
             messages = merge_developer_into_system(messages)
-        return template.render(messages, tools, _template_arguments(body))
+        return template.render(messages, tools, _template_arguments(body), strftime)
 
-    def prompt_text(self, body: Mapping[str, Any]) -> tuple[str, bool]:
+    def prompt_text(self, body: Mapping[str, Any], strftime: StrftimeNow | None = None) -> tuple[str, bool]:
         """The text of a chat or completion request, and whether special tokens go around it. Raises Untokenizable."""
         if "messages" in body:
-            return self.render(body), read_flag(body, "add_special_tokens", usual=False)
+            return self.render(body, strftime), read_flag(body, "add_special_tokens", usual=False)
         if body.get("truncate_prompt_tokens") is not None:
             raise Untokenizable("truncate_prompt_tokens is for the engine to apply")
         prompt = body.get("prompt")
@@ -170,7 +175,7 @@ class ChatTokenizer:
             raise Untokenizable(f"prompt is {type(prompt).__name__}, not one text")
         return prompt, read_flag(body, "add_special_tokens", usual=True)
 
-    def prompt_pieces(self, body: Mapping[str, Any]) -> tuple[list[str], bool]:
+    def prompt_pieces(self, body: Mapping[str, Any], strftime: StrftimeNow | None = None) -> tuple[list[str], bool]:
         """The prompt in pieces that can be encoded alone, and whether special tokens go around it.
 
         A conversation whose rendering is cached skips the template; any other is rendered by `prompt_text` and split.
@@ -182,7 +187,7 @@ class ChatTokenizer:
                 pieces = self.template_cache.pieces(*turns)
                 if pieces is not None:
                     return pieces, False
-        text, special = self.prompt_text(body)
+        text, special = self.prompt_text(body, strftime)
         return self.pieces(text, add_special_tokens=special), special
 
     @property
@@ -244,9 +249,14 @@ class ChatTokenizer:
         """Token ids of a text, without special tokens. Raises Untokenizable."""
         return self.encode(text, add_special_tokens=False)
 
-    def chat_ids(self, body: Mapping[str, Any]) -> list[int]:
-        """Render and encode a chat request: the token ids of its prompt. Raises Untokenizable."""
-        return self.encode(self.render(body), add_special_tokens=read_flag(body, "add_special_tokens", usual=False))
+    def chat_ids(self, body: Mapping[str, Any], strftime: StrftimeNow | None = None) -> list[int]:
+        """Render and encode a chat request: the token ids of its prompt. Raises Untokenizable.
+
+        strftime  as of `render`
+        """
+        return self.encode(
+            self.render(body, strftime), add_special_tokens=read_flag(body, "add_special_tokens", usual=False)
+        )
 
     def completion_ids(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a completion request's text prompt. Raises Untokenizable."""

@@ -4,7 +4,7 @@ Source: vLLM 0.32 renderers/hf.py; Transformers 5.19 utils/chat_template_utils.p
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
@@ -23,6 +23,9 @@ from lorafleet.tokenizer.template_cache import Part, RenderedTemplateCache, Role
 _CONTINUE_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 _DICT_ATTRIBUTES: Final = frozenset(dir(dict))
 _LOOP_FIGURES: Final = frozenset(["first", "last", "index", "index0", "revindex", "revindex0", "length"])
+_STRFTIME_NOW: Final = "strftime_now"
+# The function `strftime_now` of templates: the text of a form. Raises Untokenizable where the engine's is not known.
+StrftimeNow = Callable[[str], str]
 
 
 class ChatTemplate:
@@ -42,18 +45,28 @@ class ChatTemplate:
         self._source = source
         self.knows_developer = '"developer"' in source or "'developer'" in source
         self.takes_parts = _loops_over_parts(parsed)
+        self.date_forms = frozenset(_date_forms(parsed))
         self._knows_content = "content" in source
         # vLLM passes on only the variables that the template names, so that a client cannot reach any other.
         self._variables = jinja2.meta.find_undeclared_variables(parsed) | {"documents"}
 
-    def render(self, messages: list[Message], tools: list[Message] | None, arguments: Mapping[str, Any]) -> str:
-        """The prompt text. Raises Untokenizable for every error of the template.
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[Message] | None,
+        arguments: Mapping[str, Any],
+        strftime: StrftimeNow | None = None,
+    ) -> str:
+        """The prompt text. Raises Untokenizable for every error of the template, and what `strftime` raises.
 
         arguments  as `_template_arguments` of chat.py returns them
+        strftime   the template's `strftime_now`; None: this process's local time
         """
         prompting = arguments.get("add_generation_prompt", True)
         continuing = arguments.get("continue_final_message", False)
         variables = self._usual.copy()
+        if strftime is not None:
+            variables[_STRFTIME_NOW] = strftime
         if arguments is not USUAL_ARGUMENTS:
             variables.update((key, value) for key, value in arguments.items() if key in self._variables)
             variables.pop("continue_final_message", None)
@@ -64,6 +77,8 @@ class ChatTemplate:
         variables["tools"] = tools
         try:
             text = "".join(self._compiled.root_render_func(self._compiled.new_context(variables, shared=True)))
+        except Untokenizable:
+            raise
         except Exception as exc:  # a template may fail on a client's input in any way Python can
             raise Untokenizable(f"the chat template refused the request: {exc}") from exc
         return _cut_at_continue_tag(text, messages[-1]["content"]) if continuing else text
@@ -176,7 +191,7 @@ def _new_environment() -> _TemplateEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_template_error
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals[_STRFTIME_NOW] = _strftime_now
     return environment
 
 
@@ -188,6 +203,13 @@ def _cut_at_continue_tag(text: str, content: str | list[Message]) -> str:
     end = text.rindex(_CONTINUE_TAG.strip())
     # A template that trims the message trims the tag's space; then the text before the tag is trimmed as well.
     return text[:end] if text.startswith(_CONTINUE_TAG, end) else text[:end].rstrip()
+
+
+def _date_forms(template: ast.Template) -> Iterator[str]:
+    """The forms that the template writes into its calls of `strftime_now`."""
+    for call in template.find_all(ast.Call):
+        if isinstance(call.node, ast.Name) and call.node.name == _STRFTIME_NOW:
+            yield from [arg.value for arg in call.args if isinstance(arg, ast.Const) and isinstance(arg.value, str)]
 
 
 def _loops_over_parts(template: ast.Template) -> bool:

@@ -182,6 +182,8 @@ async def explain_request(
         return _shown_to(services, caller.only_tenant, undecided)
     trust = services.accuracy.state(decision.replica.id)
     notes = [] if services.scheduler.has_room(decision) else ["a request would wait in the router for room there"]
+    if distrusted := services.tokenizers.note(target.base_model):
+        notes.append(distrusted)
     if tried := _half_open(services, target.base_model):
         notes.append(f"half-open, so that one request at a time tries: {', '.join(tried)}")
     answer = decision_answer(

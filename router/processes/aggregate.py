@@ -45,6 +45,7 @@ LARGEST = frozenset(
         "replica_decode_tokens_per_second",
         "replica_prefill_tokens_per_second",
         "replicas",
+        "tokenizer_distrusted",
     )
 ) | {"lora_cache_hit_rate"}  # the asked process computes it of all, and no other shows it
 SUMMED = frozenset(

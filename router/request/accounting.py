@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+# Larger bodies are not sent again to probe an engine's tokenizer.
+_MAX_PROBE_BYTES = 256 * 1024
 _BLAMING_REQUEST = reasons_blaming("request")
 
 
@@ -73,9 +75,34 @@ def record_usage(run: "RequestRun") -> None:
     assert run.dispatched is not None
     run.usage = usage = run.attempt.usage()
     if usage is not None:
-        run.dispatched.compare(usage, is_one_of_many=makes_many_sequences(run.request))
+        is_one_of_many = makes_many_sequences(run.request)
+        agrees = run.dispatched.compare(usage, is_one_of_many=is_one_of_many)
+        if not is_one_of_many:
+            _record_evidence(run, run.dispatched, usage, agrees)
     if run.trace is not None:
         run.trace.attributes |= _trace_attributes(run.request.route, run.dispatched, usage)
+
+
+def _record_evidence(run: "RequestRun", dispatched: DispatchedRequest, usage: EngineUsage, agrees: bool | None) -> None:
+    """Count an answer for or against our token ids of its prompt; polls workers whose engines are to be probed again.
+
+    agrees  whether the cached tokens are as predicted; None: that says nothing
+    """
+    request, tokens, services = run.request, run.tokens, run.services
+    if tokens is None or tokens.ids is None or not tokens.made_by:
+        return
+    contradicts = agrees is False or usage.prompt_tokens != len(tokens.ids)
+    if not contradicts and agrees is None:
+        return
+    for worker in services.tokenizers.record_answer(
+        dispatched.target.base_model,
+        dispatched.replica.incarnation,
+        tokens,
+        request.decoded if request.size_bytes <= _MAX_PROBE_BYTES else None,
+        kind=request.route.prompt,
+        contradicts=contradicts,
+    ):
+        services.discovery.poll_now(worker)
 
 
 def record_error(run: "RequestRun", exc: RouterError | HttpError) -> None:

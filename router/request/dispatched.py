@@ -124,38 +124,41 @@ class DispatchedRequest:
             services.speculations.add(self._index.remove_pending, self._hold)
             self._hold = None
 
-    def compare(self, usage: EngineUsage, *, is_one_of_many: bool = False) -> None:
+    def compare(self, usage: EngineUsage, *, is_one_of_many: bool = False) -> bool | None:
         """Compare predicted cached tokens with those in the engine's usage: update accuracy, feed, metrics and record.
 
-        Nothing is compared if the engine reports none, or the prompt was not hashed; of an approximate one only the
-        record changes.
+        Returns whether they agree; None if nothing follows for the prompt's ids. Nothing is compared if the engine
+        reports none, or the prompt was not hashed; of an approximate one only the record changes.
+
         is_one_of_many  the engine prefilled the prompt several times, and reports one of them, not the first
         """
         cached = usage.cached_tokens
         if cached is None:
-            return
+            return None
         if self.target.adapter is not None and not is_one_of_many:
             adapters = self._services.metrics.adapters
             adapters.of(self.target.adapter.lora_id).add_tokens(usage.prompt_tokens, cached)
         if not self.hashed.chains:
-            return
+            return None
         if self.hashed.request.is_approximate:
             # Shown only: blocks of an approximate prompt are not the engine's, so nothing was predicted.
             self.record.cached_tokens = None if is_one_of_many else cached
-            return
+            return None
         services, score = self._services, self.decision.score
         services.metrics.cached_tokens.value += cached
         if is_one_of_many:
-            return
+            return None
         self.record.cached_tokens = cached
         predicted = score.cached_tokens
         # Behind a queue a full cache may have lost the prefix by then: that says nothing about the index.
+        agrees = None
         if predicted <= cached or score.queue_s <= _PROMPT_START_S:
-            services.accuracy.record_comparison(
+            agrees = services.accuracy.record_comparison(
                 self.replica.id, predicted, cached, usage.prompt_tokens, services.clock()
             )
         if self._estimate is not None:
             services.feeds.correct_estimate(self._estimate, cached // self.replica.block_size)
+        return agrees
 
     def end(self, *, is_error: bool = False, is_streamed: bool = False, output_tokens: int = 0) -> float:
         """Give back the load entry, pending blocks and usage count, and wake the queue. Safe to call twice.

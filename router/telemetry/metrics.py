@@ -32,9 +32,7 @@ class RouterMetrics:
         self.decide = Histogram(
             "decide_seconds", "Time to match and decide, at a request's arrival.", buckets=_SHORT, **on
         ).labels()
-        self.tokenize = Histogram("tokenize_seconds", "Time to tokenize.", ("by",), buckets=_SHORT, **on)
-        self.tokenized = Counter("tokenized_tokens", "Prompt tokens tokenized here, by origin.", ("origin",), **on)
-        self.token_cache_bytes = Gauge("token_cache_bytes", "Size of the caches of tokenized text and words.", **on)
+        self._add_tokenizing(on)
         self.retries = Counter("retries", "Attempts that failed before an answer began, by reason.", ("reason",), **on)
         self.cold_starts = Counter("cold_starts", "Requested adapter loads, by outcome.", ("outcome",), **on)
         self.held = Gauge("held_requests", "Requests that wait for an adapter.", **on)
@@ -110,6 +108,21 @@ class RouterMetrics:
         self.slices_age = Gauge("slices_age_seconds", "Time since the API server last confirmed EndpointSlices.", **on)
         self.catalog_revision = Gauge("catalog_revision", "Revision of the catalog in force.", **on)
         self.loop_failures = Counter("loop_failures", "Failures of background loops by our own fault.", ("loop",), **on)
+
+    def _add_tokenizing(self, on: Any) -> None:
+        """Add the metrics of prompts' token ids."""
+        self.tokenize = Histogram("tokenize_seconds", "Time to tokenize.", ("by",), buckets=_SHORT, **on)
+        self.tokenized = Counter("tokenized_tokens", "Prompt tokens tokenized here, by origin.", ("origin",), **on)
+        self.token_cache_bytes = Gauge("token_cache_bytes", "Size of the caches of tokenized text and words.", **on)
+        self.token_doubts = Counter(
+            "token_doubts", "New probes of engines whose answers contradicted our token ids.", ("outcome",), **on
+        )
+        self.tokenizer_distrusted = Gauge(
+            "tokenizer_distrusted",
+            "1 while most engines tokenize otherwise than this router, so that prompts are tokenized there.",
+            ("base_model",),
+            **on,
+        )
 
     def _add_circuits(self, on: Any) -> None:
         """Add the metrics of circuits, of the retry budget and of pauses."""

@@ -22,6 +22,7 @@ from xxhash import xxh3_128_digest
 from lorafleet.kv.pictures import PlacedPicture, picture_id
 from lorafleet.tokenizer.chat import ChatTokenizer
 from lorafleet.tokenizer.messages import Picture, PictureStandIn, Untokenizable, without_pictures
+from lorafleet.tokenizer.template import StrftimeNow
 from router.tokenizing.tokens import NO_TOKENS, SlowTokens, Tokens
 
 log = structlog.get_logger()
@@ -57,6 +58,7 @@ class PictureModel(NamedTuple):
 
     path       where vLLM read it from; empty: not known, so its pictures have no ids
     timeout_s  a request's longest wait for new pictures
+    strftime   of the engines' chat templates
     """
 
     tokenizer: ChatTokenizer
@@ -64,6 +66,7 @@ class PictureModel(NamedTuple):
     path: str
     engine_url: str
     timeout_s: float
+    strftime: StrftimeNow | None = None
 
 
 class PicturesOfEngines:
@@ -151,7 +154,9 @@ class PicturesOfEngines:
             async with asyncio.timeout(_QUESTION_S):
                 identified = await asyncio.to_thread(_identified, picture.url, model.path)
                 if identified is not None:
-                    ours = array("I", model.tokenizer.chat_ids({"messages": [_chat_of(PictureStandIn())]}))
+                    ours = array(
+                        "I", model.tokenizer.chat_ids({"messages": [_chat_of(PictureStandIn())]}, model.strftime)
+                    )
                     theirs = await self._post({"messages": [_chat_of(_part_of(picture))]}, model.engine_url)
                     place = None if theirs is None else tokens_in_place(ours, theirs)
                     known = None if place is None else KnownPicture(identified, *place)

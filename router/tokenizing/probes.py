@@ -8,6 +8,7 @@ from jinja2 import TemplateError
 
 from lorafleet.tokenizer.chat import ChatTokenizer
 from lorafleet.tokenizer.messages import Untokenizable
+from lorafleet.tokenizer.template import StrftimeNow
 
 # Added tokens in one probe; an engine that splits them all makes a thousand or two tokens of it.
 _TOKENS_PER_PROBE = 256
@@ -63,10 +64,15 @@ def added_token_probes(contents: Sequence[str]) -> list[dict[str, Any]]:
     return [{"prompt": " x ".join(contents[start : start + _TOKENS_PER_PROBE])} for start in starts]
 
 
-def checked_ids(local: ChatTokenizer, body: Mapping[str, Any]) -> "array[int] | None":
-    """Our ids of a body; None if it cannot be tokenized, or if tokenizer and word cache differ."""
+def checked_ids(
+    local: ChatTokenizer, body: Mapping[str, Any], strftime: StrftimeNow | None = None
+) -> "array[int] | None":
+    """Our ids of a body; None if it cannot be tokenized, or if tokenizer and word cache differ.
+
+    strftime  the template's `strftime_now`; None: this process's local time
+    """
     try:
-        text, special = local.prompt_text(body)
+        text, special = local.prompt_text(body, strftime)
         ids = array("I", local.encode(text, add_special_tokens=special))
         [cached] = local.encode_pieces([text], add_special_tokens=special)
     except (Untokenizable, TemplateError, TypeError, ValueError):

@@ -11,6 +11,7 @@ from lorafleet.service.fast_metrics import MetricValue
 from lorafleet.tokenizer.chat import ChatTokenizer
 from lorafleet.tokenizer.encoding import INLINE_CHARS, EncodingSteps, ThreadWork
 from lorafleet.tokenizer.messages import Untokenizable
+from lorafleet.tokenizer.template import StrftimeNow
 from router.tokenizing.prompt_cache import PieceTokenCache
 from router.tokenizing.threads import SliceTurns, TokenizerThreads, TooManyLongPrompts
 from router.tokenizing.tokens import NO_TOKENS, SlowTokens, Tokens
@@ -31,11 +32,16 @@ TOKENIZE_ERRORS = (Untokenizable, TemplateError, TypeError, ValueError, Recursio
 
 
 class LoadedTokenizer(NamedTuple):
-    """One of our tokenizers. `pieces` is its unique name in the piece cache."""
+    """One of our tokenizers.
+
+    pieces    its unique name in the piece cache
+    strftime  the `strftime_now` of its engines' chat templates
+    """
 
     number: int
     tokenizer: ChatTokenizer
     pieces: str
+    strftime: StrftimeNow
 
 
 class PromptEncoder:
@@ -66,7 +72,7 @@ class PromptEncoder:
         NO_TOKENS for a text that is far too long for the model. A call is returned if it takes longer than a step;
         that call asks `remote` on errors, and returns NO_TOKENS if too many long prompts are being encoded.
         """
-        pieces, special = local.tokenizer.prompt_pieces(body)
+        pieces, special = local.tokenizer.prompt_pieces(body, local.strftime)
         found: list[array[int]] = []
         missing, chars, last = [], 0, len(pieces) - 1
         for at, piece in enumerate(pieces):

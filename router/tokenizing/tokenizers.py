@@ -3,10 +3,12 @@
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from functools import partial
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import structlog
@@ -21,6 +23,18 @@ from router.protocols.prompts import prompt_body
 from router.protocols.routes import PromptKind
 from router.telemetry.metrics import RouterMetrics
 from router.tokenizing.agreement import TokenizerAgreement
+from router.tokenizing.dates import (
+    DatesDiffer,
+    ShownDate,
+    clock_of,
+    common_texts,
+    date_probes,
+    date_unknown,
+    dates_differ,
+    possible_dates,
+    seconds_left,
+)
+from router.tokenizing.doubts import TokenDoubts
 from router.tokenizing.given import given_prompt, packed_ids
 from router.tokenizing.pictures import PictureModel, PicturesOfEngines
 from router.tokenizing.probes import PROBES, added_token_probes, checked_ids
@@ -57,6 +71,15 @@ _RETRY_WORKER_S = 60.0
 _RETRY_ENGINE_S = 5.0
 # Engines probed at a time: when a router starts, all of them are new to it.
 _MAX_PROBED_ENGINES = 4
+# Seconds that a body whose answers contradicted our ids is a probe, too.
+_CONTESTED_S = 600.0
+
+
+class _Reading(NamedTuple):
+    """The date that an engine shows, and when it must be read again."""
+
+    date: ShownDate
+    due_at: float
 
 
 class Tokenizers:
@@ -86,6 +109,7 @@ class Tokenizers:
         self._paths = dict(paths or {})
         self.remote_timeout_s = remote_timeout_s
         self._clock = clock
+        self._metrics = metrics
         counts = None
         if metrics is not None:
             counts = metrics.tokenized.labels("cache"), metrics.tokenized.labels("tokenizer")
@@ -97,6 +121,9 @@ class Tokenizers:
         self._agreement = TokenizerAgreement()
         # Base models where most engines disagree with our tokenizer.
         self._outvoted: set[str] = set()
+        self._doubts = TokenDoubts()
+        # Bodies whose answers contradicted our ids, by base model, and until when they are probes.
+        self._contested: dict[str, tuple[Mapping[str, Any], float]] = {}
         self._loading: set[str] = set()
         self._probing: set[tuple[str, str, str]] = set()
         self._worker_again_at: dict[tuple[str, str, str], float] = {}
@@ -117,22 +144,38 @@ class Tokenizers:
         """Whether prompts of this base model are tokenized here, or never will be."""
         return self._mode != "auto" or self._local_in_use(base_model) is not None
 
-    def has_probed(self, base_model: str, incarnation: Incarnation | None) -> bool:
-        """Whether this engine need not be probed by `load_or_probe`."""
-        if incarnation is None or self._mode != "auto":
-            return self.knows(base_model)
+    def has_probed(self, base_model: str, incarnation: Incarnation) -> bool:
+        """Whether this engine need not be probed by `load_or_probe` now."""
+        if self._mode != "auto":
+            return True
         local = self._local.get(base_model)
-        return local is not None and self._agreement.is_settled(incarnation, local.number)
+        return (
+            local is not None
+            and self._agreement.is_settled(incarnation, local.number)
+            and not self._agreement.is_date_due(incarnation, self._clock())
+        )
 
     def agrees(self, incarnation: Incarnation, tokens: Tokens) -> bool:
-        """Whether this engine boot has returned the same ids as the tokenizer that made these tokens."""
-        return tokens.made_by > 0 and self._agreement.agrees(incarnation, tokens.made_by)
+        """Whether this engine boot returns the same ids as the tokenizer that made these tokens."""
+        return tokens.made_by > 0 and self._agreement.agrees(incarnation, tokens.made_by, self._clock())
+
+    def note(self, base_model: str) -> str | None:
+        """Why prompts of this base model are not tokenized here, or not all of them; None if they are."""
+        local = self._local.get(base_model)
+        if self._mode != "auto" or local is None:
+            return None
+        if base_model in self._outvoted:
+            return "most engines tokenize otherwise than this router: prompts are tokenized at the engines"
+        if local.strftime is dates_differ:
+            return "the chat template shows the date, and the engines' dates differ: approximate keys meanwhile"
+        return None
 
     def adopt(self, base_model: str, tokenizer: ChatTokenizer) -> int:
         """Make this the base model's tokenizer and return its number; no engine has agreed with it yet."""
         self._numbers_used += 1
-        self._local[base_model] = LoadedTokenizer(self._numbers_used, tokenizer, f"{base_model}#{self._numbers_used}")
-        self._outvoted.discard(base_model)
+        name = f"{base_model}#{self._numbers_used}"
+        self._local[base_model] = LoadedTokenizer(self._numbers_used, tokenizer, name, date_unknown)
+        self._set_outvoted(base_model, is_outvoted=False)
         return self._numbers_used
 
     async def load_or_probe(
@@ -143,14 +186,14 @@ class Tokenizers:
         If most engines disagree with the tokenizer, the files of the next disagreeing engine replace it. A worker
         without success is tried again after a minute; other workers are tried meanwhile.
 
-        incarnation  None for an engine whose restarts cannot be noticed; it is never taken to agree
+        incarnation  its boot id is empty for an engine whose restarts would not be noticed; None: without a name, too
         raises       httpx.HTTPError if agent or engine cannot be reached now
         """
-        if incarnation is not None:
-            self._agreement.add_engine(base_model, incarnation)
+        incarnation = incarnation or (WorkerId(engine_url), "")
+        self._agreement.add_engine(base_model, incarnation)
         if base_model not in self._local and not self._has_files(base_model, agent_url):
             return  # an engine without an agent serves no files: it tokenizes each prompt itself
-        worker = (base_model, agent_url or engine_url, incarnation[1] if incarnation else "")
+        worker = (base_model, agent_url or engine_url, incarnation[1])
         now = self._clock()
         self._worker_again_at = {key: at for key, at in self._worker_again_at.items() if at > now}
         is_busy = (
@@ -169,25 +212,67 @@ class Tokenizers:
         finally:
             self._probing.discard(worker)
 
+    def record_answer(
+        self,
+        base_model: str,
+        incarnation: Incarnation,
+        tokens: Tokens,
+        body: Mapping[str, Any] | None,
+        *,
+        kind: PromptKind | None,
+        contradicts: bool,
+    ) -> frozenset[WorkerId]:
+        """Count an answer for or against the ids of its prompt: the workers whose engines are to be probed again now.
+
+        body  of the request, decoded; None: too large to be a probe
+        kind  the route's kind of prompt
+        """
+        local = self._local.get(base_model)
+        if local is None or tokens.made_by != local.number or base_model in self._outvoted:
+            return frozenset()
+        doubt = self._doubts.record(base_model, incarnation, body, self._clock(), contradicts=contradicts)
+        if doubt is None:
+            return frozenset()
+        log.warning(
+            "answers contradict our token ids: the engines are probed again",
+            base_model=base_model,
+            workers=sorted(worker for worker, _ in doubt.engines),
+        )
+        probe = None if doubt.body is None or kind is None else prompt_body(kind, doubt.body, local.tokenizer)
+        if probe is not None and all(probe.get(name) is None for name in _ENGINE_ONLY_FIELDS):
+            self._contested[base_model] = probe, self._clock() + _CONTESTED_S
+        self._doubt(base_model, doubt.engines)
+        return frozenset([worker for worker, _ in doubt.engines])
+
+    def _doubt(self, base_model: str, engines: Iterable[Incarnation]) -> None:
+        """Have these engines probed again at their next report, without a pause."""
+        for incarnation in engines:
+            self._agreement.doubt(incarnation)
+        self._worker_again_at = {key: at for key, at in self._worker_again_at.items() if key[0] != base_model}
+
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone, with its engine's answer, and count again whether most engines disagree."""
         base_model = self._agreement.forget(worker)
         if base_model is not None:
             self._update_outvoted(base_model)
+            self._update_date(base_model)
 
-    async def _probe_or_load(
-        self, base_model: str, agent_url: str, engine_url: str, incarnation: Incarnation | None
-    ) -> bool:
+    async def _probe_or_load(self, base_model: str, agent_url: str, engine_url: str, incarnation: Incarnation) -> bool:
         """Compare this engine with our tokenizer, or load and adopt one of its files; whether either was done.
 
         True while another call loads one. Raises httpx.HTTPError.
         """
         local = self._local.get(base_model)
         if local is not None:
-            agrees = await self._engine_agrees(local.tokenizer, base_model, engine_url)
-            if incarnation is not None:
-                self._agreement.record_answer(incarnation, local.number, agrees)
-            self._update_outvoted(base_model)
+            if self._agreement.is_settled(incarnation, local.number) and await self._renew_date(
+                local, base_model, engine_url, incarnation
+            ):
+                return True
+            was_doubted = self._agreement.is_doubted(incarnation)
+            agrees, reading = await self._engine_agrees(local.tokenizer, base_model, engine_url)
+            self._record_probes(base_model, local.number, incarnation, agrees, reading)
+            if was_doubted:
+                self._record_verdict(base_model, incarnation, agrees)
             if agrees is not False or base_model not in self._outvoted:
                 return agrees is not None
             if not self._has_files(base_model, agent_url):
@@ -196,29 +281,87 @@ class Tokenizers:
             return True
         self._loading.add(base_model)
         try:
-            tokenizer = await self._load_agreeing(base_model, agent_url, engine_url)
+            loaded = await self._load_agreeing(base_model, agent_url, engine_url)
         finally:
             self._loading.discard(base_model)
-        if tokenizer is None:
+        if loaded is None:
             return False
-        number = self.adopt(base_model, tokenizer)
-        if incarnation is not None:
-            self._agreement.record_answer(incarnation, number, True)
+        tokenizer, reading = loaded
+        self._record_probes(base_model, self.adopt(base_model, tokenizer), incarnation, True, reading)
         return True
+
+    async def _renew_date(
+        self, local: LoadedTokenizer, base_model: str, engine_url: str, incarnation: Incarnation
+    ) -> bool:
+        """Read again the date that an agreeing engine shows; whether it could be read. Raises httpx.HTTPError."""
+        reading = await self._read_date(local.tokenizer, engine_url)
+        if reading is None:
+            return False
+        self._agreement.record_date(incarnation, *reading)
+        self._update_date(base_model)
+        return True
+
+    def _record_probes(
+        self, base_model: str, number: int, incarnation: Incarnation, agrees: bool | None, reading: _Reading | None
+    ) -> None:
+        """Record what an engine answered to all probes, and what follows from it for the base model."""
+        self._agreement.record_answer(incarnation, number, agrees)
+        if reading is not None:
+            self._agreement.record_date(incarnation, *reading)
+        self._update_outvoted(base_model)
+        self._update_date(base_model)
+
+    def _record_verdict(self, base_model: str, incarnation: Incarnation, agrees: bool | None) -> None:
+        """Log and count what a doubted engine's new probe said. Where it differs, all engines are doubted.
+
+        An engine that has changed without a restart is not the only one, as a rule.
+        """
+        outcome = "unanswered" if agrees is None else "agrees" if agrees else "differs"
+        if self._metrics is not None:
+            self._metrics.token_doubts.labels(outcome).inc()
+        log.warning("a doubted engine was probed", base_model=base_model, worker=incarnation[0], outcome=outcome)
+        self._doubts.record_verdict(base_model, self._clock(), agrees=agrees is not False)
+        if agrees is False:
+            self._doubt(base_model, self._agreement.agreeing(base_model))
 
     def _update_outvoted(self, base_model: str) -> None:
         """Update whether most engines of a base model disagree with our tokenizer; if so, let them be probed again.
 
-        Logged when it begins. Without a tokenizer of our own it is not outvoted.
+        Logged when it begins and ends. Without a tokenizer of our own it is not outvoted.
         """
         local = self._local.get(base_model)
-        if local is None or not self._agreement.is_outvoted(base_model, local.number):
-            self._outvoted.discard(base_model)
-            return
-        if base_model not in self._outvoted:
+        is_outvoted = local is not None and self._agreement.is_outvoted(base_model, local.number)
+        if is_outvoted and base_model not in self._outvoted:
             log.warning("tokenizing at the engine: most engines have another tokenizer by now", base_model=base_model)
-            self._outvoted.add(base_model)
-        self._agreement.reopen(base_model)
+        elif not is_outvoted and base_model in self._outvoted:
+            log.info("tokenizing here again: most engines agree", base_model=base_model)
+        self._set_outvoted(base_model, is_outvoted=is_outvoted)
+        if is_outvoted:
+            self._agreement.reopen(base_model)
+
+    def _set_outvoted(self, base_model: str, *, is_outvoted: bool) -> None:
+        """Set whether the base model's prompts are tokenized at the engines, as most disagree with our tokenizer."""
+        (self._outvoted.add if is_outvoted else self._outvoted.discard)(base_model)
+        if self._metrics is not None:
+            self._metrics.tokenizer_distrusted.labels(base_model).set(is_outvoted)
+
+    def _update_date(self, base_model: str) -> None:
+        """Have prompts show the date that the agreeing engines show; logged where these differ."""
+        local = self._local.get(base_model)
+        if local is None or not local.tokenizer.date_forms:
+            return
+        dates = self._agreement.dates(base_model, local.number)
+        strftime = date_unknown if not dates else dates_differ
+        if len(dates) == 1:
+            [date] = dates
+            strftime = date.strftime
+        elif dates and local.strftime is not dates_differ:
+            log.warning(
+                "approximate keys: the chat template shows the date, and the engines' dates differ",
+                base_model=base_model,
+                dates=sorted(text for date in dates for _, text in date.texts),
+            )
+        self._local[base_model] = local._replace(strftime=strftime)
 
     def _local_in_use(self, base_model: str) -> LoadedTokenizer | None:
         """The base model's tokenizer here; None if there is none or most engines disagree with it."""
@@ -280,10 +423,14 @@ class Tokenizers:
         try:
             if local is not None:
                 return self._encoder.encode(local, body, remote, max_model_len)
+        except DatesDiffer:
+            return NO_TOKENS  # ids of one engine are wrong for the others
         except HasMedia:
             assert local is not None
             encode = partial(self._encoder.encode, local, remote=_no_tokens, max_model_len=max_model_len)
-            model = PictureModel(local.tokenizer, base_model, model_path, engine_url, self.remote_timeout_s)
+            model = PictureModel(
+                local.tokenizer, base_model, model_path, engine_url, self.remote_timeout_s, local.strftime
+            )
             return self._pictures.tokenize(body, model, encode)
         except TOKENIZE_ERRORS as exc:
             log.debug("not tokenized here", base_model=base_model, error=str(exc))
@@ -297,8 +444,13 @@ class Tokenizers:
         answer.raise_for_status()
         return ModelFiles.model_validate_json(answer.content).files
 
-    async def _load_agreeing(self, base_model: str, agent_url: str, engine_url: str) -> ChatTokenizer | None:
-        """Load a tokenizer of the worker's files that agrees with its engine on every probe; None, logged, if none."""
+    async def _load_agreeing(
+        self, base_model: str, agent_url: str, engine_url: str
+    ) -> tuple[ChatTokenizer, _Reading | None] | None:
+        """Load a tokenizer of the worker's files that agrees with its engine on every probe, and the engine's date.
+
+        None, logged, if there is none.
+        """
         try:
             files = await self._model_files(base_model, agent_url)
             local = await asyncio.to_thread(_load, files)
@@ -311,7 +463,7 @@ class Tokenizers:
                     failures=failures,
                 )
             return None
-        agrees = await self._engine_agrees(local, base_model, engine_url)
+        agrees, reading = await self._engine_agrees(local, base_model, engine_url)
         if agrees is None and (failures := self._lines.count(("unproven", base_model))):
             log.warning(
                 "tokenizing at the engine: it answered no probe, so ours is unproven",
@@ -321,19 +473,30 @@ class Tokenizers:
         if not agrees:
             return None
         log.info("tokenizing here: equal to the engine on every probe that it took", base_model=base_model)
-        return local
+        return local, reading
 
-    async def _engine_agrees(self, local: ChatTokenizer, base_model: str, engine_url: str) -> bool | None:
-        """POST every probe to the engine; whether it has our ids for each that it accepts. None if it accepts none.
+    async def _engine_agrees(
+        self, local: ChatTokenizer, base_model: str, engine_url: str
+    ) -> tuple[bool | None, _Reading | None]:
+        """POST every probe to the engine; whether it has our ids for each that it accepts, and the date that it shows.
+
+        None if it accepts none; no date if that cannot be read.
 
         raises  httpx.HTTPError if the engine cannot be reached now
         """
-        agrees = None
-        for number, probe in enumerate((*PROBES, *added_token_probes(local.added_tokens))):
-            engine_ids = await self._post_tokenize(probe, engine_url)
-            if engine_ids is None:
-                continue
-            if engine_ids != checked_ids(local, probe):
+        agrees, reading = None, await self._read_date(local, engine_url)
+        number = 0
+        probes: list[Mapping[str, Any]] = [*PROBES, *added_token_probes(local.added_tokens)]
+        contested, until = self._contested.get(base_model, (None, 0.0))
+        if contested is not None and self._clock() < until:
+            probes.append(contested)
+        while number < len(probes):
+            engine_ids, _ = await self._post_probe(probes[number], engine_url)
+            strftime = reading.date.strftime if reading is not None else date_unknown
+            if engine_ids is not None and engine_ids != checked_ids(local, probes[number], strftime):
+                before, reading = reading, await self._read_date(local, engine_url)
+                if before is not None and reading is not None and before.date != reading.date:
+                    continue  # the engine's midnight was between two probes
                 if failures := self._lines.count(("differs", base_model)):
                     log.warning(
                         "an engine's ids are not ours",
@@ -342,9 +505,28 @@ class Tokenizers:
                         probe=number,
                         failures=failures,
                     )
-                return False
-            agrees = True
-        return agrees
+                return False, reading
+            agrees = True if engine_ids is not None else agrees
+            number += 1
+        return agrees, reading
+
+    async def _read_date(self, local: ChatTokenizer, engine_url: str) -> _Reading | None:
+        """The date that the engine's chat template shows, of the dates that may be right; None if none is.
+
+        Asks nothing for a template without dates. Raises httpx.HTTPError.
+        """
+        if not local.date_forms:
+            return _Reading(ShownDate(), inf)
+        answers = [(probe, *await self._post_probe(probe, engine_url)) for probe in date_probes(local)]
+        if any(engine_ids is None for _, engine_ids, _ in answers):
+            return None
+        utc = answers[-1][2] if answers else clock_of({})
+        date = common_texts(
+            date
+            for date in possible_dates(local.date_forms, utc)
+            if all(engine_ids == checked_ids(local, probe, date.strftime) for probe, engine_ids, _ in answers)
+        )
+        return None if date is None else _Reading(date, self._clock() + seconds_left(utc) if answers else inf)
 
     async def _tokenize_at_engine(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> Tokens:
         """POST a body to /tokenize for its ids; NO_TOKENS if that fails.
@@ -378,20 +560,26 @@ class Tokenizers:
         return NO_TOKENS if ids is None else Tokens(ids, "remote")
 
     async def _post_tokenize(self, body: Mapping[str, Any], engine_url: str) -> "array[int] | None":
-        """POST a body to /tokenize; the engine's ids, or None if it refuses, or answers in another form.
+        """The engine's ids of a body, see `_post_probe`; raises httpx.HTTPError."""
+        return (await self._post_probe(body, engine_url))[0]
 
-        Raises httpx.HTTPError, also for a 502 to 504. No model is named, so that the engine uses its base model.
+    async def _post_probe(self, body: Mapping[str, Any], engine_url: str) -> "tuple[array[int] | None, datetime]":
+        """POST a body to /tokenize; the engine's ids, and its UTC time.
+
+        No ids if it refuses, or answers in another form. Raises httpx.HTTPError, also for a 502 to 504. No model is
+        named, so that the engine uses its base model.
         """
         request = {name: body[name] for name in _TOKENIZE_FIELDS if name in body}
         # Without our own key: the engine may be another party's.
         answer = await self._client.post(f"{engine_url}/tokenize", json=request, auth=httpx.Auth())
         if answer.status_code in (502, 503, 504):
             answer.raise_for_status()  # temporary: no answer about this body
+        utc = clock_of(answer.headers)
         if answer.status_code != 200:
-            return None
+            return None, utc
         found = answer.json()
         tokens = found.get("tokens") if isinstance(found, dict) else None
-        return packed_ids(tokens) if isinstance(tokens, list) else None
+        return packed_ids(tokens) if isinstance(tokens, list) else None, utc
 
 
 async def _no_tokens() -> Tokens:

@@ -401,7 +401,7 @@ async def test_an_engine_with_unnoticed_restarts_never_agrees(client, worker):
     async with serving(worker.app) as url:
         await tokenizers.load_or_probe(BASE, agent_url=url, engine_url=url)
         assert tokenizers.knows(BASE)
-        assert tokenizers.has_probed(BASE, None)
+        assert tokenizers.has_probed(BASE, (url, ""))
         ids = await tokenizers.ids(LONG, base_model=BASE, engine_url=url)
         assert (ids.source, tokenizers.agrees(("w0", "0.00"), ids)) == ("local", False)
     tokenizers.close()
@@ -723,8 +723,8 @@ class Gate:
         self.go_on = threading.Event()
         self.threads: set[str] = set()
 
-    def prompt_pieces(self, body):
-        return self.chat.prompt_pieces(body)
+    def prompt_pieces(self, body, strftime=None):
+        return self.chat.prompt_pieces(body, strftime)
 
     def encoding_steps(self, pieces, *, add_special_tokens):
         def work():

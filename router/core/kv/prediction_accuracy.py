@@ -74,27 +74,35 @@ class PredictionAccuracy:
 
     def record_comparison(
         self, worker: WorkerId, predicted_tokens: int, cached_tokens: int, prompt_tokens: int, now: float
-    ) -> None:
+    ) -> bool | None:
         """Compare one answer with its prediction, which may change the worker's state; without effect after `forget`.
+
+        Returns whether they agree; None where the answer says nothing about the prompt's ids: both are small, the
+        worker has no exact feed, or it is degraded already.
 
         predicted_tokens  the hit that the decision used, counted as the engine does: see `hit_tokens`
         cached_tokens     the engine's figure; an answer without it must not be compared
         """
         entry = self._workers.get(worker)
         if entry is None or prompt_tokens <= 0:
-            return
+            return None
         off = abs(predicted_tokens - cached_tokens)
         kept = exp(min(0.0, entry.at - now) / _HORIZON_S)
         entry.tokens_off = entry.tokens_off * kept + off
         entry.prompt_tokens = entry.prompt_tokens * kept + prompt_tokens
         entry.at = now
-        if entry.mode == "exact":
-            tolerated = _TOLERANCE * prompt_tokens
-            if off > tolerated:
-                entry.add_disagreement()
-            # Small hits on both sides prove nothing: an empty index agrees on every new prompt.
-            elif entry.errors and (predicted_tokens > tolerated or cached_tokens > tolerated):
-                entry.add_agreement()
+        if entry.mode != "exact":
+            return None
+        tolerated, was_degraded = _TOLERANCE * prompt_tokens, entry.is_degraded
+        if off > tolerated:
+            entry.add_disagreement()
+            return None if was_degraded else False
+        # Small hits on both sides prove nothing: an empty index agrees on every new prompt.
+        if predicted_tokens <= tolerated and cached_tokens <= tolerated:
+            return None
+        if entry.errors:
+            entry.add_agreement()
+        return True
 
     def state(self, worker: WorkerId) -> TrustState:
         """How accurate the worker's predictions are; `estimate` where no feed was ever started."""
