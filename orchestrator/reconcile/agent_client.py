@@ -80,6 +80,7 @@ CONTENT_CODES = frozenset(
         "tensor_unpaired",
         "weights_corrupt",
         "weights_empty",
+        "weights_not_finite",
     }
 )
 """Agent error codes about an adapter's bytes.

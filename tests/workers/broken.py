@@ -145,6 +145,7 @@ EMBED: Tensors = {
     f"{PREFIX}model.embed_tokens.lora_embedding_B": ("BF16", (HIDDEN, 8)),
 }
 FIRST = HIDDEN * 8 * 2  # bytes of the first tensor
+POISON = "the next request of anybody at that engine is answered wrongly"
 UNASKED = "the engine would match it against its modules, for hours: 24 times `a` take 4 s"
 UNREAD = "vLLM does not read this field"
 SILENT = "vLLM copies what overlaps or belongs to a module it has, drops the rest, and says nothing"
@@ -220,6 +221,16 @@ BROKEN = (
          tensors=lambda t: {name: value for name, value in t.items() if name != f"{Q}.lora_B.weight"}),
     BrokenAdapter("integers", "dtype_unsupported", tensors=lambda _: pairs(dtype="I8"), vllm="takes",
          why="vLLM converts them, without the scale they need"),
+    # Values
+    *(
+        BrokenAdapter(name, "weights_not_finite", tensors=lambda _, dtype=dtype: pairs(dtype=dtype), vllm="takes",
+             files=weights(lambda raw, last=last: raw[:-len(last)] + last), why=POISON)
+        for name, dtype, last in (
+            ("nan", "BF16", b"\xc0\x7f"), ("negative-nan", "F32", b"\1\0\x80\xff"), ("infinite", "F16", b"\0\x7c"),
+            ("nan-float64", "F64", bytes(6) + b"\xf8\x7f"), ("nan-float8", "F8_E4M3", b"\x7f"),
+            ("beyond-float16", "F32", b"\0\xf0\x7f\x47"),
+        )
+    ),
     # Against the base model
     BrokenAdapter("no-such-module", "module_unknown", {"target_modules": [*CONFIG["target_modules"], "z_proj"]},
          tensors=add("model.layers.0.self_attn.z_proj", (HIDDEN, HIDDEN))),

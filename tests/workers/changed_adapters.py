@@ -1,4 +1,4 @@
-"""Copies of an adapter with other weights: zeros, fewer modules, or other module names."""
+"""Copies of an adapter with other weights: zeros, NaN, fewer modules, or other module names."""
 
 import json
 import shutil
@@ -9,6 +9,19 @@ from pathlib import Path
 def adapter_of_zeros(source: Path, target: Path) -> Path:
     """A copy whose lora_B are zero, as PEFT makes them."""
     return _copy(source, target, lambda name, data: (name, bytes(len(data)) if "lora_B" in name else data))
+
+
+NAN_BF16 = b"\xc0\x7f"
+
+
+def adapter_of_nan(source: Path, target: Path) -> Path:
+    """A copy whose lora_B are NaN alone in bfloat16, as a training run that diverged leaves them."""
+    return _copy(source, target, lambda name, data: (name, NAN_BF16 * (len(data) // 2) if "lora_B" in name else data))
+
+
+def adapter_of_large_values(source: Path, target: Path) -> Path:
+    """A copy whose weights are 1e12 alone in bfloat16: finite, as a run that diverges leaves them before NaN."""
+    return _copy(source, target, lambda name, data: (name, b"\x69\x53" * (len(data) // 2)))
 
 
 def adapter_with(source: Path, target: Path, is_kept: Callable[[str], bool]) -> Path:

@@ -180,6 +180,8 @@ def test_names_in_patterns_match_as_in_the_engine(name, keys):
         ({"r": "8"}, "adapter_config_invalid"),
         ({"lora_alpha": 0}, "adapter_config_invalid"),
         ({"lora_alpha": float("nan")}, "adapter_config_invalid"),
+        ({"lora_alpha": float("inf")}, "adapter_config_invalid"),  # as JSON's 1e400 is read
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "adapter_config_invalid"),
         ({"lora_alpha": "16"}, "adapter_config_invalid"),
         ({"use_rslora": "yes"}, "adapter_config_invalid"),
         ({"target_modules": []}, "adapter_config_invalid"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from lorafleet.cli.keys import add_key
-from lorafleet.identity import fleet_source
+from lorafleet.identity import FileEntry, files_digest, fleet_source
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until, within
 from tests.serving import serving
+from tests.workers.changed_adapters import adapter_of_nan
 from tests.workers.kills import https_sources
 from tests.workers.running import SIM, RunningWorker, code, metadata_of
 from tests.workers.source_servers import FaultyConnection
@@ -87,8 +89,8 @@ async def value_of(client: httpx.AsyncClient, series: str) -> float:
 class WrongNeighbour:
     """An agent's file routes that send other bytes of the right length, and record the calls."""
 
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.files, self.calls = files, []
+    def __init__(self, files: dict[str, bytes], *, wrong_by: int = 1) -> None:
+        self.files, self.calls, self.wrong_by = files, [], wrong_by
         self.app = FastAPI()
         self.app.add_api_route("/v1/files/{digest}", self.list)
         self.app.add_api_route("/v1/files/{digest}/{name}", self.file)
@@ -101,7 +103,7 @@ class WrongNeighbour:
     async def file(self, digest: str, name: str):
         content = self.files[name]
         # A single weight is another one: only the digest shows it.
-        body = content if name.endswith(".json") else content[:-1] + bytes([content[-1] ^ 1])
+        body = content if name.endswith(".json") else content[:-1] + bytes([content[-1] ^ self.wrong_by])
         return Response(body, headers={"etag": f'"{digest}"'})
 
 
@@ -164,6 +166,21 @@ async def test_wrong_bytes_are_dropped_and_said_and_the_next_neighbour_is_asked(
         assert files_in(folder / digest) == files_in(neighbours.folder / "w0/cache" / digest)
         assert not [path for path in folder.iterdir() if path.name.startswith(".partial")]
     assert neighbours.at_source.carried > 0
+
+
+async def test_nan_of_the_right_digest_is_refused_and_its_holder_is_not_blamed(neighbours, tmp_path):
+    good = make_adapter(tmp_path / "made", "good")
+    files = files_in(adapter_of_nan(good, tmp_path / "diverged"))
+    digest = files_digest(
+        FileEntry(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in files.items()
+    )
+    holder = WrongNeighbour(files, wrong_by=0)
+    second = await neighbours.agent("w1", "--source-attempts", "1")
+    async with serving(holder.app) as url:
+        body = {"lora_id": "far/v2", "source": fleet_source(digest), "digest": digest, "neighbours": [url]}
+        answer = await second.post("/v1/admin/load_lora", json=body, headers=EPOCH)
+    assert code(answer) == "weights_not_finite", answer.text
+    assert await value_of(second, 'lorafleet_workers_neighbour_failures_total{reason="digest"}') == 0
 
 
 async def test_the_source_is_asked_when_all_neighbours_are_gone(neighbours):

@@ -82,6 +82,7 @@ class SourceError(WorkerError):
         "modules_to_save_unsupported": 422,
         "weights_corrupt": 422,
         "weights_empty": 422,
+        "weights_not_finite": 422,
         "tensor_unexpected": 422,
         "tensor_unpaired": 422,
         "dtype_unsupported": 422,

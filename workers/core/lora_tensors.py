@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from workers.core.adapter_files import WEIGHTS_NAME
 from workers.core.errors import SourceError
-from workers.core.tensors import Shape, TensorHeader
+from workers.core.tensors import FLOAT_DTYPES, Shape, TensorHeader
 
 STACKED = (".experts", ".experts.base_layer")
 """Ends of the names under which PEFT's `target_parameters` stores the experts of a layer as one module."""
@@ -21,7 +21,6 @@ PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.(?:lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")
 _BASE_COPY = re.compile(r"(?P<module>(?:.+\.)?(?:embed_tokens|lm_head))\.base_layer\.weight")
 RENAME_HINT = " (lorafleet adapters rename-modules)"
-_DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,7 @@ def adapter_tensors(tensors: Mapping[str, TensorHeader], saved: Collection[str] 
         if copied := _BASE_COPY.fullmatch(name):
             copies[full_name] = copied["module"]
         elif (head := _head_part(name, saved)) is not None:
+            _check_dtype(full_name, tensor)
             heads.setdefault(head[0], {})[head[1]] = tensor.shape
         else:
             module, half = _lora_half(full_name, name, tensor)
@@ -105,9 +105,7 @@ def _lora_half(full_name: str, name: str, tensor: TensorHeader) -> tuple[str, st
     if not match:
         accepted = "accepted are <module>.lora_A.weight and <module>.lora_B.weight"
         raise SourceError("tensor_unexpected", f"tensor {full_name!r} is no part of a LoRA{_hint(name)}; {accepted}")
-    if tensor.dtype not in _DTYPES:
-        message = f"tensor {full_name!r} is {tensor.dtype}; accepted are {', '.join(_DTYPES)}"
-        raise SourceError("dtype_unsupported", message)
+    _check_dtype(full_name, tensor)
     if len(tensor.shape) != 2 or 0 in tensor.shape:
         accepted = "accepted are two dimensions of 1 or more"
         raise SourceError("shape_mismatch", f"tensor {full_name!r} has shape {list(tensor.shape)}; {accepted}")
@@ -116,6 +114,13 @@ def _lora_half(full_name: str, name: str, tensor: TensorHeader) -> tuple[str, st
         message = f"tensor {full_name!r}: embed_tokens has lora_embedding_A and _B, every other module lora_A and _B"
         raise SourceError("tensor_unexpected", message)
     return module, match["embedding"] or match["half"]
+
+
+def _check_dtype(full_name: str, tensor: TensorHeader) -> None:
+    """Raises SourceError for a tensor that holds no floating-point numbers of a kind that engines take."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        message = f"tensor {full_name!r} is {tensor.dtype}; accepted are {', '.join(FLOAT_DTYPES)}"
+        raise SourceError("dtype_unsupported", message)
 
 
 def _hint(name: str) -> str:

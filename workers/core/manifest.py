@@ -59,6 +59,7 @@ class AdapterDescription:
     ignored   modules that the engine takes and does not use, as far as its table says; `why` says why, and
               what the table does not say
     notes     sentences for operators: what could not be compared
+    scale     the largest factor by which engines multiply a module's change
     """
 
     rank: int
@@ -68,6 +69,7 @@ class AdapterDescription:
     ignored: tuple[str, ...] = ()
     why: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ def check_adapter(
         ignored=verdict.ignored,
         why=verdict.why,
         notes=verdict.notes,
+        scale=lora_config.scale,
     )
 
 

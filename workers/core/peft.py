@@ -44,6 +44,7 @@ class ModulePattern:
 class LoraConfig:
     """A parsed config.
 
+    scale       the largest factor by which engines multiply a module's change
     target      the test of `target_modules`; None if the config does not decide which modules it has
     saved       whole modules of `modules_to_save`
     """
@@ -51,6 +52,7 @@ class LoraConfig:
     rank: int
     ranks: tuple[ModulePattern, ...]
     alphas: tuple[ModulePattern, ...]
+    scale: float
     base_model: str
     target: Callable[[str, MatchTime], bool] | None
     saved: frozenset[str] = frozenset()
@@ -112,11 +114,16 @@ def parse_config(raw: bytes) -> LoraConfig:
     if not _is_rank(rank):
         raise invalid_config(f"r is {rank!r}; accepted is a rank of 1 or more")
     if not _is_scale(alpha):
-        raise invalid_config(f"lora_alpha is {alpha!r}; accepted is a number other than 0")
+        raise invalid_config(f"lora_alpha is {_shortened(alpha)}; accepted is a finite number other than 0")
+    ranks = tuple(_parse_patterns(config, "rank_pattern", _is_rank, "ranks of 1 or more"))
+    alphas = tuple(_parse_patterns(config, "alpha_pattern", _is_scale, "finite numbers other than 0"))
+    least_rank = min([rank, *(pattern.value for pattern in ranks)])
+    largest_alpha = max(map(abs, [alpha, *(pattern.value for pattern in alphas)]))
     return LoraConfig(
         rank=rank,
-        ranks=tuple(_parse_patterns(config, "rank_pattern", _is_rank, "ranks of 1 or more")),
-        alphas=tuple(_parse_patterns(config, "alpha_pattern", _is_scale, "numbers other than 0")),
+        ranks=ranks,
+        alphas=alphas,
+        scale=largest_alpha / (math.sqrt(least_rank) if config.get("use_rslora") else least_rank),
         base_model=_base_model_name(config),
         target=_target_test(config),
         saved=_saved_modules(config),

@@ -26,6 +26,9 @@ _BITS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
 
+FLOAT_DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
+"""Those of weights in the shape [out, in], of base models and adapters; packed weights have others."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
@@ -52,7 +55,10 @@ def header_bytes(start: bytes, file_bytes: int, name: str) -> int:
 
 
 def parse_header(raw: bytes, data_bytes: int, name: str) -> dict[str, TensorHeader]:
-    """All tensors of a file by name, from its header and the number of bytes after it. Raises SourceError."""
+    """All tensors of a file by name, in the order of their data, from its header and the number of bytes after it.
+
+    Raises SourceError.
+    """
     try:
         header = json.loads(raw.decode(), object_pairs_hook=_dict_without_duplicates)
     except (ValueError, RecursionError) as exc:
@@ -71,7 +77,12 @@ def parse_header(raw: bytes, data_bytes: int, name: str) -> dict[str, TensorHead
         end = ends
     if end != data_bytes:
         raise _corrupt_error(name, f"its tensors take {end} bytes, the file has {data_bytes}: cut short or padded")
-    return {key: TensorHeader(value["dtype"], tuple(value["shape"])) for key, value in header.items()}
+    return {key: TensorHeader(header[key]["dtype"], tuple(header[key]["shape"])) for _, _, key in spans}
+
+
+def tensor_bytes(tensor: TensorHeader) -> int:
+    """The size of a tensor's data in the file."""
+    return math.prod(tensor.shape) * _BITS[tensor.dtype] // 8
 
 
 def _checked_span(name: str, key: str, value: Any) -> tuple[int, int, str]:

@@ -1,6 +1,7 @@
 """The stage `verify`: reads an adapter's folder and checks it against the rules. Executes nothing from it.
 
-Config and tensor headers are checked first, in milliseconds. Only then every byte is read for the digest.
+Config and tensor headers are checked first, in milliseconds. Only then every byte is read, for the digest and for
+values that are not finite.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from workers.core.adapter_files import (
 )
 from workers.core.base_model import NO_ENGINE, BaseModel, EngineFacts, base_model
 from workers.core.errors import SourceError
+from workers.core.finite import FiniteCheck
 from workers.core.manifest import (
     AdapterDescription,
     AdapterRules,
@@ -30,7 +32,7 @@ from workers.core.manifest import (
     check_adapter,
 )
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
-from workers.core.tensors import Shape, TensorHeader, header_bytes, parse_header
+from workers.core.tensors import FLOAT_DTYPES, Shape, TensorHeader, header_bytes, parse_header
 
 log = structlog.get_logger()
 
@@ -38,7 +40,6 @@ _BASE_CONFIG = "config.json"
 _READ_BYTES = 1 << 18
 # Weights whose shape is [out, in]. Those of quantizations are packed: bitsandbytes' `weight` (U8), AWQ's and GPTQ's
 # `qweight`, compressed-tensors' `weight_packed`, mxfp4's `..._blocks`.
-_PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 _PACKED_WEIGHTS = ("weight", "qweight", "weight_packed")
 
 
@@ -54,8 +55,15 @@ def read_manifest(
     is_counted  whether digest and size count a file of this name
     advance     called with the number of bytes of each read
     """
-    described = read_description(folder, rules, is_counted=is_counted)
-    files = tuple(read_file_entry(path, advance) for path in sorted(folder.iterdir()) if is_counted(path.name))
+    described, tensors = _read_headers(folder, rules, is_counted)
+    values = FiniteCheck((folder / WEIGHTS_NAME).stat().st_size, tensors, described.scale)
+
+    def read_entry(path: Path) -> FileEntry:
+        """The entry of one file; the values of the weights are checked on the way."""
+        return read_file_entry(path, advance, values.feed if path.name == WEIGHTS_NAME else None)
+
+    files = tuple(read_entry(path) for path in sorted(folder.iterdir()) if is_counted(path.name))
+    values.require_finite()
     size_bytes = sum(entry.size_bytes for entry in files)
     return Manifest(
         digest=manifests.digest(files),
@@ -70,13 +78,21 @@ def read_description(
     folder: Path, rules: AdapterRules, *, is_counted: Callable[[str], bool] = is_adapter_file
 ) -> AdapterDescription:
     """The checked description of an adapter, from its config and tensor header only. Raises SourceError."""
+    return _read_headers(folder, rules, is_counted)[0]
+
+
+def _read_headers(
+    folder: Path, rules: AdapterRules, is_counted: Callable[[str], bool]
+) -> tuple[AdapterDescription, Mapping[str, TensorHeader]]:
+    """The checked description of an adapter, and its tensors. Raises SourceError."""
     files = sorted(folder.iterdir())
     _check_files(files, rules, is_counted)
     config = folder / CONFIG_NAME
     if (size := config.stat().st_size) > MAX_CONFIG_BYTES:
         message = f"{CONFIG_NAME} has {size} bytes; accepted are at most {MAX_CONFIG_BYTES}"
         raise SourceError("source_too_big", message)
-    return check_adapter(config.read_bytes(), read_tensors(folder / WEIGHTS_NAME), rules)
+    tensors = read_tensors(folder / WEIGHTS_NAME)
+    return check_adapter(config.read_bytes(), tensors, rules), tensors
 
 
 def read_tensors(path: Path) -> Mapping[str, TensorHeader]:
@@ -87,16 +103,21 @@ def read_tensors(path: Path) -> Mapping[str, TensorHeader]:
         return parse_header(file.read(length), size - 8 - length, path.name)
 
 
-def read_file_entry(path: Path, advance: Callable[[int], None] = lambda _: None) -> FileEntry:
+def read_file_entry(
+    path: Path, advance: Callable[[int], None] = lambda _: None, feed: Callable[[bytes], None] | None = None
+) -> FileEntry:
     """Size and sha256 of a regular file: reads every byte. Raises SourceError for another kind of file.
 
     advance  called with the number of bytes of each read
+    feed     called with the bytes of each read
     """
     _check_regular_file(path)
     digest, size_bytes = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_READ_BYTES):
             digest.update(chunk)
+            if feed is not None:
+                feed(chunk)
             size_bytes += len(chunk)
             advance(len(chunk))
     return FileEntry(path.name, size_bytes, digest.hexdigest())
@@ -116,7 +137,7 @@ def read_base_model(folder: Path, facts: EngineFacts = NO_ENGINE) -> BaseModel |
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in read_tensors(path).items():
             module, _, kind = name.rpartition(".")
-            if kind == "weight" and tensor.dtype in _PLAIN_DTYPES:
+            if kind == "weight" and tensor.dtype in FLOAT_DTYPES:
                 weights[module] = tensor.shape
             elif kind in _PACKED_WEIGHTS:
                 packed.add(module)
