@@ -68,6 +68,12 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         " the same path, below their `lora_roots`; empty: on `fleet_copies` workers",
     )
     max_upload_bytes: int = Field(default=8 << 30, ge=1, description="largest upload, in bytes of its archive")
+    max_unfinished_uploads: int = Field(
+        default=32, ge=1, description="uploads of one tenant that are under way or broken off; more are a 429"
+    )
+    max_unfinished_upload_bytes: int = Field(
+        default=64 << 30, ge=1, description="bytes that these uploads of one tenant have announced; more are a 429"
+    )
     engine_slots: int = Field(
         default=0,
         ge=0,
@@ -182,9 +188,11 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         return self
 
     @model_validator(mode="after")
-    def _upload_store_has_a_form(self) -> Self:
-        """Raises ValueError for a store that cannot be one."""
+    def _upload_settings_fit(self) -> Self:
+        """Raises ValueError for a store that cannot be one, or a quota below one upload's largest size."""
         upload_store(self.upload_store)
+        if self.max_unfinished_upload_bytes < self.max_upload_bytes:
+            raise ValueError("max_unfinished_upload_bytes must be max_upload_bytes or more: one upload must fit")
         return self
 
     @property

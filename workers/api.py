@@ -37,6 +37,7 @@ from workers.wire import (
     Metadata,
     ModelFiles,
     UndrainRequest,
+    UnfinishedUploads,
     UnloadAnswer,
     UnloadRequest,
     UploadState,
@@ -257,6 +258,11 @@ def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     leading = [Depends(check_epoch)]
 
+    @api.get("/v1/uploads")
+    async def unfinished() -> UnfinishedUploads:
+        """The uploads that are not installed yet; room is kept for the rest of each."""
+        return UnfinishedUploads(data=await uploads.unfinished())
+
     @api.get("/v1/uploads/{upload_id}")
     async def state(upload_id: UploadId) -> UploadState:
         """What has come of an upload; 404 `upload_unknown` if nothing has."""
@@ -265,7 +271,7 @@ def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     @api.post("/v1/uploads/{upload_id}/{name}", dependencies=leading)
     async def begin(upload_id: UploadId, name: str, body: BeginFileRequest) -> UploadState:
         """Begin a file of an upload; 507 `disk_full` without room for it, before a byte is sent."""
-        return await uploads.begin(upload_id, name, body.total_bytes)
+        return await uploads.begin(upload_id, name, body)
 
     @api.put("/v1/uploads/{upload_id}/{name}", dependencies=leading)
     async def receive(

@@ -466,10 +466,30 @@ class BeginFileRequest(_WorkerMessage):
     """`POST /v1/uploads/{upload_id}/{name}`: begin a file, from its first byte; answers with the `UploadState`.
 
     name         `archive` (a tar or zip file), or the name of one of an adapter's two files
-    total_bytes  its size, for which there must be room; None: not known
+    total_bytes  its size, for which room is kept from now on; None: not known
+    lora_id      of the adapter, for the list of unfinished uploads
+    tenant       whose quota the upload counts for
     """
 
     total_bytes: int | None = Field(default=None, ge=0)
+    lora_id: str = ""
+    tenant: str = ""
+    wire: int = WIRE
+
+
+class UnfinishedUpload(_WorkerMessage):
+    """An upload that is not installed yet. `size_bytes`: as announced, or as many as have come where they are more."""
+
+    upload_id: str
+    lora_id: str = ""
+    tenant: str = ""
+    size_bytes: int = Field(ge=0)
+
+
+class UnfinishedUploads(_WorkerMessage):
+    """`GET /v1/uploads`: the uploads that are not installed yet, and that no hour without growth has ended."""
+
+    data: Annotated[tuple[UnfinishedUpload, ...], FailFast()] = ()
     wire: int = WIRE
 
 

@@ -96,6 +96,7 @@ def upload_routes(
             digest=wanted.digest,
             tenants=_owned_tenants(store, caller, whole, wanted),
             is_published=wanted.publish,
+            tenant=caller.tenant or owners.upload_owner(caller),
         )
         known = None if wanted.publish else uploads.registered_already(ask)
         if known is not None:

@@ -10,6 +10,7 @@ OrchestratorError
 │   ├── PreconditionRequired 428: a whole replacement without the version that it replaces (If-Match)
 │   └── EventsExpired        410: the event buffer no longer reaches back that far
 ├── OrchestratorUnavailable  503 with Retry-After: no worker, store or leader can answer now
+│   └── TooManyUploads       429: as much is being uploaded for the caller's tenant as one may
 ├── WorkerFailed             a worker failed for the moment; retried after `retry_after_s`, perhaps on another worker
 ├── InvalidAdapter           a worker found the adapter's bytes or source wrong; kept as data until something changes
 ├── PublishUnfinished        504: a publish was not done in its time; the same call goes on where it ended
@@ -82,6 +83,11 @@ class OrchestratorUnavailable(OrchestratorError):
     def __init__(self, message: str, *, code: str | None = None, retry_after_s: float = 1.0) -> None:
         super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
+
+
+class TooManyUploads(OrchestratorUnavailable):
+    status = 429
+    code = "too_many_uploads"
 
 
 class WorkerFailed(OrchestratorError):

@@ -13,6 +13,7 @@ WEIGHTS = "adapter_model.safetensors"
 UPLOAD_FILES = (ARCHIVE, CONFIG, WEIGHTS)
 """What a request may send: an archive of the adapter, or one of its two files."""
 
+_NAMES_SHOWN = 5
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)")
 
 
@@ -61,6 +62,32 @@ def sent_bytes(content_range: str | None, content_length: str | None) -> SentByt
 def upload_id(owner: str, name: str) -> str:
     """The id of a caller's unfinished upload of an adapter: each has one at a time, wherever it arrives."""
     return hashlib.sha256(f"{len(owner)}:{owner}{name}".encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True, slots=True)
+class UploadQuota:
+    """What one tenant's unfinished uploads may be together."""
+
+    uploads: int
+    size_bytes: int
+
+    def problem(self, others: Mapping[str, tuple[str, int]], new_bytes: int) -> str:
+        """Why a tenant may begin no further upload of this size, and what to do; "" if it may.
+
+        others  upload id -> adapter and size, of its unfinished uploads
+        """
+        taken = sum(size for _, size in others.values())
+        if len(others) < self.uploads and taken + new_bytes <= self.size_bytes:
+            return ""
+        if len(others) >= self.uploads:
+            problem = f"{len(others)} uploads are unfinished, of at most {self.uploads} (max_unfinished_uploads)"
+        else:
+            problem = f"the {len(others)} unfinished uploads have announced {taken} bytes, with this one"
+            problem += f" {taken + new_bytes} of at most {self.size_bytes} (max_unfinished_upload_bytes)"
+        names = sorted({name for name, _ in others.values() if name})
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+        advice = "finish one, or forget it by DELETE /v1/uploads/{lora_id}; each ends after an hour without growth"
+        return f"{problem}: {shown}; {advice}"
 
 
 def missing_files(received: Mapping[str, tuple[int, int | None]]) -> tuple[str, ...]:

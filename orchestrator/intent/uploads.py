@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
+from weakref import WeakValueDictionary
 
 import httpx
 import structlog
@@ -24,18 +26,27 @@ from orchestrator.core.errors import (
     OrchestratorRequestError,
     OrchestratorUnavailable,
     StateConflict,
+    TooManyUploads,
     UploadTooLarge,
     WorkerFailed,
 )
 from orchestrator.core.state import RegisteredAdapter
-from orchestrator.core.uploads import UPLOAD_FILES, SentBytes, missing_files, upload_id
+from orchestrator.core.uploads import UPLOAD_FILES, SentBytes, UploadQuota, missing_files, upload_id
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.actor import with_manifest
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.upload_store import UploadStore
 from orchestrator.wire import AdapterSpec
-from workers.wire import AvailableLora, InspectRequest, InstallUploadRequest, KeepRequest, UploadState
+from workers.wire import (
+    AvailableLora,
+    BeginFileRequest,
+    InspectRequest,
+    InstallUploadRequest,
+    KeepRequest,
+    UnfinishedUpload,
+    UploadState,
+)
 
 log = structlog.get_logger()
 
@@ -43,6 +54,7 @@ _ASKED = 16
 """Workers that are asked whether they have an upload, in the order in which one was chosen for it; a guess."""
 _STALL_S = 60.0
 """A worker that takes no byte for so long is given up, as a client that sends none."""
+_QUOTA_RETRY_S = 5.0
 _HOW_TO_RESUME = "GET /v1/uploads/{0} says how many bytes have come; send the rest with Content-Range"
 _NO_BYTES = SentBytes(None, 0, None, is_resumed=True)
 # The agent's errors about the request, which the client can mend.
@@ -54,6 +66,7 @@ class UploadAsk:
     """What a request sends, and of which adapter.
 
     owner    the caller: another caller's bytes for the same name are another upload
+    tenant   whose quota the upload counts for
     file     one of UPLOAD_FILES
     digest   that the adapter must have; None: any
     tenants  that may use the adapter; None: all
@@ -68,6 +81,7 @@ class UploadAsk:
     digest: str | None = None
     tenants: tuple[str, ...] | None = None
     is_published: bool = False
+    tenant: str = ""
 
     @property
     def upload_id(self) -> str:
@@ -120,6 +134,9 @@ class AdapterUploads:
         self._store = store
         self._agents = agents
         self._settings = settings
+        self._quota = UploadQuota(settings.max_unfinished_uploads, settings.max_unfinished_upload_bytes)
+        # Weak: a lock exists only while somebody holds it or waits for it.
+        self._tenant_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # --- receive -------------------------------------------------------------------------------------------------
 
@@ -138,7 +155,10 @@ class AdapterUploads:
             if ask.sent.start is None:
                 return state
         else:
-            worker = await self._begin(ask, [worker for worker, _ in holders])
+            # One at a time: the next one counts what this one has announced.
+            async with self._tenant_locks.setdefault(ask.tenant, asyncio.Lock()):
+                await self._check_quota(ask)
+                worker = await self._begin(ask, [worker for worker, _ in holders])
         try:
             return await self._agents.send_file(
                 worker.agent_url,
@@ -171,6 +191,25 @@ class AdapterUploads:
         """
         known = self._registry.uploadable(ask.lora_id, ask.digest)
         return known if known is not None and ask.digest is not None and known.digest == ask.digest else None
+
+    async def _check_quota(self, ask: UploadAsk) -> None:
+        """Raises TooManyUploads if the tenant has as much unfinished as one may. A silent worker's do not count."""
+
+        async def unfinished(worker: UploadWorker) -> tuple[UnfinishedUpload, ...]:
+            """The worker's unfinished uploads."""
+            try:
+                return await self._agents.unfinished_uploads(worker.agent_url, timeout_s=self._settings.probe_timeout_s)
+            except (WorkerFailed, InvalidAdapter):
+                return ()
+
+        lists = await asyncio.gather(*map(unfinished, self._ready_workers()))
+        others = {
+            upload.upload_id: (upload.lora_id, upload.size_bytes)
+            for upload in chain.from_iterable(lists)
+            if upload.tenant == ask.tenant and upload.upload_id != ask.upload_id
+        }
+        if problem := self._quota.problem(others, ask.sent.total or 0):
+            raise TooManyUploads(f"upload of {ask.lora_id!r}: {problem}", retry_after_s=_QUOTA_RETRY_S)
 
     def _holder_of(
         self, ask: UploadAsk, holders: Sequence[tuple[UploadWorker, UploadState]]
@@ -210,14 +249,11 @@ class AdapterUploads:
         first = {worker.id for worker in holders}
         workers = sorted(self._able_workers(ask), key=lambda worker: worker.id not in first)
         refused: WorkerFailed | None = None
+        announced = BeginFileRequest(total_bytes=ask.sent.total, lora_id=ask.lora_id, tenant=ask.tenant)
         for worker in workers[:_ASKED]:
             try:
                 await self._agents.begin_file(
-                    worker.agent_url,
-                    ask.upload_id,
-                    ask.file,
-                    ask.sent.total,
-                    timeout_s=self._settings.probe_timeout_s,
+                    worker.agent_url, ask.upload_id, ask.file, announced, timeout_s=self._settings.probe_timeout_s
                 )
             except InvalidAdapter as exc:
                 raise _upload_error(exc, ask, worker.id) from exc

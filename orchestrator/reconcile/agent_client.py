@@ -29,6 +29,8 @@ from workers.wire import (
     Metadata,
     ReleaseRequest,
     UndrainRequest,
+    UnfinishedUpload,
+    UnfinishedUploads,
     UnloadRequest,
     UploadState,
 )
@@ -175,11 +177,15 @@ class AgentClient:
             UploadState, await self._send_request("GET", agent_url, f"/v1/uploads/{upload_id}", timeout_s=timeout_s)
         )
 
+    async def unfinished_uploads(self, agent_url: str, *, timeout_s: float) -> tuple[UnfinishedUpload, ...]:
+        """The uploads on a worker that are not installed yet. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
+        answer = await self._send_request("GET", agent_url, "/v1/uploads", timeout_s=timeout_s)
+        return _parsed(UnfinishedUploads, answer).data
+
     async def begin_file(
-        self, agent_url: str, upload_id: str, name: str, total_bytes: int | None, *, timeout_s: float
+        self, agent_url: str, upload_id: str, name: str, ask: BeginFileRequest, *, timeout_s: float
     ) -> None:
         """Begin a file of an upload. Raises WorkerFailed (`disk_full`: no room for it), InvalidAdapter, LeaseLost."""
-        ask = BeginFileRequest(total_bytes=total_bytes)
         await self._post_action(agent_url, f"/v1/uploads/{upload_id}/{name}", ask, timeout_s=timeout_s)
 
     async def send_file(

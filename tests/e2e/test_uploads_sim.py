@@ -5,6 +5,7 @@ import contextlib
 import io
 import shutil
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -333,3 +334,52 @@ async def _is_gone(fleet: SmallFleet, name: str) -> bool:
 async def _has_workers(fleet: SmallFleet, count: int) -> bool:
     items = (await fleet.http.get("/v1/workers")).json().get("data", [])
     return sum(item["state"] == "ready" for item in items) == count
+
+
+async def test_a_tenants_unfinished_uploads_are_bounded_wherever_they_are_and_others_are_free(tmp_path, model, made):
+    """Each begins at the worker that its name draws, so no worker alone sees the count."""
+    whole = tar_of(made("sql/v1"), "w")
+    tenants = ("acme", "globex")
+    async with fleet_of(tmp_path, model, routers=1, tenants=tenants, max_unfinished_uploads=2) as fleet:
+
+        def headers(tenant: str) -> dict[str, str]:
+            return {"authorization": f"Bearer {fleet.keys[tenant]}"}
+
+        async def begun(name: str) -> bool:
+            tenant = name.partition("/")[0]
+            return (await fleet.http.get(f"/v1/uploads/{name}", headers=headers(tenant))).is_success
+
+        async def break_off_at_once(name: str) -> None:
+            more = headers(name.partition("/")[0]) | {"content-length": str(len(whole))}
+            with contextlib.suppress(ConnectionError):
+                await put(fleet, name, breaking(whole, 0, lambda: begun(name)), headers=more)
+
+        await asyncio.gather(*(break_off_at_once(f"acme/{number}") for number in range(2)))
+        refused = await fleet.routers[0].put("/v1/adapters/acme/x", content=whole, headers=headers("acme"))
+        assert (refused.status_code, code(refused)) == (429, "too_many_uploads"), refused.text
+        assert float(refused.headers["retry-after"]) >= 1
+        assert "acme/0, acme/1" in refused.text
+        assert (await put(fleet, "globex/x", whole, headers=headers("globex"))).status_code == 201
+        # Going on with one is always possible, and what ends makes room.
+        resumed = {"content-range": f"bytes 0-{len(whole) - 1}/{len(whole)}"} | headers("acme")
+        assert (await put(fleet, "acme/0", whole, headers=resumed)).status_code == 201
+        assert (await put(fleet, "acme/x", whole, headers=headers("acme"))).status_code == 201
+        assert (await fleet.http.delete("/v1/uploads/acme/1", headers=headers("acme"))).status_code == 204
+
+
+async def test_a_zip_of_zeros_is_refused_by_its_ratio_and_a_zip_made_on_windows_is_taken(tmp_path, model, made):
+    def zip_of(weights: bytes) -> bytes:
+        into = io.BytesIO()
+        with zipfile.ZipFile(into, "w", zipfile.ZIP_DEFLATED) as packed:
+            packed.writestr("my adapter\\", b"")
+            packed.writestr("my adapter\\adapter_config.json", (folder / "adapter_config.json").read_bytes())
+            packed.writestr("my adapter\\adapter_model.safetensors", weights)
+        return into.getvalue()
+
+    folder = made("sql/v1")
+    async with fleet_of(tmp_path, model, workers=1) as fleet:
+        bomb = await put(fleet, "bomb/v1", zip_of(bytes(80 << 20)))
+        assert (bomb.status_code, code(bomb)) == (413, "upload_too_large"), bomb.text
+        assert "100 times the archive's size" in bomb.text
+        answer = await put(fleet, "sql/v1", zip_of((folder / "adapter_model.safetensors").read_bytes()))
+        assert answer.status_code == 201, answer.text

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.errors import OrchestratorRequestError
-from orchestrator.core.uploads import ARCHIVE, CONFIG, WEIGHTS, SentBytes, missing_files, sent_bytes, upload_id
+from orchestrator.core.uploads import (
+    ARCHIVE,
+    CONFIG,
+    WEIGHTS,
+    SentBytes,
+    UploadQuota,
+    missing_files,
+    sent_bytes,
+    upload_id,
+)
 from orchestrator.store.upload_store import upload_store
 
 
@@ -42,6 +51,17 @@ def test_an_upload_is_whole_with_an_archive_or_both_files():
     assert missing_files({WEIGHTS: (9, 9)}) == (CONFIG,)
     assert missing_files({WEIGHTS: (8, 9), CONFIG: (2, 2)}) == (WEIGHTS,)
     assert missing_files({WEIGHTS: (9, 9), CONFIG: (2, 2)}) == ()
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=6), new=st.integers(0, 50))
+def test_a_tenant_may_begin_an_upload_while_count_and_bytes_are_within_the_quota(sizes, new):
+    quota = UploadQuota(uploads=4, size_bytes=100)
+    others = {str(number): (f"acme/{number}", size) for number, size in enumerate(sizes)}
+    problem = quota.problem(others, new)
+    assert (problem == "") == (len(sizes) < 4 and sum(sizes) + new <= 100)
+    if problem:
+        assert "acme/0" in problem
+        assert "DELETE /v1/uploads/" in problem
 
 
 def test_callers_and_names_have_uploads_of_their_own():

@@ -261,6 +261,14 @@ def many_headers(size_bytes: int, count: int) -> bytes:
     return gzip.compress(header * (count - 1) + member + bytes(2 * tarfile.BLOCKSIZE), 1)
 
 
+def encrypted(packed: bytes) -> bytes:
+    """The zip with the flag of a password in all its headers."""
+    for start, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        parts = packed.split(start)
+        packed = start.join([parts[0], *(part[: at - 4] + b"\1\0" + part[at - 2 :] for part in parts[1:])])
+    return packed
+
+
 def of_method(packed: bytes, method: int) -> bytes:
     """The zip with another compression method in all its headers."""
     deflated, message = (zipfile.ZIP_DEFLATED.to_bytes(2, "little"), method.to_bytes(2, "little"))
@@ -286,7 +294,7 @@ ARCHIVES = {
     "two adapters": ("a.tar.gz", lambda: tar(*GOOD, ("b/adapter_config.json", CONFIG)), "source_invalid"),
     "no adapter": ("a.tar.gz", lambda: tar(("README", b"")), "source_not_found"),
     "too many": ("a.tar.gz", lambda: tar(*((f"f{number}", b"") for number in range(1001))), "source_too_big"),
-    "bomb": ("a.tar.gz", lambda: tar(*GOOD, ("zeros", bytes(20 << 20))), "source_too_big"),
+    "bomb": ("a.tar.gz", lambda: tar(*GOOD, ("zeros", bytes(101 << 20))), "source_too_big"),
     "header bomb": ("a.tar.gz", lambda: tar(("x" * (5 << 20), b"")), "source_invalid"),
     "header chain": ("a.tar.gz", lambda: many_headers(3 << 20, 3), "source_invalid"),
     "cut": ("a.tar.gz", lambda: tar(*GOOD, ("b.bin", Random(1).randbytes(200_000)))[:100_000], "source_invalid"),
@@ -295,11 +303,16 @@ ARCHIVES = {
     "zip link": ("a.zip", lambda: zipped(*PLAIN, ("a/l.safetensors", b"/etc/passwd", LINK)), "source_unsafe"),
     "zip parent": ("a.zip", lambda: zipped(*PLAIN, ("../x.safetensors", b"", FILE)), "source_unsafe"),
     "zip windows": ("a.zip", lambda: zipped(*PLAIN, ("..\\x.safetensors", b"", FILE)), "source_unsafe"),
-    "zip bomb": ("a.zip", lambda: zipped(*PLAIN, ("a/z.safetensors", bytes(20 << 20), FILE)), "source_too_big"),
+    "zip bomb": ("a.zip", lambda: zipped(*PLAIN, ("a/z.safetensors", bytes(200 << 20), FILE)), "source_too_big"),
+    "zip ratio": ("a.zip", lambda: zipped(*PLAIN, ("a/z.safetensors", bytes(65 << 20), FILE)), "source_too_big"),
+    "tar ratio": ("a.tgz", lambda: tar(*GOOD, ("a/optimizer.pt", bytes(65 << 20))), "source_too_big"),
+    "zip encrypted": ("a.zip", lambda: encrypted(zipped(*PLAIN)), "source_invalid"),
+    "zip deflate64": ("a.zip", lambda: of_method(zipped(*PLAIN), 9), "source_invalid"),
+    "zip long path": ("a.zip", lambda: zipped(*PLAIN, ("d/" * 600 + "x", b"", FILE)), "source_unsafe"),
     "zip zstandard": ("a.zip", lambda: of_method(zipped(*PLAIN), 93), "source_invalid"),
     "not a zip": ("a.zip", lambda: b"hello" * 100, "source_invalid"),
     "tar link": ("a.tar", lambda: tar(*GOOD, ("a/l", (tarfile.SYMTYPE, "/etc/passwd")), mode="w"), "source_unsafe"),
-    "tar bomb": ("a.tar", lambda: tar(*GOOD, ("zeros", bytes(20 << 20)), mode="w"), "source_too_big"),
+    "tar bomb": ("a.tar", lambda: tar(*GOOD, ("zeros", bytes(101 << 20)), mode="w"), "source_too_big"),
     "tar cut": ("a.tar", lambda: tar(*GOOD, ("b.bin", bytes(200_000)), mode="w")[:100_000], "source_invalid"),
     "empty": ("a.tar", lambda: b"", "source_invalid"),
 }  # fmt: skip
@@ -310,7 +323,7 @@ def test_hostile_archive_is_refused_and_writes_nothing_outside(tmp_path, name, m
     (tmp_path / "into").mkdir()
     (tmp_path / "packed").write_bytes(made())
     with pytest.raises(SourceError) as caught:
-        archive.unpack(tmp_path / "packed", tmp_path / "into", f"https://host/{name}", 10 << 20, Transfer())
+        archive.unpack(tmp_path / "packed", tmp_path / "into", f"https://host/{name}", 100 << 20, Transfer())
     assert (caught.value.code, str(caught.value)[:6]) == (code, "source")
     assert {path.name for path in tmp_path.iterdir()} == {"into", "packed"}
     assert not [path for path in (tmp_path / "into").rglob("*") if path.is_symlink()]
@@ -328,6 +341,28 @@ def test_an_archive_is_read_by_its_bytes_whatever_its_name(tmp_path, name, packe
     archive.unpack(tmp_path / "packed", tmp_path / "into", f"https://host/{name}", 10 << 20, Transfer())
     found = {path.name: path.read_bytes() for path in (tmp_path / "into").iterdir()}
     assert found == {"adapter_config.json": CONFIG, "adapter_model.safetensors": b"weights"}
+
+
+@pytest.mark.parametrize("folder", ["", "my adapter\\", "a\\b\\", "a/b/"])
+def test_a_zip_that_windows_made_is_read_with_its_separators(tmp_path, folder):
+    parts = [(folder, b"", 0)] if folder else []
+    files = ((folder + "adapter_config.json", CONFIG, 0), (folder + "adapter_model.safetensors", b"weights", 0))
+    (tmp_path / "into").mkdir()
+    (tmp_path / "packed").write_bytes(zipped(*parts, *files))
+    archive.unpack(tmp_path / "packed", tmp_path / "into", "https://host/a.zip", 10 << 20, Transfer())
+    found = {path.name: path.read_bytes() for path in (tmp_path / "into").iterdir()}
+    assert found == {"adapter_config.json": CONFIG, "adapter_model.safetensors": b"weights"}
+
+
+def test_a_small_archive_of_zeros_and_a_large_one_of_some_are_unpacked(tmp_path):
+    """A trainer's first step has zeros in half of its weights; a whole adapter of zeros is harmless if it is small."""
+    for number, weights in enumerate((bytes(60 << 20), Random(1).randbytes(1 << 20) + bytes(80 << 20))):
+        into = tmp_path / f"into{number}"
+        into.mkdir()
+        packed = tmp_path / "packed"
+        packed.write_bytes(tar(("adapter_config.json", CONFIG), ("adapter_model.safetensors", weights)))
+        archive.unpack(packed, into, "https://host/a.tgz", 100 << 20, Transfer())
+        assert (into / "adapter_model.safetensors").stat().st_size == len(weights)
 
 
 def test_macos_files_in_an_archive_are_ignored(tmp_path):

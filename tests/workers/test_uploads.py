@@ -19,6 +19,7 @@ from workers.core.errors import AgentRequestError, SourceError
 from workers.sources.base import Limits, Transfer
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.uploads import ARCHIVE, Uploads
+from workers.wire import BeginFileRequest
 
 UPLOAD = "a" * 24
 LEADER = {"x-lorafleet-epoch": "1"}
@@ -163,7 +164,7 @@ async def test_the_newest_connection_takes_a_file_over_from_one_that_is_silent(t
         silent.set()
         await asyncio.Event().wait()
 
-    await uploads.begin(UPLOAD, ARCHIVE, 6)
+    await uploads.begin(UPLOAD, ARCHIVE, begin(6))
     old = asyncio.create_task(uploads.receive(UPLOAD, ARCHIVE, 0, hangs()))
     await silent.wait()
     state = await uploads.receive(UPLOAD, ARCHIVE, 3, in_pieces(b"def"))
@@ -178,7 +179,7 @@ async def test_an_upload_that_goes_on_after_its_installation_leaves_the_installe
     uploads, installed = uploads_in(tmp_path / "cache"), tmp_path / "installed"
     installed.mkdir()
     for name, data in zip(FILES, (b"{}", b"weights"), strict=True):
-        await uploads.begin(UPLOAD, name, len(data))
+        await uploads.begin(UPLOAD, name, begin(len(data)))
         await uploads.receive(UPLOAD, name, 0, in_pieces(data))
     await uploads.unpack(UPLOAD, "upload", installed, Transfer())
     (installed / FILES[1]).chmod(0o444)  # as the cache does; then the agent is killed, and the client sends again
@@ -195,7 +196,7 @@ async def test_files_that_are_begun_at_the_same_time_are_all_known(tmp_path):
     uploads = uploads_in(tmp_path)
     for number in range(100):
         upload = f"{number:024x}"
-        await asyncio.gather(*(uploads.begin(upload, name, 5) for name in FILES))
+        await asyncio.gather(*(uploads.begin(upload, name, begin(5)) for name in FILES))
         assert {file.name for file in (await uploads.state(upload)).files} == set(FILES)
 
 
@@ -210,7 +211,7 @@ async def test_a_connection_that_leaves_while_it_waits_for_a_file_changes_nothin
         finally:
             await may_end.wait()
 
-    await uploads.begin(UPLOAD, ARCHIVE, 6)
+    await uploads.begin(UPLOAD, ARCHIVE, begin(6))
     first = asyncio.create_task(uploads.receive(UPLOAD, ARCHIVE, 0, ends_slowly()))
     await begun.wait()
     second = asyncio.create_task(uploads.receive(UPLOAD, ARCHIVE, 0, in_pieces(b"second")))
@@ -229,9 +230,9 @@ async def test_a_full_disk_refuses_a_file_before_it_is_sent_and_keeps_what_came_
     uploads = uploads_in(tmp_path)
     monkeypatch.setattr(CacheFolder, "free_bytes", lambda _: 1000)
     with pytest.raises(SourceError) as refused:
-        await uploads.begin(UPLOAD, ARCHIVE, 501)  # as much again is needed to unpack it
+        await uploads.begin(UPLOAD, ARCHIVE, begin(501))  # as much again is needed to unpack it
     assert (refused.value.code, "1000 bytes are free" in str(refused.value)) == ("disk_full", True)
-    await uploads.begin(UPLOAD, ARCHIVE, 500)
+    await uploads.begin(UPLOAD, ARCHIVE, begin(500))
 
     async def filling():
         yield b"abc"
@@ -249,7 +250,7 @@ async def test_a_full_disk_refuses_a_file_before_it_is_sent_and_keeps_what_came_
 def test_pieces_from_any_connections_are_joined_to_the_bytes_that_were_sent(whole, attempts):
     async def run(folder):
         uploads = uploads_in(folder)
-        await uploads.begin(UPLOAD, ARCHIVE, len(whole))
+        await uploads.begin(UPLOAD, ARCHIVE, begin(len(whole)))
         for back, sent, piece in attempts:
             received = (await uploads.state(UPLOAD)).files[0].received_bytes
             start = max(0, received - back)
@@ -291,7 +292,7 @@ def test_a_damaged_archive_is_refused_or_gives_the_very_files(data):
 
     async def run(folder):
         uploads = uploads_in(folder / "cache")
-        await uploads.begin(UPLOAD, ARCHIVE, len(whole))
+        await uploads.begin(UPLOAD, ARCHIVE, begin(len(whole)))
         await uploads.receive(UPLOAD, ARCHIVE, 0, in_pieces(bytes(whole)))
         (folder / "into").mkdir()
         with contextlib.suppress(SourceError):
@@ -304,3 +305,38 @@ def test_a_damaged_archive_is_refused_or_gives_the_very_files(data):
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(run(Path(folder)))
+
+
+def begin(total_bytes: int | None, **more) -> BeginFileRequest:
+    return BeginFileRequest(total_bytes=total_bytes, **more)
+
+
+async def test_room_is_kept_for_announced_uploads_until_they_end(tmp_path, monkeypatch):
+    folder = CacheFolder(tmp_path, agent_id="w0", grace_s=0, lease_s=60)
+    monkeypatch.setattr(folder, "free_bytes", lambda: 10_000)
+    uploads = Uploads(folder, Limits(max_bytes=1 << 20))
+    names = [number * 24 for number in "abcd"]
+    await uploads.begin(names[0], ARCHIVE, begin(3000, lora_id="one", tenant="acme"))
+    await uploads.begin(names[1], FILES[1], begin(3000))
+    with pytest.raises(SourceError, match="needs 1001 bytes, and 9000 are kept for others") as refused:
+        await uploads.begin(names[2], FILES[1], begin(1001))
+    assert refused.value.code == "disk_full"
+    listed = {
+        upload.upload_id: (upload.lora_id, upload.tenant, upload.size_bytes) for upload in await uploads.unfinished()
+    }
+    assert listed == {names[0]: ("one", "acme", 3000), names[1]: ("", "", 3000)}
+    # What has come is on the disk already, and counts there.
+    await uploads.receive(names[1], FILES[1], 0, chunks_of(bytes(2000)))
+    await uploads.begin(names[2], FILES[1], begin(1001))
+    # An upload that is begun anew, dropped or installed gives its room back.
+    await uploads.begin(names[0], ARCHIVE, begin(1000))
+    await uploads.begin(names[3], FILES[1], begin(4000))
+    await uploads.drop(names[3])
+    await uploads.finish(names[0], "0" * 64)
+    await uploads.begin(names[3], ARCHIVE, begin(3900))
+    assert {upload.upload_id for upload in await uploads.unfinished()} == set(names[1:])
+
+
+async def chunks_of(*chunks: bytes):
+    for chunk in chunks:
+        yield chunk

@@ -22,6 +22,10 @@ from workers.sources.base import Transfer
 
 _CHUNK_BYTES = 1 << 20
 _MAX_MEMBERS = 1000
+_MAX_PATH = 1000
+# Weights of zeros alone, as of a trainer's first step, shrink a thousand times; small archives of them are harmless.
+_FREE_BYTES = 64 << 20
+_MAX_RATIO = 100
 # Limit for headers, which tarfile and zipfile keep in memory: larger ones are an attack.
 _MAX_READ_BYTES = 4 << 20
 
@@ -32,6 +36,28 @@ _DAMAGED = (
     tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, gzip.BadGzipFile, EOFError, NotImplementedError,
     RuntimeError, ValueError, UnicodeError, OverflowError,
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """How much an archive of so many bytes may unpack to, where an adapter may have `max_bytes`."""
+
+    max_bytes: int
+    packed_bytes: int
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """The most bytes of all entries together."""
+        return min(self.max_bytes, max(_FREE_BYTES, _MAX_RATIO * self.packed_bytes))
+
+    def excess_text(self) -> str:
+        """What is too much: a clause for an error message."""
+        if self.unpacked_bytes == self.max_bytes:
+            return f"more than {self.max_bytes} bytes, see max_adapter_bytes; pack the adapter's two files alone"
+        return (
+            f"more than {self.unpacked_bytes} bytes, packed are {self.packed_bytes}; accepted are {_MAX_RATIO} times"
+            f" the archive's size, or {_FREE_BYTES} bytes: pack it as a plain .tar, or send its two files"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +79,28 @@ def unpack(
     raises  SourceError: `source_unsafe`, `source_too_big`, `source_invalid`, `source_not_found`, `adapter_pickled`
     """
     try:
+        bounds = _Bounds(max_bytes, packed.stat().st_size)
         members = _zip_members(packed) if _first_bytes(packed).startswith(_ZIP) else _tar_members(packed)
-        folder_files = _unpack_adapter_files(members, into, ref, max_bytes, transfer)
+        folder_files = _unpack_adapter_files(members, into, ref, bounds, transfer)
         _keep_adapter_folder(folder_files, into, ref, transfer, allow_pickle=allow_pickle)
         packed.unlink()
+    except _UnreadableMember as exc:
+        hint = "; Windows packs large files by Deflate64: use a .tar" if "method 9;" in str(exc) else ""
+        raise SourceError("source_invalid", f"source {redacted(ref)}: {exc}{hint}") from None
     except _DAMAGED:
         message = f"source {redacted(ref)}: damaged, or of another type; expected a .tar, .tar.gz, .tgz or .zip"
         raise SourceError("source_invalid", message) from None
+
+
+class _UnreadableMember(Exception):
+    """A zip file's entry that cannot be read; the message says why."""
 
 
 ArchiveEntries = Iterator[tuple[ArchiveMember, "IO[bytes] | None"]]
 
 
 def _unpack_adapter_files(
-    entries: ArchiveEntries, into: Path, ref: str, max_bytes: int, transfer: Transfer
+    entries: ArchiveEntries, into: Path, ref: str, bounds: _Bounds, transfer: Transfer
 ) -> dict[PurePosixPath, list[str]]:
     """Write the adapter files of every archive folder into a subfolder `.<number>`; returns folder -> file names.
 
@@ -78,9 +112,13 @@ def _unpack_adapter_files(
     for member, content in entries:
         count, total = count + 1, total + member.size_bytes
         path = _checked_path(member, ref)
-        if count > _MAX_MEMBERS or total > max_bytes:
-            message = f"source {redacted(ref)}: unpacks to more than {max_bytes} bytes or {_MAX_MEMBERS} entries"
+        if count > _MAX_MEMBERS:
+            message = (
+                f"source {redacted(ref)}: has more than {_MAX_MEMBERS} entries; pack the adapter's two files alone"
+            )
             raise SourceError("source_too_big", message)
+        if total > bounds.unpacked_bytes:
+            raise SourceError("source_too_big", f"source {redacted(ref)}: unpacks to {bounds.excess_text()}")
         if content is None or not _is_weights_or_config(path.name):
             continue
         if path.name == CONFIG_NAME and member.size_bytes > MAX_CONFIG_BYTES:
@@ -95,6 +133,11 @@ def _unpack_adapter_files(
         if transfer.with_all_weights or is_adapter_file(path.name) or path.name in PICKLES:
             _write_file(content, target / path.name, transfer)
     return folder_files
+
+
+def _with_slashes(path: str) -> str:
+    """A member's path; archives that Windows has made may have its own separator."""
+    return path.replace("\\", "/")
 
 
 def _is_weights_or_config(name: str) -> bool:
@@ -124,8 +167,11 @@ def _keep_adapter_folder(
 
 def _checked_path(member: ArchiveMember, ref: str) -> PurePosixPath:
     """The member's path. Raises SourceError for links, special files and paths outside of the archive."""
-    path = PurePosixPath(member.name.replace("\\", "/"))
+    path = PurePosixPath(member.name)
     name = ascii(member.name[:100])
+    if len(member.name) > _MAX_PATH:
+        message = f"source {redacted(ref)}: {name}... is a path of {len(member.name)} characters; at most {_MAX_PATH}"
+        raise SourceError("source_unsafe", f"{message} are taken")
     if member.kind not in {"file", "folder"}:
         message = f"source {redacted(ref)}: {name} is a {member.kind}; only files and folders are taken"
         raise SourceError("source_unsafe", message)
@@ -147,19 +193,22 @@ def _zip_members(packed: Path) -> ArchiveEntries:
     with packed.open("rb") as raw, zipfile.ZipFile(_BoundedReader(raw)) as archive:
         for info in archive.infolist():
             mode = stat.S_IFMT(info.external_attr >> 16)
-            kind = "folder" if info.is_dir() else _KINDS.get(mode, "special file")
-            member = ArchiveMember(info.filename, info.file_size, kind)
-            if kind != "file" or not _is_weights_or_config(PurePosixPath(info.filename).name):
+            name = _with_slashes(info.filename)
+            kind = "folder" if name.endswith("/") else _KINDS.get(mode, "special file")
+            member = ArchiveMember(name, info.file_size, kind)
+            if kind != "file" or not _is_weights_or_config(PurePosixPath(name).name):
                 yield member, None
                 continue
-            if info.compress_type not in _METHODS:
-                raise zipfile.BadZipFile
+            if info.compress_type not in _METHODS or info.flag_bits & _ENCRYPTED:
+                problem = "is encrypted" if info.flag_bits & _ENCRYPTED else f"has method {info.compress_type}"
+                raise _UnreadableMember(f"{name[:100]!r} {problem}; accepted are stored, deflated, bzip2 and LZMA")
             with archive.open(info) as content:
                 yield member, content
 
 
 # The methods of every supported Python; 3.14 has Zstandard, too, but all workers must accept the same archives.
 _METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA}
+_ENCRYPTED = 1
 _KINDS = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
 
 
@@ -168,7 +217,7 @@ def _tar_members(packed: Path) -> ArchiveEntries:
     with packed.open("rb") as raw, _unzipped(raw, packed) as stream:
         archive = tarfile.TarFile(fileobj=_BoundedReader(stream), mode="r", errorlevel=2)
         while (info := archive.next()) is not None:
-            member = ArchiveMember(info.name, info.size, _tar_kind(info))
+            member = ArchiveMember(_with_slashes(info.name), info.size, _tar_kind(info))
             yield member, archive.extractfile(info) if member.kind == "file" else None
 
 

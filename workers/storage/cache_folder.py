@@ -15,6 +15,7 @@ Times are the file system's (the mtime of a file touched now): agents on several
 import contextlib
 import fcntl
 import functools
+import glob
 import hashlib
 import os
 import re
@@ -313,6 +314,10 @@ class CacheFolder:
     def resumable_folder(self, resume_key: str) -> Path:
         """Where the files of a resumable download or upload are, whether or not there are any."""
         return self.folder / f"{PARTIAL}{self._agent_id}-again-{hashlib.sha256(resume_key.encode()).hexdigest()[:24]}"
+
+    def upload_notes(self) -> list[Path]:
+        """The notes of this agent's uploads."""
+        return list(self.folder.glob(f"{PARTIAL}{glob.escape(self._agent_id)}-again-*/{UPLOAD_NOTE}"))
 
     @contextlib.contextmanager
     def download_folder(self, resume_key: str = "") -> Iterator[Path]:

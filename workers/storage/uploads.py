@@ -1,7 +1,11 @@
 """Adapters whose bytes clients send: received in pieces, kept while unfinished, then a source like any other.
 
     .partial-<agent>-again-<upload>/        one upload, in the cache folder; deleted after an hour without growth
-    .partial-<agent>-again-<upload>/.files  JSON: the expected sizes of its files, and the digest once it is installed
+    .partial-<agent>-again-<upload>/.files  JSON: the expected sizes of its files, and the digest once it is installed;
+                                            whose upload it is, and of which adapter
+
+From its announcement on, room is kept on the disk for all that has not come of an upload, and as much again for an
+archive, which is unpacked beside itself. The room is free again once the upload is installed, dropped or too old.
 
 A broken connection loses nothing: the next one sends the rest. So does a restarted agent, but not a restarted machine,
 whose files may have holes.
@@ -26,12 +30,13 @@ from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.sources.archive import unpack
 from workers.sources.base import Limits, Transfer
 from workers.storage.cache_folder import UPLOAD_NOTE, CacheFolder, boot_id
-from workers.wire import ReceivedFile, UploadState
+from workers.wire import BeginFileRequest, ReceivedFile, UnfinishedUpload, UploadState
 
 ARCHIVE = "archive"
 """Name of a tar or zip file as a part of an upload."""
 UPLOADED_FILES = (ARCHIVE, CONFIG_NAME, WEIGHTS_NAME)
 _PACKED = ".packed"
+_OF_UPLOAD = ("upload_id", "lora_id", "tenant")
 # A tar file has up to 10 KiB around its members, and each member's header.
 _ARCHIVE_OVERHEAD_BYTES = 1 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -46,15 +51,17 @@ class _ReceivedFiles:
     folder: Path
     total_bytes: dict[str, int | None] = field(default_factory=dict)
     digest: str = ""
+    upload_id: str = ""
+    lora_id: str = ""
+    tenant: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> "_ReceivedFiles":
         """Read the note; an upload without a valid one has nothing."""
         try:
             raw = json.loads((folder / UPLOAD_NOTE).read_text())
-            return cls(
-                folder, {name: raw["files"][name] for name in UPLOADED_FILES if name in raw["files"]}, raw["digest"]
-            )
+            files = {name: raw["files"][name] for name in UPLOADED_FILES if name in raw["files"]}
+            return cls(folder, files, raw["digest"], **{name: str(raw.get(name, "")) for name in _OF_UPLOAD})
         except (OSError, ValueError, KeyError, TypeError):
             return cls(folder)
 
@@ -62,7 +69,8 @@ class _ReceivedFiles:
         """Write the note. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / f"{UPLOAD_NOTE}.new"
-        partial.write_text(json.dumps({"files": self.total_bytes, "digest": self.digest}))
+        of_upload = {name: getattr(self, name) for name in _OF_UPLOAD}
+        partial.write_text(json.dumps({"files": self.total_bytes, "digest": self.digest} | of_upload))
         partial.replace(self.folder / UPLOAD_NOTE)
 
     def path(self, name: str) -> Path:
@@ -77,6 +85,20 @@ class _ReceivedFiles:
             return self.path(name).stat().st_size
         except OSError:
             return 0
+
+    def reserved_bytes(self, *, but: str = "") -> int:
+        """Room that the rest of the upload needs, a file of the name `but` left out."""
+        if self.digest:
+            return 0
+        files = [(name, total) for name, total in self.total_bytes.items() if total is not None and name != but]
+        return sum(max(0, _needed_bytes(name, total) - self.received_bytes(name)) for name, total in files)
+
+    def unfinished(self) -> UnfinishedUpload:
+        """The upload as the list of unfinished ones shows it."""
+        sizes = (max(total or 0, self.received_bytes(name)) for name, total in self.total_bytes.items())
+        return UnfinishedUpload(
+            upload_id=self.upload_id, lora_id=self.lora_id, tenant=self.tenant, size_bytes=sum(sizes)
+        )
 
     def state(self) -> UploadState:
         """The upload as the wire shows it."""
@@ -105,16 +127,19 @@ class Uploads:
             raise AgentRequestError("upload_unknown", f"no byte of upload {upload_id} is on this worker")
         return upload.state()
 
-    async def begin(self, upload_id: str, name: str, total_bytes: int | None) -> UploadState:
+    async def unfinished(self) -> tuple[UnfinishedUpload, ...]:
+        """All uploads of this agent that are not installed yet."""
+        return tuple(upload.unfinished() for upload in await asyncio.to_thread(self._all) if not upload.digest)
+
+    async def begin(self, upload_id: str, name: str, ask: BeginFileRequest) -> UploadState:
         """Begin a file of an upload, from its first byte; a former attempt at the file is deleted.
 
-        total_bytes  its size, for which there must be room; None: not known
-        raises       AgentRequestError `upload_file_unknown`, SourceError `source_too_big`, `disk_full`
+        raises  AgentRequestError `upload_file_unknown`, SourceError `source_too_big`, `disk_full`
         """
         self._check_name(name)
-        self._check_size(name, total_bytes or 0)
-        async with self._only_writer(upload_id, name), self._note_lock:  # its files have one note
-            return await finish_even_if_cancelled(self._on_disk(lambda: self._begin(upload_id, name, total_bytes)))
+        self._check_size(name, ask.total_bytes or 0)
+        async with self._only_writer(upload_id, name), self._note_lock:  # its files have one note, all uploads one disk
+            return await finish_even_if_cancelled(self._on_disk(lambda: self._begin(upload_id, name, ask)))
 
     async def receive(self, upload_id: str, name: str, start: int, chunks: AsyncIterator[bytes]) -> UploadState:
         """Append bytes to a begun file as they come; what came before an error stays.
@@ -186,7 +211,12 @@ class Uploads:
         """The upload as it is on the disk. Blocking."""
         return _ReceivedFiles.read(self._path(upload_id))
 
-    def _begin(self, upload_id: str, name: str, total_bytes: int | None) -> UploadState:
+    def _all(self) -> list[_ReceivedFiles]:
+        """All uploads of this agent. Blocking."""
+        notes = self._folder.upload_notes()
+        return [upload for upload in (_ReceivedFiles.read(note.parent) for note in notes) if upload.total_bytes]
+
+    def _begin(self, upload_id: str, name: str, ask: BeginFileRequest) -> UploadState:
         """As `begin`, blocking. Raises OSError."""
         upload = self._read(upload_id)
         if upload.digest or (name == ARCHIVE) != (ARCHIVE in upload.total_bytes):
@@ -194,11 +224,12 @@ class Uploads:
             shutil.rmtree(upload.folder, ignore_errors=True)
             upload = _ReceivedFiles(upload.folder)
         upload.path(name).unlink(missing_ok=True)
-        # As much again: an archive is unpacked beside itself.
-        needed = (total_bytes or 0) * (2 if name == ARCHIVE else 1)
-        if needed > self._folder.free_bytes():
-            raise OSError(errno.ENOSPC, "no space left for the upload")
-        upload.total_bytes[name] = total_bytes
+        others = sum(each.reserved_bytes() for each in self._all() if each.folder != upload.folder)
+        needed = _needed_bytes(name, ask.total_bytes or 0) + upload.reserved_bytes(but=name)
+        if others + needed > self._folder.free_bytes():
+            raise _NoRoom(f"the upload needs {needed} bytes, and {others} are kept for others that are unfinished")
+        upload.total_bytes[name] = ask.total_bytes
+        upload.upload_id, upload.lora_id, upload.tenant = upload_id, ask.lora_id, ask.tenant
         upload.write()
         return upload.state()
 
@@ -269,8 +300,16 @@ class Uploads:
             if exc.errno not in _FULL:
                 raise
             free = await asyncio.to_thread(self._folder.free_bytes)
-            message = f"upload: no space left in {self._folder.folder}: {free} bytes are free; give it more room"
+            why = f" ({exc.strerror})" if isinstance(exc, _NoRoom) else ""
+            message = f"upload: no space left in {self._folder.folder}: {free} bytes are free{why}; give it more room"
             raise SourceError("disk_full", message, retry_after_s=30) from exc
+
+
+class _NoRoom(OSError):
+    """The disk has less room than an upload and those before it need."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(errno.ENOSPC, why)
 
 
 class UploadSource:
@@ -283,6 +322,11 @@ class UploadSource:
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         """Put the adapter's files into the folder. Raises SourceError, AgentRequestError. See `Source.fetch`."""
         await self._uploads.unpack(self._upload_id, ref, into, transfer)
+
+
+def _needed_bytes(name: str, total_bytes: int) -> int:
+    """Bytes on the disk that a file of this size needs: an archive is unpacked beside itself."""
+    return total_bytes * (2 if name == ARCHIVE else 1)
 
 
 def _truncate(file: IO[bytes], start: int) -> None:
