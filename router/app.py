@@ -11,6 +11,7 @@ from pathlib import Path
 import structlog
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
 
 from lorafleet.http_server import serve
 from lorafleet.http_server.cross_site import site_check
@@ -33,6 +34,8 @@ from router.api.adapter_calls import adapter_call_routes
 from router.api.control import control_routes, describe_inference, health_routes, metrics_text, process_handlers
 from router.api.engine_calls import engine_call_routes
 from router.api.forward import forward_routes, upload_bytes
+from router.api.not_offered import unknown_path
+from router.api.openapi import openapi_paths
 from router.api.pauses import pause_routes
 from router.config import RouterSettings
 from router.core.errors import RouterError
@@ -58,7 +61,7 @@ from router.factories import (
 )
 from router.fleet.usage_report import UsageCounts
 from router.http.engine_pool import EnginePool
-from router.http.error_shapes import error_body
+from router.http.error_shapes import error_body, shape_of, shaped
 from router.kv.feeds import KvFeeds
 from router.lifespan import run_services
 from router.processes import supervisor
@@ -192,7 +195,13 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         health_routes(services, own_metrics, processes),
     )
     change_document(app, describe_inference)
-    install_error_handlers(app, RouterError)
+    known = set(openapi_paths()) | {route.path for route in app.routes if isinstance(route, APIRoute)}
+    install_error_handlers(
+        app,
+        RouterError,
+        unknown_path=partial(unknown_path, known=known),
+        shape=lambda path, status, body: shaped(body, status, shape_of(path)),
+    )
     may_ask = site_check(config.allowed_origins, trusts_preflight=True)
     guard(app, keys, allow_open=config.allow_open, may_ask=may_ask, requests=services.requests)
     if config.allowed_origins:

@@ -103,7 +103,7 @@ def error_of(said: bytes) -> tuple[int, str]:
     head, _, body = said.partition(b"\r\n\r\n")
     status, headers = parsed_head(head)
     assert int(headers[b"content-length"]) == len(body), said
-    assert headers[b"connection"] == b"close"
+    assert headers[b"connection"] == (b"close, upgrade" if status == 426 else b"close")
     assert headers[b"content-type"] == b"application/json"
     error = json.loads(body)["error"]
     assert sorted(error) == ["code", "message", "param", "type"]

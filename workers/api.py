@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from lorafleet.service.auth import ApiKeys, metrics_dependencies, requires
-from lorafleet.service.http import add_routes
+from lorafleet.service.http import EventStream, add_routes
 from lorafleet.service.roles import Caller, check_scope
 from lorafleet.tokenizer.chat import read_files
 from orchestrator.wire import UsageReport
@@ -127,11 +127,11 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         return JSONResponse({"accepted": agent.count_usage(body), "wire": 1})
 
     @api.get("/v1/events", dependencies=view)
-    async def events(last_event_id: Annotated[str | None, Header()] = None) -> StreamingResponse:
+    async def events(last_event_id: Annotated[str | None, Header()] = None) -> EventStream:
         """The agent's events after Last-Event-ID as server-sent events; without that header the events from now on."""
         after = agent.events.position_after(last_event_id)
         stream = agent.events.stream(after, keep_alive_s=agent.settings.keep_alive_s)
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return EventStream(stream)
 
     @api.get("/v1/model/files", dependencies=view)
     def model_files() -> ModelFiles:

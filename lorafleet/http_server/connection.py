@@ -359,5 +359,6 @@ def _error_response(refusal: RefusedMessage, name: str, extra_headers: bytes, bo
     """The bytes of a refusal, which closes the connection. `name`: the request's id."""
     extra = {"x-request-id": name} | error_headers(refusal.status, refusal.retry_after_s)
     lines = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in extra.items())
-    head = STATUS_LINE[refusal.status] + JSON + lines + extra_headers + b"content-length: %d\r\n" % len(body) + CLOSE
+    close = CLOSE if refusal.status != 426 else b"connection: close, upgrade\r\n"  # RFC 9110, 7.8
+    head = STATUS_LINE[refusal.status] + JSON + lines + extra_headers + b"content-length: %d\r\n" % len(body) + close
     return head + b"\r\n" + body

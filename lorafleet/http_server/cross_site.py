@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lorafleet.service.auth import KEY_HEADERS
 from lorafleet.service.http import HttpError, error_response
 
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITES = frozenset({b"same-origin", b"none"})  # none: typed or bookmarked by the user
-_KEYS = frozenset({b"authorization", b"x-api-key"})
+_KEYS = frozenset(name.encode() for name in KEY_HEADERS)
 _ANY = "*"
 
 # (method, headers with names in lower case) -> None; raises HttpError 403 `cross_site`.

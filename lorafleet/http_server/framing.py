@@ -7,7 +7,8 @@ refuses: any coding besides `chunked`, chunked in HTTP/1.0, blanks after either 
 and CONNECT.
 
 An Upgrade is ignored, as a server may (RFC 9110, 7.8): Java's own client asks for HTTP/2 with every request in clear
-text. httptools takes the bytes behind such a head for the other protocol, so the head is read twice.
+text. httptools takes the bytes behind such a head for the other protocol, so the head is read twice. One to WebSocket
+is refused with 426, after which clients that also speak HTTP, such as Codex, go on by HTTP at once.
 """
 
 import functools
@@ -21,6 +22,9 @@ _ONCE = (b"host", b"content-length", b"transfer-encoding", b"expect")
 _HOST = re.compile(rb"[A-Za-z0-9.\-_~%!$&'()*+;=:\[\]]*")
 # Headers that ask for another protocol; the tokens of Connection may stay (RFC 9110, 7.6.1 and 7.8).
 _UPGRADES = frozenset({b"upgrade", b"http2-settings"})
+_NO_WEBSOCKET = (
+    'no WebSocket is served here, on any path: send an HTTP request, with `"stream": true` for events as they come'
+)
 _MAX_CACHED_TARGET_BYTES = 256
 # Digits of a Content-Length that fits in 64 bits. httptools bounds the number but not its zeros, and Python reads at
 # most 4,300 digits.
@@ -77,13 +81,17 @@ def parser_of(protocol: object) -> httptools.HttpRequestParser:
 
 
 def head_without_upgrade(parser: httptools.HttpRequestParser, target: bytes, headers: Headers) -> bytes:
-    """The bytes of the head just parsed, without Upgrade headers, to parse again. Raises RefusedMessage for CONNECT.
+    """The bytes of the head just parsed, without Upgrade headers, to parse again.
+
+    Raises RefusedMessage for CONNECT, and for an upgrade to WebSocket.
 
     target, headers  from the parser, which lets nothing through that could end a line
     """
     method = parser.get_method()
     if method == b"CONNECT":
         raise _invalid_request("CONNECT is not served: this is no proxy")
+    if any(name == b"upgrade" and b"websocket" in value.lower() for name, value in headers):
+        raise RefusedMessage(426, "upgrade_required", _NO_WEBSOCKET)
     lines = b"".join([b"%b: %b\r\n" % header for header in headers if header[0] not in _UPGRADES])
     return b"%b %b HTTP/%b\r\n%b\r\n" % (method, target, parser.get_http_version().encode(), lines)
 

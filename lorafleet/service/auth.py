@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, AnyStr
 
 import structlog
 from fastapi import Depends, FastAPI, Request, Response
@@ -31,12 +31,21 @@ RECHECK_S = 1.0
 _MAX_CACHED_CALLERS = 4096
 # Longer headers are not cached: one may have 64 KiB of blanks around its key.
 _MAX_CACHED_HEADER_BYTES = 256
+KEY_HEADERS = ("authorization", "x-api-key")
+"""Headers with a caller's key: `Bearer <key>`, or else the key alone, as Anthropic's clients send it."""
 # Top-level names below which nobody can register names (RFC 6761, RFC 6762, ICANN 2024).
 _RESERVED_NAMES = frozenset({"localhost", "local", "internal"})
 
 
 # The stamp of each key file; None if it is missing.
 _Stamps = tuple[Stamp | None, ...]
+
+
+def authorization_of(authorization: AnyStr | None, api_key: AnyStr | None) -> AnyStr | None:
+    """The `Authorization` of a caller with these values of the KEY_HEADERS; None without either."""
+    if authorization is not None or api_key is None:
+        return authorization
+    return f"Bearer {api_key}" if isinstance(api_key, str) else b"Bearer " + api_key
 
 
 class ApiKeys:
@@ -96,7 +105,9 @@ class ApiKeys:
             authorization = authorization.decode("latin-1")
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise HttpError(401, "invalid_api_key", "no API key: send `Authorization: Bearer <key>`")
+            raise HttpError(
+                401, "invalid_api_key", "no API key: send `Authorization: Bearer <key>`, or `x-api-key: <key>`"
+            )
         found = self._callers.get(hash_key(key.strip()))
         if found is None:
             raise HttpError(401, "invalid_api_key", "this API key is not known; ask the operator for one")
@@ -167,7 +178,7 @@ class ScopeCheck:
 
     def check(self, request: Request) -> Caller:
         """The request's caller, noted for its line in the log. Raises HttpError without a valid key or the scope."""
-        found = self._keys.caller(request.headers.get("authorization"))
+        found = self._keys.caller(authorization_of(*map(request.headers.get, KEY_HEADERS)))
         notes = request.scope.get(NOTES)
         if isinstance(notes, RequestNotes):
             notes.key, notes.tenant = found.key_id, found.tenant or ""

@@ -4,14 +4,15 @@ The error envelope is OpenAI's: `{"error": {"message", "type", "param", "code"}}
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import structlog
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -26,6 +27,8 @@ log = structlog.get_logger()
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _MAX_SHOWN_CHARS = 80  # of a caller's value in a message
+# (path, status, body) -> the body of an error in the form that clients of the path know.
+ErrorShape = Callable[[str, int, dict[str, Any]], dict[str, Any]]
 _MAX_FINDINGS = 10  # findings about one body in a message
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
@@ -79,11 +82,14 @@ def _shortened(text: str) -> str:
 def error_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
     """Headers of an error answer: `Retry-After` in whole seconds, rounded up, and `WWW-Authenticate` on 401.
 
+    On 426 the protocol that is served (RFC 9110, 15.5.22).
     On 504 also `x-should-retry: false` for OpenAI's and Anthropic's clients: the request would take as long again.
     """
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     if status == 504:
         headers["x-should-retry"] = "false"
+    if status == 426:
+        headers["upgrade"] = "HTTP/1.1"
     return headers | ({"www-authenticate": "Bearer"} if status == 401 else {})
 
 
@@ -99,8 +105,9 @@ class ErrorResponse(JSONResponse):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
         cause: str = "",
+        shape: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body,
     ) -> None:
-        super().__init__(envelope(status, code, message, param), status, headers)
+        super().__init__(shape(envelope(status, code, message, param)), status, headers)
         self._code = code
         self._cause = cause or message
 
@@ -117,6 +124,19 @@ def error_response(exc: Any) -> ErrorResponse:
     return ErrorResponse(
         exc.status, exc.code, str(exc), param=getattr(exc, "param", None), headers=headers, cause=cause_of(exc)
     )
+
+
+STREAM_HEADERS: Mapping[str, str] = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""Headers of every event stream: proxies keep nothing of it, and nginx passes each event on as it comes."""
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, content: AsyncIterable[str | bytes], status_code: int = 200) -> None:
+        super().__init__(content, status_code, STREAM_HEADERS)
 
 
 class HostCheckMiddleware:
@@ -216,15 +236,17 @@ def _check_json(body: bytes, most_values: int) -> None:
         raise HttpError(400, "invalid_request", f"the body is not JSON: {exc}") from exc
 
 
-def _no_route_message(request: Request, exc: HTTPException) -> str:
-    """The message for an unknown path or method."""
-    path = request.url.path
-    shown = ascii(_shortened(path))[1:-1]
-    if exc.status_code == 405:
-        return f"{shown} takes {Headers(exc.headers).get('allow', 'another method')}, found {request.method}"
+def no_route(path: str) -> tuple[str, str]:
+    """The error's code and message for a path without a route."""
+    shown = shown_path(path)
     begins_well = path.startswith("/v1/") and not path.startswith("/v1/v1/")
     why = "" if begins_well else ": paths of the API begin with /v1, once"
-    return f"there is no {shown} here{why}; GET /docs shows what there is"
+    return "not_found", f"there is no {shown} here{why}; GET /docs shows what there is"
+
+
+def shown_path(path: str) -> str:
+    """A caller's path for a message: short, and in ASCII."""
+    return ascii(_shortened(path))[1:-1]
 
 
 def add_routes(to: FastAPI | APIRouter, *parts: APIRouter) -> None:
@@ -236,10 +258,18 @@ def add_routes(to: FastAPI | APIRouter, *parts: APIRouter) -> None:
     to.routes.extend(route for part in parts for route in part.routes)
 
 
-def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
+def install_error_handlers(
+    app: FastAPI,
+    *trees: type[Exception],
+    unknown_path: Callable[[str], tuple[str, str]] = no_route,
+    shape: ErrorShape = lambda _path, _status, body: body,
+) -> None:
     """Answer every error of these trees, and the framework's own, in the error envelope; never a bare 500.
 
     The app's OpenAPI document then has these answers.
+
+    unknown_path  (code, message) for a path without a route
+    shape         makes the body for clients of the path
     """
 
     async def on_error(_request: Request, exc: Exception) -> JSONResponse:
@@ -249,9 +279,15 @@ def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
     async def on_http_exception(request: Request, exc: Exception) -> JSONResponse:
         """The answer for Starlette's errors, such as an unknown path."""
         assert isinstance(exc, HTTPException)
-        code = _CODES.get(exc.status_code, "http_error")
-        message = _no_route_message(request, exc) if code in ("not_found", "method_not_allowed") else str(exc.detail)
-        return ErrorResponse(exc.status_code, code, message, headers=exc.headers)
+        path, code, message = request.url.path, _CODES.get(exc.status_code, "http_error"), str(exc.detail)
+        if code == "not_found":
+            code, message = unknown_path(path)
+        elif code == "method_not_allowed":
+            methods = Headers(exc.headers).get("allow", "another method")
+            message = f"{shown_path(path)} takes {methods}, found {request.method}"
+        return ErrorResponse(
+            exc.status_code, code, message, headers=exc.headers, shape=partial(shape, path, exc.status_code)
+        )
 
     async def on_invalid_request(request: Request, exc: Exception) -> JSONResponse:
         """The answer 400 for a request that does not fit its model."""

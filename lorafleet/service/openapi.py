@@ -33,10 +33,18 @@ ERROR_SCHEMA: Json = {
     },
 }
 _FASTAPI_SCHEMAS = ("HTTPValidationError", "ValidationError")
-_KEY = {
-    "type": "http",
-    "scheme": "bearer",
-    "description": "A key of the key file. Without a key file no key is needed.",
+_KEYS = {
+    "key": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A key of the key file. Without a key file no key is needed.",
+    },
+    "api_key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": "The same, as Anthropic's clients send it.",
+    },
 }
 
 
@@ -78,5 +86,5 @@ def describe_errors(document: Json) -> None:
                 invalid = {"description": "A parameter or the body is not valid; the message says which field"}
                 responses.setdefault("400", invalid | {"content": content})
             responses.setdefault("default", {"description": "Any other error", "content": content})
-    components["securitySchemes"] = {"key": _KEY}
-    document["security"] = [{"key": []}, {}]
+    components["securitySchemes"] = _KEYS
+    document["security"] = [*({name: []} for name in _KEYS), {}]

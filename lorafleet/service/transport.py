@@ -9,6 +9,7 @@ from typing import cast
 import httpcore
 import httpx
 
+from lorafleet.service.sockets import KEEP_ALIVE
 from lorafleet.service.tasks import finish_even_if_cancelled
 
 _WAITS: dict[type[Exception], str] = {
@@ -44,7 +45,7 @@ class DirectTransport(httpx.AsyncHTTPTransport):
         proxy   the URL of a proxy that all calls take
         """
         context = _ssl_context() if verify is True else verify
-        super().__init__(verify=context, trust_env=False, limits=limits, proxy=proxy)
+        super().__init__(verify=context, trust_env=False, limits=limits, proxy=proxy, socket_options=list(KEEP_ALIVE))
         self._unanswered: set[asyncio.Timeout] = set()
         # httpcore 1.0 drops the connections from its pool first and then closes each in turn; a cancellation between
         # two of them would leave the rest open (_async/connection_pool.py _close_connections).

@@ -5,10 +5,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
-from fastapi.responses import StreamingResponse
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.routers import EventStream
+from lorafleet.service.http import EventStream
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.traffic import COMING_S
 from orchestrator.core.demand import ROUTER_LIVE_S
@@ -42,7 +41,7 @@ def live_routes(
         return RouterList(data=tuple(items))
 
     @api.get("/v1/live", response_class=EventStream, dependencies=[Depends(requires(keys, "view"))])
-    async def live(seen: seen_by) -> StreamingResponse:
+    async def live(seen: seen_by) -> EventStream:
         """The fleet now as server-sent events: after a change, and every two seconds. A tenant's key sees its part."""
 
         async def messages() -> AsyncIterator[str]:
@@ -54,7 +53,7 @@ def live_routes(
                     return
                 await reconciler.catalog.changed.wait(_LIVE_EVERY_S)
 
-        return StreamingResponse(messages(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return EventStream(messages())
 
     def fleet_now() -> FleetNow:
         """The fleet as it is now."""

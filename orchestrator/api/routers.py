@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
-from fastapi.responses import StreamingResponse
 
 from lorafleet.identity import asked_version, lora_id_of
 from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.service.http import EventStream
 from orchestrator.api.parameters import Actor
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
@@ -23,12 +23,6 @@ from orchestrator.wire import AdapterHold, AdapterUse, Catalog, EnsureAnswer, En
 
 _READS_REFRESH_EVERY_S = 0.1
 """Routers' reads look for changes that no event told at most this often, all routers together."""
-
-
-class EventStream(StreamingResponse):
-    """The response class that the API documentation shows for server-sent events."""
-
-    media_type = "text/event-stream"
 
 
 ENSURE_EXAMPLE = {"replicas": 1, "wait_s": 10.0, "tenants": ["acme"]}
@@ -121,7 +115,7 @@ def router_routes(
         seen: seen_by,
         since: Annotated[int | None, Query(description="last known revision")] = None,
         last_event_id: Annotated[int | None, Header()] = None,
-    ) -> StreamingResponse:
+    ) -> EventStream:
         """Events after a revision, as SSE; 410 when they are no longer kept: read the catalog and follow from there."""
         reconciler.queries.refresh_catalog()
         start = last_event_id if last_event_id is not None else since
@@ -133,7 +127,7 @@ def router_routes(
             is_stopping=lambda: is_stopping() or not reconciler.leadership.is_leading,
             shown=seen.event,
         )
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return EventStream(stream)
 
     @api.post("/v1/usage", dependencies=load)
     async def usage(report: Annotated[UsageReport, Body(examples=[USAGE_EXAMPLE])]) -> UsageAnswer:

@@ -99,7 +99,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
     @api.get("/v1/models")
     async def models(caller: infers) -> Response:
         """Base models, adapters and aliases that the caller may use; 503 before a first catalog."""
-        cards = list(_cards(await _fleet(services), caller).values())
+        cards = list(_cards(await known_fleet(services), caller).values())
         # Python's own encoder takes twice as long for ten thousand cards as making them.
         whole = msgspec.json.encode({"object": "list", "data": cards})
         return Response(whole, media_type="application/json")
@@ -107,7 +107,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
     @api.get("/v1/models/{model:path}")
     async def model(model: str, caller: infers) -> JSONResponse:
         """One model card; 404 `model_not_found` for a model that the caller may not use."""
-        return JSONResponse(await _card(services, caller, model))
+        return JSONResponse(await model_card(services, caller, model))
 
     @api.post("/v1/route", response_model=RouteAnswer)
     async def explain(request: Request, caller: views) -> Any:
@@ -161,7 +161,7 @@ async def explain_request(
 ) -> RouteAnswer:
     """Where a completion with this body would go, as the caller may see it. Sends nothing. Raises RouterError."""
     question = parse_request(services, id_, likely_route(body), body, session=session)
-    await _fleet(services)
+    await known_fleet(services)
     target = resolve_target(services, _reader(caller), question)
     tokens = await tokenize(services, target, question)
     prompt = hash_prompt(services, target, question, tokens)
@@ -272,7 +272,7 @@ def describe_inference(document: Json) -> None:
     document["paths"] = {path: inference.get(path, {}) | own.get(path, {}) for path in inference | own}
 
 
-async def _fleet(services: Services) -> RouterFleet:
+async def known_fleet(services: Services) -> RouterFleet:
     """The fleet, once a worker is known or the wait for one is over. Raises CatalogUnavailable."""
     await services.discovery.wait_for_first_worker()
     if not services.discovery.has_catalog:
@@ -310,12 +310,12 @@ def _is_about(record: RequestRecord, adapter: str | None, worker: str | None, re
     )
 
 
-async def _card(services: Services, caller: Caller, model: str) -> dict[str, Any]:
+async def model_card(services: Services, caller: Caller, model: str) -> dict[str, Any]:
     """One model's card; reads the catalog again for an unknown model. Raises ModelNotFound.
 
     Raises NoReplica instead while no worker has reported.
     """
-    card = _cards(await _fleet(services), caller).get(model)
+    card = _cards(await known_fleet(services), caller).get(model)
     if card is None and await services.discovery.refresh_catalog():
         card = _cards(services.discovery.fleet, caller).get(model)
     if card is None:

@@ -8,6 +8,7 @@ import httpx
 import msgspec
 from fastapi import Request
 
+from lorafleet.service.auth import KEY_HEADERS, authorization_of
 from lorafleet.service.decoding import DECODE_ERRORS
 from router.request.services import Services
 
@@ -47,7 +48,7 @@ class ControlCalls:
         read_s    how long an answer may take; None: until the deadline
         body      makes the body of each try
         """
-        sent = request.headers.get("authorization")
+        sent = authorization_of(*map(request.headers.get, KEY_HEADERS))
         headers = {} if sent is None else {"authorization": sent}
         trouble = "it does not answer"
         while (left_s := deadline - self._clock()) > 0:

@@ -1,65 +1,35 @@
-"""Calls that trainers make to one engine, answered for a fleet: what it is, what is not needed, what it does not offer.
+"""Calls that clients and trainers make to one engine, answered for a fleet: what it is, and what is not needed.
 
 Sources: vLLM 0.32 entrypoints, SGLang 0.5.23, and what TRL 1.16, prime-rl, SkyRL 0.4 and AReaL 1.0.4 call.
 """
 
-from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Query
+from fastapi.responses import Response
 
 from lorafleet.service.auth import AuthFirstRoute, requires
 from lorafleet.service.http import HttpError
+from lorafleet.service.roles import Caller
+from router.api.control import known_fleet, model_card
 from router.core.errors import NoReplica
+from router.core.fleet import RouterFleet
+from router.http.engine_connection import EngineLost
+from router.http.fetch import FetchRefused, fetch
 from router.request.services import Services
 from workers.wire import Metadata
 
-_PUBLISH = "publish adapters by POST /v1/load_lora_adapter; a fleet's base weights never change"
-_ENGINES_STAY = "the fleet's engines stay up for all its users; POST /pause holds your own requests"
-_ABORT = "end your requests by closing their connections, or all of them by POST /pause?mode=abort and POST /resume"
-NOT_OFFERED: Mapping[str, str] = {
-    "/sleep": _ENGINES_STAY,
-    "/release_kv_cache_memory": _ENGINES_STAY,
-    "/release_memory_occupation": _ENGINES_STAY,
-    "/resume_memory_occupation": _ENGINES_STAY,
-    "/abort_requests": _ABORT,
-    "/abort_request": _ABORT,
-    "/collective_rpc": f"it would run code inside engines that others use; {_PUBLISH}",
-    "/get_world_size": f"there is no group of processes to send weights to; {_PUBLISH}",
-    **dict.fromkeys(
-        (
-            "/init_weight_transfer_engine",
-            "/shutdown_weight_transfer_engine",
-            "/start_weight_update",
-            "/start_draft_weight_update",
-            "/update_weights",
-            "/finish_weight_update",
-            "/update_weight_version",
-            "/init_weights_update_group",
-            "/destroy_weights_update_group",
-            "/update_weights_from_disk",
-            "/update_weights_from_distributed",
-            "/update_weights_from_tensor",
-            "/init_broadcaster",
-            "/areal_init_weights_update_group",
-            "/areal_update_weights",
-            "/areal_update_weights_lora",
-            "/areal_update_weights_xccl",
-            "/areal_update_weights_lora_xccl",
-        ),
-        _PUBLISH,
-    ),
-}
-"""Path -> what to do instead. 404, not 501: prime-rl repeats a call for minutes that fails with 5xx, and TRL, SkyRL
-and AReaL end with the message of either."""
+_TOKENIZER_INFO_S = 10.0
 _NOT_NEEDED = "nothing was cleared, and nothing needs to be: no version of an adapter ever sees another's KV"
 
 
 def engine_call_routes(services: Services) -> APIRouter:
     """The routes of these calls. They need scope `infer` or `register`."""
-    api = APIRouter(route_class=AuthFirstRoute, dependencies=[Depends(requires(services.keys, "infer", "register"))])
+    may_call = requires(services.keys, "infer", "register")
+    api = APIRouter(route_class=AuthFirstRoute, dependencies=[Depends(may_call)])
+    infers = Annotated[Caller, Depends(may_call)]
 
     @api.get("/server_info")
     async def server_info(config_format: Annotated[Literal["text", "json"], Query()] = "text") -> dict[str, Any]:
@@ -70,6 +40,14 @@ def engine_call_routes(services: Services) -> APIRouter:
         """
         config = vllm_config(await _reports(services))
         return {"vllm_config": config if config_format == "json" else msgspec.json.encode(config).decode()}
+
+    @api.get("/tokenizer_info")
+    async def tokenizer_info(caller: infers, model: str | None = None) -> Response:
+        """The tokenizer of a base model, as its engine tells it: special tokens and chat template, for evaluations.
+
+        `model` may name an adapter, too; by default the fleet's first base model.
+        """
+        return Response(await _tokenizer_info(services, caller, model), media_type="application/json")
 
     @api.get("/get_server_info")
     async def sglang_server_info() -> dict[str, Any]:
@@ -115,21 +93,7 @@ def engine_call_routes(services: Services) -> APIRouter:
         """200 with nothing done: a fleet's engines are awake."""
         return {"status": "awake", "tags": tags}
 
-    for path, instead in NOT_OFFERED.items():
-        api.add_api_route(
-            path, _refusal(path, instead), methods=["GET", "POST"], include_in_schema=False, response_model=None
-        )
     return api
-
-
-def _refusal(path: str, instead: str) -> Any:
-    """A handler that answers 404 with what to do instead."""
-
-    async def refuse() -> None:
-        """Answer 404 with what to do instead."""
-        raise HttpError(404, "not_offered", f"{path} is not offered by a fleet: {instead}")
-
-    return refuse
 
 
 async def _reports(services: Services) -> list[Metadata]:
@@ -142,11 +106,47 @@ async def _reports(services: Services) -> list[Metadata]:
     if not discovery.has_catalog:
         raise discovery.catalog_unavailable()
     discovery.check_any_report()
-    model = next((name for name, replica in discovery.fleet.base_models.items() if replica), None)
-    if model is None:
-        raise NoReplica("no worker serves a base model now", retry_after_s=1.0)
+    model = _first_base_model(discovery.fleet)
     found = [followed.metadata for followed in discovery.followed.values() if followed.metadata is not None]
     return [report for report in found if report.model.base_model == model]
+
+
+def _first_base_model(fleet: RouterFleet) -> str:
+    """The first base model that is served. Raises NoReplica."""
+    model = next((name for name, replica in fleet.base_models.items() if replica), None)
+    if model is None:
+        raise NoReplica("no worker serves a base model now", retry_after_s=1.0)
+    return model
+
+
+async def _tokenizer_info(services: Services, caller: Caller, model: str | None) -> bytes:
+    """The answer of an engine that has the route, as JSON.
+
+    Raises ModelNotFound, NoReplica; HttpError 404 `not_offered` if no engine of the model has the route.
+    """
+    fleet = await known_fleet(services)
+    card = await model_card(services, caller, model or _first_base_model(fleet))
+    base_model = card["parent"] or card["id"]
+    is_refused = False
+    for replica in services.discovery.fleet.roster(base_model).replicas:
+        if replica.state not in ("ready", "draining"):
+            continue
+        token = "" if replica.agent_url else services.config.engine_key
+        try:
+            return await fetch(
+                services.pool, replica.engine_url, "/tokenizer_info", token=token, timeout_s=_TOKENIZER_INFO_S
+            )
+        except FetchRefused:
+            is_refused = True
+        except EngineLost:
+            continue
+    if is_refused:
+        message = (
+            f"no engine of {base_model} serves /tokenizer_info: start them with --enable-tokenizer-info-endpoint, as"
+            " agents do for vLLM; GET /v1/models and POST /tokenize are served by all"
+        )
+        raise HttpError(404, "not_offered", message)
+    raise NoReplica(f"no worker of {base_model} answers now", retry_after_s=1.0)
 
 
 def vllm_config(reports: list[Metadata]) -> dict[str, Any]:

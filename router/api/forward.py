@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.service.auth import KEY_HEADERS, ApiKeys, requires
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError
 from lorafleet.service.request_log import ID_HEADER
@@ -22,8 +22,8 @@ MOST_UPLOAD_BYTES = 1 << 60  # the orchestrator knows the limit, and refuses mor
 _WAIT_S = 330.0
 """Until the orchestrator answers, once it has the whole body: it verifies an upload, or loads a published version."""
 _PASSED_ON = (
+    *KEY_HEADERS,
     "accept",
-    "authorization",
     "content-length",
     "content-range",
     "content-type",

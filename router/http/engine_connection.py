@@ -6,6 +6,7 @@ for the answer to the next request.
 """
 
 import asyncio
+import contextlib
 import functools
 import re
 import urllib.parse
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import httptools
+
+from lorafleet.service.sockets import keep_alive
 
 if TYPE_CHECKING:
     from router.http.engine_pool import EnginePool
@@ -239,6 +242,8 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Connected: keep the transport and enter the pool, or abort where it was closed meanwhile."""
         self.transport = transport
+        with contextlib.suppress(OSError):  # closed already, which the next call says
+            keep_alive(transport.get_extra_info("socket"))
         if self.is_closed:
             transport.abort()  # closed while it was connecting
         else:

@@ -19,6 +19,8 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+# Below it, and behind any prefix, Anthropic's clients call.
+_ANTHROPIC_PATHS = "/v1/messages/"
 _STATUS_OF_TYPE = {error_type: status for status, error_type in _ANTHROPIC_TYPES.items()}
 
 
@@ -30,11 +32,17 @@ def shaped(body: dict[str, Any], status: int, errors: ErrorShape) -> dict[str, A
     return {"type": "error", "error": body["error"] | {"type": error_type}}
 
 
+def shape_of(path: str) -> ErrorShape:
+    """The form of errors that clients of this path know, also of one that is no route."""
+    route = find_route("POST", trimmed(path))
+    if route is not None:
+        return route.errors
+    return "anthropic" if _ANTHROPIC_PATHS in f"{path}/" else "openai"
+
+
 def error_body(status: int, code: str, message: str, path: str) -> bytes:
     """An error body as JSON, in the form that clients of this path know."""
-    route = find_route("POST", trimmed(path))
-    errors: ErrorShape = "openai" if route is None else route.errors
-    return msgspec.json.encode(shaped(envelope(status, code, message), status, errors))
+    return msgspec.json.encode(shaped(envelope(status, code, message), status, shape_of(path)))
 
 
 def status_of_type(error_type: object) -> int | None:

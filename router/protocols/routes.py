@@ -3,11 +3,7 @@
 Source: vLLM 0.32 and 0.33 entrypoints (`*/api_router.py`), each row seen on a running engine, with and without an
 adapter (tests/contract/test_surface.py); pooling rows on one started with `--runner pooling`.
 
-Not offered, on purpose:
-- `/v1/audio/*`, `/v1/realtime`: multipart bodies and websockets, not text.
-- `/v1/*/render`, `/v1/*/derender`, `/inference/v1/abort_requests`: internal to a disaggregated fleet.
-- `/invocations`, `/adapters`: SageMaker's routes, which reach every other route without the checks here.
-- `/cohere/v2/chat`: off by default in vLLM, and `/v1/chat/completions` does the same.
+docs/routes.md has every route of vLLM's, and router/api/not_offered.py those that are not offered.
 """
 
 from collections.abc import Mapping

@@ -9,7 +9,7 @@ from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.exchange import Handler, HttpExchange
 from lorafleet.http_server.lenient import trimmed
-from lorafleet.service.auth import host_check
+from lorafleet.service.auth import authorization_of, host_check
 from lorafleet.service.http import HttpError
 from lorafleet.service.roles import Caller, KeyLimits, check_scope
 from router.core.errors import RateLimited
@@ -53,7 +53,8 @@ class InferenceHandler:
         try:
             if self._check_host is not None:
                 self._check_host(headers.get(b"host", b""))
-            caller = self._services.keys.caller(_authorization(headers))
+            authorization = authorization_of(headers.get(b"authorization"), headers.get(b"x-api-key"))
+            caller = self._services.keys.caller(authorization)
             check_scope(caller, "infer")
             if caller.limits is not None:
                 self._check_body(caller, caller.limits, headers)
@@ -202,13 +203,3 @@ def _answer_at(path: str, handler: Handler, exchange: HttpExchange) -> Coroutine
 def _is_quickly_read_batch(route: Route, body: bytes) -> bool:
     """Whether this is a `/generate` body so short that it is read in 50 ms at worst."""
     return route is GENERATE and len(body) < _QUICKLY_READ_BYTES
-
-
-def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The value of Authorization; without one, Anthropic's `x-api-key` as a bearer key; None without either."""
-    value = headers.get(b"authorization")
-    if value is None:
-        # The header of Anthropic's clients.
-        key = headers.get(b"x-api-key")
-        return None if key is None else b"Bearer " + key
-    return value

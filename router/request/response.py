@@ -10,7 +10,7 @@ import structlog
 
 from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.http_server.exchange import HttpExchange
-from lorafleet.service.http import HttpError, envelope, error_headers
+from lorafleet.service.http import STREAM_HEADERS, HttpError, envelope, error_headers
 from lorafleet.service.request_log import cause_of
 from lorafleet.service.roles import Caller
 from router.core.errors import BadBody, DeadlineExceeded, RateLimited, RouterError, StreamBroken, without_addresses
@@ -162,7 +162,7 @@ class ClientResponse(msgspec.Struct, eq=False):
     def send_head(self, status: int, headers: str) -> None:
         """Send the head of a stream, unless a comment has; the exchange's `send` and then `finish` follow."""
         if self.exchange.status is None:
-            self.exchange.begin(status, self._all_headers(headers + "cache-control: no-cache\r\n"))
+            self.exchange.begin(status, self._all_headers(headers + _STREAM_LINES))
 
     def finish_stream(self, attempt: EngineAttempt) -> None:
         """End a stream, with an error event where its engine broke off. An engine's own error there sets `code`."""
@@ -239,6 +239,14 @@ class ClientResponse(msgspec.Struct, eq=False):
         return f"x-request-id: {self.request_id}\r\n{headers}{self.extra_headers}".encode("latin-1")
 
 
+def header_lines(headers: Mapping[str, str]) -> str:
+    """These headers as lines of a head."""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+
+
+_STREAM_LINES = header_lines(STREAM_HEADERS)
+
+
 def within_deadline(
     services: Services, request: ParsedRequest, work: Coroutine[Any, Any, None]
 ) -> Coroutine[Any, Any, None]:
@@ -284,11 +292,6 @@ def disclosed_cached_tokens(services: Services, caller: Caller, dispatched: Disp
     own_blocks = services.cache_disclosure.disclosed_depth(caller.tenant, dispatched.hashes)
     services.cache_disclosure.record_prompt(caller.tenant, dispatched.hashes)
     return min(cached_tokens, own_blocks * dispatched.replica.block_size)
-
-
-def header_lines(headers: Mapping[str, str]) -> str:
-    """These headers as lines of a head."""
-    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
 
 
 def content_headers(attempt: EngineAttempt) -> str:

@@ -4,9 +4,11 @@ import contextlib
 import json
 
 import pytest
+from fastapi import Request
 from fastapi.routing import APIRoute
 
 from lorafleet.service.auth import ScopeCheck
+from lorafleet.service.http import HttpError
 from lorafleet.service.key_files import hash_key
 from lorafleet.service.roles import SCOPES, Caller
 from router.app import build
@@ -74,3 +76,25 @@ async def test_a_body_of_a_key_without_the_scope_is_never_read(service, tmp_path
                 assert found == (401, "invalid_api_key"), route.path
         assert tried > 3
         assert (await response_to(app, "POST", "/v1/nowhere", "admin"))[0] == 404
+
+
+@pytest.mark.parametrize("service", [orchestrator, agent, router])
+async def test_every_route_with_a_key_takes_it_in_either_header(service, tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(json.dumps({"keys": [{"sha256": hash_key("k"), "scopes": ["admin"]}]}))
+    tried = 0
+    async with service(tmp_path, key_files=(path,)) as app:
+        for route in app.routes:
+            for check in scope_checks(route) if isinstance(route, APIRoute) else ():
+                tried += 1
+                for headers in ({"authorization": "Bearer k"}, {"x-api-key": "k"}):
+                    assert check.check(_request(headers)).may("admin"), route.path
+                for headers in ({"x-api-key": "other"}, {"authorization": "Bearer other", "x-api-key": "k"}, {}):
+                    with pytest.raises(HttpError, match="API key"):
+                        check.check(_request(headers))
+    assert tried > 5
+
+
+def _request(headers) -> Request:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "method": "GET", "path": "/", "headers": raw})

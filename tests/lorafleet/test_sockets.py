@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from lorafleet.service.sockets import socket_folder
+from lorafleet.service.sockets import KEEP_ALIVE, bind_socket, keep_alive, socket_folder
 
 
 @pytest.mark.parametrize("depth", [1, 60, 75, 90, 200])
@@ -18,3 +18,16 @@ def test_a_long_socket_name_can_be_bound_under_any_tmpdir(tmp_path, monkeypatch,
     finally:
         path.unlink(missing_ok=True)
         folder.rmdir()
+
+
+@pytest.mark.parametrize("has_server", [True, False])
+async def test_connections_of_clients_and_to_services_are_kept_alive(has_server):
+    listening = bind_socket("127.0.0.1", 0)
+    listening.listen()
+    with listening, socket.create_connection(listening.getsockname()) as client:
+        accepted, _ = listening.accept()
+        with accepted:
+            if not has_server:
+                keep_alive(client)
+            sock = accepted if has_server else client
+            assert [sock.getsockopt(level, name) for level, name, _ in KEEP_ALIVE] == [v for _, _, v in KEEP_ALIVE]

@@ -67,7 +67,7 @@ async def test_load_is_a_publish_and_answers_as_its_engine(scene, path):
     answer = await router.post(path, json=BODY)
 
     assert answer.status_code == 200
-    ((method, name, spec, _),) = orchestrator.calls
+    ((method, name, spec, *_),) = orchestrator.calls
     assert (method, name, spec["source"]) == ("POST", "policy", "/run/step-1")
     assert 0 < spec["timeout_s"] <= 2
     if path.startswith("/load"):
@@ -207,6 +207,8 @@ async def test_call_has_the_callers_own_key_and_needs_scope_register(tmp_path):
         headers = {"authorization": f"Bearer {trainer}"}
         assert (await router.post(LOADS[0], json=BODY, headers=headers)).status_code == 200
         assert orchestrator.calls[0][3] == f"Bearer {trainer}"
+        assert (await router.post(LOADS[0], json=BODY, headers={"x-api-key": trainer})).status_code == 200
+        assert orchestrator.calls.pop()[3] == f"Bearer {trainer}"  # and never the router's own
         for key, status in ((client, 403), ("none", 401)):
             answer = await router.post(LOADS[0], json=BODY, headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == status

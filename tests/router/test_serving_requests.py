@@ -91,6 +91,7 @@ async def test_stream_has_the_clients_model_name_at_any_cut():
     assert SQL.encode() not in first + rest
     assert rest.endswith(b"data: [DONE]\n\n")
     assert answer.headers["content-type"].startswith("text/event-stream")
+    assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-cache", "no")
 
 
 @pytest.mark.parametrize("is_in_task", [True, False])

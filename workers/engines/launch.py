@@ -131,6 +131,7 @@ def _vllm_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool
         ("--max-num-batched-tokens", str(settings.max_num_batched_tokens)),
         ("--enable-prompt-tokens-details", None),
         ("--enable-scale-out", None),  # serves /inference/v1/generate
+        ("--enable-tokenizer-info-endpoint", None),  # serves /tokenizer_info
         ("--shutdown-timeout", str(settings.engine_shutdown_s)),
         ("--kv-events-config", json.dumps(kv_events_config(settings, topic), separators=(",", ":"))),
         *((flag, str(value)) for flag, value in optional if value is not None),

@@ -73,3 +73,17 @@ async def test_client_waiting_for_100_continue_gets_it_once():
         assert (await client.answer())[0] == 100
         client.send(b"abc")
         assert (await client.answer())[2] == b"3"
+
+
+WEBSOCKET = (b"Upgrade: WebSocket", b"Connection: keep-alive, Upgrade", b"Sec-WebSocket-Version: 13")
+
+
+@pytest.mark.parametrize("path", [HOT, COLD, "/v1/realtime"])
+async def test_a_websocket_is_answered_with_426_and_what_to_do_instead(path):
+    lines = [b"GET %b HTTP/1.1" % path.encode(), b"Host: a", *WEBSOCKET, b"Sec-WebSocket-Key: x", b"", b""]
+    async with listening() as served:
+        said = await served.response_to(b"\r\n".join(lines))
+        status, headers = parsed_head(said.partition(b"\r\n\r\n")[0])
+        assert (status, headers[b"upgrade"], error_of(said)) == (426, b"HTTP/1.1", (426, "upgrade_required"))
+        assert b"send an HTTP request" in said
+        assert served.seen == []

@@ -36,5 +36,5 @@ def test_openapi_document_has_our_error_answers_and_not_the_frameworks():
     assert set(responses) == {"200", "400", "default"}
     assert responses["400"]["content"] == responses["default"]["content"] == ours
     assert set(document["components"]["schemas"]) == {"ErrorAnswer"}
-    assert document["security"] == [{"key": []}, {}]
+    assert document["security"] == [{"key": []}, {"api_key": []}, {}]
     assert app.openapi() is document

@@ -7,6 +7,7 @@ import ssl
 
 import pytest
 
+from lorafleet.service.sockets import KEEP_ALIVE
 from router.http.engine_connection import EngineConnection, EngineLost, Origin
 from router.http.engine_pool import EnginePool
 from tests.patience import patience, until
@@ -676,3 +677,11 @@ async def test_an_engine_may_speak_tls_and_is_checked(certificate):
         await pool.close()
         await until(lambda: not engine.open)
     assert not strict.connections
+
+
+async def test_a_connection_to_an_engine_is_kept_alive(pool):
+    async with RawEngine([saying(OK)]) as engine:
+        connection = await pool.connect(Origin.parse(engine.url))
+        sock = connection.transport.get_extra_info("socket")
+        assert [sock.getsockopt(level, name) for level, name, _ in KEEP_ALIVE] == [value for _, _, value in KEEP_ALIVE]
+        connection.close()

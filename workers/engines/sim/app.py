@@ -1,6 +1,7 @@
 """vLLM's HTTP routes: chats, completions, tokens, adapters, health and metrics."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from lorafleet.tokenizer.chat import read_files
 from workers.engines.sim import answers, bodies
 from workers.engines.sim.adapters import AdapterRefused, NoAdapterFound
 from workers.engines.sim.bodies import ErrorAnswer
@@ -98,6 +100,16 @@ class SimHandlers:
         self.prompts.adapter_named(body.model)
         return JSONResponse({"prompt": self.prompts.tokenizer.decode(body.tokens)})
 
+    async def tokenizer_info(self, _request: Request) -> Response:
+        """GET /tokenizer_info: the model's tokenizer_config.json, its tokens as texts, with the chat template."""
+        files = read_files(self.settings.model)
+        config = {
+            name: value["content"] if isinstance(value, dict) and "content" in value else value
+            for name, value in json.loads(files.get("tokenizer_config.json", "{}")).items()
+        }
+        template = files.get("chat_template.jinja")
+        return JSONResponse(config | ({} if template is None else {"chat_template": template}))
+
     async def health(self, _request: Request) -> Response:
         """GET /health and /ping: 503 once the engine has died."""
         return Response(status_code=503 if self.engine.is_dead else 200)
@@ -161,6 +173,8 @@ def _routes(handlers: SimHandlers) -> list[Route]:
         Route("/tokenize", handlers.tokenize, methods=["POST"]),
         Route("/detokenize", handlers.detokenize, methods=["POST"]),
     ]
+    if handlers.settings.tells_tokenizer:
+        routes.append(Route("/tokenizer_info", handlers.tokenizer_info, methods=["GET"]))
     if handlers.settings.enable_lora and handlers.settings.runtime_loras:
         routes += [
             Route("/v1/load_lora_adapter", handlers.load_adapter, methods=["POST"]),

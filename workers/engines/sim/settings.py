@@ -73,6 +73,8 @@ class SimSettings:
     dev_mode: bool
     scales_out: bool
     """--enable-scale-out: it has /inference/v1/generate."""
+    tells_tokenizer: bool
+    """--enable-tokenizer-info-endpoint: it has /tokenizer_info."""
     pools: bool
     """--runner pooling: the model pools, and generates nothing."""
     caches_prefixes: bool
@@ -130,6 +132,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os
         int_block_hashes=_is_set(environment, "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1"),
         dev_mode=_is_set(environment, "VLLM_SERVER_DEV_MODE", "0"),
         scales_out=flags.enable_scale_out,
+        tells_tokenizer=flags.enable_tokenizer_info_endpoint,
         pools=flags.runner == "pooling",
         caches_prefixes=flags.enable_prefix_caching,
         lora_target_modules=frozenset(flags.lora_target_modules) if flags.lora_target_modules else None,
@@ -162,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     vllm.add_argument("--num-gpu-blocks-override", type=_positive, default=8192)
     vllm.add_argument("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False)
     vllm.add_argument("--enable-scale-out", action=argparse.BooleanOptionalAction, default=False)
+    vllm.add_argument("--enable-tokenizer-info-endpoint", action=argparse.BooleanOptionalAction, default=False)
     vllm.add_argument("--shutdown-timeout", type=float, default=0.0)
     vllm.add_argument("--runner", choices=("auto", "generate", "pooling", "draft"), default="auto")
     vllm.add_argument(
