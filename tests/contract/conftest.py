@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from lorafleet.local.tiny_model import make_adapters, make_model
-from tests.contract.surface import GENERATE_FLAGS, STORE
+from tests.contract.surface import GENERATE_FLAGS, STORE, TELL_FLAGS
 from tests.engines import Kind, RunningEngine, start_engine
 from tests.patience import patience
 
@@ -34,7 +34,7 @@ def engine_of(model_dir: Path) -> Iterator[Callable[[Kind], RunningEngine]]:
             flags = (*GENERATE_FLAGS, "--dtype", "float32")
             own: dict[Kind, dict[str, Any]] = {
                 "vllm": {"flags": flags, "environment": STORE},
-                "sim": {"flags": ("--enable-scale-out",)},
+                "sim": {"flags": TELL_FLAGS},
             }
             started[kind] = start_engine(kind, model_dir, **own.get(kind, {}))
         return started[kind]

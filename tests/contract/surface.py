@@ -30,7 +30,8 @@ NAMES = {BASE: BASE, LORA_ID: ENGINE_NAME}
 POOLING = ("/v1/embeddings", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
 # Routes that need another kind of model (a classifier, structured decisions) or vLLM 0.33.
 NOT_SERVED = ("/classify", "/v1/systemone", "/v1/decisions")
-GENERATE_FLAGS = ("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+TELL_FLAGS = ("--enable-scale-out", "--enable-tokenizer-info-endpoint")
+GENERATE_FLAGS = (*TELL_FLAGS, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 POOLING_FLAGS = ("--runner", "pooling")
 STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 

@@ -495,6 +495,13 @@ def test_tokenize_and_detokenize_are_inverse(bench: EngineUnderTest) -> None:
     assert back.json() == {"prompt": "SELECT one FROM two"}
 
 
+def test_the_tokenizer_is_told_with_its_special_tokens_as_texts_and_its_template(bench: EngineUnderTest) -> None:
+    told = bench.client.get("/tokenizer_info").json()
+    assert isinstance(told["eos_token"], str)
+    assert len(bench.client.post("/tokenize", json={"prompt": told["eos_token"]}).json()["tokens"]) == 1
+    assert "messages" in told["chat_template"]
+
+
 def test_tokenize_without_the_generation_prompt_is_a_prefix(bench: EngineUnderTest) -> None:
     whole = bench.client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
     bare = bench.client.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()["tokens"]
