@@ -1344,6 +1344,10 @@ class EnsureAnswer(_OrchestratorModel):
     expected_s: float | None
     error: str | None = None
     fits_nowhere: bool = Field(default=False, description="no worker could hold it, however empty; `error` says why")
+    retry_in_s: float | None = Field(
+        default=None, description="every worker that takes it failed to load it, as `error` says, until then"
+    )
+    progress: str | None = Field(default=None, description="how far the fetch of its files is, in words")
     wire: int = WIRE
 
 

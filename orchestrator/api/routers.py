@@ -15,6 +15,7 @@ from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.demand import ENSURE_REPEAT_S, AdapterQueueing, AdapterUsage
 from orchestrator.core.errors import NotFound, StateConflict
+from orchestrator.core.failures import FINAL_CODES
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
@@ -179,7 +180,8 @@ def router_routes(
         try:
             await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
-                return seen.ensured(await asking)
+                with seen.errors():
+                    return seen.ensured(await asking)
         finally:
             asking.cancel()
             gone.cancel()
@@ -236,9 +238,9 @@ async def _wait_for_replicas(
     is_stopping: Callable[[], bool],
     clock: Callable[[], float],
 ) -> EnsureAnswer:
-    """Request replicas, repeatedly, until they are ready, the wait is over, the adapter fits nowhere, or we stop.
+    """Request replicas, repeatedly, until they are ready, the wait is over, no worker can load it now, or we stop.
 
-    Raises NotFound for an adapter that is being deleted, StateConflict for one that has failed.
+    Raises NotFound for an adapter that is being deleted, StateConflict for one that somebody has to mend.
     """
     replicas, deadline = reconciler.allowed_replicas(lora_id, ask.replicas or 1), clock() + ask.wait_s
     while True:
@@ -247,11 +249,19 @@ async def _wait_for_replicas(
             raise NotFound(f"adapter {lora_id!r} is being deleted", param="lora_id")
         if (why := reconciler.queries.quarantine_reason(lora_id)) is not None:
             raise StateConflict(f"{lora_id!r} failed: {why}", code="adapter_failed", param="lora_id")
+        failure = reconciler.queries.failure_everywhere(lora_id)
+        if failure is not None and failure.code in FINAL_CODES:
+            raise StateConflict(
+                f"{lora_id!r} failed: {failure.code}: {failure.message}; mend its source, or register other files under"
+                f" another lora_id, then: lorafleet adapters retry {lora_id}",
+                code="adapter_failed",
+                param="lora_id",
+            )
         left_s = deadline - clock()
         if len(reconciler.queries.ready_workers(lora_id)) >= replicas or is_stopping():
             return views.ensure_answer(adapter, replicas)
         reconciler.ensure_replicas(lora_id, replicas, actor, ask.tenants or _only_tenant(adapter))
-        if left_s <= 0 or reconciler.queries.fits_nowhere(lora_id):
+        if left_s <= 0 or failure is not None or reconciler.queries.fits_nowhere(lora_id):
             return views.ensure_answer(adapter, replicas)
         # Also checked at intervals: a replica that an agent reports need not cause an event.
         await reconciler.catalog.changed.wait(min(left_s, reconciler.settings.pass_interval_s, ENSURE_REPEAT_S))

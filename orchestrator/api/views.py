@@ -230,17 +230,21 @@ class WireViews:
     def ensure_answer(self, adapter: RegisteredAdapter, replicas: int) -> EnsureAnswer:
         """The answer to an `ensure` of so many replicas: the adapter's state, its workers, and the expected seconds."""
         ready = tuple(self._reconciler.queries.ready_workers(adapter.lora_id))
-        expected_s = 0.0 if len(ready) >= replicas else self._reconciler.queries.expected_s(adapter.lora_id)
+        queries = self._reconciler.queries
+        expected_s = 0.0 if len(ready) >= replicas else queries.expected_s(adapter.lora_id)
+        failure = queries.failure_everywhere(adapter.lora_id)
         return EnsureAnswer.model_validate(
             {
                 "lora_id": adapter.lora_id,
                 "digest": adapter.digest,
-                "state": self._reconciler.queries.adapter_state(adapter, {adapter.lora_id: ready}),
+                "state": queries.adapter_state(adapter, {adapter.lora_id: ready}),
                 "ready": ready,
-                "loading": self._reconciler.queries.loading_workers(adapter.lora_id),
+                "loading": queries.loading_workers(adapter.lora_id),
                 "expected_s": expected_s,
-                "error": None if len(ready) >= replicas else self._reconciler.queries.last_error(adapter.lora_id),
-                "fits_nowhere": self._reconciler.queries.fits_nowhere(adapter.lora_id),
+                "error": None if len(ready) >= replicas else queries.last_error(adapter.lora_id),
+                "fits_nowhere": queries.fits_nowhere(adapter.lora_id),
+                "retry_in_s": None if failure is None else round(max(0.0, failure.until - self._clock()), 3),
+                "progress": queries.fetch_progress(adapter.lora_id),
             }
         )
 

@@ -4,13 +4,69 @@ from collections.abc import Set
 from random import Random
 from typing import Literal
 
+from lorafleet.identity import fleet_digest
 from orchestrator.core.placement.context import is_registered_digest
 from orchestrator.core.state import AdapterFailure, ObservedFleet, Pair, RegisteredAdapter
 
 ANYWHERE = ""
 """The worker_id of a failure that blocks every worker: no worker has found good bytes at the adapter's source."""
+SOURCE_CODES = frozenset(
+    {
+        "source_address_forbidden",
+        "source_extra_missing",
+        "source_forbidden",
+        "source_invalid",
+        "source_not_found",
+        "source_too_big",
+        "source_unauthorized",
+        "source_unsafe",
+        "source_unsupported",
+    }
+)
+"""Agent error codes (workers/core/errors.py) about a source; another worker may have better access to it."""
+
+CONTENT_CODES = frozenset(
+    {
+        "adapter_config_invalid",
+        "adapter_incomplete",
+        "adapter_invalid",
+        "adapter_no_effect",
+        "adapter_pickled",
+        "adapter_refused",
+        "base_model_mismatch",
+        "bias_unsupported",
+        "digest_mismatch",
+        "dora_unsupported",
+        "dtype_unsupported",
+        "invalid_lora_id",
+        "module_unknown",
+        "module_unsupported",
+        "module_untargeted",
+        "modules_ignored",
+        "modules_to_save_unsupported",
+        "modules_unmatched",
+        "peft_feature_unsupported",
+        "peft_type_unsupported",
+        "rank_mismatch",
+        "shape_mismatch",
+        "tensor_unexpected",
+        "tensor_unpaired",
+        "weights_corrupt",
+        "weights_empty",
+        "weights_not_finite",
+    }
+)
+"""Agent error codes about an adapter's bytes.
+
+All other codes are about the worker at that moment, `disk_full` and `rank_too_big` included.
+"""
+
+FINAL_CODES = SOURCE_CODES | CONTENT_CODES
+"""Agent error codes that somebody has to mend: by itself the same load fails again on that worker."""
 ENGINE_REFUSALS = frozenset(("adapter_refused", "adapter_no_effect", "modules_ignored"))
 """Error codes of bytes with the registered digest that an engine refuses, or does not use."""
+MOST_TRIED = 3
+"""After this many workers found no good bytes at the source, no other is waited for; a guess, nothing measured."""
 MOST_REFUSALS = 2
 """After this many engines have refused an adapter it is quarantined until an operator retries it."""
 LONGEST_S = 3600.0
@@ -39,6 +95,30 @@ def failure_scope(
         return "adapter"
     fitting = (w.id for w in observed.workers.values() if w.can_accept(adapter.base_model, adapter.rank or 0))
     return "worker" if any(id_ not in current for id_ in fitting) else "fleet"
+
+
+def failure_everywhere(adapter: RegisteredAdapter, observed: ObservedFleet, now: float) -> AdapterFailure | None:
+    """The failure that keeps the adapter from being loaded anywhere now; None while a worker tries it, or may try it.
+
+    One that passes by itself goes before one that does not (`FINAL_CODES`), then the one that ends first. Where
+    `MOST_TRIED` workers have found no good bytes, the others are not waited for.
+    """
+    lora_id = adapter.lora_id
+    if lora_id in observed.inspecting or any(name == lora_id for name, _ in observed.load_began):
+        return None
+    if adapter.is_inspected:
+        takers = [w for w in observed.workers.values() if w.can_accept(adapter.base_model, adapter.rank or 0)]
+        takers = [w for w in takers if w.has_agent or fleet_digest(adapter.source) is None]
+    else:
+        takers = [w for w in observed.workers.values() if w.state == "ready" and w.can_serve(adapter.base_model)]
+    found = [observed.current_failure(lora_id, worker.id, now) for worker in takers]
+    failures = [failure for failure in found if failure is not None]
+    final = [failure for failure in failures if failure.code in FINAL_CODES]
+    if len(final) >= MOST_TRIED:
+        return min(final, key=lambda failure: failure.until)
+    if not failures or len(failures) < len(found):
+        return None
+    return min(failures, key=lambda failure: (failure.code in FINAL_CODES, failure.until))
 
 
 class FailureBook:

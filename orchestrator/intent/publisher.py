@@ -24,6 +24,7 @@ from orchestrator.core.errors import (
     PublishUnfinished,
     StateConflict,
 )
+from orchestrator.core.failures import CONTENT_CODES
 from orchestrator.core.publish_wait import load_progress
 from orchestrator.core.published_names import (
     NameVersion,
@@ -39,7 +40,6 @@ from orchestrator.intent import owners
 from orchestrator.intent.bytes_copier import BytesCopier, PublishDeadline
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.reconcile.agent_client import CONTENT_CODES
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import PublishedItem, PublishSpec, checked_published_name
 

@@ -22,12 +22,12 @@ from orchestrator.core.errors import (
     StoreError,
     WorkerFailed,
 )
-from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, failure_scope
+from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, MOST_TRIED, SOURCE_CODES, failure_scope
 from orchestrator.core.files import NEIGHBOURS_NAMED
 from orchestrator.core.plan import AdapterDrain, WorkerAction
 from orchestrator.core.state import RegisteredAdapter, ReportedAdapter, lora_id_of_held
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.reconcile.agent_client import SOURCE_CODES, AgentClient
+from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
@@ -43,8 +43,6 @@ log = structlog.get_logger()
 # Failures that pass by themselves, and for how long one blocks: less than a restart takes, more than a pass.
 PASSING_CODES = frozenset({"worker_unreachable", "engine_unreachable", "engine_down", "not_ready", "draining"})
 PASSING_S = 1.0
-MOST_TRIED = 3
-"""After this many workers found no good bytes at the source, no other is asked; a guess, nothing measured."""
 _CHECK_S = 1.0  # without an answer by then the inspection decides
 
 

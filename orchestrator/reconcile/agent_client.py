@@ -12,6 +12,7 @@ from pydantic_core import from_json
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.transport import why_no_answer
 from orchestrator.core.errors import InvalidAdapter, LeaseLost, WorkerFailed
+from orchestrator.core.failures import FINAL_CODES
 from orchestrator.reconcile.agent_view import AsOf
 from workers.wire import (
     REPORT_HEADER,
@@ -38,57 +39,6 @@ from workers.wire import (
 M = TypeVar("M", bound=BaseModel)
 
 _NUMBER_DIGITS = 15
-
-SOURCE_CODES = frozenset(
-    {
-        "source_address_forbidden",
-        "source_extra_missing",
-        "source_forbidden",
-        "source_invalid",
-        "source_not_found",
-        "source_too_big",
-        "source_unauthorized",
-        "source_unsafe",
-        "source_unsupported",
-    }
-)
-"""Agent error codes (workers/core/errors.py) about a source; another worker may have better access to it."""
-
-CONTENT_CODES = frozenset(
-    {
-        "adapter_config_invalid",
-        "adapter_incomplete",
-        "adapter_invalid",
-        "adapter_no_effect",
-        "adapter_pickled",
-        "adapter_refused",
-        "base_model_mismatch",
-        "bias_unsupported",
-        "digest_mismatch",
-        "dora_unsupported",
-        "dtype_unsupported",
-        "invalid_lora_id",
-        "module_unknown",
-        "module_unsupported",
-        "module_untargeted",
-        "modules_ignored",
-        "modules_to_save_unsupported",
-        "modules_unmatched",
-        "peft_feature_unsupported",
-        "peft_type_unsupported",
-        "rank_mismatch",
-        "shape_mismatch",
-        "tensor_unexpected",
-        "tensor_unpaired",
-        "weights_corrupt",
-        "weights_empty",
-        "weights_not_finite",
-    }
-)
-"""Agent error codes about an adapter's bytes.
-
-All other codes are about the worker at that moment, `disk_full` and `rank_too_big` included.
-"""
 
 
 class AgentClient:
@@ -316,7 +266,7 @@ def _error_of_response(method: str, url: str, answer: httpx.Response) -> WorkerF
         message = f"{message}: {answer.text[:200]!r}"
     if code == "stale_epoch":
         return LeaseLost(message)
-    if code in CONTENT_CODES or code in SOURCE_CODES:
+    if code in FINAL_CODES:
         return InvalidAdapter(message, code=code)
     return WorkerFailed(message, code=code)
 

@@ -6,9 +6,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.agentless.transport import agent_url_of
+from orchestrator.core.failures import failure_everywhere
 from orchestrator.core.files import FilesSnapshot
 from orchestrator.core.placement.load_time import load_figures, load_s
-from orchestrator.core.state import DesiredPlacement, LoadFigures, ObservedFleet, PlannedLoad, RegisteredAdapter
+from orchestrator.core.state import (
+    AdapterFailure,
+    DesiredPlacement,
+    LoadFigures,
+    ObservedFleet,
+    PlannedLoad,
+    RegisteredAdapter,
+)
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
@@ -28,6 +36,8 @@ class LastPass:
 
 
 _PAUSE_FIELDS = CatalogPause.model_fields.keys() - {"key"}
+# A fetch without a byte for longer is said to be silent.
+_SILENT_S = 2.0
 _EFFECTS: tuple[AdapterEffectState, ...] = ("unknown", "zero", "", "seen", "applied")
 """From the least to the most that is known to show."""
 
@@ -183,6 +193,27 @@ class FleetQueries:
         if failure is None or self.ready_workers(lora_id):
             return None
         return f"{failure.code}: {failure.message}"
+
+    def failure_everywhere(self, lora_id: str) -> AdapterFailure | None:
+        """The failure that keeps the adapter from being loaded anywhere now; None also where it is ready."""
+        adapter = self._store.adapters.get(lora_id)
+        if adapter is None or lora_id not in self._operations.failures.failed_ids or self.ready_workers(lora_id):
+            return None
+        return failure_everywhere(adapter, self.observe(), self._clock())
+
+    def fetch_progress(self, lora_id: str) -> str | None:
+        """How far the longest fetch of the adapter's files is, in words; None where no agent reports one."""
+        operations, now = self._operations, self._clock()
+        began = {pair: at for pair, at in operations.load_began.items() if pair[0] == lora_id}
+        fetching = [pair for pair in began if pair in operations.fetch_moved]
+        if not fetching:
+            return None
+        pair = min(fetching, key=lambda pair: began[pair])
+        size_bytes, moved_at = operations.fetch_moved[pair]
+        if size_bytes is None:
+            return None
+        silent = f", and none for {now - moved_at:.0f} s" if size_bytes and now - moved_at > _SILENT_S else ""
+        return f"worker {pair[1]} has fetched {size_bytes} bytes from its source in {now - began[pair]:.0f} s{silent}"
 
     def last_error(self, lora_id: str) -> str | None:
         """Why the adapter has fewer replicas than it should have; None when no reason is known."""

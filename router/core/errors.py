@@ -14,6 +14,7 @@ RouterError
 │   │   └── AdapterInspecting   the adapter's base model is not known yet: the request waits for that
 │   ├── NoCapacity          no_capacity: no worker has room for this adapter
 │   ├── ColdStartTimeout    adapter_loading: the adapter was not loaded in time
+│   │   └── LoadFailed      load_failed: each worker that takes the adapter failed to load it
 │   ├── CatalogUnavailable  catalog_unavailable: no catalog was read yet
 │   ├── PoisonRequestHeld   deadly_request: engines died of this request, or of its adapter
 │   └── EndedByPause        ended_by_pause: a pause ended it, and its format has no word for that
@@ -41,6 +42,16 @@ _ADDRESS = re.compile(
 def without_addresses(text: str) -> str:
     """The message without addresses of our network, for clients; the log has the whole message."""
     return _ADDRESS.sub("<address>", text)
+
+
+_PLACE = re.compile(
+    r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>,;)\]}]*[^\s'\"<>,;)\]}:.]|(?<![\w.>/-])/[^\s'\"<>,;:)\]}]*[^\s'\"<>,;:)\]}.]"
+)
+
+
+def without_places(text: str) -> str:
+    """The message of another service without addresses, URLs of sources and paths of hosts, for clients."""
+    return without_addresses(_PLACE.sub(lambda match: "<path>" if match[0].startswith("/") else "<address>", text))
 
 
 class RouterError(Exception):
@@ -155,6 +166,10 @@ class NoCapacity(TemporarilyUnavailable):
 class ColdStartTimeout(TemporarilyUnavailable):
     code = "adapter_loading"
     outcome = "not_loaded"
+
+
+class LoadFailed(ColdStartTimeout):
+    code = "load_failed"
 
 
 class CatalogUnavailable(TemporarilyUnavailable):

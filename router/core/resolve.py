@@ -12,7 +12,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from lorafleet.identity import asked_version, split_version_id
-from router.core.errors import AdapterFailed, AdapterInspecting, BadBody, ModelNotFound
+from router.core.errors import AdapterFailed, AdapterInspecting, BadBody, ModelNotFound, without_places
 from router.core.fleet import RoutableAdapter, RouterFleet
 
 Visible = Callable[[RoutableAdapter], bool]
@@ -154,7 +154,7 @@ def usable_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, RoutableA
 def _adapter_target(fleet: RouterFleet, adapter: RoutableAdapter, name: str, asked: str, param: str) -> RequestTarget:
     """The target of an adapter found under this name; raises AdapterFailed and AdapterInspecting."""
     if adapter.error is not None:
-        message = f"adapter {adapter.lora_id!r} failed its checks: {adapter.error}"
+        message = f"adapter {adapter.lora_id!r} failed its checks: {without_places(adapter.error)}"
         raise AdapterFailed(message, lora_id=adapter.lora_id, param=param)
     base_model = adapter.base_model or _only_base(fleet)
     if base_model is None:

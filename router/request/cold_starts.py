@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from math import inf
 from statistics import median
-from typing import Protocol
+from typing import Literal, Protocol
 from urllib.parse import quote
 
 import structlog
@@ -21,12 +21,13 @@ from router.core.errors import (
     AdapterFailed,
     ColdStartTimeout,
     DeadlineExceeded,
+    LoadFailed,
     ModelNotFound,
     NoCapacity,
     NoReplica,
     RouterError,
     Saturated,
-    without_addresses,
+    without_places,
 )
 from router.core.fleet import Excluded, Replica, RoutableAdapter
 from router.core.queue.admission import QueueLimits, QueueUsage
@@ -41,7 +42,9 @@ log = structlog.get_logger()
 
 # Seconds between two calls to `ensure`, and the longest that one call waits at the orchestrator.
 _ASK_AGAIN_S = 1.0
-_ENSURE_WAIT_S = 10.0
+_ENSURE_WAIT_S = 3.0
+# A request without a deadline of its own waits for the next attempt at a load that begins so soon: a guess.
+_SOON_S = 5.0
 # Retry-After until a load was measured: real ones take 4.4 s at the median, 8.2 s at the 99th percentile.
 _DEFAULT_RETRY_S = 5.0
 _MEASURED_LOADS = 50
@@ -57,6 +60,29 @@ class Post(Protocol):
     async def __call__(self, url: str, path: str, *, body: bytes, timeout_s: float) -> bytes: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LoadTrouble:
+    """Why a load is not done yet, as clients may read it.
+
+    kind      room: no worker has a slot; failure: no worker that takes the adapter can load it before `retry_at`;
+              progress: its files are being fetched
+    retry_at  by the clock of `ColdStarts`
+    """
+
+    kind: Literal["room", "failure", "progress"]
+    text: str
+    retry_at: float = -inf
+
+
+def waits_for_retry(retry_in_s: float, left_s: float, *, has_deadline: bool) -> bool:
+    """Whether a request waits for the next attempt at a load that has failed everywhere.
+
+    left_s        seconds that the request may wait
+    has_deadline  its client said how long it waits; other clients learn soon why it takes long
+    """
+    return retry_in_s < left_s and (has_deadline or retry_in_s <= _SOON_S)
+
+
 @dataclass(slots=True)
 class _ColdStart:
     """The one load of an adapter that any number of requests wait for.
@@ -69,7 +95,7 @@ class _ColdStart:
     is_measured: bool
     waiting: int = 0
     expected_s: float | None = None
-    stuck: str | None = None
+    trouble: LoadTrouble | None = None
     troubles: set[tuple[str, ...]] = field(default_factory=set)
 
 
@@ -152,8 +178,9 @@ class ColdStarts:
         is_displaced the request was admitted and queued before: it is not refused because too many wait
 
         raises  Saturated where too many requests wait; AdapterFailed, ModelNotFound and, where the adapter fits on no
-                worker, NoCapacity by the orchestrator's word; after `timeout_s` NoCapacity where there was no room,
-                else ColdStartTimeout; DeadlineExceeded at an earlier deadline
+                worker, NoCapacity by the orchestrator's word; LoadFailed where each worker has failed to load it, and
+                the next attempt is far off; after `timeout_s` NoCapacity where there was no room, else
+                ColdStartTimeout; DeadlineExceeded at an earlier deadline
         """
         adapter = self.resident(lora_id, excluded())
         if adapter is not None:
@@ -234,11 +261,20 @@ class ColdStarts:
     ) -> RoutableAdapter:
         """Wait for a load until the timeout or deadline, and measure it. Raises as `until_resident`."""
 
-        def settled() -> bool:
-            """Whether the load has ended, or a replica that may get the request holds the adapter."""
-            return start.task.done() or self.resident(lora_id, excluded()) is not None
-
         left_s = inf if deadline_at is None else deadline_at - self.clock()
+        ends_at = self.clock() + min(self.timeout_s, left_s)
+
+        def failed() -> bool:
+            """Whether each worker has failed to load it, and the request does not wait for the next attempt."""
+            trouble, now = start.trouble, self.clock()
+            if trouble is None or trouble.kind != "failure":
+                return False
+            return not waits_for_retry(trouble.retry_at - now, ends_at - now, has_deadline=deadline_at is not None)
+
+        def settled() -> bool:
+            """Whether the load has ended or failed, or a replica that may get the request holds the adapter."""
+            return start.task.done() or self.resident(lora_id, excluded()) is not None or failed()
+
         await self.discovery.changes.until(settled, timeout_s=min(self.timeout_s, left_s))
         adapter = self.resident(lora_id, excluded())
         if adapter is not None:
@@ -248,15 +284,25 @@ class ColdStarts:
             return adapter
         if start.task.done() and not start.task.cancelled() and (failure := start.task.exception()) is not None:
             raise failure
-        if left_s < self.timeout_s:
-            raise DeadlineExceeded(f"the deadline of this request passed before adapter {lora_id!r} was loaded")
-        if start.stuck is not None:
-            raise NoCapacity(
-                f"adapter {lora_id!r} has no room: {without_addresses(start.stuck)}",
-                retry_after_s=self._usual_load_s(),
+        raise self._unloaded_error(lora_id, start, is_deadline=left_s < self.timeout_s and not failed())
+
+    def _unloaded_error(self, lora_id: str, start: _ColdStart, *, is_deadline: bool) -> RouterError:
+        """The error of a request that waits no longer, with what is known of the load. `is_deadline`: of the client."""
+        trouble = start.trouble
+        why = "" if trouble is None else f": {trouble.text}"
+        if is_deadline:
+            return DeadlineExceeded(f"the deadline of this request passed before adapter {lora_id!r} was loaded{why}")
+        if trouble is not None and trouble.kind == "room":
+            return NoCapacity(f"adapter {lora_id!r} has no room{why}", retry_after_s=self._usual_load_s())
+        if trouble is not None and trouble.kind == "failure":
+            retry_in_s = max(1.0, trouble.retry_at - self.clock())
+            return LoadFailed(
+                f"no worker can load adapter {lora_id!r}{why}; the next attempt is in {retry_in_s:.0f} s, or after:"
+                f" lorafleet adapters retry {lora_id}",
+                retry_after_s=retry_in_s,
             )
-        raise ColdStartTimeout(
-            f"adapter {lora_id!r} was not loaded within {self.timeout_s:g} s; it may be soon, try again",
+        return ColdStartTimeout(
+            f"adapter {lora_id!r} was not loaded within {self.timeout_s:g} s{why}; it may be soon, try again",
             retry_after_s=start.expected_s or self._usual_load_s(),
         )
 
@@ -307,12 +353,10 @@ class ColdStarts:
         answered = EnsureAnswer.model_validate_json(answer)
         if answered.fits_nowhere and not answered.ready:
             raise NoCapacity(
-                f"adapter {lora_id!r} fits on no worker: {without_addresses(answered.error or 'no reason is given')}",
+                f"adapter {lora_id!r} fits on no worker: {without_places(answered.error or 'no reason is given')}",
                 retry_after_s=_OTHER_WORKER_S,
             )
-        self._record_progress(
-            lora_id, answered.expected_s, None if answered.ready or answered.loading else answered.error
-        )
+        self._record_progress(lora_id, answered.expected_s, _trouble_of(answered, self.clock()))
         return answered.ready[0] if answered.ready else None
 
     async def _answer(self, path: str, body: bytes) -> bytes:
@@ -330,18 +374,22 @@ class ColdStarts:
         asking = self.post(self.orchestrator_url, path, body=body, timeout_s=_ENSURE_WAIT_S + 5.0)
         return await run_watched(asking, check_silence, every_s=_ASK_AGAIN_S)
 
-    def _record_progress(self, lora_id: str, expected_s: float | None, stuck: str | None) -> None:
-        """Record a load's expected seconds, and why it is stuck (None: it is not). A stuck load is not measured."""
+    def _record_progress(self, lora_id: str, expected_s: float | None, trouble: LoadTrouble | None) -> None:
+        """Record a load's expected seconds, and why it is not done. A load that had no room or failed is not measured.
+
+        Requests that wait no longer because of a failure are woken.
+        """
         start = self.loading.get(lora_id)
         if start is not None:
-            start.expected_s, start.stuck = expected_s, stuck
-            # A load that waited for room is not measured.
-            start.is_measured = start.is_measured or stuck is not None
+            start.expected_s, start.trouble = expected_s, trouble
+            start.is_measured = start.is_measured or (trouble is not None and trouble.kind != "progress")
+            if trouble is not None and trouble.kind == "failure":
+                self.discovery.changes.notify()
 
     async def _load_at_a_home(self, lora_id: str) -> str | None:
         """Have the adapter loaded by its rendezvous home, or the next one that can; None: by none of them.
 
-        All routers ask in the same order, so that they fill the same home. Records why it is stuck where all are full.
+        All routers ask in the same order, so that they fill the same home. Records why none does.
 
         raises  ModelNotFound; NoReplica and NoCapacity where there is no home
         """
@@ -361,6 +409,7 @@ class ColdStarts:
         )
         body = wanted.model_dump_json(exclude_none=True).encode()
         full = 0
+        failed, retry_in_s = "", _ASK_AGAIN_S
         for home in homes:
             try:
                 await self._load_at(home, body)
@@ -370,7 +419,9 @@ class ColdStarts:
                     continue
                 code = _error(exc).get("code")
                 full += (exc.status, code) == (409, "no_free_slot")
+                failed = f"{home.id}: {_message(exc)}"
                 if exc.status in _ADAPTERS_OWN or code == "digest_mismatch":
+                    retry_in_s = _OTHER_WORKER_S
                     break  # the next one would fetch the same bytes, and its engine would stall over them
             else:
                 return home.id
@@ -379,7 +430,10 @@ class ColdStarts:
             what = f"its home {homes[0].id!r} has no free slot"
             if len(homes) > 1:
                 what = f"none of the {len(homes)} workers that take it has a free slot"
-            self._record_progress(lora_id, None, f"{what}, and no orchestrator decides which adapter makes room")
+            text = f"{what}, and no orchestrator decides which adapter makes room"
+            self._record_progress(lora_id, None, LoadTrouble("room", text))
+        elif failed:
+            self._record_progress(lora_id, None, LoadTrouble("failure", failed, self.clock() + retry_in_s))
         return None
 
     def _check_accepted(self, adapter: RoutableAdapter) -> None:
@@ -445,6 +499,20 @@ def _error(refused: FetchRefused) -> dict[str, object]:
 
 
 def _message(refused: FetchRefused) -> str:
-    """The error message of a refused request's answer, without addresses; else one with its status."""
+    """The error message of a refused request's answer, without places; else one with its status."""
     answered = _error(refused).get("message")
-    return without_addresses(str(answered)) if answered else f"the control plane answered {refused.status}"
+    return without_places(str(answered)) if answered else f"the control plane answered {refused.status}"
+
+
+def _trouble_of(answered: EnsureAnswer, now: float) -> LoadTrouble | None:
+    """Why the adapter is not ready, by the orchestrator's answer; None: it is, or nothing is known."""
+    if answered.ready:
+        return None
+    if answered.loading:
+        return LoadTrouble("progress", without_places(answered.progress)) if answered.progress else None
+    if answered.error is None:
+        return None
+    text = without_places(answered.error)
+    if answered.retry_in_s is None:
+        return LoadTrouble("room", text)
+    return LoadTrouble("failure", text, now + answered.retry_in_s)

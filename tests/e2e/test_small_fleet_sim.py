@@ -1,5 +1,6 @@
 """A fleet of one worker: its dead children, its folder, and adapters that are none or of another base model."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,3 +68,26 @@ def test_an_adapter_of_another_base_model_is_refused_until_somebody_vouches(smal
         within_s=20,
         what="the adapter that somebody vouches for is served",
     )
+
+
+def test_an_adapter_that_is_nowhere_any_more_is_answered_with_the_cause_until_it_is_restored(
+    small: RunningFleet, shelf: Path
+) -> None:
+    source = tiny_model.make_adapter(shelf, "gone/v1")
+    spec = {"lora_id": "gone/v1", "source": str(source), "base_model": "tiny-qwen"}
+    assert small.http("POST", f"{small.orchestrator}/v1/adapters", json=spec).status_code == 201
+    until(lambda: small.ask(prompt="Hi", lora_id="gone/v1").is_success, within_s=20, what="it is served")
+    away = source.rename(shelf / "away")
+    digest = small.get(f"{small.orchestrator}/v1/adapters/gone/v1")["digest"]
+    shutil.rmtree(small.state_dir / "cache" / digest)
+    small.kill("-m", "workers")
+    until(lambda: small.ask(prompt="Hi", lora_id="good/v1").is_success, within_s=30, what="the worker is back")
+    answer = small.ask(prompt="Hi", lora_id="gone/v1")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (409, "adapter_failed")
+    assert "source_not_found" in error["message"]
+    assert str(shelf) not in error["message"]
+    away.rename(source)
+    assert "lorafleet adapters retry gone/v1" in error["message"]
+    assert small.http("POST", f"{small.orchestrator}/v1/adapters/gone/v1/retry").is_success
+    assert small.ask(prompt="Hi", lora_id="gone/v1").status_code == 200

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, FailureBook, failure_scope
+from orchestrator.core.failures import (
+    ANYWHERE,
+    ENGINE_REFUSALS,
+    FINAL_CODES,
+    MOST_TRIED,
+    FailureBook,
+    failure_everywhere,
+    failure_scope,
+)
 from orchestrator.core.state import AdapterFailure, ObservedFleet, ObservedWorker, RegisteredAdapter, ReportedAdapter
 
 PAIR = ("a", "w0")
@@ -151,3 +159,35 @@ def test_one_refusal_blocks_its_worker_and_two_quarantine_the_adapter(others, bl
     failures = {("a", worker.id): failure for worker, failure in fleet if failure is not None}
     observed = ObservedFleet(workers={worker.id: worker for worker, _ in fleet}, failures=failures)
     assert failure_scope(BAD, observed, 10.0) == blame
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([None, "source_not_found", "digest_mismatch", "source_failed", "disk_full"]),
+            st.sampled_from([10.0, 20.0, 60.0]),
+            st.sampled_from([{}, {}, {"state": "cordoned"}, {"slots": 0}, {"base_model": "other"}]),
+        ),
+        max_size=6,
+    ),
+    st.sampled_from([None, None, "loading", "inspecting"]),
+)
+def test_a_failure_is_everywhere_once_no_worker_that_takes_the_adapter_may_try(shapes, under_way):
+    fleet = [one(f"w{n}", code, until=until, **shape) for n, (code, until, shape) in enumerate(shapes)]
+    observed = ObservedFleet(
+        workers={worker.id: worker for worker, _ in fleet},
+        failures={("a", worker.id): failure for worker, failure in fleet if failure},
+        load_began={("a", "w0"): 0.0} if under_way == "loading" else {},
+        inspecting={"a": "w0"} if under_way == "inspecting" else {},
+    )
+    takers = [(code, until) for code, until, shape in shapes if not shape]
+    current = [(code, until) for code, until in takers if code and until > 15.0]
+    final = [until for code, until in current if code in FINAL_CODES]
+    passing = [until for code, until in current if code not in FINAL_CODES]
+    found = failure_everywhere(BAD, observed, now=15.0)
+    if under_way or not current or (len(final) < MOST_TRIED and len(current) < len(takers)):
+        assert found is None
+    elif len(final) >= MOST_TRIED or not passing:
+        assert (found.until, found.code in FINAL_CODES) == (min(final), True)
+    else:
+        assert (found.until, found.code in FINAL_CODES) == (min(passing), False)

@@ -14,7 +14,7 @@ from lorafleet.identity import engine_name, rendezvous_score
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.state import PlacementPolicy, WantedReplicas
 from tests.orchestrator.doubles import FakeAgent, digest_of
-from tests.patience import patience
+from tests.patience import patience, until, within
 from tests.properties import THOROUGH
 from tests.serving import serving
 
@@ -1108,7 +1108,8 @@ async def test_a_locked_store_refuses_writes_and_breaks_no_action(open_service, 
     assert (await service.adapter("late/v1"))["error"]["code"] == "adapter_not_found"
     assert service.reconciler.queries.loading_workers("sql/v1") == []
     await service.turn()
-    assert (await service.ensure()).json()["ready"] == ([] if refusal else ["w0"])
+    answer = (await service.ensure()).json()
+    assert answer["error"]["code"] == "adapter_failed" if refusal else answer["ready"] == ["w0"]
 
 
 @pytest.mark.parametrize("operation", ["inspect", "load"])
@@ -1373,3 +1374,78 @@ async def test_two_loads_on_one_worker_at_a_time_take_two_victims(service):
     ]
     await service.settle()
     assert sorted(agent.loaded) == ["c", "d"]
+
+
+GONE = ["source_not_found", "source_unauthorized", "source_forbidden", "digest_mismatch"]
+
+
+@pytest.mark.parametrize("code", GONE)
+async def test_an_adapter_whose_source_went_on_every_worker_fails_at_once_and_is_tried_on_a_new_one(service, code):
+    agents = [await service.worker("w0"), await service.worker("w1")]
+    await service.register()
+    await service.settle()
+    for agent in agents:
+        agent.refuse["sql/v1"] = code
+    asking = asyncio.create_task(service.ensure(wait_s=600))
+    await until(lambda: service.reconciler.demand.open_wants(service.clock.now))
+    await service.settle()
+    async with within(5):
+        answer = await asking
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "adapter_failed")
+    assert f"{code}: {code} by the double" in answer.json()["error"]["message"]
+    assert "lorafleet adapters retry sql/v1" in answer.json()["error"]["message"]
+    assert (await service.ensure(wait_s=600)).status_code == 409  # without a further try
+    await service.worker("w2")
+    asking = asyncio.create_task(service.ensure(wait_s=600))
+    await until(lambda: service.reconciler.demand.open_wants(service.clock.now))
+    await service.settle()
+    assert (await asking).json()["ready"] == ["w2"]
+
+
+@pytest.mark.parametrize("code", ["source_failed", "disk_full"])
+async def test_a_load_that_failed_on_every_worker_says_why_and_when_it_is_tried_again(service, clock, code):
+    agents = [await service.worker("w0"), await service.worker("w1")]
+    await service.register()
+    await service.settle()
+    for agent in agents:
+        agent.refuse["sql/v1"] = code
+    asking = asyncio.create_task(service.ensure(wait_s=600))
+    await until(lambda: service.reconciler.demand.open_wants(service.clock.now))
+    await service.settle()
+    async with within(5):
+        answer = (await asking).json()
+    assert (answer["error"], answer["loading"]) == (f"{code}: {code} by the double", [])
+    assert 0 < answer["retry_in_s"] <= service.store.rules.failure_expiry_s
+    for agent in agents:
+        agent.refuse.clear()
+    clock.now += answer["retry_in_s"] + 0.001  # it is rounded
+    asking = asyncio.create_task(service.ensure(wait_s=600))
+    await until(lambda: service.reconciler.queries.failure_everywhere("sql/v1") is None)
+    await service.settle()
+    assert len((await asking).json()["ready"]) == 1
+
+
+async def test_a_fetch_without_a_byte_is_told_while_it_goes_on(service, clock):
+    agent = await service.worker("w0")
+    await service.register()
+    await service.settle()
+    agent.hold_loads = asyncio.Event()
+    await service.ensure()
+    service.reconciler.run_pass()
+    await until(lambda: ("load_lora", "sql/v1") in agent.operations())
+    agent.loading["sql/v1"] = {
+        "lora_id": "sql/v1", "digest": "", "engine_name": "", "state": "downloading", "location": "remote",
+        "fetched_bytes": 0,
+    }  # fmt: skip
+    await service.beat()
+    clock.now += 58
+    answer = (await service.ensure()).json()
+    assert answer["progress"] == "worker w0 has fetched 0 bytes from its source in 58 s"
+    agent.loading["sql/v1"]["fetched_bytes"] = 4096
+    await service.beat()
+    clock.now += 30
+    answer = (await service.ensure()).json()
+    assert answer["progress"] == "worker w0 has fetched 4096 bytes from its source in 88 s, and none for 30 s"
+    agent.loading.clear()
+    agent.hold_loads.set()
+    await service.settle()

@@ -129,6 +129,7 @@ class AgentDouble:
     loads: list[dict] = field(default_factory=list)
     is_full: bool = False  # every agent
     full: set[str] = field(default_factory=set)  # these agents
+    load_refusals: dict[str, tuple[int, str, str]] = field(default_factory=dict)  # worker -> status, code, message
     loads_at: list[str] = field(default_factory=list)  # which agent each load was asked of
     figures: Load = field(default_factory=Load)  # of every engine
     list_age_s: float | None = None  # of every engine's list
@@ -259,6 +260,9 @@ class AgentDouble:
             if self.is_full or request.path_params["w"] in self.full:
                 said = {"message": "all slots are taken (theirs/secret)", "code": "no_free_slot"}
                 return JSONResponse({"error": said}, 409)
+            if (refusal := self.load_refusals.get(request.path_params["w"])) is not None:
+                status, code, message = refusal
+                return JSONResponse({"error": {"message": message, "code": code}}, status)
             self.residents.setdefault(request.path_params["w"], []).append(wanted["lora_id"])
             return JSONResponse({})
 

@@ -12,12 +12,20 @@ from structlog.testing import capture_logs
 from lorafleet.identity import rendezvous_order
 from lorafleet.service.loops import ChangeSignal
 from orchestrator.wire import AliasItem, AliasTarget
-from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, ModelNotFound, NoCapacity, Saturated
+from router.core.errors import (
+    AdapterFailed,
+    ColdStartTimeout,
+    DeadlineExceeded,
+    ModelNotFound,
+    NoCapacity,
+    Saturated,
+    without_places,
+)
 from router.core.fleet import RoutableAdapter, RouterFleet
 from router.core.queue.admission import QueueLimits, QueueUsage
 from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchRefused
-from router.request.cold_starts import ColdStarts
+from router.request.cold_starts import ColdStarts, LoadTrouble, waits_for_retry
 from router.telemetry.metrics import RouterMetrics
 from tests.patience import patience, until, within
 from tests.router.doubles import CHAT, DIGEST, AgentDouble, EngineDouble, error_of, fleet, with_sql
@@ -827,7 +835,8 @@ async def test_load_times_exclude_waiting_for_room_and_are_bounded():
 
         async def arrives(lora_id, *, after_s, stuck=None, asked=1):
             waiting = asyncio.create_task(cold.until_resident(lora_id))
-            await until(lambda: control.ensured.count(lora_id) >= asked and cold.loading[lora_id].stuck == stuck)
+            trouble = LoadTrouble("room", stuck) if stuck else None
+            await until(lambda: control.ensured.count(lora_id) >= asked and cold.loading[lora_id].trouble == trouble)
             cold.clock.by_s += after_s
             control.residents["w0"].append(lora_id)
             control.tell()
@@ -959,3 +968,86 @@ async def test_deleted_and_loaded_adapters_are_not_being_loaded_for_a_tenant():
             control.tell()
             answer = await client.post("/v1/chat/completions", json={**CHAT, "model": f"run/v{version}"})
             assert answer.status_code == 200, answer.text
+
+
+def failed(error, retry_in_s=45.0):
+    async def answer(control, lora_id):
+        return loading(lora_id, state="registered", loading=[], error=error, retry_in_s=retry_in_s)
+
+    return answer
+
+
+async def test_a_load_that_failed_everywhere_is_answered_at_once_with_its_cause():
+    control = with_sql()
+    control.ensure = failed("source_failed: source https://files.acme:8443/x: refused; kept in /srv/cache/x.tmp")
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=6000) as (client, _, parts):
+        async with within(5):
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+        assert not parts.cold_starts.loading
+    assert error_of(answer) == (503, "load_failed")
+    assert 40 <= int(answer.headers["retry-after"]) <= 45
+    message = answer.json()["error"]["message"]
+    assert "source_failed: source <address>: refused; kept in <path>" in message
+    assert "lorafleet adapters retry sql/v1" in message
+
+
+async def test_a_client_that_waits_longer_than_the_next_try_gets_its_answer():
+    control = with_sql()
+    control.ensure = failed("source_failed: refused", retry_in_s=20.0)
+    limits = {"cold_start_timeout_s": 6000}
+    async with fleet(EngineDouble("w0"), control=control, **limits) as (client, _, parts):
+        headers = {"x-lorafleet-timeout-s": "600"}
+        body = {**CHAT, "lora_id": "sql/v1"}
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=headers))
+        await until(lambda: (start := parts.cold_starts.loading.get("sql/v1")) and start.trouble)
+        control.residents["w0"] = ["sql/v1"]
+        control.tell()
+        assert (await asking).status_code == 200
+
+
+async def test_a_deadline_that_passes_during_a_load_says_how_far_it_was():
+    async def silent(control, lora_id):
+        return loading(lora_id, progress="worker w0 has fetched 0 bytes from its source in 58 s")
+
+    control = with_sql()
+    control.ensure = silent
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(2)) as (client, _, _):
+        body = {**CHAT, "lora_id": "sql/v1"}
+        headers = {"x-lorafleet-timeout-s": str(patience(0.5))}
+        late, longer = await asyncio.gather(
+            client.post("/v1/chat/completions", json=body, headers=headers),
+            client.post("/v1/chat/completions", json=body),
+        )
+    assert (error_of(late), error_of(longer)) == ((504, "deadline_exceeded"), (503, "adapter_loading"))
+    for answer in (late, longer):
+        assert "worker w0 has fetched 0 bytes from its source in 58 s" in answer.json()["error"]["message"]
+
+
+async def test_homes_that_cannot_load_it_are_named_when_the_time_is_over():
+    control = with_sql()
+    control.ensure, control.load_refusals = nobody_leads, {"w0": (502, "source_failed", "source x: refused")}
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.3)) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+    assert error_of(answer) == (503, "load_failed")
+    assert "w0: source x: refused" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("retry_in_s", "left_s", "has_deadline", "waits"),
+    [(1, 60, False, True), (30, 60, False, False), (30, 60, True, True), (30, 20, True, False), (1, 0.5, False, False)],
+)
+def test_only_a_client_with_a_deadline_waits_long_for_the_next_try(retry_in_s, left_s, has_deadline, waits):
+    assert waits_for_retry(retry_in_s, left_s, has_deadline=has_deadline) is waits
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("source /srv/a/b: no folder; sql/v1 and acme/x@3f", "source <path>: no folder; sql/v1 and acme/x@3f"),
+        ("source s3://bucket/a, file:///srv/x", "source <address>, <address>"),
+        ("'/var/lib/x'=\"/y\"", "'<path>'=\"<path>\""),
+        ("w0: 10.0.0.7:8100 and/or rank 1/2", "w0: <address> and/or rank 1/2"),
+    ],
+)
+def test_paths_and_addresses_of_hosts_are_left_out_and_names_stay(text, shown):
+    assert without_places(text) == shown

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.local.tiny_model import make_model
-from orchestrator.reconcile.agent_client import CONTENT_CODES
+from orchestrator.core.failures import CONTENT_CODES
 from tests.patience import patience
 from workers.core.base_model import BaseModel, base_model
 from workers.core.base_names import is_same_base
