@@ -401,4 +401,5 @@ def make_cold_starts(  # noqa: PLR0917  (what a cold start needs)
         tenant_adapters=inf if keys.is_open else config.max_cold_adapters_per_tenant,
         holds=usage.holds,
         silent_after_s=config.catalog_poll_s + config.control_timeout_s,
+        gone_after_s=config.unreachable_after_s + config.failover_wait_s,
     )

@@ -1,9 +1,12 @@
-"""Cold starts: requests for an adapter that is loaded nowhere wait here, and it is asked for once for all of them."""
+"""Cold starts: requests for an adapter that is loaded nowhere wait here, and it is asked for once for all of them.
+
+Requests for a base model of which no replica is ready wait here, too, while one is starting.
+"""
 
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from math import inf
@@ -65,11 +68,11 @@ class LoadTrouble:
     """Why a load is not done yet, as clients may read it.
 
     kind      room: no worker has a slot; failure: no worker that takes the adapter can load it before `retry_at`;
-              progress: its files are being fetched
+              progress: its files are being fetched; starting: no replica of its base model is ready
     retry_at  by the clock of `ColdStarts`
     """
 
-    kind: Literal["room", "failure", "progress"]
+    kind: Literal["room", "failure", "progress", "starting"]
     text: str
     retry_at: float = -inf
 
@@ -111,6 +114,7 @@ class ColdStarts:
     wanted, recently_wanted   adapters that requests of a tenant wait for, or waited for lately
     silent_after_s            an orchestrator that has not confirmed its catalog for so long hangs; an agent without a
                               report, too
+    gone_after_s              an unreachable replica without a report for so long is not waited for
     """
 
     post: Post
@@ -124,6 +128,7 @@ class ColdStarts:
     tenant_adapters: float = inf
     holds: HeldRequests = field(default_factory=HeldRequests)
     silent_after_s: float = inf
+    gone_after_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
     loading: dict[str, _ColdStart] = field(default_factory=dict)
     held: QueueUsage = field(init=False)
@@ -224,6 +229,75 @@ class ColdStarts:
                 start.task.cancel()
                 del self.loading[lora_id]
 
+    async def until_started(
+        self,
+        base_model: str,
+        excluded: Callable[[], Excluded],
+        *,
+        tenant: str,
+        size_bytes: int,
+        deadline_at: float | None,
+        grace_s: float = 0.0,
+    ) -> None:
+        """Hold a request while no replica may serve its base model and one is starting, or was lost a moment ago.
+
+        Returns at once where a replica may serve it, and where none is expected: then the decision says why.
+
+        excluded  the replicas that may not get this request now
+        grace_s   the request was admitted before, and every replica failed it or went: it waits at least so long
+        raises    Saturated where too many requests wait; DeadlineExceeded; NoReplica after `timeout_s`
+        """
+
+        def is_back() -> bool:
+            """Whether a replica is ready that may get the request."""
+            replicas, barred = self.discovery.fleet.roster(base_model).replicas, excluded()
+            return any(replica.state == "ready" and replica.incarnation not in barred for replica in replicas)
+
+        def is_over() -> bool:
+            """Whether a replica may serve the request, or none is expected."""
+            return is_back() or not self._is_any_expected(base_model)
+
+        if is_back() or (not grace_s and is_over()):
+            return
+        refusal = None if grace_s else self.held.refusal(tenant, size_bytes)
+        if refusal is not None:
+            message = f"no replica of {base_model!r} is ready, and this cannot wait for one: {refusal}; try again"
+            raise Saturated(message, retry_after_s=_DEFAULT_RETRY_S)
+        left_s = inf if deadline_at is None else deadline_at - self.clock()
+        ends_at = self.clock() + min(self.timeout_s, left_s)
+        self.held.add(tenant, size_bytes)
+        self.metrics.held.set(len(self.held))
+        try:
+            if grace_s:
+                await self.discovery.changes.until(is_back, timeout_s=min(grace_s, left_s))
+            await self.discovery.changes.until(is_over, timeout_s=ends_at - self.clock())
+        finally:
+            self.held.remove(tenant, size_bytes)
+            self.metrics.held.set(len(self.held))
+        if is_over():
+            return
+        states = _states(self.discovery.fleet.roster(base_model).replicas)
+        if left_s < self.timeout_s:
+            raise DeadlineExceeded(f"the deadline of this request passed before a replica was ready ({states})")
+        message = f"no replica of {base_model!r} was ready within {self.timeout_s:g} s ({states}); try again"
+        raise NoReplica(message, retry_after_s=_DEFAULT_RETRY_S)
+
+    def _is_any_expected(self, base_model: str, rank: int | None = None) -> bool:
+        """Whether a replica of the base model is starting, or was lost a moment ago. `rank`: that takes such adapters.
+
+        None: whether or not it takes adapters.
+        """
+        return any(
+            (rank is None or (not replica.refusal and rank <= (replica.max_lora_rank or inf)))
+            and (replica.state == "starting" or (replica.state == "unreachable" and self._was_lost_lately(replica)))
+            for replica in self.discovery.fleet.roster(base_model).replicas
+        )
+
+    def _was_lost_lately(self, replica: Replica) -> bool:
+        """Whether the replica's last report is younger than `gone_after_s`."""
+        age_s = self.discovery.report_age_s(replica.id)
+        return age_s is not None and age_s < self.gone_after_s
+
     def _check_limits(self, lora_id: str, tenant: str, size_bytes: int) -> None:
         """Raise Saturated, and count it in `holds`, where this request may not wait for a cold start."""
         refusal = self.held.refusal(tenant, size_bytes)
@@ -292,6 +366,9 @@ class ColdStarts:
         why = "" if trouble is None else f": {trouble.text}"
         if is_deadline:
             return DeadlineExceeded(f"the deadline of this request passed before adapter {lora_id!r} was loaded{why}")
+        if trouble is not None and trouble.kind == "starting":
+            message = f"no replica for adapter {lora_id!r} was ready within {self.timeout_s:g} s{why}; try again"
+            return NoReplica(message, retry_after_s=_DEFAULT_RETRY_S)
         if trouble is not None and trouble.kind == "room":
             return NoCapacity(f"adapter {lora_id!r} has no room{why}", retry_after_s=self._usual_load_s())
         if trouble is not None and trouble.kind == "failure":
@@ -356,8 +433,17 @@ class ColdStarts:
                 f"adapter {lora_id!r} fits on no worker: {without_places(answered.error or 'no reason is given')}",
                 retry_after_s=_OTHER_WORKER_S,
             )
-        self._record_progress(lora_id, answered.expected_s, _trouble_of(answered, self.clock()))
+        trouble = _trouble_of(answered, self.clock())
+        if trouble is not None and trouble.kind == "room" and (states := self._unready_states(lora_id)):
+            trouble = LoadTrouble("starting", states)
+        self._record_progress(lora_id, answered.expected_s, trouble)
         return answered.ready[0] if answered.ready else None
+
+    def _unready_states(self, lora_id: str) -> str:
+        """The states of the replicas of an adapter's base model; empty where one is ready, or none is known."""
+        adapter = self.discovery.fleet.adapters.get(lora_id)
+        replicas = self.discovery.fleet.roster((adapter and adapter.base_model) or "").replicas
+        return "" if any(replica.state == "ready" for replica in replicas) else _states(replicas)
 
     async def _answer(self, path: str, body: bytes) -> bytes:
         """Post to the orchestrator; its answer, which may take a while.
@@ -399,6 +485,9 @@ class ColdStarts:
         homes = self.able_replicas(adapter)
         if not homes:
             self._check_accepted(adapter)
+            if self._is_any_expected(adapter.base_model or "", adapter.rank):
+                self._record_progress(lora_id, None, LoadTrouble("starting", self._unready_states(lora_id)))
+                return None
             raise NoReplica(f"no replica of {adapter.base_model!r} is there that could load adapter {lora_id!r}")
         wanted = LoadRequest(
             lora_id=lora_id,
@@ -516,3 +605,8 @@ def _trouble_of(answered: EnsureAnswer, now: float) -> LoadTrouble | None:
     if answered.retry_in_s is None:
         return LoadTrouble("room", text)
     return LoadTrouble("failure", text, now + answered.retry_in_s)
+
+
+def _states(replicas: Iterable[Replica]) -> str:
+    """The state of each replica that is not ready, in words."""
+    return ", ".join(f"{replica.id}: {replica.state}" for replica in replicas if replica.state != "ready")

@@ -122,14 +122,14 @@ async def wait_for_adapter(
     tokens: Tokens | None = None,
     is_displaced: bool = False,
 ) -> RequestTarget:
-    """The target, once a replica that may serve it holds its adapter: waits for a cold start, or a restart.
+    """The target, once a replica that may serve it holds its adapter: waits for a cold start, or a starting replica.
 
     A request that must wait leaves its batch.
 
     excluded      the replicas that may not get this request now, see `exclusions`
     tokens        of the prompt, where they are known: a replica that takes fewer does not count
-    is_displaced  every replica went away while the request was queued: a base model's are waited for, too
-    raises        see `ColdStarts.until_resident`
+    is_displaced  every replica went away while the request was queued
+    raises        see `ColdStarts.until_resident` and `until_started`
     """
 
     def unfit() -> Excluded:
@@ -137,9 +137,17 @@ async def wait_for_adapter(
         return excluded() | _too_short(services, target, request, tokens)
 
     if target.adapter is None:
-        if is_displaced or excluded():
+        was_admitted = is_displaced or bool(excluded())
+        if was_admitted or not _has_able(services.discovery.fleet.roster(target.base_model), unfit):
             await leave_batch()
-            await _until_back(services, target.base_model, unfit)
+            await services.cold_starts.until_started(
+                target.base_model,
+                unfit,
+                tenant=caller.tenant or "",
+                size_bytes=request.size_bytes,
+                deadline_at=request.deadline_at,
+                grace_s=services.config.failover_wait_s if was_admitted else 0.0,
+            )
         return target
     adapter = services.cold_starts.resident(target.adapter.lora_id, unfit())
     if adapter is not None:
@@ -154,6 +162,15 @@ async def wait_for_adapter(
         is_displaced=is_displaced,
     )
     return target.with_adapter(adapter)
+
+
+def _has_able(roster: Roster, unfit: Callable[[], Excluded]) -> bool:
+    """Whether some replica may serve the base model to this request."""
+    able = roster.able("")
+    if not able or not roster.is_uneven:
+        return bool(able)
+    barred = unfit()
+    return any(roster.replicas[i].incarnation not in barred for i in able)
 
 
 async def wait_for_inspection(services: Services, caller: Caller, lora_id: str, request: ParsedRequest) -> None:
@@ -173,17 +190,6 @@ def _too_short(services: Services, target: RequestTarget, request: ParsedRequest
         target.base_model, engine_name, 0, total_tokens=_total_tokens(request, len(tokens.ids), roster)
     )
     return frozenset([r.incarnation for i, r in enumerate(roster.replicas) if length_rejection(roster, i, ask)])
-
-
-async def _until_back(services: Services, base_model: str, unfit: Callable[[], Excluded]) -> None:
-    """Wait until a replica is ready that is not excluded, for `failover_wait_s` at most."""
-
-    def is_back() -> bool:
-        """Whether a replica is ready that is not excluded."""
-        replicas, barred = services.discovery.fleet.roster(base_model).replicas, unfit()
-        return any(r.state == "ready" and r.incarnation not in barred for r in replicas)
-
-    await services.discovery.changes.until(is_back, timeout_s=services.config.failover_wait_s)
 
 
 def hash_prompt(

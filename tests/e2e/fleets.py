@@ -60,6 +60,21 @@ class RunningFleet:
         items = self.get(f"{self.orchestrator}/v1/workers")["data"]
         return {item["id"]: self.get(f"{item['agent_url']}/metadata") for item in items}
 
+    def is_whole(self) -> bool:
+        """Whether every worker that `up` started is ready, by its agent, by the orchestrator and by the router.
+
+        A step that kills or counts begins with it: the step before may have left a worker that is still starting.
+        """
+        count = len(self.pids("-m", "workers"))
+        listed = self.get(f"{self.orchestrator}/v1/workers")["data"]
+        shown = self.http("GET", f"{self.router}/metrics").text
+        return (
+            count > 0
+            and [item["state"] for item in listed] == ["ready"] * count
+            and all(metadata["state"] == "ready" and metadata["engine_boot_id"] for metadata in self.workers().values())
+            and f'lorafleet_router_replicas{{state="ready"}} {count}.0' in shown.splitlines()
+        )
+
     def held_by(self, lora_id: str) -> list[str]:
         """Workers whose agent reports the adapter as ready."""
         return [

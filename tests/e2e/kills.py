@@ -24,5 +24,14 @@ def victims(fleet: RunningFleet) -> dict[str, set[int]]:
     return found
 
 
+def has_successor(fleet: RunningFleet, victim: int, whole: dict[str, int]) -> bool:
+    """Whether a killed process is replaced and the fleet is whole: all processes run, and every worker is ready.
+
+    whole  the sizes before the kill
+    """
+    now = victims(fleet)
+    return victim not in set().union(*now.values()) and sizes(now) == whole and fleet.is_whole()
+
+
 def sizes(processes: dict[str, set[int]]) -> dict[str, int]:
     return {kind: len(pids) for kind, pids in processes.items()}

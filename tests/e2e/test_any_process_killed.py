@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.e2e.fleets import RunningFleet, running, until
-from tests.e2e.kills import KINDS, sizes, victims
+from tests.e2e.kills import KINDS, has_successor, sizes, victims
 from tests.e2e.scenarios import PYTHON, SQL, fresh_prompt
 from tests.properties import THOROUGH
 
@@ -97,8 +97,9 @@ def test_any_process_killed_at_any_moment_loses_nothing(fleet: RunningFleet) -> 
     rng = random.Random(SEED)
     kinds = [*KINDS, *rng.choices(KINDS, k=ROUNDS - len(KINDS))]
     until(lambda: serves_all(fleet, MODELS), within_s=60, what="every adapter is served")
-    whole = victims(fleet)
-    assert sizes(whole) == dict(zip(KINDS, (1, 1, 2, 2, 2), strict=True))
+    until(fleet.is_whole, within_s=60, what="every worker is ready")
+    whole = sizes(victims(fleet))
+    assert whole == dict(zip(KINDS, (1, 1, 2, 2, 2), strict=True))
     users = Askers(fleet)
     with users.asking():
         for number, kind in enumerate(kinds):
@@ -115,12 +116,11 @@ def test_any_process_killed_at_any_moment_loses_nothing(fleet: RunningFleet) -> 
             victim = rng.choice(sorted(victims(fleet)[kind]))
             what = f"round {number}: {kind} {victim} killed"
             os.kill(victim, signal.SIGKILL)
-
-            def has_successor(victim: int = victim, kind: str = kind) -> bool:
-                now = victims(fleet)
-                return victim not in now[kind] and sizes(now) == sizes(whole)
-
-            until(has_successor, within_s=30, what=f"{what}; its successor runs")
+            until(
+                lambda victim=victim: has_successor(fleet, victim, whole),
+                within_s=60,
+                what=f"{what}; its successor is ready",
+            )
             until(
                 lambda wanted=set_by_people: intent(fleet) == wanted,
                 within_s=30,

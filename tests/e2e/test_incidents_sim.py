@@ -24,6 +24,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
         yield fleet
 
 
+@pytest.fixture(autouse=True)
+def _whole(fleet: RunningFleet) -> None:
+    """A test begins when the test before it has left nothing that is still starting."""
+    until(fleet.is_whole, within_s=60, what="every worker is ready")
+
+
 def incidents(fleet: RunningFleet, **asked: Any) -> list[dict[str, Any]]:
     """The incidents that the history has, oldest first; none while the orchestrator is away."""
     answer = fleet.http("GET", f"{fleet.orchestrator}/v1/history", params={"kind": "incident", **asked})

@@ -29,6 +29,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
         yield fleet
 
 
+@pytest.fixture(autouse=True)
+def _whole(fleet: RunningFleet) -> None:
+    """A test begins when the test before it has left nothing that is still starting."""
+    until(fleet.is_whole, within_s=60, what="every worker is ready")
+
+
 def held(fleet: RunningFleet) -> float:
     """Requests that pauses hold, at all processes of the router together."""
     text = fleet.http("GET", f"{fleet.router}/metrics").text

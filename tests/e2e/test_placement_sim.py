@@ -62,11 +62,7 @@ class TestTwoSimWorkers(ShiftSuite):
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-        until(
-            lambda: fleet.get(f"{fleet.orchestrator}/v1/workers/{gone}")["state"] == "ready",
-            within_s=20,
-            what=f"{gone} is back",
-        )
+        until(fleet.is_whole, within_s=20, what=f"{gone} is back")
 
 
 def _ready(metadata: dict) -> set[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.fleets import RunningFleet, running, until
-from tests.e2e.kills import KINDS, sizes, victims
+from tests.e2e.kills import KINDS, has_successor, sizes, victims
 from tests.e2e.trainers import example_trainer
 
 pytestmark = [pytest.mark.fleet, pytest.mark.slow]
@@ -45,7 +45,8 @@ def test_no_answer_is_of_another_version_while_processes_are_killed(
     fleet: RunningFleet, runs: Path, steps: int
 ) -> None:
     rng, kinds = random.Random(SEED), [*KINDS]
-    whole = victims(fleet)
+    until(fleet.is_whole, within_s=60, what="every worker is ready")
+    whole = sizes(victims(fleet))
     name = f"policy-{steps}"
     with example_trainer(fleet, fleet.state_dir / "tiny-qwen", runs, "--sim", steps=steps, name=name) as trainer:
         for step in trainer.steps():
@@ -56,12 +57,11 @@ def test_no_answer_is_of_another_version_while_processes_are_killed(
             timer = threading.Timer(rng.uniform(0, MOMENTS_S), os.kill, (victim, signal.SIGKILL))
             timer.start()
             timer.join()
-
-            def has_successor(victim: int = victim, kind: str = kind) -> bool:
-                now = victims(fleet)
-                return victim not in now[kind] and sizes(now) == sizes(whole)
-
-            until(has_successor, within_s=30, what=f"after step {step}: a successor of the killed {kind} {victim}")
+            until(
+                lambda victim=victim: has_successor(fleet, victim, whole),
+                within_s=60,
+                what=f"after step {step}: a successor of the killed {kind} {victim} is ready",
+            )
         assert not kinds, "each kind was killed"
         assert trainer.status() == 0, trainer.output()
     assert f"{steps} steps: 0 answers of another version, 0 cache hits across versions" in trainer.output()

@@ -32,6 +32,12 @@ def small(shelf: Path) -> Iterator[RunningFleet]:
         yield fleet
 
 
+@pytest.fixture(autouse=True)
+def _whole(small: RunningFleet) -> None:
+    """A test begins when the test before it has left nothing that is still starting."""
+    until(small.is_whole, within_s=60, what="every worker is ready")
+
+
 @pytest.mark.parametrize("service", ["router", "orchestrator", "workers"])
 def test_a_dead_child_is_restarted_and_reported(small: RunningFleet, service: str) -> None:
     before = small.kill("-m", service)
@@ -39,6 +45,15 @@ def test_a_dead_child_is_restarted_and_reported(small: RunningFleet, service: st
     until(lambda: f"{name}: ended with SIGKILL" in small.progress(), within_s=10, what="it says so")
     until(lambda: small.pids("-m", service) not in ([], before), within_s=10, what="it is there again")
     until(lambda: small.ask(prompt=fresh_prompt(), lora_id="good/v1").is_success, within_s=30, what="an answer")
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen", "good/v1"])
+def test_a_request_waits_for_the_only_engine_to_start_again(small: RunningFleet, model: str) -> None:
+    small.kill("-m", "workers.engines.sim")
+    ready = 'lorafleet_router_replicas{state="ready"} 0.0'
+    until(lambda: ready in small.http("GET", f"{small.router}/metrics").text, within_s=20, what="the router knows")
+    answer = small.ask(prompt=fresh_prompt(), model=model)
+    assert answer.status_code == 200, answer.text
 
 
 def test_two_fleets_cannot_share_a_folder_and_nobody_else_can_read_it(small: RunningFleet) -> None:
@@ -81,7 +96,7 @@ def test_an_adapter_that_is_nowhere_any_more_is_answered_with_the_cause_until_it
     digest = small.get(f"{small.orchestrator}/v1/adapters/gone/v1")["digest"]
     shutil.rmtree(small.state_dir / "cache" / digest)
     small.kill("-m", "workers")
-    until(lambda: small.ask(prompt="Hi", lora_id="good/v1").is_success, within_s=30, what="the worker is back")
+    until(small.is_whole, within_s=60, what="the worker is back")
     answer = small.ask(prompt="Hi", lora_id="gone/v1")
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (409, "adapter_failed")

@@ -28,7 +28,7 @@ from router.http.fetch import FetchRefused
 from router.request.cold_starts import ColdStarts, LoadTrouble, waits_for_retry
 from router.telemetry.metrics import RouterMetrics
 from tests.patience import patience, until, within
-from tests.router.doubles import CHAT, DIGEST, AgentDouble, EngineDouble, error_of, fleet, with_sql
+from tests.router.doubles import BASE, CHAT, DIGEST, AgentDouble, EngineDouble, error_of, fleet, with_sql
 from tests.router.test_background import Hurried
 from tests.router.test_policy import a_replica
 
@@ -900,7 +900,7 @@ async def test_a_refusal_in_words_that_nobody_knows_is_told_in_ours(said, told):
 
 
 @pytest.mark.parametrize("gone", ["the adapter", "every worker"])
-async def test_what_goes_while_the_orchestrator_does_not_answer_is_not_waited_for(gone):
+async def test_what_goes_while_the_orchestrator_does_not_answer_gets_no_load(gone):
     async def away(control, lora_id):
         if gone == "the adapter":
             control.adapters.clear()
@@ -912,12 +912,12 @@ async def test_what_goes_while_the_orchestrator_does_not_answer_is_not_waited_fo
 
     control = with_sql()
     control.ensure = away
-    async with fleet(EngineDouble("w0"), control=control) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(1)) as (client, _, parts):
         adapter = parts.discovery.fleet.adapters["sql/v1"]
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert error_of(answer) == ((404, "model_not_found") if gone == "the adapter" else (503, "no_replica"))
         assert answer.json()["error"]["param"] == ("lora_id" if gone == "the adapter" else None)
-        assert outcomes(parts) == {error_of(answer)[1]: 1}
+        assert outcomes(parts).keys() == {"model_not_found" if gone == "the adapter" else "asked"}
         assert not control.loads
         assert not parts.cold_starts.loading
 
@@ -1051,3 +1051,40 @@ def test_only_a_client_with_a_deadline_waits_long_for_the_next_try(retry_in_s, l
 )
 def test_paths_and_addresses_of_hosts_are_left_out_and_names_stay(text, shown):
     assert without_places(text) == shown
+
+
+@pytest.mark.parametrize("model", [BASE, "sql/v1"])
+async def test_a_request_waits_for_a_starting_replica_of_its_base_model(model):
+    control = with_sql("w0")
+    control.ensure, control.starting = nobody_leads, frozenset({"w0", "w1"})
+    engines = EngineDouble("w0"), EngineDouble("w1")
+    async with fleet(*engines, control=control, cold_start_timeout_s=6000) as (client, _, parts):
+        asking = [asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "model": model})) for _ in "ab"]
+        await until(lambda: len(parts.cold_starts.held) == 2)
+        control.starting = frozenset({"w1"})
+        control.tell()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200, 200]
+        assert not len(parts.cold_starts.held)
+
+
+async def test_requests_for_a_starting_replica_are_bounded_in_number_and_time():
+    control = AgentDouble(starting=frozenset({"w0"}))
+    limits = {"cold_start_timeout_s": patience(1), "max_held_requests": 1}
+    async with fleet(EngineDouble("w0"), control=control, **limits) as (client, _, parts):
+        first = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        await until(lambda: len(parts.cold_starts.held) == 1)
+        assert error_of(await client.post("/v1/chat/completions", json=CHAT)) == (429, "saturated")
+        refused = await first
+        assert error_of(refused) == (503, "no_replica")
+        assert "(w0: starting); try again" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) > 0
+        late = await client.post("/v1/chat/completions", json=CHAT, headers={"x-lorafleet-timeout-s": "0.05"})
+        assert error_of(late) == (504, "deadline_exceeded")
+
+
+async def test_a_base_model_without_any_replica_that_starts_is_refused_at_once():
+    control = AgentDouble(drained={"w0": "a"})
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=6000) as (client, _, parts):
+        await until(lambda: [r.state for r in parts.discovery.fleet.replicas.values()] == ["draining"])
+        async with within(5):
+            assert error_of(await client.post("/v1/chat/completions", json=CHAT)) == (503, "no_replica")

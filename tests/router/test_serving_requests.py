@@ -605,12 +605,14 @@ async def test_request_goes_where_its_prompt_and_answer_fit_the_context(named):
 
 async def test_long_request_is_not_given_to_a_short_replica_meanwhile():
     control = AgentDouble(starting=frozenset({"long"}), max_model_lens={"short": 100, "long": 2048})
-    async with fleet(EngineDouble("short"), EngineDouble("long"), control=control) as (client, _, _):
+    wait_s = patience(0.1)
+    engines = EngineDouble("short"), EngineDouble("long")
+    async with fleet(*engines, control=control, cold_start_timeout_s=wait_s) as (client, _, _):
         body = {"model": BASE, "prompt": list(range(200))}
         refused = await client.post("/v1/completions", json=body)
         assert error_of(refused) == (503, "no_replica")
         why = "takes 100 tokens, and this may come to 201"
-        assert f"short: {why}" in refused.json()["error"]["message"]
+        assert f"was ready within {wait_s:g} s (long: starting)" in refused.json()["error"]["message"]
         told = (await client.post("/v1/route", json=body)).json()
         rejected = {item["worker_id"]: item["reason"] for item in told["rejected"]}
         assert (told["worker_id"], rejected) == (None, {"short": why, "long": "starting"})
