@@ -198,6 +198,7 @@ def build(
     configmap_loops = [] if configmaps is None else _configmap_loops(configmaps, kube, settings, registry, reconciler)
 
     book = _traffic_book(settings, reconciler, clock, wall)
+    record = _record_file(settings, store, book, metrics)
     finder = _worker_finder(settings, kube, reports, agents, reconciler, metrics)
 
     @contextlib.asynccontextmanager
@@ -214,7 +215,7 @@ def build(
             agentless.run(reconciler.monitor.record_heartbeat),
             book.run(lambda: leadership.is_leading),
         )
-        loops += [*map(asyncio.create_task, works), *_record_loops(settings, store, leadership)]
+        loops += [*map(asyncio.create_task, works), *_store_loops(reconciler, record)]
         loops += [asyncio.create_task(finder.run())] if finder is not None else []
         try:
             yield
@@ -327,20 +328,31 @@ def _traffic_book(
     return book
 
 
-def _record_loops(
-    settings: OrchestratorSettings, store: IntentStore, leadership: Leadership
-) -> "list[asyncio.Task[object]]":
-    """The running loop that writes the readable record while we lead; none without such a file."""
-    if settings.record_path is None:
-        return []
-    record = RecordFile(settings.record_path, store)
+def _record_file(
+    settings: OrchestratorSettings, store: IntentStore, book: TrafficBook, metrics: OrchestratorMetrics
+) -> RecordFile | None:
+    """The readable record, if the settings want one. Also connects the gauge of all state files."""
+    record = RecordFile(settings.record_path, store) if settings.record_path is not None else None
+    troubles = {"store": lambda: store.trouble, "traffic": lambda: book.file.trouble}
+    metrics.observe_state_files(troubles | ({} if record is None else {"record": lambda: record.trouble}))
+    return record
+
+
+def _store_loops(reconciler: Reconciler, record: RecordFile | None) -> "list[asyncio.Task[object]]":
+    """The running loops that look after the store's file, and write the readable record while we lead."""
+    store, leadership = reconciler.store, reconciler.leadership
+
+    async def check_store() -> None:
+        """Look at the store's file, and record what became of it."""
+        reconciler.incidents.look_at_store(store.check())
 
     async def write_record() -> None:
         """Write the record if it has changed. Only the leader knows the newest."""
-        if leadership.is_leading:
+        if record is not None and leadership.is_leading:
             await record.write_if_changed()
 
-    return [asyncio.create_task(forever(write_record, name="record", every_s=1.0))]
+    steps = {"store": check_store} | ({} if record is None else {"record": write_record})
+    return [asyncio.create_task(forever(step, name=name, every_s=1.0)) for name, step in steps.items()]
 
 
 def _agentless_workers(settings: OrchestratorSettings, finder: KubeWorkerFinder | None) -> list[AgentlessWorker]:

@@ -118,6 +118,17 @@ class OrchestratorMetrics:
         for name, count in {**others, "kept": total - sum(others.values())}.items():
             self._copies.labels(name).set(count)
 
+    def observe_state_files(self, troubles: Mapping[str, Callable[[], str]]) -> None:
+        """Set what a scrape reads: for each state file, by name, why nothing is written to it; empty: it is."""
+        gauge = Gauge(
+            "lorafleet_orchestrator_state_file_lost",
+            "1 while nothing is written to a state file: deleted, replaced, or its disk fails or is full",
+            ["file"],
+            registry=self.registry,
+        )
+        for name, trouble in troubles.items():
+            gauge.labels(name).set_function(lambda trouble=trouble: float(bool(trouble())))
+
     def observe_slices(self, age_s: Callable[[], float | None]) -> None:
         """Set what a scrape reads: seconds since the API server last confirmed the EndpointSlices; None: never."""
         gauge = Gauge(

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 from fastapi.params import Depends
 from fastapi.responses import PlainTextResponse
 
-from orchestrator.core.errors import OrchestratorUnavailable
+from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import Status
@@ -35,11 +35,13 @@ def health_routes(
 
     @api.get("/ready")
     async def ready() -> Status:
-        """Ready: the store is read and workers have had time to report. 503 before that, and while stopping."""
+        """Ready: the store takes changes, and workers have had time to report. 503 before that, and while stopping."""
         if is_stopping():
             raise OrchestratorUnavailable("stopping", code="stopping")
         if not reconciler.store.is_read:
             raise OrchestratorUnavailable("started, the store has not been read yet", code="starting")
+        if reconciler.store.trouble:
+            raise StoreError(reconciler.store.trouble)
         if not reconciler.is_settled:
             raise OrchestratorUnavailable(
                 "started, waiting for workers to report before anything is decided", code="starting"

@@ -183,6 +183,13 @@ class ConfigMapBackend:
             self._journal_due.cancel()
             self._journal_due = None
 
+    trouble = ""
+    """Empty: a change that the API server does not take is refused by itself, after `give_up_s`."""
+
+    def check(self) -> str:
+        """Return "": there is no file that could be lost."""
+        return ""
+
     def history(
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
     ) -> list[HistoryEntry]:

@@ -16,7 +16,7 @@ OrchestratorError
 ├── PublishUnfinished        504: a publish was not done in its time; the same call goes on where it ended
 ├── LeaseLost                another orchestrator leads: this one must stop acting at once
 ├── LeaseUnreachable         the lease can be neither read nor written now; retried at the next renewal
-└── StoreError               the store cannot be used; the process refuses to start and leaves the file unchanged
+└── StoreError               503: the store cannot be used; a process refuses to start, a running one takes no changes
 """
 
 # Retry-After of an error that ends with the next leader, where no lease's times are at hand: a guess.
@@ -122,4 +122,6 @@ class LeaseUnreachable(OrchestratorError):
 
 
 class StoreError(OrchestratorError):
+    status = 503
     code = "store_unusable"
+    retry_after_s = 5.0

@@ -38,6 +38,8 @@ KINDS_OF_INCIDENTS = {
     "circuit_closed": IncidentKind("info"),
     "leader_changed": IncidentKind("info"),
     "lease_away": IncidentKind("warning", "see whether the API server, or the lease's file, can be reached"),
+    "store_lost": IncidentKind("error", "the orchestrator takes no changes meanwhile: the cause says what to do"),
+    "store_back": IncidentKind("info"),
     "disk_full": IncidentKind("error", "make room on the worker's disk, or raise max_disk_bytes"),
 }
 _WINDOW_S = 600.0

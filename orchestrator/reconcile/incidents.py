@@ -47,6 +47,7 @@ class IncidentRecorder:
         self._lost: dict[str, float] = {}  # worker_id -> when it was seen to be lost
         self._circuits: dict[str, Mapping[str, str]] = {}  # router_id -> worker_id -> open or half_open
         self._away: tuple[float, str] | None = None  # since when the lease cannot be reached, and why
+        self._store_lost: Incident | None = None  # until the store takes changes again
 
     def begin_term(self) -> None:
         """Read which incidents have been recorded, and record that this process leads. Raises StoreError."""
@@ -127,6 +128,28 @@ class IncidentRecorder:
                 self._record(Incident("worker_back", now, worker_id, key, cause, seconds=gone_s))
         for summary in self._book.due_summaries(now):
             self._store_incident(summary)
+
+    def look_at_store(self, mended: str = "") -> None:
+        """Record that the store takes no changes, and that it does again. Called every second.
+
+        mended  what `IntentStore.check` has mended, in words; mostly empty
+        """
+        now, trouble = self._wall(), self._store.trouble
+        if mended:
+            log.error("store mended", cause=mended)
+            self._record(Incident("store_lost", now, "", f"store mended {now}", mended, seconds=0.0))
+        if trouble and self._store_lost is None:
+            log.error("store takes no changes", cause=trouble)
+            self._store_lost = Incident("store_lost", now, "", f"store lost {now}", trouble)
+            self._record(self._store_lost)
+        elif not trouble and self._store_lost is not None and self._leadership.is_leading:
+            lost, self._store_lost = self._store_lost, None
+            gone_s = round(now - lost.at, 3)
+            if self._book.is_to_record(lost):
+                self._store_incident(lost)  # no disk took it then
+            self._record(
+                Incident("store_back", now, "", f"store back {now}", f"after {now - lost.at:.1f} s", seconds=gone_s)
+            )
 
     def _record(self, incident: Incident) -> bool:
         """Record an incident unless it is known or its like come too often; False if it must be tried again."""

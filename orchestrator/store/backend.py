@@ -136,6 +136,15 @@ class StoreBackend(Protocol):
         """Whether the stored intent has been read at all."""
         ...
 
+    @property
+    def trouble(self) -> str:
+        """Why no change is written now, and what to do, as far as known; empty: changes are written."""
+        ...
+
+    def check(self) -> str:
+        """Look whether the store takes writes, and set `trouble`. Returns what was mended, in words; mostly ""."""
+        ...
+
     def end_term(self) -> None:
         """End our term: give up writes that are not durable yet, and refuse further ones until `catch_up`."""
         ...

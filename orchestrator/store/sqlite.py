@@ -11,17 +11,19 @@ from dataclasses import astuple, fields
 from functools import cache
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from lorafleet.service import files
+from lorafleet.service.state_files import FileState, is_read_only, state_text
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets, rollout_json
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import HistoryEntry, StoreChange, StoredIntent, Subject, Tombstone, WorkerIntent
+from orchestrator.store.database_files import DatabaseFiles, copy_into
 from orchestrator.store.typed import parsed, published_in, rollout_in, typed
 
 _MIGRATIONS: tuple[str, ...] = (
@@ -84,6 +86,25 @@ _BUSY_S = 5.0
 _BUSY_PAUSE_S = 0.02
 # A new store takes about 150 KB with the files beside it.
 _NO_SPACE_BYTES = 2**20
+# Errors of the disk, its mode or the file itself: the next write would fail, too.
+_FAULTS_OF_FILE = frozenset(
+    {
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+    }
+)
+_SAVE_IT = "save what this process still has open with `lorafleet backup FILE` or `lorafleet export FILE`"
+_NEXT_STEPS: dict[FileState, str] = {
+    "deleted": f"{_SAVE_IT}, stop the orchestrator, put the backup in place, and start it",
+    "replaced": f"{_SAVE_IT}, stop the orchestrator, leave the file that is to count in place, and start it",
+    "folder_gone": f"bring the folder or volume back, and it goes on; or {_SAVE_IT}, and restart it where the store is",
+    "unreadable": f"mend the disk or volume, and it goes on; or {_SAVE_IT}, and restart it where the store is",
+}
 
 
 class SqliteBackend:
@@ -93,6 +114,7 @@ class SqliteBackend:
     Raises OrchestratorUnavailable while another process holds the write lock.
 
     history_kept   entries of each kind; older ones go, so that many loads push out no change of policy
+    trouble        why no change is written now, and what to do; empty: changes are written
     """
 
     def __init__(self, path: Path | str, *, history_kept: int = 10_000) -> None:
@@ -100,8 +122,17 @@ class SqliteBackend:
         self._path = str(path)
         self._history_kept = history_kept
         self._recorded: dict[str, int] = {}
-        self._is_term_over = False
+        self._term: Literal["none", "ours", "over"] = "none"
+        self.trouble = ""
+        self._has_failed = False  # the last write, by a fault of the file
+        self._has_written = False  # since the file was opened, or a term ended with the file in its place
+        self._mended = ""
+        self._open()
+
+    def _open(self) -> None:
+        """Open the file at the path. Raises StoreError."""
         self._db = _open_store(self._path)
+        self._files = DatabaseFiles(self._path)
 
     is_caught_up = is_read = True
     backup_name = "lorafleet.db"
@@ -114,12 +145,79 @@ class SqliteBackend:
         """Return at once: `write` waits for the disk."""
 
     async def catch_up(self) -> None:
-        """Return at once: every `read` reads the file. Allows writes again."""
-        self._is_term_over = False
+        """Allow writes again; every `read` reads the file. Raises StoreError for a file that takes no changes."""
+        self._term = "ours"
+        self._require_file()
 
     def end_term(self) -> None:
         """Refuse writes until `catch_up`: another process may lead. No write is pending."""
-        self._is_term_over = True
+        self._term = "over"
+        self._has_written = self._has_written and self._files.state() != "there"
+
+    def check(self) -> str:
+        """Look at the file, and set `trouble`. Returns what was mended since the last call, in words; mostly "".
+
+        The leader writes a deleted file again from what is open, where nobody put another one. Without writes of our
+        own the file that is at the path now counts: the leader has written it again, or somebody restored it.
+        """
+        self._look()
+        mended, self._mended = self._mended, ""
+        return mended
+
+    def _look(self) -> None:
+        """Set `trouble`, after mending what can be mended."""
+        state, error = self._files.state(), ""
+        try:
+            if self._files.is_replaced():
+                self._files.remove_beside()
+            if self._can_mend(state):
+                self._mend(state)
+                state = "there"
+        except (OSError, sqlite3.Error, StoreError) as exc:
+            error = f", and could not be opened or written again ({exc})"
+        if state != "there":
+            self.trouble = f"store {self._path}: {state_text(state)}{error}. No change is written: {_NEXT_STEPS[state]}"
+        elif is_read_only(Path(self._path).absolute().parent):
+            self.trouble = f"store {self._path}: its file system is read-only: mount it writable, and it goes on"
+        elif self._has_failed:
+            self._try_write()
+        else:
+            self.trouble = ""
+
+    def _can_mend(self, state: FileState) -> bool:
+        """Whether opening the path anew, where needed after writing the file again, loses nothing."""
+        if state == "deleted":
+            return self._has_written or self._term == "ours"  # else the leader does
+        return state in ("replaced", "folder_gone") and not self._has_written and Path(self._path).exists()
+
+    def _mend(self, state: FileState) -> None:
+        """Write a deleted file again, and open the one at the path. Raises OSError, sqlite3.Error, StoreError."""
+        if state == "deleted":
+            self._files.write_again(self._db)
+        before = self._db
+        self._open()
+        before.close()
+        if state == "deleted":
+            self._mended = f"store {self._path}: {state_text(state)}; it is written again, with all that it held"
+
+    def _try_write(self) -> None:
+        """Write the schema's number again after a write that failed, and set `trouble` by the result."""
+        try:
+            self._db.execute(f"PRAGMA user_version = {_schema_version(self._db)}")
+        except sqlite3.Error as exc:
+            self.trouble = self._failure_text(exc)
+        else:
+            self.trouble, self._has_failed = "", False
+
+    def _failure_text(self, exc: sqlite3.Error) -> str:
+        """The message for a write that the file did not take."""
+        return f"store {self._path}: nothing was written: {no_space(exc, self._path) or exc}"
+
+    def _require_file(self) -> None:
+        """Raise StoreError unless a change that is written now is found at the path by the next start."""
+        self._look()
+        if self.trouble:
+            raise StoreError(self.trouble)
 
     def read(self) -> StoredIntent:
         """Read the whole stored intent from the file. Raises StoreError when it cannot be read."""
@@ -167,10 +265,13 @@ class SqliteBackend:
     def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
         """Write changes and history in one transaction, durable on return; after an error none is written.
 
-        Raises StoreError, and OrchestratorUnavailable while the file is busy or after our term.
+        History alone is also written to a file that is lost, where people still read it. Raises StoreError, and
+        OrchestratorUnavailable while the file is busy or after our term.
         """
-        if self._is_term_over:
+        if self._term == "over":
             raise OrchestratorUnavailable("this orchestrator leads no longer, so it writes nothing", code="not_leading")
+        if changes:
+            self._require_file()
         try:
             for change in changes:
                 self._write_change(change)
@@ -178,7 +279,7 @@ class SqliteBackend:
                 self._add_history(entry)
             self._db.commit()
         except sqlite3.Error as exc:
-            message = no_space(exc, self._path) or str(exc)
+            message = self._failure_text(exc)
             self._db.rollback()
             if _is_busy(exc):
                 raise OrchestratorUnavailable(
@@ -186,10 +287,15 @@ class SqliteBackend:
                     code="store_unreachable",
                     retry_after_s=_BUSY_S,
                 ) from exc
-            raise StoreError(f"store {self._path}: nothing was written: {message}") from exc
+            if _primary_code(exc) in _FAULTS_OF_FILE:
+                self.trouble, self._has_failed = message, True
+            raise StoreError(message) from exc
         except BaseException:
             self._db.rollback()  # e.g. an integer of over 64 bits, which SQLite cannot store
             raise
+        if changes:
+            self._has_written, self._has_failed = True, False
+            self._require_file()  # lost during the write: the caller must not rely on it
 
     def _write_change(self, change: StoreChange) -> None:
         """Replace or delete one row in the open transaction."""
@@ -245,15 +351,13 @@ class SqliteBackend:
             raise StoreError(f"backup {path}: {exc.strerror}; name a new file in a folder that can be written") from exc
         os.close(handle)
         try:
-            with closing(sqlite3.connect(path)) as copy:
-                self._db.backup(copy)
-                copy.execute("PRAGMA journal_mode = DELETE")
-                with copy:
-                    copy.execute("DELETE FROM tombstones")
-                    copy.execute("DELETE FROM rollouts")
-                    copy.execute("DELETE FROM pauses")
-                    copy.execute("UPDATE adapters SET is_deleting = 0")
-                    copy.execute("DELETE FROM workers WHERE state = 'draining'")
+            copy_into(self._db, path)
+            with closing(sqlite3.connect(path)) as copy, copy:
+                copy.execute("DELETE FROM tombstones")
+                copy.execute("DELETE FROM rollouts")
+                copy.execute("DELETE FROM pauses")
+                copy.execute("UPDATE adapters SET is_deleting = 0")
+                copy.execute("DELETE FROM workers WHERE state = 'draining'")
         except sqlite3.Error as exc:
             message = no_space(exc, path) or str(exc)
             path.unlink(missing_ok=True)
@@ -267,7 +371,7 @@ def no_space(exc: sqlite3.Error, path: Path | str) -> str | None:
             store cannot be made, which is an I/O error and not SQLITE_FULL
     """
     folder = Path(path).absolute().parent
-    primary = getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    primary = _primary_code(exc)
     if primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and _free_bytes(folder) < _NO_SPACE_BYTES):
         return files.disk_full_text(folder)
     return None
@@ -372,7 +476,12 @@ def _unreadable_error(path: str, exc: Exception) -> StoreError:
 
 def _is_busy(exc: sqlite3.Error) -> bool:
     """Whether another process holds the file's lock."""
-    return getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF == sqlite3.SQLITE_BUSY
+    return _primary_code(exc) == sqlite3.SQLITE_BUSY
+
+
+def _primary_code(exc: sqlite3.Error) -> int:
+    """SQLite's primary result code of an error."""
+    return int(getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
 
 
 def _use_wal(db: sqlite3.Connection) -> None:

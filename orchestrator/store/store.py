@@ -123,6 +123,15 @@ class IntentStore:
         return self._backend.is_read
 
     @property
+    def trouble(self) -> str:
+        """Why no change is written now, and what to do, as far as known; empty: changes are written."""
+        return self._backend.trouble
+
+    def check(self) -> str:
+        """Look whether the store takes writes, and set `trouble`. Returns what was mended, in words; mostly ""."""
+        return self._backend.check()
+
+    @property
     def is_caught_up(self) -> bool:
         """Whether all writes before our term are known; no placement is decided before."""
         return self._backend.is_caught_up

@@ -1,6 +1,6 @@
 """The file of past traffic: one SQLite row for each series and slice, and for its shares. Bounded in time and in bytes.
 
-It is a record for people, and may be lost: a file that is damaged, or of another version, is begun anew.
+It is a record for people, and may be lost: a file that is damaged at the start, or of another version, is begun anew.
 """
 
 import sqlite3
@@ -13,9 +13,11 @@ from typing import Literal
 import msgspec
 import structlog
 
+from lorafleet.service.state_files import state_text
 from orchestrator.core.traffic import GRAINS, Grain, SeriesKind, TrafficSums
 from orchestrator.core.traffic_shares import SHARE_GRAINS, Shares, SharesKey, ShareSums
 from orchestrator.core.traffic_slice import TrafficSlice
+from orchestrator.store.database_files import DatabaseFiles
 
 log = structlog.get_logger()
 
@@ -48,6 +50,7 @@ class TrafficFile:
     """Slices of every grain by series. Methods block, and may be called from any thread.
 
     most_bytes  largest size; beyond it the oldest slices of the finest grain go first
+    trouble     why nothing was written to the file at the last try; empty: it was
     """
 
     def __init__(self, path: Path | None, *, most_bytes: int) -> None:
@@ -56,6 +59,8 @@ class TrafficFile:
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._opened: sqlite3.Connection | None = None
+        self._files: DatabaseFiles | None = None
+        self.trouble = ""
 
     def close(self) -> None:
         """Close the file."""
@@ -66,10 +71,39 @@ class TrafficFile:
 
     @property
     def _db(self) -> sqlite3.Connection:
-        """The open database; the lock is held."""
+        """The open database, that of the file at the path; the lock is held."""
         if self._opened is None:
             self._opened = self._open()
+            # One that is kept in memory, because its file could not be opened, has no file to look at.
+            is_file = bool(self._opened.execute("PRAGMA database_list").fetchone()[2])
+            self._files = DatabaseFiles(str(self._path)) if is_file else None
+        elif self._files is not None:
+            self._opened = self._in_place(self._opened, self._files)
         return self._opened
+
+    def _in_place(self, opened: sqlite3.Connection, files: DatabaseFiles) -> sqlite3.Connection:
+        """The database of the file at the path: the open one, or anew after its file was deleted or replaced.
+
+        A deleted file is written again from what is open. Where neither can be done, the open one goes on, and
+        `trouble` says why.
+        """
+        state = files.state()
+        if state == "there":
+            return opened
+        self.trouble = state_text(state)
+        try:
+            if state == "deleted":
+                files.write_again(opened)
+            elif state != "replaced":
+                return opened
+            anew = _connected(str(self._path))
+        except (OSError, sqlite3.Error, ValueError) as exc:
+            log.warning("past traffic is not in its file", path=str(self._path), why=self.trouble, error=str(exc))
+            return opened
+        opened.close()
+        log.warning("past traffic's file opened anew", path=str(self._path), why=self.trouble)
+        self._files, self.trouble = DatabaseFiles(str(self._path)), ""
+        return anew
 
     def read(self, grain: Grain, kind: SeriesKind, name: str, since: float) -> dict[int, TrafficSums]:
         """Beginning of a slice -> its sums, of one series."""
@@ -111,7 +145,10 @@ class TrafficFile:
             with self._lock, self._db as db:
                 db.executemany("INSERT OR REPLACE INTO slices VALUES (?, ?, ?, ?, ?)", rows)
                 db.executemany("INSERT OR REPLACE INTO shares VALUES (?, ?, ?, ?, ?, ?)", shares)
+            if self._files is None or self._files.state() == "there":
+                self.trouble = ""
         except sqlite3.Error as exc:
+            self.trouble = str(exc)
             log.warning("past traffic not written", path=str(self._path), error=str(exc))
 
     def trim(self, now: float) -> None:

@@ -16,6 +16,7 @@ import structlog
 from pydantic import ValidationError
 
 from lorafleet.service.repeats import RepeatLimiter
+from lorafleet.service.state_files import is_missing
 from orchestrator.wire import Catalog
 from router.fleet.catalog import RouterCatalog, router_catalog, with_changes
 
@@ -44,8 +45,13 @@ class SavedCatalog:
 
     @property
     def wants_whole(self) -> bool:
-        """Whether the whole catalog should be written again: its changes have grown large, or a write failed lately."""
+        """Whether the whole catalog should be written again.
+
+        Its changes have grown large, a write failed lately, or its file was deleted: changes alone cannot be read.
+        """
         if self._failed_at is not None and self.clock() - self._failed_at >= _RETRY_S:
+            return True
+        if self._failed_at is None and self._whole_bytes and is_missing(self.file):
             return True
         return self._changes_bytes > max(self._whole_bytes, _LEAST_REWRITE_BYTES)
 
@@ -54,6 +60,7 @@ class SavedCatalog:
         partial = self.file.with_suffix(f".{os.getpid()}.partial")
         self._whole_bytes, self._changes_bytes = len(content), 0
         try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(content)
             partial.replace(self.file)
             self.changes_file.unlink(missing_ok=True)

@@ -1,3 +1,4 @@
+import shutil
 import time
 from pathlib import Path
 
@@ -57,6 +58,20 @@ def test_a_saved_catalog_is_written_again_when_its_changes_outgrow_it(tmp_path):
     saved.save_whole(json_of(revision=12))
     assert not saved.wants_whole
     assert not saved.changes_file.exists()
+
+
+def test_a_saved_catalog_that_was_deleted_is_written_again_whole(tmp_path):
+    saved = saved_in(tmp_path / "state")
+    saved.save_whole(json_of(revision=1, adapters=(item("a"),)))
+    assert not saved.wants_whole
+    saved.file.unlink()
+    saved.add_changes(json_of(revision=2, since=1, adapters=(item("b"),)))
+    assert saved_in(tmp_path / "state").load() is None, "changes alone are no catalog"
+    assert saved.wants_whole
+    shutil.rmtree(tmp_path / "state")
+    saved.save_whole(json_of(revision=2, adapters=(item("a"), item("b"))))
+    assert sorted(saved_in(tmp_path / "state").load().adapters) == ["a", "b"]
+    assert not saved.wants_whole
 
 
 class FullDisk:

@@ -6,6 +6,7 @@ import shutil
 import time
 
 import pytest
+from structlog.testing import capture_logs
 
 from orchestrator.wire import UsageReport
 from tests.patience import until, within
@@ -37,6 +38,47 @@ def report(seq: int, requests: int, *, router: str = "r") -> UsageReport:
     return UsageReport.model_validate(
         {"router_id": router, "boot_id": "b", "seq": seq, "revision_seen": 0, "uses": [use]}
     )
+
+
+def test_state_files_that_were_deleted_are_written_again(tmp_path):
+    state = tmp_path / "state"
+    state.mkdir()
+    records = InstalledAdapters(state)
+    usage = ReportedAdapterUsage(state / "usage.json", records, worker_id="w", now=lambda: "now")
+    for number in range(3):
+        records.store(record(number))
+    records.raise_epoch(7)
+    usage.count_uses(report(1, 5))
+    usage.save()
+    shutil.rmtree(state)
+    state.mkdir()
+    records.retry_writes()
+    usage.save()
+    again = InstalledAdapters(state)
+    counts = ReportedAdapterUsage(state / "usage.json", again, worker_id="w", now=lambda: "now")
+    assert {each.engine_name for each in again.all()} == {record(number).engine_name for number in range(3)}
+    assert again.epoch == 7, "else a leader that was replaced would be obeyed"
+    assert counts.count_uses(report(1, 5)) is None
+
+
+def test_nothing_is_written_where_the_volume_of_the_state_folder_went_away(tmp_path):
+    state = tmp_path / "volume" / "state"
+    state.mkdir(parents=True)
+    records = InstalledAdapters(state)
+    records.store(record(1))
+    records.raise_epoch(7)
+    (tmp_path / "volume").rename(tmp_path / "away")
+    (tmp_path / "volume").mkdir()
+    with capture_logs() as said:
+        records.retry_writes()
+        records.retry_writes()
+    assert list((tmp_path / "volume").iterdir()) == []
+    assert [line["event"] for line in said] == ["state folder lost; bring it back, or restart the agent"]
+    (tmp_path / "volume").rmdir()
+    (tmp_path / "away").rename(tmp_path / "volume")
+    (state / "epoch.json").unlink()
+    records.retry_writes()
+    assert InstalledAdapters(state).epoch == 7
 
 
 def test_requests_are_counted_once_even_after_an_agents_crash(tmp_path):

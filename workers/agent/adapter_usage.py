@@ -7,6 +7,7 @@ from pathlib import Path
 
 import structlog
 
+from lorafleet.service.state_files import is_missing
 from orchestrator.wire import UsageReport
 from workers.agent.installed_adapters import InstalledAdapters
 
@@ -62,8 +63,8 @@ class ReportedAdapterUsage:
         return used
 
     def save(self) -> None:
-        """Write the counts to disk if they changed; a failed write is repeated at the next call."""
-        if self._is_saved:
+        """Write the counts to disk if they changed or their file is gone; the next call repeats a failed write."""
+        if self._is_saved and not (self._routers and is_missing(self._file)):
             return
         counts = {adapter.engine_name: [adapter.request_count, adapter.last_used] for adapter in self._installed.all()}
         routers = [[*key, seq, counts_of_router] for key, (seq, counts_of_router) in self._routers.items()]

@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from lorafleet.service.files import write_error_text
+from lorafleet.service.state_files import StateFile, state_text
 from workers.core.effect import Effect
 
 log = structlog.get_logger()
@@ -65,7 +66,7 @@ class InstalledAdapters:
 
     Every change is written at once, so a killed process loses nothing. A thread does the fsync, because in the event
     loop it would take as long as the load of a small adapter: a crashed machine may lose the last few milliseconds.
-    A failed write (full disk) is logged once and repeated by `retry_writes`.
+    A failed write (full disk) is logged once and repeated by `retry_writes`, as is that of a file that was deleted.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,6 +75,8 @@ class InstalledAdapters:
         self._folder = folder / "adapters"
         self._epoch_file = folder / "epoch.json"
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._state_folder = StateFile.at(folder)
+        self._is_away = False
         self.revision = 0  # grows when an adapter is added or removed
         self._sorted: tuple[InstalledAdapter, ...] | None = None
         self._unwritten: set[Path] = set()
@@ -127,17 +130,44 @@ class InstalledAdapters:
             self.write_json(self._epoch_file, {"epoch": epoch}, is_flushed=True)
 
     def retry_writes(self) -> None:
-        """Write the adapters' files and the epoch again whose last write failed.
+        """Write the adapters' files and the epoch again whose last write failed, or that somebody deleted.
 
-        Another failure keeps them for later.
+        Without them the next start would lose the adapters, and obey a leader that was replaced. Another failure keeps
+        them for later.
         """
-        if self._epoch_file in self._unwritten:
-            self.write_json(self._epoch_file, {"epoch": self.epoch}, is_flushed=True)
-        if self._unwritten:
-            for adapter in self.all():
-                path = self._folder / _file_name(adapter.engine_name)
-                if path in self._unwritten:
-                    self.write_json(path, asdict(adapter))
+        missing = self._missing_files() - self._unwritten
+        if missing:
+            log.error("state files were deleted: they are written again", folder=str(self._folder), files=len(missing))
+        for path in sorted(missing | self._unwritten):
+            if path == self._epoch_file:
+                self.write_json(path, {"epoch": self.epoch}, is_flushed=True)
+            elif (adapter := self._by_file.get(path)) is not None:
+                self.write_json(path, asdict(adapter))
+
+    @property
+    def _by_file(self) -> dict[Path, InstalledAdapter]:
+        """The file of each adapter -> the adapter."""
+        return {self._folder / _file_name(adapter.engine_name): adapter for adapter in self.all()}
+
+    def _missing_files(self) -> set[Path]:
+        """The files that the folder should have and does not; makes the folder anew.
+
+        None, and logged once, where the folder's volume went away: it comes back with its own files.
+        """
+        was_away, self._is_away = self._is_away, not self._state_folder.may_be_written_again()
+        if self._is_away:
+            if not was_away:
+                why = state_text(self._state_folder.state())
+                log.error("state folder lost; bring it back, or restart the agent", folder=str(self._folder), why=why)
+            return set()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            names = set(os.listdir(self._folder))  # noqa: PTH208  (names alone)
+            is_epoch_there = not self.epoch or self._epoch_file.exists()
+        except OSError:
+            return set()
+        missing = {path for path in self._by_file if path.name not in names}
+        return missing if is_epoch_there else missing | {self._epoch_file}
 
     def write_json(self, path: Path, value: object, *, is_flushed: bool = False) -> bool:
         """Replace a JSON file of the state folder; False if the disk does not take it, which the first failure logs.
