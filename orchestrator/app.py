@@ -166,8 +166,8 @@ def build(
     reports, metrics = WorkerReports(clock=clock, wall=wall), OrchestratorMetrics(settings.metrics_adapters)
     leadership = _leadership(settings, kube, url, clock, wall)
 
-    def epoch_if_leading() -> int:
-        leadership.require_leading()
+    async def epoch_if_leading() -> int:
+        await leadership.confirm_leading()
         return store.epoch
 
     agents = AgentClient(client, own_key=OwnKey(settings.token, settings.token_file), epoch=epoch_if_leading)

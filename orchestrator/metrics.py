@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -127,7 +128,7 @@ class OrchestratorMetrics:
             registry=self.registry,
         )
         for name, trouble in troubles.items():
-            gauge.labels(name).set_function(lambda trouble=trouble: float(bool(trouble())))
+            gauge.labels(name).set_function(partial(_is_said, trouble))
 
     def observe_slices(self, age_s: Callable[[], float | None]) -> None:
         """Set what a scrape reads: seconds since the API server last confirmed the EndpointSlices; None: never."""
@@ -220,6 +221,11 @@ class OrchestratorMetrics:
             if grown:
                 self.usage.labels(self.adapter_labels.label(lora_id)).inc(grown if grown > 0 else total)
         self._counted = {lora_id: total for lora_id, (total, _) in now.items()}
+
+
+def _is_said(trouble: Callable[[], str]) -> float:
+    """1.0 while there is trouble, else 0.0."""
+    return float(bool(trouble()))
 
 
 class BoundedLabels:

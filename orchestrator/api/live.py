@@ -49,7 +49,7 @@ def live_routes(
             while True:
                 yield f"event: now\ndata: {_shown_to(seen.tenant, fleet_now()).model_dump_json()}\n\n"
                 await asyncio.sleep(_LEAST_PAUSE_S)
-                if is_stopping() or not reconciler.leadership.is_leading:
+                if is_stopping() or not reconciler.leadership.has_term:
                     return
                 await reconciler.catalog.changed.wait(_LIVE_EVERY_S)
 

@@ -125,7 +125,7 @@ def router_routes(
         stream = catalog.event_stream(
             start,
             keep_alive_s=settings.keep_alive_s,
-            is_stopping=lambda: is_stopping() or not reconciler.leadership.is_leading,
+            is_stopping=lambda: is_stopping() or not reconciler.leadership.has_term,
             shown=seen.event,
         )
         return EventStream(stream)

@@ -270,7 +270,7 @@ class NamePublisher:
         reconciler, lora_id = self._reconciler, version.lora_id
         meant, mended_at = self._able_workers(version), self._clock()
         while True:
-            reconciler.leadership.require_leading()
+            await reconciler.leadership.confirm_leading()
             record = self._require_there(name, lora_id)
             able = meant & self._able_workers(version)
             progress = load_progress(
@@ -351,7 +351,7 @@ class NamePublisher:
         record, was = self._store.published[name], self._store.aliases.get(name)
         if was == targets:
             return await self._reconciler.publish_change(("published", name), ("aliases", name))
-        self._reconciler.leadership.require_leading()
+        await self._reconciler.leadership.confirm_leading()
         with self._store.together():
             self._store.put_alias(name, targets)
             self._store.put_rollout(name, None)

@@ -5,14 +5,19 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 from orchestrator.core.errors import LeaseUnreachable
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.store.sqlite import no_space
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS lease (
@@ -46,13 +51,6 @@ class Lease(Protocol):
         """Whether the holder's process has certainly ended. False where that cannot be known."""
         ...
 
-    async def is_late_check_safe(self) -> bool:
-        """Whether the holder of an expired lease may read the record before it ends its term.
-
-        True where no other process could have taken it, or where all writes of a late holder are refused.
-        """
-        ...
-
     def close(self) -> None:
         """Free what this process holds for the lease; it does not release the lease."""
         ...
@@ -69,6 +67,7 @@ class FileLease:
 
     def __init__(self, path: Path, *, holder: str) -> None:
         """Create and lock our lock file. Raises OSError when the folder cannot be written."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lease")
         self._path = path
         self._lock_file = self._lock_file_of(holder)
         self._lock: int | None = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -76,6 +75,7 @@ class FileLease:
 
     def close(self) -> None:
         """Remove our lock file and its lock. May be called twice."""
+        self._thread.shutdown(wait=False)
         self._lock_file.unlink(missing_ok=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -83,24 +83,19 @@ class FileLease:
 
     async def read(self) -> LeaseRecord | None:
         """The record; None when there is none. Raises LeaseUnreachable."""
-        return await asyncio.to_thread(self._read)
+        return await self._in_own_thread(self._read)
 
     async def write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
         """Store `new` if the record is still `seen`; False when it has changed. Raises LeaseUnreachable."""
-        return await asyncio.to_thread(self._write, new, seen)
+        return await self._in_own_thread(self._write, new, seen)
 
     async def is_gone(self, hold: LeaseRecord) -> bool:
         """Whether the holder's process has ended, which its unlocked lock file shows."""
-        return await asyncio.to_thread(self._is_gone, hold)
+        return await self._in_own_thread(self._is_gone, hold)
 
-    async def is_late_check_safe(self) -> bool:
-        """Whether no other living process could hold the lease; a process that starts now waits until ours expires."""
-        return await asyncio.to_thread(self._is_alone)
-
-    def _is_alone(self) -> bool:
-        """Whether no other process of this lease is alive."""
-        others = [path for path in self._path.parent.glob(f"{self._path.name}.*") if path != self._lock_file]
-        return all(_is_unlocked(path) or not path.exists() for path in others)
+    async def _in_own_thread(self, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Run a blocking call in the lease's thread: the threads that others share may all be busy for seconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **named))
 
     def _lock_file_of(self, holder: str) -> Path:
         """Path of a holder's lock file."""

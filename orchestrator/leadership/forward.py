@@ -115,7 +115,7 @@ class LeaderForwarding:
         Without a leader, a read is answered from the store, which is read again first.
         """
         if scope["type"] == "http" and not _is_local(scope["path"]) and self._leadership.is_late:
-            await self._leadership.wait_for_check(self._retry_after_s)
+            await self._leadership.wait_for_check()
         if scope["type"] != "http" or _is_local(scope["path"]):
             await self._app(scope, receive, send)
             return

@@ -79,10 +79,6 @@ class KubeLease:
         """False: a pod that cannot be reached may still act."""
         return False
 
-    async def is_late_check_safe(self) -> bool:
-        """True: a late holder's writes fail, by the resourceVersion of ConfigMaps and the epoch of agents."""
-        return True
-
     def close(self) -> None:
         """Do nothing: the client is closed elsewhere."""
 

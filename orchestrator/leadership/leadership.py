@@ -1,4 +1,9 @@
-"""Leader election: take the lease, renew it, and stop acting before another process can hold it."""
+"""Leader election: take the lease, renew it, and stop acting before another process can hold it.
+
+A lease that expired ends no term by itself: the holder stops acting, and reads the record. Where the record is still
+the holder's, no other process has led since, and a renewal by compare-and-set goes on with the same term and epoch.
+What a late holder had begun is fenced: agents and the store refuse an epoch below the newest.
+"""
 
 import asyncio
 import contextlib
@@ -17,6 +22,7 @@ log = structlog.get_logger()
 
 _SUCCESSOR_S = 0.1  # between reads of a lease that we have released
 _SOON_S = 0.02  # between reads of an expired lease that another process may be taking
+_AFTER_TROUBLE_S = 0.1  # at least, between reads that calls ask for while the lease cannot be reached
 
 
 def _do_nothing() -> None:
@@ -30,9 +36,10 @@ async def _no_preparation() -> None:
 class Leadership:
     """Holds the lease or watches its holder. A term is the time for which this process may act.
 
-    prepare    awaited when the lease is ours, before a term begins
-    on_begin   called when a term begins; if it or `prepare` raises, the term does not begin and is tried again
-    on_end     called when a term ends
+    prepare      awaited when the lease is ours, before a term begins
+    on_begin     called when a term begins; if it or `prepare` raises, the term does not begin and is tried again
+    on_end       called when a term ends
+    late_wait_s  how long a call waits for a renewal that is late: as long as a standby would need to take over
     """
 
     def __init__(
@@ -59,7 +66,7 @@ class Leadership:
         self._clock = clock
         self._rng = rng or Random()
         self._is_term = False
-        self._margin_s = margin_s
+        self.late_wait_s = duration_s - margin_s
         self._due = asyncio.Event()
         self._checked = asyncio.Event()
         self._check_lock = asyncio.Lock()
@@ -72,18 +79,28 @@ class Leadership:
         return self._is_term and self._candidate.remaining_s(self._clock()) > 0
 
     @property
+    def has_term(self) -> bool:
+        """Whether our term has not ended; it may be late."""
+        return self._is_term
+
+    @property
     def is_late(self) -> bool:
         """Whether our lease has expired while our term has not ended: the next read of the lease decides."""
         return self._is_term and not self.is_leading
 
-    async def wait_for_check(self, within_s: float) -> None:
-        """Request a read of the lease and wait until it no longer `is_late`, at most `within_s` seconds."""
+    async def wait_for_check(self) -> None:
+        """Request a read of the lease and wait until it no longer `is_late`, at most `late_wait_s` seconds."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(self.late_wait_s):
                 while self.is_late:
                     self._checked.clear()
                     self._due.set()
                     await self._checked.wait()
+
+    async def confirm_leading(self) -> None:
+        """Return once this process may act, after a renewal that is late. Raises LeaseLost if it may not."""
+        await self.wait_for_check()
+        self.require_leading()
 
     @property
     def other_holder(self) -> LeaseRecord | None:
@@ -107,15 +124,19 @@ class Leadership:
             raise LeaseLost("this orchestrator does not hold the lease")
 
     def on_newer_leader(self, reason: str) -> None:
-        """End our term at once and request a read of the lease: an agent has obeyed a newer epoch."""
-        if self._is_term:
+        """End our term at once and request a read of the lease: an agent has obeyed a newer epoch.
+
+        A late term is not ended here: its holder does not act, and the read decides.
+        """
+        if self.is_leading:
             self._end_term(reason)
         self._due.set()
 
     def lead_until(self, until: float) -> None:
         """Begin a term up to this time without the lease; only where no other orchestrator can exist."""
         self._candidate.hold_until(until)
-        self._end_term_if_expired()
+        if self.is_late:
+            self._end_term("its time is over")
         self._begin_term()
 
     async def start(self) -> None:
@@ -130,44 +151,31 @@ class Leadership:
             log.warning("lease not reached", error=str(exc))
 
     async def run(self) -> None:
-        """Take, renew or watch the lease until cancelled. A term ends in time when the lease cannot be reached.
-
-        Errors are logged. On a starved machine the lease may expire before it is read again. If the record is still
-        ours, no other process has led since, and the term goes on.
-        """
+        """Take, renew or watch the lease until cancelled. Errors are logged."""
         while True:
             self._due.clear()
-            left_s = self._candidate.remaining_s(self._clock())
             try:
-                if self.is_late and not await self._can_check_late():
-                    self._end_term_if_expired()
-                # A lease call that hangs must not delay the end of the term.
-                async with asyncio.timeout(left_s + self._margin_s / 2 if left_s else self._renew_s * 5):
+                # A lease call that hangs must not keep calls waiting without a reason that they can name.
+                async with asyncio.timeout(self._renew_s * 5):
                     await self.check_lease()
             except TimeoutError:
                 self._trouble = "the lease did not answer in time"
-                log.warning("lease not reached", error=self._trouble, left_s=round(left_s, 2))
-                if self.is_late and left_s and await self._can_check_late():
-                    continue
+                log.warning("lease not reached", error=self._trouble, left_s=self._left_s())
             except LeaseUnreachable as exc:
                 self._trouble = str(exc)
-                log.warning("lease not reached", error=repr(exc), left_s=round(left_s, 2))
+                log.warning("lease not reached", error=repr(exc), left_s=self._left_s())
             except Exception:
                 log.exception("lease step failed")
-            self._end_term_if_expired()
             self._checked.set()
+            if self._trouble:
+                await asyncio.sleep(_AFTER_TROUBLE_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._wait_s()):
                     await self._due.wait()
 
-    async def _can_check_late(self) -> bool:
-        """Whether the lease may be read after it expired and before the term ends; false, and logged, if unknown."""
-        try:
-            async with asyncio.timeout(self._renew_s):
-                return await self._lease.is_late_check_safe()
-        except (TimeoutError, OSError) as exc:
-            log.warning("unknown whether another process could hold the lease", error=repr(exc))
-            return False
+    def _left_s(self) -> float:
+        """Seconds for which this process may still act."""
+        return round(self._candidate.remaining_s(self._clock()), 2)
 
     def _wait_s(self) -> float:
         """Seconds until the next read of the lease.
@@ -177,6 +185,8 @@ class Leadership:
         now = self._clock()
         if self._is_stepping_down and self.other_holder is None:
             return _SUCCESSOR_S  # calls wait for the next leader
+        if self.is_late and not self._trouble:
+            return _SOON_S  # the renewal itself took longer than the lease
         ends = [end for end in (self._candidate.remaining_s(now), self._candidate.free_in_s(now)) if end]
         return max(_SOON_S, min([self._renew_s * self._rng.uniform(0.8, 1.0), *ends]))
 
@@ -193,15 +203,18 @@ class Leadership:
         """As `check_lease`, by one task at a time."""
         candidate, clock = self._candidate, self._clock
         candidate.observe_record(await self._lease.read(), clock())
-        if not candidate.holds_lease():
-            self._end_term_if_expired()  # another process may have held and released it since our last read
+        was_late = self.is_late
+        if was_late and not candidate.holds_lease():
+            # Another process has it, or may have held and released it since our last read.
+            self._end_term("the lease expired, and its record is not ours any more")
         other = candidate.last_seen if candidate.last_seen and candidate.last_seen.holder != self.holder else None
         is_gone = other is not None and await self._lease.is_gone(other)
         asked_at = clock()
         wanted = None if self._is_stepping_down else candidate.next_record(asked_at, is_holder_gone=is_gone)
         if wanted is not None and await self._lease.write(wanted, candidate.last_seen):
             candidate.record_written(wanted, asked_at)
-        self._end_term_if_expired()
+            if was_late and self.is_leading:
+                log.warning("lease renewed late; no other process led meanwhile", holder=self.holder)
         if self._is_stepping_down:
             await self._write_release()
         self._trouble = ""
@@ -267,11 +280,6 @@ class Leadership:
         else:
             self._is_term = True
             log.info("leading", holder=self.holder)
-
-    def _end_term_if_expired(self) -> None:
-        """End the term if our lease has expired."""
-        if self._is_term and not self._candidate.remaining_s(self._clock()):
-            self._end_term("the lease was not renewed in time, or another process has it")
 
     def _end_term(self, reason: str) -> None:
         """End the term, log the reason, and call `on_end`."""

@@ -1,6 +1,6 @@
 """The client of the workers' agents: one method per call. Failures become our errors by the agent's error code."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -47,8 +47,8 @@ class AgentClient:
     Actions whose result is recorded return it with `AsOf`, the place of the answer among the agent's reports.
     """
 
-    def __init__(self, client: httpx.AsyncClient, *, own_key: OwnKey, epoch: Callable[[], int]) -> None:
-        """`epoch` returns our epoch; it is called before each action and raises LeaseLost when we may not act."""
+    def __init__(self, client: httpx.AsyncClient, *, own_key: OwnKey, epoch: Callable[[], Awaitable[int]]) -> None:
+        """`epoch` returns our epoch; it is awaited before each action and raises LeaseLost when we may not act."""
         self._client = client
         self._epoch = epoch
         self.own_key = own_key
@@ -154,7 +154,7 @@ class AgentClient:
         length     how many bytes they are; None: not known
         timeout_s  without progress at the agent
         """
-        headers = {"content-type": "application/octet-stream"} | self._action_headers()
+        headers = {"content-type": "application/octet-stream"} | await self._action_headers()
         if length is not None:
             headers["content-length"] = str(length)
         url = f"{agent_url.rstrip('/')}/v1/uploads/{upload_id}/{name}?start={start}"
@@ -170,7 +170,7 @@ class AgentClient:
     async def drop_upload(self, agent_url: str, upload_id: str, *, timeout_s: float) -> None:
         """Have what has come of an upload deleted. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         url = f"{agent_url.rstrip('/')}/v1/uploads/{upload_id}"
-        await self._request("DELETE", url, self._action_headers(), timeout_s=timeout_s)
+        await self._request("DELETE", url, await self._action_headers(), timeout_s=timeout_s)
 
     async def file_names(self, agent_url: str, digest: str, *, timeout_s: float) -> tuple[str, ...]:
         """Names of an installed adapter's files. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
@@ -196,9 +196,9 @@ class AgentClient:
         except (httpx.ConnectError, httpx.InvalidURL) as exc:
             raise WorkerFailed(f"GET {url}: {why_no_answer(exc)}", code="worker_unreachable") from exc
 
-    def _action_headers(self) -> dict[str, str]:
+    async def _action_headers(self) -> dict[str, str]:
         """The headers of an action: our epoch and our key. Raises LeaseLost when we may not act."""
-        return {"x-lorafleet-epoch": str(self._epoch())} | self.own_key.headers
+        return {"x-lorafleet-epoch": str(await self._epoch())} | self.own_key.headers
 
     async def _post_action(
         self,
@@ -213,7 +213,7 @@ class AgentClient:
 
         accepted  error statuses that count as success
         """
-        headers = self._action_headers()
+        headers = await self._action_headers()
         body = ask.model_dump(mode="json", exclude_none=True)
         path = verb_or_path if verb_or_path.startswith("/") else f"/v1/admin/{verb_or_path}"
         return await self._send_request(

@@ -210,6 +210,8 @@ class Reconciler:
             await self.store.catch_up()
             self.reload_intent()
             await self.store.wait_durable()
+            # What a late leader wrote before our epoch was stored; its later writes are refused.
+            self.store.refresh()
         except BaseException:
             self.store.end_term()
             raise

@@ -98,6 +98,7 @@ _FAULTS_OF_FILE = frozenset(
         sqlite3.SQLITE_NOTADB,
     }
 )
+_NOT_LEADING = "this orchestrator leads no longer, so it writes nothing"
 _SAVE_IT = "save what this process still has open with `lorafleet backup FILE` or `lorafleet export FILE`"
 _NEXT_STEPS: dict[FileState, str] = {
     "deleted": f"{_SAVE_IT}, stop the orchestrator, put the backup in place, and start it",
@@ -123,6 +124,7 @@ class SqliteBackend:
         self._history_kept = history_kept
         self._recorded: dict[str, int] = {}
         self._term: Literal["none", "ours", "over"] = "none"
+        self._epoch: int | None = None  # of our term, once it is stored
         self.trouble = ""
         self._has_failed = False  # the last write, by a fault of the file
         self._has_written = False  # since the file was opened, or a term ended with the file in its place
@@ -146,7 +148,7 @@ class SqliteBackend:
 
     async def catch_up(self) -> None:
         """Allow writes again; every `read` reads the file. Raises StoreError for a file that takes no changes."""
-        self._term = "ours"
+        self._term, self._epoch = "ours", None
         self._require_file()
 
     def end_term(self) -> None:
@@ -269,10 +271,12 @@ class SqliteBackend:
         OrchestratorUnavailable while the file is busy or after our term.
         """
         if self._term == "over":
-            raise OrchestratorUnavailable("this orchestrator leads no longer, so it writes nothing", code="not_leading")
+            raise OrchestratorUnavailable(_NOT_LEADING, code="not_leading")
         if changes:
             self._require_file()
         try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._require_epoch(changes)
             for change in changes:
                 self._write_change(change)
             for entry in entries:
@@ -294,8 +298,20 @@ class SqliteBackend:
             self._db.rollback()  # e.g. an integer of over 64 bits, which SQLite cannot store
             raise
         if changes:
+            self._epoch = _epoch_in(changes) or self._epoch
             self._has_written, self._has_failed = True, False
             self._require_file()  # lost during the write: the caller must not rely on it
+
+    def _require_epoch(self, changes: Sequence[StoreChange]) -> None:
+        """Raise OrchestratorUnavailable if another process has begun a term since ours, in the open transaction.
+
+        So a leader that was paused past its lease writes nothing after another term began, and no two terms have one
+        epoch.
+        """
+        (stored,) = self._db.execute("SELECT max(value) FROM counters WHERE name = 'epoch'").fetchone()
+        new = _epoch_in(changes)
+        if stored is not None and ((self._epoch is not None and stored > self._epoch) or (new and stored >= new)):
+            raise OrchestratorUnavailable(_NOT_LEADING, code="not_leading")
 
     def _write_change(self, change: StoreChange) -> None:
         """Replace or delete one row in the open transaction."""
@@ -362,6 +378,12 @@ class SqliteBackend:
             message = no_space(exc, path) or str(exc)
             path.unlink(missing_ok=True)
             raise StoreError(f"backup {path}: {message}") from exc
+
+
+def _epoch_in(changes: Sequence[StoreChange]) -> int | None:
+    """The epoch of a term that the changes begin; None without one."""
+    found = (change.value for change in changes if change[:2] == ("counters", "epoch"))
+    return next((value for value in found if isinstance(value, int)), None)
 
 
 def no_space(exc: sqlite3.Error, path: Path | str) -> str | None:

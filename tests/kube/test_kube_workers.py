@@ -27,6 +27,10 @@ from tests.serving import client_of, serving
 QUICK = WatchTimes(watch_s=(1.0, 1.5), silent_s=0.3, pause_s=(0.02, 0.2), steady_s=0.3, call_s=0.3)
 
 
+async def epoch_one():
+    return 1
+
+
 class SliceOrchestrator(OrchestratorUnderTest):
     """Its agents send no heartbeat unless they are made to: what is known of them was asked."""
 
@@ -38,7 +42,7 @@ class SliceOrchestrator(OrchestratorUnderTest):
         )
         self.pokes = asyncio.Event()
         self.client = client_of()
-        self.agent_client = AgentClient(self.client, own_key=OwnKey(), epoch=lambda: 1)
+        self.agent_client = AgentClient(self.client, own_key=OwnKey(), epoch=epoch_one)
         self.finder = KubeWorkerFinder(
             self.slices,
             reports=self.reconciler.reports,

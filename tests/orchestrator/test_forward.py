@@ -244,7 +244,7 @@ class LateLeadership(FakeLeadership):
 
     is_late = True
 
-    async def wait_for_check(self, within_s):
+    async def wait_for_check(self):
         self.is_late, self.is_leading = False, True
 
 

@@ -6,7 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,7 @@ from orchestrator.core.errors import LeaseLost, LeaseUnreachable, OrchestratorUn
 from orchestrator.core.lease import LeaseCandidate, LeaseRecord
 from orchestrator.leadership.file_lease import FileLease
 from orchestrator.leadership.leadership import Leadership
-from tests.patience import patience, until
+from tests.patience import patience, until, within
 from tests.properties import examples
 
 DURATION_S, MARGIN_S = 5.0, 1.0
@@ -33,7 +37,7 @@ class MemoryLease:
     def __init__(self):
         self.hold = None
         self.fails = False
-        self.is_safe = True
+        self.changes_of_holder = 0
 
     async def read(self):
         self._check()
@@ -43,14 +47,12 @@ class MemoryLease:
         self._check()
         if self.hold != seen:
             return False
+        self.changes_of_holder += self.hold is not None and self.hold.holder != new.holder
         self.hold = new
         return True
 
     async def is_gone(self, hold):
         return False
-
-    async def is_late_check_safe(self):
-        return self.is_safe
 
     def close(self):
         pass
@@ -150,30 +152,133 @@ async def test_a_term_ends_at_a_late_check_when_another_has_led(two):
     assert a.terms == ["begin", "end", "begin"]
 
 
-@pytest.mark.parametrize(("is_safe", "terms"), [(True, ["begin"]), (False, ["begin", "end", "begin"])])
-async def test_a_late_check_is_made_only_where_it_is_safe(two, is_safe, terms):
+async def test_a_late_leader_with_a_standby_keeps_its_term_unless_the_standby_took_it(two):
+    _, clock, a, b = two
+    await a.check_lease()
+    await b.check_lease()
+    for _ in range(5):
+        clock.now += DURATION_S - 0.1
+        await b.check_lease()
+        assert (a.is_late, b.is_leading) == (True, False)
+        await a.check_lease()
+        await b.check_lease()
+        assert a.is_leading
+    assert (a.terms, b.terms) == (["begin"], [])
+
+
+async def test_a_starved_leader_keeps_its_term_beside_a_living_standby(tmp_path):
+    clock = LeaseClock()
+    a = leadership(FileLease(tmp_path / "lease", holder="a"), "a", clock)
+    standby = FileLease(tmp_path / "lease", holder="b")
+    a.late_wait_s = patience(10)
+    await a.start()
+    running = asyncio.create_task(a.run())
+    try:
+        for _ in range(3):
+            clock.now += DURATION_S * 3
+            await a.wait_for_check()
+            assert (a.is_leading, a.terms) == (True, ["begin"])
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await a.release()
+        standby.close()
+
+
+async def test_a_renewal_that_takes_longer_than_the_lease_is_made_again_in_the_same_term(two):
     record, clock, a, _ = two
-    record.is_safe = is_safe
+    await a.check_lease()
+    write = record.write
+
+    async def slow_write(new, seen):
+        clock.now += DURATION_S * 2
+        return await write(new, seen)
+
+    record.write = slow_write
+    await a.check_lease()
+    assert (a.is_leading, a.is_late) == (False, True)
+    record.write = write
+    await a.check_lease()
+    assert (a.is_leading, a.terms) == (True, ["begin"])
+
+
+async def test_a_term_outlasts_a_lease_that_could_not_be_reached_for_any_time(two):
+    """The holder does not act meanwhile, and the record shows in the end that nobody else took it."""
+    record, clock, a, _ = two
+    await a.check_lease()
+    record.fails = True
+    for _ in range(10):
+        clock.now += DURATION_S
+        with pytest.raises(LeaseUnreachable):
+            await a.check_lease()
+        assert (a.is_leading, a.is_late) == (False, True)
+        with pytest.raises(LeaseLost):
+            a.require_leading()
+    record.fails = False
+    await a.check_lease()
+    assert (a.is_leading, a.terms) == (True, ["begin"])
+
+
+async def test_a_late_term_ends_when_its_record_was_deleted(two):
+    record, clock, a, _ = two
+    await a.check_lease()
+    clock.now += DURATION_S
+    record.hold = None  # another process may have led and gone
+    await a.check_lease()
+    assert a.terms == ["begin", "end"]
+
+
+async def test_an_action_of_a_late_leader_does_not_end_its_term(two):
+    _, clock, a, _ = two
+    await a.check_lease()
+    clock.now += DURATION_S
+    a.on_newer_leader("this orchestrator does not hold the lease")
+    await a.check_lease()
+    assert (a.is_leading, a.terms) == (True, ["begin"])
+
+
+async def test_calls_and_actions_wait_for_a_late_renewal(two):
+    _, clock, a, _ = two
+    a.late_wait_s = patience(10)
     await a.start()
     running = asyncio.create_task(a.run())
     try:
         clock.now += DURATION_S * 3
-        await a.wait_for_check(patience(10))
-        await until(lambda: a.is_leading)
-        assert a.terms == terms
+        await a.confirm_leading()
+        assert (a.is_leading, a.terms) == (True, ["begin"])
     finally:
         running.cancel()
 
 
-async def test_a_late_holder_checks_while_no_other_process_could_have_led(tmp_path):
-    a = FileLease(tmp_path / "lease", holder="a")
-    assert await a.is_late_check_safe()
-    b = FileLease(tmp_path / "lease", holder="b")
-    assert not await a.is_late_check_safe()
-    b.close()
-    (tmp_path / "lease.killed").touch()
-    assert await a.is_late_check_safe()
-    a.close()
+async def test_a_call_waits_only_so_long_for_a_lease_that_cannot_be_reached(two):
+    record, clock, a, _ = two
+    await a.start()
+    record.fails = True
+    running = asyncio.create_task(a.run())
+    try:
+        clock.now += DURATION_S * 3
+        a.late_wait_s = 0.05
+        with pytest.raises(LeaseLost):
+            await a.confirm_leading()
+        await until(lambda: a.trouble == "away")
+    finally:
+        running.cancel()
+
+
+async def test_a_renewal_needs_no_thread_that_others_share(tmp_path):
+    """Uploads, hashes and reads of files may have all of the event loop's own threads for seconds."""
+    lease, go_on = FileLease(tmp_path / "lease", holder="a"), threading.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    busy = asyncio.ensure_future(asyncio.to_thread(go_on.wait))
+    try:
+        async with within(10):
+            assert await lease.read() is None
+            assert await lease.write(LeaseRecord(holder="a", url="", duration_s=5.0), None)
+    finally:
+        go_on.set()
+        await busy
+        lease.close()
 
 
 async def test_the_trouble_with_the_lease_is_shown_until_it_is_over(two):
@@ -380,6 +485,87 @@ def test_two_processes_never_lead_at_once(steps, may_be_deleted):
                 one.record_written(wanted, mine)
         acting = [n for n, other in enumerate(them) if other.remaining_s(now + offsets[n]) > 0]
         assert len(acting) <= 1
+
+
+@types.coroutine
+def pause():
+    """A point at which the process may be paused for any time."""
+    yield
+
+
+class PausingLease(MemoryLease):
+    """A lease before and after whose every step a process may be paused."""
+
+    async def read(self):
+        await pause()
+        found = self.hold
+        await pause()
+        return found
+
+    async def write(self, new, seen):
+        await pause()
+        is_written = await super().write(new, seen)
+        await pause()
+        return is_written
+
+
+class TermStore:
+    """The epoch in the store, and an agent: both refuse an older one."""
+
+    def __init__(self):
+        self.epoch = self.obeyed = 0
+        self.began = []  # (holder, epoch, changes of the lease's holder before) of each term, in order
+
+
+class PausedProcess:
+    """A leadership whose checks are run step by step, and that acts by its epoch."""
+
+    def __init__(self, lease, store, name, clock):
+        self.name, self.lease, self.store, self.epoch = name, lease, store, 0
+        self.it = leadership(lease, name, clock)
+        self.it.prepare, self.it.on_begin, self.it.on_end = self._prepare, self._begin, lambda: None
+        self._check = None
+
+    async def _prepare(self):
+        await pause()
+        self.epoch = self.store.epoch = self.store.epoch + 1
+        await pause()
+
+    def _begin(self):
+        self.store.began.append((self.name, self.epoch, self.lease.changes_of_holder))
+
+    def step(self):
+        if self._check is None:
+            self._check = self.it.check_lease()
+        try:
+            self._check.send(None)
+        except StopIteration:
+            self._check = None
+
+    def close(self):
+        if self._check is not None:
+            self._check.close()
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 14), WAITS), min_size=20))
+def test_a_paused_leader_never_acts_after_anothers_term_began_and_keeps_a_term_that_nobody_took(runs):
+    lease, clock, store = PausingLease(), LeaseClock(), TermStore()
+    them = [PausedProcess(lease, store, name, clock) for name in "ab"]
+    for who, count, wait_s in runs:
+        clock.now += wait_s
+        for _ in range(count):
+            them[who].step()
+            acting = [each for each in them if each.it.is_leading]
+            assert len(acting) <= 1
+            for each in acting:
+                assert (each.name, each.epoch, store.epoch) == (*store.began[-1][:2], each.epoch)
+    for each in them:
+        each.close()
+    epochs = [epoch for _, epoch, _ in store.began]
+    assert epochs == sorted(set(epochs))
+    for (name, _, before), (next_name, _, after) in pairwise(store.began):
+        assert name != next_name or before < after, "a term ended though nobody took the lease"
 
 
 def test_the_expiry_of_another_holders_lease_is_known():

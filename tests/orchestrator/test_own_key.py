@@ -8,6 +8,10 @@ from orchestrator.core.errors import WorkerFailed
 from orchestrator.reconcile.agent_client import AgentClient
 
 
+async def epoch_one():
+    return 1
+
+
 async def test_agent_calls_use_the_key_now_in_the_file(tmp_path):
     now, seen, file = [0.0], [], tmp_path / "token"
     file.write_text("one")
@@ -22,7 +26,7 @@ async def test_agent_calls_use_the_key_now_in_the_file(tmp_path):
                 await asked
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        agents = AgentClient(client, own_key=OwnKey("", file, clock=lambda: now[0]), epoch=lambda: 1)
+        agents = AgentClient(client, own_key=OwnKey("", file, clock=lambda: now[0]), epoch=epoch_one)
         await ask()
         file.write_text("another")
         now[0] += 1

@@ -243,6 +243,31 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
     await two.stop()
 
 
+@pytest.mark.parametrize("pauses", [3, pytest.param(40, marks=pytest.mark.thorough)])
+async def test_the_only_orchestrator_paused_past_its_lease_goes_on_in_the_same_term(tmp_path, beating, shared, pauses):
+    agent = FakeAgent("w0", slots=64)
+    await beating.add(agent)
+    # Short: a renewal that a busy machine makes late is what this test is about.
+    lease = {"lease-duration-s": 0.5, "lease-renew-s": 0.1, "lease-margin-s": 0.2}
+    only = OrchestratorProcess(tmp_path, "only", **shared, **lease)
+    await only.start()
+    beating.url = only.url
+    await until(lambda: only.says("is_leading"))
+    epoch = await only.says("epoch")
+    for number in range(pauses):
+        await only.pause()
+        register = only.http.post("/v1/adapters", json={"lora_id": f"a{number}/v1", "source": f"a{number}"})
+        calls = [asyncio.create_task(call) for call in (register, only.http.get("/v1/catalog"))]
+        await asyncio.sleep(1.0)  # twice the lease
+        os.kill(only.process.pid, signal.SIGCONT)
+        assert [answer.status_code for answer in await asyncio.gather(*calls)] == [201, 200]
+        loaded = await only.http.post(f"/v1/adapters/a{number}/v1/ensure", json={"wait_s": patience(8)})
+        assert (loaded.status_code, loaded.json()["ready"]) == (200, ["w0"])
+        assert await only.says("epoch") == epoch
+    assert set(agent.epochs) == {epoch}
+    await only.stop()
+
+
 async def test_a_leader_that_is_stopped_hands_over_at_once_and_ends_its_calls_after(tmp_path, beating):
     agent, is_asked, go_on = FakeAgent("w0"), asyncio.Event(), asyncio.Event()
     inspect = agent.inspect_lora

@@ -5,7 +5,6 @@ import gc
 import math
 import sqlite3
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
@@ -184,6 +183,8 @@ async def test_a_replaced_leader_is_refused_by_claimed_agents_and_steps_down(ope
     old = open_service()
     agent = await old.worker()
     await ready(old, "a/v1", source="a")
+    await old.register("c/v1", source="c")
+    await old.settle()
     new = open_service()
     agent_of_new = agent.metadata()
     await new.http.post("/v1/workers/register", json={"metadata": agent_of_new})
@@ -194,7 +195,8 @@ async def test_a_replaced_leader_is_refused_by_claimed_agents_and_steps_down(ope
     assert agent.claims[-1] == agent.epoch == new.store.epoch > old.store.epoch
 
     # The old one knows nothing of that: its clock has stood still.
-    old.store.put_adapter(replace(old.store.adapters["a/v1"], lora_id="c/v1"))
+    with pytest.raises(OrchestratorUnavailable, match="leads no longer"):
+        old.store.put_alias("live", (("a/v1", 1.0),))
     old.reconciler.ensure_replicas("c/v1", 1)
     assert [action.operation for action in old.reconciler.run_pass()] == ["load"]
     await old.reconciler.wait_for_actions()

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.core.errors import LeaseUnreachable, StoreError
+from orchestrator.core.errors import LeaseUnreachable, OrchestratorUnavailable, StoreError
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.leadership.file_lease import FileLease
 from orchestrator.store.backend import WorkerIntent
@@ -299,6 +299,43 @@ def test_the_history_is_kept_over_restarts_and_bounded_for_each_kind(tmp_path):
     )
     assert again.history(kinds=("load",), before=loads[3].id, limit=1) == [loads[4]]
     again.close()
+
+
+async def test_a_leader_that_was_paused_writes_nothing_once_another_term_has_begun(tmp_path):
+    old, new = IntentStore(tmp_path / "s.db"), IntentStore(tmp_path / "s.db")
+    await old.catch_up()
+    old.raise_epoch(old.epoch)
+    old.put_alias("before", (("a", 1.0),))
+    await new.catch_up()
+    new.reload()
+    old.put_alias("between", (("a", 1.0),))
+    new.raise_epoch(new.epoch)
+    new.refresh()
+    assert set(new.aliases) == {"before", "between"}
+    with pytest.raises(OrchestratorUnavailable) as refusal:
+        old.put_alias("after", (("a", 1.0),))
+    assert refusal.value.code == "not_leading"
+    with pytest.raises(OrchestratorUnavailable):
+        old.record("policy_changed", "")
+    old.close()
+    new.close()
+    with closing(IntentStore(tmp_path / "s.db")) as third:
+        assert set(third.aliases) == {"before", "between"}
+
+
+async def test_two_processes_that_begin_a_term_at_once_never_have_one_epoch(tmp_path):
+    one, two = IntentStore(tmp_path / "s.db"), IntentStore(tmp_path / "s.db")
+    for store in (one, two):
+        await store.catch_up()
+        store.reload()
+    one.raise_epoch(one.epoch)
+    with pytest.raises(OrchestratorUnavailable):
+        two.raise_epoch(two.epoch)
+    two.reload()
+    two.raise_epoch(two.epoch)
+    assert two.epoch > one.epoch
+    one.close()
+    two.close()
 
 
 def test_a_store_in_a_missing_folder_is_refused_with_advice(tmp_path):
