@@ -7,6 +7,7 @@ from workers.core.base_model import BaseModel, ModuleShapes
 from workers.core.engine_modules import EngineModules, ModuleFate
 from workers.core.errors import SourceError
 from workers.core.lora_tensors import RENAME_HINT, AdapterTensors, LoraPair
+from workers.core.peft import EMBEDDINGS
 from workers.core.tensors import Shape
 
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -37,6 +38,18 @@ def check_against_base(tensors: AdapterTensors, base: BaseModel) -> ModuleVerdic
     if base.engine is not None:
         return _check_in_engine(tensors, base, base.engine)
     return _check_by_names(tensors, base)
+
+
+def embeddings_taken(base: BaseModel | None) -> frozenset[str] | None:
+    """Those of EMBEDDINGS on which the engine takes adapters; None if that is not known."""
+    if base is None or base.unknown_class:
+        return None
+    found = {name: module for module in base.shapes if (name := module.rpartition(".")[2]) in EMBEDDINGS}
+    if base.engine is None:
+        return frozenset(found if base.takes_embeddings else ())
+    engine = base.engine
+    pairs = {name: LoraPair((1, 1), (1, 1), is_embedding=name == "embed_tokens") for name in found}
+    return frozenset(name for name, module in found.items() if engine.fate(module, pairs[name]).fate == "served")
 
 
 def with_single_ranks(pairs: Mapping[str, LoraPair], base: BaseModel | None) -> dict[str, int]:

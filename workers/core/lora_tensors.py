@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from workers.core.adapter_files import WEIGHTS_NAME
 from workers.core.errors import SourceError
+from workers.core.peft import EMBEDDINGS, embeddings_advice
 from workers.core.tensors import FLOAT_DTYPES, Shape, TensorHeader
 
 STACKED = (".experts", ".experts.base_layer")
@@ -65,10 +66,13 @@ def plain_name(name: str) -> str:
     return name.replace(PREFIX, "") if name.startswith(PREFIX) else name
 
 
-def adapter_tensors(tensors: Mapping[str, TensorHeader], saved: Collection[str] = ()) -> AdapterTensors:
+def adapter_tensors(
+    tensors: Mapping[str, TensorHeader], saved: Collection[str] = (), embeddings: Collection[str] | None = None
+) -> AdapterTensors:
     """The tensors of a file by their meaning. Raises SourceError for tensors that are no valid part of a LoRA.
 
-    saved   the config's `modules_to_save`
+    saved       the config's `modules_to_save`
+    embeddings  as of `parse_config`
     """
     shapes: dict[str, dict[str, Shape]] = {}
     heads: dict[str, dict[str, Shape]] = {}
@@ -81,7 +85,7 @@ def adapter_tensors(tensors: Mapping[str, TensorHeader], saved: Collection[str] 
             _check_dtype(full_name, tensor)
             heads.setdefault(head[0], {})[head[1]] = tensor.shape
         else:
-            module, half = _lora_half(full_name, name, tensor)
+            module, half = _lora_half(full_name, name, tensor, embeddings)
             shapes.setdefault(module, {})[half] = tensor.shape
     if not shapes:
         message = (
@@ -99,12 +103,14 @@ def _head_part(name: str, saved: Collection[str]) -> tuple[str, str] | None:
     return parts[-2], parts[-1]
 
 
-def _lora_half(full_name: str, name: str, tensor: TensorHeader) -> tuple[str, str]:
+def _lora_half(full_name: str, name: str, tensor: TensorHeader, embeddings: Collection[str] | None) -> tuple[str, str]:
     """(module, A or B) of one tensor. Raises SourceError if it is no half of a pair."""
     match = _TENSOR.fullmatch(name)
     if not match:
         accepted = "accepted are <module>.lora_A.weight and <module>.lora_B.weight"
-        raise SourceError("tensor_unexpected", f"tensor {full_name!r} is no part of a LoRA{_hint(name)}; {accepted}")
+        raise SourceError(
+            "tensor_unexpected", f"tensor {full_name!r} is no part of a LoRA{_hint(name, embeddings)}; {accepted}"
+        )
     _check_dtype(full_name, tensor)
     if len(tensor.shape) != 2 or 0 in tensor.shape:
         accepted = "accepted are two dimensions of 1 or more"
@@ -123,7 +129,7 @@ def _check_dtype(full_name: str, tensor: TensorHeader) -> None:
         raise SourceError("dtype_unsupported", message)
 
 
-def _hint(name: str) -> str:
+def _hint(name: str, embeddings: Collection[str] | None) -> str:
     """What writes a tensor of this name, and what to do; "" if it is not known."""
     if re.search(r"\.lora_[AB]\.[^.]+\.weight$", name):
         return f": with the adapter's name in it; save it with PEFT's save_pretrained, or rename it{RENAME_HINT}"
@@ -132,9 +138,11 @@ def _hint(name: str) -> str:
     if name.endswith((".lora_down.weight", ".lora_up.weight", ".alpha")):
         return ": kohya's names; convert it to PEFT's"
     if ".lora_magnitude_vector" in name:
-        return ": DoRA; train without it, or merge the adapter"
+        return ": DoRA; train without it"
     if name.endswith((".modules_to_save.weight", ".original_module.weight", ".weight", ".bias")):
-        return ": a whole module; train it by target_modules, or leave it out (modules_to_save, Unsloth's embed_tokens)"
+        if any(part in EMBEDDINGS for part in name.split(".")):
+            return f": a whole module; {embeddings_advice(embeddings)} (modules_to_save, Unsloth's embed_tokens)"
+        return ": a whole module; leave it out of modules_to_save"
     return ""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lorafleet.identity import FileEntry
 from lorafleet.identity import files_digest as digest
-from workers.core.base_check import NOTHING_COMPARED, check_against_base, with_single_ranks
+from workers.core.base_check import NOTHING_COMPARED, check_against_base, embeddings_taken, with_single_ranks
 from workers.core.base_model import BaseModel
 from workers.core.base_names import BaseModelCheck, is_same_base
 from workers.core.errors import SourceError
@@ -103,10 +103,11 @@ def check_adapter(
     tensors   of its adapter_model.safetensors, by name
     clock     CPU time of this thread, which ends expressions of the config that take too long
     """
-    lora_config = parse_config(config)
+    embeddings = embeddings_taken(rules.base)
+    lora_config = parse_config(config, embeddings=embeddings)
     _check_base_name(lora_config.base_model, rules)
     check_rank(lora_config.max_rank, rules)
-    parts = adapter_tensors(tensors, lora_config.saved)
+    parts = adapter_tensors(tensors, lora_config.saved, embeddings)
     _check_embedding_copies(parts, tensors, rules.base)
     _check_against_config(parts, lora_config, rules.base, MatchTime(clock))
     verdict = check_against_base(parts, rules.base) if rules.base else NOTHING_COMPARED

@@ -5,7 +5,7 @@ source   PEFT 0.21 tuners/lora/config.py for the fields; vLLM 0.32 lora/peft_hel
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,14 @@ MAX_CONFIG_BYTES = 1 << 20
 HEADS = ("classifier", "score")
 """Whole modules that engines take from `modules_to_save`: PEFT adds them to every adapter of a classifier."""
 
+EMBEDDINGS = ("embed_tokens", "lm_head")
+
 # Initialisations that leave the base model unchanged; with all others PEFT changes its weights on loading.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 
 # Config fields that change the meaning of the weights and that engines ignore; any true value is refused.
 _FEATURES: Mapping[str, tuple[str, str]] = {
-    "use_dora": ("dora_unsupported", "accepted are plain LoRA weights; merge the magnitudes or train without DoRA"),
+    "use_dora": ("dora_unsupported", "accepted are plain LoRA weights: train without DoRA"),
     "lora_bias": ("bias_unsupported", "accepted are adapters without biases"),
     "alora_invocation_tokens": ("peft_feature_unsupported", "accepted are adapters that act on every token"),
     "layer_replication": ("peft_feature_unsupported", "accepted are adapters for the base model's own layers"),
@@ -93,8 +95,11 @@ class LoraConfig:
             return None  # no engine matches it, so it may be slow; the base model's modules decide alone
 
 
-def parse_config(raw: bytes) -> LoraConfig:
-    """The parsed config of a LoRA adapter; raises SourceError with the first rule that it breaks."""
+def parse_config(raw: bytes, *, embeddings: Collection[str] | None = None) -> LoraConfig:
+    """The parsed config of a LoRA adapter; raises SourceError with the first rule that it breaks.
+
+    embeddings  those of EMBEDDINGS that may be trained by `target_modules`; None: not known. For messages
+    """
     try:
         config = json.loads(raw.decode())
     except (ValueError, RecursionError) as exc:
@@ -126,7 +131,7 @@ def parse_config(raw: bytes) -> LoraConfig:
         scale=largest_alpha / (math.sqrt(least_rank) if config.get("use_rslora") else least_rank),
         base_model=_base_model_name(config),
         target=_target_test(config),
-        saved=_saved_modules(config),
+        saved=_saved_modules(config, embeddings),
     )
 
 
@@ -171,13 +176,33 @@ def _base_model_name(config: Mapping[str, Any]) -> str:
     return name
 
 
-def _saved_modules(config: Mapping[str, Any]) -> frozenset[str]:
+def embeddings_advice(embeddings: Collection[str] | None) -> str:
+    """What to do instead of saving embeddings as whole modules: a clause for an error message.
+
+    embeddings  as of `parse_config`
+    """
+    both = " and ".join(EMBEDDINGS)
+    if embeddings is None:
+        return f"train {both} by target_modules if the engine takes adapters on them (docs/engines.md), else not at all"
+    taken = [name for name in EMBEDDINGS if name in embeddings]
+    others = [name for name in EMBEDDINGS if name not in embeddings]
+    parts = [f"train {' and '.join(taken)} by target_modules"] if taken else []
+    if others:
+        reason = "the engine takes no adapter on the embeddings of this architecture"
+        parts.append(f"leave {' and '.join(others)} as in the base model: {reason}")
+    return "; ".join(parts)
+
+
+def _saved_modules(config: Mapping[str, Any], embeddings: Collection[str] | None) -> frozenset[str]:
     """The names in `modules_to_save`. Raises SourceError if engines do not take one of them."""
     saved = config.get("modules_to_save") or []
     if not isinstance(saved, list) or any(name not in HEADS for name in saved):
         message = f"{CONFIG_NAME}: modules_to_save is {_shortened(saved)}; whole modules cannot be served beside the"
         accepted = f"accepted are LoRA weights, and of whole modules the heads {' and '.join(HEADS)} of classifiers"
-        hint = "train embed_tokens and lm_head by target_modules, not by modules_to_save"
+        names = saved if isinstance(saved, list) else [saved]
+        hint = "leave it out of modules_to_save, or merge the adapter into its base model and serve that"
+        if any(str(name).rpartition(".")[2] in EMBEDDINGS for name in names):
+            hint = embeddings_advice(embeddings)
         raise SourceError("modules_to_save_unsupported", f"{message} base model's; {accepted}; {hint}")
     return frozenset(saved)
 
