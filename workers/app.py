@@ -332,19 +332,22 @@ def sources_of(settings: WorkerSettings, rng: Random, calls: FileSystemCalls) ->
     limits = limits_of(settings, rng)
     roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
     allowed = parse_networks(settings.source_networks)
+    hub = HubSource(limits, token_file=settings.hf_token_file)
+    may_ask_hub = not settings.source_prefixes or any(each.startswith("hf://") for each in settings.source_prefixes)
     sources: dict[str, Source] = {
         "file": LocalSource(
             roots,
             max_bytes=settings.max_adapter_bytes,
             allow_pickle=settings.allow_pickle,
             calls=calls,
+            hub=hub if may_ask_hub else None,
         ),
         "https": WebSource(
             limits,
             transport=lambda: GuardedTransport(httpx.create_ssl_context(), allowed=allowed),
             netrc=settings.source_netrc,
         ),
-        "hf": HubSource(limits, token_file=settings.hf_token_file),
+        "hf": hub,
         **{scheme: ObjectSource(scheme, limits) for scheme in ("s3", "gs", "az")},
     }
     return sources | entry_point_sources(limits, frozenset({*sources, PLUGIN_SCHEME}))

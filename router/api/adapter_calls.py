@@ -6,7 +6,6 @@ fields of SGLang 0.5.23. A load is never answered 404 or 503: trainers take the 
 give up at the second (prime-rl).
 """
 
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,7 +28,8 @@ SGLANG_UNLOAD = "/unload_lora_adapter"
 UNLOADS = ("/v1/unload_lora_adapter", SGLANG_UNLOAD)
 
 _MOST_BODY_BYTES = 64 * 1024
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID_CODE = "source_is_repository"
+"""An agent's code for a path that is not absolute, and the id of a repository on the hub, as vLLM takes them, too."""
 # The statuses that say that the request itself is wrong. All others are answered as 500.
 _OWN_STATUSES = frozenset({400, 401, 403})
 # Of these a 409 or 422 speaks: the name is taken, the bytes are refused. vLLM answers 400 for both.
@@ -126,7 +126,7 @@ class _FleetPublisher:
             raise _Refusal(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
         within_s = self._services.config.publish_timeout_s
         deadline = self._services.clock() + within_s
-        spec: dict[str, Any] = {"source": _source(wanted.lora_path)}
+        spec: dict[str, Any] = {"source": wanted.lora_path}
         if wanted.base_model_name in self._services.discovery.fleet.base_models:
             spec["base_model"] = wanted.base_model_name
 
@@ -136,6 +136,9 @@ class _FleetPublisher:
             return spec | {"timeout_s": max(0.1, left_s)}
 
         answer = await self._call("POST", wanted.lora_name, request, deadline, body)
+        if error_of(answer)[0] == _HUB_ID_CODE:
+            spec["source"] = f"hf://{wanted.lora_path}"
+            answer = await self._call("POST", wanted.lora_name, request, deadline, body)
         if not answer.is_success:
             raise _refusal_of(answer)
         await self._require_here(wanted.lora_name, answer, deadline)
@@ -209,12 +212,6 @@ async def _body(request: Request, kind: type[Any]) -> Any:
         raise _Refusal(400, "InvalidUserInput", f"not a body of this call: {exc}") from exc
     except DECODE_ERRORS as exc:
         raise _Refusal(400, "InvalidUserInput", str(bad_json_error(bytes(content), exc))) from exc
-
-
-def _source(lora_path: str) -> str:
-    """The source of a `lora_path`: a path, a URL, or the id of a repository on the hub, as vLLM takes them."""
-    is_hub_id = "://" not in lora_path and not lora_path.startswith("/") and _HUB_ID.fullmatch(lora_path)
-    return f"hf://{lora_path}" if is_hub_id else lora_path
 
 
 def _refusal_of(answer: httpx.Response) -> _Refusal:

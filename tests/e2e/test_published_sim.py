@@ -217,3 +217,22 @@ async def test_versions_leave_nothing_behind_on_workers(tmp_path, model, shelf):
 
         for worker in ("w0", "w1"):
             await until(lambda name=worker: is_clean(name), within_s=60, what=f"{worker} has the kept versions alone")
+
+
+async def test_a_relative_path_is_a_400_at_once_that_says_what_is_there(tmp_path, model):
+    shelf = tmp_path / "shelf"
+    make_adapter(shelf / "outputs", "lora")
+    async with small_fleet(tmp_path / "fleet", model, shelf=shelf, routers=1) as fleet:
+        for path, words in (
+            ("outputs/lora", "a folder of that name lies below one of this worker's `lora_roots`"),
+            ("./outputs/other", "no folder of that name lies below"),
+            ("~/outputs/lora", "a home folder of yours"),
+            ("C:\\runs\\lora", "a path of Windows"),
+        ):
+            for route in (LOAD, "/load_lora_adapter"):
+                answer = await fleet.routers[0].post(route, json={"lora_name": "policy", "lora_path": path})
+                assert (answer.status_code, words in answer.text) == (400, True), answer.text
+                assert "absolute path" in answer.text
+            direct = await fleet.http.post("/v1/published/policy", json={"source": path})
+            assert (direct.status_code, direct.json()["error"]["code"]) == (422, "source_relative")
+        assert (await fleet.http.get("/v1/published")).json()["data"] == []

@@ -185,16 +185,24 @@ async def test_body_without_name_and_path_is_the_callers_mistake(scene, body):
     assert orchestrator.calls == []
 
 
-@pytest.mark.parametrize(
-    ("lora_path", "source"),
-    [("/a/b", "/a/b"), ("org/name", "hf://org/name"), ("s3://b/x", "s3://b/x"), ("./a/b", "./a/b")],
-)
-async def test_path_is_a_folder_a_source_or_a_repository(scene, lora_path, source):
+@pytest.mark.parametrize("lora_path", ["/a/b", "org/name", "s3://b/x", "./a/b", "~/x", "C:\\runs\\x"])
+async def test_workers_say_what_a_path_is(scene, lora_path):
     router, orchestrator = scene
 
     await router.post(LOADS[0], json=BODY | {"lora_path": lora_path})
 
-    assert orchestrator.calls[0][2]["source"] == source
+    assert [call[2]["source"] for call in orchestrator.calls] == [lora_path]
+
+
+@pytest.mark.parametrize("path", LOADS)
+async def test_a_path_that_a_worker_knows_as_a_repository_is_published_from_the_hub(scene, path):
+    router, orchestrator = scene
+    orchestrator.answers = [(400, "source_is_repository"), (200, None)]
+
+    answer = await router.post(path, json=BODY | {"lora_path": "org/name"})
+
+    assert answer.status_code == 200
+    assert [call[2]["source"] for call in orchestrator.calls] == ["org/name", "hf://org/name"]
 
 
 async def test_call_has_the_callers_own_key_and_needs_scope_register(tmp_path):

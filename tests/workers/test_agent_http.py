@@ -195,7 +195,7 @@ async def test_broken_adapters_are_refused_and_the_engine_keeps_serving(worker, 
         str(cut): "weights_corrupt",
         str(root / "empty"): "source_not_found",
         str(root / "nothing"): "source_not_found",
-        "relative/path": "source_invalid",
+        "relative/path/": "source_relative",
         "gopher://host/a": "source_unsupported",
         "file://host/a": "source_invalid",
     }

@@ -385,7 +385,7 @@ def test_references_without_a_user_are_accepted():
 
 @pytest.mark.parametrize(
     ("ref", "code"),
-    [("/etc", "source_forbidden"), ("folder", "source_invalid"), ("file://host/x", "source_invalid"), ("", None)],
+    [("/etc", "source_forbidden"), ("folder", "source_relative"), ("file://host/x", "source_invalid"), ("", None)],
 )
 async def test_forbidden_folder_is_refused_before_it_exists(tmp_path, ref, code):
     source = LocalSource([tmp_path / "root"], max_bytes=1)

@@ -600,3 +600,41 @@ async def test_folder_that_changes_during_the_copy_is_not_taken(tmp_path, is_rep
         await store.source().fetch(ref, into, Transfer(on_progress=save_next_step, every_s=0))
     assert (caught.value.code, caught.value.retry_after_s) == ("source_failed", 30)
     assert "changed while they were copied" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ref", "code", "words"),
+    [
+        ("outputs/lora", "source_relative", "a folder of that name lies below one of this worker's `lora_roots`"),
+        ("./outputs/lora", "source_relative", "a folder of that name lies below"),
+        ("acme/known", "source_is_repository", "write hf://acme/known"),
+        ("acme/unknown", "source_relative", "no folder of that name .* and on the hub: .*no such repository"),
+        ("../outputs/lora", "source_relative", "no folder of that name"),
+        ("~/outputs/lora", "source_relative", "a home folder of yours, .*; give the absolute path that workers see"),
+        ("C:\\outputs\\lora", "source_relative", "a path of Windows"),
+        ("outputs", "source_relative", "workers do not share your working folder"),
+        ("a/b/c", "source_relative", "workers do not share your working folder"),
+    ],
+)
+async def test_a_relative_path_is_refused_by_what_is_there(tmp_path, ref, code, words):
+    (tmp_path / "shelf/outputs/lora").mkdir(parents=True)
+    into = tmp_path / "into"
+    into.mkdir()
+    async with HubStore(tmp_path).open() as store:
+        store.put("known", ADAPTER)
+        hub = store.source()
+        source = LocalSource([tmp_path / "shelf"], max_bytes=1 << 30, hub=hub)
+        with pytest.raises(SourceError, match=words) as refused:
+            await source.fetch(ref, into, Transfer())
+        assert refused.value.code == code
+        assert str(tmp_path) not in str(refused.value)
+        if "/" in ref and code == "source_relative" and not ref.startswith(("~", "C:")):
+            assert "absolute path" in str(refused.value)
+
+
+async def test_a_hub_that_does_not_answer_is_asked_once(tmp_path):
+    source = LocalSource([tmp_path], max_bytes=1, hub=HubSource(limits(), endpoint="http://127.0.0.1:9"))
+    with pytest.raises(SourceError, match="it cannot be reached from this worker") as refused:
+        await source.fetch("outputs/lora", tmp_path, Transfer())
+    assert refused.value.code == "source_relative"
+    assert "a repository on the Hugging Face hub is written hf://outputs/lora" in str(refused.value)

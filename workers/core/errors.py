@@ -63,6 +63,8 @@ class SourceError(WorkerError):
     codes: ClassVar[Mapping[str, int]] = {
         "source_unsupported": 400,
         "source_invalid": 400,
+        "source_relative": 400,
+        "source_is_repository": 400,
         "source_not_found": 404,
         "source_forbidden": 403,
         "source_too_big": 413,

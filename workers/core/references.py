@@ -85,6 +85,26 @@ def parse_hub_reference(ref: str) -> HubReference:
     return HubReference("/".join(names[:2]), "/".join(names[2:]), revision or "main")
 
 
+def relative_problem(ref: str) -> str:
+    """Why a plain path is not absolute, and what to write: a clause for an error message; "" if it is absolute."""
+    if ref.startswith("/"):
+        return ""
+    expected = "give the absolute path that workers see, such as /shared/outputs/lora"
+    if ref.startswith("~"):
+        return f"`~` is a home folder of yours, which workers do not know; {expected}"
+    if re.match(r"[A-Za-z]:[\\/]|\\\\", ref):
+        return f"a path of Windows, and workers see paths of Linux; {expected}"
+    if is_like_repository(ref):
+        return f"a relative path; {expected}; a repository on the Hugging Face hub is written hf://{ref}"
+    return f"a relative path, and workers do not share your working folder; {expected}"
+
+
+def is_like_repository(ref: str) -> bool:
+    """Whether text without a scheme may be meant as `org/name` on the Hugging Face hub."""
+    names = ref.split("/")
+    return len(names) == 2 and all(_REPO_PART.fullmatch(name) and ".." not in name for name in names)
+
+
 def bucket_and_folder(ref: str) -> tuple[str, str]:
     """Bucket (or container) and folder of an object-store reference. raises SourceError `source_invalid`"""
     parts = parse_reference(ref)

@@ -21,6 +21,8 @@ from workers.sources.base import (
 )
 
 T = TypeVar("T")
+_PROBE_S = 5.0
+"""A caller waits for the answer whether a relative path is a repository."""
 
 
 class HubSource:
@@ -65,6 +67,19 @@ class HubSource:
                 etag_timeout=self._limits.timeout_s,
             )  # fmt: skip
         await asyncio.to_thread(_move_files, scratch, names, into)
+
+    async def repository_problem(self, ref: str) -> str:
+        """Why a repository cannot be read, asked once and for seconds; "" if it can. Raises nothing."""
+        try:
+            reference = parse_hub_reference(ref)
+            api = await asyncio.to_thread(self._hub_client, ref, "")
+            async with asyncio.timeout(_PROBE_S):
+                await _call_hub(ref, Transfer(), api.model_info, reference.repo, timeout=_PROBE_S)
+        except SourceError as exc:
+            return str(exc)
+        except (TransientSourceError, TimeoutError, OSError) as exc:
+            return f"it cannot be reached from this worker ({exc or type(exc).__name__})"
+        return ""
 
     def _hub_client(self, ref: str, credential: str) -> Any:
         """Create the library's client with the credential, else the worker's token. Raises SourceError.

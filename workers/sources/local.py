@@ -4,14 +4,23 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from lorafleet.service.files import mode_of, stamp_of
 from workers.core.adapter_files import folder_description
 from workers.core.errors import SourceError
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
+from workers.core.references import is_like_repository, relative_problem
 from workers.sources.base import Transfer
 from workers.sources.file_system import FileSystemCalls
+
+
+class RepositoryProbe(Protocol):
+    """Knows which repositories there are."""
+
+    async def repository_problem(self, ref: str) -> str:
+        """Why a repository cannot be read, in a few words and within seconds; "" if it can. Raises nothing."""
 
 
 class LocalSource:
@@ -27,18 +36,25 @@ class LocalSource:
         max_bytes: int,
         allow_pickle: bool = False,
         calls: FileSystemCalls | None = None,
+        hub: RepositoryProbe | None = None,
     ) -> None:
-        """`calls`: runs what asks the file system, which may hang; default: for 30 s without a byte."""
+        """
+        calls  runs what asks the file system, which may hang; default: for 30 s without a byte
+        hub    is asked whether `org/name` is a repository; None: nobody is
+        """
         self._calls = calls or FileSystemCalls(timeout_s=30.0)
         self._roots = tuple(root.absolute() for root in roots)
         self._max_bytes = max_bytes
         self._allow_pickle = allow_pickle
+        self._hub = hub
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         """Copy the adapter's files from a folder below the roots, in a thread.
 
         Raises SourceError, `source_failed` also if its file system hangs. See `Source.fetch`.
         """
+        if problem := relative_problem(_path_of(ref)):
+            raise await self._relative_error(ref, problem)
 
         def copy() -> None:
             self._copy_files(self._existing_folder(ref), into, transfer)
@@ -46,6 +62,26 @@ class LocalSource:
         await self._calls.run(
             copy, place=self._place_of(ref), progress=lambda: transfer.progress.done_bytes, cancel=transfer.cancel
         )
+
+    async def _relative_error(self, ref: str, problem: str) -> SourceError:
+        """The error of a path that is not absolute: what lies at it below the roots, or on the hub."""
+        path = _path_of(ref)
+
+        def is_below_a_root() -> bool:
+            """Whether a folder of this name is where requests may name folders."""
+            if not path or ".." in Path(path).parts:
+                return False
+            return any(stat.S_ISDIR(mode_of(Path(os.path.realpath(root / path)))) for root in self._roots)
+
+        if await self._calls.run(is_below_a_root, place=self._place_of(ref)):
+            message = f"source {ref!r}: {problem}; a folder of that name lies below one of this worker's `lora_roots`"
+            return SourceError("source_relative", message)
+        message = f"source {ref!r}: {problem}; no folder of that name lies below this worker's `lora_roots`"
+        if self._hub is None or not is_like_repository(ref):
+            return SourceError("source_relative", message)
+        if missing := await self._hub.repository_problem(f"hf://{ref}"):
+            return SourceError("source_relative", f"{message}, and on the hub: {missing}")
+        return SourceError("source_is_repository", f"source {ref!r}: a repository on the hub; write hf://{ref}")
 
     async def check(self, ref: str) -> None:
         """Raises SourceError if the folder is not below the roots, `source_failed` if its file system hangs."""
@@ -58,10 +94,10 @@ class LocalSource:
 
     def _resolved_path(self, ref: str) -> Path:
         """The resolved path of a reference. Raises SourceError if it is not below the roots."""
-        path = Path(_path_of(ref))
-        if not path.is_absolute():
-            raise SourceError("source_invalid", f"source {ref!r}: relative paths are ambiguous; give /path")
-        return self._resolve_below_roots(path, ref)
+        path = _path_of(ref)
+        if problem := relative_problem(path):
+            raise SourceError("source_relative", f"source {ref!r}: {problem}")
+        return self._resolve_below_roots(Path(path), ref)
 
     def _existing_folder(self, ref: str) -> Path:
         """The resolved folder of a reference. Raises SourceError if it is not below the roots, or no folder."""
