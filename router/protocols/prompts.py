@@ -22,6 +22,10 @@ Message = dict[str, Any]
 _BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's; it changes with every request, and vLLM drops it
 _UNFINISHED = ("in_progress", "incomplete")
 _TEXT_PARTS = frozenset({"input_text", "text"})
+# Content blocks of a message that vLLM accepts and shows to no model.
+_UNSEEN_BLOCKS = frozenset({"redacted_thinking", "tool_reference"})
+# Content blocks of an inline system message that change the list of tools.
+_TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 # Tools of a response that vLLM 0.32 accepts and shows to no model. Other kinds it refuses, or they are newer.
 _IGNORED_TOOLS = frozenset(
     {
@@ -98,14 +102,20 @@ def _prompt_of_input(body: Body) -> Body | None:
     return {**body, "prompt": texts} if is_one else None
 
 
+def may_be_truncated(kind: PromptKind | None, body: Body) -> bool:
+    """Whether the engine cuts this body's prompt, if that is longer than the model takes.
+
+    source  vLLM 0.32 entrypoints/openai/responses/protocol.py build_tok_params: also where `truncation` is null
+    """
+    return kind == "responses" and body.get("truncation", "disabled") != "disabled"
+
+
 # --- OpenAI's responses ------------------------------------------------------------------------------------------
 
 
 def chat_of_responses(body: Body) -> Body | None:
     """The chat that vLLM makes of a `/v1/responses` body; None if only the engine can know it."""
     if body.get("previous_response_id") or body.get("previous_input_messages"):
-        return None
-    if body.get("truncation", "disabled") != "disabled":
         return None
     try:
         return _responses_chat(body)
@@ -319,8 +329,8 @@ def _messages_chat(body: Body, template: TemplateTraits | None) -> Body:
         else:
             _add_message(messages, message)
     chat: Message = {"messages": messages}
-    if tools := [_messages_tool(tool) for tool in body.get("tools") or ()]:
-        chat["tools"] = tools
+    if (tools := _tools_in_effect(body)) is not None:
+        chat["tools"] = VllmMadeTools(_messages_tool(tool) for tool in tools)
     if (effort := _effort(body, template)) is not None:
         chat["reasoning_effort"] = effort
     return _with_fields(chat, body, ("chat_template_kwargs",))
@@ -329,14 +339,14 @@ def _messages_chat(body: Body, template: TemplateTraits | None) -> Body:
 def _system_texts(system: Any, *, inline: bool) -> list[str]:
     """The texts of a system prompt, without Claude Code's header. A plain top-level text keeps it, as in vLLM.
 
-    Raises _PromptUnknown.
+    Changes of the tools show no text. Raises _PromptUnknown.
     """
     if isinstance(system, str):
         return [] if not system or (inline and system.startswith(_BILLING_HEADER)) else [system]
     texts = []
     for block in system or ():
-        if block["type"] in {"tool_addition", "tool_removal"}:
-            raise _PromptUnknown  # these change the list of tools
+        if block["type"] in _TOOL_CHANGES and not inline:
+            raise _PromptUnknown  # vLLM refuses it
         text = block.get("text")
         if block["type"] == "text" and text and not text.startswith(_BILLING_HEADER):
             texts.append(_require_text(text))
@@ -373,9 +383,7 @@ def _add_block(messages: list[Message], turn: Message, parts: list[Message], blo
         if block.get("text"):
             parts.append({"type": "text", "text": _require_text(block["text"])})
     elif kind == "image" and (source := block.get("source")):
-        is_url = source.get("type") == "url"
-        file = f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
-        parts.append(_picture_part(source.get("url") if is_url else file))
+        parts.append(_picture_part(_picture_url(source)))
     elif kind == "thinking":
         if block.get("thinking") is not None:
             turn["reasoning"] = turn.get("reasoning", "") + _require_text(block["thinking"])
@@ -383,21 +391,86 @@ def _add_block(messages: list[Message], turn: Message, parts: list[Message], blo
         function = {"name": block.get("name") or "", "arguments": json.dumps(block.get("input") or {})}
         turn.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
     elif kind == "tool_result" and turn["role"] == "user":
-        messages.append(
-            {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": _tool_result_text(block)}
-        )
-    elif kind not in {"redacted_thinking", "tool_reference"}:
-        raise _PromptUnknown  # such as a tool result in an assistant message
+        messages += _tool_result(block)
+    elif kind == "tool_result":
+        # As Python writes the value: vLLM converts it by `str`.
+        parts.append({"type": "text", "text": f"Tool result: {_result_content(block) or ''}"})
+    elif kind not in _UNSEEN_BLOCKS:
+        raise _PromptUnknown
 
 
-def _tool_result_text(block: Mapping[str, Any]) -> str:
-    """A tool result's text; raises _PromptUnknown for other content."""
+def _picture_url(source: Mapping[str, Any]) -> Any:
+    """The URL of a picture's source: its own, or a data URL of its bytes."""
+    if source.get("type") == "url":
+        return source.get("url", "")
+    return f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+
+
+def _result_content(block: Mapping[str, Any]) -> str | list[Mapping[str, Any]] | None:
+    """A tool result's content: text, or a list of objects. Raises _PromptUnknown for what vLLM refuses."""
     content = block.get("content")
     if content is None or isinstance(content, str):
-        return content or ""
-    if any(part["type"] != "text" for part in content):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         raise _PromptUnknown
-    return "\n".join(_require_text(part.get("text", "")) for part in content)
+    return content
+
+
+def _tool_result(block: Mapping[str, Any]) -> list[Message]:
+    """The messages of a tool result: its texts, then its pictures, then the tools that it names.
+
+    Parts of other kinds (`document`, `search_result`) are shown to no model. Raises _PromptUnknown.
+    """
+    content, call_id = _result_content(block), block.get("tool_use_id") or ""
+    texts = [content] if isinstance(content, str) else []
+    pictures: list[Message] = []
+    tools: list[Message] = []
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type")
+        if kind == "text":
+            texts.append(_require_text(part.get("text", "")))
+        elif kind == "image" and (url := _picture_url(part.get("source", {}))):
+            pictures.append(_picture_part(url))
+        elif kind == "tool_reference" and (name := part.get("tool_name") or part.get("name")):
+            tools.append({"type": "tool_reference", "name": _require_text(name)})
+    messages: list[Message] = [{"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)}]
+    if pictures:
+        messages.append({"role": "user", "content": pictures})
+    if tools:
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": tools})
+    return messages
+
+
+def _tools_in_effect(body: Body) -> Sequence[Mapping[str, Any]] | None:
+    """The tools at the end of a conversation, after all additions and removals; None without any list.
+
+    Raises _PromptUnknown for a change of a tool that is not declared.
+    """
+    given: Sequence[Mapping[str, Any]] | None = body.get("tools")
+    changes = [
+        block
+        for message in body["messages"]
+        if not isinstance(message["content"], str)
+        for block in message["content"]
+        if block["type"] in _TOOL_CHANGES
+    ]
+    if not changes:
+        return given
+    tools = {tool["name"]: tool for tool in given or ()}
+    removed: set[str] = set()
+    for block in changes:
+        change = block["tool"]
+        if change["type"] == "tool_definition" and block["type"] == "tool_addition":
+            name = change["definition"]["name"]
+            tools[name] = change["definition"]
+        elif change["type"] == "tool_reference" and change["name"] in tools:
+            name = change["name"]
+            if block["type"] == "tool_addition":
+                tools[name] = {**tools[name], "defer_loading": None}
+        else:
+            raise _PromptUnknown
+        (removed.add if block["type"] == "tool_removal" else removed.discard)(name)
+    return [tool for name, tool in tools.items() if name not in removed]
 
 
 def _messages_tool(tool: Mapping[str, Any]) -> Message:

@@ -19,7 +19,7 @@ from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from lorafleet.tokenizer.messages import HasMedia, Untokenizable, has_media
 from router.core.fleet import Incarnation
 from router.core.kv.index import WorkerId
-from router.protocols.prompts import prompt_body
+from router.protocols.prompts import may_be_truncated, prompt_body
 from router.protocols.routes import PromptKind
 from router.telemetry.metrics import RouterMetrics
 from router.tokenizing.agreement import TokenizerAgreement
@@ -401,6 +401,19 @@ class Tokenizers:
         model_path     where vLLM read the base model from, for ids of pictures; empty: pictures have none
         max_model_len  the longest prompt that any engine accepts, in tokens; 0 if unknown
         """
+        found = self._tokenize(body, base_model, engine_url, kind, max_model_len, model_path)
+        return _if_shorter(found, max_model_len) if may_be_truncated(kind, body) else found
+
+    def _tokenize(
+        self,
+        body: Mapping[str, Any],
+        base_model: str,
+        engine_url: str,
+        kind: PromptKind | None,
+        max_model_len: int,
+        model_path: str,
+    ) -> Tokens | SlowTokens:
+        """As `tokenize`, of the whole prompt, also where its engine would cut it."""
         if kind == "input":
             prompt = prompt_body(kind, body)
             if prompt is None:
@@ -580,6 +593,21 @@ class Tokenizers:
         found = answer.json()
         tokens = found.get("tokens") if isinstance(found, dict) else None
         return packed_ids(tokens) if isinstance(tokens, list) else None, utc
+
+
+def _if_shorter(found: Tokens | SlowTokens, max_tokens: int) -> Tokens | SlowTokens:
+    """These tokens if they are fewer than `max_tokens`, else NO_TOKENS: the engine cuts the prompt."""
+    if isinstance(found, Tokens):
+        return found if found.ids is None or len(found.ids) < max_tokens else NO_TOKENS
+    slow = found
+
+    async def later() -> Tokens:
+        """The same, after the wait for a thread or the engine."""
+        tokens = _if_shorter(await slow(), max_tokens)
+        assert isinstance(tokens, Tokens)
+        return tokens
+
+    return later
 
 
 async def _no_tokens() -> Tokens:

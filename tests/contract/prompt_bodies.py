@@ -111,6 +111,7 @@ RESPONSES_BODIES: list[tuple[str, dict[str, Any]]] = [
     ("a call in a namespace", {"input": [USER, {**CALL, "name": "find", "namespace": "crm"}], "tools": [NAMESPACE]}),
     *((f"a tool of type {tool['type']}", {"input": "Rain?", "tools": [tool]}) for tool in UNSEEN_TOOLS),
     ("tools of all kinds", {"input": "Rain?", "tools": [*UNSEEN_TOOLS, CUSTOM, WEATHER_FUNCTION, NAMESPACE]}),
+    ("a prompt that would be cut if it were too long", {"input": "Rain?", "truncation": "auto"}),
     ("unicode", {"input": "Zürich — naïve café 😀👍🏽 日本語 e\u0301"}),
 ]
 # Bodies that only the engine can render, or that it refuses.
@@ -121,7 +122,6 @@ UNKNOWN_RESPONSES: list[dict[str, Any]] = [
     {"input": "x", "tools": [{**CUSTOM, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}]},
     {"input": [{"type": "local_shell_call", "id": "x", "call_id": "c"}]},
     {"input": [{"type": "item_reference", "id": "x"}]},
-    {"input": "x", "truncation": "auto"},
     {"input": 3},
     {"input": [3]},
     {},
@@ -132,6 +132,25 @@ TOOL_USE = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"ci
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "dry"}
 TEXTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two", "cache_control": {"type": "ephemeral"}}]
 BILLING = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+
+REFERENCE = {"type": "tool_reference", "tool_name": "get_weather", "name": "other"}
+SEARCH_RESULT = {"type": "search_result", "source": "a", "title": "b", "content": [{"type": "text", "text": "found"}]}
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "read"}}
+NOW_TOOL = {"name": "now", "input_schema": {"type": "object"}, "description": "The time"}
+ADDED = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "get_weather"}}
+REMOVED = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "get_weather"}}
+DEFINED = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {**NOW_TOOL, "strict": True}}}
+
+
+def _called(answered: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation whose tool call got these blocks."""
+    return [USER, {"role": "assistant", "content": [TOOL_USE]}, {"role": "user", "content": answered}]
+
+
+def _changes(*blocks: dict[str, Any]) -> dict[str, Any]:
+    """A system message that changes the list of tools."""
+    return {"role": "system", "content": [*blocks]}
+
 
 # (name, body of a message without its model and limit)
 MESSAGES_BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -177,11 +196,54 @@ MESSAGES_BODIES: list[tuple[str, dict[str, Any]]] = [
         "hidden thinking",
         {"messages": [USER, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, USER]},
     ),
+    *(
+        (f"a result with {name}", {"messages": _called([{**RESULT, "content": content}])})
+        for name, content in (
+            ("a tool reference", [{"type": "tool_reference", "tool_name": "get_weather"}]),
+            ("tool references and texts", [*TEXTS, {"type": "tool_reference", "name": "a"}, REFERENCE, TEXTS[0]]),
+            ("a tool reference without a name", [{"type": "tool_reference"}]),
+            ("a search result", [SEARCH_RESULT, TEXTS[0]]),
+            ("search results alone", [SEARCH_RESULT, SEARCH_RESULT]),
+            ("a document", [DOCUMENT, TEXTS[1]]),
+            ("a part of a later protocol", [{"type": "of_tomorrow", "text": "x"}, TEXTS[0]]),
+            ("a part without a type", [{"text": "x"}, TEXTS[0]]),
+            ("a text without a text", [{"type": "text"}, TEXTS[0]]),
+            ("nothing", []),
+            ("null", None),
+        )
+    ),
+    ("results in a row", {"messages": _called([RESULT, {**RESULT, "content": [REFERENCE]}, TEXTS[0], RESULT])}),
+    ("a result that failed", {"messages": _called([{**RESULT, "is_error": True}])}),
+    *(
+        (f"a result of an assistant: {content!r}", {"messages": [USER, {"role": "assistant", "content": [block]}]})
+        for content in ("dry", None, [], [{"type": "text", "text": 'it\'s "dry"', "n": [1, 2.5, True, None]}])
+        for block in ({**RESULT, "content": content},)
+    ),
+    ("a tool reference outside a result", {"messages": [{"role": "user", "content": [REFERENCE, TEXTS[0]]}]}),
+    ("citations", {"messages": [{"role": "user", "content": [{**TEXTS[0], "citations": [{"type": "x"}]}]}]}),
+    ("template arguments", {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}),
+    ("a deferred tool", {"messages": [USER], "tools": [{**WEATHER_TOOL, "defer_loading": True}, NOW_TOOL]}),
+    (
+        "a tool added by reference",
+        {
+            "messages": [USER, _changes(ADDED), USER],
+            "tools": [{**WEATHER_TOOL, "defer_loading": True}, NOW_TOOL],
+        },
+    ),
+    ("a tool added by definition", {"messages": [USER, _changes(DEFINED, *TEXTS), USER], "tools": [WEATHER_TOOL]}),
+    ("a tool defined again", {"messages": [USER, _changes(DEFINED), USER], "tools": [NOW_TOOL, WEATHER_TOOL]}),
+    ("a first tool", {"messages": [USER, _changes(DEFINED), USER]}),
+    ("a tool removed", {"messages": [USER, _changes(REMOVED), USER], "tools": [WEATHER_TOOL, NOW_TOOL]}),
+    ("all tools removed", {"messages": [USER, _changes(REMOVED), USER], "tools": [WEATHER_TOOL]}),
+    ("a tool removed and added", {"messages": [USER, _changes(REMOVED, ADDED), USER], "tools": [WEATHER_TOOL]}),
     ("an empty turn", {"messages": [USER, {"role": "user", "content": []}, USER]}),
 ]
 UNKNOWN_MESSAGES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "x"}}]}]},
-    {"messages": [{"role": "assistant", "content": [RESULT]}]},
+    {"messages": _called([{**RESULT, "content": ["dry"]}])},
+    {"messages": [USER, _changes(ADDED)], "tools": [NOW_TOOL]},
+    {"messages": [USER], "system": [DEFINED]},
+    {"messages": [{"role": "user", "content": [DEFINED]}], "tools": []},
     {"messages": [{"role": "tool", "content": "x"}]},
     {"messages": "x"},
     {},

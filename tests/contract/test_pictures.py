@@ -136,7 +136,12 @@ async def test_the_router_predicts_what_the_engine_has_cached_of_prompts_with_pi
         words = "Look closely at this picture, please, and tell all that there is to be seen in it. " * 2
         response = {"input": [{"role": "user", "content": [part, {"type": "input_text", "text": words}]}]}
         message = {"messages": [{"role": "user", "content": [{"type": "text", "text": words * 2}, block]}]}
+        call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "a", "content": [block, {"type": "text", "text": words}]}
+        turns = [("user", words), ("assistant", [call]), ("user", [result])]
+        looked = {"messages": [{"role": role, "content": content} for role, content in turns]}
         for path, body in (
+            ("/v1/messages", looked | {"max_tokens": 1}),
             ("/v1/responses", response | {"max_output_tokens": 1}),
             ("/v1/messages", message | {"max_tokens": 1}),
         ):

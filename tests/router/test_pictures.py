@@ -209,10 +209,13 @@ async def test_responses_and_messages_with_a_picture_match_the_blocks_of_their_c
     chatted = {"messages": [{"role": "user", "content": [*chat(url_of(RED))["messages"][1]["content"][:1], text]}]}
     response = {"type": "input_image", "image_url": url_of(RED), "detail": "auto"}
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    shown = {"role": "user", "content": chat(url_of(RED))["messages"][1]["content"][:1]}
     others = {
         "responses": {"input": [{"role": "user", "content": [response, {"type": "input_text", "text": text}]}]},
         "messages": {"messages": [{"role": "user", "content": [block, {"type": "text", "text": text}]}]},
     }
+    called = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "seen"}, block]}
+    result = [{"role": "tool", "tool_call_id": "a", "content": "seen"}]
     assert mark == "data:image/png;base64"
     async with running as (_, _, parts):
         await until(lambda: parts.tokenizers.knows(BASE))
@@ -227,6 +230,14 @@ async def test_responses_and_messages_with_a_picture_match_the_blocks_of_their_c
             )
             found.append(tokens if isinstance(tokens, Tokens) else await tokens())
         assert found[0].pictures
+        pair = []
+        for kind, messages in (("chat", [*result, shown]), ("messages", [{"role": "user", "content": [called]}])):
+            body = {"messages": messages}
+            url = parts.discovery.fleet.replicas["w0"].engine_url
+            tokens = parts.tokenizers.tokenize(body, base_model=BASE, engine_url=url, kind=kind, model_path=PATH)
+            pair.append(tokens if isinstance(tokens, Tokens) else await tokens())
+        assert pair[0].pictures
+        assert (pair[0].ids, pair[0].pictures) == (pair[1].ids, pair[1].pictures)
         assert found[0].ids.tolist() == engines[0].tokens(chatted)
         assert [(tokens.ids, tokens.pictures) for tokens in found[1:]] == [(found[0].ids, found[0].pictures)] * 2
 

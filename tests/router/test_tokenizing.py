@@ -712,6 +712,23 @@ async def test_one_text_to_classify_or_embed_has_the_ids_of_its_prompt(tokens, b
     assert found.ids == (None if same is None else (await tokens.ids(same, base_model=BASE, engine_url="")).ids)
 
 
+@pytest.mark.parametrize("given", ["auto", None])
+async def test_a_response_has_ids_unless_its_engine_may_cut_it(tokens, given):
+    body = {"input": RULES}
+    whole = await tokens.ids(body, base_model=BASE, engine_url="", kind="responses")
+    assert whole.ids is not None
+
+    async def cut(max_model_len):
+        found = tokens.tokenize(
+            body | {"truncation": given}, base_model=BASE, engine_url="", kind="responses", max_model_len=max_model_len
+        )
+        return (found if isinstance(found, Tokens) else await found()).ids
+
+    assert await cut(len(whole.ids) + 1) == whole.ids
+    assert await cut(len(whole.ids)) is None
+    assert await cut(0) is None, "it is not known how much the engines take"
+
+
 # --- what a long prompt costs the others ---------------------------------------------------------------------------
 
 
