@@ -93,19 +93,31 @@ _ROUTE_WORDS = frozenset({"ensure", "retry", "rollout", "history"})
 
 def checked_lora_id(lora_id: str) -> str:
     """The lora_id. Raises ValueError, which names the rule that it breaks."""
-    if not 1 <= len(lora_id) <= 200:
-        raise ValueError(f"lora_id has {len(lora_id)} characters; 1 to 200 are allowed")
-    if not _LORA_ID.fullmatch(lora_id):
-        allowed = "letters, digits, '.', '_' and '-', in parts joined by '/', and ':' and '@' within a part"
-        raise ValueError(f"lora_id {lora_id!r} may hold {allowed}")
-    if lora_id_of(lora_id) != lora_id:
-        raise ValueError(f"lora_id {lora_id!r} may not end in '@' and 12 hex digits: these name a version")
-    parts = lora_id.split("/")
+    return checked_name(lora_id, "lora_id")
+
+
+def checked_name(name: str, what: str, *, most: int = 200) -> str:
+    """The name of an adapter, alias or published name. Raises ValueError, which names the rule that it breaks.
+
+    what  the field that has it, for the error
+    """
+    if not 1 <= len(name) <= most:
+        raise ValueError(f"{what} has {len(name)} characters; 1 to {most} are allowed")
+    parts = name.split("/")
+    if "" in parts:
+        # `x/` is not `x`: who writes one may mean another name, so neither stands for the other.
+        right = "/".join(filter(None, parts)) or "x/y"
+        raise ValueError(f"{what} {name!r} has an empty part: one '/' stands between two parts, as in {right!r}")
     if "." in parts or ".." in parts:
-        raise ValueError(f"lora_id {lora_id!r} may not have a '.' or '..' part")
+        raise ValueError(f"{what} {name!r} may not have a '.' or '..' part")
+    if not _LORA_ID.fullmatch(name):
+        allowed = "letters, digits, '.', '_' and '-', in parts joined by '/', and ':' and '@' within a part"
+        raise ValueError(f"{what} {name!r} may hold {allowed}")
+    if lora_id_of(name) != name:
+        raise ValueError(f"{what} {name!r} may not end in '@' and 12 hex digits: these name a version")
     if parts[-1] in _ROUTE_WORDS:
-        raise ValueError(f"lora_id {lora_id!r} may not end in {parts[-1]!r}: that word is a route")
-    return lora_id
+        raise ValueError(f"{what} {name!r} may not end in {parts[-1]!r}: that word is a route")
+    return name
 
 
 LoraId = Annotated[str, AfterValidator(checked_lora_id)]
@@ -120,12 +132,17 @@ _MOST_NAME_LENGTH = 180
 
 def checked_published_name(name: str) -> str:
     """The published name. Raises ValueError, which names the rule that it breaks: those of lora_ids, and a length."""
-    if len(name) > _MOST_NAME_LENGTH:
-        raise ValueError(f"name has {len(name)} characters; 1 to {_MOST_NAME_LENGTH} are allowed")
-    try:
-        return checked_lora_id(name)
-    except ValueError as exc:
-        raise ValueError(str(exc).replace("lora_id", "name", 1)) from exc
+    return checked_name(name, "name", most=_MOST_NAME_LENGTH)
+
+
+def _checked_alias(name: str) -> str:
+    """The alias. Raises ValueError, which names the rule that it breaks."""
+    return checked_name(name, "alias")
+
+
+AliasName = Annotated[str, AfterValidator(_checked_alias)]
+NameToPublish = Annotated[str, AfterValidator(checked_published_name)]
+"""A published name."""
 
 
 _WITH_SECRETS = ("hf://", "https://")
@@ -829,7 +846,7 @@ class RecordedAdapter(_OrchestratorModel):
 class RecordedAlias(_OrchestratorModel):
     """An alias in a fleet's record."""
 
-    name: LoraId
+    name: AliasName
     targets: tuple[AliasTarget, ...] = Field(min_length=1, max_length=16)
 
 
@@ -844,7 +861,7 @@ class RecordedVersion(_OrchestratorModel):
 class RecordedName(_OrchestratorModel):
     """A published name in a fleet's record. Its alias and its versions are recorded as any others, too."""
 
-    name: LoraId
+    name: NameToPublish
     tenant: str | None = None
     next_version: int = Field(default=1, ge=1)
     versions: tuple[RecordedVersion, ...] = Field(default=(), max_length=10_000)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from orchestrator.wire import MOST_VERSIONS, AdapterSpec, AliasTargetSpec, LoraId, Policy
+from orchestrator.wire import MOST_VERSIONS, AdapterSpec, AliasName, AliasTargetSpec, NameToPublish, Policy
 
 
 class _WrittenFileModel(BaseModel):
@@ -14,7 +14,7 @@ class _WrittenFileModel(BaseModel):
 class FileAlias(_WrittenFileModel):
     """An alias and its targets, each with its share of the sessions."""
 
-    name: LoraId
+    name: AliasName
     targets: tuple[AliasTargetSpec, ...] = Field(min_length=1, max_length=16)
 
 
@@ -24,7 +24,7 @@ class FilePublishedName(_WrittenFileModel):
     keep_versions, max_staleness_s  null: the policy's
     """
 
-    name: LoraId
+    name: NameToPublish
     tenant: str | None = None
     replicas: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
     keep_versions: int | None = Field(default=None, ge=1, le=MOST_VERSIONS)

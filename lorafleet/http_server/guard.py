@@ -3,7 +3,7 @@
 from fastapi import FastAPI
 
 from lorafleet.http_server.cross_site import CheckSite, SiteCheck, site_check
-from lorafleet.http_server.lenient import Lenient
+from lorafleet.http_server.lenient import Lenient, ends_in_a_name
 from lorafleet.http_server.track import track_requests
 from lorafleet.service.auth import ApiKeys, host_check
 from lorafleet.service.http import HostCheckMiddleware
@@ -19,7 +19,7 @@ def guard(
     may_ask     decides which cross-site requests pass; None: those that change nothing
     requests    logs what the app answers; the app's answers have `x-request-id`
     """
-    app.add_middleware(Lenient)
+    app.add_middleware(Lenient, is_kept=lambda path: ends_in_a_name(app.routes, path))
     app.add_middleware(CheckSite, check=may_ask or site_check())
     app.add_middleware(HostCheckMiddleware, check=host_check(keys, allow_open=allow_open))
     track_requests(app, requests)

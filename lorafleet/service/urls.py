@@ -7,11 +7,18 @@ from lorafleet.service.failure import CommandFailed
 
 
 def url_path(name: str) -> str:
-    """A name as part of a URL path, quoted except `/`; raises CommandFailed for "", `.`, `..` or invalid Unicode."""
+    """A name as part of a URL path, quoted except `/`.
+
+    raises  CommandFailed for "", for empty parts (`x/`), `.` and `..` between slashes, and invalid Unicode
+    """
     if not name:  # it would be the path of the whole list
         raise CommandFailed("expected a name, found an empty one", status=2)
-    if {".", ".."} & set(name.split("/")):
+    parts = name.split("/")
+    if {".", ".."} & set(parts):
         raise CommandFailed(f"{name}: no name has a '.' or '..' between its slashes", status=2)
+    if "" in parts:
+        right = "/".join(filter(None, parts)) or "x/y"
+        raise CommandFailed(f"{name}: one '/' stands between two parts of a name, as in {right}", status=2)
     try:
         return quote(name, safe="/")
     except UnicodeEncodeError as exc:

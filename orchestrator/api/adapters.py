@@ -35,6 +35,7 @@ from orchestrator.wire import (
     AdapterState,
     BatchAnswer,
     BatchResult,
+    LoraId,
 )
 
 ADAPTER_EXAMPLE = {
@@ -97,7 +98,7 @@ def _read_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         return Response(AdapterList(data=items, next=following).model_dump_json(), media_type="application/json")
 
     @api.get("/v1/adapters/{lora_id:path}")
-    async def adapter(lora_id: str, response: Response, seen: seen_by) -> AdapterItem:
+    async def adapter(lora_id: LoraId, response: Response, seen: seen_by) -> AdapterItem:
         """One adapter, with an ETag for a later change."""
         seen.require_adapter(lora_id)
         return _with_etag(registry.adapter(lora_id), response, seen, registry, views)
@@ -142,7 +143,7 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         return BatchAnswer(data=tuple(results))
 
     @api.post("/v1/adapters/{lora_id:path}/retry")
-    async def retry(lora_id: str, caller: WhoCalls, seen: seen_by) -> AdapterItem:
+    async def retry(lora_id: LoraId, caller: WhoCalls, seen: seen_by) -> AdapterItem:
         """Drop the adapter's failures and quarantine, and try again. Answers once the change is stored."""
         owners.require_write(store, caller, "adapter", lora_id, "change")
         adapter = registry.unquarantine(lora_id, caller.name)
@@ -152,7 +153,7 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
     @api.patch("/v1/adapters/{lora_id:path}")
     async def patch(
-        lora_id: str,
+        lora_id: LoraId,
         body: Annotated[AdapterPatch, Body(examples=[PATCH_EXAMPLE])],
         response: Response,
         caller: WhoCalls,
@@ -171,7 +172,7 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         response_class=Response,
         responses={204: {"description": "gone already"}},
     )
-    async def delete(lora_id: str, caller: WhoCalls, seen: seen_by, if_match: IfMatch = None) -> Response:
+    async def delete(lora_id: LoraId, caller: WhoCalls, seen: seen_by, if_match: IfMatch = None) -> Response:
         """Drain the adapter everywhere, unload it, delete it: 204 when that is done at once, else 202."""
         owners.require_write(store, caller, "adapter", lora_id, "change")
         with seen.errors():

@@ -13,7 +13,7 @@ from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.catalog import alias_item
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.wire import AliasItem, AliasList, AliasSpec, HistoryList
+from orchestrator.wire import AliasItem, AliasList, AliasName, AliasSpec, HistoryList
 
 ALIAS_EXAMPLE = {"targets": [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_id": "sql-expert/v2", "weight": 1}]}
 
@@ -47,7 +47,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
 
     @api.put("/v1/aliases/{name:path}", dependencies=change, response_model=AliasItem)
     async def put_alias(
-        name: str,
+        name: AliasName,
         spec: Annotated[AliasSpec, Body(examples=[ALIAS_EXAMPLE])],
         response: Response,
         caller: WhoCalls,
@@ -69,24 +69,22 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         return found
 
     @api.get("/v1/aliases/{name:path}/history", dependencies=view)
-    async def alias_history(name: str, seen: seen_by, limit: Limit = 100, cursor: HistoryCursor = None) -> HistoryList:
-        """The alias's former targets, with time and actor, newest first. Also of a deleted alias.
-
-        400 for an invalid name.
-        """
-        registry.require_name(name)
+    async def alias_history(
+        name: AliasName, seen: seen_by, limit: Limit = 100, cursor: HistoryCursor = None
+    ) -> HistoryList:
+        """The alias's former targets, with time and actor, newest first. Also of a deleted alias."""
         if not seen.sees_alias(name):
             seen.require_alias(name)
         return history_page(store, limit, cursor, kinds=ALIAS_KINDS, subject=name, seen=seen)
 
     @api.get("/v1/aliases/{name:path}", dependencies=view)
-    async def get_alias(name: str, response: Response, seen: seen_by) -> AliasItem:
+    async def get_alias(name: AliasName, response: Response, seen: seen_by) -> AliasItem:
         """One alias, with an ETag for a later change."""
         seen.require_alias(name)
         return item_with_etag(name, response, seen)
 
     @api.delete("/v1/aliases/{name:path}", dependencies=change, status_code=204)
-    async def drop_alias(name: str, caller: WhoCalls, if_match: IfMatch = None) -> Response:
+    async def drop_alias(name: AliasName, caller: WhoCalls, if_match: IfMatch = None) -> Response:
         """Forget the name; its adapters stay."""
         owners.require_write(store, caller, "alias", name, "change")
         registry.delete_alias(name, caller.name, if_match=if_match)

@@ -9,7 +9,7 @@ from orchestrator.api.parameters import Cursor, Limit, WhoCalls, page_after
 from orchestrator.intent import owners
 from orchestrator.intent.publisher import NamePublisher
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import PublishedItem, PublishedList, PublishSpec
+from orchestrator.wire import NameToPublish, PublishedItem, PublishedList, PublishSpec
 
 PUBLISH_EXAMPLE = {"source": "/shared/runs/42/step-7", "replicas": "all", "keep_versions": 2}
 
@@ -29,7 +29,7 @@ def published_routes(keys: ApiKeys, store: IntentStore, publisher: NamePublisher
 
     @api.post("/v1/published/{name:path}", dependencies=write)
     async def publish(
-        name: str, spec: Annotated[PublishSpec, Body(examples=[PUBLISH_EXAMPLE])], caller: WhoCalls
+        name: NameToPublish, spec: Annotated[PublishSpec, Body(examples=[PUBLISH_EXAMPLE])], caller: WhoCalls
     ) -> PublishedItem:
         """Publish bytes as the name's next version; answers once every router sends its requests to that version.
 
@@ -40,14 +40,14 @@ def published_routes(keys: ApiKeys, store: IntentStore, publisher: NamePublisher
         return await publisher.publish(caller.whole_name(name), spec, caller)
 
     @api.get("/v1/published/{name:path}", dependencies=read)
-    async def published(name: str, caller: WhoCalls) -> PublishedItem:
+    async def published(name: NameToPublish, caller: WhoCalls) -> PublishedItem:
         """One published name with its versions. 404 if there is none."""
         whole = caller.whole_name(name)
         owners.require_seen(store, caller, "published name", whole)
         return publisher.item(whole)
 
     @api.delete("/v1/published/{name:path}", status_code=204, dependencies=write)
-    async def delete(name: str, caller: WhoCalls) -> Response:
+    async def delete(name: NameToPublish, caller: WhoCalls) -> Response:
         """Delete the name and its versions. What runs on them finishes. 404 if there is none."""
         await publisher.delete(caller.whole_name(name), caller)
         return Response(status_code=204)

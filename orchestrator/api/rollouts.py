@@ -22,6 +22,7 @@ from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.rollouts import RolloutController
 from orchestrator.wire import (
+    AliasName,
     AliasPending,
     AliasTarget,
     RolloutItem,
@@ -50,7 +51,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
     @api.post("/v1/aliases/{name:path}/rollout", dependencies=change, status_code=201, response_model=RolloutItem)
     async def start_rollout(
-        name: str,
+        name: AliasName,
         spec: Annotated[RolloutSpec, Body(examples=[ROLLOUT_EXAMPLE])],
         response: Response,
         caller: WhoCalls,
@@ -71,14 +72,14 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         return seen.rollout(rollout_item(rollout, rollouts))
 
     @api.get("/v1/aliases/{name:path}/rollout", dependencies=view)
-    async def get_rollout(name: str, seen: seen_by) -> RolloutItem:
+    async def get_rollout(name: AliasName, seen: seen_by) -> RolloutItem:
         """The rollout in progress, or the last one."""
         seen.require_alias(name)
         registry.alias(name)
         return seen.rollout(rollout_item(rollouts.rollout_of(name), rollouts))
 
     @api.patch("/v1/aliases/{name:path}/rollout", dependencies=change)
-    async def patch_rollout(name: str, patch: RolloutPatch, caller: WhoCalls, seen: seen_by) -> RolloutItem:
+    async def patch_rollout(name: AliasName, patch: RolloutPatch, caller: WhoCalls, seen: seen_by) -> RolloutItem:
         """Pause or resume the rollout. A paused one does not advance, but a regression still rolls it back."""
         owners.require_write(store, caller, "alias", name, "change")
         rollout = rollouts.set_paused(name, patch.paused, caller.name)
@@ -86,7 +87,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         return seen.rollout(rollout_item(rollout, rollouts))
 
     @api.delete("/v1/aliases/{name:path}/rollout", dependencies=change)
-    async def abort_rollout(name: str, caller: WhoCalls, seen: seen_by) -> RolloutItem:
+    async def abort_rollout(name: AliasName, caller: WhoCalls, seen: seen_by) -> RolloutItem:
         """End the rollout: the alias gets its former targets at once."""
         owners.require_write(store, caller, "alias", name, "change")
         rollout = rollouts.abort_rollout(name, caller.name)

@@ -20,7 +20,16 @@ from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import TrafficBook
-from orchestrator.wire import AdapterHold, AdapterUse, Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
+from orchestrator.wire import (
+    AdapterHold,
+    AdapterUse,
+    Catalog,
+    EnsureAnswer,
+    EnsureRequest,
+    LoraId,
+    UsageAnswer,
+    UsageReport,
+)
 
 _READS_REFRESH_EVERY_S = 0.1
 """Routers' reads look for changes that no event told at most this often, all routers together."""
@@ -151,7 +160,7 @@ def router_routes(
 
     @api.post("/v1/adapters/{lora_id:path}/ensure", dependencies=ensures)
     async def ensure(
-        lora_id: str,
+        lora_id: LoraId,
         request: Request,
         actor: Actor,
         seen: seen_by,

@@ -19,6 +19,7 @@ from orchestrator.intent.uploads import AdapterUploads, UploadAsk, missing_of
 from orchestrator.store.store import IntentStore
 from orchestrator.wire import (
     AdapterSpec,
+    LoraId,
     PublishedItem,
     PublishSpec,
     UploadedAdapter,
@@ -73,7 +74,7 @@ def upload_routes(
         openapi_extra=_BODY,
     )
     async def upload(
-        lora_id: str,
+        lora_id: LoraId,
         request: Request,
         response: Response,
         caller: Annotated[Caller, Depends(registrar)],
@@ -129,7 +130,7 @@ def upload_routes(
 
     @api.get("/v1/uploads/{lora_id:path}", dependencies=[Depends(registrar)])
     async def progress(
-        lora_id: str, response: Response, caller: Annotated[Caller, Depends(registrar)]
+        lora_id: LoraId, response: Response, caller: Annotated[Caller, Depends(registrar)]
     ) -> UploadProgress:
         """What has come of this key's unfinished upload of the adapter; 404 `upload_unknown` without one.
 
@@ -140,7 +141,7 @@ def upload_routes(
         return found
 
     @api.delete("/v1/uploads/{lora_id:path}", status_code=204, response_class=Response)
-    async def drop(lora_id: str, caller: Annotated[Caller, Depends(registrar)]) -> Response:
+    async def drop(lora_id: LoraId, caller: Annotated[Caller, Depends(registrar)]) -> Response:
         """Forget this key's unfinished upload of the adapter; 204 also without one."""
         await uploads.drop(owners.upload_owner(caller), caller.whole_name(lora_id))
         return Response(status_code=204)

@@ -21,7 +21,7 @@ from orchestrator.core.errors import OrchestratorRequestError, StoreError
 from orchestrator.core.rollout import Rollout, Targets, rollout_json
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.typed import rollout_in
-from orchestrator.wire import AdapterPolicy, AdapterSpec, AliasSpec, LoraId, Policy, SecretRef
+from orchestrator.wire import AdapterPolicy, AdapterSpec, AliasName, AliasSpec, Policy, SecretRef
 
 KIND, FLEET = "lorafleet.io/kind", "lorafleet.io/fleet"
 RECORD, STATUS, ROLLOUT = "lorafleet.io/record", "lorafleet.io/status", "lorafleet.io/rollout"
@@ -39,7 +39,7 @@ M = TypeVar("M", bound=BaseModel)
 class NamedAlias(AliasSpec):
     """The text of an alias's ConfigMap: the body of `PUT /v1/aliases/{name}`, and the name."""
 
-    name: LoraId
+    name: AliasName
 
 
 MODELS: Mapping[str, type[BaseModel]] = {"adapter": AdapterSpec, "alias": NamedAlias, "policy": Policy}

@@ -26,7 +26,7 @@ from orchestrator.reconcile.rollouts import RolloutController
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.backend import WorkerIntent
 from orchestrator.store.store import NOBODY, IntentStore
-from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, AliasSpec, Policy, SecretRef, checked_lora_id
+from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, AliasSpec, Policy, SecretRef
 
 _IMMUTABLE = ("source", "digest", "base_model")
 
@@ -227,10 +227,9 @@ class AdapterRegistry:
         """Create or change an alias; returns whether it is new. A known alias shifts when the targets are placed.
 
         Raises StateConflict for a taken name, a target that is being deleted, and while a rollout is in progress;
-        NotFound for a target that is not registered; OrchestratorRequestError for an invalid name or weights;
+        NotFound for a target that is not registered; OrchestratorRequestError for weights of 0 alone;
         PreconditionFailed.
         """
-        self.require_name(name)
         _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
         is_new = name not in self._store.aliases
         if is_new:
@@ -279,14 +278,6 @@ class AdapterRegistry:
         with self._store.together():
             self._store.drop_alias(name)
             self._store.record("alias_deleted", name, {"was": was}, actor)
-
-    @staticmethod
-    def require_name(name: str) -> None:
-        """Raise OrchestratorRequestError when this cannot be an alias's name."""
-        try:
-            checked_lora_id(name)
-        except ValueError as exc:
-            raise OrchestratorRequestError(str(exc).replace("lora_id", "alias", 1), param="name") from exc
 
     def require_free(self, name: str, param: str) -> None:
         """Raise StateConflict when the name is an alias, a published name, an adapter or a base model.

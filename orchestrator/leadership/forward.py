@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from urllib.parse import quote
 
 import httpx
 from starlette.requests import ClientDisconnect, Request
@@ -36,6 +37,14 @@ _CHECK_EVERY_S = 0.2
 _CHECKS_WHEN_STOPPING = 10
 # A standby reads the lease once in `lease_renew_s`; the rest of this wait is for the beginning of its term.
 _SUCCESSOR_RENEWALS = 2
+
+
+def _leaders_url(base_url: str, scope: Scope) -> httpx.URL:
+    """The request's own path and query at the leader, byte for byte: a URL made from text would lose some of them."""
+    path = scope.get("raw_path") or quote(scope["path"]).encode()
+    query = b"?" + scope["query_string"] if scope.get("query_string") else b""
+    base = httpx.URL(base_url)
+    return base.copy_with(raw_path=base.raw_path.rstrip(b"/") + path.partition(b"?")[0] + query)
 
 
 def _is_local(path: str) -> bool:
@@ -140,7 +149,7 @@ class LeaderForwarding:
         None for a read that may be answered without a leader.
         """
         leader = self._leadership.other_holder
-        trouble = self._leadership.trouble
+        trouble, cause = self._leadership.trouble, None
         why = "this orchestrator does not lead, and knows of none that does" + (f": {trouble}" if trouble else "")
         if FORWARDED in request.headers:
             why = "this orchestrator does not lead, and the request has been forwarded already"
@@ -157,25 +166,29 @@ class LeaderForwarding:
                 return Response(status_code=400)  # nobody reads it
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
                 self._metrics.forwarded.labels("unreachable").inc()
-                why = f"the orchestrator that leads, {leader.url}, does not answer ({why_no_answer(exc)})"
-        if request.method == "GET" and request.url.path not in LEADERS and FORWARDED not in request.headers:
+                # Its address stands in the log alone: it is none of a tenant's business.
+                why, cause = "the orchestrator that leads does not answer; ask again", exc
+        if request.method == "GET" and request.scope["path"] not in LEADERS and FORWARDED not in request.headers:
             self._metrics.forwarded.labels("answered_here").inc()
             return None
         self._metrics.forwarded.labels("refused").inc()
-        return error_response(OrchestratorUnavailable(why, code="not_leading", retry_after_s=self._retry_after_s))
+        refusal = OrchestratorUnavailable(why, code="not_leading", retry_after_s=self._retry_after_s)
+        if cause is not None and leader is not None:
+            refusal.__cause__ = OrchestratorError(f"{leader.url}: {why_no_answer(cause)}")
+        return error_response(refusal)
 
     async def _forward(self, leader: LeaseRecord, request: Request) -> Response:
         """Send the request to the leader and return its response as a stream. Raises httpx.HTTPError, TimeoutError.
 
         Counts the forward.
         """
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         headers = [(k, v) for k, v in request.headers.items() if k not in _HOP_BY_HOP | _OF_PAGES]
+        is_upload = self._is_upload(request.method, request.scope["path"])
         upstream = self._client.build_request(
             request.method,
-            leader.url.rstrip("/") + target,
+            _leaders_url(leader.url, request.scope),
             headers=[*headers, (FORWARDED, self._leadership.holder)],
-            content=request.stream() if self._is_upload(request.method, request.url.path) else await request.body(),
+            content=request.stream() if is_upload else await request.body(),
             timeout=self._timeout,
         )
         answer = await self._while_leading(leader, self._client.send(upstream, stream=True))

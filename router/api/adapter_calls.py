@@ -8,6 +8,7 @@ give up at the second (prime-rl).
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -16,8 +17,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from lorafleet.service.auth import AuthFirstRoute, requires
 from lorafleet.service.decoding import DECODE_ERRORS
-from lorafleet.service.failure import CommandFailed
-from lorafleet.service.urls import url_path
+from orchestrator.wire import checked_published_name
 from router.api.control_calls import ControlCalls, ControlUnavailable, error_of
 from router.protocols.bodies import bad_json_error
 from router.request.services import Services
@@ -124,6 +124,7 @@ class _FleetPublisher:
         wanted: LoadCall = await _body(request, LoadCall)
         if not wanted.lora_name or not wanted.lora_path:
             raise _Refusal(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
+        _require_name(wanted.lora_name)
         within_s = self._services.config.publish_timeout_s
         deadline = self._services.clock() + within_s
         spec: dict[str, Any] = {"source": wanted.lora_path}
@@ -165,6 +166,7 @@ class _FleetPublisher:
         name = (await _body(request, UnloadCall)).lora_name
         if not name:
             raise _Refusal(400, "InvalidUserInput", "'lora_name' needs to be provided to unload a LoRA adapter.")
+        _require_name(name)
         deadline = self._services.clock() + self._services.config.publish_timeout_s
         answer = await self._call("DELETE", name, request, deadline, None)
         if answer.status_code == httpx.codes.NOT_FOUND:
@@ -190,13 +192,19 @@ class _FleetPublisher:
                 " them: start `python -m orchestrator` and an agent beside each engine, and give --orchestrator-url",
             )
         try:
-            path = f"/v1/published/{url_path(name)}"
+            path = f"/v1/published/{quote(name)}"
             return await self._calls.send(request, method, path, deadline=deadline, body=body)
-        except CommandFailed as exc:
-            raise _Refusal(400, "InvalidUserInput", f"lora_name {exc}") from exc
         except ControlUnavailable as exc:
             message = f"the orchestrator could not do it in time: {exc}; look whether it is up, then send this again"
             raise _Refusal(500, "InternalServerError", message) from exc
+
+
+def _require_name(lora_name: str) -> None:
+    """Raise _Refusal for a name that no published name can have, such as `x/`, which is not `x`."""
+    try:
+        checked_published_name(lora_name)
+    except ValueError as exc:
+        raise _Refusal(400, "InvalidUserInput", f"lora_name: {exc}") from exc
 
 
 async def _body(request: Request, kind: type[Any]) -> Any:

@@ -44,6 +44,8 @@ def forward_routes(keys: ApiKeys, orchestrator_url: str, *, connect_timeout_s: f
         """Pass the request on, and its answer back."""
         return await _forwarded(request, orchestrator_url, timeout)
 
+    ensure = "/v1/adapters/{lora_id:path}/ensure"
+    api.add_api_route(ensure, forward, methods=["POST"], name="ensure_at_orchestrator", operation_id="ensure")
     # Before its body is read, an upload needs a key that may upload.
     registrar = [Depends(requires(keys, "register"))]
     for path in ("/v1/adapters/{lora_id:path}", "/v1/uploads/{lora_id:path}", "/v1/published/{name:path}"):
@@ -51,8 +53,6 @@ def forward_routes(keys: ApiKeys, orchestrator_url: str, *, connect_timeout_s: f
             checks = registrar if method == "PUT" else []
             name = f"{method.lower()}_{path.split('/')[2]}_at_orchestrator"
             api.add_api_route(path, forward, methods=[method], dependencies=checks, name=name, operation_id=name)
-    ensure = "/v1/adapters/{lora_id:path}/ensure"
-    api.add_api_route(ensure, forward, methods=["POST"], name="ensure_at_orchestrator", operation_id="ensure")
     return api
 
 
@@ -64,9 +64,8 @@ def upload_bytes(method: str, path: str) -> int:
 async def _forwarded(request: Request, orchestrator_url: str, limits: httpx.Timeout) -> Response:
     """The orchestrator's answer. Raises HttpError 503 `orchestrator_unreachable` if there is none, or another's."""
     try:
-        target = (
-            orchestrator_url + url_path(request.scope["path"]) + (f"?{request.url.query}" if request.url.query else "")
-        )
+        path = url_path(request.scope["path"].removeprefix("/"))
+        target = f"{orchestrator_url}/{path}" + (f"?{request.url.query}" if request.url.query else "")
     except CommandFailed as exc:
         raise HttpError(400, "invalid_request", str(exc)) from exc
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}

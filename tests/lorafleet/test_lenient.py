@@ -97,5 +97,5 @@ async def test_a_trailing_slash_of_an_orchestrator_path_is_ignored(tmp_path):
         for path in ("/v1/adapters", "/v1/aliases", "/v1/workers", "/v1/policy"):
             with_slash, plain = await client.get(f"{path}/"), await client.get(path)
             assert (with_slash.status_code, with_slash.content) == (plain.status_code, plain.content), path
-        named = await client.get("/v1/adapters/nobody/v1/")
-        assert error_of(named) == error_of(await client.get("/v1/adapters/nobody/v1"))
+        answer = await client.get("/v1/adapters/nobody/v1/")
+        assert error_of(answer)[0] == 400, "a name with a slash is no other name"

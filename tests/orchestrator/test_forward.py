@@ -42,13 +42,14 @@ class FakeLeadership:
 
 class FakeLeader:
     def __init__(self):
-        self.seen = []
+        self.seen, self.scopes = [], []
         self.left = asyncio.Event()
         self.hang = asyncio.Event()
         self.app = FastAPI()
 
         @self.app.api_route("/{path:path}", methods=["GET", "POST"])
         async def anything(path: str, request: Request):
+            self.scopes.append(request.scope)
             self.seen.append((request.method, str(request.url).partition("//")[2].partition("/")[2], request.headers))
             if path == "v1/events":
                 return StreamingResponse(self._events(), media_type="text/event-stream")
@@ -117,6 +118,34 @@ async def test_requests_and_responses_are_forwarded_unchanged(leader):
     assert (method, target, headers["authorization"]) == ("POST", "v1/adapters?dry_run=1", "Bearer k")
     assert headers[FORWARDED] == "standby"
     assert [headers["x-request-id"]] == answer.headers.get_list("x-request-id")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/v1/aliases/acme/x%0dy",
+        "/v1/adapters/a%00b",
+        "/v1/x%2Fy%25",
+        "/v1/a%20b?q=%0A%20&r=%E2%82%AC",
+        "/v1/€",
+        "/v1/x//y/",
+    ],
+)
+async def test_a_path_is_forwarded_byte_for_byte(leader, target):
+    async with forwarding(standby(leader.url)) as client:
+        answer = await client.get(target)
+    assert answer.status_code == 418
+    wire = httpx.URL(f"http://x{target}").raw_path
+    assert [
+        scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"") for scope in leader.scopes
+    ] == [wire]
+
+
+async def test_an_error_of_forwarding_names_no_address_of_the_leader():
+    async with forwarding(standby("http://127.0.0.1:9")) as client:
+        answer = await client.post("/v1/adapters", content=b"{}")
+    assert (answer.status_code, "127.0.0.1" in answer.text) == (503, False)
+    assert "does not answer; ask again" in answer.json()["error"]["message"]
 
 
 async def test_forwarded_events_are_live_and_a_leaving_reader_ends_the_stream(leader):

@@ -229,3 +229,13 @@ async def test_router_without_an_orchestrator_says_what_is_missing():
 
     assert answer.status_code == 500
     assert "--orchestrator-url" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["policy/", "/policy", "a//policy", "../policy", " policy", "pol\nicy", "pol\x00icy"])
+async def test_a_name_of_another_form_is_400_and_no_call_is_made_for_the_name_that_it_resembles(scene, name):
+    router, orchestrator = scene
+
+    for path in (*LOADS, "/v1/unload_lora_adapter", "/unload_lora_adapter"):
+        answer = await router.post(path, json=BODY | {"lora_name": name})
+        assert (answer.status_code, "lora_name" in answer.text) == (400, True), answer.text
+    assert orchestrator.calls == []
