@@ -221,12 +221,13 @@ class FleetNow(_TrafficModel):
 class RouterQuestion(_TrafficModel):
     """A question of the console to a router, which reads its decisions from it alone.
 
-    kind    decisions: the last ones; route: where a request would go; replay: a record, decided again
+    kind    decisions: the last ones; requests: the last that ended; route: where a request would go;
+            replay: a record, decided again
     tenant  of a caller that may see its tenant's requests alone; null: all of them
     """
 
     id: str
-    kind: Literal["decisions", "route", "replay"]
+    kind: Literal["decisions", "requests", "route", "replay"]
     body: dict[str, Any] = {}
     tenant: str | None = None
 
@@ -248,6 +249,36 @@ class RouterReply(_TrafficModel):
 
 class RelayedDecisions(_TrafficModel):
     """`GET /v1/decisions`: decisions of all routers, the newest first, as `GET /v1/decisions` of a router has them.
+
+    missing  routers that did not answer in time
+    """
+
+    data: tuple[dict[str, Any], ...]
+    next: str | None = None
+    missing: tuple[str, ...] = ()
+
+
+class RequestQuery(_TrafficModel):
+    """The query of `GET /v1/requests`, of router and orchestrator: which requests to list. Null passes all.
+
+    key      a key's id
+    adapter  a lora_id, an engine name, `base`, or the name that clients ask for
+    status   a status, `4xx` or `5xx`, or `failed`: every answer with an error
+    """
+
+    key: str | None = None
+    tenant: str | None = None
+    status: Annotated[str, Field(pattern=r"^([1-5]\d\d|[1-5]xx|failed)$")] | None = None
+    adapter: str | None = None
+    worker: str | None = None
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+
+
+class RelayedRequests(_TrafficModel):
+    """`GET /v1/requests` and `/v1/requests/{request_id}`: requests of all routers, the newest first.
+
+    Items are those of `GET /v1/requests` of a router, with the router's id, and for readers above tenants the key's
+    note.
 
     missing  routers that did not answer in time
     """

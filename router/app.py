@@ -37,6 +37,7 @@ from router.api.forward import forward_routes, upload_bytes
 from router.api.not_offered import unknown_path
 from router.api.openapi import openapi_paths
 from router.api.pauses import pause_routes
+from router.api.requests import REQUESTS, answer_process, request_routes
 from router.config import RouterSettings
 from router.core.errors import RouterError
 from router.core.failover.poison import PoisonRequests
@@ -143,7 +144,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         poison_adapters=PoisonRequests("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),
         pauses=pauses,
         quotas=Quotas(SharedQuotas(me.accounts, me.slot, me.processes) if me else None),
-        requests=RequestLog("router", config.access_log),
+        requests=RequestLog("router", config.access_log, most_kept=config.kept_requests),
         tracer=make_tracer(
             config.otlp_endpoint,
             ratio=config.trace_ratio,
@@ -174,7 +175,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
             me.slot,
             metrics=own_metrics,
             adapters=metrics.adapters,
-            answers=process_handlers(services),
+            answers={**process_handlers(services), REQUESTS: partial(answer_process, services)},
         )
     app = documented_app(
         title="lorafleet router",
@@ -187,6 +188,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     add_routes(
         app,
         control_routes(services, processes),
+        request_routes(services, control, processes),
         pause_routes(services, control),
         engine_call_routes(services),
         adapter_call_routes(services, control),

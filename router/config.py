@@ -42,6 +42,12 @@ class RouterSettings(WorkerDiscoverySettings):
     zone: str = Field(
         default="", description="zone of this router: replicas there are preferred, see other_zone_s in costs"
     )
+    kept_requests: int = Field(
+        default=5000,
+        ge=0,
+        le=1_000_000,
+        description="ended requests that each process keeps for /v1/requests, and as many that failed; some 1 KB each",
+    )
     router_id: str = Field(
         default="", description="this router's name in usage reports; empty: host name and process id"
     )

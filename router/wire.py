@@ -107,3 +107,14 @@ class DecisionList(_RouterModel):
     data: tuple[RouteAnswer, ...]
     next: str | None = None
     missing: tuple[int, ...] = ()
+
+
+class RequestList(_RouterModel):
+    """`GET /v1/requests` and `/v1/requests/{request_id}`: items as docs/protocol.md has them, the newest first.
+
+    missing  slots of this router's processes that did not answer in time: their requests are not in `data`
+    """
+
+    data: tuple[dict[str, Any], ...]
+    next: str | None = None
+    missing: tuple[int | str, ...] = ()

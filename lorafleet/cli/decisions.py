@@ -115,9 +115,8 @@ def decisions(
             _warn_missing(answer)
     elif not answer["data"]:
         raise CommandFailed(
-            f"{request}: this router does not have it. It keeps its last 1,000 decisions, and a sample above 100 a"
-            " second; another router may have decided it"
-            + (", or a process of this one that did not answer in time" if answer.get("missing") else "")
+            f"{request}: this router keeps no decision of it. What became of it, at whichever router: lorafleet request"
+            f" {request}" + ("; a process of this router did not answer" if answer.get("missing") else "")
         )
     else:
         # Newest first: a retried request has several decisions.

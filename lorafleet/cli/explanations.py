@@ -58,6 +58,54 @@ def decision_summary(decision: Mapping[str, Any]) -> str:
     return text
 
 
+_STAGES = {
+    "pause": "for the end of a pause",
+    "hold": "for {held_for}",
+    "queue": "for {queued_for}",
+    "failed_attempts": "lost",
+}
+
+
+def story(item: Mapping[str, Any]) -> Table:
+    """What became of a request, one row a fact: who asked, what happened in each stage, and what to do next."""
+    status, failures = item["status"], item.get("failures") or ()
+    key = " ".join(filter(None, (item.get("key"), item.get("note") and f"({item['note']})")))
+    stages = [
+        ("seconds: " + name.replace("_", " "), f"{seconds:.4f} {_stage_cause(name, item)}".rstrip())
+        for name, seconds in item["stages"].items()
+    ]
+    rows = [
+        ("request", item["request_id"]),
+        ("ended" if status else "sent", item["at"]),
+        ("answer", "not over, as far as is known" if status is None else f"{status} {item['code']}".rstrip()),
+        ("limit", item.get("limit")),
+        ("why", item.get("cause")),
+        ("next", item.get("next_step")),
+        ("call", " ".join(filter(None, (item.get("method"), item.get("path"))))),
+        ("tenant", item.get("tenant")),
+        ("key", key),
+        ("asked for", item.get("asked")),
+        ("adapter", item.get("adapter")),
+        ("worker", item.get("worker")),
+        ("router", item.get("router")),
+        ("attempts", item.get("attempts")),
+        *[("failed at", f"{failure['worker']}: {failure['reason']}") for failure in failures],
+        ("ended in stage", item.get("stage")),
+        *stages,
+        ("seconds", item.get("duration_s")),
+        ("prompt tokens", item.get("prompt_tokens")),
+        ("output tokens", item.get("completion_tokens")),
+        ("cached tokens", item.get("cached_tokens")),
+    ]
+    return tables.table(["", ""], [row for row in rows if row[1] not in (None, "", 0)])
+
+
+def _stage_cause(name: str, item: Mapping[str, Any]) -> str:
+    """What a request waited for in this stage; empty where it did not wait, or the cause is not known."""
+    cause = {"hold": item.get("held_for"), "queue": item.get("queued_for")}.get(name, "none")
+    return _STAGES[name].format_map(item) if name in _STAGES and cause else ""
+
+
 def replays(recorded_items: Iterable[Mapping[str, Any]], replayed: Iterable[Mapping[str, Any]]) -> Table:
     """Recorded decisions beside the same decisions made again, with costs by the same cost model."""
 

@@ -24,6 +24,7 @@ from lorafleet.cli import (
     plan,
     published,
     record,
+    requests,
     rollout,
 )
 from lorafleet.cli import workers as worker_commands
@@ -271,6 +272,7 @@ for name, group in (
 for commands in (
     worker_commands.app,
     decisions.app,
+    requests.app,
     plan.app,
     record.app,
     monitoring.app,

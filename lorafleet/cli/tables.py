@@ -339,6 +339,24 @@ def decisions(items: Items, wide: bool = False) -> Table:
     )
 
 
+def requests(items: Items, wide: bool = False) -> Table:
+    """A table of requests, one row each; why each failed, and the limit that it reached."""
+    more = ["asked", "attempts", "first data s", "prompt", "output", "cause"] if wide else []
+    return table(
+        [_TIME, "status", "code", "limit", "tenant", "key", "adapter", "worker", "seconds", *more, "request"],
+        [
+            (
+                _time_text(item["at"]),
+                *(item[name] or "-" for name in ("status", "code", "limit", "tenant", "key", "adapter", "worker")),
+                item["duration_s"],
+                *_cells(item, wide, "asked", "attempts", "first_data_s", "prompt_tokens", "completion_tokens", "cause"),
+                item["request_id"],
+            )
+            for item in items
+        ],
+    )
+
+
 ADAPTERS = ListView(adapters, ("lora_id",))
 ALIASES = ListView(aliases, ("name",))
 PUBLISHED = ListView(published, ("name",))
@@ -348,6 +366,7 @@ WORKERS = ListView(workers, ("id",))
 ORPHANS = ListView(orphans, ("lora_id",))
 HISTORY = ListView(history, ("subject",))
 DECISIONS = ListView(decisions, ("request_id",))
+REQUESTS = ListView(requests, ("request_id",))
 
 
 def keys_view(now: datetime) -> ListView:

@@ -27,6 +27,12 @@ UploadBytes = Callable[[str, str], int]
 CallerOf = Callable[[Mapping[bytes, bytes]], Caller | Exception]
 # Origin of a web page -> CORS header lines for the response to it.
 CorsHeaders = Callable[[bytes], bytes]
+# Code of a refusal -> the setting that it reached.
+_LIMITS = {
+    "head_too_large": "max_head_bytes",
+    "body_too_large": "max_body_bytes",
+    "saturated": "max_bodies_bytes",
+}
 
 
 class BodyMeter(Protocol):
@@ -136,7 +142,7 @@ class HttpListener:
         caller: Caller | None = None,
         client: tuple[str, int] | None = None,
     ) -> None:
-        """Log a request that was refused before any handler had it, or that its handler left unanswered."""
+        """Log and keep a request that was refused before a handler had it, or that its handler left unanswered."""
         if self._requests is None:
             return
         line = RequestLine(
@@ -150,8 +156,11 @@ class HttpListener:
             client=client[0] if client else "",
             key=caller.key_id if caller is not None else "",
             tenant=(caller.tenant or "") if caller is not None else "",
+            limit=_LIMITS.get(code, ""),
+            stage="read",
         )
         self._requests.record(line, is_failure=True)
+        self._requests.keep(line)
 
     def add(self, connection: ClientConnection) -> None:
         """Enter a new connection, and start the timer that checks all connections' deadlines."""

@@ -28,6 +28,7 @@ from lorafleet.local.progress import StartProgress
 from lorafleet.service import files
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.key_files import hash_key, new_key
+from lorafleet.service.roles import PROGRAM_HEADER, UP
 from lorafleet.service.sockets import socket_folder
 
 _POLL_S = 0.05
@@ -292,7 +293,8 @@ class LocalFleet:
         registered = []
         for lora_id, folder in adapters.items():
             spec = {"lora_id": lora_id, "source": str(folder)}
-            answer = await client.post(f"{self.url('orchestrator')}/v1/adapters", json=spec)
+            headers = {PROGRAM_HEADER: UP}
+            answer = await client.post(f"{self.url('orchestrator')}/v1/adapters", json=spec, headers=headers)
             body = answer.json()
             code = None if answer.is_success else body["error"]["code"]
             if code in (None, "already_registered"):  # the latter keeps its policy and tenants

@@ -1,15 +1,18 @@
-"""The id of every request, and its lines in the logs: one for a request that failed, one in the access log.
+"""The id of every request, and its lines: one in the log for a failed one, one in the access log, the newest kept.
 
-A request that succeeds costs nothing here unless the access log has all requests.
+A request that succeeds costs nothing here unless the access log has all requests, or lines are kept.
 """
 
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from heapq import merge
+from math import ceil
 from random import getrandbits
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import structlog
@@ -30,6 +33,9 @@ WINDOW_S = 10.0
 _MAX_CODES = 256
 # Of a cause: an engine's or peer's message may be long.
 _MAX_CAUSE_CHARS = 500
+# Share of the kept lines that callers without a valid key may take: anybody can send such requests.
+_STRANGERS_SHARE = 0.1
+_UNAUTHORIZED = 401
 
 
 def request_id(given: str | None) -> str:
@@ -46,13 +52,21 @@ def put_request_id(headers: list[tuple[bytes, bytes]]) -> str:
     return name
 
 
-class RequestLine(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the logs say of one request.
+class RequestLine(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """What the logs and the kept lines say of one request.
 
     status      499: the client left before an answer began
     code        of the error; "": none, or an engine's own error
     duration_s  from the whole request to the end of its answer
+    limit       the setting, or the limit of the key, that was reached
+    asked       the model's name as the client wrote it
+    stage       the stage in which it failed
+    failures    the failed attempts as (worker, reason)
     waited_s    until it was sent to an engine, or failed before
+    read_s, paused_s, held_s, queued_s, failed_s   its parts: until it was read, for the end of a pause, for its
+                adapter or for a replica, for room at an engine, and in failed attempts; the rest prepared the request
+    held_for, queued_for   what it waited for
+    at          Unix seconds at its end; of a kept line alone
     """
 
     request_id: str
@@ -65,15 +79,74 @@ class RequestLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     client: str = ""
     key: str = ""
     tenant: str = ""
+    limit: str = ""
+    stage: str = ""
+    asked: str = ""
+    base_model: str = ""
     adapter: str = ""
     worker: str = ""
     attempts: int = 0
+    failures: tuple[tuple[str, str], ...] = ()
     waited_s: float | None = None
+    read_s: float = 0.0
+    paused_s: float = 0.0
+    held_s: float = 0.0
+    held_for: str = ""
+    queued_s: float = 0.0
+    queued_for: str = ""
+    failed_s: float = 0.0
     first_data_s: float | None = None
     body_bytes: int = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    streamed: bool = False
+    at: float = 0.0
+
+
+_LINE_DEFAULTS = dict(
+    zip(reversed(RequestLine.__struct_fields__), reversed(RequestLine.__struct_defaults__), strict=False)
+)
+
+
+class KeptLine(NamedTuple):
+    """The line of a request that is over; `decided`: what the service keeps of its decision."""
+
+    line: RequestLine
+    decided: object = None
+
+
+class KeptLines:
+    """The newest lines: so many of requests that succeeded, and so many of those that failed.
+
+    Failures are kept apart, so that successes do not push them out. Refused callers without a valid key have a place
+    of their own, too.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most`: of either kind; 0: none are kept."""
+        strangers = ceil(most * _STRANGERS_SHARE)
+        self._succeeded: deque[KeptLine] = deque(maxlen=most)
+        self._failed: deque[KeptLine] = deque(maxlen=most)
+        self._strangers: deque[KeptLine] = deque(maxlen=strangers)
+
+    def add(self, line: RequestLine, decided: object = None) -> None:
+        """Keep a line, in place of the oldest of its kind where there are too many."""
+        if line.status < 400 and not line.code:
+            self._succeeded.append(KeptLine(line, decided))
+        elif line.status == _UNAUTHORIZED:
+            self._strangers.append(KeptLine(line, decided))
+        else:
+            self._failed.append(KeptLine(line, decided))
+
+    def __len__(self) -> int:
+        """Lines kept."""
+        return len(self._succeeded) + len(self._failed) + len(self._strangers)
+
+    def __iter__(self) -> Iterator[KeptLine]:
+        """The kept lines, the newest first."""
+        kinds = (reversed(kind) for kind in (self._succeeded, self._failed, self._strangers))
+        return merge(*kinds, key=lambda kept: kept.line.at, reverse=True)
 
 
 class RequestNotes(msgspec.Struct):
@@ -135,11 +208,13 @@ class RequestLog:
         component: str,
         access: AccessLogMode = "off",
         *,
+        most_kept: int = 0,
         write: Callable[[bytes], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
-        write  takes a line of the access log; None: stderr
+        most_kept  lines of `kept`
+        write      takes a line of the access log; None: stderr
         """
         self._component = component
         self._access = access
@@ -148,14 +223,23 @@ class RequestLog:
         self._limiter = FailureLimiter()
         self._timer: asyncio.TimerHandle | None = None
         self.has_all = access == "all"
+        self.keeps = most_kept > 0
+        self.kept = KeptLines(most_kept)
 
     def record(self, line: RequestLine, *, is_failure: bool) -> None:
         """Write the line into the access log by its mode, and a failure into the log, unless its code has many."""
         if self.has_all or (self._access == "errors" and (line.status >= 400 or line.code)):
             head = {"timestamp": _now_text(), "component": self._component, "event": "request"}
-            self._write(msgspec.json.encode(head | msgspec.to_builtins(line)) + b"\n")
+            self._write(msgspec.json.encode(head | logged(line)) + b"\n")
         if is_failure:
             self._log_failure(line)
+
+    def keep(self, line: RequestLine, decided: object = None) -> None:
+        """Keep the line, if lines are kept. Sets its `at`."""
+        if self.keeps:
+            line.at = time.time()
+            line.cause = line.cause[:_MAX_CAUSE_CHARS]
+            self.kept.add(line, decided)
 
     def flush(self) -> None:
         """Log how many failures were left out since the last such line."""
@@ -172,13 +256,22 @@ class RequestLog:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self.flush)
             return
-        fields = msgspec.to_builtins(line) | {"code": code, "cause": line.cause[:_MAX_CAUSE_CHARS]}
+        fields = logged(line) | {"code": code, "cause": line.cause[:_MAX_CAUSE_CHARS]}
         if code == "stream_broken":
             log.warning("stream broken", **fields)
         elif 400 <= line.status < 500:
             log.info("request failed", **fields)
         else:
             log.warning("request failed", **fields)
+
+
+def logged(line: RequestLine) -> dict[str, Any]:
+    """The fields of a line in the logs: without those that have their default; seconds to the microsecond."""
+    found = {}
+    for name, value in msgspec.to_builtins(line).items():
+        if name != "at" and value != _LINE_DEFAULTS.get(name):  # each line of a log has its time
+            found[name] = round(value, 6) if isinstance(value, float) else value
+    return found
 
 
 def cause_of(exc: BaseException) -> str:

@@ -24,6 +24,10 @@ SCOPES = tuple(_SATISFIED_BY)
 TENANT_SCOPES = ("infer", "view", "tenant-admin", "register")
 _GLOB = frozenset("*?[")
 # Scopes that let their holder see every tenant's objects.
+# By which a program that acts by itself names itself, for the history; and those that do.
+PROGRAM_HEADER = "x-lorafleet-program"
+UP = "lorafleet up"
+PROGRAMS = frozenset({UP})
 _SEES_ALL_TENANTS = frozenset({"load", "operate", "admin"})
 
 

@@ -333,11 +333,24 @@ _DECISION = {
     "prompt_tokens": 104,
     "cached_tokens": 64,
 }
+_REQUEST = {
+    "request_id": "570e3466aa97f2ab",
+    "at": _AT,
+    "status": 429,
+    "code": "rate_limited",
+    "limit": "concurrent_requests",
+    "key": "2c26b46b68ff",
+    "tenant": "acme",
+    "asked": "sql-expert/v1",
+    "duration_s": 0.0004,
+    "stages": {"whole": 0.0004},
+}
 EXAMPLES |= {
     "LogTail": {"lines": ['{"event": "ready", "component": "worker", "level": "info"}']},
     "Metadata": _METADATA,
     "RelayedDecision": _DECISION,
     "RelayedDecisions": {"data": [_DECISION], "next": None, "missing": []},
+    "RelayedRequests": {"data": [_REQUEST], "next": None, "missing": []},
     "RouterQuestions": {"data": [{"id": "9f2c-4", "kind": "decisions", "body": {"limit": 50}, "tenant": None}]},
     "RouterReply": {"router_id": "router-0", "id": "9f2c-4", "status": 200, "body": {"data": [_DECISION]}},
     "KeyList": {

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Query, Request
 
-from lorafleet.service.roles import Caller
+from lorafleet.service.roles import PROGRAM_HEADER, PROGRAMS, Caller
 
 
 def _caller(request: Request) -> Caller:
@@ -16,8 +16,13 @@ def _caller(request: Request) -> Caller:
 
 
 def _actor(request: Request) -> str:
-    """The caller's name, for the history."""
-    return _caller(request).name
+    """The caller's name, for the history.
+
+    A program that acts by itself names itself in a header, so that it is not taken for a person. Only an operator's key
+    may: others could hide their changes.
+    """
+    caller, program = _caller(request), request.headers.get(PROGRAM_HEADER, "")
+    return f"{program}, {caller.name}" if program in PROGRAMS and caller.tenant is None else caller.name
 
 
 Actor = Annotated[str, Depends(_actor)]

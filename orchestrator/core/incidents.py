@@ -37,7 +37,9 @@ KINDS_OF_INCIDENTS = {
     "circuit_opened": IncidentKind("warning", "see the worker's own incidents; requests go elsewhere meanwhile"),
     "circuit_closed": IncidentKind("info"),
     "leader_changed": IncidentKind("info"),
-    "lease_away": IncidentKind("warning", "see whether the API server, or the lease's file, can be reached"),
+    "lease_away": IncidentKind(
+        "warning", "see why what the cause names did not answer; it may also be a machine without CPU time"
+    ),
     "store_lost": IncidentKind("error", "the orchestrator takes no changes meanwhile: the cause says what to do"),
     "store_back": IncidentKind("info"),
     "disk_full": IncidentKind("error", "make room on the worker's disk, or raise max_disk_bytes"),

@@ -32,7 +32,13 @@ class Lease(Protocol):
     """One lease record. Every call may raise LeaseUnreachable.
 
     is_absence_new   whether a missing record means that no process has ever led, see `LeaseCandidate`
+    place            where the record is, in words
     """
+
+    @property
+    def place(self) -> str:
+        """Where the record is, in words."""
+        ...
 
     @property
     def is_absence_new(self) -> bool:
@@ -63,6 +69,7 @@ class FileLease:
     need not wait for the lease to expire.
     """
 
+    place = "the lease's file"
     is_absence_new = True  # an orchestrator of one host leads from its first response on
 
     def __init__(self, path: Path, *, holder: str) -> None:

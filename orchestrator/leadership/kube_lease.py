@@ -29,6 +29,7 @@ class KubeLease:
     timeout_s   deadline of one call; less than the lease's duration, so that a call that hangs can be tried again
     """
 
+    place = "the API server"
     is_absence_new = False  # pods start at any time, and a Lease is deleted with one command: a first start waits
 
     def __init__(

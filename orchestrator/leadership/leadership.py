@@ -108,6 +108,11 @@ class Leadership:
         return None if self.is_leading else self._candidate.other_holder(self._clock())
 
     @property
+    def lease_place(self) -> str:
+        """Where the lease is, in words."""
+        return self._lease.place
+
+    @property
     def trouble(self) -> str:
         """Why the last read of the lease or the start of a term failed; empty: it did not."""
         return self._trouble

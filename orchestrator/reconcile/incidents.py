@@ -113,7 +113,7 @@ class IncidentRecorder:
             return
         if self._away is not None and not self._leadership.trouble:
             (since, why), self._away = self._away, None
-            cause = f"not reached for {now - since:.1f} s: {why}"
+            cause = f"{self._leadership.lease_place} was not reached for {now - since:.1f} s: {why}"
             self._record(Incident("lease_away", since, "", f"lease {since}", cause, seconds=round(now - since, 3)))
         lost = {worker_id for worker_id, entry in self._reports.workers.items() if entry.reach == "lost"}
         for worker_id in sorted(lost - self._lost.keys()):

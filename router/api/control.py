@@ -289,9 +289,13 @@ def _shown_to(services: Services, tenant: str | None, answer: RouteAnswer) -> Ro
     """The answer as a caller of this tenant may see it; None: a caller above tenants."""
     if tenant is None:
         return answer
-    adapter = services.discovery.fleet.adapters.get(lora_id_of(answer.adapter))
-    is_alone = adapter is not None and adapter.tenants is not None and set(adapter.tenants) == {tenant}
-    return tenants_answer(answer, has_adapter_alone=is_alone)
+    return tenants_answer(answer, has_adapter_alone=has_adapter_alone(services, tenant, answer.adapter))
+
+
+def has_adapter_alone(services: Services, tenant: str, engine_name: str) -> bool:
+    """Whether the adapter is this tenant's alone, so that what is cached of it discloses no other's prompts."""
+    adapter = services.discovery.fleet.adapters.get(lora_id_of(engine_name))
+    return adapter is not None and adapter.tenants is not None and set(adapter.tenants) == {tenant}
 
 
 def _half_open(services: Services, base_model: str) -> list[str]:

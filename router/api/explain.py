@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from router.core.errors import BadBody, NoReplica
 from router.core.fleet import Roster, rejection
 from router.core.kv.index import WorkerId
+from router.core.schedule.cost import ReplicaScore
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policies.kv_lora import KvLoraPolicy, within_slots
 from router.core.schedule.policy import Decision
@@ -45,28 +46,40 @@ def decision_answer(record: RequestRecord, trust: Callable[[WorkerId], str], *, 
         kappa=decision.kappa,
         rho=snapshot.rho,
         scores=tuple(
-            ScoreItem(
-                worker_id=score.replica,
-                winner=score.replica == decision.replica.id,
-                passed_over=score.replica in passed_over_ids,
+            score_item(
+                score,
+                is_winner=score.replica == decision.replica.id,
+                is_passed_over=score.replica in passed_over_ids,
                 trust="estimate" if request.is_approximate else trust(score.replica),
-                depth_blocks=score.depth_blocks,
-                cached_tokens=score.cached_tokens,
-                prefill_s=score.prefill_s,
-                adapter_s=score.adapter_s,
-                slot_s=score.slot_s,
-                queue_s=score.queue_s,
-                harm_s=score.interference_s,
-                crowd_s=score.pressure_s,
-                decode_s=score.decode_s,
-                zone_s=score.zone_s,
-                cost_s=score.cost_s,
             )
             for score in decision.scores
         ),
         rejected=tuple(RejectedItem(worker_id=worker, reason=why) for worker, why in decision.rejected.items()),
         record=record_of(decision),
         note=note,
+    )
+
+
+def score_item(
+    score: ReplicaScore, *, is_winner: bool, is_passed_over: bool = False, trust: str = "estimate"
+) -> ScoreItem:
+    """One replica's cost terms."""
+    return ScoreItem(
+        worker_id=score.replica,
+        winner=is_winner,
+        passed_over=is_passed_over,
+        trust=trust,
+        depth_blocks=score.depth_blocks,
+        cached_tokens=score.cached_tokens,
+        prefill_s=score.prefill_s,
+        adapter_s=score.adapter_s,
+        slot_s=score.slot_s,
+        queue_s=score.queue_s,
+        harm_s=score.interference_s,
+        crowd_s=score.pressure_s,
+        decode_s=score.decode_s,
+        zone_s=score.zone_s,
+        cost_s=score.cost_s,
     )
 
 

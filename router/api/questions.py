@@ -18,6 +18,7 @@ from lorafleet.service.roles import Caller
 from orchestrator.wire import RouterQuestion, RouterQuestions, RouterReply
 from router.api.control import explain_request, own_decisions
 from router.api.explain import replay_answer
+from router.api.requests import RequestFilter, own_requests
 from router.core.errors import BadBody, RouterError
 from router.request.services import Services
 from router.wire import ReplayBody
@@ -83,6 +84,10 @@ async def _answer(services: Services, question: RouterQuestion) -> dict[str, Any
     """The answer's body. Raises RouterError, HttpError."""
     if question.kind == "decisions":
         return await _decisions(services, question.body, question.tenant)
+    if question.kind == "requests":
+        requests = RequestFilter.model_validate({**question.body, "only_tenant": question.tenant})
+        items = await own_requests(services, requests)
+        return {"data": [msgspec.json.decode(raw) for _, raw in items]}
     if question.kind == "replay":
         try:
             wanted = ReplayBody.model_validate(question.body)

@@ -57,11 +57,13 @@ def without_places(text: str) -> str:
 class RouterError(Exception):
     """An error with the fields of its HTTP answer: `status`, `code`, `param`, `retry_after_s`.
 
+    `limit` is the setting, the limit of the key or the client's header that was reached; empty: none.
     `outcome` is what the metrics of the request's adapter count; None: nothing, because the request itself was wrong.
     """
 
     status = 500
     code = "router_error"
+    limit = ""
     outcome: RoutingOutcome | None = "error"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
@@ -85,6 +87,7 @@ class BadBody(RequestError):
 class BodyTooLarge(RequestError):
     status = 413
     code = "body_too_large"
+    limit = "max_body_bytes"
 
 
 class ModelNotFound(RequestError):
@@ -108,6 +111,7 @@ class AdapterFailed(RequestError):
 
 class AnswerTooLarge(RequestError):
     code = "answer_too_large"
+    limit = "max_answer_bytes"
 
 
 class Saturated(RequestError):
@@ -115,9 +119,13 @@ class Saturated(RequestError):
     code = "saturated"
     outcome = "error"
 
+    def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.limit = limit
+
 
 class RateLimited(RequestError):
-    """`limit` is the name of the limit that was reached; `headers` are the x-ratelimit headers of the key.
+    """`headers` are the x-ratelimit headers of the key.
 
     key_id, tenant  of the key, where the request was refused before it was read
     """
@@ -165,6 +173,7 @@ class NoCapacity(TemporarilyUnavailable):
 
 class ColdStartTimeout(TemporarilyUnavailable):
     code = "adapter_loading"
+    limit = "cold_start_timeout_s"
     outcome = "not_loaded"
 
 
@@ -195,6 +204,7 @@ class DeadlineExceeded(RouterError):
 
     status = 504
     code = "deadline_exceeded"
+    limit = "x-lorafleet-timeout-s"
 
 
 class NoAnswerInTime(RouterError):
@@ -202,6 +212,7 @@ class NoAnswerInTime(RouterError):
 
     status = 504
     code = "no_answer_in_time"
+    limit = "first_data_timeout_s"
 
 
 class ReplicaUnreachable(RouterError):

@@ -105,13 +105,14 @@ class Background:
 
     def enter(self, tenant: str) -> None:
         """Take a place for one more response, until `leave` or the end that `follow` finds. Raises Saturated."""
-        whose, found, most = "", self.places.total(), self._most
+        whose, found, most, limit = "", self.places.total(), self._most, "max_background_responses"
         if found < most:
-            whose, found, most = " of yours", self.places[tenant], self._most_of_tenant
+            whose, found, most, limit = " of yours", self.places[tenant], self._most_of_tenant, "tenant_share"
         if found >= most:
             raise Saturated(
                 f"{found} responses{whose} are under way in the background, and at most {most} may be; try again when"
                 " one is over",
+                limit=limit,
                 retry_after_s=self._until_one_ends_s(found),
             )
         self.places[tenant] += 1

@@ -33,7 +33,7 @@ from router.core.errors import (
     without_places,
 )
 from router.core.fleet import Excluded, Replica, RoutableAdapter
-from router.core.queue.admission import QueueLimits, QueueUsage
+from router.core.queue.admission import QueueLimits, QueueUsage, WaitRefusal
 from router.fleet.discovery import Discovery
 from router.fleet.usage_report import HeldRequests
 from router.http.engine_connection import EngineLost
@@ -138,7 +138,8 @@ class ColdStarts:
 
     def __post_init__(self) -> None:
         """Set `held`, the usage of waiting requests, by the limits."""
-        self.held = QueueUsage(QueueLimits(self.max_held, self.max_held_bytes, self.tenant_share))
+        settings = "max_held_requests", "max_held_bytes"
+        self.held = QueueUsage(QueueLimits(self.max_held, self.max_held_bytes, self.tenant_share, settings))
 
     @property
     def held_bytes(self) -> int:
@@ -261,8 +262,8 @@ class ColdStarts:
             return
         refusal = None if grace_s else self.held.refusal(tenant, size_bytes)
         if refusal is not None:
-            message = f"no replica of {base_model!r} is ready, and this cannot wait for one: {refusal}; try again"
-            raise Saturated(message, retry_after_s=_DEFAULT_RETRY_S)
+            message = f"no replica of {base_model!r} is ready, and this cannot wait for one: {refusal.why}; try again"
+            raise Saturated(message, limit=refusal.limit, retry_after_s=_DEFAULT_RETRY_S)
         left_s = inf if deadline_at is None else deadline_at - self.clock()
         ends_at = self.clock() + min(self.timeout_s, left_s)
         self.held.add(tenant, size_bytes)
@@ -303,11 +304,13 @@ class ColdStarts:
         refusal = self.held.refusal(tenant, size_bytes)
         wanted = self._loading_for(tenant)
         if refusal is None and lora_id not in wanted and len(wanted) >= self.tenant_adapters:
-            refusal = f"{len(wanted)} adapters are being loaded for you already, as many as may be for one tenant"
+            why = f"{len(wanted)} adapters are being loaded for you already, as many as may be for one tenant"
+            refusal = WaitRefusal(why, "max_cold_adapters_per_tenant")
         if refusal is not None:
             self.holds.record_shed(lora_id, self.clock())
             raise Saturated(
-                f"adapter {lora_id!r} is not loaded, and this cannot wait for it: {refusal}; try again",
+                f"adapter {lora_id!r} is not loaded, and this cannot wait for it: {refusal.why}; try again",
+                limit=refusal.limit,
                 retry_after_s=self._usual_load_s(),
             )
 

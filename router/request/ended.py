@@ -1,5 +1,6 @@
 """record: what a request's end counts as in the router's traffic, which the console shows."""
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from lorafleet.http_server.exchange import HttpExchange
@@ -13,23 +14,28 @@ if TYPE_CHECKING:
 _CLIENT_GONE = 499
 
 
-def count_refusal(services: Services, exchange: HttpExchange, status: int, code: str) -> None:
+def count_refusal(services: Services, exchange: HttpExchange, status: int, code: str, limit: str) -> None:
     """Count an answer to a request that had no run: it was refused before its model was known."""
-    ended, caller, refusal = EndedRequest(code=_code_text(status, code)), exchange.caller, exchange.refusal
-    if caller is not None:
-        ended.tenant, ended.key = caller.tenant or "", caller.key_id
-    elif isinstance(refusal, RateLimited):
-        ended.tenant, ended.key = refusal.tenant, refusal.key_id
+    key, tenant = sender_of(exchange)
+    ended = EndedRequest(code=_code_text(status, code, limit), tenant=tenant, key=key)
     services.usage.traffic.record_end(ended, services.clock())
 
 
-def count_run(services: Services, run: "RequestRun", status: int, code: str) -> None:
+def sender_of(exchange: HttpExchange) -> tuple[str, str]:
+    """(key id, tenant) of the caller, also where its body was not read; empty: none."""
+    caller, refusal = exchange.caller, exchange.refusal
+    if caller is not None:
+        return caller.key_id, caller.tenant or ""
+    return (refusal.key_id, refusal.tenant) if isinstance(refusal, RateLimited) else ("", "")
+
+
+def count_run(services: Services, run: "RequestRun", status: int, code: str, limit: str = "") -> None:
     """Count a request that was recorded, with its times and tokens; `status` and `code` are those of its answer."""
     caller, target, dispatched, usage = run.caller, run.target, run.dispatched, run.usage
     now, read_at = services.clock(), run.request.read_at
     ended = EndedRequest(tenant=caller.tenant or "", key=caller.key_id, cold_s=run.cold_s)
     if status >= 400 or code:
-        ended.code = _code_text(status, code)
+        ended.code = _code_text(status, code, limit)
     else:
         ended.whole_s = now - read_at
     if target is not None:
@@ -50,8 +56,12 @@ def count_run(services: Services, run: "RequestRun", status: int, code: str) -> 
     services.usage.traffic.record_end(ended, now)
 
 
-def _code_text(status: int, code: str) -> str:
-    """`<status> <code>`; of an engine's own error without one `<status> engine`; of a client that left `499`."""
+def _code_text(status: int, code: str, limit: str) -> str:
+    """`<status> <code>`; of an engine's own error without one `<status> engine`; of a client that left `499`.
+
+    Of 429 with the limit that was reached: `429 rate_limited concurrent_requests`.
+    """
     if status == _CLIENT_GONE:
         return str(status)
-    return f"{status} {code or 'engine'}"
+    text = f"{status} {code or 'engine'}"
+    return f"{text} {limit}" if limit and status == HTTPStatus.TOO_MANY_REQUESTS else text

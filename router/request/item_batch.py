@@ -107,11 +107,11 @@ async def _item_answer(run: RequestRun, slots: asyncio.Semaphore) -> ItemAnswer:
     """Run one item at its engine, once it has a slot, and record its end; its whole answer. Raises _ItemRefused."""
     async with slots:
         try:
-            status, code = 499, ""
+            status, code, limit = 499, "", ""
             try:
                 await run.reach_engine()
             except RouterError as exc:
-                status, code = exc.status, exc.code
+                status, code, limit = exc.status, exc.code, exc.limit
                 record_error(run, exc)
                 raise
             assert run.attempt is not None
@@ -126,7 +126,7 @@ async def _item_answer(run: RequestRun, slots: asyncio.Semaphore) -> ItemAnswer:
             return ItemAnswer(answer, target.weights)
         finally:
             record(run)
-            count_run(run.services, run, status, code)
+            count_run(run.services, run, status, code, limit)
 
 
 class _ItemRefused(Exception):

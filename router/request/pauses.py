@@ -121,8 +121,8 @@ class PauseGate:
             return
         refusal = self.held.refusal(tenant, size_bytes)
         if refusal is not None:
-            message = f"requests are paused, and {refusal}; ask again when the pause is over"
-            raise Saturated(message, retry_after_s=max(1.0, held.until - self._clock()))
+            message = f"requests are paused, and {refusal.why}; ask again when the pause is over"
+            raise Saturated(message, limit=refusal.limit, retry_after_s=max(1.0, held.until - self._clock()))
         self.held.add(tenant, size_bytes)
         try:
             await leave_batch()

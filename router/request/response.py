@@ -44,6 +44,7 @@ class ClientResponse(msgspec.Struct, eq=False):
 
     code            of the error; "": none
     cause           of it, for the log
+    limit           that was reached, see RouterError; "": none
     granted         the quota of a request of a key with limits; its run settles it, where it has one
     extra_headers   header lines of every answer
     next_keep_alive the timer of the next comment in a stream that has no event yet
@@ -55,6 +56,7 @@ class ClientResponse(msgspec.Struct, eq=False):
     trace: Trace | None = None
     code: str = ""
     cause: str = ""
+    limit: str = ""
     extra_headers: str = ""
     run: RequestRun | None = None
     granted: QuotaGrant | None = None
@@ -196,6 +198,8 @@ class ClientResponse(msgspec.Struct, eq=False):
             self.exchange.finish()
             return
         self.code, self.cause = exc.code, cause_of(exc)
+        if isinstance(exc, RouterError):
+            self.limit = exc.limit
         if run is not None:
             record_error(run, exc)
         errors = self.route.errors
@@ -226,10 +230,11 @@ class ClientResponse(msgspec.Struct, eq=False):
         status = self.exchange.status or 499
         self.services.metrics.requests.labels(self.route.path, status, self.code).inc()
         if run is not None:
-            count_run(self.services, run, status, self.code)
+            count_run(self.services, run, status, self.code, self.limit)
         elif status >= 400 or self.code:
-            count_refusal(self.services, self.exchange, status, self.code)
-        if status >= 400 or self.code or self.services.requests.has_all:
+            count_refusal(self.services, self.exchange, status, self.code, self.limit)
+        requests = self.services.requests
+        if requests.keeps or requests.has_all or status >= 400 or self.code:
             record_line(self, run, status)
         if self.trace is not None:
             self.trace.end(status, self.code)

@@ -81,6 +81,10 @@ class RequestRun(msgspec.Struct, eq=False):
     attempt                       the attempt that was answered
     is_held                       it waits for its adapter, or did so when it ended
     cold_s                        seconds that it has waited for its adapter to be loaded
+    away_s                        seconds that it has waited for a replica of its base model to come back
+    paused_s                      seconds that it has waited for the end of a pause
+    queued_s                      seconds that it has waited for room, before the attempt under way
+    failed_s                      seconds of its failed attempts
     has_failed                    it ends in an error of ours
     outcome                       of that error, for the metrics of the adapter; None: it does not count there
     background_id                 a response that its engine goes on with after our answer, or without its client
@@ -111,6 +115,10 @@ class RequestRun(msgspec.Struct, eq=False):
     usage: EngineUsage | None = None
     is_held: bool = False
     cold_s: float = 0.0
+    away_s: float = 0.0
+    paused_s: float = 0.0
+    queued_s: float = 0.0
+    failed_s: float = 0.0
     has_failed: bool = False
     outcome: RoutingOutcome | None = None
     background_id: str = ""
@@ -160,7 +168,11 @@ class RequestRun(msgspec.Struct, eq=False):
 
     async def _wait_at_gate(self) -> None:
         """Wait until no pause holds the request. Raises Saturated, DeadlineExceeded."""
-        await self.services.pauses.wait(self.caller, self.request.size_bytes, self.request.deadline_at)
+        began_at = self.services.clock()
+        try:
+            await self.services.pauses.wait(self.caller, self.request.size_bytes, self.request.deadline_at)
+        finally:
+            self.paused_s += self.services.clock() - began_at
 
     async def _wait_for_pause(self) -> None:
         """Give back what the request has at a replica, wait until its pause is over, and resolve its name anew.
@@ -169,6 +181,7 @@ class RequestRun(msgspec.Struct, eq=False):
         gone, the request keeps its target. Raises Saturated, DeadlineExceeded.
         """
         if self.dispatched is not None:
+            self.queued_s += self.dispatched.record.waited_s
             self.dispatched.end()
         self.dispatched = self.engine_request = self.hashed = None
         self.attempts -= 1
@@ -224,7 +237,12 @@ class RequestRun(msgspec.Struct, eq=False):
                 target = resolve_target(services, self.caller, self.request)
         except AdapterInspecting as exc:
             await leave_batch()
-            await wait_for_inspection(services, self.caller, exc.lora_id, self.request)
+            self.is_held, began_at = True, services.clock()
+            try:
+                await wait_for_inspection(services, self.caller, exc.lora_id, self.request)
+            finally:
+                self.cold_s += services.clock() - began_at
+            self.is_held = False
             target = resolve_target(services, self.caller, self.request)
         self.target = target
         self._check_poison(target)
@@ -345,8 +363,11 @@ class RequestRun(msgspec.Struct, eq=False):
             )
         finally:
             waited_s = self.services.clock() - began_at
-            if self.is_held and waited_s > _LEAST_COLD_S:
-                self.cold_s += waited_s
+            if waited_s > _LEAST_COLD_S:
+                if self.is_held:
+                    self.cold_s += waited_s
+                else:
+                    self.away_s += waited_s
         self.is_held = False
         excluded_now = self._excluded_now()
         if servable is not target or excluded_now != self.excluded:
@@ -373,13 +394,18 @@ class RequestRun(msgspec.Struct, eq=False):
                 hashed = self.hashed = self._hash(self.keeper)
             assert self.target is not None
             await next_stage()
+            began_at, is_again = services.clock(), self.attempts > 1
             try:
                 self.dispatched = await dispatch(
-                    services, self.caller, self.target, request, hashed, tokens.source, is_again=self.attempts > 1
+                    services, self.caller, self.target, request, hashed, tokens.source, began_at, is_again=is_again
                 )
             except Displaced as exc:
+                self.queued_s += services.clock() - began_at
                 log.info("displaced while waiting", request_id=request.request_id, why=str(exc))
                 await self._wait_until_servable(is_displaced=True)
+            except BaseException:
+                self.queued_s += services.clock() - began_at
+                raise
             else:
                 self.dispatched.record.tenant = self.caller.tenant or ""
                 return
@@ -447,6 +473,8 @@ class RequestRun(msgspec.Struct, eq=False):
         if dispatched is None:
             raise exc
         replica, services = dispatched.replica, self.services
+        self.queued_s += dispatched.record.waited_s
+        self.failed_s += services.clock() - dispatched.load.began_at
         self.deaths += verdict.retry == "alone"
         if record_failure(self, exc, dispatched):
             self.deaths = MAX_DEATHS

@@ -47,7 +47,7 @@ class RequestRecord(msgspec.Struct):
     """One decision, and its result. Without the prompt's hashes: a thousand long ones add up.
 
     at             wall clock
-    waited_s       in the router's queue
+    waited_s       in the router's queue, for what `queued_for` says; empty: it was sent at once
     first_data_s   from dispatch to first token or whole answer; None: there is none yet
     cached_tokens  in the engine's usage; None: it reported none
     tenant         of the caller; empty: none
@@ -59,6 +59,7 @@ class RequestRecord(msgspec.Struct):
     decision: Decision
     trust: TrustState
     waited_s: float = 0.0
+    queued_for: str = ""
     first_data_s: float | None = None
     cached_tokens: int | None = None
     tenant: str = ""

@@ -325,13 +325,14 @@ def _match_of(matched: PrefixMatch, is_one: Callable[[WorkerId], bool]) -> Prefi
     )
 
 
-async def dispatch(
+async def dispatch(  # noqa: PLR0917  (for each request, and names take time)
     services: Services,
     caller: Caller,
     target: RequestTarget,
     request: ParsedRequest,
     prompt: HashedRequest,
     tokens_from: Source,
+    began_at: float,
     *,
     is_again: bool = False,
 ) -> DispatchedRequest:
@@ -339,10 +340,10 @@ async def dispatch(
 
     A request that computes nothing is never queued.
 
+    began_at  by Services.clock: now
     is_again  an attempt failed before: the request has waited its turn, and is not queued again
     raises    NoReplica, Saturated and Displaced, see RequestQueue.admit
     """
-    began_at = services.clock()
     begin = partial(
         DispatchedRequest, services, request.request_id, target, prompt, tokens_from, began_at, request.streamed
     )
@@ -358,7 +359,11 @@ async def dispatch(
         size_bytes=request.size_bytes,
         deadline_at=request.deadline_at,
     )
-    return await services.queue.admit(ticket, begin)
+    dispatched = await services.queue.admit(ticket, begin)
+    if ticket.enqueued_at:
+        what = "an adapter slot" if ticket.wants_slot else "room"
+        dispatched.record.queued_for = f"{what} at worker {dispatched.replica.id}"
+    return dispatched
 
 
 def fair_weight(adapter: RoutableAdapter | None) -> float:

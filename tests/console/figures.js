@@ -1,4 +1,5 @@
 async () => {  // figures that pages work out, for made-up answers of the orchestrator
+  const { groupedIncidents } = await import("/ui/assets/pages/fleet.js");
   const { slowParts } = await import("/ui/assets/pages/causes.js");
   const { liveBy } = await import("/ui/assets/pages/aliases.js");
   const { losesAll } = await import("/ui/assets/pages/whatif.js");
@@ -10,7 +11,10 @@ async () => {  // figures that pages work out, for made-up answers of the orches
   const action = (operation, lora_id, worker_id, evict) => ({ operation, lora_id, worker_id, evict });
   const held = { a: ["w2"], b: ["w2"], c: ["w1"], d: ["w1", "w3"], e: [] };
   const adapters = Object.entries(held).map(([lora_id, workers]) => ({ lora_id, workers }));
+  const incident = (id, kind, severity, subject) => ({ id, kind, severity, subject, body: {} });
+  const incidents = [...Array.from({ length: 9 }, (_, at) => incident(20 - at, "lease_away", "warning", "")), incident(9, "engine_died", "error", "w1"), incident(8, "circuit_opened", "warning", "w1")];
   return {
+    incidents: groupedIncidents(incidents).map((one) => [`${one.kind} ${one.subject}`, one.times]),
     parts: slowParts(total, 3000).map(([time, name]) => [name, Math.round(time * 100) / 100]),
     live: [rows(["alias_rollout", "lorafleet", { what: "done" }], shifted, asked), rows(watching, shifted, asked, ["alias_set", "bob", {}]),
       rows(back, ["alias_set", "lorafleet", { why: "error rate" }], watching, shifted, asked), rows(["name_published", "trainer", {}])].map(liveBy).map((one) => one.actor),

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.console.browser import INSTALL, PAGES, THEMES, chromium, opened, visit
-from tests.console.scene import ACME, OPERATOR, VIEWER, running_scene
-from tests.patience import patience
+from tests.console.scene import ACME, GLOBEX, OPERATOR, VIEWER, running_scene
+from tests.patience import patience, until
 
 pytestmark = [pytest.mark.thorough, pytest.mark.fleet, pytest.mark.timeout(900)]
 _TRAFFIC_S = 25.0
@@ -241,7 +241,55 @@ async def test_a_request_is_found_by_its_id_and_says_why_it_went_there(scene, br
         await page.click(f"tbody a:has-text('{request_id[:12]}')")
         await page.wait_for_selector(".term-row.winner")
         await visit(page, "/requests?adapter=no-such-adapter-or-request")
-        await page.wait_for_selector("text=None of the decisions that routers keep")
+        await page.wait_for_selector("text=None of the requests that routers keep")
+
+
+async def test_a_refused_request_says_which_limit_it_reached_how_to_raise_it_and_whose_key_it_was(scene, browser):
+    asked = {"model": "tiny-qwen", "messages": [{"role": "user", "content": "again"}], "max_tokens": 1}
+    async with httpx.AsyncClient(timeout=patience(60), trust_env=False) as client:
+        headers = {"authorization": f"Bearer {GLOBEX}"}
+        for _ in range(120):  # its key may make 60 requests a minute
+            answer = await client.post(f"{scene.router}/v1/chat/completions", json=asked, headers=headers)
+            if answer.status_code == 429:
+                break
+    request_id = answer.headers["x-request-id"]
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        await visit(page, "/requests?tenant=globex&status=429")
+        await page.click(f"tbody tr:has-text('globex') a:has-text('{request_id[:12]}')")
+        notice = page.locator("[role=note]")
+        await notice.locator("text=Limit reached: the key's requests a minute").wait_for()
+        assert "limits.requests_per_minute of key" in await notice.inner_text()
+        await until(lambda: "requests_per_minute" in scene.call("GET", "/v1/traffic/totals?kind=key&range_s=900").text)
+        await visit(page, "/tenants")
+        await page.wait_for_selector("tr:has-text('globex') .limit:has-text('refused') .fill.bad")
+        assert page.faults == []
+
+
+async def test_no_table_is_wider_than_a_window_of_1440(scene, browser):
+    wider = "[...document.querySelectorAll('.table-box')].filter((box) => box.scrollWidth > box.clientWidth)"
+    async with opened(browser, scene.orchestrator, key=OPERATOR) as page:
+        for path in ("", "/adapters", "/tenants", "/requests", "/requests?status=failed", "/workers", "/aliases"):
+            await visit(page, path)
+            assert await page.evaluate(f"{wider}.map((box) => box.getAttribute('aria-label'))") == [], path
+
+
+async def test_a_page_that_loads_slowly_keeps_its_place(scene, browser):
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        answers = asyncio.Event()
+
+        async def wait(route):
+            await answers.wait()
+            await route.continue_()
+
+        await page.route("**/v1/traffic?**", wait)
+        await page.goto(f"{scene.orchestrator}/ui")
+        await page.wait_for_selector(".skeleton .tiles")
+        below = page.locator("section:has(#engines)")
+        before = (await below.bounding_box())["y"]
+        answers.set()
+        await page.wait_for_selector(".loading-note", state="detached")
+        assert before > 600, "what is below the charts begins where it will be"
+        assert "Loading" not in await page.inner_text("main")
 
 
 async def test_people_are_named_by_the_notes_of_their_keys(scene, browser):
@@ -299,6 +347,7 @@ async def test_figures_that_the_pages_work_out_are_right(scene, browser):
     assert found["parts"] == [["in the engine", 2.3], ["prefill", 1.0], ["wait for room", 0.5], ["loads", 0.2]]
     assert found["live"] == ["ann", "ann", "lorafleet, which rolled back", "trainer"]
     assert found["lost"] == ["b", "c"]  # `a` is loaded elsewhere, `d` has another copy, `e` has none today
+    assert found["incidents"] == [["engine_died w1", 1], ["lease_away ", 9], ["circuit_opened w1", 1]]
     assert found["use"] == {"requests_per_minute": 20, "tokens_per_minute": 100}
 
 

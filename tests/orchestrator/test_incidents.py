@@ -224,6 +224,7 @@ class LeadershipDouble:
     holder = "me"
     is_leading = True
     trouble = ""
+    lease_place = "the API server"
 
 
 async def test_a_lease_that_could_not_be_reached_is_an_incident_once_it_can(service):
@@ -236,12 +237,12 @@ async def test_a_lease_that_could_not_be_reached_is_an_incident_once_it_can(serv
         leadership=leadership,
         wall=service.clock,
     )
-    leadership.trouble, leadership.is_leading = "the API server does not answer", False
+    leadership.trouble, leadership.is_leading = "it does not answer", False
     recorder.look()
     service.clock.now += 40
     leadership.trouble, leadership.is_leading = "", True
     for _ in range(2):
         recorder.look()
     (away,) = [item for item in await incidents(service) if item["kind"] == "lease_away"]
-    assert away["body"]["cause"] == "not reached for 40.0 s: the API server does not answer"
+    assert away["body"]["cause"] == "the API server was not reached for 40.0 s: it does not answer"
     assert away["body"]["seconds"] == 40.0

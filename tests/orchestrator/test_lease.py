@@ -32,6 +32,7 @@ DURATION_S, MARGIN_S = 5.0, 1.0
 class MemoryLease:
     """The lease in memory, with compare-and-set; `fails` makes every call raise."""
 
+    place = "a dict"
     is_absence_new = True
 
     def __init__(self):

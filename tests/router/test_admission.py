@@ -55,13 +55,13 @@ def test_queue_stays_within_its_limits_and_no_tenant_fills_it(steps, requests, s
 def test_a_refusal_says_which_bound_was_reached():
     room = QueueUsage(QueueLimits(requests=4, size_bytes=100, tenant_share=0.5))
     room.add("a", 30)
-    assert "bytes" in room.refusal("b", 90)
-    assert "of yours hold 30 bytes" in room.refusal("a", 30)
+    assert "bytes" in room.refusal("b", 90).why
+    assert "of yours hold 30 bytes" in room.refusal("a", 30).why
     room.add("a", 10)
-    assert "2 requests of yours" in room.refusal("a", 0)
+    assert "2 requests of yours" in room.refusal("a", 0).why
     room.add("b", 0)
     room.add("c", 0)
-    assert "4 requests wait already" in room.refusal("d", 0)
+    assert "4 requests wait already" in room.refusal("d", 0).why
 
 
 def test_single_request_may_always_wait_however_large():
@@ -69,13 +69,13 @@ def test_single_request_may_always_wait_however_large():
     assert room.refusal("a", 1000) is None
     room.add("a", 60)
     assert room.refusal("b", 40) is None
-    assert "60 bytes already" in room.refusal("b", 41)
+    assert "60 bytes already" in room.refusal("b", 41).why
     shared = QueueUsage(QueueLimits(requests=8, size_bytes=100, tenant_share=0.5))
     for tenant, size in (("a", 30), ("b", 0)):
         shared.add(tenant, size)
     assert shared.refusal("a", 20) is None
     assert shared.refusal("b", 50) is None
-    assert "of yours hold 30 bytes" in shared.refusal("a", 21)
+    assert "of yours hold 30 bytes" in shared.refusal("a", 21).why
 
 
 # --- the predicted wait -----------------------------------------------------------------------------------------------

@@ -54,11 +54,13 @@ export function RangePicker() {
     html`<button type="button" key=${value} aria-pressed=${chosen === value} onClick=${() => pick(value)}>${label}</button>`)}</div>`;
 }
 
-// What a load gives before it gives data.
-export function Loaded({ of, children }) {
+// What a load gives before it gives data: grey bars of about the height of what comes, so that nothing below jumps.
+// shape: "table", with so many `rows`, or "charts": tiles, and charts below
+export function Loaded({ of, children, rows = 5, shape = "table" }) {
   if (of.data) return html`${of.error && html`<p class="notice bad" role="alert">${of.error.message}</p>`}${children(of.data)}`;
   if (of.error) return html`<p class="notice bad" role="alert">${of.error.message}</p>`;
-  return html`<p class="loading-note" role="status">Loading…</p>`;
+  const bars = (count) => Array.from({ length: count }, (_, at) => html`<i key=${at}></i>`);
+  return html`<div class="loading-note skeleton" role="status"><span class="sr">Loading</span><div aria-hidden="true">${shape === "charts" ? html`<div class="tiles">${bars(6)}</div><div class="grid">${bars(6)}</div>` : html`<div class="rows">${bars(rows)}</div>`}</div></div>`;
 }
 
 // -- messages and questions ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf
+from typing import NamedTuple
 
 from router.core.kv.index import WorkerId
 
@@ -35,16 +36,25 @@ class QueueLimits:
     """How many requests, and how many bytes of them, may wait at once.
 
     tenant_share  share of either that one tenant may take
+    settings      the settings that the two numbers come from
     """
 
     requests: float = inf
     size_bytes: float = inf
     tenant_share: float = 1.0
+    settings: tuple[str, str] = ("max_waiting_requests", "max_waiting_bytes")
 
     def __post_init__(self) -> None:
         """Raise ValueError for a tenant share out of its range."""
         if not 0 < self.tenant_share <= 1:
             raise ValueError(f"tenant_share must be above 0 and at most 1, found {self.tenant_share:g}")
+
+
+class WaitRefusal(NamedTuple):
+    """Why a request may not wait, and the setting that says so."""
+
+    why: str
+    limit: str
 
 
 @dataclass(slots=True)
@@ -60,20 +70,24 @@ class QueueUsage:
         """How many requests wait."""
         return self.requests
 
-    def refusal(self, tenant: str, size_bytes: int) -> str | None:
+    def refusal(self, tenant: str, size_bytes: int) -> WaitRefusal | None:
         """Why one more request may not wait, or None. A single request always may, however large."""
         bounds, share = self.bounds, self.bounds.tenant_share
         if not self.requests:
             return None
+        of_requests, of_bytes = bounds.settings
         if self.requests >= bounds.requests:
-            return f"{self.requests} requests wait already, as many as may"
+            return WaitRefusal(f"{self.requests} requests wait already, as many as may", of_requests)
         if self.size_bytes + size_bytes > bounds.size_bytes:
-            return f"waiting requests hold {self.size_bytes} bytes already, of {bounds.size_bytes:g}"
+            why = f"waiting requests hold {self.size_bytes} bytes already, of {bounds.size_bytes:g}"
+            return WaitRefusal(why, of_bytes)
         own, own_bytes = self.tenants.get(tenant, (0, 0))
         if own + 1 > max(1.0, share * bounds.requests):
-            return f"{own} requests of yours wait already; one tenant may have {share:.0%} of {bounds.requests:g}"
+            why = f"{own} requests of yours wait already; one tenant may have {share:.0%} of {bounds.requests:g}"
+            return WaitRefusal(why, "tenant_share")
         if own and own_bytes + size_bytes > share * bounds.size_bytes:
-            return f"waiting requests of yours hold {own_bytes} bytes; one tenant may have {share:.0%} of the room"
+            why = f"waiting requests of yours hold {own_bytes} bytes; one tenant may have {share:.0%} of the room"
+            return WaitRefusal(why, "tenant_share")
         return None
 
     def add(self, tenant: str, size_bytes: int) -> None:

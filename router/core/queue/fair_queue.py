@@ -37,6 +37,8 @@ MAX_SCANNED = 1000
 # work and the lines that predictions count change with the caches. 32 decisions each half second are some 0.2 % of a
 # core.
 _DECIDED_ANEW_S = 0.5
+# The setting by which a request is refused that would wait, or has waited, for too long.
+_WAIT_LIMIT = "max_wait_s"
 # A flow that cannot be served, because what it needs is scarce, falls behind the others by at most this much work:
 # else it would take the whole fleet for minutes afterwards. A guess.
 MAX_LAG_S = 10.0
@@ -271,6 +273,7 @@ class FairQueue:
             room_s = sum(self._backlog_s.values()) / (sum(map(self.rates.rate, self._backlog_s)) or 1.0)
         return Saturated(
             f"no engine had room within {queued.most_wait_s:.3g} s; try again",
+            limit=_WAIT_LIMIT,
             retry_after_s=self._retry_s(queued, queued.likely_worker, room_s, queued.work_s or _LEAST_WORK_S, now),
         )
 
@@ -317,11 +320,12 @@ class FairQueue:
         expected_s, work_s = self.wait_s(queued, decision), _work_s(decision)
         if refusal is not None:
             retry_s = self._retry_s(queued, decision.replica.id, expected_s - limit_s, work_s, now)
-            raise Saturated(f"{refusal}; try again in a while", retry_after_s=retry_s)
+            raise Saturated(f"{refusal.why}; try again in a while", limit=refusal.limit, retry_after_s=retry_s)
         if expected_s > limit_s:
             raise Saturated(
                 f"this would wait {expected_s:.1f} s for room at an engine, behind {self._waiting} requests; it may"
                 f" wait {queued.most_wait_s:.3g} s, and is let in up to {limit_s:.3g} s; try again",
+                limit=_WAIT_LIMIT,
                 retry_after_s=self._retry_s(queued, decision.replica.id, expected_s - limit_s, work_s, now),
             )
         return expected_s

@@ -31,7 +31,7 @@ export function subjectLink(entry) {
 export function HistoryLines({ entries, empty = "Nothing is recorded." }) {
   if (!entries.length) return html`<p class="empty">${empty}</p>`;
   return html`<ul class="lines">${entries.map((entry) => html`<li key=${entry.id}><time datetime=${entry.at} title=${entry.at}>${clock(entry.at)}</time><b class=${TONES[entry.severity] || tone(entry.kind)}>${entry.kind.replaceAll("_", " ")}</b>
-    <span class="grow">${subjectLink(entry)} <span class="muted">${bodyText(entry)}</span>${entry.next_step && html`<br/><span>${entry.next_step}</span>`}${outputOf(entry)}</span><${Actor} is=${entry.actor}/></li>`)}</ul>`;
+    ${entry.times > 1 && html`<span class="tag">${entry.times} times</span>`}<span class="grow">${subjectLink(entry)} <span class="muted">${bodyText(entry)}</span>${entry.next_step && html`<br/><span>${entry.next_step}</span>`}${outputOf(entry)}</span><${Actor} is=${entry.actor}/></li>`)}</ul>`;
 }
 
 // The output of an engine that came with an incident's cause.

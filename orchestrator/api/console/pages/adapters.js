@@ -45,8 +45,8 @@ const COLUMNS = [
   { id: "state", label: "state", value: stateOf, cell: (row) => html`<span title=${row.error || ""}><${State} is=${stateOf(row)}/></span>` },
   { id: "replicas", label: "ready", numeric: true, title: "replicas ready / wanted", value: (row) => row.replicas.ready, cell: (row) => html`<span class=${row.replicas.ready < row.replicas.desired ? "warn-text" : ""}>${row.replicas.ready}/${row.replicas.desired}</span>` },
   ...totalColumns((row) => row.sums),
-  { id: "prompt", label: "prompt", numeric: true, hide: "medium", title: "mean tokens of a prompt", value: (row) => promptOf(row.sums), cell: (row) => number(promptOf(row.sums), 0) },
-  { id: "cold", label: "cold starts", numeric: true, hide: "medium", value: (row) => row.sums?.cold_starts ?? 0, cell: (row) => number(row.sums?.cold_starts ?? 0) },
+  { id: "prompt", label: "prompt", numeric: true, hide: "wide", title: "mean tokens of a prompt", value: (row) => promptOf(row.sums), cell: (row) => number(promptOf(row.sums), 0) },
+  { id: "cold", label: "cold starts", numeric: true, hide: "wide", value: (row) => row.sums?.cold_starts ?? 0, cell: (row) => number(row.sums?.cold_starts ?? 0) },
   { id: "workers", label: "workers", hide: "narrow", value: (row) => row.workers.join(" "), cell: (row) => html`<span class="clip">${row.workers.slice(0, 3).map((one, at) => html`${at ? ", " : ""}<${WorkerLink} id=${one}/>`)}${row.workers.length > 3 ? ` +${row.workers.length - 3}` : ""}</span>` },
   { id: "tenants", label: "tenants", hide: "wide", value: (row) => (row.tenants || ["everyone"]).join(", "), cell: (row) => html`<span class="clip">${row.tenants ? row.tenants.join(", ") || "none" : "everyone"}</span>` },
   { id: "rank", label: "rank", numeric: true, hide: "wide", value: (row) => row.rank, cell: (row) => number(row.rank) },
@@ -106,7 +106,7 @@ export function AdapterPage({ id }) {
       ]}/><//>
       <div class="grid two"><${Panel} title="Where it is, and why"><${Copies} item=${item} placements=${placements.data} workers=${workers.data} history=${history.data}/><//>
         <${Panel} title="Names that lead here"><${Names} id=${id} aliases=${aliases.data} published=${published.data}/><//></div>`}<//>
-    <${Loaded} of=${series}>${(one) => html`<${WhySlow} total=${one.total} workers=${(found.data?.[4].data || []).filter((each) => adapter?.workers.includes(each.id))}/><${Totals} total=${one.total} rangeS=${rangeS}/><${TrafficCharts} found=${one}/>`}<//>
+    <${Loaded} of=${series} shape="charts">${(one) => html`<${WhySlow} total=${one.total} workers=${(found.data?.[4].data || []).filter((each) => adapter?.workers.includes(each.id))}/><${Totals} total=${one.total} rangeS=${rangeS}/><${TrafficCharts} found=${one}/>`}<//>
     <div class="grid two"><${SharesPanel} title="By worker" kind="adapter" name=${id} by="worker" rangeS=${rangeS}/>
       ${!me.get()?.is_confined_to_tenant && html`<${SharesPanel} title="By tenant" kind="adapter" name=${id} by="tenant" rangeS=${rangeS}/>`}</div>
     <div class="grid two"><${Panel} title="History"><${Loaded} of=${history}>${(page) => html`<${HistoryLines} entries=${page.data}/>`}<//><//><${Panel} title="Events"><${EventLines} most=${20} about=${id}/><//></div>`;

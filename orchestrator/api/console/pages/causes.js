@@ -5,6 +5,7 @@ import { Actor, Panel } from "../parts.js";
 import { Link } from "../route.js";
 import { ZONE, clock, missing, number, seconds, share } from "../format.js";
 import { KINDS, bodyText, subjectLink } from "./activity.js";
+import { limitText } from "./requests.js";
 
 const QUIET_S = 60;      // so long without an error ends a spell
 const BEFORE_S = 600;    // changes so long before a spell are shown
@@ -39,7 +40,7 @@ export const loadChanges = (signal, sinceS, limit = 200) => {
   return Promise.all([
     get(`/v1/history?limit=${limit}${since}${KINDS.changes.map((kind) => "&kind=" + kind).join("")}`, { signal }),
     get(`/v1/history?limit=${limit}${since}&kind=incident&severity=warning`, { signal }),
-  ]).then(([changes, incidents]) => [...changes.data.filter((entry) => entry.actor !== "lorafleet"), ...incidents.data].sort((left, right) => right.id - left.id));
+  ]).then(([changes, incidents]) => [...changes.data.filter((entry) => !/^lorafleet(?! \()/.test(entry.actor)), ...incidents.data].sort((left, right) => right.id - left.id));
 };
 
 // load: a series of a longer range, for spells that began before this one
@@ -52,9 +53,15 @@ export function ErrorCauses({ found, changes, keys, load }) {
   const list = inRange.map((spell) => { const whole = spell.isOlder && older.get(spell.code); return { stepS: found.step_s, ...spell, ...(whole ? { since: whole.since, isOlder: whole.isOlder, stepS: whole.stepS } : {}) }; });
   return html`<${Panel} title="Errors, and what changed before" note=${`refusals, too; times in ${ZONE}`} actions=${html`<${Link} to="activity" query=${{ show: "changes" }}>All changes<//>`}><ul class="lines">${list.slice(0, 6).map((spell) => {
     const before = spell.isOlder ? [] : changesBefore(changes, spell.since, spell.stepS), [key, part] = mostOf(keys, spell.code);
-    return html`<li key=${spell.code}><time>${spell.isOlder ? "before " : "since "}${clock(spell.since * 1000)}</time><b class=${spell.isNow ? "bad-text" : ""}>${spell.code}</b>
-      <span class="grow">${spell.isNow ? `${number(spell.perS, 2)} a second` : "over"}${key ? html`, ${share(part)} to key <${Link} to="tenants">${notes.get(key) || key}<//>` : ""}${before.map((entry) => html`<br/><span>${clock(entry.at)}: <b>${entry.kind.replaceAll("_", " ")}</b> ${subjectLink(entry)} <span class="muted">${bodyText(entry)}</span> ${entry.severity ? "" : html`by <${Actor} is=${entry.actor}/>`}</span>`)}${!before.length && !spell.isOlder ? html`<br/><span class="muted">nothing was changed in the ${seconds(BEFORE_S)} before</span>` : ""}</span></li>`;
+    return html`<li key=${spell.code}><time>${spell.isOlder ? "before " : "since "}${clock(spell.since * 1000)}</time><b class=${spell.isNow ? "bad-text" : ""}>${codeText(spell.code)}</b>
+      <span class="grow">${spell.isNow ? `${number(spell.perS, 2)} a second` : "over"}${key ? html`, ${share(part)} to key <${Link} to="tenants">${notes.get(key) || key}<//>` : ""}, <${Link} to="requests" query=${{ status: spell.code.slice(0, 3), key }}>its requests<//>${before.map((entry) => html`<br/><span>${clock(entry.at)}: <b>${entry.kind.replaceAll("_", " ")}</b> ${subjectLink(entry)} <span class="muted">${bodyText(entry)}</span> ${entry.severity ? "" : html`by <${Actor} is=${entry.actor}/>`}</span>`)}${!before.length && !spell.isOlder ? html`<br/><span class="muted">nothing was changed in the ${seconds(BEFORE_S)} before</span>` : ""}</span></li>`;
   })}</ul><//>`;
+}
+
+// A code of the traffic: status, code, and of a 429 the limit that was reached.
+function codeText(code) {
+  const [status, name, limit] = code.split(" ");
+  return limit ? `${status} ${name}: ${limitText(limit)}` : code;
 }
 
 // The key that got most of a code, and its part.

@@ -24,7 +24,7 @@ function OwnPage({ tenant }) {
   const series = useLoad((signal) => traffic("tenant", tenant, rangeS, signal), [rangeS], { follow: "ticks" });
   const failed = useLoad((signal) => get("/v1/adapters?state=failed&limit=20", { signal }), []);
   return html`<${Head} title=${tenant} hasRange/>
-    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/><${Pauses} isQuiet/>
+    <${Loaded} of=${series} shape="charts">${(found) => html`<${Tiles} found=${found}/><${Pauses} isQuiet/>
       ${failed.data?.data.length > 0 && html`<${Panel} title="Needs attention"><ul class="lines">${failed.data.data.map((one) => html`<li key=${one.lora_id}><${State} is="failed"/><b><${AdapterLink} id=${one.lora_id}/></b><span class="grow">${one.error}</span></li>`)}</ul><//>`}
       <${TrafficCharts} found=${found}/>`}<//>
     <${Panel} title="Now" note="what changes in its adapters, as it happens"><${EventLines} most=${12}/><//>`;
@@ -36,7 +36,7 @@ function WholeFleetPage() {
   const marks = useMemo(() => (changes.data || []).map((entry) => ({ at: Date.parse(entry.at) / 1000 })), [changes.data]);
   const series = useLoad((signal) => traffic("fleet", "", rangeS, signal), [rangeS], { follow: "ticks" });
   return html`<${Head} title="Fleet" hasRange/>
-    <${Loaded} of=${series}>${(found) => html`<${Tiles} found=${found}/><${Pauses} isQuiet/><${Attention}/><${ErrorCauses} found=${found} changes=${changes.data || []} keys=${keys.data} load=${(seconds, signal) => traffic("fleet", "", seconds, signal)}/><${TrafficCharts} found=${found} marks=${marks} isFleet/>`}<//>
+    <${Loaded} of=${series} shape="charts">${(found) => html`<${Tiles} found=${found}/><${Pauses} isQuiet/><${Attention}/><${ErrorCauses} found=${found} changes=${changes.data || []} keys=${keys.data} load=${(seconds, signal) => traffic("fleet", "", seconds, signal)}/><${TrafficCharts} found=${found} marks=${marks} isFleet/>`}<//>
     <${Engines}/>
     <div class="grid two"><${Panel} title="Changes" note=${`by people; dotted lines in Errors and refusals; times in ${ZONE}`} actions=${html`<${Link} to="activity" query=${{ show: "changes" }}>All changes<//>`}><${Loaded} of=${changes}>${(list) => html`<${HistoryLines} entries=${list.filter((entry) => !entry.severity).slice(0, 8)} empty="Nobody has changed anything yet."/>`}<//><//><${Incidents}/></div>
     <${BaseModels} rangeS=${rangeS}/>`;
@@ -98,9 +98,19 @@ export function TrafficCharts({ found, isFleet = false, marks }) {
 }
 const blank = (at) => at.map(() => null);
 
+// The last incident of each kind at each worker, errors first: one that comes often hides no other.
+export function groupedIncidents(entries) {
+  const groups = new Map();
+  for (const entry of entries) {
+    const of = `${entry.kind} ${entry.subject}`, group = groups.get(of), times = entry.body?.count || 1;
+    group ? (group.times += times) : groups.set(of, { ...entry, times });
+  }
+  return [...groups.values()].sort((left, right) => (right.severity === "error") - (left.severity === "error") || right.id - left.id);
+}
+
 function Incidents() {
-  const found = useLoad((signal) => get("/v1/history?kind=incident&severity=warning&limit=8", { signal }), []);
-  return html`<${Panel} title="Incidents" note=${`warnings and errors of engines and workers; times in ${ZONE}`} actions=${html`<${Link} to="activity" query=${{ show: "incident" }}>All, starts too<//>`}><${Loaded} of=${found}>${(page) => html`<${HistoryLines} entries=${page.data} empty="None is recorded."/>`}<//><//>`;
+  const found = useLoad((signal) => Promise.all(["error", "warning"].map((severity) => get(`/v1/history?kind=incident&severity=${severity}&limit=100`, { signal }))), []);
+  return html`<${Panel} title="Incidents" note=${`the last of each kind, errors first; times in ${ZONE}`} actions=${html`<${Link} to="activity" query=${{ show: "incident" }}>All, starts too<//>`}><${Loaded} of=${found} rows=${4}>${([errors, all]) => html`<${HistoryLines} entries=${groupedIncidents([...errors.data, ...all.data.filter((entry) => entry.severity !== "error")].sort((left, right) => right.id - left.id)).slice(0, 8)} empty="None is recorded."/>`}<//><//>`;
 }
 
 function Attention() {
@@ -108,7 +118,7 @@ function Attention() {
   const found = useLoad((signal) => Promise.all([
     get("/v1/adapters?has_error=true&limit=20", { signal }), all("/v1/workers"), get("/v1/orphans?limit=20", { signal }), get("/v1/aliases?limit=1000", { signal }),
   ]), []);
-  if (!found.data) return "";
+  if (!found.data) return html`<${Loaded} of=${found} rows=${1}/>`;
   const [failed, workers, orphans, aliases] = found.data;
   const rows = [];
   for (const adapter of failed.data) rows.push([`a-${adapter.lora_id}`, adapter.replicas.ready ? "fewer copies" : adapter.state === "failed" ? "failed" : "cannot load", html`<${AdapterLink} id=${adapter.lora_id}/>`, adapter.error]);

@@ -1,8 +1,8 @@
-// Requests: where the last ones went and why; one decision's terms; the same under another policy.
+// Requests: what became of each and why; one decision's terms; the same under another policy.
 import { html, useStore, useState } from "../lib.js";
-import { call, get, now, useLoad } from "../api.js";
+import { call, get, keyNotes, now, useLoad } from "../api.js";
 import { Table } from "../table.js";
-import { Choice, Facts, Field, Head, Loaded, Panel, Search, useLater } from "../parts.js";
+import { Choice, Facts, Field, Head, Loaded, Panel, Search, State, useLater } from "../parts.js";
 import { Pauses } from "./pauses.js";
 import { AdapterLink, Link, WorkerLink, place, setQuery } from "../route.js";
 import { ZONE, clock, missing, number, seconds, share } from "../format.js";
@@ -12,37 +12,74 @@ const COUNTED = { local: "by the router", remote: "by an engine", given: "by the
 const POLICIES = ["kv_lora", "least_loaded", "round_robin", "session", "prefix_hash"];
 const adapterOf = (name) => name === "base" ? "base" : name.replace(/@[0-9a-f]{12}$/, "");
 
+const STATUSES = [["", "any answer"], ["failed", "every error"], ["429", "429: refused by a limit"], ["4xx", "4xx"], ["5xx", "5xx"], ["499", "499: the client left"], ["200", "200"]];
+const FILTERS = ["worker", "tenant", "key", "status"];
+
 export function RequestsPage() {
-  const { query } = useStore(place);
-  const adapter = query.get("adapter") || "", worker = query.get("worker") || "", asked = useLater(adapter, 300);
+  const { query } = useStore(place), notes = useStore(keyNotes);
+  const adapter = query.get("adapter") || "", asked = useLater(adapter, 300), chosen = Object.fromEntries(FILTERS.map((name) => [name, query.get(name) || ""]));
   const [paused, setPaused] = useState(false), [limit, setLimit] = useState(50);
-  const found = useLoad((signal) => decisions(asked, worker, limit, signal), [asked, worker, paused, limit], { follow: paused ? "none" : "ticks" });
-  const workers = useLoad((signal) => get("/v1/workers?limit=1000", { signal }), []);
+  const found = useLoad((signal) => lastRequests(asked, chosen, limit, signal), [asked, ...Object.values(chosen), paused, limit], { follow: paused ? "none" : "ticks" });
+  const names = useLoad((signal) => Promise.all([get("/v1/workers?limit=1000", { signal }).catch(() => ({ data: [] })), get("/v1/keys", { signal })]), []);
+  const [workers, keys] = names.data || [{ data: [] }, { data: [] }], tenants = [...new Set(keys.data.map((one) => one.tenant).filter(Boolean))].sort();
+  const filter = (name, label, any, options) => html`<${Choice} label=${label} value=${chosen[name]} options=${[["", any], ...withChosen(options, chosen[name])]} onChange=${(value) => setQuery({ [name]: value })}/>`;
+  const isFiltered = asked || Object.values(chosen).some(Boolean);
   return html`<${Head} title="Requests"><button type="button" class="action" aria-pressed=${paused} onClick=${() => setPaused(!paused)}>${paused ? "Go on" : "Pause"}</button><//>
     <div class="bar"><${Search} value=${adapter} label="Adapter, base, or a request's id" placeholder="An adapter's name, base, or an x-request-id" onInput=${(text) => setQuery({ adapter: text })}/>
-      <${Choice} label="Worker" value=${worker} options=${[["", "any worker"], ...(workers.data?.data || []).map((one) => [one.id, one.id])]} onChange=${(value) => setQuery({ worker: value })}/></div>
+      <${Choice} label="Answer" value=${chosen.status} options=${STATUSES} onChange=${(value) => setQuery({ status: value })}/>
+      ${filter("tenant", "Tenant", "any tenant", tenants.map((one) => [one, one]))}${filter("key", "Key", "any key", keys.data.map((one) => [one.key_id, one.note || one.key_id]))}${filter("worker", "Worker", "any worker", workers.data.map((one) => [one.id, one.id]))}</div>
     <${Waiting}/>
-    <${Panel} title="The last decisions" note=${`of all routers; under load a sample; times in ${ZONE}`}><${Loaded} of=${found}>${(list) => html`
+    <${Panel} title="The last requests" note=${`of all routers, refused ones included; times in ${ZONE}`}><${Loaded} of=${found} rows=${12}>${(list) => html`
       ${list.missing?.length > 0 && html`<p class="notice">${list.missing.length} of the routers did not answer: ${list.missing.join(", ")}</p>`}
-      <${Table} label="Decisions" rows=${list.data} rowKey=${(row) => row.request_id + row.at} sort="-at" empty=${asked || worker ? "None of the decisions that routers keep is of that adapter, request or worker." : "No router has decided anything yet, or none has answered."} columns=${[
-        { id: "at", label: "when", value: (row) => row.at, cell: (row) => clock(row.at) },
+      <${Table} label="Requests" rows=${list.data} rowKey=${(row) => row.request_id + row.at} sort="-at" empty=${isFiltered ? "None of the requests that routers keep is such a one." : "No router has had a request yet, or none has answered."} columns=${[
+        { id: "at", label: "ended", value: (row) => row.at, cell: (row) => clock(row.at) },
         { id: "request", label: "request", value: (row) => row.request_id, cell: (row) => html`<${Link} to=${"requests/" + row.request_id}><code>${row.request_id.slice(0, 12)}</code><//>` },
-        { id: "adapter", label: "adapter", value: (row) => row.adapter, cell: (row) => adapterOf(row.adapter) === "base" ? "base model" : html`<${AdapterLink} id=${adapterOf(row.adapter)}/>` },
-        { id: "worker", label: "worker", value: (row) => row.worker_id || "", cell: (row) => row.worker_id ? html`<${WorkerLink} id=${row.worker_id}/>` : missing },
-        { id: "why", label: "why there", hide: "narrow", value: (row) => why(row), cell: (row) => html`<span class="muted">${why(row)}</span>` },
-        { id: "waited", label: "waited", numeric: true, value: (row) => row.waited_s ?? 0, cell: (row) => seconds(row.waited_s ?? 0) },
+        { id: "status", label: "answer", value: (row) => row.status, cell: (row) => html`<${Answer} row=${row}/>` },
+        { id: "tenant", label: "tenant", value: (row) => row.tenant, cell: (row) => row.tenant ? html`<${Link} to=${"tenants/" + row.tenant}>${row.tenant}<//>` : missing },
+        { id: "key", label: "key", hide: "narrow", value: (row) => notes.get(row.key) || row.key, cell: (row) => row.key ? html`<span class="clip" title=${row.key}>${notes.get(row.key) || html`<code>${row.key}</code>`}</span>` : missing },
+        { id: "adapter", label: "adapter", value: (row) => row.adapter || row.asked, cell: (row) => html`<${Target} row=${row}/>` },
+        { id: "worker", label: "worker", value: (row) => row.worker || "", cell: (row) => row.worker ? html`<${WorkerLink} id=${row.worker}/>` : missing },
+        { id: "why", label: "why", hide: "medium", value: (row) => reason(row), cell: (row) => html`<span class="clip reason ${row.code ? "" : "muted"}" title=${reason(row)}>${reason(row)}</span>` },
+        { id: "waited", label: "waited", numeric: true, hide: "wide", value: (row) => waited(row), cell: (row) => seconds(waited(row)) },
         { id: "first", label: "first data", numeric: true, value: (row) => row.first_data_s ?? null, cell: (row) => seconds(row.first_data_s ?? null) },
-        { id: "cached", label: "cached / prompt", numeric: true, hide: "medium", value: (row) => row.cached_tokens, cell: (row) => `${row.engine_cached_tokens ?? row.cached_tokens} / ${row.prompt_tokens}` }]}/>
-      ${list.data.length >= limit && limit < 1000 && html`<div><button type="button" class="action" onClick=${() => setLimit(limit * 4)}>More</button></div>`}`}<//><//>
+        { id: "whole", label: "whole", numeric: true, hide: "wide", value: (row) => row.duration_s, cell: (row) => seconds(row.duration_s) },
+        { id: "cached", label: "cached / prompt", numeric: true, hide: "wide", value: (row) => row.cached_tokens, cell: (row) => row.prompt_tokens === null ? missing : `${row.cached_tokens ?? "?"} / ${row.prompt_tokens}` }]}/>
+      ${list.data.length >= limit && limit < 1000 && html`<div><button type="button" class="action" onClick=${() => setLimit(Math.min(1000, limit * 4))}>More</button></div>`}`}<//><//>
     <${Pauses}/><${Ask}/>`;
 }
 
-// Decisions of an adapter, or of the request with this id; of a worker, or of any.
-async function decisions(asked, worker, limit, signal) {
-  const ask = (more) => get(`/v1/decisions?limit=${limit}${more}${worker ? "&worker=" + encodeURIComponent(worker) : ""}`, { signal });
-  if (!asked) return ask("");
-  const [ofAdapter, ofRequest] = await Promise.all([ask("&adapter=" + encodeURIComponent(asked)), ask("&request=" + encodeURIComponent(asked))]);
-  return { ...ofAdapter, data: [...ofRequest.data, ...ofAdapter.data] };
+// A name in the address that no list has, such as a key that was removed, is an option, too.
+const withChosen = (options, value) => (!value || options.some(([id]) => id === value) ? options : [...options, [value, value]]);
+
+// Requests of an adapter, or the one with this id, each with why it went where it did.
+async function lastRequests(asked, chosen, limit, signal) {
+  const more = Object.entries(chosen).map(([name, value]) => (value ? `&${name}=${encodeURIComponent(value)}` : "")).join("");
+  const ask = (adapter) => get(`/v1/requests?limit=${limit}${more}${adapter ? "&adapter=" + encodeURIComponent(adapter) : ""}`, { signal });
+  const one = asked ? get("/v1/requests/" + encodeURIComponent(asked), { signal }).catch((error) => { if (error.status === 404) return { data: [] }; throw error; }) : { data: [] };
+  const [list, ofId, decided] = await Promise.all([ask(asked), one, get(`/v1/decisions?limit=${limit}${asked ? "" : more.includes("worker") ? "&worker=" + encodeURIComponent(chosen.worker) : ""}`, { signal })]);
+  const decisions = new Map(decided.data.map((row) => [row.request_id, row]));
+  return { ...list, data: [...ofId.data, ...list.data].map((row) => ({ ...row, decision: row.decisions?.[0] || decisions.get(row.request_id) })) };
+}
+
+const waited = (row) => ["pause", "hold", "queue", "failed_attempts"].reduce((whole, name) => whole + (row.stages[name] || 0), 0);
+
+// Why a request failed, or else why it went where it did.
+const reason = (row) => (row.limit ? `reached ${limitText(row.limit)}` : row.cause || (row.decision ? why(row.decision) : ""));
+
+const LIMIT_NAMES = { requests_per_minute: "requests a minute", tokens_per_minute: "tokens a minute", bytes_per_minute: "bytes a minute", concurrent_requests: "requests at once" };
+export const limitText = (limit) => (LIMIT_NAMES[limit] ? `the key's ${LIMIT_NAMES[limit]}` : limit);
+
+function Answer({ row }) {
+  if (row.status === null) return html`<${State} is="runs" tone="plain"/>`;
+  const tone = row.status >= 500 || (row.code && row.status < 400) ? "bad" : row.status >= 400 ? "warn" : "good";
+  return html`<${State} is=${`${row.status} ${row.code}`.trim()} tone=${tone}/>`;
+}
+
+// The adapter that a request got; before it was known, the name that it asked for.
+function Target({ row }) {
+  if (!row.adapter) return html`<span class="muted">${row.asked || missing}</span>`;
+  const name = adapterOf(row.adapter);
+  return name === "base" ? "base model" : html`<${AdapterLink} id=${name}/>`;
 }
 
 // Who waits now, by tenant: the requests below have been sent.
@@ -70,9 +107,30 @@ export function why(row) {
 const onlyOne = (row) => row.rejected.every((one) => /not resident/.test(one.reason)) ? "no other worker has the adapter loaded" : "no other worker could take it";
 
 export function RequestPage({ id }) {
-  const found = useLoad((signal) => get("/v1/decisions?limit=20&request=" + encodeURIComponent(id), { signal }), [id], { follow: "none" });
+  const found = useLoad((signal) => Promise.all([get("/v1/requests/" + encodeURIComponent(id), { signal }), get("/v1/decisions?limit=20&request=" + encodeURIComponent(id), { signal }).catch(() => ({ data: [] }))]), [id], { follow: "none" });
   return html`<${Head} title=${"Request " + id.slice(0, 12)} crumbs=${[html`<${Link} to="requests">Requests<//> /`]}/>
-    <${Loaded} of=${found}>${(list) => list.data.length ? list.data.map((row, at) => html`<${Decision} row=${row} key=${row.at} title=${at ? "An earlier attempt" : "The decision"} canReplay/>`) : html`<p class="notice">No router has this request any more: each keeps its last 1,000 decisions, and under load a sample of them.</p>`}<//>`;
+    <${Loaded} of=${found} rows=${8}>${([list, decided]) => html`${list.data.map((row, at) => html`<${Story} row=${row} key=${row.at} title=${at ? "An earlier request with this id" : "What became of it"} hasDecision=${decided.data.length > 0}/>`)}
+      ${decided.data.map((row, at) => html`<${Decision} row=${row} key=${row.at} title=${at ? "An earlier attempt" : "The decision"} canReplay/>`)}`}<//>`;
+}
+
+const STAGES = [["read", "read", "until its body was there"], ["prepare", "prepare", "name, tokens, hashes, decision"], ["pause", "paused", "for the end of a pause"], ["hold", "held", ""], ["queue", "queued", ""], ["failed_attempts", "failed attempts", "lost at workers that failed it"],
+  ["first_data", "first data", "from dispatch to the first token, or to a whole answer"], ["relay", "relay", "the rest of the answer"], ["no_data", "no data", "at an engine that sent nothing"], ["whole", "whole", "it was not begun"]];
+const ENDED_IN = { read: "it was refused before it was read", resolve: "its name led to nothing it may use", tokenize: "its prompt was being counted", hold: "it waited for its adapter", decide: "it waited for room at an engine", open: "it was sent to an engine", relay: "its answer was on the way" };
+
+// What became of a request: the limit first where one was reached, then who, where, and the seconds of each stage.
+function Story({ row, title, hasDecision }) {
+  const notes = useStore(keyNotes), stages = STAGES.filter(([name]) => row.stages[name] >= 0.0005 || name === "whole" && row.stages[name]), whole = stages.reduce((sum, [name]) => sum + row.stages[name], 0);
+  const cause = { hold: row.held_for, queue: row.queued_for };
+  return html`<${Panel} title=${title} note=${row.router && `router ${row.router}`}>
+    <p><${Answer} row=${row}/></p>
+    ${(row.cause || row.limit) && html`<div class="notice ${row.status >= 400 || row.code ? "bad" : ""}" role="note">${row.limit && html`<p><b>Limit reached: ${limitText(row.limit)}${LIMIT_NAMES[row.limit] ? html` (<code>${row.limit}</code>)` : ""}.</b></p>`}<p>${row.cause}</p>${row.next_step && html`<p><b>Next:</b> ${row.next_step}.</p>`}</div>`}
+    <${Facts} rows=${[["Ended", clock(row.at, { date: true })], row.stage && ["Ended when", ENDED_IN[row.stage] || row.stage], ["Tenant", row.tenant ? html`<${Link} to=${"tenants/" + row.tenant}>${row.tenant}<//>` : "none"],
+      ["Key", row.key ? html`${notes.get(row.key) || ""} <code>${row.key}</code> <${Link} to="requests" query=${{ key: row.key }}>its requests<//>` : "none"], ["Asked for", row.asked || missing], ["Adapter", html`<${Target} row=${row}/>`],
+      ["Worker", row.worker ? html`<${WorkerLink} id=${row.worker}/>` : "none"], ["Attempts", String(row.attempts ?? 0)], row.failures?.length > 0 && ["Failed attempts", row.failures.map((one) => `${one.worker}: ${one.reason.replaceAll("_", " ")}`).join("; "), true],
+      ["Call", `${row.method || ""} ${row.path || ""}`], row.prompt_tokens !== null && row.prompt_tokens !== undefined && ["Tokens", `${row.prompt_tokens} prompt, ${row.cached_tokens ?? "?"} of them cached, ${row.completion_tokens ?? 0} output`], ["Request id", html`<code>${row.request_id}</code>`, true]]}/>
+    ${whole > 0 && html`<h3>Where its ${seconds(whole)} went</h3><div class="term-bar" role="img" aria-label=${stages.map(([name, label]) => `${label} ${seconds(row.stages[name])}`).join(", ")}>${stages.map(([name], at) => html`<span class="s${at % 8}" style=${{ width: share(row.stages[name] / whole, 2).replace(" ", "") }}></span>`)}</div>
+      <ul class="lines">${stages.map(([name, label, about], at) => html`<li key=${name}><i class="swatch s${at % 8}"></i><b>${seconds(row.stages[name])} ${label}</b><span class="grow muted">${cause[name] ? `for ${cause[name]}` : about}</span></li>`)}</ul>`}
+    ${row.worker && !hasDecision && html`<p class="note">The whole decision is not kept any more: routers keep their last 1,000, under load a sample.${row.terms ? ` ${row.terms.worker_id} cost ${seconds(row.terms.cost_s)}: ${TERMS.filter(([name]) => row.terms[name] > 0.0005).map(([name, label]) => `${label} ${seconds(row.terms[name])}`).join(", ") || "nothing to speak of"}.` : ""}</p>`}<//>`;
 }
 
 export function Decision({ row, title, canReplay = false }) {

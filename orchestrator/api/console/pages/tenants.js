@@ -8,6 +8,8 @@ import { clock, missing, number, plural, seconds, share } from "../format.js";
 import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
 import { stateOf } from "./adapters.js";
 
+// What of 429s is by a limit: of the codes that routers report, "429 rate_limited concurrent_requests" -> count.
+const byLimit = (row, limit) => Object.entries(row?.codes || {}).filter(([name]) => name.startsWith("429") && name.endsWith(" " + limit)).reduce((whole, [, count]) => whole + count, 0);
 const refused = (row, code = "429") => Object.entries(row?.codes || {}).filter(([name]) => name.startsWith(code)).reduce((whole, [, count]) => whole + count, 0);
 
 export function TenantsPage({ tenant }) {
@@ -43,7 +45,7 @@ function Keys({ rangeS }) {
     return html`<${Table} label="Keys" name="keys" rows=${rows} rowKey=${(row) => row.key_id} sort="-requests" empty="No key file is set: everybody on this machine may do everything." columns=${[
       { id: "key", label: "key", value: (row) => row.note || row.key_id, cell: (row) => html`${row.note ? html`<span class="clip note-of-key" title=${row.note}>${row.note}</span> ` : ""}<code>${row.key_id}</code>${row.isGone ? html` <span class="tag">removed</span>` : ""}` },
       { id: "tenant", label: "tenant", value: (row) => row.tenant || "", cell: (row) => row.tenant ? html`<${Link} to=${"tenants/" + row.tenant}>${row.tenant}<//>` : "no tenant" },
-      { id: "scopes", label: "scopes", hide: "narrow", value: (row) => row.scopes.join(", "), cell: (row) => row.scopes.map((scope) => html`<span class="tag">${scope}</span> `) },
+      { id: "scopes", label: "scopes", hide: "wide", value: (row) => row.scopes.join(", "), cell: (row) => row.scopes.map((scope) => html`<span class="tag">${scope}</span> `) },
       ...totalColumns((row) => row.sums).filter((column) => ["requests", "output", "errors"].includes(column.id)).map((column) => (column.id === "requests" ? column : { ...column, hide: "wide" })),
       { id: "limited", label: "429", numeric: true, value: (row) => refused(row.sums), cell: (row) => html`<span class=${refused(row.sums) ? "warn-text" : ""}>${number(refused(row.sums))}</span>` },
       { id: "limits", label: "limits, and use of them", title: "mean of the last 5 minutes, without refused requests", value: (row) => Object.keys(row.limits).length, cell: (row) => html`<${Limits} row=${row} lately=${lately.get(row.key_id)}/>` },
@@ -75,14 +77,15 @@ function Limits({ row, lately }) {
   const entries = Object.entries(row.limits);
   if (!entries.length) return html`<span class="muted">none</span>`;
   const used = recentUse(lately);
-  return html`${entries.map(([name, limit]) => used[name] !== undefined ? html`<span key=${name} class="limit"><${Meter} value=${used[name]} of=${limit} format=${(value) => `${number(value)} of ${number(limit)}`} label=${`${number(used[name])} of ${limit} ${LIMITS[name]}`}/> <span class="sub">${LIMITS[name]}</span></span> ` : html`<span class="tag" key=${name}>${number(limit)} ${LIMITS[name] || name}</span> `)}`;
+  const urgency = ([name, limit]) => byLimit(row.sums, name) || (used[name] ?? 0) / limit - 1, shown = [...entries].sort((left, right) => urgency(right) - urgency(left)).slice(0, 2);
+  return html`<span class="limits" title=${entries.map(([name, limit]) => `${number(limit)} ${LIMITS[name] || name}`).join(", ")}>${shown.map(([name, limit]) => { const hits = byLimit(row.sums, name), said = hits ? html` <span class="bad-text">${number(hits)} refused</span>` : ""; return used[name] !== undefined ? html`<span key=${name} class="limit"><${Meter} value=${used[name]} of=${limit} tone=${hits ? "bad" : undefined} format=${(value) => `${number(value)} of ${number(limit)}`} label=${`${number(used[name])} of ${limit} ${LIMITS[name]}`}/> <span class="sub">${LIMITS[name]}</span>${said}</span> ` : html`<span class="limit" key=${name}><span class="tag">${number(limit)} ${LIMITS[name] || name}</span>${said}</span> `; })}</span>${entries.length > shown.length ? html` <span class="sub">+${entries.length - shown.length}</span>` : ""}`;
 }
 
 function TenantPage({ tenant, rangeS }) {
   const series = useLoad((signal) => traffic("tenant", tenant, rangeS, signal), [tenant, rangeS], { follow: "ticks" });
   const adapters = useLoad((signal) => get("/v1/adapters?limit=1000&tenant=" + encodeURIComponent(tenant), { signal }), [tenant]);
   return html`<${Head} title=${tenant || "Requests without a tenant"} crumbs=${[html`<${Link} to="tenants">Tenants<//> /`]} hasRange/>
-    <${Loaded} of=${series}>${(found) => html`<div class="tiles">${[
+    <${Loaded} of=${series} shape="charts">${(found) => html`<div class="tiles">${[
       ["Requests", number(found.total.requests), `${number(refused(found.total))} answered 429`], ["Prompt tokens", number(found.total.prompt_tokens), "in this time"], ["Output tokens", number(found.total.output_tokens), "in this time"],
       ["First token, p95", seconds(found.total.first_token_s.p95), `p50 ${seconds(found.total.first_token_s.p50)}`], ["Mean wait", seconds(found.total.waited_s), "for room at an engine"]]
       .map(([label, value, under]) => html`<${Tile} key=${label} label=${label} value=${value} under=${under}/>`)}</div><${TrafficCharts} found=${found}/>`}<//>

@@ -75,7 +75,7 @@ export function WorkerPage({ id }) {
         report.state_reason && ["Why", report.state_reason],
       ]}/><//>
       <${Holds} report=${report}/>`}<//>
-    <${Loaded} of=${series}>${({ points }) => html`<div class="grid">
+    <${Loaded} of=${series} shape="charts">${({ points }) => html`<div class="grid">
       <${Chart} title="Requests" note="a second, sent here" at=${points.at} format=${(value) => number(value)} series=${[{ label: "all", values: points.requests_per_s, fill: true }, { label: "failed", values: points.errors_per_s, at: 5 }]}/>
       <${Chart} title="In the engine" note="requests" at=${points.at} format=${(value) => number(value)} series=${["running", "waiting", "waiting_for_slot"].map((name, order) => ({ label: name.replaceAll("_", " "), values: points.gauges[name] || points.at.map(() => null), at: [0, 1, 3][order], fill: !order }))}/>
       <${Chart} title="KV cache in use" at=${points.at} max=${1} format=${(value) => share(value)} series=${[{ label: "in use", values: points.gauges.kv_usage || points.at.map(() => null), at: 2, fill: true }]}/>
