@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -16,6 +16,8 @@ import structlog
 from fastapi import FastAPI
 
 from lorafleet.engine.agentless import engines_by_id
+from lorafleet.engine.settings import agent_key_of
+from lorafleet.engine.worker_proofs import AgentProofs
 from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
 from lorafleet.kube.client import KubeClient, connect
@@ -49,7 +51,7 @@ from orchestrator.leadership.forward import LeaderForwarding, OwnCalls
 from orchestrator.leadership.kube_lease import KubeLease
 from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.reconcile.agent_client import AgentClient
+from orchestrator.reconcile.agent_client import AgentClient, ask_for_proof
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.file_relay import FileRelay
 from orchestrator.reconcile.kube_workers import KubeWorkerFinder
@@ -170,7 +172,7 @@ def build(
         await leadership.confirm_leading()
         return store.epoch
 
-    agents = AgentClient(client, own_key=OwnKey(settings.token, settings.token_file), epoch=epoch_if_leading)
+    agents = _agent_client(settings, keys, client, epoch_if_leading, clock)
     reconciler = Reconciler(
         settings=settings,
         store=store,
@@ -188,6 +190,7 @@ def build(
         leadership=leadership,
         reconciler=reconciler,
         agents=agents,
+        own_key=OwnKey(settings.token, settings.token_file),
         client=client,
         timeout_s=settings.probe_timeout_s,
     )
@@ -295,6 +298,23 @@ def build(
     return service
 
 
+def _agent_client(
+    settings: OrchestratorSettings,
+    keys: ApiKeys,
+    client: httpx.AsyncClient,
+    epoch: Callable[[], Awaitable[int]],
+    clock: Callable[[], float],
+) -> AgentClient:
+    """The client of the agents, with a key that opens agents alone, and the proofs of their addresses."""
+    proofs = AgentProofs(
+        keys=keys,
+        ask=partial(ask_for_proof, client, settings.probe_timeout_s),
+        valid_s=settings.probe_after_s,
+        clock=clock,
+    )
+    return AgentClient(client, agent_key=agent_key_of(settings), proofs=proofs, epoch=epoch)
+
+
 def _file_relay(
     settings: OrchestratorSettings, client: httpx.AsyncClient, reports: WorkerReports, agents: AgentClient
 ) -> FileRelay:
@@ -302,7 +322,7 @@ def _file_relay(
     return FileRelay(
         client,
         reports,
-        own_key=agents.own_key,
+        agents=agents,
         peers=settings.peer_fleets,
         peer_key=OwnKey("", settings.peer_token_file),
         probe_timeout_s=settings.probe_timeout_s,

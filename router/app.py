@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
@@ -13,6 +14,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 
+from lorafleet.engine.settings import agent_key_of
 from lorafleet.http_server import serve
 from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.guard import guard
@@ -61,6 +63,7 @@ from router.factories import (
     router_now,
 )
 from router.fleet.usage_report import UsageCounts
+from router.http.call_keys import make_call_keys
 from router.http.engine_pool import EnginePool
 from router.http.error_shapes import error_body, shape_of, shaped
 from router.kv.feeds import KvFeeds
@@ -96,13 +99,22 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     # To the orchestrator and agents; `agents` is for calls that streams and snapshots make.
     agents = EnginePool(connect_s=config.control_timeout_s)
     control = make_control_client(config, own_key, agents)
+    call_keys = make_call_keys(
+        keys=keys,
+        own=own_key,
+        agents=agent_key_of(config),
+        orchestrator_url=config.orchestrator_url,
+        pool=agents,
+        timeout_s=config.control_timeout_s,
+        clock=time.monotonic,
+    )
     outbox = Outbox()
     # What the router knows.
     load = LoadBook()
     accuracy = PredictionAccuracy()
     breaker = make_circuit_breaker(config, metrics)
-    tokenizers = make_tokenizers(config, control, metrics)
-    feeds = KvFeeds(metrics, config.kv_tail_poll_s, accuracy, own_key, agents)
+    tokenizers = make_tokenizers(config, control, call_keys, metrics)
+    feeds = KvFeeds(metrics, config.kv_tail_poll_s, accuracy, call_keys.key_for, agents)
     usage, learning = UsageCounts(router_id, load), BackgroundTasks()
     listener = WorkerListener(
         feeds=feeds,
@@ -114,7 +126,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         metrics=metrics,
         learning=learning,
     )
-    discovery = make_discovery(config, control, agents, own_key, listener, metrics, router_id=router_id)
+    discovery = make_discovery(config, control, agents, call_keys, listener, metrics, router_id=router_id)
     # What the router decides.
     scheduler = make_scheduler(config, discovery, feeds, load, breaker, metrics)
     probes = make_health_probes(config, scheduler, agents, metrics)
@@ -135,7 +147,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         scheduler=scheduler,
         queue=make_request_queue(config, keys, scheduler, usage, metrics),
         accuracy=accuracy,
-        cold_starts=make_cold_starts(config, keys, agents, own_key, discovery, usage, metrics),
+        cold_starts=make_cold_starts(config, keys, agents, call_keys, discovery, usage, metrics),
         usage=usage,
         metrics=metrics,
         pool=EnginePool(connect_s=config.connect_timeout_s, max_spare=config.spare_connections, outbox=outbox),

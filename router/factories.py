@@ -1,7 +1,9 @@
 """Makes each part of the router from the settings; app.py says in which order."""
 
+import contextlib
 import os
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -37,8 +39,10 @@ from router.fleet.discovery import Discovery
 from router.fleet.health_probe import Finding, HealthProbes
 from router.fleet.report_reader import is_same_but_load
 from router.fleet.usage_report import UsageCounts
+from router.http.call_keys import CallKeys
+from router.http.engine_connection import EngineLost
 from router.http.engine_pool import EnginePool
-from router.http.fetch import fetch, stream
+from router.http.fetch import FetchedStream, fetch, stream
 from router.http.pool_transport import PoolTransport
 from router.kv.feeds import KvFeeds
 from router.request.background import Background
@@ -211,16 +215,31 @@ def make_health_probes(
     return HealthProbes(ask, on_finding)
 
 
-async def fetch_as_router(agents: EnginePool, own: OwnKey, url: str, path: str, **more: Any) -> bytes:
-    """Fetch from an agent with the router's own key, as the key file has it now."""
-    return await fetch(agents, url, path, token=own.key, **more)
+async def fetch_as_router(agents: EnginePool, call_keys: CallKeys, url: str, path: str, **more: Any) -> bytes:
+    """Fetch from an agent or the orchestrator with the key for it. Raises as `fetch`; FetchRefused without a proof."""
+    key = await call_keys.key_for(url)
+    try:
+        return await fetch(agents, url, path, token=key, **more)
+    except EngineLost:
+        call_keys.proofs.forget(url)  # by the next call another may have the address
+        raise
+
+
+@contextlib.asynccontextmanager
+async def _stream_as_router(
+    agents: EnginePool, call_keys: CallKeys, url: str, path: str
+) -> AsyncIterator[FetchedStream]:
+    """Open a stream of an agent or the orchestrator with the key for it. Raises as `stream`, and FetchRefused."""
+    key = await call_keys.key_for(url)
+    async with stream(agents, url, path, token=key, idle_s=_LISTEN_IDLE_S) as answer:
+        yield answer
 
 
 def make_discovery(
     config: RouterSettings,
     control: httpx.AsyncClient,
     agents: EnginePool,
-    own: OwnKey,
+    call_keys: CallKeys,
     listener: WorkerListener,
     metrics: RouterMetrics,
     *,
@@ -237,9 +256,9 @@ def make_discovery(
         )
     return Discovery(
         control,
-        partial(fetch_as_router, agents, own, timeout_s=config.control_timeout_s),
+        partial(fetch_as_router, agents, call_keys, timeout_s=config.control_timeout_s),
         get_from_engine=partial(fetch, agents, timeout_s=config.control_timeout_s),
-        open_stream=lambda url, path: stream(agents, url, path, token=own.key, idle_s=_LISTEN_IDLE_S),
+        open_stream=partial(_stream_as_router, agents, call_keys),
         engine_key=config.engine_key,
         engine_salt=config.engine_salt,
         orchestrator_url=config.orchestrator_url.rstrip("/"),
@@ -335,7 +354,7 @@ def _record_slices_failure(metrics: RouterMetrics, exc: Exception) -> None:
 
 
 def make_control_client(config: RouterSettings, own_key: OwnKey, agents: EnginePool) -> httpx.AsyncClient:
-    """The HTTP client for calls to the orchestrator and agents, over this pool."""
+    """The HTTP client for calls to the orchestrator, over this pool. Calls to agents name their key."""
     return httpx.AsyncClient(
         timeout=config.control_timeout_s, auth=own_key, transport=PoolTransport(agents), trust_env=False
     )
@@ -346,10 +365,13 @@ def make_circuit_breaker(config: RouterSettings, metrics: RouterMetrics) -> Circ
     return CircuitBreaker(_breaker_rules(config), partial(_record_circuit, metrics))
 
 
-def make_tokenizers(config: RouterSettings, control: httpx.AsyncClient, metrics: RouterMetrics) -> Tokenizers:
+def make_tokenizers(
+    config: RouterSettings, control: httpx.AsyncClient, call_keys: CallKeys, metrics: RouterMetrics
+) -> Tokenizers:
     """The tokenizers of all base models."""
     return Tokenizers(
         control,
+        agent_headers=call_keys.headers_for,
         mode=config.tokenizer,
         paths=config.tokenizer_paths,
         remote_timeout_s=config.tokenize_timeout_s,
@@ -383,14 +405,14 @@ def make_cold_starts(  # noqa: PLR0917  (what a cold start needs)
     config: RouterSettings,
     keys: ApiKeys,
     agents: EnginePool,
-    own_key: OwnKey,
+    call_keys: CallKeys,
     discovery: Discovery,
     usage: UsageCounts,
     metrics: RouterMetrics,
 ) -> ColdStarts:
     """The queue of requests for cold adapters. Without API keys, a tenant may wait for any number of adapters."""
     return ColdStarts(
-        partial(fetch_as_router, agents, own_key),
+        partial(fetch_as_router, agents, call_keys),
         discovery,
         metrics,
         config.orchestrator_url.rstrip("/"),

@@ -9,8 +9,11 @@ from fastapi.params import Depends as Depended
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
+from lorafleet.engine.worker_proofs import ProvedAgent, proof_of
 from lorafleet.service.auth import ApiKeys, metrics_dependencies, requires
 from lorafleet.service.http import EventStream, add_routes
+from lorafleet.service.key_files import hash_key, key_id_of
+from lorafleet.service.own_key import OwnKey
 from lorafleet.service.roles import Caller, check_scope
 from lorafleet.tokenizer.chat import read_files
 from orchestrator.wire import UsageReport
@@ -21,6 +24,7 @@ from workers.epochs import Epoch
 from workers.file_routes import file_routes
 from workers.storage.verify import model_folder
 from workers.wire import (
+    WORKER_PROOF_PATH,
     AvailableLora,
     AvailableLoras,
     BeginFileRequest,
@@ -36,6 +40,8 @@ from workers.wire import (
     LogTail,
     Metadata,
     ModelFiles,
+    ProofAnswer,
+    ProofRequest,
     UndrainRequest,
     UnfinishedUploads,
     UnloadAnswer,
@@ -53,12 +59,14 @@ MOST_UPLOAD_BYTES = 1 << 60  # of a body; the routes know the limits
 def build_router(
     agent: WorkerAgent,
     keys: ApiKeys,
+    own_key: OwnKey,
     *,
     metrics_need_key: bool = False,
     log_lines: Callable[[int], list[str]] = lambda _most: [],
 ) -> APIRouter:
-    """All routes. State needs scope `view` or `load`, loads `load`, drains `drain`, others `admin`; health no key.
+    """All routes. State needs scope `view` or `agent-load`, loads `agent-load`, drains `drain`, others `agent`.
 
+    Health and the proof of this address need no key. `own_key` is this agent's, which proves its address;
     `metrics_need_key` says whether /metrics needs a key; `log_lines` returns the last lines of this process's log.
     """
     api = APIRouter()
@@ -71,6 +79,7 @@ def build_router(
         _admin_routes(agent, keys),
         file_routes(agent, keys),
         _upload_routes(agent, keys),
+        _proof_routes(agent, own_key),
         probed,
     )
     return api
@@ -80,7 +89,7 @@ def _log_routes(keys: ApiKeys, log_lines: Callable[[int], list[str]]) -> APIRout
     """The route that reads the last lines of the log; they may name adapters of every tenant."""
     api = APIRouter()
 
-    @api.get("/v1/log", dependencies=[Depends(requires(keys, "load", "operate"))])
+    @api.get("/v1/log", dependencies=[Depends(requires(keys, "agent", "operate"))])
     async def log(lines: Annotated[int, Query(ge=1, le=500)] = 200) -> LogTail:
         """The last lines of the agent's log, with the reason of an engine's end and the last of its output."""
         return LogTail(lines=tuple(log_lines(lines)))
@@ -91,10 +100,11 @@ def _log_routes(keys: ApiKeys, log_lines: Callable[[int], list[str]]) -> APIRout
 def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     """Routes that change no adapter: metadata, adapters, event stream, tokenizer files.
 
-    Also `POST /v1/usage`, which counts a router's report and needs scope `load`.
+    Also `POST /v1/usage`, which counts a router's report and needs scope `agent-load`.
     """
     api = APIRouter()
-    view, load = [Depends(requires(keys, "view", "load", is_for_fleet=True))], [Depends(requires(keys, "load"))]
+    view = [Depends(requires(keys, "view", "agent-load", is_for_fleet=True))]
+    load = [Depends(requires(keys, "agent-load"))]
 
     @api.get("/metadata", dependencies=view)
     async def metadata() -> Metadata:
@@ -153,7 +163,7 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
 def kv_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     """The KV ledger's routes for routers: a snapshot of the engine's cached blocks, and a stream of changes."""
-    api = APIRouter(dependencies=[Depends(requires(keys, "load"))])
+    api = APIRouter(dependencies=[Depends(requires(keys, "agent-load"))])
 
     @api.get("/v1/kv/snapshot")
     async def kv_snapshot() -> Response:
@@ -171,17 +181,17 @@ def kv_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
 
 def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
-    """Routes that change the worker; scope `admin` except loads (`load`) and drains (`drain`)."""
+    """Routes that change the worker; scope `agent` except loads (`agent-load`) and drains (`drain`)."""
     api = APIRouter()
-    load, drainer, admin = requires(keys, "load"), requires(keys, "drain"), requires(keys, "admin")
-    operator, operate = [Depends(admin)], [Depends(requires(keys, "operate"))]
+    load, drainer, leader = requires(keys, "agent-load"), requires(keys, "drain", "agent"), requires(keys, "agent")
+    leading, operate = [Depends(leader)], [Depends(requires(keys, "operate", "agent"))]
 
     @api.post("/v1/admin/load_lora")
     async def load_lora(body: LoadRequest, caller: Annotated[Caller, Depends(load)], epoch: Epoch) -> LoadAnswer:
-        """Fetch an adapter if needed and load it into the engine; an epoch or `evict` needs scope `admin`."""
-        # An epoch needs `admin` too: it is stored, and lower epochs are refused from then on.
+        """Fetch an adapter if needed and load it into the engine; an epoch or `evict` needs scope `agent`."""
+        # An epoch needs `agent` too: it is stored, and lower epochs are refused from then on.
         if body.evict is not None or epoch is not None:
-            check_scope(caller, "admin")
+            check_scope(caller, "agent")
         agent.check_epoch(epoch, is_destructive=body.evict is not None)
         by = requester(caller.name, is_leader=epoch is not None)
         # A digest grants no access: only the leader, which knows what was verified, may have it stand for the source.
@@ -194,7 +204,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     @api.post("/v1/admin/unload_lora")
     async def unload_lora(
         body: UnloadRequest,
-        caller: Annotated[Caller, Depends(admin)],
+        caller: Annotated[Caller, Depends(leader)],
         epoch: Epoch,
     ) -> UnloadAnswer:
         """Unload an adapter; answers with the adapters that are still loaded. A stale epoch is refused."""
@@ -207,19 +217,19 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
             capacity=agent.report.capacity(),
         )
 
-    @api.post("/v1/admin/inspect_lora", dependencies=operator)
+    @api.post("/v1/admin/inspect_lora", dependencies=leading)
     async def inspect_lora(body: InspectRequest, epoch: Epoch) -> AvailableLora:
         """Fetch, verify and install an adapter without loading it into the engine. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=False)
         return await agent.inspect(body)
 
-    @api.get("/v1/admin/source", dependencies=operator, status_code=204, response_class=Response)
+    @api.get("/v1/admin/source", dependencies=leading, status_code=204, response_class=Response)
     async def source(source: str) -> Response:
         """204 if this worker may fetch adapters from the source, else `source_forbidden`; fetches nothing."""
         await agent.check_source(source)
         return Response(status_code=204)
 
-    @api.post("/v1/admin/claim", dependencies=operator)
+    @api.post("/v1/admin/claim", dependencies=leading)
     async def claim(_body: ClaimRequest, epoch: Epoch) -> Metadata:
         """A new leader's first command: store its epoch and refuse older ones from now on."""
         agent.check_epoch(epoch, is_destructive=True)
@@ -240,7 +250,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     ) -> DrainAnswer:
         """Start a drain: refuse loads and wait until the engine is idle or the deadline passes. `undrain` ends it."""
         if epoch is not None:
-            check_scope(caller, "admin")
+            check_scope(caller, "agent")
         agent.check_epoch(epoch, is_destructive=False)
         return await agent.drain(body.deadline_s)
 
@@ -248,8 +258,8 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
 
 def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
-    """Routes for the leader, which hands on what clients send; scope `admin`, and an epoch."""
-    api = APIRouter(dependencies=[Depends(requires(keys, "admin"))])
+    """Routes for the leader, which hands on what clients send; scope `agent`, and an epoch."""
+    api = APIRouter(dependencies=[Depends(requires(keys, "agent"))])
     uploads = agent.incoming
 
     def check_epoch(epoch: Epoch) -> None:
@@ -296,6 +306,44 @@ def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         return Response(status_code=204)
 
     return api
+
+
+def _proof_routes(agent: WorkerAgent, own_key: OwnKey) -> APIRouter:
+    """The route by which this agent proves its address, before anybody sends it a key."""
+    api = APIRouter()
+
+    @api.post(WORKER_PROOF_PATH)
+    async def prove(body: ProofRequest, request: Request) -> ProofAnswer:
+        """Prove that the worker's own key is here. Another address than this agent's is refused: it would be passed on.
+
+        An address is this agent's if it is its `advertise_url`, or has the address and port of this very connection.
+        """
+        if not own_key.key:
+            message = (
+                "this agent has no key to prove its address with: `lorafleet keys new --scopes worker,drain --file"
+                " KEYS` makes one for --token-file"
+            )
+            raise AgentRequestError("worker_key_missing", message)
+        if body.url.rstrip("/") not in _own_urls(agent.agent_url, request):
+            message = f"{body.url[:200]} is not this agent's address, which is {agent.agent_url}: see --advertise-url"
+            raise AgentRequestError("address_not_mine", message, param="url")
+        key_hash = hash_key(own_key.key)
+        proved = ProvedAgent(agent.settings.instance_id, agent.boot_id, key_id_of(key_hash))
+        return ProofAnswer(
+            instance_id=proved.instance_id,
+            agent_boot_id=proved.agent_boot_id,
+            key_id=proved.key_id,
+            proof=proof_of(key_hash, body, proved),
+        )
+
+    return api
+
+
+def _own_urls(advertised: str, request: Request) -> frozenset[str]:
+    """The URLs at which this agent answers: the one it advertises, and that of this connection's end here."""
+    host, port = request.scope.get("server") or ("", None)
+    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return frozenset({advertised.rstrip("/"), f"http://{at}"})
 
 
 def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:

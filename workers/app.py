@@ -208,7 +208,7 @@ def build(
         lifespan=lifespan,
     )
     requests = RequestLog("worker", settings.access_log)
-    add_routes(app, build_router(agent, keys, log_lines=log_lines, metrics_need_key=settings.metrics_need_key))
+    add_routes(app, build_router(agent, keys, own, log_lines=log_lines, metrics_need_key=settings.metrics_need_key))
     install_error_handlers(app, WorkerError)
     _add_middleware(app, agent)
     guard(app, keys, allow_open=settings.allow_open, requests=requests)

@@ -18,11 +18,11 @@ _CHUNK_BYTES = 1 << 20
 
 
 def file_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
-    """Routes that read files (scope `register` or `export`), and those that keep and release them (`admin`)."""
+    """Routes that read files (scope `worker`, `export` or `agent`), and those that keep and release them (`agent`)."""
     api = APIRouter()
-    # Other agents, and other fleets. A tenant's key may not: a digest would show it the adapters of others.
-    readers = [Depends(requires(keys, "register", "export", is_for_fleet=True))]
-    operator = [Depends(requires(keys, "admin"))]
+    # Other agents, other fleets, and orchestrators. No key of publishers: a digest would show it others' adapters.
+    readers = [Depends(requires(keys, "worker", "export", "agent"))]
+    leading = [Depends(requires(keys, "agent"))]
 
     @api.get("/v1/files/{digest}", dependencies=readers)
     async def files(
@@ -42,7 +42,7 @@ def file_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         headers = {"etag": f'"{digest}"'}
         return _Upload(agent.uploads, path, media_type="application/octet-stream", headers=headers)
 
-    @api.post("/v1/admin/keep_files", dependencies=operator)
+    @api.post("/v1/admin/keep_files", dependencies=leading)
     async def keep_files(body: KeepRequest, epoch: Epoch) -> AdapterFiles:
         """Keep the files of a digest on this worker's disk until they are released; fetched from others if needed.
 
@@ -51,7 +51,7 @@ def file_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         agent.check_epoch(epoch, is_destructive=False)
         return await agent.keep_files(body)
 
-    @api.post("/v1/admin/release_files", dependencies=operator, status_code=204)
+    @api.post("/v1/admin/release_files", dependencies=leading, status_code=204)
     async def release_files(body: ReleaseRequest, epoch: Epoch) -> None:
         """Let the files of these digests be deleted again as any others. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=True)

@@ -258,6 +258,30 @@ class Metadata(_WorkerMessage):
     wire: int = WIRE
 
 
+WORKER_PROOF_PATH = "/v1/prove"
+
+
+class ProofRequest(_WorkerMessage):
+    """`POST /v1/prove`: asks whoever is at an address to prove that it is a worker. Carries no key.
+
+    nonce  64 hex digits, drawn for this request alone
+    url    the address that the asking service calls
+    """
+
+    nonce: str = Field(pattern=r"^[0-9a-f]{64}$")
+    url: str = Field(max_length=2000)
+
+
+class ProofAnswer(_WorkerMessage):
+    """The agent at the address. `proof`: `lorafleet.engine.worker_proofs.proof_of`, an HMAC over request and agent."""
+
+    instance_id: str = Field(pattern=r"^[A-Za-z0-9._:-]{1,253}$")
+    agent_boot_id: str = Field(max_length=100)
+    key_id: str = Field(max_length=100)
+    proof: str = Field(pattern=r"^[0-9a-f]{64}$")
+    wire: int = WIRE
+
+
 class LoadRequest(_WorkerMessage):
     """`POST /v1/admin/load_lora`.
 

@@ -27,7 +27,8 @@ def keys_new(
     scopes: Annotated[
         str,
         typer.Option(
-            help="comma-separated: infer, view, tenant-admin, operate, load, register, drain, metrics, export, admin"
+            help="comma-separated: infer, view, tenant-admin, operate, load, register, worker, agent, agent-load,"
+            " drain, metrics, export, admin"
         ),
     ] = "infer",
     note: Annotated[str, typer.Option(help="a comment in the file")] = "",
@@ -73,6 +74,8 @@ def keys_new(
       lorafleet keys new --scopes operate --file keys.yaml
 
       lorafleet keys new --tenant acme --scopes infer,register --namespace run-7 --file keys.yaml
+
+      lorafleet keys new --scopes worker,drain --note agents --file keys.yaml
     """
     from lorafleet.cli.keys import KeyNaming, add_key, parse_expiry
 

@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import structlog
 from pydantic import Field
 
 from lorafleet.kv.connectors import EngineSalt
+from lorafleet.service.own_key import OwnKey
 from lorafleet.service.settings import Key, ServiceSettings
+
+log = structlog.get_logger()
 
 
 class WorkerDiscoverySettings(ServiceSettings):
@@ -13,6 +17,15 @@ class WorkerDiscoverySettings(ServiceSettings):
 
     engines: tuple[str, ...] = Field(
         default=(), description="engines without an agent, each as http://host:port or id=http://host:port"
+    )
+    agent_token: Key = Field(
+        default="",
+        repr=False,
+        description="bearer key for calls to agents: scope `agent` for an orchestrator, `agent-load` for a router."
+        " `token` is never sent to them",
+    )
+    agent_token_file: Path | None = Field(
+        default=None, description="file with that key, used in place of `agent_token`; re-read when it changes"
     )
     engine_key: Key = Field(
         default="", repr=False, description="bearer key of engines without an agent: their vLLM --api-key"
@@ -32,3 +45,18 @@ class WorkerDiscoverySettings(ServiceSettings):
         default=None,
         description="kubeconfig of the API server; default: the files of KUBECONFIG, else the pod's service account",
     )
+
+
+def agent_key_of(settings: WorkerDiscoverySettings) -> OwnKey:
+    """The key for calls to agents; a service with a key of its own and none for agents logs what to do.
+
+    Raises KeyFileError.
+    """
+    has_own = bool(settings.token or settings.token_file)
+    if has_own and not (settings.agent_token or settings.agent_token_file):
+        advice = (
+            "`token` is never sent to them: where agents have key files, give --agent-token-file a key that `lorafleet"
+            " keys new --scopes agent` (orchestrator) or `agent-load` (router) makes, in the agents' key files"
+        )
+        log.warning("agents are called without a key", advice=advice)
+    return OwnKey(settings.agent_token, settings.agent_token_file)

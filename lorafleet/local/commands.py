@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from lorafleet.engine.arguments import has_flag
 from lorafleet.local.options import DEFAULT_SLOTS, NO_OPTIONS, FleetOptions, ServiceOptions, prefix_of
@@ -51,9 +52,23 @@ def service_of(name: str) -> str:
     return name if name in ("router", "orchestrator") else "workers"
 
 
-def token_environment(name: str, token: str) -> dict[str, str]:
-    """The variable with a process's own API key, if there is one. Command lines can be read by every user."""
-    return {f"{prefix_of(service_of(name))}TOKEN": token} if token else {}
+KEY_SCOPES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "orchestrator": {"TOKEN": ("load",), "AGENT_TOKEN": ("agent",)},
+        "router": {"TOKEN": ("load",), "AGENT_TOKEN": ("agent-load",)},
+        "workers": {"TOKEN": ("worker", "drain")},
+    }
+)
+"""Service -> setting with a key -> that key's scopes: a key opens what its holder calls, and nothing else."""
+
+
+def token_environment(name: str, tokens: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """The variables with a process's own API keys, if there are any. Command lines can be read by every user.
+
+    tokens  (service, setting) -> key
+    """
+    own = service_of(name)
+    return {f"{prefix_of(own)}{setting}": token for (service, setting), token in tokens.items() if service == own}
 
 
 def engine_environment(options: FleetOptions, lora_roots: Sequence[str], *, is_tiny: bool) -> dict[str, str]:

@@ -54,6 +54,7 @@ class LocalFleet:
         self.steps = StartProgress()
         self.is_ready = False
         self.token = ""
+        self._tokens: dict[tuple[str, str], str] = {}  # (service, setting) -> key
         self._folder = options.state_dir.resolve()
         self._mark = secrets.token_hex(16)
         # Not in the state folder: socket paths must be short.
@@ -195,12 +196,16 @@ class LocalFleet:
         return (self.options.adapters or self._folder / "adapters").resolve()
 
     def _write_key(self) -> None:
-        """With a key file, create `token`, the key of the fleet's own processes; only its hash is written to disk."""
+        """With a key file, create `token`, this process's own key, and its services' keys; only hashes are stored."""
         if self.options.key_file is None:
             return
         self.token = new_key()
-        entry = {"sha256": hash_key(self.token), "scopes": ["admin"], "note": "lorafleet up, for its own processes"}
-        self._own_key_file.write_text(yaml.safe_dump({"keys": [entry]}))
+        entries = [_key_entry(self.token, ["admin"], "lorafleet up itself")]
+        for service, settings in commands.KEY_SCOPES.items():
+            for setting, scopes in settings.items():
+                token = self._tokens[service, setting] = new_key()
+                entries.append(_key_entry(token, scopes, f"lorafleet up, {setting.lower()} of its {service}"))
+        files.write_atomically(self._own_key_file, yaml.safe_dump({"keys": entries}).encode())
 
     async def _start_workers(self, client: httpx.AsyncClient, base: commands.LocalBaseModel, needed_rank: int) -> None:
         """Start all workers, engines other than the sim a few at a time, and wait until they are ready.
@@ -383,7 +388,7 @@ class LocalFleet:
         """
         log_path = self._folder / "logs" / f"{name}.log"
         service = commands.service_of(name)
-        environment = clean_environment(self._mark, service) | commands.token_environment(name, self.token)
+        environment = clean_environment(self._mark, service) | commands.token_environment(name, self._tokens)
         if service == "workers":
             environment |= self._agent_environment(name)
         environment["VLLM_RPC_BASE_PATH"] = str(self._scratch)  # else its sockets stay in /tmp when it is killed
@@ -506,6 +511,11 @@ class LocalFleet:
     def _auth_headers(self) -> dict[str, str]:
         """The header with the fleet's own key; empty without keys."""
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
+
+
+def _key_entry(key: str, scopes: Sequence[str], note: str) -> dict[str, object]:
+    """The entry of a key in a key file."""
+    return {"sha256": hash_key(key), "scopes": list(scopes), "note": note}
 
 
 def model_name(folder: Path) -> str:

@@ -29,10 +29,11 @@ _FIXED_FOR_ALL = {
     "token": "its services have a key of their own",
     "token_file": "its services have a key of their own",
 }
+_FIXED_FOR_CALLERS = dict.fromkeys(("agent_token", "agent_token_file"), "its services have keys of their own")
 _STARTS_ENGINES = "it starts the engines; for a running engine use `python -m workers`"
 _FIXED_SETTINGS: Mapping[str, Mapping[str, str]] = {
-    "router": {**_FIXED_FOR_ALL, "orchestrator_url": "its router follows its own orchestrator"},
-    "orchestrator": {**_FIXED_FOR_ALL, "store": "the store is in --state-dir"},
+    "router": {**_FIXED_FOR_ALL, **_FIXED_FOR_CALLERS, "orchestrator_url": "its router follows its own orchestrator"},
+    "orchestrator": {**_FIXED_FOR_ALL, **_FIXED_FOR_CALLERS, "store": "the store is in --state-dir"},
     "workers": {
         **_FIXED_FOR_ALL,
         "port": "each agent takes a free port",

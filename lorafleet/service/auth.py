@@ -99,6 +99,18 @@ class ApiKeys:
             self._reload_if_changed()
         return list(self._callers.values())
 
+    def hash_of(self, key_id: str, scope: str) -> str | None:
+        """The hash of the valid key of the fleet with this id and scope; None without one."""
+        self._reload_if_changed()
+        return next(
+            (
+                digest
+                for digest, caller in self._callers.items()
+                if caller.key_id == key_id and caller.may_for_fleet(scope) and not self._has_expired(caller)
+            ),
+            None,
+        )
+
     def _look_up(self, authorization: str | bytes | None) -> Caller:
         """The caller of a header that is not cached; raises HttpError."""
         if isinstance(authorization, bytes):
@@ -116,13 +128,18 @@ class ApiKeys:
 
     def _require_valid_now(self, caller: Caller) -> None:
         """Raises HttpError 401 `expired_api_key` if the caller's key has expired."""
-        if caller.expires_at is not None and self._wall() >= caller.expires_at:
+        if self._has_expired(caller):
+            assert caller.expires_at is not None
             raise HttpError(
                 401,
                 "expired_api_key",
                 f"this API key (key {caller.key_id}) expired at {_time_text(caller.expires_at)}: ask the operator for"
                 " another, which `lorafleet keys rotate` makes",
             )
+
+    def _has_expired(self, caller: Caller) -> bool:
+        """Whether the caller's key is past its expiry."""
+        return caller.expires_at is not None and self._wall() >= caller.expires_at
 
     def _stamps(self) -> _Stamps:
         """The key files' stamps now."""

@@ -14,7 +14,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 
 from lorafleet.service import yamls
-from lorafleet.service.roles import SCOPES, Caller, KeyLimits
+from lorafleet.service.roles import FLEET_SCOPES, SCOPES, Caller, KeyLimits
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "bytes_per_minute", "concurrent_requests")
 # The largest integer that floats represent exactly; token buckets use floats.
@@ -119,9 +119,9 @@ def scope_trouble(tenant: str | None, scopes: Sequence[str]) -> str | None:
     """Why scopes do not go with the tenant, or with none; None if they do."""
     if tenant is None and "tenant-admin" in scopes:
         return "scope 'tenant-admin' needs a tenant: name one, or give scope 'admin' for the whole fleet"
-    if tenant is not None and "operate" in scopes:
+    if tenant is not None and (held := sorted(set(scopes) & set(FLEET_SCOPES))):
         return (
-            f"scope 'operate' holds for the whole fleet, so it takes no tenant: leave out {tenant!r}, or give scope"
+            f"scope {held[0]!r} holds for the whole fleet, so it takes no tenant: leave out {tenant!r}, or give scope"
             " 'tenant-admin' for that tenant alone"
         )
     return None

@@ -14,6 +14,9 @@ _SATISFIED_BY = {
     "operate": frozenset({"operate", "admin"}),
     "load": frozenset({"load", "admin"}),
     "register": frozenset({"register", "tenant-admin", "admin"}),
+    "worker": frozenset({"worker", "admin"}),
+    "agent": frozenset({"agent", "admin"}),
+    "agent-load": frozenset({"agent-load", "agent", "admin"}),
     "drain": frozenset({"drain", "operate", "admin"}),
     "metrics": frozenset({"metrics", "operate", "admin"}),
     "export": frozenset({"export", "admin"}),
@@ -23,6 +26,17 @@ SCOPES = tuple(_SATISFIED_BY)
 # Scopes that a tenant confines to its own objects. All others hold for the whole fleet, whatever tenant a key names.
 TENANT_SCOPES = ("infer", "view", "tenant-admin", "register")
 _GLOB = frozenset("*?[")
+# Scopes of the fleet's own processes and operators, which no key with a tenant may have.
+FLEET_SCOPES = ("operate", "worker", "agent", "agent-load")
+# What a caller who lacks a scope is to do, where the scope alone does not say it.
+_ADVICE = {
+    "worker": "an agent sends heartbeats and reads adapters' files with a key of its own: `lorafleet keys new --scopes"
+    " worker,drain --file KEYS` makes one for its --token-file, in key files of all services",
+    "agent": "an orchestrator calls agents with a key of its own: `lorafleet keys new --scopes agent --file KEYS` makes"
+    " one for its --agent-token-file, in the agents' key files",
+    "agent-load": "a router calls agents with a key of its own: `lorafleet keys new --scopes agent-load --file KEYS`"
+    " makes one for its --agent-token-file, in the agents' key files",
+}
 # Scopes that let their holder see every tenant's objects.
 # By which a program that acts by itself names itself, for the history; and those that do.
 PROGRAM_HEADER = "x-lorafleet-program"
@@ -139,7 +153,8 @@ def check_scope(caller: Caller, *scopes: str, is_for_fleet: bool = False) -> Non
     if not any(map(caller.may, scopes)):
         wanted = " or ".join(map(repr, scopes))
         scopes_held = ", ".join(sorted(caller.scopes)) or "none"
-        raise HttpError(403, "scope_missing", f"this needs a key with scope {wanted}; yours has: {scopes_held}")
+        advice = "".join(f"; {_ADVICE[scope]}" for scope in scopes if scope in _ADVICE)
+        raise HttpError(403, "scope_missing", f"this needs a key with scope {wanted}; yours has: {scopes_held}{advice}")
     if is_for_fleet and not any(map(caller.may_for_fleet, scopes)):
         raise HttpError(
             403,

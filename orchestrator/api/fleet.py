@@ -5,6 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends
 
 from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.service.roles import Caller
 from orchestrator.api.parameters import Actor, Cursor, Limit, page_after
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
@@ -36,14 +37,20 @@ def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> AP
 
 
 def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
-    """The route by which agents send heartbeats. It needs scope `register`, without a tenant."""
-    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "register", is_for_fleet=True))])
+    """The route by which agents send heartbeats. It needs scope `worker`, which no publisher has."""
+    api = APIRouter(tags=["fleet"])
+    worker = Annotated[Caller, Depends(requires(keys, "worker"))]
 
     @api.post("/v1/workers/register")
-    async def heartbeat(body: Heartbeat) -> HeartbeatAnswer:
-        """An agent's heartbeat; the answer says when to send the next. 409 while another agent has the worker id."""
+    async def heartbeat(body: Heartbeat, caller: worker) -> HeartbeatAnswer:
+        """An agent's heartbeat; the answer says when to send the next.
+
+        409 `worker_id_taken` while another agent has the worker id, and `worker_unproved` until the agent has proved
+        its address.
+        """
         report = body.metadata
-        other = reconciler.reports.rival_agent_url(report, reconciler.settings.probe_after_s)
+        await reconciler.monitor.require_proof(report, caller.key_id)
+        other = reconciler.reports.rival_agent_url(report, reconciler.settings.probe_after_s, may_move=keys.is_open)
         if other is not None:
             raise StateConflict(
                 f"worker {report.instance_id!r} is at {other} and reports from there; give the one at"

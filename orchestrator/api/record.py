@@ -50,7 +50,7 @@ def record_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
     api = APIRouter(tags=["record"])
     store = reconciler.store
     # Agents, and other fleets.
-    may_read_files = requires(keys, "register", "export", is_for_fleet=True)
+    may_read_files = requires(keys, "worker", "export")
 
     @api.get("/v1/export", dependencies=[Depends(requires(keys, "export"))])
     async def export() -> FleetRecord:

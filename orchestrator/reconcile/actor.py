@@ -41,7 +41,9 @@ from workers.wire import AvailableLora, DrainRequest, InspectRequest, LoadedLora
 log = structlog.get_logger()
 
 # Failures that pass by themselves, and for how long one blocks: less than a restart takes, more than a pass.
-PASSING_CODES = frozenset({"worker_unreachable", "engine_unreachable", "engine_down", "not_ready", "draining"})
+PASSING_CODES = frozenset(
+    {"worker_unreachable", "worker_unproved", "engine_unreachable", "engine_down", "not_ready", "draining"}
+)
 PASSING_S = 1.0
 _CHECK_S = 1.0  # without an answer by then the inspection decides
 

@@ -1,5 +1,6 @@
 """The client of the workers' agents: one method per call. Failures become our errors by the agent's error code."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -9,8 +10,10 @@ import httpx
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
+from lorafleet.engine.worker_proofs import AgentProofs, AgentUnproved
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.transport import why_no_answer
+from orchestrator.agentless.transport import SCHEME
 from orchestrator.core.errors import InvalidAdapter, LeaseLost, WorkerFailed
 from orchestrator.core.failures import FINAL_CODES
 from orchestrator.reconcile.agent_view import AsOf
@@ -39,19 +42,38 @@ from workers.wire import (
 M = TypeVar("M", bound=BaseModel)
 
 _NUMBER_DIGITS = 15
+_MOST_PROOF_BYTES = 16_384
 
 
 class AgentClient:
     """Calls agents. Every action carries our epoch, and may be repeated: agents answer what is done already alike.
 
-    Actions whose result is recorded return it with `AsOf`, the place of the answer among the agent's reports.
+    An address is called with our key only once it has proved to be a worker's. Actions whose result is recorded return
+    it with `AsOf`, the place of the answer among the agent's reports.
     """
 
-    def __init__(self, client: httpx.AsyncClient, *, own_key: OwnKey, epoch: Callable[[], Awaitable[int]]) -> None:
-        """`epoch` returns our epoch; it is awaited before each action and raises LeaseLost when we may not act."""
+    def __init__(
+        self, client: httpx.AsyncClient, *, agent_key: OwnKey, proofs: AgentProofs, epoch: Callable[[], Awaitable[int]]
+    ) -> None:
+        """
+        agent_key  our key for agents, which opens nothing else
+        epoch      returns our epoch; it is awaited before each action and raises LeaseLost when we may not act
+        """
         self._client = client
         self._epoch = epoch
-        self.own_key = own_key
+        self._agent_key = agent_key
+        self.proofs = proofs
+
+    async def key_headers(self, agent_url: str) -> dict[str, str]:
+        """The header with our key for this agent, once its address is proved. Raises WorkerFailed `worker_unproved`."""
+        if agent_url.startswith(SCHEME):
+            return {}
+        try:
+            await self.proofs.prove(agent_url)
+        except AgentUnproved as exc:
+            code = "worker_unproved" if exc.is_answered else "worker_unreachable"
+            raise WorkerFailed(str(exc), code=code) from exc
+        return self._agent_key.headers
 
     async def metadata(self, agent_url: str, *, timeout_s: float) -> Metadata:
         """Read the agent's report. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
@@ -154,11 +176,12 @@ class AgentClient:
         length     how many bytes they are; None: not known
         timeout_s  without progress at the agent
         """
-        headers = {"content-type": "application/octet-stream"} | await self._action_headers()
+        headers = {"content-type": "application/octet-stream"} | await self._action_headers(agent_url)
         if length is not None:
             headers["content-length"] = str(length)
-        url = f"{agent_url.rstrip('/')}/v1/uploads/{upload_id}/{name}?start={start}"
-        return _parsed(UploadState, await self._request("PUT", url, headers, timeout_s=timeout_s, content=chunks))
+        path = f"/v1/uploads/{upload_id}/{name}?start={start}"
+        answer = await self._request("PUT", agent_url, path, headers, timeout_s=timeout_s, content=chunks)
+        return _parsed(UploadState, answer)
 
     async def install_upload(
         self, agent_url: str, upload_id: str, ask: InstallUploadRequest, *, timeout_s: float
@@ -169,8 +192,8 @@ class AgentClient:
 
     async def drop_upload(self, agent_url: str, upload_id: str, *, timeout_s: float) -> None:
         """Have what has come of an upload deleted. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
-        url = f"{agent_url.rstrip('/')}/v1/uploads/{upload_id}"
-        await self._request("DELETE", url, await self._action_headers(), timeout_s=timeout_s)
+        headers = await self._action_headers(agent_url)
+        await self._request("DELETE", agent_url, f"/v1/uploads/{upload_id}", headers, timeout_s=timeout_s)
 
     async def file_names(self, agent_url: str, digest: str, *, timeout_s: float) -> tuple[str, ...]:
         """Names of an installed adapter's files. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
@@ -186,7 +209,7 @@ class AgentClient:
         The bytes raise httpx.HTTPError when the agent breaks off, or sends none for `timeout_s`.
         """
         url = f"{agent_url.rstrip('/')}/v1/files/{digest}/{quote(name)}"
-        headers = self.own_key.headers | {"accept-encoding": "identity"}
+        headers = await self.key_headers(agent_url) | {"accept-encoding": "identity"}
         try:
             async with self._client.stream("GET", url, headers=headers, timeout=timeout_s) as answer:
                 if not answer.is_success:
@@ -194,11 +217,13 @@ class AgentClient:
                     raise _error_of_response("GET", url, answer)
                 yield answer.aiter_raw()
         except (httpx.ConnectError, httpx.InvalidURL) as exc:
+            self.proofs.forget(agent_url)
             raise WorkerFailed(f"GET {url}: {why_no_answer(exc)}", code="worker_unreachable") from exc
 
-    async def _action_headers(self) -> dict[str, str]:
-        """The headers of an action: our epoch and our key. Raises LeaseLost when we may not act."""
-        return {"x-lorafleet-epoch": str(await self._epoch())} | self.own_key.headers
+    async def _action_headers(self, agent_url: str) -> dict[str, str]:
+        """The headers of an action: our epoch and our key. Raises LeaseLost when we may not act, WorkerFailed."""
+        key = await self.key_headers(agent_url)
+        return {"x-lorafleet-epoch": str(await self._epoch())} | key
 
     async def _post_action(
         self,
@@ -213,7 +238,7 @@ class AgentClient:
 
         accepted  error statuses that count as success
         """
-        headers = await self._action_headers()
+        headers = await self._action_headers(agent_url)
         body = ask.model_dump(mode="json", exclude_none=True)
         path = verb_or_path if verb_or_path.startswith("/") else f"/v1/admin/{verb_or_path}"
         return await self._send_request(
@@ -232,14 +257,14 @@ class AgentClient:
         accepted: frozenset[int] = frozenset(),
     ) -> httpx.Response:
         """Send one request, by default with our key. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
-        url = base_url.rstrip("/") + path
-        headers = self.own_key.headers if headers is None else headers
-        return await self._request(method, url, headers, timeout_s=timeout_s, json=body, accepted=accepted)
+        headers = await self.key_headers(base_url) if headers is None else headers
+        return await self._request(method, base_url, path, headers, timeout_s=timeout_s, json=body, accepted=accepted)
 
     async def _request(
         self,
         method: str,
-        url: str,
+        agent_url: str,
+        path: str,
         headers: Mapping[str, str],
         *,
         timeout_s: float,
@@ -247,13 +272,39 @@ class AgentClient:
         **body: Any,
     ) -> httpx.Response:
         """Send one request with a body as httpx takes it. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
+        url = agent_url.rstrip("/") + path
         try:
             answer = await self._client.request(method, url, headers=headers, timeout=timeout_s, **body)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            self.proofs.forget(agent_url)  # by the next call another may have the address
             raise WorkerFailed(f"{method} {url}: {why_no_answer(exc)}", code="worker_unreachable") from exc
         if answer.is_success or answer.status_code in accepted:
             return answer
         raise _error_of_response(method, url, answer)
+
+
+async def ask_for_proof(client: httpx.AsyncClient, timeout_s: float, agent_url: str, path: str, body: bytes) -> bytes:
+    """Post a request for a proof, which carries no key; the answer's body. Raises AgentUnproved."""
+    url = agent_url + path
+    advice = "the orchestrator must reach the agent at its --advertise-url"
+    headers = {"content-type": "application/json"}
+    found = bytearray()
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            client.stream("POST", url, content=body, headers=headers, timeout=timeout_s) as answer,
+        ):
+            async for chunk in answer.aiter_bytes():
+                found += chunk
+                if len(found) > _MOST_PROOF_BYTES:
+                    raise AgentUnproved(f"{url} answers more than a proof", is_answered=True)
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
+        raise AgentUnproved(f"POST {url}: {why_no_answer(exc)}; {advice}", is_answered=False) from exc
+    if not answer.is_success:
+        whole = httpx.Response(answer.status_code, content=bytes(found))
+        error = _error_of_response("POST", url, whole)
+        raise AgentUnproved(f"{agent_url} does not prove that it is a worker: {error}; {advice}", is_answered=True)
+    return bytes(found)
 
 
 def _error_of_response(method: str, url: str, answer: httpx.Response) -> WorkerFailed | InvalidAdapter | LeaseLost:

@@ -8,7 +8,8 @@ from urllib.parse import quote
 import httpx
 
 from lorafleet.service.own_key import OwnKey
-from orchestrator.core.errors import NotFound, OrchestratorRequestError, OrchestratorUnavailable
+from orchestrator.core.errors import NotFound, OrchestratorRequestError, OrchestratorUnavailable, WorkerFailed
+from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.worker_reports import WorkerReports
 
 _STREAMS = 16
@@ -61,19 +62,20 @@ class FileRelay:
         client: httpx.AsyncClient,
         reports: WorkerReports,
         *,
-        own_key: OwnKey,
+        agents: AgentClient,
         peers: Sequence[str],
         peer_key: OwnKey,
         probe_timeout_s: float,
         read_timeout_s: float = 30.0,
     ) -> None:
         """
+        agents    prove addresses, and have our key for them
         peers     URLs of other fleets' orchestrators that files may come from
         peer_key  key for them
         """
         self._client = client
         self._reports = reports
-        self._own_key = own_key
+        self._agents = agents
         self.peers = tuple(url.rstrip("/") for url in peers)
         self._peer_key = peer_key
         self._probe_timeout_s = probe_timeout_s
@@ -118,12 +120,12 @@ class FileRelay:
         reported, others = self._holders_first(digest)
         is_silent = False
         for url in reported:
-            answer = await self._try(url + path, {**headers, **self._own_key.headers})
+            answer = await self._try_agent(url, path, headers)
             if answer is not None and answer.status_code in _HTTP_OK:
                 return answer
             is_silent |= answer is None
         async for url in self._with_files(others, digest):
-            answer = await self._try(url + path, {**headers, **self._own_key.headers})
+            answer = await self._try_agent(url, path, headers)
             if answer is not None and answer.status_code in _HTTP_OK:
                 return answer
         if fleet:
@@ -168,10 +170,11 @@ class FileRelay:
             """The URL if its agent has the files."""
             async with limit:
                 try:
+                    headers = await self._agents.key_headers(url)
                     answer = await self._client.get(
-                        f"{url}/v1/files/{digest}", headers=self._own_key.headers, timeout=self._probe_timeout_s
+                        f"{url}/v1/files/{digest}", headers=headers, timeout=self._probe_timeout_s
                     )
-                except (httpx.HTTPError, httpx.InvalidURL):
+                except (httpx.HTTPError, httpx.InvalidURL, WorkerFailed):
                     return None
                 return url if answer.is_success else None
 
@@ -184,6 +187,14 @@ class FileRelay:
             for task in probes:
                 task.cancel()
             await asyncio.gather(*probes, return_exceptions=True)
+
+    async def _try_agent(self, agent_url: str, path: str, headers: Mapping[str, str]) -> httpx.Response | None:
+        """The open answer of an agent that has proved its address; None if there is none."""
+        try:
+            key = await self._agents.key_headers(agent_url)
+        except WorkerFailed:
+            return None
+        return await self._try(agent_url + path, {**headers, **key})
 
     async def _try(self, url: str, headers: Mapping[str, str]) -> httpx.Response | None:
         """The open answer to a GET; None if there is none. An error answer is closed."""

@@ -9,11 +9,12 @@ from math import inf
 
 import structlog
 
+from lorafleet.engine.worker_proofs import AgentUnproved, ProvedAgent
 from lorafleet.service.tasks import BackgroundTasks
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
-from orchestrator.core.errors import LeaseLost, WorkerFailed
+from orchestrator.core.errors import LeaseLost, StateConflict, WorkerFailed
 from orchestrator.core.state import WantedReplicas
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.agent_view import as_of
@@ -78,6 +79,18 @@ class HeartbeatMonitor:
         self._clock = clock
         self.on_files: Callable[[], None] = lambda: None
         """Called when a worker's files have changed."""
+
+    async def require_proof(self, report: Metadata, key_id: str) -> None:
+        """Have the agent prove the address of its heartbeat, unless it has; raises StateConflict `worker_unproved`.
+
+        key_id  of the key that the heartbeat came with: the address must be proved by the same key
+        """
+        sender = ProvedAgent(report.instance_id, report.agent_boot_id, key_id)
+        try:
+            await self._agents.proofs.prove_sender(report.agent_url, sender)
+        except AgentUnproved as exc:
+            message = f"worker {report.instance_id} at {report.agent_url} gets no requests: {exc}"
+            raise StateConflict(message, code="worker_unproved", param="metadata.agent_url") from exc
 
     def record_heartbeat(self, report: Metadata) -> None:
         """Record an agent's report, from a heartbeat or a probe.

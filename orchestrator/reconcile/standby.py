@@ -8,6 +8,7 @@ import httpx
 import structlog
 from pydantic import ValidationError
 
+from lorafleet.service.own_key import OwnKey
 from orchestrator.core.errors import WorkerFailed
 from orchestrator.leadership.leadership import Leadership
 from orchestrator.reconcile.agent_client import AgentClient
@@ -26,12 +27,14 @@ class StandbyFollower:
         leadership: Leadership,
         reconciler: Reconciler,
         agents: AgentClient,
+        own_key: OwnKey,
         client: httpx.AsyncClient,
         timeout_s: float,
     ) -> None:
         self._leadership = leadership
         self._reconciler = reconciler
         self._agents = agents
+        self._own_key = own_key
         self._client = client
         self._timeout_s = timeout_s
         self._etag = ""
@@ -47,7 +50,7 @@ class StandbyFollower:
             return
         url, headers = (
             f"{leader.url.rstrip('/')}/v1/catalog",
-            self._agents.own_key.headers | {"if-none-match": self._etag},
+            self._own_key.headers | {"if-none-match": self._etag},
         )
         answer = await self._client.get(url, headers=headers, timeout=self._timeout_s)
         if answer.status_code == httpx.codes.NOT_MODIFIED:

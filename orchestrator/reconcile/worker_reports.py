@@ -112,13 +112,17 @@ class WorkerReports:
             is_news |= before != (entry.is_terminating, entry.report)
         return is_news
 
-    def rival_agent_url(self, report: Metadata, within_s: float) -> str | None:
-        """URL of another agent with the same worker id that has reported of late; None without one."""
+    def rival_agent_url(self, report: Metadata, within_s: float, *, may_move: bool) -> str | None:
+        """URL of another agent with the same worker id that has reported of late; None without one.
+
+        may_move  whether an agent at another address is the same one if it says so. Not where keys are needed: others
+                  may know which start of the agent it is
+        """
         entry = self.workers.get(report.instance_id)
         if entry is None or entry.reach != "heard" or self._clock() - entry.heard_at >= within_s:
             return None
-        is_other = entry.report.agent_url != report.agent_url and entry.report.agent_boot_id != report.agent_boot_id
-        return entry.report.agent_url if is_other else None
+        is_same = may_move and entry.report.agent_boot_id == report.agent_boot_id
+        return entry.report.agent_url if entry.report.agent_url != report.agent_url and not is_same else None
 
     def record_report(self, report: Metadata) -> ReportChange:
         """Record an agent's report, which adds the worker or marks it as reached; returns what it changed.

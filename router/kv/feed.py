@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Protocol
@@ -16,7 +16,6 @@ from lorafleet.identity import KV_HASHING, TIERS, BlockHash, Tier
 from lorafleet.kv.ledger import MAX_KEPT_RATIO, TRAITS, BlockLedger
 from lorafleet.kv.subscribe import RankEndpoint, RankSubscriber, SubscriberHub
 from lorafleet.service.loops import backoff_s, forever
-from lorafleet.service.own_key import OwnKey
 from lorafleet.service.turns import LoopTurns
 from router.core.kv.index import IndexDraft, KvIndex, WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy
@@ -72,10 +71,13 @@ class FeedContext(Protocol):
 
     metrics: RouterMetrics
     accuracy: PredictionAccuracy
-    own: OwnKey
     pool: EnginePool | None
     turns: LoopTurns
     fall_back_after_s: float
+
+    @property
+    def agent_key(self) -> Callable[[str], Awaitable[str]]:
+        """The key for the agent at a URL. Raises FetchRefused."""
 
     def hub(self) -> SubscriberHub:
         """The engines' sockets; opened at the first call."""
@@ -380,8 +382,9 @@ class WorkerFeed:
             await asyncio.sleep(self._snapshot_pause_s())
             await self._take_snapshot()
         pool, url = self._pool, self.source.agent_url
+        key = await self._feeds.agent_key(url)
         path = f"/v1/kv/stream?{urlencode({'epoch': self._epoch, 'since': self.last_seq})}"
-        async with stream(pool, url, path, token=self._feeds.own.key, idle_s=_SILENCE_S) as answer:
+        async with stream(pool, url, path, token=key, idle_s=_SILENCE_S) as answer:
             if answer.status == 410:
                 self._drop_snapshot()
                 return
@@ -456,7 +459,7 @@ class WorkerFeed:
                 self._pool,
                 source.agent_url,
                 "/v1/kv/snapshot",
-                token=self._feeds.own.key,
+                token=await self._feeds.agent_key(source.agent_url),
                 timeout_s=_SNAPSHOT_S,
                 max_bytes=_MOST_SNAPSHOT_BYTES,
             )

@@ -7,7 +7,7 @@ its buffer and what comes from then on. Both end in the index, and `PredictionAc
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -16,7 +16,6 @@ from lorafleet.identity import BlockHash
 from lorafleet.kv.ledger import TRAITS
 from lorafleet.kv.subscribe import SubscriberHub
 from lorafleet.service.loops import forever
-from lorafleet.service.own_key import OwnKey
 from lorafleet.service.turns import LoopTurns
 from router.core.fleet import Replica
 from router.core.kv.estimate import CacheEstimate, PredictedCache
@@ -35,6 +34,11 @@ _MOST_LOADED = 1000
 """Names of a worker's adapters, loaded and unloaded, whose last load is remembered."""
 
 
+async def no_key(_url: str) -> str:
+    """No key: for agents without key files."""
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class _EventlessWorker:
     """A worker whose engine publishes no KV events."""
@@ -51,7 +55,7 @@ class KvFeeds:
     approximate        indexes for prompts that were not tokenized, estimated from what this router sent. Their hashes
                        are of another kind than those in `indexes`
     pool               connections to agents, for their ledgers; None: engines are followed themselves
-    own                the router's own key, for agents
+    agent_key          the key for an agent at a URL; raises FetchRefused for one that does not prove its address
     turns              turns of the event loop that all feeds share, so that requests come between
     fall_back_after_s  seconds without an answer of an agent, after which its engine is followed itself
     running            the feed of each worker that has one
@@ -60,7 +64,7 @@ class KvFeeds:
     metrics: RouterMetrics
     tail_poll_s: float
     accuracy: PredictionAccuracy = field(default_factory=PredictionAccuracy)
-    own: OwnKey = field(default_factory=OwnKey)
+    agent_key: Callable[[str], Awaitable[str]] = no_key
     pool: EnginePool | None = None
     turns: LoopTurns = field(default_factory=LoopTurns)
     fall_back_after_s: float = 3.0

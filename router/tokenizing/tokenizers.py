@@ -3,7 +3,7 @@
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import datetime
 from functools import partial
 from math import inf
@@ -82,6 +82,11 @@ class _Reading(NamedTuple):
     due_at: float
 
 
+async def _no_headers(_url: str) -> dict[str, str]:
+    """No header: for agents without key files."""
+    return {}
+
+
 class Tokenizers:
     """One tokenizer for each base model, from a folder or from the files that an agent serves."""
 
@@ -89,6 +94,7 @@ class Tokenizers:
         self,
         client: httpx.AsyncClient,
         *,
+        agent_headers: Callable[[str], Awaitable[dict[str, str]]] = _no_headers,
         mode: str = "auto",
         paths: Mapping[str, Path] | None = None,
         remote_timeout_s: float = 0.5,
@@ -98,6 +104,7 @@ class Tokenizers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
+        agent_headers     the header with the key for an agent at a URL; may raise httpx.HTTPError
         paths             base model -> folder with its tokenizer's files, used in place of an agent's files
         remote_timeout_s  longest wait for an engine's /tokenize; then the request is routed without ids
         cache_bytes       size of the cache of tokenized pieces; 0 for none. The default holds about 250 conversations
@@ -105,6 +112,7 @@ class Tokenizers:
         threads           for long prompts, and as many again for very long ones
         """
         self._client = client
+        self._agent_headers = agent_headers
         self._mode = mode
         self._paths = dict(paths or {})
         self.remote_timeout_s = remote_timeout_s
@@ -453,7 +461,8 @@ class Tokenizers:
         """Read a base model's tokenizer files from its folder, or GET them from an agent; raises httpx.HTTPError."""
         if base_model in self._paths:
             return await asyncio.to_thread(read_files, self._paths[base_model])
-        answer = await self._client.get(f"{agent_url}/v1/model/files")
+        headers = await self._agent_headers(agent_url)
+        answer = await self._client.get(f"{agent_url}/v1/model/files", headers=headers, auth=httpx.Auth())
         answer.raise_for_status()
         return ModelFiles.model_validate_json(answer.content).files
 

@@ -99,7 +99,8 @@ async def small_fleet(
     """
     folder.mkdir(parents=True)  # noqa: ASYNC240  (a test's own folder)
     key_file = folder / "keys.yaml"
-    keys = {scope: add_key(key_file, None, [scope]) for scope in ("admin", "export", "register", "load")}
+    scopes = ("admin", "export", "register", "load", "worker", "agent", "agent-load")
+    keys = {scope: add_key(key_file, None, [scope]) for scope in scopes}
     keys |= {tenant: add_key(key_file, tenant, ["infer", "register"]) for tenant in tenants}
     pace_s = 0.1 * max(2, workers)  # one loop has the work of all of them
     intent = OrchestratorSettings(
@@ -108,7 +109,8 @@ async def small_fleet(
         pass_interval_s=0.2,
         heartbeat_interval_s=pace_s,
         key_files=(key_file,),
-        token=keys["admin"],
+        token=keys["load"],
+        agent_token=keys["agent"],
         **{**ORCHESTRATOR_WAITS, **settings},
     )
     timers = replace(TIMERS, attached_s=patience(TIMERS.attached_s))
@@ -134,7 +136,7 @@ async def small_fleet(
         for number in range(workers):
             name = f"w{number}"
             (folder / name).mkdir()
-            flags = ("--instance-id", name, "--orchestrator-url", url, "--token", keys["register"])
+            flags = ("--instance-id", name, "--orchestrator-url", url, "--token", keys["worker"])
             flags += ("--key-files", str(key_file), "--warm-deadline-s", "0")
             flags += ("--scrape-s", str(pace_s), "--scan-s", str(pace_s), *agent)
             worker = RunningWorker(model, shelf, folder / name, *SIM, *flags)
@@ -144,7 +146,13 @@ async def small_fleet(
         for _ in range(routers):
             given = {"catalog_poll_s": POLL_S, **ROUTER_WAITS, **router_settings}
             app, services = build_router(
-                RouterSettings(orchestrator_url=url, token=keys["load"], key_files=(key_file,), **given)
+                RouterSettings(
+                    orchestrator_url=url,
+                    token=keys["load"],
+                    agent_token=keys["agent-load"],
+                    key_files=(key_file,),
+                    **given,
+                )
             )
             router = await stack.enter_async_context(serving(app, http=app.state.http))
             fleet.routers.append(await stack.enter_async_context(client_of(router, headers=operator)))

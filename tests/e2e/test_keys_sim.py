@@ -1,16 +1,21 @@
 """A fleet with a key file: no service answers without a key, beyond its scope, or about other tenants."""
 
+import http.server
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from lorafleet.cli.keys import add_key
 from tests.e2e.fleets import SIM_FLAGS, RunningFleet, chat, running, until
 from tests.e2e.scenarios import SQL, cli, fresh_prompt, text
 from tests.patience import patience
+from workers.wire import WORKER_PROOF_PATH
 
 pytestmark = pytest.mark.fleet
 
@@ -24,6 +29,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningF
         "acme": add_key(path, "acme", ["infer"]),
         "other": add_key(path, "other", ["infer"]),
         "admin": add_key(path, None, ["admin"]),
+        "trainer": add_key(path, "acme", ["infer", "register"]),
+        "pipeline": add_key(path, None, ["register"]),
+        "agents": add_key(path, None, ["worker", "drain"]),
     }
     with running(folder / "state", *SIM_FLAGS, "1", "--key-file", str(path), token=keys["admin"]) as fleet:
         spec = {"tenants": ["acme"]}
@@ -87,6 +95,97 @@ def test_a_tenants_adapter_is_not_there_for_another(guarded: tuple[RunningFleet,
     # The same message as for an unknown name, so that other tenants learn nothing.
     absent = other.ask(prompt=fresh_prompt(), lora_id="sql-expert/v9")
     assert json.dumps(refused.json()).replace(SQL, "") == json.dumps(absent.json()).replace("sql-expert/v9", "")
+
+
+class _FakeWorker:
+    """A worker of a trainer's own: listens on loopback, keeps all that it receives, and answers what routers ask.
+
+    A request for a proof is passed on to a real agent, as the best that a liar can do.
+    """
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        self.seen: list[tuple[str, str | None, str]] = []
+        self.real = report["agent_url"]
+        fake = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                fake.seen.append((self.path, self.headers.get("authorization"), body.decode()))
+                said = json.dumps(fake.report).encode()
+                if self.path == WORKER_PROOF_PATH:
+                    said = httpx.post(f"{fake.real}{self.path}", content=body, timeout=patience(10)).content
+                self.send_response(200)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(said)))
+                self.end_headers()
+                self.wfile.write(said)
+
+            do_GET = do_POST = answer  # noqa: N815  (the names that the library calls)
+
+            def log_message(self, *_args: object) -> None:
+                """Say nothing on standard error."""
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        own = {"instance_id": "evil", "agent_url": self.url, "agent_boot_id": "evil", "engine_boot_id": "evil"}
+        self.report = report | own | {"transport": report["transport"] | {"engine_url": self.url}}
+
+    def heartbeat(self, fleet: RunningFleet, **changed: str) -> tuple[int, str]:
+        """Send a heartbeat with the fleet's headers; the status and code of its answer."""
+        body = {"metadata": self.report | changed}
+        answer = fleet.http("POST", f"{fleet.orchestrator}/v1/workers/register", json=body)
+        return answer.status_code, answer.json().get("error", {}).get("code", "")
+
+
+@pytest.fixture
+def fake_worker(guarded: tuple[RunningFleet, dict[str, str]]) -> Iterator[_FakeWorker]:
+    """A fake worker that reports as the real one does, but with its own name, start and addresses."""
+    fleet, _ = guarded
+    fake = _FakeWorker(next(iter(fleet.workers().values())))
+    thread = threading.Thread(target=fake.server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield fake
+    finally:
+        fake.server.shutdown()
+        thread.join()
+        fake.server.server_close()
+
+
+def test_a_publishers_own_worker_gets_no_key_and_no_prompt(
+    guarded: tuple[RunningFleet, dict[str, str]], fake_worker: _FakeWorker
+) -> None:
+    fleet, keys = guarded
+    for key in ("trainer", "pipeline"):
+        publisher = _as(fleet, keys[key])
+        for number in range(10):
+            assert fake_worker.heartbeat(publisher) == (403, "scope_missing")
+            asked = _as(fleet, keys["acme"]).ask(prompt=f"{key} {number}: {fresh_prompt()}", max_tokens=1)
+            assert asked.status_code == 200, asked.text
+    assert fake_worker.seen == []
+    assert fake_worker.url not in json.dumps(fleet.get(f"{fleet.orchestrator}/v1/catalog"))
+
+
+def test_an_address_that_does_not_prove_itself_gets_no_key_and_no_prompt_even_with_a_workers_key(
+    guarded: tuple[RunningFleet, dict[str, str]], fake_worker: _FakeWorker
+) -> None:
+    fleet, keys = guarded
+    holder, real = _as(fleet, keys["agents"]), next(iter(fleet.workers().values()))
+    until(lambda: fake_worker.heartbeat(holder)[0] == 409, within_s=10, what="the services read the key file")
+    for number in range(10):
+        assert fake_worker.heartbeat(holder) == (409, "worker_unproved")
+        # As the real worker, at its address and at ours.
+        others = {"instance_id": real["instance_id"], "agent_boot_id": real["agent_boot_id"]}
+        assert fake_worker.heartbeat(holder, **others)[0] == 409
+        assert fake_worker.heartbeat(holder, **others, agent_url=real["agent_url"]) == (409, "worker_unproved")
+        asked = _as(fleet, keys["acme"]).ask(prompt=f"proof {number}: {fresh_prompt()}", max_tokens=1)
+        assert asked.status_code == 200, asked.text
+    assert {(path, key) for path, key, _ in fake_worker.seen} == {(WORKER_PROOF_PATH, None)}
+    assert fake_worker.url not in json.dumps(fleet.get(f"{fleet.orchestrator}/v1/catalog"))
+    assert list(fleet.workers()) == [real["instance_id"]]
 
 
 def _models(fleet: RunningFleet) -> set[str]:

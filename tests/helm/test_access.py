@@ -195,17 +195,21 @@ def scopes(case: str, service: str, tmp_path) -> dict[str, frozenset[str]]:
 
 
 def test_a_token_opens_the_services_that_its_holder_speaks_to_and_no_others(tmp_path):
-    infer, load, register, drain, metrics, admin = (
-        frozenset({scope}) for scope in ("infer", "load", "register", "drain", "metrics", "admin")
+    infer, load, worker, drain, metrics, admin = (
+        frozenset({scope}) for scope in ("infer", "load", "worker", "drain", "metrics", "admin")
     )
-    assert scopes("cpu", "router", tmp_path) == {"admin.1": admin, "test.1": infer, "metrics.1": metrics}
+    # Routers and orchestrators check agents' proofs of their addresses by the hash of the workers' key.
+    assert scopes("cpu", "router", tmp_path) == {
+        "admin.1": admin, "test.1": infer, "worker.1": worker, "metrics.1": metrics,
+    }  # fmt: skip
     # Between orchestrators: a standby follows the leader's events.
     assert scopes("cpu", "orchestrator", tmp_path) == {
-        "admin.1": admin, "orchestrator.1": load, "router.1": load, "worker.1": register,
+        "admin.1": admin, "orchestrator.1": load, "router.1": load, "worker.1": worker,
         "metrics.1": metrics,
     }  # fmt: skip
     assert scopes("cpu", "worker", tmp_path) == {
-        "orchestrator.1": admin, "router.1": load, "worker.1": drain | register, "metrics.1": metrics,
+        "orchestrator-agents.1": frozenset({"agent"}), "router-agents.1": frozenset({"agent-load"}),
+        "worker.1": drain | worker, "metrics.1": metrics,
     }  # fmt: skip
     for service in ("router", "orchestrator", "worker"):
         assert scopes("everything", service, tmp_path)["metrics.2"] == metrics
@@ -213,11 +217,14 @@ def test_a_token_opens_the_services_that_its_holder_speaks_to_and_no_others(tmp_
 
 def test_while_tokens_rotate_both_generations_are_taken_and_the_new_one_is_used(tmp_path):
     assert scopes("everything", "worker", tmp_path).keys() == {
-        f"{role}.{generation}" for role in ("metrics", "orchestrator", "router", "worker") for generation in (1, 2)
+        f"{role}.{generation}"
+        for role in ("metrics", "orchestrator-agents", "router-agents", "worker")
+        for generation in (1, 2)
     }
     router = one("everything", "Deployment", "fleet-lorafleet-router")["spec"]["template"]["spec"]
     found = mounted(router, router["containers"][0])
     assert found["/etc/lorafleet/token/token"] == ("fleet-lorafleet-tokens", "router.2")
+    assert found["/etc/lorafleet/token/agent-token"] == ("fleet-lorafleet-tokens", "router-agents.2")
 
 
 def test_tenants_keys_reach_the_router_and_only_operators_the_orchestrator():
@@ -255,7 +262,7 @@ def test_keys_in_values_are_accepted_beside_a_secret_of_ones_own_too(tmp_path):
 
 def test_a_token_in_clear_is_in_one_secret_only():
     tokens = secret("cpu", "fleet-lorafleet-tokens").values()
-    assert len(set(tokens)) == 6
+    assert len(set(tokens)) == 8
     for item in manifests("cpu"):
         if item["metadata"]["name"] != "fleet-lorafleet-tokens":
             assert not any(token in str(item) for token in tokens), item["metadata"]["name"]

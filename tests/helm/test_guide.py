@@ -80,19 +80,23 @@ def test_its_script_makes_a_secret_with_the_keys_that_the_chart_reads_and_the_ri
         path = tmp_path / f"{service}.yaml"
         path.write_text(made[f"{service}-keys.yaml"])
         hashes, keys = {entry["sha256"] for entry in yaml.safe_load(path.read_text())["keys"]}, ApiKeys([path])
-        roles = ("admin", "orchestrator", "router", "test", "worker")
+        roles = ("admin", "orchestrator", "orchestrator-agents", "router", "router-agents", "test", "worker")
         return {
             role: set(keys.caller(f"Bearer {made[role]}").scopes) for role in roles if hash_key(made[role]) in hashes
         }
 
-    assert scopes("router") == {"admin": {"admin"}, "test": {"infer"}}
+    assert scopes("router") == {"admin": {"admin"}, "test": {"infer"}, "worker": {"worker"}}
     assert scopes("orchestrator") == {
         "admin": {"admin"},
         "orchestrator": {"load"},
         "router": {"load"},
-        "worker": {"register"},
+        "worker": {"worker"},
     }
-    assert scopes("worker") == {"orchestrator": {"admin"}, "router": {"load"}, "worker": {"drain", "register"}}
+    assert scopes("worker") == {
+        "orchestrator-agents": {"agent"},
+        "router-agents": {"agent-load"},
+        "worker": {"drain", "worker"},
+    }
 
 
 def test_its_patch_makes_a_worker_of_an_engines_pod(tmp_path, monkeypatch):

@@ -77,7 +77,8 @@ def test_every_variable_is_a_setting_of_its_service_and_all_of_them_together_are
                 settings = load(SERVICES[service], container["command"][4:], prog=service)
             assert settings.host in {"0.0.0.0", "::"}
             assert settings.key_files
-            files = [settings.token_file, getattr(settings, "peer_token_file", None)]
+            others = (getattr(settings, name, None) for name in ("agent_token_file", "peer_token_file"))
+            files = [settings.token_file, *others]
             assert {str(file) for file in files if file} <= mounted(template["spec"], container).keys()
             assert settings.port in {port["containerPort"] for port in container["ports"]}
 
@@ -122,6 +123,7 @@ def test_what_values_may_not_name_as_a_setting_the_chart_gives_itself_or_nobody_
         "kube_namespace",
         "engine_url",
         "token",
+        "agent_token",
     }
     known = SERVICES[service].model_fields.keys()
     assert sorted((GIVEN[service] & known) - given - nobodys) == []

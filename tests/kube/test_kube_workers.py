@@ -7,11 +7,13 @@ from functools import partial
 
 import pytest
 
+from lorafleet.engine.worker_proofs import AgentProofs
 from lorafleet.kube.access import KubeConfig
 from lorafleet.kube.client import open_client
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.watch import WatchTimes
 from lorafleet.local.tiny_model import make_model
+from lorafleet.service.auth import ApiKeys
 from lorafleet.service.own_key import OwnKey
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
@@ -42,7 +44,8 @@ class SliceOrchestrator(OrchestratorUnderTest):
         )
         self.pokes = asyncio.Event()
         self.client = client_of()
-        self.agent_client = AgentClient(self.client, own_key=OwnKey(), epoch=epoch_one)
+        proofs = AgentProofs(ApiKeys(()), None, 1.0, self.clock)
+        self.agent_client = AgentClient(self.client, agent_key=OwnKey(), proofs=proofs, epoch=epoch_one)
         self.finder = KubeWorkerFinder(
             self.slices,
             reports=self.reconciler.reports,

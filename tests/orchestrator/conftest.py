@@ -45,6 +45,7 @@ class OrchestratorUnderTest:
     async def join(self, agent):
         if not agent.url:
             agent.url = await self.stack.enter_async_context(serving(agent.app))
+        agent.key = agent.key or self.http.headers.get("authorization", "").removeprefix("Bearer ")
         self.agents[agent.worker_id] = agent
         await self.beat()
 

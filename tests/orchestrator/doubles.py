@@ -6,9 +6,12 @@ import hashlib
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from lorafleet.engine.worker_proofs import ProvedAgent, proof_of
 from lorafleet.identity import engine_name
 from lorafleet.service.http import envelope
+from lorafleet.service.key_files import hash_key, key_id_of
 from workers.report_header import ReportHeaderMiddleware
+from workers.wire import WORKER_PROOF_PATH, ProofRequest
 
 
 def digest_of(source):
@@ -34,6 +37,7 @@ class FakeAgent:
         self.node = node
         self.state = "ready"
         self.url = ""
+        self.key = ""
         self.loaded = {}
         self.calls = []
         self.claims = []
@@ -68,9 +72,9 @@ class FakeAgent:
 
     def start_anew(self):
         """Reset the agent to its initial state, at the same address."""
-        url, boot_id = self.url, f"{self.agent_boot_id}+"
+        url, key, boot_id = self.url, self.key, f"{self.agent_boot_id}+"
         self.__init__(self.worker_id, slots=self.slots)
-        self.url, self.agent_boot_id = url, boot_id
+        self.url, self.key, self.agent_boot_id = url, key, boot_id
 
     def put(self, lora_id, source, *, loaded_at="2020-01-01T00:00:00Z"):
         """Put an adapter on the worker without a call."""
@@ -104,6 +108,13 @@ class FakeAgent:
 
     def operations(self):
         return [(verb, body.get("lora_id")) for verb, body in self.calls]
+
+    def proof(self, asked):
+        """The answer to a request for a proof, by the agent's own key."""
+        key_hash = hash_key(self.key)
+        agent = ProvedAgent(self.worker_id, self.agent_boot_id, key_id_of(key_hash))
+        said = {"instance_id": agent.instance_id, "agent_boot_id": agent.agent_boot_id, "key_id": agent.key_id}
+        return said | {"proof": proof_of(key_hash, ProofRequest.model_validate(asked), agent)}
 
     def metadata(self):
         return {
@@ -172,6 +183,10 @@ class FakeAgent:
         @app.get("/metadata")
         async def metadata():
             return self.metadata()
+
+        @app.post(WORKER_PROOF_PATH)
+        async def prove(asked: dict):
+            return self.proof(asked)
 
         @app.get("/health")
         async def health():

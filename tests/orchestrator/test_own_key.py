@@ -3,6 +3,8 @@
 import httpx
 import pytest
 
+from lorafleet.engine.worker_proofs import AgentProofs
+from lorafleet.service.auth import ApiKeys
 from lorafleet.service.own_key import OwnKey
 from orchestrator.core.errors import WorkerFailed
 from orchestrator.reconcile.agent_client import AgentClient
@@ -26,7 +28,8 @@ async def test_agent_calls_use_the_key_now_in_the_file(tmp_path):
                 await asked
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        agents = AgentClient(client, own_key=OwnKey("", file, clock=lambda: now[0]), epoch=epoch_one)
+        key, proofs = OwnKey("", file, clock=lambda: now[0]), AgentProofs(ApiKeys(()), None, 1.0, lambda: now[0])
+        agents = AgentClient(client, agent_key=key, proofs=proofs, epoch=epoch_one)
         await ask()
         file.write_text("another")
         now[0] += 1

@@ -388,7 +388,7 @@ async def test_metrics_count_operations_and_replicas_and_bound_their_labels(serv
 
 
 async def test_scopes_limit_callers_to_their_routes(open_service, tmp_path):
-    keys = [{"sha256": hash_key(name), "scopes": [name]} for name in ("admin", "load", "infer", "register")]
+    keys = [{"sha256": hash_key(name), "scopes": [name]} for name in ("admin", "load", "infer", "register", "worker")]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
     service = open_service(key_files=(tmp_path / "keys.yaml",))
 
@@ -429,12 +429,12 @@ async def test_scopes_limit_callers_to_their_routes(open_service, tmp_path):
         assert await status("load", method, path) not in (401, 403), path
         assert await status("register", method, path) == 403, path
     heartbeat = ("POST", "/v1/workers/register")
-    refused = {None: 401, "infer": 403, "load": 403}
+    refused = {None: 401, "infer": 403, "load": 403, "register": 403}
     assert {key: await status(key, *heartbeat) for key in refused} == refused
-    assert not {await status(key, *heartbeat) for key in ("register", "admin")} & {401, 403}
+    assert not {await status(key, *heartbeat) for key in ("worker", "admin")} & {401, 403}
     for path in ("/health", "/ready"):
         assert await status(None, "GET", path) == 200
-    refused |= {"register": 403, "admin": 200}
+    refused |= {"worker": 403, "admin": 200}
     assert {key: await status(key, "GET", "/metrics") for key in refused} == refused
     service = open_service(key_files=(tmp_path / "keys.yaml",), metrics_need_key=False)
     assert await status(None, "GET", "/metrics") == 200

@@ -206,7 +206,7 @@ REFUSED = [
     ("PATCH", "/v1/policy", {"loading": "eager"}, 403, "scope_missing"),
     ("GET", "/v1/export", None, 403, "scope_missing"),
     ("GET", "/v1/catalog", None, 403, "fleet_key_needed"),
-    ("POST", "/v1/workers/register", {}, 403, "fleet_key_needed"),
+    ("POST", "/v1/workers/register", {}, 403, "scope_missing"),
 ]
 ALLOWED = [
     ("POST", "/v1/adapters", NEW, 201),

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,13 +14,25 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from lorafleet.engine.worker_proofs import ProvedAgent, proof_of
 from lorafleet.identity import engine_name
+from lorafleet.service.key_files import hash_key, key_id_of
 from orchestrator.wire import Catalog, CatalogAdapter, CatalogWorker
 from router.app import build
 from router.config import RouterSettings
 from tests.patience import patience
 from tests.serving import client_of, serving
-from workers.wire import Load, LoadedLora, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
+from workers.wire import (
+    WORKER_PROOF_PATH,
+    Load,
+    LoadedLora,
+    LoraInfo,
+    Metadata,
+    ModelCard,
+    ProofRequest,
+    RuntimeConfig,
+    Transport,
+)
 
 DIGEST = "ab" * 32
 BASE = "tiny-qwen"
@@ -141,6 +153,7 @@ class AgentDouble:
     max_model_lens: dict[str, int] = field(default_factory=dict)
     uncached: frozenset = frozenset()  # workers whose engine keeps no block for a later prompt
     revision: int = 1
+    worker_key: str = "a-worker"  # by which agents prove their addresses
     url: str = ""
     _told: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -253,6 +266,12 @@ class AgentDouble:
                 return Response(status_code=503)
             return Response(self.metadata(request.path_params["w"]).model_dump_json(), media_type="application/json")
 
+        async def prove(request: Request):
+            key_hash = hash_key(self.worker_key)
+            agent = ProvedAgent(request.path_params["w"], "a", key_id_of(key_hash))
+            proof = proof_of(key_hash, ProofRequest.model_validate(await request.json()), agent)
+            return JSONResponse({**asdict(agent), "proof": proof})
+
         async def load(request: Request):
             wanted = await request.json()
             self.loads.append(wanted)
@@ -279,6 +298,7 @@ class AgentDouble:
                 Route("/v1/usage", guarded(usage), methods=["POST"]),
                 Route("/v1/adapters/{lora_id:path}/ensure", guarded(ensure), methods=["POST"]),
                 Route("/{agents}/{w}/metadata", metadata),
+                Route(f"/{{agents}}/{{w}}{WORKER_PROOF_PATH}", prove, methods=["POST"]),
                 Route("/{agents}/{w}/v1/events", events),
                 Route("/{agents}/{w}/v1/model/files", model_files),
                 Route("/{agents}/{w}/v1/admin/load_lora", load, methods=["POST"]),
@@ -303,9 +323,18 @@ def error_of(answer: httpx.Response):
     return answer.status_code, answer.json()["error"]["code"]
 
 
+def with_worker_key(settings):
+    """The settings; with key files also one that has the key by which an AgentDouble proves its agents' addresses."""
+    if not settings.get("key_files"):
+        return settings
+    workers = settings["key_files"][0].with_name("worker-keys.yaml")
+    workers.write_text(f"keys: [{{sha256: {hash_key('a-worker')}, scopes: [worker]}}]")
+    return settings | {"key_files": (*settings["key_files"], workers)}
+
+
 @contextlib.asynccontextmanager
 async def fleet(*engines: EngineDouble, control: AgentDouble | None = None, **settings) -> AsyncIterator:
-    """(client of a real router, control, parts) in front of these engines."""
+    """(client of a real router, control, parts) in front of these engines, whose agents prove their addresses."""
     control = control or AgentDouble()
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
@@ -323,7 +352,7 @@ async def fleet(*engines: EngineDouble, control: AgentDouble | None = None, **se
                 "connect_timeout_s": patience(2),
                 "failover_wait_s": patience(10),
                 "first_sync_wait_s": 0.2,
-                **settings,
+                **with_worker_key(settings),
             }
         )
         app, parts = build(config)

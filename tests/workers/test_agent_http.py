@@ -498,13 +498,15 @@ async def test_routes_check_the_scopes_of_the_key_file(worker, tmp_path):
             headers = {"authorization": f"Bearer {key}"} | ({"x-lorafleet-epoch": epoch} if epoch else {})
             return (await client.post(f"/v1/admin/{call}", json=body, headers=headers)).status_code
 
-        assert (await client.get("/metadata", headers={"authorization": "Bearer infer"})).status_code == 403
-        assert await status("load", "load_lora", lora_id="sql-expert/v1") == 200
-        assert await status("load", "load_lora", lora_id="legal/v2", evict="sql-expert/v1") == 403
-        assert await status("load", "unload_lora", lora_id="sql-expert/v1") == 403
+        for scope in ("infer", "register", "tenant-admin", "load", "worker"):
+            assert (await client.get("/metadata", headers={"authorization": f"Bearer {scope}"})).status_code == 403
+            assert await status(scope, "load_lora", lora_id="sql-expert/v1") == 403
+        assert await status("agent-load", "load_lora", lora_id="sql-expert/v1") == 200
+        assert await status("agent-load", "load_lora", lora_id="legal/v2", evict="sql-expert/v1") == 403
+        assert await status("agent-load", "unload_lora", lora_id="sql-expert/v1") == 403
         assert await status("drain", "unload_lora", lora_id="sql-expert/v1") == 403
-        assert await status("admin", "unload_lora", lora_id="sql-expert/v1") == 200
-        assert await status("load", "drain", deadline_s=1) == 403
+        assert await status("agent", "unload_lora", lora_id="sql-expert/v1") == 200
+        assert await status("agent-load", "drain", deadline_s=1) == 403
         # An epoch is stored: a too high one would lock out the leader.
         assert await status("drain", "drain", epoch="99", deadline_s=1) == 403
         assert (await client.get("/ready")).is_success

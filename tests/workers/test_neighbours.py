@@ -44,7 +44,7 @@ class Neighbours:
     async def agent(self, name: str, *flags: str, orchestrator: str = NOBODY) -> httpx.AsyncClient:
         (self.folder / name).mkdir()
         more = ("--instance-id", name, "--orchestrator-url", orchestrator, "--warm-deadline-s", "0", "--token")
-        more += (self.keys["register"], "--key-files", str(self.folder / "keys.yaml"))
+        more += (self.keys["worker"], "--key-files", str(self.folder / "keys.yaml"))
         more += ("--source-networks", "127.0.0.0/8", "--cache-grace-s", "1", "--max-lora-rank", "128", *flags)
         worker = self.workers[name] = RunningWorker(self.model, self.adapters, self.folder / name, *SIM, *more)
         client = await self.stack.enter_async_context(worker.together(engine=("--max-lora-rank", "128")))
@@ -67,7 +67,7 @@ class Neighbours:
 
 @pytest.fixture
 async def neighbours(agent_model, agent_adapters, tmp_path) -> AsyncIterator[Neighbours]:
-    keys = {scope: add_key(tmp_path / "keys.yaml", None, [scope]) for scope in ("admin", "register", "load")}
+    keys = {scope: add_key(tmp_path / "keys.yaml", None, [scope]) for scope in ("admin", "worker", "agent-load")}
     at_source = FaultyConnection()
     far = {"far/v1": make_adapter(tmp_path / "far", "far/v1", rank=128)}
     async with (
@@ -155,7 +155,7 @@ async def test_wrong_bytes_are_dropped_and_said_and_the_next_neighbour_is_asked(
             answer = await neighbours.load(second, digest, evil, url_of(first))
         assert answer.json()["state"] == "ready", answer.text
         assert any(line["event"] == "wrong bytes from other workers" and line["urls"] == [evil] for line in lines)
-        assert ("recheck=true", f"Bearer {neighbours.keys['register']}") in wrong.calls
+        assert ("recheck=true", f"Bearer {neighbours.keys['worker']}") in wrong.calls
         assert await value_of(second, 'lorafleet_workers_neighbour_failures_total{reason="digest"}') == 1
         assert neighbours.at_source.carried == 0
         third = await neighbours.agent("w2")
@@ -196,7 +196,7 @@ async def test_only_the_leader_may_name_neighbours_as_they_get_the_agents_key(ne
     wrong = WrongNeighbour({})
     second = await neighbours.agent("w1")
     async with serving(wrong.app) as evil:
-        for key in ("load", "admin"):
+        for key in ("agent-load", "admin"):
             headers = {"authorization": f"Bearer {neighbours.keys[key]}"}
             answer = await neighbours.load(second, digest, evil, headers=headers, lora_id=f"far/{key}")
             assert answer.json()["state"] == "ready", answer.text
@@ -241,7 +241,7 @@ async def test_what_an_agent_sends_at_a_time_is_bounded(neighbours):
         assert slow.status_code == 200
         busy = await second.get(path)
         assert (busy.status_code, code(busy), busy.headers["retry-after"]) == (503, "files_busy", "1")
-    tenant = {"authorization": f"Bearer {neighbours.keys['load']}"}
+    tenant = {"authorization": f"Bearer {neighbours.keys['agent-load']}"}
     assert (await second.get(path, headers=tenant)).status_code == 403
 
 
@@ -295,7 +295,7 @@ async def test_while_the_orchestrator_is_away_agents_find_the_fleets_own_files_a
         second = await neighbours.agent("w1", "--source-attempts", "1", orchestrator=url)
         async with within(20):
             await told.wait()
-    key = {"authorization": f"Bearer {neighbours.keys['load']}"}
+    key = {"authorization": f"Bearer {neighbours.keys['agent-load']}"}
     body = {"lora_id": "own/v1", "source": fleet_source(digest), "digest": digest}
     answer = await second.post("/v1/admin/load_lora", json=body, headers=key)
     assert answer.json()["state"] == "ready", answer.text

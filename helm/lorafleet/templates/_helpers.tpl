@@ -96,7 +96,7 @@ workers none. (dict "root" $ "service" "router") */}}
 {{- $service := .service -}}
 {{- $found := list -}}
 {{- range .root.Values.auth.keys -}}
-{{- $managing := list "view" "tenant-admin" "operate" "export" "admin" -}}
+{{- $managing := list "view" "tenant-admin" "operate" "export" "worker" "admin" -}}
 {{- if .tenant }}{{ $managing = append $managing "register" }}{{ end -}}
 {{- $manages := false -}}
 {{- range .scopes }}{{ if has . $managing }}{{ $manages = true }}{{ end }}{{ end -}}

@@ -107,7 +107,7 @@ authorization:
 {{- end -}}
 {{- end }}
 
-{{/* The service's own token and its files of hashes, mounted whole so that a change arrives without a restart.
+{{/* The service's own token, the one that it sends to agents, and its files of hashes, mounted whole so that a change arrives without a restart.
 (dict "root" $ "service" "router") */}}
 {{- define "lorafleet.keyVolumes" -}}
 - name: token
@@ -116,6 +116,10 @@ authorization:
     items:
       - key: {{ include "lorafleet.tokenKey" (dict "root" .root "role" .service) }}
         path: token
+      {{- if ne .service "worker" }}
+      - key: {{ include "lorafleet.tokenKey" (dict "root" .root "role" (printf "%s-agents" .service)) }}
+        path: agent-token
+      {{- end }}
     defaultMode: 0440
 - name: keys
   secret:

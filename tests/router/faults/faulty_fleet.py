@@ -17,7 +17,7 @@ from router.config import RouterSettings
 from router.http.engine_connection import Origin
 from router.request.services import Services
 from tests.patience import patience, until
-from tests.router.doubles import BASE, AgentDouble, chunk
+from tests.router.doubles import BASE, AgentDouble, chunk, with_worker_key
 from tests.serving import client_of, serving
 from tests.wires import RawClient, RawEngine, reset
 
@@ -220,7 +220,7 @@ async def faulty_fleet(
             "breaker_eject_share": 0.0,
             "retry_floor_per_s": 10**6,
         }
-        app, parts = build(RouterSettings(**usual | settings))
+        app, parts = build(RouterSettings(**usual | with_worker_key(settings)))
         url = await stack.enter_async_context(serving(app, http=app.state.http))
         assert await parts.discovery.changes.until(
             lambda: len(parts.discovery.fleet.replicas) == engines, timeout_s=patience(5)
