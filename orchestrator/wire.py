@@ -22,6 +22,8 @@ from pydantic import (
 
 from lorafleet.identity import lora_id_of
 from orchestrator.wire_traffic import (
+    AliasComparison,
+    ComparedTarget,
     Count,
     FleetNow,
     KeyItem,
@@ -59,6 +61,8 @@ from workers.wire import (
 
 # Routers and people's programs import this module alone.
 __all__ = [
+    "AliasComparison",
+    "ComparedTarget",
     "FleetNow",
     "KeyItem",
     "KeyList",

@@ -29,6 +29,8 @@ class TrafficRow(_TrafficModel):
     predicted_tokens, cached_tokens  of `compared_tokens` prompt tokens: predicted and reported as cached
     waited_s   in the router's queue; `cold_starts` requests waited `cold_s` for their adapter to load
     first_token, whole  streamed answers by the time to their first token, and all answers by their duration
+    first_token_sum_s  of the times in `first_token`
+    decode_s   of streamed answers, from their first token to their last, of `decode_tokens` further tokens
     """
 
     adapter: Name = ""
@@ -48,6 +50,9 @@ class TrafficRow(_TrafficModel):
     cold_s: Seconds = 0.0
     first_token: BucketCounts = {}
     whole: BucketCounts = {}
+    first_token_sum_s: Seconds = 0.0
+    decode_s: Seconds = 0.0
+    decode_tokens: Count = 0
 
 
 class TrafficBatch(_TrafficModel):
@@ -122,6 +127,7 @@ class TrafficTotal(_TrafficModel):
     """Counts of one series over a range; null where nothing was measured. Fields as in TrafficRow and TrafficPoints.
 
     waited_s  mean wait in the routers' queues; `cold_s`: mean wait for a load, of `cold_starts` requests
+    token_s   mean time of each token after the first, of streamed answers
     """
 
     name: str
@@ -139,6 +145,7 @@ class TrafficTotal(_TrafficModel):
     cold_s: float | None = None
     first_token_s: dict[str, float | None] = {}
     whole_s: dict[str, float | None] = {}
+    token_s: float | None = None
     gauges: dict[str, float] = {}
 
 
@@ -148,6 +155,35 @@ class TrafficTotals(_TrafficModel):
     kind: str
     range_s: float
     data: tuple[TrafficTotal, ...]
+
+
+class ComparedTarget(_TrafficModel):
+    """One target of an alias beside the others.
+
+    share  of the alias's sessions; `total`: all requests of the target, by whichever name; null: the caller may not
+           read them, because other tenants may use the target, too
+    worse  why it is worse than the baseline, by a rollout's default limits; "": it is not, or too few requests to tell
+    """
+
+    lora_id: str
+    weight: float
+    share: float
+    total: TrafficTotal | None = None
+    worse: str = ""
+
+
+class AliasComparison(_TrafficModel):
+    """`GET /v1/aliases/{name}/comparison`: the targets of an alias side by side, as a rollout compares versions.
+
+    baseline  the target with most of the sessions, to which the others are compared
+    needed    requests, and first tokens, of either without which nothing is compared
+    """
+
+    name: str
+    range_s: float
+    baseline: str
+    needed: int
+    data: tuple[ComparedTarget, ...]
 
 
 class TrafficShare(_TrafficModel):

@@ -236,6 +236,31 @@ def aliases_list(context: typer.Context, output: Output = OutputFormat.table, as
         print_list(tables.ALIASES, api.list_all("/v1/aliases"), output, as_json)
 
 
+@aliases_app.command("compare")
+def aliases_compare(
+    context: typer.Context,
+    name: AliasName,
+    range_s: Annotated[float, typer.Option(min=60, max=172_800, help="seconds up to now that figures are of")] = 3600.0,
+    output: Output = OutputFormat.table,
+    as_json: AsJson = False,
+) -> None:
+    """Compare an alias's targets side by side: requests, errors, first tokens, time per token, tokens, cache hits.
+
+    `worse` is by the rule of a rollout with its default limits, against the target with most of the sessions.
+
+    Examples:
+
+      lorafleet aliases compare sql-expert
+
+      lorafleet aliases compare sql-expert --range-s 600 -o yaml
+    """
+    from lorafleet.cli import tables
+
+    with context.obj.orchestrator() as api:
+        answer = api.call("GET", f"/v1/aliases/{url_path(name)}/comparison", range_s=range_s)
+    print_list(tables.COMPARISON, answer, output, as_json)
+
+
 @aliases_app.command("set")
 def aliases_set(
     context: typer.Context,

@@ -339,6 +339,35 @@ def decisions(items: Items, wide: bool = False) -> Table:
     )
 
 
+def comparison(items: Items, wide: bool = False) -> Table:
+    """The targets of an alias, one row each. A target whose traffic the reader may not see has no figures."""
+    more = ["first token p99 s", "whole p95 s", "cold starts", "mean wait s"] if wide else []
+    names = [
+        "requests",
+        "errors",
+        "refused",
+        "first token p50 s",
+        "p95 s",
+        "s per token",
+        "output tokens",
+        "cache hits",
+    ]
+
+    def figures(total: Mapping[str, Any] | None) -> list[object]:
+        """The figures of one target."""
+        if total is None:
+            return [None] * (len(names) + len(more))
+        first, whole = total["first_token_s"], total["whole_s"]
+        found = [total["requests"], total["errors"], total["refusals"], first.get("p50"), first.get("p95")]
+        found += [total["token_s"], total["output_tokens"], total["hit_real"]]
+        return found + ([first.get("p99"), whole.get("p95"), total["cold_starts"], total["waited_s"]] if wide else [])
+
+    return table(
+        ["target", "share", *names, *more, "worse"],
+        [(item["lora_id"], item["share"], *figures(item["total"]), item["worse"] or "-") for item in items],
+    )
+
+
 def requests(items: Items, wide: bool = False) -> Table:
     """A table of requests, one row each; why each failed, and the limit that it reached."""
     more = ["asked", "attempts", "first data s", "prompt", "output", "cause"] if wide else []
@@ -367,6 +396,7 @@ ORPHANS = ListView(orphans, ("lora_id",))
 HISTORY = ListView(history, ("subject",))
 DECISIONS = ListView(decisions, ("request_id",))
 REQUESTS = ListView(requests, ("request_id",))
+COMPARISON = ListView(comparison, ("lora_id",))
 
 
 def keys_view(now: datetime) -> ListView:

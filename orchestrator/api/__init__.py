@@ -75,7 +75,7 @@ def build_router(
         worker_routes(keys, reconciler, views),
         adapter_routes(keys, registry, reconciler, views),
         upload_routes(keys, reconciler.store, uploads, publisher, views),
-        rollout_routes(keys, registry, reconciler),
+        rollout_routes(keys, registry, reconciler, book),
         alias_routes(keys, registry, reconciler),
         published_routes(keys, reconciler.store, publisher),
         policy_routes(keys, registry, reconciler),

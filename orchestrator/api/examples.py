@@ -350,6 +350,13 @@ EXAMPLES |= {
     "Metadata": _METADATA,
     "RelayedDecision": _DECISION,
     "RelayedDecisions": {"data": [_DECISION], "next": None, "missing": []},
+    "AliasComparison": {
+        "name": "sql",
+        "range_s": 3600,
+        "baseline": "sql-expert/v1",
+        "needed": 50,
+        "data": [{"lora_id": "sql-expert/v1", "weight": 9, "share": 0.9, "worse": ""}],
+    },
     "RelayedRequests": {"data": [_REQUEST], "next": None, "missing": []},
     "RouterQuestions": {"data": [{"id": "9f2c-4", "kind": "decisions", "body": {"limit": 50}, "tenant": None}]},
     "RouterReply": {"router_id": "router-0", "id": "9f2c-4", "status": 200, "body": {"data": [_DECISION]}},

@@ -1,5 +1,6 @@
 """Routes for rollouts: an alias moves to another version in steps, and back on a regression."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Response
@@ -7,7 +8,9 @@ from fastapi import APIRouter, Body, Depends, Response
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import WhoCalls
 from orchestrator.api.tenancy import TenantView, tenant_view_of
+from orchestrator.api.traffic import Range, traffic_total
 from orchestrator.api.views import timestamp
+from orchestrator.core.comparison import GUARD, baseline_of, worse_targets
 from orchestrator.core.rollout import (
     RequestTally,
     Rollout,
@@ -17,14 +20,18 @@ from orchestrator.core.rollout import (
     current_targets,
     regression_so_far,
 )
+from orchestrator.core.traffic import TrafficSums
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.rollouts import RolloutController
+from orchestrator.traffic.book import TrafficBook
 from orchestrator.wire import (
+    AliasComparison,
     AliasName,
     AliasPending,
     AliasTarget,
+    ComparedTarget,
     RolloutItem,
     RolloutPatch,
     RolloutSpec,
@@ -41,7 +48,7 @@ ROLLOUT_EXAMPLE = {
 }
 
 
-def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
+def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, book: TrafficBook) -> APIRouter:
     """The routes; include them before those of the alias, whose name matches every path."""
     api = APIRouter(tags=["aliases"])
     view = [Depends(requires(keys, "view"))]
@@ -94,7 +101,41 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         await reconciler.publish_change(("aliases", name))
         return seen.rollout(rollout_item(rollout, rollouts))
 
+    @api.get("/v1/aliases/{name:path}/comparison", dependencies=view)
+    async def comparison(name: AliasName, seen: seen_by, range_s: Range = 3600.0) -> AliasComparison:
+        """The alias's targets side by side: all their requests in a range, and which is worse, as a rollout judges."""
+        seen.require_alias(name)
+        targets = registry.alias(name)
+        found = await book.totals("adapter", range_s)
+        traffic = {
+            lora_id: found.get(lora_id, TrafficSums())
+            for lora_id, _ in targets
+            if seen.sees_traffic("adapter", lora_id)
+        }
+        return _comparison(name, targets, traffic, range_s)
+
     return api
+
+
+def _comparison(name: str, targets: Targets, traffic: Mapping[str, TrafficSums], range_s: float) -> AliasComparison:
+    """The comparison as wire model; a target that `traffic` lacks has no figures."""
+    whole, worse = sum(weight for _, weight in targets), worse_targets(targets, traffic)
+    return AliasComparison(
+        name=name,
+        range_s=range_s,
+        baseline=baseline_of(targets),
+        needed=GUARD.min_requests,
+        data=tuple(
+            ComparedTarget(
+                lora_id=lora_id,
+                weight=weight,
+                share=round(weight / whole, 6) if whole else 0.0,
+                total=traffic_total(lora_id, traffic[lora_id], range_s) if lora_id in traffic else None,
+                worse=worse.get(lora_id, ""),
+            )
+            for lora_id, weight in targets
+        ),
+    )
 
 
 def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:

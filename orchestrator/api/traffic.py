@@ -108,6 +108,7 @@ def traffic_total(name: str, sums: TrafficSums, range_s: float) -> TrafficTotal:
         cold_s=_share(sums.cold_s, sums.cold_starts),
         first_token_s=_percentiles(sums.first_token),
         whole_s=_percentiles(sums.whole),
+        token_s=_share(sums.decode_s, sums.decode_tokens),
         gauges={quantity: round(read.mean, 4) for quantity, read in sums.gauges.items()},
     )
 

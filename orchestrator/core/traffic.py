@@ -51,6 +51,9 @@ class TrafficSums(msgspec.Struct, array_like=True):
     first_token: dict[int, int] = {}
     whole: dict[int, int] = {}
     gauges: dict[str, GaugeSums] = {}
+    first_token_sum_s: float = 0.0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
 
     def add(self, other: "TrafficSums") -> None:
         """Add another series, or the same one over another time, to this one."""
@@ -63,6 +66,9 @@ class TrafficSums(msgspec.Struct, array_like=True):
         self.waited_s += other.waited_s
         self.cold_starts += other.cold_starts
         self.cold_s += other.cold_s
+        self.first_token_sum_s += other.first_token_sum_s
+        self.decode_s += other.decode_s
+        self.decode_tokens += other.decode_tokens
         _add_counts(self.first_token, other.first_token)
         _add_counts(self.whole, other.whole)
         for code, count in other.codes.items():

@@ -283,4 +283,7 @@ def _sums_of(row: TrafficRow) -> TrafficSums:
         codes=dict(row.codes),
         first_token=dict(row.first_token),
         whole=dict(row.whole),
+        first_token_sum_s=row.first_token_sum_s,
+        decode_s=row.decode_s,
+        decode_tokens=row.decode_tokens,
     )

@@ -39,6 +39,7 @@ class EndedRequest:
     cold_s: float = 0.0
     first_token_s: float | None = None
     whole_s: float | None = None
+    decode_tokens: int = 0
 
 
 _RowKey = tuple[str, str, str, str, str]
@@ -53,7 +54,10 @@ class TrafficCounts:
         "cold_s",
         "cold_starts",
         "compared_tokens",
+        "decode_s",
+        "decode_tokens",
         "first_token",
+        "first_token_sum_s",
         "output_tokens",
         "predicted_tokens",
         "prompt_tokens",
@@ -65,7 +69,8 @@ class TrafficCounts:
     def __init__(self) -> None:
         self.requests = self.prompt_tokens = self.output_tokens = self.cold_starts = 0
         self.predicted_tokens = self.cached_tokens = self.compared_tokens = 0
-        self.waited_s = self.cold_s = 0.0
+        self.waited_s = self.cold_s = self.first_token_sum_s = self.decode_s = 0.0
+        self.decode_tokens = 0
         self.codes: dict[str, int] = {}
         self.first_token: dict[int, int] = {}
         self.whole: dict[int, int] = {}
@@ -89,6 +94,10 @@ class TrafficCounts:
         if ended.first_token_s is not None:
             bucket = bucket_of(ended.first_token_s)
             self.first_token[bucket] = self.first_token.get(bucket, 0) + 1
+            self.first_token_sum_s += ended.first_token_s
+            if ended.whole_s is not None and ended.decode_tokens:
+                self.decode_s += max(0.0, ended.whole_s - ended.first_token_s)
+                self.decode_tokens += ended.decode_tokens
         if ended.whole_s is not None:
             bucket = bucket_of(ended.whole_s)
             self.whole[bucket] = self.whole.get(bucket, 0) + 1

@@ -51,6 +51,8 @@ def count_run(services: Services, run: "RequestRun", status: int, code: str, lim
             ended.first_token_s = dispatched.load.began_at + record.first_data_s - read_at
     if usage is not None:
         ended.prompt_tokens, ended.output_tokens = usage.prompt_tokens, usage.completion_tokens or 0
+        # Of several sequences the first tokens are not counted one by one: roughly one each.
+        ended.decode_tokens = max(0, ended.output_tokens - run.request.sequences)
         if dispatched is not None and dispatched.record.cached_tokens is not None:
             ended.predicted_tokens, ended.cached_tokens = dispatched.predicted_tokens, dispatched.record.cached_tokens
     services.usage.traffic.record_end(ended, now)

@@ -1,6 +1,7 @@
 """What a router counts for the console: each end of a request once, in batches that are sent until accepted."""
 
 import asyncio
+import json
 import sys
 import time
 
@@ -165,3 +166,22 @@ async def test_a_report_that_does_not_arrive_is_repeated():
         parts.usage.traffic.accept(report.traffic)
         assert parts.usage.report(1, now).traffic == ()
         assert report.now.policy == "kv_lora"
+
+
+async def spelled(engine, body):
+    async def pieces():
+        yield chunk(body["model"], "one")
+        await asyncio.sleep(0.05)
+        usage = {"id": "1", "model": body["model"], "choices": [], "usage": USAGE}
+        yield b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n"
+
+    return StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+async def test_a_streamed_answer_counts_the_time_of_its_tokens_after_the_first():
+    async with fleet(EngineDouble("w0", spelled), control=with_sql("w0"), tokenizer="off") as (client, _, parts):
+        await client.post("/v1/chat/completions", json=SQL | {"stream": True})
+        row = rows(parts.usage.traffic)["sql/v1"]
+    assert row.decode_tokens == USAGE["completion_tokens"] - 1
+    assert row.decode_s >= 0.05
+    assert row.first_token_sum_s > 0

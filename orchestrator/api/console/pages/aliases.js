@@ -1,8 +1,8 @@
 // Aliases and rollouts: who gets which version, how the new one compares, and a way to stop it.
 import { html } from "../lib.js";
-import { get, useLoad } from "../api.js";
+import { get, useLoad, useRange } from "../api.js";
 import { Table } from "../table.js";
-import { Actor, Head, Loaded, Panel, State } from "../parts.js";
+import { Actor, Head, Loaded, Panel, RangePicker, State } from "../parts.js";
 import { AdapterLink, Link } from "../route.js";
 import { ago, clock, digest12, missing, number, seconds, share, span } from "../format.js";
 import { HistoryLines } from "./activity.js";
@@ -73,6 +73,7 @@ export function AliasPage({ name }) {
     <${Loaded} of=${found}>${([item, rollout, history]) => html`
       ${item.pending && html`<p class="notice ${item.pending.state === "failed" ? "bad" : ""}"><b>About to shift: ${item.pending.state}.</b> ${item.pending.error || Object.entries(item.pending.lacks).map(([adapter, what]) => `${adapter}: ${what}`).join("; ")}</p>`}
       <${Panel} title="Where its sessions go" note=${history.data.length > 0 && html`<${Live} entries=${history.data}/>`}><${Split} targets=${item.targets}/><ul class="lines">${item.targets.map((one, at) => html`<li key=${one.lora_id}><i class="swatch s${at % 6}"></i><b><${AdapterLink} id=${one.lora_id}/></b><span class="grow muted">${share(weightOf(item.targets) ? one.weight / weightOf(item.targets) : 0, 1)} of sessions (weight ${one.weight})</span></li>`)}</ul><//>
+      ${item.targets.length > 1 && html`<${Comparison} name=${name}/>`}
       ${rollout && html`<${Rollout} rollout=${rollout} name=${name}/>`}
       <${Panel} title="History" note="who put which version live, and when"><${HistoryLines} entries=${history.data}/><//>`}<//>`;
 }
@@ -80,6 +81,26 @@ export function AliasPage({ name }) {
 function Live({ entries }) {
   const { at, actor } = liveBy(entries);
   return at ? html`since ${clock(at, { date: true })}, by <${Actor} is=${actor}/>` : "";
+}
+
+// The targets side by side: all their requests, by whichever name.
+function Comparison({ name }) {
+  const rangeS = useRange();
+  const found = useLoad((signal) => get(`/v1/aliases/${path(name)}/comparison?range_s=${rangeS}`, { signal }), [name, rangeS], { follow: "ticks" });
+  const of = (row) => row.total || {}, worse = found.data?.data.filter((row) => row.worse) || [];
+  return html`<${Panel} title="Side by side" note="all requests of each target, by whichever name" actions=${html`<${RangePicker}/>`}><${Loaded} of=${found} rows=${2}>${(list) => html`
+    ${worse.map((row) => html`<p class="notice bad" key=${row.lora_id}><b>${row.lora_id} is worse than ${list.baseline}:</b> ${row.worse}.</p>`)}
+    <${Table} label="The targets side by side" name="targets" rows=${list.data} rowKey=${(row) => row.lora_id} sort="-share" columns=${[
+      { id: "id", label: "target", value: (row) => row.lora_id, cell: (row) => html`<${AdapterLink} id=${row.lora_id}/>${row.worse ? html` <span class="bad-text">worse</span>` : ""}` },
+      { id: "share", label: "share", numeric: true, value: (row) => row.share, cell: (row) => share(row.share) },
+      { id: "requests", label: "requests", numeric: true, value: (row) => of(row).requests ?? null, cell: (row) => number(of(row).requests ?? null) },
+      { id: "errors", label: "errors", numeric: true, value: (row) => of(row).errors ?? null, cell: (row) => html`<span class=${of(row).errors ? "bad-text" : ""}>${number(of(row).errors ?? null)}</span>` },
+      { id: "p50", label: "first token p50", numeric: true, value: (row) => of(row).first_token_s?.p50 ?? null, cell: (row) => seconds(of(row).first_token_s?.p50 ?? null) },
+      { id: "p95", label: "p95", numeric: true, value: (row) => of(row).first_token_s?.p95 ?? null, cell: (row) => seconds(of(row).first_token_s?.p95 ?? null) },
+      { id: "token", label: "per token", numeric: true, title: "mean time of each token after the first", value: (row) => of(row).token_s ?? null, cell: (row) => seconds(of(row).token_s ?? null) },
+      { id: "output", label: "output tokens", numeric: true, hide: "narrow", value: (row) => of(row).output_tokens ?? null, cell: (row) => number(of(row).output_tokens ?? null) },
+      { id: "hit", label: "cache hits", numeric: true, hide: "narrow", value: (row) => of(row).hit_real ?? null, cell: (row) => share(of(row).hit_real ?? null) }]}/>
+    ${!worse.length && html`<p class="note">None is worse than ${list.baseline}, by the limits of a rollout; it takes ${list.needed} requests of each to tell.</p>`}`}<//><//>`;
 }
 
 function Rollout({ rollout, name }) {

@@ -1,0 +1,41 @@
+"""The targets of an alias side by side, without a rollout: by the rule of a rollout, on past traffic. Pure."""
+
+from collections.abc import Mapping
+
+from orchestrator.core.rollout import RequestTally, RolloutGuard, Targets, regression_reason
+from orchestrator.core.traffic import TrafficSums
+
+GUARD = RolloutGuard()
+"""The limits of a rollout that names none."""
+
+
+def baseline_of(targets: Targets) -> str:
+    """The target with the largest weight, of equal ones the first."""
+    return max(targets, key=lambda target: target[1])[0]
+
+
+def tally_of(sums: TrafficSums) -> RequestTally:
+    """The counts that a rollout compares, of past traffic. Requests refused before an engine had them do not count."""
+    return RequestTally(
+        requests=sums.requests - sums.refusals,
+        errors=sums.errors,
+        first_tokens=sum(sums.first_token.values()),
+        first_token_s=sums.first_token_sum_s,
+    )
+
+
+def worse_targets(targets: Targets, traffic: Mapping[str, TrafficSums]) -> dict[str, str]:
+    """lora_id -> why this target is worse than the baseline, by `regression_reason`; only targets that are."""
+    baseline = baseline_of(targets)
+    if baseline not in traffic:
+        return {}
+    least, old = GUARD.min_requests, tally_of(traffic[baseline])
+    if old.requests < least:
+        return {}
+    found = {}
+    for lora_id, _ in targets:
+        if lora_id != baseline and lora_id in traffic:
+            reason = regression_reason(GUARD, old, tally_of(traffic[lora_id]))
+            if reason is not None:
+                found[lora_id] = reason
+    return found
