@@ -24,6 +24,7 @@ from lorafleet.service.key_files import (
     new_key,
     read_key_files,
     scope_trouble,
+    with_marks,
 )
 from lorafleet.service.roles import SCOPES, TENANT_SCOPES, Caller
 from lorafleet.service.times import utc_text
@@ -223,9 +224,12 @@ def _edited(path: Path, *, may_create: bool = False) -> Iterator[_KeyFileText]:
             mode = mode_of(path)
             before = path.stat() if mode else None
             file = _KeyFileText(path.read_text(encoding="utf-8") if mode else "")
-            if file.text.strip() or not may_create:
+            is_new = not file.text.strip()
+            if not is_new or not may_create:
                 read_key_files([path])  # refuses a file that no service would read
             yield file
+            if is_new:
+                file.text = with_marks(file.text)
             owner = None if before is None else (before.st_uid, before.st_gid)
             write_atomically(path, file.text.encode(), mode=mode & 0o777 if mode else 0o600, owner=owner)
         finally:

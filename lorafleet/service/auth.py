@@ -18,7 +18,14 @@ from starlette.types import Scope
 
 from lorafleet.service.files import Stamp, stamp_of
 from lorafleet.service.http import HttpError
-from lorafleet.service.key_files import KeyFileError, KeyFileUnreadable, hash_key, read_key_files
+from lorafleet.service.key_files import (
+    KeyFile,
+    KeyFileError,
+    KeyFileUnreadable,
+    hash_key,
+    read_key_file,
+    read_key_files,
+)
 from lorafleet.service.request_log import NOTES, RequestNotes
 from lorafleet.service.roles import ANYONE, SCOPES, Caller, check_scope
 from lorafleet.service.times import utc_text
@@ -27,6 +34,9 @@ log = structlog.get_logger()
 
 # Key files are checked for changes this often.
 RECHECK_S = 1.0
+# A changed key file without marks counts once it has stood still for so long: one that is still being written may be
+# valid, with fewer keys or with a key that has lost its tenant. A guess; editors and `scp` write in milliseconds.
+SETTLE_S = 2.0
 # `Authorization` headers whose caller is cached, since hashing a key costs more than the rest of the look-up.
 _MAX_CACHED_CALLERS = 4096
 # Longer headers are not cached: one may have 64 KiB of blanks around its key.
@@ -66,6 +76,7 @@ class ApiKeys:
         self.cached_callers: dict[str | bytes, Caller] = {}
         self._callers = read_key_files(self._files)
         self._checked_at = clock()
+        self._seen: tuple[_Stamps | None, float] = (None, 0.0)  # the last stamps that differed, and since when
         self._trouble = ""
 
     @property
@@ -148,7 +159,8 @@ class ApiKeys:
     def _reload_if_changed(self) -> None:
         """Read the key files again if their stamps have changed, and forget cached callers; checks once a second.
 
-        An invalid file is logged, and the last good keys stay.
+        An invalid file is logged, and the last good keys stay. So they do while a file without marks may still be
+        written.
         """
         now = self._clock()
         if now - self._checked_at < RECHECK_S:
@@ -157,17 +169,33 @@ class ApiKeys:
         stamps = self._stamps()
         if stamps == self._loaded_stamps:
             return
+        if stamps != self._seen[0]:
+            self._seen = stamps, now
         try:
-            self._callers = read_key_files(self._files)
+            found = [read_key_file(path) for path in self._files]
         except KeyFileError as exc:
             # An unreadable file is read again at every check: a key may be revoked in it, and a restored file may
             # have the stamp of the last good one.
             self._loaded_stamps = None if isinstance(exc, KeyFileUnreadable) else stamps
             self._log_trouble(str(exc))
-        else:
-            self._loaded_stamps, self._trouble = stamps, ""
-            self.cached_callers.clear()
-            log.info("keys reloaded", keys=len(self._callers))
+            return
+        callers = {key: caller for file in found for key, caller in file.callers.items()}
+        if callers != self._callers and self._may_be_unfinished(found, stamps, now):
+            return
+        gone = len(self._callers.keys() - callers.keys())
+        self._callers = callers
+        self._loaded_stamps, self._trouble = stamps, ""
+        self.cached_callers.clear()
+        log.info("keys reloaded", keys=len(callers), gone=gone)
+
+    def _may_be_unfinished(self, found: Sequence[KeyFile], stamps: _Stamps, now: float) -> bool:
+        """Whether a changed file has no marks and has not stood still for `SETTLE_S`, here or by its own time."""
+        if now - self._seen[1] >= SETTLE_S:
+            return False
+        before = self._loaded_stamps or (None,) * len(stamps)
+        files = zip(found, stamps, before, strict=True)
+        changed = [stamp for file, stamp, was in files if stamp != was and not file.is_marked]
+        return any(stamp is None or self._wall() - stamp[0] / 1e9 < SETTLE_S for stamp in changed)
 
     def _log_trouble(self, trouble: str) -> None:
         """Log a problem unless it is the last one logged, without a traceback, and remember it."""

@@ -3,6 +3,10 @@
 `keys: [{sha256: <hex of the key>, tenant: acme, scopes: [infer], expires: 2027-01-01T00:00:00Z, limits:
 {requests_per_minute: 60, tokens_per_minute: 100000, concurrent_requests: 8}}]`; all limits are optional. Keys are
 random (`lorafleet keys new`), so a plain hash is safe.
+
+A file that is cut off between two lines may still be YAML, with fewer keys, or with a key that lost its tenant. So a
+file may begin with the line `FIRST_LINE`, which promises that its last line is `LAST_LINE`: `lorafleet keys new` writes
+both. Of a file without them `ApiKeys` waits until nobody writes it any more.
 """
 
 import contextlib
@@ -12,10 +16,13 @@ import secrets
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lorafleet.service import yamls
 from lorafleet.service.roles import FLEET_SCOPES, SCOPES, Caller, KeyLimits
 
+FIRST_LINE = "# lorafleet keys: the last line is `# end`, so that a file that is cut off is seen"
+LAST_LINE = "# end"
 LIMITS = ("requests_per_minute", "tokens_per_minute", "bytes_per_minute", "concurrent_requests")
 # The largest integer that floats represent exactly; token buckets use floats.
 MAX_LIMIT = 2**53
@@ -47,19 +54,51 @@ def new_key() -> str:
     return "lf-" + secrets.token_urlsafe(32)
 
 
+class KeyFile(NamedTuple):
+    """A key file's callers by key hash, and whether its marks show that it is whole."""
+
+    callers: dict[str, Caller]
+    is_marked: bool
+
+
 def read_key_files(files: Sequence[Path]) -> dict[str, Caller]:
     """The callers of all key files by key hash; raises KeyFileError."""
-    return {key: caller for path in files for key, caller in _read_key_file(path).items()}
+    return {key: caller for path in files for key, caller in read_key_file(path).callers.items()}
 
 
-def _read_key_file(path: Path) -> dict[str, Caller]:
+def with_marks(text: str) -> str:
+    """The text of a new key file, between the marks by which a file that is cut off is seen."""
+    return f"{FIRST_LINE}\n{text.rstrip()}\n{LAST_LINE}\n"
+
+
+def _is_marked(path: Path, text: str) -> bool:
+    """Whether the text has both marks. Raises KeyFileError for a text with the first alone."""
+    if not text.lstrip().startswith(FIRST_LINE):
+        return False
+    last = text.rstrip().rpartition("\n")[2]
+    if last != LAST_LINE:
+        raise KeyFileError(
+            f"key file {path}: cut off, or continued behind its end: its first line promises that the last one is"
+            f" {LAST_LINE!r}, found {_quoted(last)}; write the whole file again, or take out the first line"
+        )
+    return True
+
+
+def _quoted(line: str) -> str:
+    """The beginning of a line, for a message; a hash in it is no secret."""
+    return ascii(line[:40])
+
+
+def read_key_file(path: Path) -> KeyFile:
     """The callers of one key file by key hash; raises KeyFileError."""
     form = (
         f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}],"
         " expires: <UTC time>, limits: {...}, namespace: <name>, lora_ids: [<pattern>], may_shadow_base: true}]`"
     )
     try:
-        raw = yamls.read_yaml(path)
+        text = yamls.read_text(path)
+        is_marked = _is_marked(path, text)
+        raw: Any = yamls.parse_yaml(text)
     except FileNotFoundError as exc:
         message = f"key file {path}: {exc.strerror}; `lorafleet keys new --file {path}` makes one"
         raise KeyFileUnreadable(message) from exc
@@ -70,7 +109,8 @@ def _read_key_file(path: Path) -> dict[str, Caller]:
     entries = raw.get("keys") if isinstance(raw, dict) else None
     if not isinstance(entries, list):
         raise KeyFileError(f"key file {path}: {form}")
-    return dict(_parse_entry(path, number, entry, form) for number, entry in enumerate(entries))
+    callers = dict(_parse_entry(path, number, entry, form) for number, entry in enumerate(entries))
+    return KeyFile(callers, is_marked)
 
 
 def _parse_entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Caller]:

@@ -70,8 +70,12 @@ def read_yaml(path: Path, *, last_wins: bool = False) -> Any:
 
     last_wins  a key that a mapping has twice has its last value, and is no error
     """
+    return parse_yaml(read_text(path), last_wins=last_wins)
+
+
+def read_text(path: Path) -> str:
+    """The text of a YAML file; raises OSError, and InvalidYaml for a file that is no text."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as exc:
         raise InvalidYaml(f"not text in UTF-8 (byte {exc.start}); expected a YAML file") from exc
-    return parse_yaml(text, last_wins=last_wins)

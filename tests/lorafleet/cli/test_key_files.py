@@ -1,14 +1,16 @@
 """A key file that `lorafleet keys` edits stays where services read it, and stays theirs."""
 
 import os
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from lorafleet.cli.keys import add_key, revoke_key
+from lorafleet.cli.keys import add_key, revoke_key, rotate_key
 from lorafleet.service.auth import ApiKeys
+from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError
-from lorafleet.service.key_files import hash_key
+from lorafleet.service.key_files import FIRST_LINE, LAST_LINE, hash_key, read_key_file
 
 
 def test_a_key_that_is_revoked_through_a_link_is_revoked_in_the_file_that_it_names(tmp_path: Path) -> None:
@@ -41,3 +43,25 @@ def test_a_key_file_stays_its_services_when_root_edits_it(tmp_path: Path) -> Non
     add_key(path, None, ["infer"])
     found = path.stat()
     assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (12345, 23456, 0o600)
+
+
+def test_a_new_key_file_has_the_marks_by_which_a_cut_is_seen_and_keeps_them(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    keys = [add_key(path, "acme", ["infer"]) for _ in range(3)]
+    revoke_key(path, hash_key(keys[2])[:12])
+    rotate_key(path, hash_key(keys[0])[:12], grace=timedelta(hours=1), now=datetime.now(UTC))
+    lines = path.read_text().splitlines()
+    assert (lines[0], lines[-1]) == (FIRST_LINE, LAST_LINE)
+    assert read_key_file(path).is_marked
+    for key in keys[:2]:
+        revoke_key(path, hash_key(key)[:12])
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    with pytest.raises(CommandFailed, match="cut off"):
+        add_key(path, "acme", ["infer"])
+
+
+def test_a_file_that_a_person_wrote_stays_without_marks(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys: []\n")
+    add_key(path, "acme", ["infer"])
+    assert not read_key_file(path).is_marked

@@ -1,5 +1,7 @@
 import contextlib
+import os
 import resource
+import time
 
 import pytest
 from fastapi import Depends, FastAPI
@@ -8,10 +10,10 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from lorafleet.cli.keys import KeyNaming, add_key
-from lorafleet.service.auth import ApiKeys, check_host, host_check, refuse_open_server, requires
+from lorafleet.service.auth import RECHECK_S, SETTLE_S, ApiKeys, check_host, host_check, refuse_open_server, requires
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError, install_error_handlers
-from lorafleet.service.key_files import KeyFileError, hash_key, new_key
+from lorafleet.service.key_files import FIRST_LINE, KeyFileError, hash_key, new_key, read_key_files, with_marks
 from lorafleet.service.roles import ANYONE, SCOPES, TENANT_SCOPES, Caller, KeyLimits
 from tests.serving import client_of, serving
 
@@ -60,8 +62,9 @@ def test_a_valid_header_is_cached_until_a_file_changes(tmp_path):
         keys.caller("Bearer two")
     assert list(keys.cached_callers) == ["Bearer one"]
     key_file(path, ("one", "other", "infer"))
-    assert keys.caller("Bearer one").tenant == "other"
+    assert [keys.caller("Bearer one").tenant for _ in range(2)] == ["acme", "other"], "it may still be written at first"
     key_file(path, ("two", "acme", "infer"))
+    assert keys.caller("Bearer one")
     with pytest.raises(HttpError):
         keys.caller("Bearer one")
 
@@ -201,9 +204,86 @@ def test_a_changed_key_file_takes_effect_unless_it_is_invalid(tmp_path):
     path.unlink()
     assert keys.caller("Bearer one")
     key_file(path, ("two", "acme", "infer"))
+    assert keys.caller("Bearer one"), "it may still be written"
     assert keys.caller("Bearer two")
     with pytest.raises(HttpError):
         keys.caller("Bearer one")
+
+
+class SlowClock:
+    """Time that a test moves by hand: a look at the key files a second."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def looked(keys, clock, key):
+    """Whether the key is known at the next look at the files."""
+    clock.now += RECHECK_S
+    try:
+        return bool(keys.caller(f"Bearer {key}"))
+    except HttpError:
+        return False
+
+
+MARKED = with_marks(
+    "keys:\n"
+    f"- sha256: {hash_key('first')}\n  scopes: [admin]\n  tenant: acme\n  expires: 2099-01-01T00:00:00Z\n"
+    f"- {{sha256: {hash_key('second')}, scopes: [infer]}}\n"
+    f"- sha256: {hash_key('last')}\n  scopes: [infer]\n  tenant: acme\n"
+)
+
+
+def test_a_marked_key_file_that_is_cut_off_anywhere_is_refused(tmp_path):
+    path = tmp_path / "k"
+    for cut in range(len(FIRST_LINE), len(MARKED) - 2):
+        path.write_text(MARKED[:cut])
+        with pytest.raises(KeyFileError):
+            read_key_files([path])
+    path.write_text(MARKED)
+    assert len(read_key_files([path])) == 3
+
+
+def test_a_marked_key_file_counts_at_the_next_look_and_a_cut_one_never(tmp_path):
+    path, clock = tmp_path / "k", SlowClock()
+    path.write_text(MARKED)
+    keys = ApiKeys([path], clock=clock)
+    whole = MARKED.replace(hash_key("second"), hash_key("third"))
+    for line in range(1, whole.count("\n")):
+        path.write_text("\n".join(whole.split("\n")[:line]) + "\n")
+        for _ in range(5):
+            assert [looked(keys, clock, key) for key in ("first", "second", "last", "third")] == [True] * 3 + [False]
+    path.write_text(whole)
+    assert [looked(keys, clock, key) for key in ("second", "third")] == [False, True]
+
+
+def test_a_key_file_without_marks_that_is_being_written_counts_once_it_stands_still(tmp_path):
+    entries = [(key, "acme", "infer") for key in ("service", "one", "two")]
+    path, clock = key_file(tmp_path / "k", *entries), SlowClock()
+    keys = ApiKeys([path], clock=clock)
+    text = path.read_text() + f"- {{sha256: {hash_key('new')}, scopes: [infer]}}\n"
+    lines = text.splitlines(keepends=True)
+    for count in range(2, len(lines)):
+        path.write_text("".join(lines[:count]))
+        assert looked(keys, clock, "service"), count
+        assert looked(keys, clock, "two"), count
+    path.write_text(text)
+    assert not looked(keys, clock, "new")
+    assert [looked(keys, clock, key) for _ in range(2) for key in ("service", "new")] == [True, True, True, True]
+    key_file(path, *entries[1:])
+    assert [looked(keys, clock, "service") for _ in range(4)] == [True, True, False, False], "revoked by hand"
+
+
+def test_a_key_file_without_marks_that_was_written_a_while_ago_counts_at_the_first_look(tmp_path):
+    path, clock = key_file(tmp_path / "k", ("leaked", "acme", "infer"), ("good", "acme", "infer")), SlowClock()
+    keys = ApiKeys([path], clock=clock)
+    key_file(path, ("good", "acme", "infer"))
+    written = time.time() - SETTLE_S - 1
+    os.utime(path, (written, written))
+    assert not looked(keys, clock, "leaked")
 
 
 @contextlib.contextmanager
