@@ -10,6 +10,7 @@ from pathlib import Path
 from docs.chart_schema import SCHEMA, SERVICES, schema_with_settings
 from lorafleet.service.settings import ServiceSettings
 
+_COMMANDS = {"workers": "agent"}
 TARGET = Path(__file__).parent / "configuration.md"
 
 _INTRO = """# Configuration
@@ -19,10 +20,13 @@ Generated from the code by `python docs/generate.py`; a test holds the two toget
 Every setting is a flag, an environment variable and a key of a YAML file, in this order of precedence:
 
 ```
-python -m router --cold-start-timeout-s 30
-LORAFLEET_ROUTER_COLD_START_TIMEOUT_S=30 python -m router
-python -m router --config router.yaml          # cold_start_timeout_s: 30
+lorafleet router --cold-start-timeout-s 30
+LORAFLEET_ROUTER_COLD_START_TIMEOUT_S=30 lorafleet router
+lorafleet router --config router.yaml          # cold_start_timeout_s: 30
 ```
+
+`python -P -m router`, `orchestrator` and `workers` are the same as `lorafleet router`, `orchestrator` and `agent`, with
+the same flags. Without `-P` Python would run a `router.py` of the current folder.
 
 Unknown flags, unknown `LORAFLEET_<SERVICE>_…` variables and unknown keys are refused at start, by name, and so is a key
 that a file has twice. A typing error never falls back to the default. Lists repeat the flag, or are JSON in the
@@ -48,12 +52,20 @@ def _shown(value: object) -> str:
 def section(service: str, settings: type[ServiceSettings]) -> str:
     """The table of one service's settings."""
     prefix = settings.model_config.get("env_prefix", "")
+    heading = f"## `lorafleet {_COMMANDS.get(service, service)}`"
     rows = [
         f"| `--{name.replace('_', '-')}` | `{prefix}{name.upper()}` | {_shown(field.default)} | {field.description} |"
         for name, field in settings.model_fields.items()
     ]
     return "\n".join(
-        [f"## `python -m {service}`", "", "| flag | environment | default | meaning |", "|---|---|---|---|", *rows, ""]
+        [
+            heading,
+            "",
+            "| flag | environment | default | meaning |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
     )
 
 

@@ -30,7 +30,7 @@ PolicyName = Literal["kv_lora", "round_robin", "least_loaded", "session", "prefi
 class RouterSettings(WorkerDiscoverySettings):
     """KV-aware, LoRA-aware router in front of a fleet of vLLM workers.
 
-    Example: python -m router --port 8000 --orchestrator-url http://127.0.0.1:8080
+    Example: lorafleet router --port 8000 --orchestrator-url http://127.0.0.1:8080
     """
 
     model_config = SettingsConfigDict(env_prefix="LORAFLEET_ROUTER_")

@@ -116,11 +116,40 @@ def adapters_add(
         "policy": policy,
         "tenants": named_tenants(tenant),
     }
+    _require_adapter_files(source)
     with context.obj.orchestrator() as api:
         api.call("POST", "/v1/adapters", spec)
     typer.echo(f"{lora_id} is registered; see: lorafleet adapters show {lora_id}")
     if "://" not in source and not Path(source).is_dir():
         typer.echo(f"  this machine has no folder {spec['source']}; workers read it from their own disks", err=True)
+
+
+def _require_adapter_files(source: str) -> None:
+    """Raise CommandFailed for a folder of this machine that lacks an adapter's files.
+
+    A folder that is not here may be on the workers' disks, as may one that a file:// address names.
+    """
+    folder = Path(source)
+    if "://" in source or not folder.is_dir():
+        return
+    from lorafleet.client.archive import FILES
+
+    config, weights = FILES
+    try:
+        names = {entry.name for entry in folder.iterdir()}
+    except OSError as exc:
+        raise CommandFailed(f"{source}: {exc.strerror}; expected a folder that can be read") from exc
+    lacks = [] if config in names else [config]
+    # Another suffix is one that workers convert or refuse with a reason of their own.
+    lacks += [] if any(Path(name).stem == Path(weights).stem for name in names) else [weights]
+    if lacks:
+        near = sorted(str(path.parent) for path in folder.glob(f"*/{config}"))
+        found = f"did you mean {near[0]}?" if near else f"the folder has {', '.join(sorted(names)[:5]) or 'no files'}"
+        raise CommandFailed(
+            f"{source}: no {' and no '.join(lacks)}; {found}; expected the folder that PEFT's save_pretrained wrote."
+            f" If only the workers have its files, write file://{folder.resolve()}",
+            status=2,
+        )
 
 
 @adapters_app.command("set")

@@ -3,8 +3,10 @@
 # ruff: noqa: PLC0415  (httpx is imported when a command needs it)
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -48,6 +50,12 @@ class FleetAddress:
         from lorafleet.cli.client import RestClient
 
         return RestClient(self.router_url, self.token, flag="lorafleet --router-url", timeout_s=timeout_s)
+
+
+def default_state_dir() -> Path:
+    """Where a local fleet's state is: the folder `lorafleet` in XDG_STATE_HOME, or in ~/.local/state."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "lorafleet"
 
 
 def named_tenants(tenants: Sequence[str] | None, everyone: bool = False) -> list[str] | None:

@@ -19,6 +19,7 @@ from lorafleet.cli import (
     completion,
     decisions,
     key_commands,
+    logs,
     monitoring,
     pauses,
     plan,
@@ -26,10 +27,11 @@ from lorafleet.cli import (
     record,
     requests,
     rollout,
+    services,
 )
 from lorafleet.cli import workers as worker_commands
 from lorafleet.cli.bench import command as bench
-from lorafleet.cli.context import FleetAddress
+from lorafleet.cli.context import FleetAddress, default_state_dir
 from lorafleet.cli.push import adapters_push
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import is_full
@@ -41,14 +43,16 @@ class FleetCommands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, the global options first. Raises click's errors."""
         flags = {flag for option in self.params if option.name in _GLOBAL_OPTIONS for flag in option.opts}
-        return super().parse_args(ctx, options_first(args, flags))
+        return super().parse_args(ctx, options_first(args, flags, passing_on=services.SERVICES))
 
 
 _GLOBAL_OPTIONS = ("orchestrator_url", "router_url", "token")
 
 
-def options_first(args: list[str], flags: Collection[str]) -> list[str]:
+def options_first(args: list[str], flags: Collection[str], passing_on: Collection[str] = ()) -> list[str]:
     """The arguments with these options and their values moved to the front, in their order. All after `--` stays.
+
+    Behind a command in `passing_on` every word stays: they are another program's.
 
     An option at the end, without a value, goes to the end of the moved ones, where the parser refuses it.
     """
@@ -56,7 +60,7 @@ def options_first(args: list[str], flags: Collection[str]) -> list[str]:
     rest: list[str] = []
     words = iter(args)
     for word in words:
-        if word == "--":
+        if word == "--" or (not rest and word in passing_on):
             rest += [word, *words]
         elif word in flags:
             value = next(words, None)
@@ -115,12 +119,6 @@ def set_fleet_address(
 ) -> None:
     """Global options, before or after the command: where the services are, and the API key."""
     context.obj = FleetAddress(orchestrator_url, router_url, token)
-
-
-def _default_state_dir() -> Path:
-    """The folder `lorafleet` in XDG_STATE_HOME, or in ~/.local/state."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "lorafleet"
 
 
 class _EngineArgumentsCommand(TyperCommand):
@@ -243,7 +241,7 @@ def up(
         upload_store=upload_store,
         router_port=router_port,
         orchestrator_port=orchestrator_port,
-        state_dir=state_dir or _default_state_dir(),
+        state_dir=state_dir or default_state_dir(),
         key_file=key_file,
         configs={"router": router_config, "orchestrator": orchestrator_config, "workers": workers_config},
         devices=devices,
@@ -277,6 +275,8 @@ for commands in (
     record.app,
     monitoring.app,
     completion.app,
+    logs.app,
+    services.app,
     apply.app,
     bench.app,
 ):

@@ -161,20 +161,18 @@ def history(  # noqa: PLR0917  (Typer passes by name)
             kind=kind,
             worker=worker,
             adapter=adapter,
-            since=_time_of(since, "--since"),
-            until=_time_of(until, "--until"),
+            since=since and time_of(since, "--since"),
+            until=until and time_of(until, "--until"),
             severity=severity,
             limit=limit,
         )
     print_list(tables.HISTORY, answer, output, as_json)
 
 
-def _time_of(text: str | None, option: str) -> str | None:
+def time_of(text: str, option: str) -> str:
     """The time that an option names, as ISO 8601; a duration counts back from now. Raises CommandFailed."""
     from lorafleet.cli.keys import is_duration, parse_duration  # noqa: PLC0415
 
-    if text is None:
-        return None
     if is_duration(text):
         return (datetime.now(UTC) - parse_duration(text, option)).isoformat()
     try:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from lorafleet.cli.completion import alias_names
+from lorafleet.cli.output import AsJson, Output, OutputFormat, chosen_format, print_item
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.urls import url_path
 
@@ -64,13 +65,21 @@ def start(  # noqa: PLR0917  (Typer passes by name)
 
 
 @app.command("status")
-def status(context: typer.Context, alias: Alias) -> None:
+def status(context: typer.Context, alias: Alias, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
     """Show the rollout in progress, or how the last one ended.
 
-    Example: lorafleet rollout status sql-expert
+    Examples:
+
+      lorafleet rollout status sql-expert
+
+      lorafleet rollout status sql-expert -o json | jq .state
     """
     with context.obj.orchestrator() as api:
         item = api.call("GET", _rollout_path(alias))
+    chosen = chosen_format(output, as_json)
+    if chosen is not OutputFormat.table:
+        print_item(item, alias, chosen, as_json=False)
+        return
     typer.echo(_state_line(item))
     for name in ("old", "new"):
         typer.echo(f"  {name}: {_counts_line(item[name])}")

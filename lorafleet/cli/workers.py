@@ -41,6 +41,18 @@ def workers_list(context: typer.Context, output: Output = OutputFormat.table, as
         print_list(tables.WORKERS, api.list_all("/v1/workers"), output, as_json)
 
 
+@workers_app.command("show")
+def workers_show(
+    context: typer.Context, worker: WorkerName, output: Output = OutputFormat.table, as_json: AsJson = False
+) -> None:
+    """Show one worker: state, capacity, adapters, files, load, and how far a drain is.
+
+    Example: lorafleet workers show w1
+    """
+    with context.obj.orchestrator() as api:
+        print_item(api.call("GET", f"/v1/workers/{url_path(worker)}"), worker, output, as_json)
+
+
 @workers_app.command("cordon")
 def workers_cordon(context: typer.Context, worker: WorkerName) -> None:
     """Place no new adapters on a worker; it keeps serving those it has.

@@ -30,7 +30,7 @@ _FIXED_FOR_ALL = {
     "token_file": "its services have a key of their own",
 }
 _FIXED_FOR_CALLERS = dict.fromkeys(("agent_token", "agent_token_file"), "its services have keys of their own")
-_STARTS_ENGINES = "it starts the engines; for a running engine use `python -m workers`"
+_STARTS_ENGINES = "it starts the engines; for a running engine use `lorafleet agent`"
 _FIXED_SETTINGS: Mapping[str, Mapping[str, str]] = {
     "router": {**_FIXED_FOR_ALL, **_FIXED_FOR_CALLERS, "orchestrator_url": "its router follows its own orchestrator"},
     "orchestrator": {**_FIXED_FOR_ALL, **_FIXED_FOR_CALLERS, "store": "the store is in --state-dir"},
@@ -269,9 +269,7 @@ def _checked_engine(engine: str) -> str:
         raise SettingsError(f"engine {engine!r} is unknown; known: {', '.join(known)}{did_you_mean(engine, known)}")
     if engine == "sgl-jax":
         # Its adapters are those of its start, so a fleet of empty workers would serve none.
-        raise SettingsError(
-            "`up` does not start sgl-jax: use `python -m workers --engine sgl-jax`, see docs/engines.md"
-        )
+        raise SettingsError("`up` does not start sgl-jax: use `lorafleet agent --engine sgl-jax`, see docs/engines.md")
     return engine
 
 

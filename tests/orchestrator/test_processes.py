@@ -243,13 +243,14 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
     await two.stop()
 
 
-@pytest.mark.parametrize("pauses", [3, pytest.param(40, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("pauses", [2, pytest.param(40, marks=pytest.mark.thorough)])
 async def test_the_only_orchestrator_paused_past_its_lease_goes_on_in_the_same_term(tmp_path, beating, shared, pauses):
     agent = FakeAgent("w0", slots=64)
     await beating.add(agent)
-    # Short: a renewal that a busy machine makes late is what this test is about.
-    lease = {"lease-duration-s": 0.5, "lease-renew-s": 0.1, "lease-margin-s": 0.2}
-    only = OrchestratorProcess(tmp_path, "only", **shared, **lease)
+    # Calls wait nearly as long for a late renewal, which at a busy API server may need a second try.
+    lease_s = patience(0.4)
+    flags = {"lease-duration-s": lease_s, "lease-renew-s": 0.1, "lease-margin-s": 0.1}
+    only = OrchestratorProcess(tmp_path, "only", **shared, **flags)
     await only.start()
     beating.url = only.url
     await until(lambda: only.says("is_leading"))
@@ -258,7 +259,7 @@ async def test_the_only_orchestrator_paused_past_its_lease_goes_on_in_the_same_t
         await only.pause()
         register = only.http.post("/v1/adapters", json={"lora_id": f"a{number}/v1", "source": f"a{number}"})
         calls = [asyncio.create_task(call) for call in (register, only.http.get("/v1/catalog"))]
-        await asyncio.sleep(1.0)  # twice the lease
+        await asyncio.sleep(1.5 * lease_s)  # the time of the lease itself must pass
         os.kill(only.process.pid, signal.SIGCONT)
         assert [answer.status_code for answer in await asyncio.gather(*calls)] == [201, 200]
         loaded = await only.http.post(f"/v1/adapters/a{number}/v1/ensure", json={"wait_s": patience(8)})
