@@ -746,7 +746,7 @@ def test_decisions_of_a_silent_router_process_are_reported_missing(run: Run) -> 
         url = f"http://127.0.0.1:{server.server_port}"
         result = run("--router-url", url, "decisions")
         assert (result.status, "did not answer in time (slot 1, 3)" in result.err) == (0, True)
-        assert "a process of this one that did not answer" in run("--router-url", url, "decisions", "request-1").err
+        assert "a process of this router did not answer" in run("--router-url", url, "decisions", "request-1").err
         server.shutdown()
 
 
