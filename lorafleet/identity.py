@@ -24,6 +24,13 @@ BlockHash = NewType("BlockHash", int)
 KV_HASHING: Final = 1
 """Version of `root_hash` and `block_hashes`. Services with the same version hash the same prompt alike."""
 
+PATH_IN_TEXT: Final = (
+    # Between quotation marks a path may have any character.
+    r"(?<=')/[^'\n]+(?=')|(?<=\")/[^\"\n]+(?=\")"
+    r"|(?<![\w.>/-])/[^\s'\"<>,;:)\]}]*[^\s'\"<>,;:)\]}.]"
+)
+"""A pattern of absolute paths of a host in a message, which concern operators and those who have named them."""
+
 # Token ids travel as unsigned 32-bit integers; no tokenizer has more.
 _UINT32 = "I"
 DIGEST_DIGITS = 12

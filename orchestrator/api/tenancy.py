@@ -2,19 +2,23 @@
 
 A tenant sees the adapters that it may use: those with its name among their tenants, and those open to everyone. Of
 another tenant it learns nothing, not even a name in an error or a reason; a name that it may not see does not exist for
-it. What it may change is decided in `orchestrator/intent/owners.py`.
+it. Of the operator's machines it learns no path: it sees the folders alone that it has named itself. What it may change
+is decided in `orchestrator/intent/owners.py`.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from starlette.requests import Request
 
+from lorafleet.identity import PATH_IN_TEXT
 from lorafleet.service.roles import Caller
-from orchestrator.core.errors import StateConflict
+from orchestrator.core.errors import InvalidAdapter, OrchestratorUnavailable, PublishUnfinished, StateConflict
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseScope
 from orchestrator.core.traffic import SeriesKind
@@ -39,6 +43,9 @@ _ABOUT_THE_FLEET = frozenset(
     {"policy_changed", "worker_cordoned", "worker_draining", "worker_uncordoned", "drain", *KINDS_OF_INCIDENTS}
 )
 OTHER = "another tenant's adapter"
+HIDDEN_PATH = "<path>"
+_PATH = re.compile(rf"\bfile://[^\s'\"<>,;)\]}}]*[^\s'\"<>,;:)\]}}.]|{PATH_IN_TEXT}")
+_ROUTES = ("/v1/", "/ui/")
 _WORD = re.compile(r"[\w.-]+")
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]+")
 # Names in reasons of adapters that may be deleted since, and so are not known any more.
@@ -103,21 +110,26 @@ class TenantView:
         owners.require_seen(self._store, self._caller, "alias", name)
 
     @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Errors of the block, without names that the caller does not see."""
+    def errors(self, source: str | None = None) -> Iterator[None]:
+        """Errors of the block, without names and paths that the caller does not see.
+
+        source  that the caller has named in this request
+        """
+        if self.tenant is not None and source is not None:
+            self._own_paths |= {_plain_path(source)}
         try:
             yield
-        except StateConflict as exc:
-            if self.tenant is None:
-                raise
-            raise StateConflict(self.text(str(exc)), code=exc.code, param=exc.param) from exc
+        except (StateConflict, InvalidAdapter, PublishUnfinished, OrchestratorUnavailable) as exc:
+            exc.args = (self.text(str(exc)),)
+            raise
 
     # -- how it is shown -------------------------------------------------------------------------------------
 
     def text(self, text: str) -> str:
-        """A reason or an error without the names of adapters and aliases that the caller does not see."""
+        """A reason or an error without the names and paths that the caller does not see."""
         if self.tenant is None or not text:
             return text
+        text = _PATH.sub(lambda match: match[0] if self._sees_path(match[0]) else HIDDEN_PATH, text)
 
         def shown(match: re.Match[str]) -> str:
             """The word itself, unless it is a hidden name, with or without a digest or punctuation around it."""
@@ -130,6 +142,19 @@ class TenantView:
 
         text = _MADE_ROOM.sub(lambda match: match[0] if self.sees_name(match[0].strip("'\"")) else OTHER, text)
         return _NAME.sub(shown, self._without_tenants(text))
+
+    @cached_property
+    def _own_paths(self) -> set[str]:
+        """The folders that the tenant has named as sources of adapters which it alone may use."""
+        owned = (adapter for adapter in self._store.adapters.values() if adapter.tenants == (self.tenant,))
+        return {_plain_path(adapter.source) for adapter in owned if _is_path(adapter.source)}
+
+    def _sees_path(self, path: str) -> bool:
+        """Whether the caller may see this path in a text: it is one of our routes, or at or below its own source."""
+        if path.startswith(_ROUTES):
+            return True
+        plain = PurePosixPath(_plain_path(path))
+        return any(str(parent) in self._own_paths for parent in (plain, *plain.parents))
 
     def _without_tenants(self, text: str) -> str:
         """The text without the names of other tenants of registered adapters."""
@@ -150,6 +175,8 @@ class TenantView:
         changed: dict[str, Any] = {"error": item.error and self.text(item.error), "note": self.text(item.note)}
         if item.tenants != (self.tenant,):
             tenants = None if item.tenants is None else (self.tenant,)
+            if _is_path(item.source):
+                changed["source"] = HIDDEN_PATH
             changed |= {"tenants": tenants, "requests_per_s": 0.0, "idle_s": None, "secret_ref": None}
         return item.model_copy(update=changed)
 
@@ -281,6 +308,8 @@ class TenantView:
             return value if isinstance(value, str) and self.sees_adapter(value) else None
         if name in {"secret", "secret_ref"}:
             return None
+        if isinstance(value, str) and _is_path(value):
+            return value if self._sees_path(value) else HIDDEN_PATH
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -299,6 +328,17 @@ def _pattern_of_several_words(tenants: frozenset[str]) -> re.Pattern[str] | None
     """A pattern of the tenants whose names are more than one word; None without any."""
     odd = sorted((tenant for tenant in tenants if tenant and not _WORD.fullmatch(tenant)), key=len, reverse=True)
     return re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, odd))})(?![\w.-])") if odd else None
+
+
+def _is_path(source: str) -> bool:
+    """Whether a source is a folder on workers."""
+    return source.startswith(("/", "file://"))
+
+
+def _plain_path(source: str) -> str:
+    """The path of a `file://` URL; a path as it is. Both without a slash at the end."""
+    path = unquote(urlsplit(source).path) if source.startswith("file://") else source
+    return path.rstrip("/") or "/"
 
 
 def _name_in(target: Any) -> str:

@@ -28,6 +28,8 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from lorafleet.identity import PATH_IN_TEXT
+
 RoutingOutcome = Literal["success", "not_loaded", "error"]
 
 # Addresses in our network that a foreign message may quote.
@@ -44,9 +46,7 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("<address>", text)
 
 
-_PLACE = re.compile(
-    r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>,;)\]}]*[^\s'\"<>,;)\]}:.]|(?<![\w.>/-])/[^\s'\"<>,;:)\]}]*[^\s'\"<>,;:)\]}.]"
-)
+_PLACE = re.compile(rf"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>,;)\]}}]*[^\s'\"<>,;)\]}}:.]|{PATH_IN_TEXT}")
 
 
 def without_places(text: str) -> str:

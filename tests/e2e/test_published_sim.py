@@ -222,7 +222,10 @@ async def test_versions_leave_nothing_behind_on_workers(tmp_path, model, shelf):
 async def test_a_relative_path_is_a_400_at_once_that_says_what_is_there(tmp_path, model):
     shelf = tmp_path / "shelf"
     make_adapter(shelf / "outputs", "lora")
-    async with small_fleet(tmp_path / "fleet", model, shelf=shelf, routers=1) as fleet:
+    hurried = {"publish_timeout_s": 3}
+    async with small_fleet(
+        tmp_path / "fleet", model, shelf=shelf, routers=1, tenants=("acme",), router_settings=hurried
+    ) as fleet:
         for path, words in (
             ("outputs/lora", "a folder of that name lies below one of this worker's `lora_roots`"),
             ("./outputs/other", "no folder of that name lies below"),
@@ -236,3 +239,14 @@ async def test_a_relative_path_is_a_400_at_once_that_says_what_is_there(tmp_path
             direct = await fleet.http.post("/v1/published/policy", json={"source": path})
             assert (direct.status_code, direct.json()["error"]["code"]) == (422, "source_relative")
         assert (await fleet.http.get("/v1/published")).json()["data"] == []
+        # A tenant that names a wrong folder learns neither what else is in it nor which folders workers may read.
+        acme = {"authorization": f"Bearer {fleet.keys['acme']}"}
+        for path in (str(shelf / "outputs"), "/etc", str(tmp_path)):
+            load = {"lora_name": "acme/policy", "lora_path": path}
+            answer = await fleet.routers[0].post(LOAD, json=load, headers=acme)
+            assert answer.status_code >= 400, answer.text
+            assert path in answer.text
+            left = answer.text.replace(path, "")
+            assert "lora'" not in left
+            assert str(shelf) not in left
+            assert str(tmp_path) not in left

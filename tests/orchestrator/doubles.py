@@ -225,7 +225,8 @@ class FakeAgent:
                 return Response(self.answers[verb], 422, media_type="application/json")
             if body.get("lora_id") in self.refuse:
                 code = self.refuse[body["lora_id"]]
-                return JSONResponse(envelope(422, code, f"{code} by the double"), 422)
+                message = f"{code} by the double: source {body.get('source')!r}"
+                return JSONResponse(envelope(422, code, message), 422)
             return await getattr(self, verb)(body)
 
         app.add_middleware(ReportHeaderMiddleware, as_of=lambda: f"{self.agent_boot_id}/{self.report_number}")

@@ -1416,7 +1416,7 @@ async def test_a_load_that_failed_on_every_worker_says_why_and_when_it_is_tried_
     await service.settle()
     async with within(5):
         answer = (await asking).json()
-    assert (answer["error"], answer["loading"]) == (f"{code}: {code} by the double", [])
+    assert (answer["error"].rpartition(": source ")[0], answer["loading"]) == (f"{code}: {code} by the double", [])
     assert 0 < answer["retry_in_s"] <= service.store.rules.failure_expiry_s
     for agent in agents:
         agent.refuse.clear()

@@ -77,6 +77,43 @@ async def ask(service, key, method, path, **more):
         return await service.http.request(method, path, headers={"authorization": f"Bearer {key}"}, **more)
 
 
+HOST = "/srv/hostpath"
+OWN = "/home/acme/runs"
+
+
+async def test_a_tenant_sees_no_path_of_the_operators_host_and_its_own_ones_stay(open_service, tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": [{"sha256": hash_key(key)} | entry for key, entry in KEYS.items()]}))
+    service = open_service(key_files=(path,))
+    service.http.headers["authorization"] = "Bearer root"
+    agent = await service.worker("w0", slots=3)
+    sources = {
+        "open/all": (f"file://{HOST}/open", None),
+        "shared/both": (f"{HOST}/my shared/lora", ["acme", "globexzq"]),
+        "acme/mine": (f"{OWN}/lora", ["acme"]),
+    }
+    for lora_id, (source, tenants) in sources.items():
+        agent.refuse[lora_id] = "adapter_incomplete"
+        await service.register(lora_id, source=source, tenants=tenants)
+    await service.settle()
+    paths = [*readable(service.built.app), "/v1/history?limit=1000", *(f"/v1/adapters/{name}" for name in sources)]
+
+    async def texts(key: str) -> str:
+        read = "".join([(await ask(service, key, "GET", each)).text for each in paths])
+        ensured = [await ask(service, key, "POST", f"/v1/adapters/{name}/ensure", json={}) for name in sources]
+        return read + "".join(answer.text for answer in ensured)
+
+    for key in ("acme-admin", "acme-view"):
+        text = await texts(key)
+        assert HOST not in text, text
+        assert "shared/lora" not in text
+        assert text.count(f"{OWN}/lora") > 2
+        assert "by the double" in text
+    for text in (await texts("globex-admin"), await texts("root")):
+        assert (HOST in text) == (OWN in text), "operators alone see all"
+    assert f"{HOST}/my shared/lora" in await texts("root")
+
+
 NAMES = {"lora_id": "acme/mine", "name": "acme/prod", "worker_id": "w0", "digest": "a" * 64}
 # Pages about no tenant.
 _UNREAD = {"/ui", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"}

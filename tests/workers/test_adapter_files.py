@@ -52,7 +52,8 @@ def test_files_beside_an_adapter_never_count(beside):
         (["config.json", "pytorch_model.bin"], [], ["whole model"]),
         (["pytorch_lora_weights.safetensors"], [], ["diffusers"]),
         ([CONFIG, "lora-f16.gguf"], [], ["llama.cpp"]),
-        ([CONFIG, "README.md"], [], ["README.md", WEIGHTS]),
+        ([CONFIG, "README.md"], [], ["found adapter_config.json, 1 other file;", WEIGHTS]),
+        (["a.txt", "b.txt"], ["secret"], ["found 2 other files, 1 folder;"]),
         ([], [], ["nothing"]),
     ],
 )  # fmt: skip

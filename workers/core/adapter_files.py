@@ -66,8 +66,11 @@ def folder_description(names: Collection[str], folders: Collection[str] = ()) ->
     for kind in (_mlx, _parts, _checkpoints, _diffusers, _gguf, _whole_model):
         if description := kind(names, folders):
             return description
-    found = ", ".join(sorted(names)[:10]) or "nothing"
-    return f"found {found}; accepted are {CONFIG_NAME} and {WEIGHTS_NAME}, not pickled and not in parts"
+    # No other names: whoever names a folder by mistake learns nothing of what others keep there.
+    known = [name for name in (CONFIG_NAME, WEIGHTS_NAME) if name in names]
+    counts = ((len({*names} - {*folders, *known}), "other file"), (len(folders), "folder"))
+    found = ", ".join([*known, *(f"{count} {noun}{'s'[: count != 1]}" for count, noun in counts if count)])
+    return f"found {found or 'nothing'}; accepted are {CONFIG_NAME} and {WEIGHTS_NAME}, not pickled and not in parts"
 
 
 def _mlx(names: Collection[str], _: Collection[str]) -> str:
@@ -115,9 +118,8 @@ def _diffusers(names: Collection[str], _: Collection[str]) -> str:
 def _gguf(names: Collection[str], _: Collection[str]) -> str:
     """Of llama.cpp's format."""
     files = sorted(name for name in names if name.endswith(".gguf"))
-    return (
-        f"found {files[0]}, which llama.cpp alone reads; accepted is the adapter before its conversion" if files else ""
-    )
+    text = "found a .gguf file, which llama.cpp alone reads; accepted is the adapter before its conversion"
+    return text if files else ""
 
 
 def _whole_model(names: Collection[str], _: Collection[str]) -> str:

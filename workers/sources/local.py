@@ -57,7 +57,7 @@ class LocalSource:
             raise await self._relative_error(ref, problem)
 
         def copy() -> None:
-            self._copy_files(self._existing_folder(ref), into, transfer)
+            self._copy_files(ref, self._existing_folder(ref), into, transfer)
 
         await self._calls.run(
             copy, place=self._place_of(ref), progress=lambda: transfer.progress.done_bytes, cancel=transfer.cancel
@@ -116,13 +116,11 @@ class LocalSource:
         # The root that it names comes first: another one's file system may hang.
         roots = sorted(self._roots, key=lambda root: not path.is_relative_to(root))
         if not any(resolved.is_relative_to(os.path.realpath(root)) for root in roots):
-            allowed = ", ".join(map(str, self._roots)) or "none"
-            raise SourceError(
-                "source_forbidden", f"source {ref!r}: outside the allowed folders ({allowed}); see lora_roots"
-            )
+            message = f"source {ref!r}: outside the folders that requests may name; see `lora_roots` of the worker"
+            raise SourceError("source_forbidden", message)
         return resolved
 
-    def _copy_files(self, folder: Path, into: Path, transfer: Transfer) -> None:
+    def _copy_files(self, ref: str, folder: Path, into: Path, transfer: Transfer) -> None:
         """Copy the adapter's files and count their bytes in `transfer`. Blocking.
 
         Raises SourceError, `source_failed` if they changed meanwhile, TransferCancelled.
@@ -133,41 +131,42 @@ class LocalSource:
         names = sorted(transfer.choose_files(found, allow_pickle=self._allow_pickle, folders=folders))
         if CONFIG_NAME not in names:
             description = folder_description(found, folders)
-            raise SourceError("source_not_found", f"source {str(folder)!r}: no {CONFIG_NAME} in it, {description}")
+            raise SourceError("source_not_found", f"source {ref!r}: no {CONFIG_NAME} in it, {description}")
         stamps = [stamp_of(folder / name) for name in names]
         left = self._max_bytes
         for name in names:
             limit = min(left, MAX_CONFIG_BYTES) if name == CONFIG_NAME else left
-            left -= self._copy_file(folder / name, into / name, limit, transfer)
+            left -= self._copy_file(folder / name, into / name, limit, transfer, f"{ref.rstrip('/')}/{name}")
         if [stamp_of(folder / name) for name in names] != stamps:
-            message = f"source {str(folder)!r}: its files changed while they were copied; try again later"
+            message = f"source {ref!r}: its files changed while they were copied; try again later"
             raise SourceError("source_failed", message, retry_after_s=30)
 
-    def _copy_file(self, path: Path, target_path: Path, limit: int, transfer: Transfer) -> int:
+    def _copy_file(self, path: Path, target_path: Path, limit: int, transfer: Transfer, ref: str) -> int:
         """Copy a regular file of at most `limit` bytes, counting them in `transfer`; returns its size.
 
-        Raises SourceError.
+        ref     of the file, as the request names its folder
+        raises  SourceError
         """
-        resolved = self._resolve_below_roots(path, str(path))
+        resolved = self._resolve_below_roots(path, ref)
         try:
             # NONBLOCK: opening a FIFO must not block. NOFOLLOW: the path is resolved, so a link is an attack.
             fd = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as exc:
-            raise SourceError("source_not_found", f"source {str(path)!r}: {exc.strerror}") from exc
+            raise SourceError("source_not_found", f"source {ref!r}: {exc.strerror}") from exc
         with os.fdopen(fd, "rb") as source:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise SourceError("source_invalid", f"source {str(path)!r}: not a regular file")
+                raise SourceError("source_invalid", f"source {ref!r}: not a regular file")
             if status.st_size > limit:
                 raise SourceError(
-                    "source_too_big", f"source {str(path)!r}: {status.st_size} bytes, at most {limit} are allowed"
+                    "source_too_big", f"source {ref!r}: {status.st_size} bytes, at most {limit} are allowed"
                 )
             with target_path.open("xb") as target:
                 while chunk := source.read(1 << 20):
                     target.write(chunk)
                     transfer.advance(len(chunk))
                     if target.tell() > limit:  # the file grew during the copy
-                        raise SourceError("source_too_big", f"source {str(path)!r}: at most {limit} bytes are allowed")
+                        raise SourceError("source_too_big", f"source {ref!r}: at most {limit} bytes are allowed")
                 return target.tell()
 
 
