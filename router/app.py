@@ -17,6 +17,7 @@ from fastapi.routing import APIRoute
 from lorafleet.engine.settings import agent_key_of
 from lorafleet.http_server import serve
 from lorafleet.http_server.cross_site import site_check
+from lorafleet.http_server.descriptors import DescriptorRoom
 from lorafleet.http_server.guard import guard
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.http_server.outbox import Outbox
@@ -178,6 +179,8 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         requests=services.requests,
         meter=handler,
         upload_bytes=upload_bytes,
+        # A request takes its client's connection and one to an engine.
+        descriptors=DescriptorRoom(each=2, peers=lambda: services.pool.connections),
     )
     own_metrics = partial(metrics_text, services, http)
     processes = None

@@ -62,7 +62,7 @@ class ClientConnection(ReadingProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed: remove it from the listener, end its work, and release the bodies that it holds."""
-        self.listener.connections.discard(self)
+        self.listener.connections.pop(self, None)
         self._drop_work()
         self.forget_message()
         super().connection_lost(exc)
@@ -219,6 +219,32 @@ class ClientConnection(ReadingProtocol):
             self.read_deadline = self.loop.time() + _LINGER_S
         else:
             self.close_when_sent()
+
+    @property
+    def is_in_head(self) -> bool:
+        """Whether a part of a head has come, and no more."""
+        return self.phase == HEAD
+
+    @property
+    def is_without_request(self) -> bool:
+        """Whether no request of this connection is being answered, waits, or has its head complete."""
+        if self.ignores_input or self.phase == BODY or self.current is not None or self.queue or self.is_app_busy():
+            return False
+        return not self.transport.get_write_buffer_size()
+
+    def make_room(self, refusal: RefusedMessage) -> None:
+        """Close a connection without a request at once; a client that has sent a part of a head gets the refusal.
+
+        Not as `refuse`, which waits for the client and keeps the descriptor.
+        """
+        if self.is_in_head:
+            body = self.listener.error_body(refusal.status, refusal.code, str(refusal), "")
+            self.transport.write(_error_response(refusal, self.message_id(), b"", body))
+        self.ignores_input = True
+        if self.transport.get_write_buffer_size():
+            self.hang_up()
+        else:
+            self.transport.close()
 
     def hang_up(self) -> None:
         """Abort the connection without sending unsent bytes, and end all work for this client."""

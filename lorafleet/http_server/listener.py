@@ -3,11 +3,15 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
+
+import structlog
 
 from lorafleet.http_server.batches import Batches
 from lorafleet.http_server.body_room import BodyRoom
 from lorafleet.http_server.connection import ClientConnection
+from lorafleet.http_server.descriptors import DescriptorRoom
 from lorafleet.http_server.exchange import ErrorBody, Handler, HttpExchange, plain_error
 from lorafleet.http_server.framing import RefusedMessage
 from lorafleet.http_server.limits import ClientLimits
@@ -19,6 +23,12 @@ if TYPE_CHECKING:
     from uvicorn import Config
     from uvicorn.server import ServerState
 
+log = structlog.get_logger()
+
+# For so long after a refusal for want of descriptors `/ready` says so, and no second line is logged.
+_SHORT_S = 5.0
+_NO_DESCRIPTORS = "no_descriptors"
+_SHORT = "this server has as many connections as its limit of open files allows; try again, or raise `ulimit -Hn`"
 # (method, path) -> the handler of a hot route; None: the ASGI app answers. The path is as sent, without its query.
 FindHandler = Callable[[str, str], Handler | None]
 # (method, path) -> most bytes of a body that the app's route reads in pieces, as they come; 0 for any other route.
@@ -55,6 +65,8 @@ class HttpListener:
     room         the bodies of all requests
     outbox       writes of this tick
     batches      the requests that are being worked on
+    connections  all of them, the oldest first
+    descriptors  how many there may be
     """
 
     def __init__(
@@ -69,6 +81,7 @@ class HttpListener:
         requests: RequestLog | None = None,
         meter: BodyMeter | None = None,
         upload_bytes: UploadBytes = lambda _method, _path: 0,
+        descriptors: DescriptorRoom | None = None,
     ) -> None:
         """
         cors_headers  None: no CORS. Preflight requests (OPTIONS) go to the ASGI app
@@ -79,14 +92,16 @@ class HttpListener:
         upload_bytes  such bodies may be larger than `body_bytes`; each piece must come within `body_s`
         """
         self.upload_bytes = upload_bytes
-        self.find_handler = find_handler
+        self._find_handler = find_handler
         self.limits = limits
         self.caller_of = caller_of
         self.cors_headers = cors_headers
         self.error_body = error_body
         self._requests = requests
         self._meter = meter
-        self.connections: set[ClientConnection] = set()
+        self.connections: dict[ClientConnection, None] = {}
+        self.descriptors = descriptors or DescriptorRoom()
+        self._refused_at = self._logged_at = -inf
         self.room = BodyRoom(limits.held_bytes, limits.tenant_bytes)
         self.refusals: Counter[str] = Counter()
         self.is_draining = False
@@ -108,6 +123,14 @@ class HttpListener:
     ) -> asyncio.Protocol:
         """The protocol of a new connection. The parameters are uvicorn's."""
         return ClientConnection(self, config, server_state, app_state, _loop)
+
+    def find_handler(self, method: str, path: str) -> Handler | None:
+        """The handler of a hot route; None: the ASGI app answers. `/ready` is refused while clients are."""
+        if path == "/ready" and self._refused_at > -inf:
+            if asyncio.get_running_loop().time() - self._refused_at < _SHORT_S:
+                return _not_ready
+            self._refused_at = -inf
+        return self._find_handler(method, path)
 
     def hold_body(self, caller: Caller, size_bytes: int) -> bool:
         """Count bytes of a body in `room`, and charge them to a caller with limits; whether there is room for them."""
@@ -163,10 +186,45 @@ class HttpListener:
         self._requests.keep(line)
 
     def add(self, connection: ClientConnection) -> None:
-        """Enter a new connection, and start the timer that checks all connections' deadlines."""
-        self.connections.add(connection)
+        """Enter a new connection, make room for it, and start the timer that checks all connections' deadlines."""
+        if not self.connections:
+            self.descriptors.measure(0)
+        self.connections[connection] = None
         if self._timer is None:
             self._schedule_sweep(connection.loop)
+        if len(self.connections) > self.descriptors.most_clients:
+            self._make_room(connection)
+
+    def _make_room(self, newest: ClientConnection) -> None:
+        """Close connections without a request, those with a part of a head first. Without any, refuse `newest`.
+
+        Closes some more than needed, so that not each new client has all others looked at. Connections that only wait
+        for their client to read a last response do not count, but few may.
+        """
+        most, now = self.descriptors.most_clients, newest.loop.time()
+        ending = [each for each in self.connections if each.ignores_input]
+        for each in ending[: max(0, len(ending) - self.descriptors.most_ending)]:
+            del self.connections[each]
+            each.hang_up()
+        excess = sum(not each.ignores_input for each in self.connections) - most
+        if excess <= 0:
+            return
+        waiting = [each for each in self.connections if each is not newest and each.is_without_request]
+        waiting.sort(key=lambda each: not each.is_in_head)
+        closed = waiting[: excess + most // 16]
+        refusal = RefusedMessage(503, _NO_DESCRIPTORS, _SHORT, retry_after_s=1.0)
+        for each in closed:
+            # Its descriptor is free in the next turn of the event loop.
+            del self.connections[each]
+            self.refusals[_NO_DESCRIPTORS] += 1
+            each.make_room(refusal)
+        if not closed:
+            self._refused_at = now
+            newest.refuse(refusal)
+        if now - self._logged_at > _SHORT_S:
+            self._logged_at = now
+            limit, clients = self.descriptors.limit, len(self.connections)
+            log.warning("short of file descriptors", limit=limit, clients=clients, closed=len(closed), next=_SHORT)
 
     def stop(self) -> None:
         """End the work on every request, and let none begin any more: the time to finish is over."""
@@ -187,6 +245,7 @@ class HttpListener:
             for connection in list(self.connections):
                 connection.check_deadlines(now)
         self.room.advance(now)
+        self.descriptors.measure(len(self.connections))
         self._timer = None
         if self.connections:
             self._schedule_sweep(loop)
@@ -195,6 +254,11 @@ class HttpListener:
         """Schedule the next check of all connections' deadlines, and note when it is due."""
         self._sweep_at = loop.time() + self._sweep_every_s
         self._timer = loop.call_at(self._sweep_at, self._sweep, loop)
+
+
+async def _not_ready(exchange: HttpExchange) -> None:
+    """Answer `/ready` while clients are refused for want of descriptors."""
+    exchange.send_error(503, _NO_DESCRIPTORS, _SHORT)
 
 
 def listener_for_app(
