@@ -23,6 +23,9 @@ from pydantic import (
 from lorafleet.identity import lora_id_of
 from orchestrator.wire_traffic import (
     AliasComparison,
+    Ask,
+    AskedAnswer,
+    AskedAnswers,
     ComparedTarget,
     Count,
     FleetNow,
@@ -32,6 +35,7 @@ from orchestrator.wire_traffic import (
     RelayedDecisions,
     RelayedRequests,
     RequestQuery,
+    RoutedAsk,
     RouterItem,
     RouterList,
     RouterNow,
@@ -62,6 +66,9 @@ from workers.wire import (
 # Routers and people's programs import this module alone.
 __all__ = [
     "AliasComparison",
+    "Ask",
+    "AskedAnswer",
+    "AskedAnswers",
     "ComparedTarget",
     "FleetNow",
     "KeyItem",
@@ -71,6 +78,7 @@ __all__ = [
     "RelayedDecisions",
     "RelayedRequests",
     "RequestQuery",
+    "RoutedAsk",
     "RouterItem",
     "RouterList",
     "RouterNow",

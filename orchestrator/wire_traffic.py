@@ -258,14 +258,53 @@ class RouterQuestion(_TrafficModel):
     """A question of the console to a router, which reads its decisions from it alone.
 
     kind    decisions: the last ones; requests: the last that ended; route: where a request would go;
-            replay: a record, decided again
+            replay: a record, decided again; ask: a prompt of the caller, to be answered
     tenant  of a caller that may see its tenant's requests alone; null: all of them
     """
 
     id: str
-    kind: Literal["decisions", "requests", "route", "replay"]
+    kind: Literal["decisions", "requests", "route", "replay", "ask"]
     body: dict[str, Any] = {}
     tenant: str | None = None
+
+
+class Ask(_TrafficModel):
+    """`POST /v1/ask`: one prompt to several models, side by side. Each is a request of the caller's own key."""
+
+    models: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=300)], ...], Field(min_length=1, max_length=4)
+    ]
+    prompt: Annotated[str, Field(min_length=1, max_length=16_000)]
+    max_tokens: Annotated[int, Field(ge=1, le=512)] = 128
+
+
+class RoutedAsk(_TrafficModel):
+    """One model's part of it, for a router. `key_id`: of the caller's key, which the router looks up itself."""
+
+    model: str
+    prompt: str
+    max_tokens: int
+    key_id: str = ""
+
+
+class AskedAnswer(_TrafficModel):
+    """One model's answer. `first_token_s` and `whole_s`: from its arrival at the router; `error`: why there is none."""
+
+    model: str
+    status: int
+    request_id: str = ""
+    text: str = ""
+    first_token_s: float | None = None
+    whole_s: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    error: str = ""
+
+
+class AskedAnswers(_TrafficModel):
+    """The answers to `POST /v1/ask`, in the order of `models`."""
+
+    data: tuple[AskedAnswer, ...]
 
 
 class RouterQuestions(_TrafficModel):

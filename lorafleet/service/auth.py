@@ -110,6 +110,20 @@ class ApiKeys:
             self._reload_if_changed()
         return list(self._callers.values())
 
+    def caller_by_id(self, key_id: str) -> Caller:
+        """The caller of the valid key with this id; of no id, where no key is needed, anyone.
+
+        Raises HttpError 403 `key_unknown` for any other.
+        """
+        if not self._files and not key_id:
+            return ANYONE
+        for caller in self.callers():
+            if key_id and caller.key_id == key_id and not self._has_expired(caller):
+                return caller
+        raise HttpError(
+            403, "key_unknown", "this router does not know that key, or it has expired: give it the same key files"
+        )
+
     def hash_of(self, key_id: str, scope: str) -> str | None:
         """The hash of the valid key of the fleet with this id and scope; None without one."""
         self._reload_if_changed()

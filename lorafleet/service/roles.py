@@ -37,11 +37,11 @@ _ADVICE = {
     "agent-load": "a router calls agents with a key of its own: `lorafleet keys new --scopes agent-load --file KEYS`"
     " makes one for its --agent-token-file, in the agents' key files",
 }
-# Scopes that let their holder see every tenant's objects.
 # By which a program that acts by itself names itself, for the history; and those that do.
 PROGRAM_HEADER = "x-lorafleet-program"
 UP = "lorafleet up"
 PROGRAMS = frozenset({UP})
+# Scopes that let their holder see every tenant's objects.
 _SEES_ALL_TENANTS = frozenset({"load", "operate", "admin"})
 
 

@@ -24,6 +24,7 @@ from orchestrator.api.placements import placement_routes
 from orchestrator.api.policy import policy_routes
 from orchestrator.api.published import published_routes
 from orchestrator.api.record import record_routes
+from orchestrator.api.requests import request_routes
 from orchestrator.api.rollouts import rollout_routes
 from orchestrator.api.routers import router_routes
 from orchestrator.api.traffic import traffic_routes
@@ -71,6 +72,7 @@ def build_router(
         traffic_routes(keys, reconciler, book, wall),
         live_routes(keys, reconciler, book, views.workers_by_state, is_stopping, wall),
         decision_routes(keys, mailbox),
+        request_routes(keys, mailbox),
         inspection_routes(keys, reconciler.reports, agents),
         worker_routes(keys, reconciler, views),
         adapter_routes(keys, registry, reconciler, views),

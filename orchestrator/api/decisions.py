@@ -1,4 +1,4 @@
-"""Routes that ask routers: the last requests and decisions, where a request would go, a decision made again."""
+"""Routes that ask routers: the last decisions, where a request would go, a decision made again."""
 
 import asyncio
 from collections.abc import Mapping
@@ -9,22 +9,14 @@ from fastapi import APIRouter, Body, Depends, Query
 from lorafleet.service.auth import ApiKeys, requires
 from lorafleet.service.http import HttpError
 from lorafleet.service.roles import Caller
-from orchestrator.core.errors import NotFound, OrchestratorUnavailable
+from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.traffic.questions import QuestionKind, RouterMailbox
-from orchestrator.wire import (
-    RelayedDecision,
-    RelayedDecisions,
-    RelayedRequests,
-    RequestQuery,
-    RouterQuestions,
-    RouterReply,
-)
+from orchestrator.wire import RelayedDecision, RelayedDecisions, RouterQuestions, RouterReply
 
 _WITHIN_S = 10.0
 _MOST_WAIT_S = 20.0
 # Asked at once: more routers would send more than anybody reads.
 _MOST_ASKED = 64
-_MOST_OF_ONE_ID = 20
 _CHAT = {"model": "sql-expert/v1", "messages": [{"role": "user", "content": "Which customers ordered twice?"}]}
 _REPLAY = {"record": {"policy": "kv_lora"}, "policy": "least_loaded"}
 
@@ -57,36 +49,8 @@ def decision_routes(keys: ApiKeys, mailbox: RouterMailbox) -> APIRouter:
     ) -> RelayedDecisions:
         """The newest decisions of all routers. `record`, to repeat one, is there where `request` names a request."""
         body = {"adapter": adapter, "worker": worker, "request": request, "limit": limit}
-        found, missing = await _ask_all(mailbox, "decisions", body, caller)
+        found, missing = await ask_all(mailbox, "decisions", body, caller)
         return RelayedDecisions(data=tuple(found[:limit]), missing=missing)
-
-    async def found_requests(caller: Caller, body: Mapping[str, Any]) -> RelayedRequests:
-        """Requests of all routers, with the notes of their keys."""
-        found, missing = await _ask_all(mailbox, "requests", body, caller)
-        notes = {} if caller.only_tenant is not None else {one.key_id: one.note for one in keys.callers()}
-        data = tuple(item | {"note": notes.get(item.get("key", ""), "")} for item in found[: body["limit"]])
-        return RelayedRequests(data=data, missing=missing)
-
-    @api.get("/v1/requests")
-    async def requests(caller: Annotated[Caller, view], query: Annotated[RequestQuery, Query()]) -> RelayedRequests:
-        """The last requests of all routers that are over, the newest first. A tenant's key lists its tenant's."""
-        return await found_requests(caller, query.model_dump())
-
-    @api.get("/v1/requests/{request_id}")
-    async def request_story(request_id: str, caller: Annotated[Caller, view]) -> RelayedRequests:
-        """What became of a request, by its `x-request-id`: each with that id, the newest first, of all routers.
-
-        404 `request_not_found` where no router keeps it, or it is another tenant's.
-        """
-        found = await found_requests(caller, {"request": request_id, "limit": _MOST_OF_ONE_ID})
-        if not found.data:
-            silent = f"; these did not answer: {', '.join(found.missing)}" if found.missing else ""
-            raise NotFound(
-                f"no router has request {request_id!r}: it still waits, or its router has ended so many others since"
-                f" (kept_requests), or it never came{silent}. The id is the answer's header x-request-id",
-                code="request_not_found",
-            )
-        return found
 
     @api.post("/v1/route")
     async def route(
@@ -105,14 +69,14 @@ def decision_routes(keys: ApiKeys, mailbox: RouterMailbox) -> APIRouter:
     return api
 
 
-async def _ask_all(
+async def ask_all(
     mailbox: RouterMailbox, kind: QuestionKind, body: Mapping[str, Any], caller: Caller
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """(items of all routers with their router, the newest first; routers that did not answer).
 
     raises  OrchestratorUnavailable without any router
     """
-    routers = _listening(mailbox)[:_MOST_ASKED]
+    routers = listening(mailbox)[:_MOST_ASKED]
     replies = await asyncio.gather(*(_ask(mailbox, router, kind, body, caller) for router in routers))
     found, missing = [], []
     for router, reply in zip(routers, replies, strict=True):
@@ -124,7 +88,7 @@ async def _ask_all(
     return found, tuple(missing)
 
 
-def _listening(mailbox: RouterMailbox) -> list[str]:
+def listening(mailbox: RouterMailbox) -> list[str]:
     """Routers that answer. Raises OrchestratorUnavailable without any."""
     routers = mailbox.listening()
     if not routers:
@@ -148,7 +112,7 @@ async def _ask_any(
     mailbox: RouterMailbox, kind: QuestionKind, body: Mapping[str, Any], caller: Caller
 ) -> dict[str, Any]:
     """The answer of the first router that gives one. Raises HttpError as the router does, OrchestratorUnavailable."""
-    for router in _listening(mailbox)[:2]:
+    for router in listening(mailbox)[:2]:
         reply = await _ask(mailbox, router, kind, body, caller)
         if reply is None:
             continue

@@ -357,6 +357,20 @@ EXAMPLES |= {
         "needed": 50,
         "data": [{"lora_id": "sql-expert/v1", "weight": 9, "share": 0.9, "worse": ""}],
     },
+    "AskedAnswers": {
+        "data": [
+            {
+                "model": "sql-expert/v1",
+                "status": 200,
+                "request_id": "570e3466aa97f2ab",
+                "text": "SELECT customer_id FROM orders GROUP BY 1 HAVING count(*) > 1",
+                "first_token_s": 0.04,
+                "whole_s": 0.31,
+                "prompt_tokens": 14,
+                "output_tokens": 17,
+            }
+        ]
+    },
     "RelayedRequests": {"data": [_REQUEST], "next": None, "missing": []},
     "RouterQuestions": {"data": [{"id": "9f2c-4", "kind": "decisions", "body": {"limit": 50}, "tenant": None}]},
     "RouterReply": {"router_id": "router-0", "id": "9f2c-4", "status": 200, "body": {"data": [_DECISION]}},

@@ -19,7 +19,7 @@ _MOST_WAITING = 100
 LISTENING_S = 40.0
 """A router that has not asked for questions for so long gets none: twice the longest wait of one call."""
 
-QuestionKind = Literal["decisions", "requests", "route", "replay"]
+QuestionKind = Literal["decisions", "requests", "route", "replay", "ask"]
 
 
 class RouterMailbox:

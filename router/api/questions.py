@@ -3,6 +3,7 @@
 Without it a reader would need to reach each router, with a key of its own.
 """
 
+import asyncio
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,9 @@ from pydantic import ValidationError
 from lorafleet.service.http import HttpError, envelope
 from lorafleet.service.loops import forever
 from lorafleet.service.roles import Caller
-from orchestrator.wire import RouterQuestion, RouterQuestions, RouterReply
+from lorafleet.service.tasks import BackgroundTasks
+from orchestrator.wire import RoutedAsk, RouterQuestion, RouterQuestions, RouterReply
+from router.api.asks import answer_ask
 from router.api.control import explain_request, own_decisions
 from router.api.explain import replay_answer
 from router.api.requests import RequestFilter, own_requests
@@ -32,6 +35,8 @@ _PAUSE_S = 0.05
 # An orchestrator of an older version has no questions: it is asked again when it may have been upgraded.
 _OLD_PAUSE_S = 60.0
 _MOST_LISTED = 1000
+# Prompts of the console that this router answers at a time.
+_MOST_ASKS = 4
 
 
 async def answer_questions(client: httpx.AsyncClient, url: str, router_id: str, services: Services) -> None:
@@ -48,14 +53,33 @@ async def answer_questions(client: httpx.AsyncClient, url: str, router_id: str, 
             raise _NoQuestionsHere(answer.status_code)
         answer.raise_for_status()
         for question in RouterQuestions.model_validate_json(answer.content).data:
-            reply = await reply_to(services, router_id, question)
-            body = reply.model_dump_json()
-            sent = await client.post(
-                f"{url}/v1/routers/answers", content=body, headers={"content-type": "application/json"}
-            )
-            sent.raise_for_status()
+            if question.kind == "ask":
+                asks.spawn(post_ask(question))  # it takes as long as an answer: other questions do not wait for it
+            else:
+                await post(await reply_to(services, router_id, question))
 
-    await forever(step, name="questions", every_s=_PAUSE_S, most_backoff_s=_OLD_PAUSE_S)
+    async def post(reply: RouterReply) -> None:
+        """Post an answer. Raises httpx.HTTPError."""
+        sent = await client.post(
+            f"{url}/v1/routers/answers",
+            content=reply.model_dump_json(),
+            headers={"content-type": "application/json"},
+        )
+        sent.raise_for_status()
+
+    async def post_ask(question: RouterQuestion) -> None:
+        """Answer a prompt when one of the few places for them is free, and post the answer. Never raises."""
+        try:
+            async with places:
+                await post(await reply_to(services, router_id, question))
+        except httpx.HTTPError as exc:
+            log.warning("the answer to a prompt of the console was not posted", error=repr(exc))
+
+    asks, places = BackgroundTasks(), asyncio.Semaphore(_MOST_ASKS)
+    try:
+        await forever(step, name="questions", every_s=_PAUSE_S, most_backoff_s=_OLD_PAUSE_S)
+    finally:
+        await asks.cancel_and_wait()
 
 
 class _NoQuestionsHere(httpx.HTTPError):
@@ -84,6 +108,8 @@ async def _answer(services: Services, question: RouterQuestion) -> dict[str, Any
     """The answer's body. Raises RouterError, HttpError."""
     if question.kind == "decisions":
         return await _decisions(services, question.body, question.tenant)
+    if question.kind == "ask":
+        return (await answer_ask(services, RoutedAsk.model_validate(question.body))).model_dump(mode="json")
     if question.kind == "requests":
         requests = RequestFilter.model_validate({**question.body, "only_tenant": question.tenant})
         items = await own_requests(services, requests)

@@ -95,7 +95,7 @@ def spoiled(draw, example):
 @st.composite
 def calls(draw, document):
     method, path, operation = draw(st.sampled_from(sorted(operations(document), key=lambda o: (o[1], o[0]))))
-    names = {"lora_id": NAMES, "name": NAMES, "worker_id": NAMES, "digest": (*NAMES, "a" * 64)}
+    names = {"lora_id": NAMES, "name": NAMES, "worker_id": NAMES, "request_id": NAMES, "digest": (*NAMES, "a" * 64)}
     url = path
     query, headers = {}, {}
     for parameter in operation.get("parameters", ()):

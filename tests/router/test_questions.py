@@ -1,19 +1,22 @@
 """The console's questions reach routers that nobody can reach: they fetch them at the orchestrator and post answers."""
 
 import asyncio
+import json
 from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import StreamingResponse
 
+from lorafleet.service.key_files import hash_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.traffic.questions import LISTENING_S, RouterMailbox
 from orchestrator.wire import RouterQuestion, RouterReply
 from router.api.questions import answer_questions, reply_to
 from tests.patience import patience, until
-from tests.router.doubles import CHAT, EngineDouble, fleet, with_sql
+from tests.router.doubles import CHAT, EngineDouble, chunk, fleet, with_sql
 from tests.serving import client_of, serving
 
 SQL = {**CHAT, "lora_id": "sql/v1"}
@@ -119,3 +122,84 @@ async def test_a_closed_mailbox_answers_at_once():
     mailbox.close()
     assert await fetching == ()
     assert await mailbox.fetch("r0", 600.0) == ()
+
+
+async def chatting(engine, body):
+    async def pieces():
+        yield chunk(body["model"], "SELECT ")
+        yield chunk(body["model"], "1")
+        usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+        whole = {"id": "1", "model": body["model"], "choices": [], "usage": usage}
+        yield b"data: " + json.dumps(whole).encode() + b"\n\ndata: [DONE]\n\n"
+
+    return StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+@pytest.fixture
+async def asked(tmp_path):
+    """(reader of an orchestrator, engine, parts of the router), all with the same keys."""
+    path = tmp_path / "keys.yaml"
+    entries = [
+        {"sha256": hash_key("acme"), "tenant": "acme", "scopes": ["infer"], "limits": {"requests_per_minute": 3}},
+        {"sha256": hash_key("viewer"), "scopes": ["view"]},
+        {"sha256": hash_key("router"), "scopes": ["load", "infer", "view"]},
+    ]
+    path.write_text(json.dumps({"keys": entries}))
+    orchestrator = build(OrchestratorSettings(store=tmp_path / "store.db", settle_s=0, key_files=(path,)))
+    engine, control = EngineDouble("w0", chatting), with_sql("w0")
+    control.add_adapter("secret/v1", on=["w0"], tenants=("rival",))
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serving(orchestrator.app))
+        settings = {"tokenizer": "off", "key_files": (path,)}
+        _, _, parts = await stack.enter_async_context(fleet(engine, control=control, **settings))
+        caller = await stack.enter_async_context(client_of())
+        caller.headers["authorization"] = "Bearer router"
+        answering = asyncio.create_task(answer_questions(caller, url, "r0", parts))
+        reader = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=patience(20)))
+        reader.headers["authorization"] = "Bearer acme"
+        await until(orchestrator.mailbox.listening)
+        yield reader, engine, parts
+        orchestrator.stop()
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+
+
+async def test_a_prompt_is_answered_by_each_model_as_a_request_of_the_persons_own_key(asked):
+    reader, engine, parts = asked
+    body = {"models": ["sql/v1", "tiny-qwen"], "prompt": "How many?", "max_tokens": 9}
+    answer = await reader.post("/v1/ask", json=body)
+    assert answer.status_code == 200, answer.text
+    first, second = answer.json()["data"]
+    assert [one["model"] for one in (first, second)] == body["models"]
+    assert (first["text"], first["prompt_tokens"], first["output_tokens"]) == ("SELECT 1", 5, 2)
+    assert 0 < first["first_token_s"] <= first["whole_s"]
+    assert {sent["max_tokens"] for sent in engine.bodies} == {9}
+    kept = {line.request_id: (line.tenant, line.key, line.status) for line, _ in parts.requests.kept}
+    assert {kept[one["request_id"]] for one in (first, second)} == {("acme", hash_key("acme")[:12], 200)}
+    # The third request of the minute is the last one, and a model of another tenant is none.
+    hidden, limited = (await reader.post("/v1/ask", json=body | {"models": ["secret/v1"] * 2})).json()["data"]
+    assert {hidden["status"], limited["status"]} == {404, 429}
+    assert "secret" not in "".join(one["text"] for one in (hidden, limited))
+
+
+async def test_who_may_not_infer_may_not_ask_and_a_prompt_is_bounded(asked):
+    reader, engine, _ = asked
+    body = {"models": ["sql/v1"], "prompt": "How many?"}
+    viewer = {"authorization": "Bearer viewer"}
+    assert (await reader.post("/v1/ask", json=body, headers=viewer)).status_code == 403
+    for wrong in ({"prompt": "x" * 16_001}, {"max_tokens": 513}, {"models": ["sql/v1"] * 5}, {"models": []}):
+        assert (await reader.post("/v1/ask", json=body | wrong)).status_code == 400
+    assert engine.bodies == []
+
+
+async def test_a_router_that_does_not_know_the_key_asks_nothing_for_it(asked):
+    _, engine, parts = asked
+    question = RouterQuestion(
+        id="1", kind="ask", body={"model": "sql/v1", "prompt": "x", "max_tokens": 1, "key_id": "0123456789ab"}
+    )
+    reply = await reply_to(parts, "r0", question)
+    assert (reply.status, reply.body["error"]["code"]) == (403, "key_unknown")
+    assert (
+        await reply_to(parts, "r0", question.model_copy(update={"body": question.body | {"key_id": ""}}))
+    ).status == 403
+    assert engine.bodies == []

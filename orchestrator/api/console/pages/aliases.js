@@ -1,8 +1,8 @@
 // Aliases and rollouts: who gets which version, how the new one compares, and a way to stop it.
-import { html } from "../lib.js";
-import { get, useLoad, useRange } from "../api.js";
+import { html, useState } from "../lib.js";
+import { call, get, may, useLoad, useRange } from "../api.js";
 import { Table } from "../table.js";
-import { Actor, Head, Loaded, Panel, RangePicker, State } from "../parts.js";
+import { Actor, Field, Head, Loaded, Panel, RangePicker, State } from "../parts.js";
 import { AdapterLink, Link } from "../route.js";
 import { ago, clock, digest12, missing, number, seconds, share, span } from "../format.js";
 import { HistoryLines } from "./activity.js";
@@ -73,7 +73,7 @@ export function AliasPage({ name }) {
     <${Loaded} of=${found}>${([item, rollout, history]) => html`
       ${item.pending && html`<p class="notice ${item.pending.state === "failed" ? "bad" : ""}"><b>About to shift: ${item.pending.state}.</b> ${item.pending.error || Object.entries(item.pending.lacks).map(([adapter, what]) => `${adapter}: ${what}`).join("; ")}</p>`}
       <${Panel} title="Where its sessions go" note=${history.data.length > 0 && html`<${Live} entries=${history.data}/>`}><${Split} targets=${item.targets}/><ul class="lines">${item.targets.map((one, at) => html`<li key=${one.lora_id}><i class="swatch s${at % 6}"></i><b><${AdapterLink} id=${one.lora_id}/></b><span class="grow muted">${share(weightOf(item.targets) ? one.weight / weightOf(item.targets) : 0, 1)} of sessions (weight ${one.weight})</span></li>`)}</ul><//>
-      ${item.targets.length > 1 && html`<${Comparison} name=${name}/>`}
+      ${item.targets.length > 1 && html`<${Comparison} name=${name}/>${may("infer") && html`<${AskBoth} targets=${item.targets}/>`}`}
       ${rollout && html`<${Rollout} rollout=${rollout} name=${name}/>`}
       <${Panel} title="History" note="who put which version live, and when"><${HistoryLines} entries=${history.data}/><//>`}<//>`;
 }
@@ -101,6 +101,22 @@ function Comparison({ name }) {
       { id: "output", label: "output tokens", numeric: true, hide: "narrow", value: (row) => of(row).output_tokens ?? null, cell: (row) => number(of(row).output_tokens ?? null) },
       { id: "hit", label: "cache hits", numeric: true, hide: "narrow", value: (row) => of(row).hit_real ?? null, cell: (row) => share(of(row).hit_real ?? null) }]}/>
     ${!worse.length && html`<p class="note">None is worse than ${list.baseline}, by the limits of a rollout; it takes ${list.needed} requests of each to tell.</p>`}`}<//><//>`;
+}
+
+// The same prompt to each target, as requests of the reader's own key.
+function AskBoth({ targets }) {
+  const [prompt, setPrompt] = useState("Which customers ordered twice?"), [asking, setAsking] = useState(false), [answers, setAnswers] = useState(null), [error, setError] = useState("");
+  const ask = async (event) => {
+    event.preventDefault(); setAsking(true); setAnswers(null); setError("");
+    try { setAnswers((await call("POST", "/v1/ask", { body: { models: targets.slice(0, 4).map((one) => one.lora_id), prompt, max_tokens: 128 } })).data); } catch (problem) { setError(problem.message); }
+    setAsking(false);
+  };
+  return html`<${Panel} title="Ask each the same" note="a chat to each target, sent by a router as a request of your key; at most 128 tokens"><form class="form" onSubmit=${ask}>
+    <${Field} label="Prompt"><textarea value=${prompt} maxlength="16000" onInput=${(event) => setPrompt(event.target.value)}></textarea><//>
+    <div><button class="action primary" disabled=${asking || !prompt.trim()}>${asking ? "Asking…" : "Ask"}</button></div></form>
+    ${error && html`<p class="notice bad" role="alert">${error}</p>`}
+    ${answers && html`<div class="grid two" role="status">${answers.map((one) => html`<section key=${one.model} class="panel" aria-label=${`Answer of ${one.model}`}><header><h3>${one.model}</h3><span class="note">${one.first_token_s === null ? "" : `first token ${seconds(one.first_token_s)}, `}${one.whole_s === null ? "" : `whole ${seconds(one.whole_s)}`}${one.output_tokens === null ? "" : `, ${one.output_tokens} tokens`}</span></header>
+      ${one.error ? html`<p class="notice bad">${one.status} ${one.error}</p>` : html`<pre class="log" tabindex="0">${one.text}</pre>`}${one.request_id && html`<p class="note"><${Link} to=${"requests/" + one.request_id}>What became of the request<//></p>`}</section>`)}</div>`}<//>`;
 }
 
 function Rollout({ rollout, name }) {
