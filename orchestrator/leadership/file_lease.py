@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
+from lorafleet.service.state_files import is_missing
 from orchestrator.core.errors import LeaseUnreachable
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.store.sqlite import no_space
@@ -152,8 +153,13 @@ class FileLease:
             finally:
                 db.close()
         except sqlite3.Error as exc:
-            message = no_space(exc, self._path) or f"{exc}; if the file is damaged, delete it: it is made again"
-            raise LeaseUnreachable(f"lease {self._path}: {message}") from exc
+            raise LeaseUnreachable(f"lease {self._path}: {self._fault_text(exc)}") from exc
+
+    def _fault_text(self, exc: sqlite3.Error) -> str:
+        """What is wrong with the file, and the next step."""
+        if is_missing(self._path.parent):
+            return "its folder was moved or deleted, or its volume went away: bring it back, and this goes on by itself"
+        return no_space(exc, self._path) or f"{exc}; if the file is damaged, delete it: it is made again"
 
 
 def _read_record(db: sqlite3.Connection) -> LeaseRecord | None:

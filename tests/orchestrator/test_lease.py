@@ -634,6 +634,19 @@ async def test_a_file_that_is_no_lease_is_named_and_unchanged(tmp_path):
     it.close()
 
 
+async def test_a_lease_whose_folder_is_gone_says_so_and_is_read_again_once_it_is_back(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    it, hold = FileLease(folder / "lease", holder="a"), LeaseRecord(holder="a", url="", duration_s=5.0)
+    assert await it.write(hold, None)
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(LeaseUnreachable, match="its folder was moved"):
+        await it.read()
+    (tmp_path / "moved").rename(folder)
+    assert await it.read() == hold
+    it.close()
+
+
 HOLD_IT = """
 import sys, time
 from pathlib import Path

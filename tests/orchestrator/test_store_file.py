@@ -417,6 +417,38 @@ async def test_an_orchestrator_whose_store_is_deleted_or_replaced_never_answers_
     await process.stop()
 
 
+@pytest.mark.fleet
+async def test_an_orchestrator_whose_folder_is_moved_takes_no_changes_and_goes_on_once_it_is_back(tmp_path):
+    folder, moved = tmp_path / "data", tmp_path / "moved"
+    folder.mkdir()
+    process = OrchestratorProcess(tmp_path, "only", store=folder / "store.db")
+    await process.start()
+
+    async def register(name):
+        return (
+            await process.http.post("/v1/adapters", json={"lora_id": name, "source": f"file:///{name}"})
+        ).status_code
+
+    async def is_ready():
+        return (await process.http.get("/ready")).status_code == 200
+
+    await until(lambda: process.says("is_leading"))
+    await until(is_ready)
+    assert await register("a/v1") == 201
+    folder.rename(moved)
+    await until(lambda: is_unready(process))
+    folder.mkdir()  # the empty mount point
+    assert await register("lost/v1") == 503
+    assert not (folder / "store.db").exists()
+    shutil.rmtree(folder)
+    moved.rename(folder)
+    await until(is_ready)
+    await until(lambda: process.says("is_leading"))
+    assert await register("b/v1") == 201
+    await process.stop(signal.SIGKILL)
+    assert stored_at(folder / "store.db") == {"a/v1", "b/v1"}
+
+
 async def is_unready(process):
     answer = await process.http.get("/ready")
     return answer.status_code == 503 and answer.json()["error"]["code"] == "store_unusable"
