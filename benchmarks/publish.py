@@ -60,7 +60,8 @@ def measured(
         engine.post(LOAD, json={"lora_name": "own", "lora_path": str(adapter)}).raise_for_status()
 
     def by_path(adapter: Path) -> None:
-        router.post(LOAD, json={"lora_name": "by-path", "lora_path": str(adapter)}).raise_for_status()
+        body = {"lora_name": "by-path", "lora_path": str(adapter), "load_inplace": True}
+        router.post(LOAD, json=body).raise_for_status()
 
     def by_upload(adapter: Path) -> None:
         uploads.publish("by-upload", adapter)

@@ -28,6 +28,7 @@ from lorafleet.service.loops import forever
 from lorafleet.service.openapi import change_document, documented_app
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.request_log import RequestLog
+from lorafleet.service.runs import path_behind_run
 from lorafleet.service.transport import DirectTransport
 from orchestrator.agentless.engine import AgentlessLoadRules, AgentlessWorker
 from orchestrator.agentless.transport import SCHEME, AgentlessTransport
@@ -102,7 +103,7 @@ class OrchestratorService:
 
     def upload_bytes(self, method: str, path: str) -> int:
         """Most bytes of a body, for the route that takes an adapter's files; else 0."""
-        is_upload = method == "PUT" and path.startswith(UPLOADS_PATH)
+        is_upload = method == "PUT" and path_behind_run(path).startswith(UPLOADS_PATH)
         return self.reconciler.settings.max_upload_bytes if is_upload else 0
 
     def stop(self) -> None:
@@ -294,7 +295,7 @@ def build(
         most_values=_MOST_VALUES,
         larger=_LARGER_BODIES,
     )
-    guard(app, keys, allow_open=settings.allow_open, requests=service.requests)
+    guard(app, keys, allow_open=settings.allow_open, requests=service.requests, has_runs=True)
     return service
 
 

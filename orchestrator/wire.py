@@ -459,6 +459,12 @@ class PublishSpec(_PersonWrittenModel):
     timeout_s: float = Field(
         default=28.0, gt=0, le=110, description="how long the call may wait for the bytes, the loads and the routers"
     )
+    expected_version: int | None = Field(
+        default=None,
+        ge=0,
+        description="the number that the name's version must have now, 0: none; at another one only the bytes of that"
+        " version are accepted, as of a call that is repeated. null: any",
+    )
 
     @model_validator(mode="after")
     def _names_bytes(self) -> Self:

@@ -220,7 +220,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         shape=lambda path, status, body: shaped(body, status, shape_of(path)),
     )
     may_ask = site_check(config.allowed_origins, trusts_preflight=True)
-    guard(app, keys, allow_open=config.allow_open, may_ask=may_ask, requests=services.requests)
+    guard(app, keys, allow_open=config.allow_open, may_ask=may_ask, requests=services.requests, has_runs=True)
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, **cors_middleware_options(config.allowed_origins))
     app.state.http = http

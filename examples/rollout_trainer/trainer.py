@@ -45,7 +45,8 @@ class Sample:
 
 def publish(router: httpx.Client, name: str, folder: Path, within_s: float = 300.0) -> None:
     """Load the adapter on the whole fleet. A call that was cut off, or not done in time, is sent again."""
-    body, deadline = {"lora_name": name, "lora_path": str(folder)}, time.monotonic() + within_s
+    body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
+    deadline = time.monotonic() + within_s
     while True:
         try:
             answer = router.post("/v1/load_lora_adapter", json=body)

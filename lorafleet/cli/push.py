@@ -32,6 +32,10 @@ def adapters_push(
         str | None, typer.Option(help="its name in the fleet; default: as in the adapter's config")
     ] = None,
     tenant: Annotated[list[str] | None, typer.Option(help="tenant that may use it; repeat; default: everyone")] = None,
+    expected_version: Annotated[
+        int | None,
+        typer.Option(min=0, help="with --publish: the version that the name must be at now; 0: the name must be new"),
+    ] = None,
 ) -> None:
     """Upload an adapter from this machine, and register it. A broken upload goes on where it was.
 
@@ -42,17 +46,28 @@ def adapters_push(
       lorafleet adapters push ./sql-expert-v2 sql-expert/v2
 
       lorafleet adapters push ./checkpoint-7 rollout-policy --publish
+
+      lorafleet adapters push ./checkpoint-7 rollout-policy --publish --expected-version 6
     """
     from lorafleet.client import FleetError
 
     if publish and (tenant or digest):
         raise CommandFailed("--publish takes neither --tenant nor --digest: a name's versions are its key's", status=2)
+    if expected_version is not None and not publish:
+        raise CommandFailed("--expected-version is for --publish: an adapter's bytes never change", status=2)
     tenants = tuple(named_tenants(tenant) or ())
     shown = _ProgressLine(name, sys.stderr)
     try:
         with context.obj.fleet() as fleet:
             if publish:
-                _say_published(fleet.publish(name, folder, base_model=base_model, on_progress=shown.update))
+                published = fleet.publish(
+                    name,
+                    folder,
+                    base_model=base_model,
+                    expected_version=expected_version,
+                    on_progress=shown.update,
+                )
+                _say_published(published)
             else:
                 pushed = fleet.push(
                     name, folder, digest=digest, base_model=base_model, tenants=tenants, on_progress=shown.update
@@ -119,6 +134,7 @@ def _with_hint(exc: Exception, name: str) -> str:
         "immutable": f"; or let the fleet count: lorafleet adapters push DIR {name.partition('/')[0]} --publish",
         "invalid_api_key": " (give --token KEY, or LORAFLEET_TOKEN)",
         "scope_missing": " (use a key with scope register)",
+        "version_conflict": f"; see: lorafleet published show {name}",
         "upload_too_large": "; raise max_upload_bytes at the orchestrator, max_adapter_bytes at the workers",
     }
     again = "; repeat the command: it goes on where it was" if (exc.status or 0) >= 500 else ""

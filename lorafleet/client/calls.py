@@ -93,14 +93,19 @@ def publish(
     folder: Folder,
     *,
     base_model: str | None = None,
+    expected_version: int | None = None,
     on_progress: Callable[[PushProgress], None] = lambda _: None,
 ) -> Operation[Published]:
     """Upload the adapter in a folder as the next version of a name, and wait until the name points at it.
 
     Then every request for the name, at every router, is answered by these very bytes. See `push` for the parameters.
     Raises FleetError; the name points then at what it did before.
+
+    expected_version  number of the version that the name has now, 0: it is new. Where another publish came first,
+                      FleetError has code `version_conflict`. None: any
     """
     params = [("publish", "true"), *([("base_model", base_model)] if base_model else [])]
+    params += [] if expected_version is None else [("expected_version", str(expected_version))]
     answer = yield from _upload(name, _archive(folder, None), params, on_progress)
     return _read(lambda: Published.read(answer.json), answer)
 

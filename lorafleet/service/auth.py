@@ -28,6 +28,7 @@ from lorafleet.service.key_files import (
 )
 from lorafleet.service.request_log import NOTES, RequestNotes
 from lorafleet.service.roles import ANYONE, SCOPES, Caller, check_scope
+from lorafleet.service.runs import RUN, caller_in_run
 from lorafleet.service.times import utc_text
 
 log = structlog.get_logger()
@@ -237,7 +238,8 @@ class ScopeCheck:
 
     def check(self, request: Request) -> Caller:
         """The request's caller, noted for its line in the log. Raises HttpError without a valid key or the scope."""
-        found = self._keys.caller(authorization_of(*map(request.headers.get, KEY_HEADERS)))
+        key_caller = self._keys.caller(authorization_of(*map(request.headers.get, KEY_HEADERS)))
+        found = caller_in_run(key_caller, request.scope.get(RUN, ""))
         notes = request.scope.get(NOTES)
         if isinstance(notes, RequestNotes):
             notes.key, notes.tenant = found.key_id, found.tenant or ""

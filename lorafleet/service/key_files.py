@@ -11,7 +11,6 @@ both. Of a file without them `ApiKeys` waits until nobody writes it any more.
 
 import contextlib
 import hashlib
-import re
 import secrets
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lorafleet.service import yamls
-from lorafleet.service.roles import FLEET_SCOPES, SCOPES, Caller, KeyLimits
+from lorafleet.service.roles import FLEET_SCOPES, SCOPES, Caller, KeyLimits, namespace_trouble
 
 FIRST_LINE = "# lorafleet keys: the last line is `# end`, so that a file that is cut off is seen"
 LAST_LINE = "# end"
@@ -31,8 +30,6 @@ _KEY_ID_DIGITS = 12
 _FIELDS = frozenset(
     {"sha256", "tenant", "scopes", "note", "limits", "expires", "namespace", "lora_ids", "may_shadow_base"}
 )
-_NAMESPACE = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
-_MAX_NAMESPACE = 100
 _MAX_NOTE = 80
 
 
@@ -169,9 +166,8 @@ def scope_trouble(tenant: str | None, scopes: Sequence[str]) -> str | None:
 
 def naming_trouble(namespace: object, lora_ids: object, may_shadow_base: object) -> str | None:
     """Why these fields of a key do not go together, or are none; None if they do. None stands for a missing field."""
-    is_namespace = isinstance(namespace, str) and len(namespace) <= _MAX_NAMESPACE and _NAMESPACE.fullmatch(namespace)
-    if namespace is not None and (not is_namespace or {".", ".."} & set(str(namespace).split("/"))):
-        return f"namespace must be letters, digits, '.', '_' and '-', in parts joined by '/', found {namespace!r:.40}"
+    if namespace is not None and (trouble := namespace_trouble(namespace)) is not None:
+        return trouble
     is_list = isinstance(lora_ids, list | tuple) and all(isinstance(each, str) and each for each in lora_ids)
     if lora_ids is not None and not (is_list and lora_ids):
         return f"lora_ids must be a list of patterns such as team-a/*, found {lora_ids!r:.40}"

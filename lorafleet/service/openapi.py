@@ -32,6 +32,8 @@ ERROR_SCHEMA: Json = {
         }
     },
 }
+UPLOAD_SCHEMA: Json = {"type": "string", "format": "binary"}
+"""The schema of a body that is a file."""
 _FASTAPI_SCHEMAS = ("HTTPValidationError", "ValidationError")
 _KEYS = {
     "key": {

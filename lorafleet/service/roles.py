@@ -1,7 +1,8 @@
 """Roles: the scopes of a key, what each of them includes, and the caller that a key stands for. Pure."""
 
+import re
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from lorafleet.service.http import HttpError
@@ -37,6 +38,8 @@ _ADVICE = {
     "agent-load": "a router calls agents with a key of its own: `lorafleet keys new --scopes agent-load --file KEYS`"
     " makes one for its --agent-token-file, in the agents' key files",
 }
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+_MAX_NAMESPACE = 100
 # By which a program that acts by itself names itself, for the history; and those that do.
 PROGRAM_HEADER = "x-lorafleet-program"
 UP = "lorafleet up"
@@ -128,6 +131,14 @@ class Caller:
         held = self.scopes & _SATISFIED_BY[scope]
         return bool(held) if self.tenant is None else not held <= set(TENANT_SCOPES)
 
+    def in_run(self, run: str) -> "Caller":
+        """This caller at the base URL of a run: names are the run's, within its own namespace, or else its tenant's.
+
+        There it may publish under a base model's name, for the run alone.
+        """
+        outer = self.namespace or self.writes_for
+        return replace(self, namespace=f"{outer}/{run}" if outer else run, may_shadow_base=True)
+
     def whole_name(self, name: str) -> str:
         """The name with the caller's namespace, where it has one and the name does not begin with it."""
         is_whole = not self.namespace or name.startswith(f"{self.namespace}/")
@@ -140,6 +151,14 @@ class Caller:
     def may_use(self, tenants: Container[str] | None) -> bool:
         """Whether this caller may use an adapter with these tenants (None: everyone)."""
         return tenants is None or self.may("load") or (self.tenant is not None and self.tenant in tenants)
+
+
+def namespace_trouble(namespace: object) -> str | None:
+    """Why this can be no namespace; None: it can."""
+    is_namespace = isinstance(namespace, str) and len(namespace) <= _MAX_NAMESPACE and _NAMESPACE.fullmatch(namespace)
+    if not is_namespace or {".", ".."} & set(str(namespace).split("/")):
+        return f"namespace must be letters, digits, '.', '_' and '-', in parts joined by '/', found {namespace!r:.40}"
+    return None
 
 
 ANYONE = Caller(tenant=None, scopes=frozenset(SCOPES))

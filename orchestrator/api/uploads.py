@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect
 
 from lorafleet.identity import fleet_source
 from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.service.openapi import UPLOAD_SCHEMA
 from lorafleet.service.roles import Caller
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
@@ -41,7 +42,7 @@ _BODY = {
             "description": "`bytes 100-199/200`: go on with a broken upload; `bytes */200`: finish it, without a body",
         }
     ],
-    "requestBody": {"required": True, "content": {"application/octet-stream": {}}},
+    "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": UPLOAD_SCHEMA}}},
 }
 _PUBLISH_S = 110.0  # the most that a publish takes
 UploadFile = Literal["archive", "adapter_config.json", "adapter_model.safetensors"]
@@ -58,6 +59,7 @@ class UploadQuery(BaseModel):
         default=None, description="tenants that may use it; default: the key's own, else all"
     )
     publish: bool = Field(default=False, description="publish the bytes as the next version of a published name")
+    expected_version: int | None = Field(default=None, ge=0, description="as of a publish; with `publish` alone")
 
 
 def upload_routes(
@@ -115,7 +117,12 @@ def upload_routes(
                     return _progress(lora_id, state)
                 if wanted.publish:
                     response.status_code = 200
-                    spec = PublishSpec(digest=kept.found.digest, base_model=wanted.base_model, timeout_s=_PUBLISH_S)
+                    spec = PublishSpec(
+                        digest=kept.found.digest,
+                        base_model=wanted.base_model,
+                        timeout_s=_PUBLISH_S,
+                        expected_version=wanted.expected_version,
+                    )
                     item = await publisher.publish(ask.lora_id, spec, caller)
                     await uploads.forget(ask)
                     return item

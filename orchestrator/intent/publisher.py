@@ -109,6 +109,7 @@ class NamePublisher:
             found = await self._copier.copied(name, self._next_id(name), spec, deadline)
             # Another call may have taken the name while the bytes were copied.
             self._require_publishable(name, spec, caller)
+            self._require_expected(name, spec, found)
             version, is_new = await self._registered(name, spec, found, caller)
             # Until its loads are done they are the caller's in the history; those of later workers are the fleet's.
             self._reconciler.audit.note_requester(version.lora_id, caller.name)
@@ -158,8 +159,7 @@ class NamePublisher:
         revision  of the catalog that has it so; default: the present one
         """
         record, rules = self._store.published[name], self._store.rules
-        targets = [lora_id for lora_id, _ in self._store.aliases.get(name, ())]
-        current = next((v for v in record.versions if v.lora_id in targets and v.pointed_at is not None), None)
+        current = self._current(record)
         return PublishedItem.model_validate(
             {
                 "name": name,
@@ -193,12 +193,34 @@ class NamePublisher:
         short = caller.short_name(name)
         if short in self._reconciler.reports.base_model_names() and not caller.may_shadow_base:
             message = (
-                f"{short!r} is a base model that a worker serves; a key may publish under its name, for itself alone,"
-                " with a `namespace` and `may_shadow_base: true` in the key file; else choose another name"
+                f"{short!r} is a base model that a worker serves; publish under its name below a run's own base URL,"
+                " /runs/NAME, for that run alone, or with a key that has a `namespace` and `may_shadow_base: true`"
             )
             raise StateConflict(message, code="name_taken", param="name")
         if name not in self._store.published:
             self._registry.require_free(name, "name")
+
+    def _require_expected(self, name: str, spec: PublishSpec, found: RegisteredAdapter) -> None:
+        """Raise StateConflict where the name is not at the version that the publish expects.
+
+        Unless it has these bytes there: then the publish is a repeated one.
+        """
+        record = self._store.published.get(name)
+        current = None if record is None or record.deleted_at is not None else self._current(record)
+        number = 0 if current is None else current.number
+        if spec.expected_version in (None, number) or (current is not None and current.digest == found.digest):
+            return
+        at = f"is at version {number}" if number else "has no version"
+        expected = f"version {spec.expected_version}" if spec.expected_version else "no version yet"
+        message = (
+            f"{name!r} {at}, and the publish expected {expected}: nothing was changed; another one publishes it, too"
+        )
+        raise StateConflict(message, code="version_conflict", param="expected_version")
+
+    def _current(self, record: PublishedName) -> NameVersion | None:
+        """The version that the name points at; None before its first is ready."""
+        targets = [lora_id for lora_id, _ in self._store.aliases.get(record.name, ())]
+        return next((v for v in record.versions if v.lora_id in targets and v.pointed_at is not None), None)
 
     @asynccontextmanager
     async def _turn(self, name: str, deadline: PublishDeadline) -> AsyncIterator[None]:

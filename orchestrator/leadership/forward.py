@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lorafleet.service.http import error_response
 from lorafleet.service.loops import run_watched
 from lorafleet.service.openapi import DOCS_ASSETS
+from lorafleet.service.runs import RUN, path_in_run
 from lorafleet.service.transport import why_no_answer
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
 from orchestrator.core.lease import LeaseRecord
@@ -42,6 +43,7 @@ _SUCCESSOR_RENEWALS = 2
 def _leaders_url(base_url: str, scope: Scope) -> httpx.URL:
     """The request's own path and query at the leader, byte for byte: a URL made from text would lose some of them."""
     path = scope.get("raw_path") or quote(scope["path"]).encode()
+    path = path_in_run(scope.get(RUN, ""), path.decode("latin-1")).encode("latin-1")
     query = b"?" + scope["query_string"] if scope.get("query_string") else b""
     base = httpx.URL(base_url)
     return base.copy_with(raw_path=base.raw_path.rstrip(b"/") + path.partition(b"?")[0] + query)

@@ -22,12 +22,15 @@ from router.api.control_calls import ControlCalls, ControlUnavailable, error_of
 from router.protocols.bodies import bad_json_error
 from router.request.services import Services
 
-VLLM_LOADS = ("/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
+VLLM_LOAD = "/v1/load_lora_adapter"
+"""vLLM 0.32 refuses a name that is loaded, unless `load_inplace` is true. SkyRL's and prime-rl's routes replace it."""
+VLLM_LOADS = (VLLM_LOAD, "/skyrl/v1/load_lora_adapter")
 SGLANG_LOAD = "/load_lora_adapter"
 SGLANG_UNLOAD = "/unload_lora_adapter"
 UNLOADS = ("/v1/unload_lora_adapter", SGLANG_UNLOAD)
 
 _MOST_BODY_BYTES = 64 * 1024
+_CONFLICT = "version_conflict"
 _HUB_ID_CODE = "source_is_repository"
 """An agent's code for a path that is not absolute, and the id of a repository on the hub, as vLLM takes them, too."""
 # The statuses that say that the request itself is wrong. All others are answered as 500.
@@ -39,12 +42,12 @@ _CALLER_STATUSES = frozenset({409, 413, 422})
 class LoadCall(msgspec.Struct, frozen=True):
     """The body of a load. Other fields of the engines (`pinned`, `is_3d_lora_weight`) change nothing here.
 
-    load_inplace  accepted: a second load of a name is its next version anyway
+    load_inplace  whether the name may have a version already, which this one follows; None: as the route's engine does
     """
 
     lora_name: str = ""
     lora_path: str = ""
-    load_inplace: bool = False
+    load_inplace: bool | None = None
     base_model_name: str | None = None
 
 
@@ -128,6 +131,9 @@ class _FleetPublisher:
         within_s = self._services.config.publish_timeout_s
         deadline = self._services.clock() + within_s
         spec: dict[str, Any] = {"source": wanted.lora_path}
+        may_follow = request.url.path != VLLM_LOAD if wanted.load_inplace is None else wanted.load_inplace
+        if not may_follow:
+            spec["expected_version"] = 0
         if wanted.base_model_name in self._services.discovery.fleet.base_models:
             spec["base_model"] = wanted.base_model_name
 
@@ -140,6 +146,8 @@ class _FleetPublisher:
         if error_of(answer)[0] == _HUB_ID_CODE:
             spec["source"] = f"hf://{wanted.lora_path}"
             answer = await self._call("POST", wanted.lora_name, request, deadline, body)
+        if error_of(answer)[0] == _CONFLICT:
+            raise _Refusal(400, "InvalidUserInput", _already_loaded(wanted.lora_name))
         if not answer.is_success:
             raise _refusal_of(answer)
         await self._require_here(wanted.lora_name, answer, deadline)
@@ -220,6 +228,15 @@ async def _body(request: Request, kind: type[Any]) -> Any:
         raise _Refusal(400, "InvalidUserInput", f"not a body of this call: {exc}") from exc
     except DECODE_ERRORS as exc:
         raise _Refusal(400, "InvalidUserInput", str(bad_json_error(bytes(content), exc))) from exc
+
+
+def _already_loaded(name: str) -> str:
+    """The message for a load of a new name that exists, with other bytes: vLLM's, and how to keep two runs apart."""
+    return (
+        f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set"
+        " 'load_inplace' to True. If it is another run's, give each run a base URL of its own: this one's with"
+        f" /runs/NAME before the path [{_CONFLICT}]"
+    )
 
 
 def _refusal_of(answer: httpx.Response) -> _Refusal:

@@ -10,6 +10,7 @@ from fastapi import Request
 
 from lorafleet.service.auth import KEY_HEADERS, authorization_of
 from lorafleet.service.decoding import DECODE_ERRORS
+from lorafleet.service.runs import RUN, path_in_run
 from router.request.services import Services
 
 _RETRY_S = 0.25
@@ -55,7 +56,7 @@ class ControlCalls:
             try:
                 answer = await self._control.request(
                     method,
-                    f"{self.url}{path}",
+                    f"{self.url}{path_in_run(request.scope.get(RUN, ''), path)}",
                     json=None if body is None else body(),
                     headers=headers,
                     # The orchestrator ends in time by itself; a little more lets its answer through.

@@ -4,21 +4,27 @@ They go with the caller's own key: the orchestrator checks scope, tenant and nam
 """
 
 from collections.abc import AsyncIterator
+from typing import Annotated
 
 import httpx
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from lorafleet.service.auth import KEY_HEADERS, ApiKeys, requires
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError
+from lorafleet.service.openapi import UPLOAD_SCHEMA
 from lorafleet.service.request_log import ID_HEADER
+from lorafleet.service.runs import RUN, path_behind_run, path_in_run
 from lorafleet.service.transport import DirectTransport
 from lorafleet.service.urls import url_path
 
+LoraIdPath = Annotated[str, Path(description="an adapter's lora_id, which may contain slashes")]
+NamePath = Annotated[str, Path(description="a published name, which may contain slashes")]
 UPLOADS_PATH = "/v1/adapters/"
 MOST_UPLOAD_BYTES = 1 << 60  # the orchestrator knows the limit, and refuses more before it is sent
+_UPLOAD = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": UPLOAD_SCHEMA}}}}
 _WAIT_S = 330.0
 """Until the orchestrator answers, once it has the whole body: it verifies an upload, or loads a published version."""
 _PASSED_ON = (
@@ -40,32 +46,49 @@ def forward_routes(keys: ApiKeys, orchestrator_url: str, *, connect_timeout_s: f
         return api
     timeout = httpx.Timeout(_WAIT_S, connect=connect_timeout_s)
 
-    async def forward(request: Request) -> Response:
+    async def forward_adapter(request: Request, lora_id: LoraIdPath) -> Response:  # noqa: ARG001  (documented)
+        """Pass the request on, and its answer back."""
+        return await _forwarded(request, orchestrator_url, timeout)
+
+    async def forward_name(request: Request, name: NamePath) -> Response:  # noqa: ARG001
         """Pass the request on, and its answer back."""
         return await _forwarded(request, orchestrator_url, timeout)
 
     ensure = "/v1/adapters/{lora_id:path}/ensure"
-    api.add_api_route(ensure, forward, methods=["POST"], name="ensure_at_orchestrator", operation_id="ensure")
+    api.add_api_route(ensure, forward_adapter, methods=["POST"], name="ensure_at_orchestrator", operation_id="ensure")
     # Before its body is read, an upload needs a key that may upload.
     registrar = [Depends(requires(keys, "register"))]
-    for path in ("/v1/adapters/{lora_id:path}", "/v1/uploads/{lora_id:path}", "/v1/published/{name:path}"):
+    for path, forward in (
+        ("/v1/adapters/{lora_id:path}", forward_adapter),
+        ("/v1/uploads/{lora_id:path}", forward_adapter),
+        ("/v1/published/{name:path}", forward_name),
+    ):
         for method in ("GET", "DELETE", *(("PUT",) if path.startswith(UPLOADS_PATH) else ())):
             checks = registrar if method == "PUT" else []
             name = f"{method.lower()}_{path.split('/')[2]}_at_orchestrator"
-            api.add_api_route(path, forward, methods=[method], dependencies=checks, name=name, operation_id=name)
+            api.add_api_route(
+                path,
+                forward,
+                methods=[method],
+                dependencies=checks,
+                name=name,
+                operation_id=name,
+                openapi_extra=_UPLOAD if method == "PUT" else None,
+            )
     return api
 
 
 def upload_bytes(method: str, path: str) -> int:
     """Most bytes of a body, for the route that takes an adapter's files; else 0."""
-    return MOST_UPLOAD_BYTES if method == "PUT" and path.startswith(UPLOADS_PATH) else 0
+    return MOST_UPLOAD_BYTES if method == "PUT" and path_behind_run(path).startswith(UPLOADS_PATH) else 0
 
 
 async def _forwarded(request: Request, orchestrator_url: str, limits: httpx.Timeout) -> Response:
     """The orchestrator's answer. Raises HttpError 503 `orchestrator_unreachable` if there is none, or another's."""
     try:
         path = url_path(request.scope["path"].removeprefix("/"))
-        target = f"{orchestrator_url}/{path}" + (f"?{request.url.query}" if request.url.query else "")
+        path = path_in_run(request.scope.get(RUN, ""), f"/{path}")
+        target = orchestrator_url + path + (f"?{request.url.query}" if request.url.query else "")
     except CommandFailed as exc:
         raise HttpError(400, "invalid_request", str(exc)) from exc
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}

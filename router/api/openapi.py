@@ -4,6 +4,7 @@ Each has an example of what to send and of what comes back; a test sends the fir
 answer's keys against the second. Schemas say what the router reads and no more: every other field is the engine's.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -223,7 +224,12 @@ def _operation(route: Route) -> Json:
     answers: Json = {"application/json": {"schema": _schema(answered), "example": answered}}
     if route.streams:
         answers["text/event-stream"] = {"schema": {"type": "string"}}
-    operation: Json = {"summary": route.summary, "tags": ["inference"], "responses": _responses(answers)}
+    operation: Json = {
+        "summary": route.summary,
+        "tags": ["inference"],
+        "operationId": _operation_id(route.method, route.path),
+        "responses": _responses(answers),
+    }
     if "{id}" in route.path:
         where = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [where]
@@ -233,6 +239,11 @@ def _operation(route: Route) -> Json:
             ours |= {"lora_id": _ADAPTER_OR_LIST, "lora_path": _ADAPTER_OR_LIST}
         operation["requestBody"] = _body(sent, ours, optional={"model"})
     return operation
+
+
+def _operation_id(method: str, path: str) -> str:
+    """A name for the operation that generated clients give to its function."""
+    return re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
 
 
 def _sglang_generate_operation() -> Json:
@@ -261,6 +272,7 @@ def _sglang_generate_operation() -> Json:
     return {
         "summary": "SGLang's native call; one batch may mix adapters and the base model",
         "tags": ["inference"],
+        "operationId": _operation_id("POST", sglang_generate.PATH),
         "requestBody": _body(sent, properties | _STREAM, optional={"lora_path", "sampling_params"}),
         "responses": _responses(answers),
     }
@@ -290,11 +302,11 @@ def _body(example: Json, known: Json, *, optional: set[str]) -> Json:
 
 
 def _schema(example: Any) -> Json:
-    """The shape of an example; further fields may come with any object. An empty list says nothing of its items."""
+    """The shape of an example; further fields may come with any object. An empty list may have items of any kind."""
     if isinstance(example, dict):
         return {"type": "object", "properties": {name: _schema(value) for name, value in example.items()}}
     if isinstance(example, list):
-        return {"type": "array"} | ({"items": _schema(example[0])} if example else {})
+        return {"type": "array", "items": _schema(example[0]) if example else {}}
     return {"type": _TYPES[type(example)]}
 
 

@@ -12,6 +12,7 @@ from lorafleet.http_server.lenient import trimmed
 from lorafleet.service.auth import authorization_of, host_check
 from lorafleet.service.http import HttpError
 from lorafleet.service.roles import Caller, KeyLimits, check_scope
+from lorafleet.service.runs import RUNS, caller_in_run, split_run
 from router.core.errors import RateLimited
 from router.protocols import sglang_generate
 from router.protocols.routes import COMPLETIONS, ROUTES, Route, find_route
@@ -97,12 +98,23 @@ class InferenceHandler:
         route = find_route(method, path)
         if route is not None:
             return self._handlers[route.method, route.path]
+        if path.startswith(RUNS):
+            return self._find_handler_in_run(method, path)
         if path.endswith("/") and path != "/":
             handler = self.find_handler(method, trimmed(path))
             return None if handler is None else partial(_answer_at, trimmed(path), handler)
         if ("GET" if method == "HEAD" else method, path) in _OWN:
             return None
         return self._answer_wrong_method if self._offered(path) else None
+
+    def _find_handler_in_run(self, method: str, path: str) -> Handler | None:
+        """The handler of a path below a run's base URL; None: it is no inference route there, or no run."""
+        try:
+            run, rest = split_run(path)
+        except HttpError:  # the app answers it
+            return None
+        handler = None if rest.startswith(RUNS) else self.find_handler(method, rest)
+        return None if handler is None else partial(_answer_in_run, run, rest, handler)
 
     def _offered(self, path: str) -> dict[str, str]:
         """The methods that this path takes, each with the path of its route."""
@@ -198,6 +210,13 @@ def _answer_at(path: str, handler: Handler, exchange: HttpExchange) -> Coroutine
     """Answer as if the request had this path: sets `exchange.path`."""
     exchange.path = path
     return handler(exchange)
+
+
+def _answer_in_run(run: str, path: str, handler: Handler, exchange: HttpExchange) -> Coroutine[Any, Any, None]:
+    """Answer as if the request had this path, and its caller the run's namespace: sets both at the exchange."""
+    if exchange.caller is not None:
+        exchange.caller = caller_in_run(exchange.caller, run)
+    return _answer_at(path, handler, exchange)
 
 
 def _is_quickly_read_batch(route: Route, body: bytes) -> bool:

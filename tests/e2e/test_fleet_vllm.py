@@ -49,7 +49,7 @@ class TestTwoVllmWorkers(FleetSuite):
 
     def test_trainer_publishes_by_vllms_own_call_and_what_runs_ends_with_its_version(self, fleet: RunningFleet) -> None:
         shelf = fleet.state_dir.parent / "adapters"
-        body = {"lora_name": "trained", "lora_path": str(shelf / "run")}
+        body = {"lora_name": "trained", "lora_path": str(shelf / "run"), "load_inplace": True}
 
         def publish(step: int) -> None:
             """Overwrite the folder of the run, as trainers do, load it, and delete it."""

@@ -196,7 +196,7 @@ async def test_versions_leave_nothing_behind_on_workers(tmp_path, model, shelf):
     ) as fleet:
         (router,) = fleet.routers
         for step in range(1, VERSIONS + 1):
-            body = {"lora_name": "policy", "lora_path": str(written(shelf, "run", step))}
+            body = {"lora_name": "policy", "lora_path": str(written(shelf, "run", step)), "load_inplace": True}
             assert (await router.post(LOAD, json=body)).status_code == 200
             assert await answered_by(router, "policy") == f"policy/v{step}"
         kept = {f"policy/v{VERSIONS}", f"policy/v{VERSIONS - 1}"}

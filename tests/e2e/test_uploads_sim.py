@@ -299,7 +299,10 @@ async def test_the_python_client_pushes_publishes_and_waits(tmp_path, model, mad
         with Fleet(fleet.url, fleet.keys["register"]) as blocking:
             first = await asyncio.to_thread(blocking.publish, "policy", made("step-1", seed=1))
             second = await asyncio.to_thread(blocking.publish, "policy", made("step-2", seed=2))
-            again = await asyncio.to_thread(blocking.publish, "policy", made("step-2", seed=2))
+            again = await asyncio.to_thread(blocking.publish, "policy", made("step-2", seed=2), expected_version=1)
+            with pytest.raises(FleetError, match="is at version 2, and the publish expected version 1") as late:
+                await asyncio.to_thread(blocking.publish, "policy", made("step-3", seed=3), expected_version=1)
+            assert (late.value.status, late.value.code) == (409, "version_conflict")
             assert (first.version, second.version, again.version) == (1, 2, 2)
             assert (first.is_new, second.is_new, again.is_new) == (True, True, False)
             assert sorted(second.workers) == ["w0", "w1"]
@@ -321,6 +324,9 @@ async def test_the_command_line_pushes_with_the_next_step(tmp_path, model, made)
         assert (status, "registered already" in output) == (0, True), output
         status, output = await fleet.cli("adapters", "push", folder, "policy", "--publish")
         assert (status, "policy points at policy/v1" in output) == (0, True), output
+        words = ("adapters", "push", str(made("c", seed=4)), "policy", "--publish", "--expected-version", "0")
+        status, output = await fleet.cli(*words)
+        assert (status, "is at version 1" in output, "published show policy" in output) == (1, True, True), output
         status, output = await fleet.cli("adapters", "push", str(made("b", seed=3)), "sql/v1")
         assert (status, "--publish" in output, output.count("\n")) == (1, True, 1), output
         status, output = await fleet.cli("adapters", "push", str(tmp_path), "x")

@@ -1,7 +1,7 @@
 """What trainers send to a fleet, call by call, and what each checks of the answers: one suite for sim and for vLLM.
 
-The sequences are those of TRL 1.16, prime-rl, SkyRL 0.4, AReaL 1.0.4 and ART 0.5.23, as their sources have them. A
-subclass in a test file has the fixtures `fleet`, and `runs`: a folder that the fleet's workers may read.
+The sequences are those of TRL 1.16, prime-rl, SkyRL 0.4, AReaL 1.0.4, ART 0.5.23 and axolotl, as their sources have
+them. A subclass in a test file has the fixtures `fleet`, and `runs`: a folder that the fleet's workers may read.
 """
 
 import json
@@ -206,3 +206,65 @@ class TrainerSuite:
             assert answer.json()["prompt_token_ids"]
         assert http.post("/v1/unload_lora_adapter", json={"lora_name": "agent@1"}).is_success
         assert http.post("/v1/chat/completions", json=body | {"model": "agent@1"}).status_code == 404
+
+    def test_two_axolotl_runs_load_the_base_models_name_in_place_and_each_samples_its_own(
+        self, http: httpx.Client, runs: Path
+    ) -> None:
+        base = "tiny-qwen"
+        assert "/v1/load_lora_adapter" in http.get("/openapi.json").json()["paths"]
+        refused = http.post(
+            "/v1/load_lora_adapter", json={"lora_name": base, "lora_path": str(runs), "load_inplace": True}
+        )
+        assert (refused.status_code, "/runs/NAME" in refused.json()["error"]["message"]) == (400, True)
+        for step in (1, 2):
+            for run in ("ax-1", "ax-2"):
+                # Its probe of the route has a path that nobody has; it takes anything but a bare 404 for a yes.
+                probe = http.post(
+                    f"/runs/{run}/v1/load_lora_adapter", json={"lora_name": "__probe__", "lora_path": "/no"}
+                )
+                assert probe.status_code in (400, 500)
+                folder = write_step(runs / f"{run}-v{step}")
+                body = {"lora_name": base, "lora_path": str(folder), "load_inplace": True}
+                assert http.post(f"/runs/{run}/v1/load_lora_adapter", json=body).status_code == 200
+                assert http.post(f"/runs/{run}/reset_prefix_cache/").status_code == 200
+            for run in ("ax-1", "ax-2"):
+                body = {"model": base, "messages": [{"role": "user", "content": f"Play {step}."}], "max_tokens": 4}
+                answer = http.post(f"/runs/{run}/v1/chat/completions", json=body)
+                assert served_by(answer) == f"{run}/{base}/v{step}"
+                assert answer.json()["model"] == base
+                body = {"model": base, "input": f"Play {step}.", "max_output_tokens": 4}
+                # Sim engines have no such route, and say so themselves: the request is routed all the same.
+                routed = http.post(f"/runs/{run}/v1/responses", json=body).headers["x-lorafleet-adapter"]
+                assert routed.rpartition("@")[0] == f"{run}/{base}/v{step}"
+            assert (
+                http.post("/v1/completions", json={"model": base, "prompt": "x", "max_tokens": 1}).headers[
+                    "x-lorafleet-adapter"
+                ]
+                == "base"
+            )
+        fallback = http.post("/runs/ax-1/set_lora_adapter/", json={"lora_name": "active_lora", "lora_int_id": 1})
+        assert (fallback.status_code, fallback.json()["error"]["code"]) == (404, "not_offered")
+        assert http.get("/runs/ax-1/v1/models").json()["data"][0]["id"] == base
+        for run in ("ax-1", "ax-2"):
+            assert http.post(f"/runs/{run}/v1/unload_lora_adapter", json={"lora_name": base}).is_success
+
+    def test_two_runs_of_one_name_share_it_in_silence_at_no_url(self, http: httpx.Client, runs: Path) -> None:
+        first, second = (write_step(runs / f"shared-{number}") for number in (1, 2))
+        body = {"lora_name": "trl-policy-v1-shared", "lora_path": str(first)}
+        assert http.post("/v1/load_lora_adapter", json=body).is_success
+        assert http.post("/v1/load_lora_adapter", json=body).is_success  # the call of one that was cut off
+        taken = http.post("/v1/load_lora_adapter", json=body | {"lora_path": str(second)})
+        assert (taken.status_code, "already been loaded" in taken.text) == (400, True)
+        sampled = {"model": body["lora_name"], "prompt": prompt_ids(), "max_tokens": 2}
+        assert served_by(http.post("/v1/completions", json=sampled)) == "trl-policy-v1-shared/v1"
+        own = http.post("/runs/second/v1/load_lora_adapter", json=body | {"lora_path": str(second)})
+        assert own.status_code == 200, own.text
+        assert served_by(http.post("/runs/second/v1/completions", json=sampled)) == "second/trl-policy-v1-shared/v1"
+        assert served_by(http.post("/v1/completions", json=sampled)) == "trl-policy-v1-shared/v1"
+        held = http.post("/runs/second/pause", params={"mode": "keep"})
+        assert (held.status_code, http.get("/runs/second/is_paused").json()["is_paused"]) == (200, True)
+        assert not http.get("/is_paused").json()["is_paused"]
+        assert served_by(http.post("/v1/completions", json=sampled)) == "trl-policy-v1-shared/v1"
+        assert http.post("/runs/second/resume").is_success
+        for url in ("", "/runs/second"):
+            assert http.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": body["lora_name"]}).is_success

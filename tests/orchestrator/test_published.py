@@ -19,9 +19,9 @@ async def fleet(service):
     return service
 
 
-async def publish(fleet, name="policy", source="/run/step-1", **spec):
-    """The answer to a publish, with passes meanwhile."""
-    call = asyncio.create_task(fleet.http.post(f"/v1/published/{name}", json={"source": source} | spec))
+async def publish(fleet, name="policy", source="/run/step-1", *, url="", **spec):
+    """The answer to a publish below this URL, with passes meanwhile."""
+    call = asyncio.create_task(fleet.http.post(f"{url}/v1/published/{name}", json={"source": source} | spec))
     while not call.done():
         await fleet.turn()
         fleet.clock.now += 0.2  # drains end by reports that are younger than they
@@ -89,6 +89,41 @@ async def test_bytes_of_a_kept_version_are_pointed_at_again(fleet):
 
     assert (item["lora_id"], item["is_new"]) == ("policy/v1", False)
     assert await targets(fleet) == ["policy/v1"]
+
+
+async def test_a_publish_that_expects_another_version_changes_nothing(fleet):
+    new = await publish(fleet, expected_version=0)
+    assert (new.status_code, new.json()["version"]) == (200, 1)
+    for expected, step, status in ((0, 2, 409), (2, 2, 409), (0, 1, 200), (1, 2, 200), (1, 2, 200), (1, 3, 409)):
+        answer = await publish(fleet, source=f"/run/step-{step}", expected_version=expected)
+        assert answer.status_code == status, (expected, step, answer.text)
+        if status == 409:
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == ("version_conflict", "expected_version")
+            assert f"is at version {2 if step == 3 else 1}," in error["message"]
+    assert await targets(fleet) == ["policy/v2"]
+    assert (
+        (await publish(fleet, "other", expected_version=1))
+        .json()["error"]["message"]
+        .startswith("'other' has no version, and the publish expected version 1")
+    )
+    await fleet.http.delete("/v1/published/policy")
+    await fleet.settle()
+    assert (await publish(fleet, expected_version=0)).status_code == 200
+
+
+async def test_runs_without_keys_publish_one_name_below_urls_of_their_own(fleet):
+    for run in ("r1", "r2"):
+        item = (await publish(fleet, source=f"/run/{run}", url=f"/runs/{run}")).json()
+        assert (item["name"], item["lora_id"]) == (f"{run}/policy", f"{run}/policy/v1")
+    assert (await fleet.http.get("/runs/r1/v1/published/policy")).json()["name"] == "r1/policy"
+    assert (await fleet.http.get("/v1/published/policy")).status_code == 404
+    base = (await fleet.http.get("/v1/workers")).json()["data"][0]["base_model"]
+    shadow = (await publish(fleet, base, url="/runs/r1")).json()
+    assert (shadow["name"], shadow["shadows_base"]) == (f"r1/{base}", True)
+    assert (await publish(fleet, base)).json()["error"]["code"] == "name_taken"
+    assert (await fleet.http.delete("/runs/r2/v1/published/policy")).status_code == 204
+    assert await targets(fleet, "r1/policy") == ["r1/policy/v1"]
 
 
 async def test_name_stays_at_its_version_until_the_next_is_ready_on_all_workers(fleet):

@@ -27,14 +27,17 @@ class PublishingOrchestrator:
         self.catalog = {"revision": 1}
         self.app = FastAPI()
         self.app.add_api_route("/v1/catalog", lambda: self.catalog)
-        self.app.add_api_route("/v1/published/{name:path}", self._answer, methods=["POST", "DELETE"])
-        self.app.add_api_route("/v1/pauses", self._pause, methods=["POST", "DELETE"])
+        self.runs = []  # of each call
+        for run in ("", "/runs/{run}"):
+            self.app.add_api_route(f"{run}/v1/published/{{name:path}}", self._answer, methods=["POST", "DELETE"])
+            self.app.add_api_route(f"{run}/v1/pauses", self._pause, methods=["POST", "DELETE"])
 
     async def _pause(self, request: Request):
         return await self._answer("", request)
 
     async def _answer(self, name: str, request: Request):
         body = await request.body()
+        self.runs.append(request.path_params.get("run", ""))
         self.calls.append((request.method, name, body and await request.json(), request.headers.get("authorization")))
         status, code = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
         if code is not None:
@@ -239,3 +242,43 @@ async def test_a_name_of_another_form_is_400_and_no_call_is_made_for_the_name_th
         answer = await router.post(path, json=BODY | {"lora_name": name})
         assert (answer.status_code, "lora_name" in answer.text) == (400, True), answer.text
     assert orchestrator.calls == []
+
+
+@pytest.mark.parametrize(
+    ("path", "load_inplace", "expected"),
+    [
+        ("/v1/load_lora_adapter", None, 0),
+        ("/v1/load_lora_adapter", False, 0),
+        ("/v1/load_lora_adapter", True, None),
+        ("/skyrl/v1/load_lora_adapter", None, None),
+        ("/skyrl/v1/load_lora_adapter", False, 0),
+        ("/load_lora_adapter", None, None),
+        ("/load_lora_adapter", False, 0),
+    ],
+)
+async def test_a_load_is_of_a_new_name_where_it_says_so_or_its_engine_means_so(scene, path, load_inplace, expected):
+    router, orchestrator = scene
+    body = {"lora_name": "policy", "lora_path": "/run/step-1", "load_inplace": load_inplace}
+    assert (await router.post(path, json=body)).status_code == 200
+    assert orchestrator.calls[0][2].get("expected_version") == expected
+
+    orchestrator.answers = [(409, "version_conflict")]
+    refused = await router.post(path, json=body)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "InvalidUserInput")
+    assert "The lora adapter 'policy' has already been loaded." in refused.json()["error"]["message"]
+    assert "/runs/NAME" in refused.json()["error"]["message"]
+
+
+async def test_calls_below_a_runs_base_url_reach_the_orchestrator_below_it(scene):
+    router, orchestrator = scene
+    for method, path in (("POST", LOADS[0]), ("POST", "/unload_lora_adapter"), ("POST", "/pause"), ("POST", "/resume")):
+        assert (await router.request(method, f"/runs/r1{path}", json=BODY)).status_code == 200, path
+    assert (await router.delete("/runs/r1/v1/published/policy")).status_code == 204
+    assert (await router.get("/runs/r1/health")).status_code == 200
+    assert (await router.get("/runs/r1/v1/whoami")).json()["namespace"] == "r1"
+    assert orchestrator.runs == ["r1"] * 5
+
+    for path in ("/runs/%2e%2e/v1/load_lora_adapter", "/runs/a%2fb/v1/load_lora_adapter"):
+        refused = await router.post(path, json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_run")
+    assert len(orchestrator.runs) == 5
