@@ -36,7 +36,7 @@ from workers.storage.cache_folder import CacheFolder
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
 from workers.storage.uploads import Uploads
-from workers.wire import AvailableLora, InspectRequest
+from workers.wire import AvailableLora, BeginFileRequest, InspectRequest
 
 NOBODY: frozenset[str] = frozenset()
 
@@ -409,7 +409,7 @@ async def test_fetch_on_a_full_disk_deletes_unfinished_downloads_but_nothing_tha
     with mine.download_folder("https://unfinished") as unfinished:
         (unfinished / "adapter_model.safetensors").write_bytes(b"half")
     uploads = Uploads(mine, Limits(max_bytes=1 << 20))
-    await uploads.begin("a" * 24, "archive", 10)
+    await uploads.begin("a" * 24, "archive", BeginFileRequest(total_bytes=10))
     installer, source = installer_of(mine, tmp_path, unfinished)
     ask = InspectRequest(lora_id="a/v1", source=str(make_adapter(tmp_path / "from", "a/v1")))
     assert (await installer.inspect(ask)).lora_id == "a/v1"
