@@ -70,6 +70,7 @@ class Caller:
     lora_ids    patterns of names that the caller may give; empty: those of the namespace, else of the tenant, else any
     may_shadow_base  whether the caller may publish under a base model's name, and then gets that in its place
     note        the key file's comment on the key, for people; empty: none
+    program     of ours that acts by itself with this key, see PROGRAMS; empty: a person, or a person's program
     """
 
     tenant: str | None
@@ -81,12 +82,14 @@ class Caller:
     lora_ids: tuple[str, ...] = ()
     may_shadow_base: bool = False
     note: str = ""
+    program: str = ""
 
     @property
     def name(self) -> str:
         """The caller in quotas and histories: role and key, or `anyone` where no key is needed."""
         role = "operator" if self.tenant is None else f"tenant {self.tenant}"
-        return f"{role} (key {self.key_id})" if self.key_id else "anyone"
+        name = f"{role} (key {self.key_id})" if self.key_id else "anyone"
+        return f"{self.program}, {name}" if self.program else name
 
     @property
     def only_tenant(self) -> str | None:

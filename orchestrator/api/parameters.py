@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Depends, Header, Query, Request
@@ -10,19 +11,19 @@ from lorafleet.service.roles import PROGRAM_HEADER, PROGRAMS, Caller
 
 
 def _caller(request: Request) -> Caller:
-    """The request's caller. `requires` has authenticated it before."""
+    """The request's caller. `requires` has authenticated it before.
+
+    A program that acts by itself names itself in a header, so that the history takes it for no person. Only an
+    operator's key may: others could hide their changes.
+    """
     found: Caller = request.state.caller
-    return found
+    program = request.headers.get(PROGRAM_HEADER, "")
+    return replace(found, program=program) if program in PROGRAMS and found.tenant is None else found
 
 
 def _actor(request: Request) -> str:
-    """The caller's name, for the history.
-
-    A program that acts by itself names itself in a header, so that it is not taken for a person. Only an operator's key
-    may: others could hide their changes.
-    """
-    caller, program = _caller(request), request.headers.get(PROGRAM_HEADER, "")
-    return f"{program}, {caller.name}" if program in PROGRAMS and caller.tenant is None else caller.name
+    """The caller's name, for the history."""
+    return _caller(request).name
 
 
 Actor = Annotated[str, Depends(_actor)]

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from lorafleet.service.key_files import hash_key
+from lorafleet.service.roles import PROGRAM_HEADER, UP
 
 
 def code(answer):
@@ -229,3 +230,26 @@ async def test_an_impossible_secret_reference_is_refused(service, source, ref, w
     assert answer.status_code == 400
     assert why in answer.json()["error"]["message"]
     assert "Value error" not in answer.text
+
+
+async def test_a_program_of_the_operators_names_itself_in_the_history_and_a_tenants_cannot(open_service, tmp_path):
+    path = tmp_path / "keys.yaml"
+    tenant = {"sha256": hash_key("acme"), "tenant": "acme", "scopes": ["tenant-admin", "view"]}
+    path.write_text(yaml.safe_dump({"keys": [{"sha256": hash_key("root"), "scopes": ["admin"]}, tenant]}))
+    service = open_service(key_files=(path,))
+    for key, program, lora_id in (
+        ("root", UP, "a/v1"),
+        ("root", "anything", "b/v1"),
+        ("acme", UP, "acme/v1"),
+    ):
+        headers = {"authorization": f"Bearer {key}", PROGRAM_HEADER: program}
+        answer = await service.http.post("/v1/adapters", json={"lora_id": lora_id, "source": "/a"}, headers=headers)
+        assert answer.status_code == 201, answer.text
+    history = await service.http.get("/v1/history", headers={"authorization": "Bearer root"})
+    actors = {item["subject"]: item["actor"] for item in history.json()["data"] if item["kind"] == "adapter_registered"}
+    root, acme = (hash_key(key)[:12] for key in ("root", "acme"))
+    assert actors == {
+        "a/v1": f"{UP}, operator (key {root})",
+        "b/v1": f"operator (key {root})",
+        "acme/v1": f"tenant acme (key {acme})",
+    }

@@ -770,6 +770,70 @@ def test_one_decision_is_shown_in_full_by_its_request(routed: Run, run: Run, rou
 
 
 @pytest.mark.fleet
+def test_one_request_says_what_became_of_it_and_where_its_seconds_went(routed: Run, run: Run, router: str) -> None:
+    result = routed("request", "request-2")
+    assert row_of(result, "answer")[1:] == ["200"]
+    assert row_of(result, "asked")[-1] == "sql-expert/v1"
+    assert "seconds: first data" in result.out
+    assert "by kv_lora" in result.out
+    whole = json.loads(routed("request", "request-2", "-o", "json").out)["data"][0]
+    assert sum(whole["stages"].values()) == pytest.approx(whole["duration_s"], abs=1e-3)
+    missing = run("--router-url", router, "request", "request-9")
+    assert missing.status == 1
+    assert "no router" in missing.err
+
+
+_REFUSED = {
+    "request_id": "one",
+    "at": "2026-11-28T09:51:40.112Z",
+    "status": 429,
+    "code": "rate_limited",
+    "worker": "",
+    "limit": "concurrent_requests",
+    "tenant": "acme",
+    "key": "2c26b46b68ff",
+    "adapter": "",
+    "duration_s": 0.0004,
+    "cause": "this API key has a limit",
+    "next_step": "raise limits.concurrent_requests",
+    "note": "batch jobs",
+    "asked": "sql/v1",
+    "attempts": 0,
+    "stages": {"hold": 0.2, "queue": 0.1},
+    "held_for": "its adapter",
+    "queued_for": "room at worker w0",
+    "first_data_s": None,
+    "decisions": [],
+}
+
+
+def test_a_refused_request_is_shown_with_its_limit_key_and_causes(run: Run) -> None:
+    with answering({"data": [_REFUSED], "missing": ["r1"]}) as url:
+        story = run("--router-url", url, "request", "one")
+        listed = run("--orchestrator-url", url, "requests", "--status", "failed")
+    assert row_of(story, "limit ")[1:] == ["concurrent_requests"]
+    assert row_of(story, "(batch jobs)")[1] == "2c26b46b68ff"
+    assert row_of(story, "hold")[-4:] == ["0.2000", "for", "its", "adapter"]
+    assert row_of(story, "queue")[-4:] == ["room", "at", "worker", "w0"]
+    assert row_of(listed, "429")[2:6] == ["429", "rate_limited", "concurrent_requests", "acme"]
+    assert "r1" in listed.err
+
+
+def test_targets_of_an_alias_are_compared_side_by_side(run: Run) -> None:
+    figures = {"requests": 100, "errors": 1, "refusals": 0, "first_token_s": {"p50": 0.1, "p95": 0.2}, "whole_s": {}}
+    figures |= {"token_s": 0.01, "output_tokens": 900, "hit_real": 0.5, "cold_starts": 0, "waited_s": 0.0}
+    rows = [
+        {"lora_id": "sql/v1", "share": 0.9, "total": figures, "worse": ""},
+        {"lora_id": "sql/v2", "share": 0.1, "total": None, "worse": "first token after 0.4 s on average"},
+    ]
+    with answering({"data": rows}) as url:
+        result = run("--orchestrator-url", url, "aliases", "compare", "sql")
+        assert run("--orchestrator-url", url, "aliases", "compare", "sql", "-o", "wide").status == 0
+    assert row_of(result, "sql/v1")[:4] == ["sql/v1", "0.9000", "100", "1"]
+    assert "first token after 0.4 s on average" in result.out
+
+
+@pytest.mark.fleet
 def test_explain_shows_every_term_the_trust_and_the_cached_blocks_of_every_worker(routed: Run) -> None:
     result = routed("explain", QUESTION)
     assert "by kv_lora" in result.out.splitlines()[0]
