@@ -15,6 +15,7 @@ _HEADERS = ("accept", "anthropic-beta", "anthropic-version", "authorization", "c
 _LONGEST = 60
 _MOST_TOOLS = 3
 _WORDS = re.compile(r"\S+")
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _OWN = re.compile(
     r"(?i)(session|thread|user|device|account|installation|turn|request|trace|window)[_-]?(id|context|state)?$"
 )
@@ -55,7 +56,8 @@ def write(program: str, version: str, calls: list[dict[str, Any]], model: str) -
         if small not in kept:
             kept.append(small)
     target = FOLDER / f"{program}.json"
-    target.write_text(json.dumps({"program": program, "version": version, "calls": kept}, indent=1) + "\n")
+    whole = json.dumps({"program": program, "version": version, "calls": kept}, indent=1)
+    target.write_text(f"{_UUID.sub('own', whole)}\n")
     return target
 
 
