@@ -72,6 +72,7 @@ class Leadership:
         self._check_lock = asyncio.Lock()
         self._is_stepping_down = False
         self._trouble = ""
+        self._failing_since: float | None = None  # when reads of the lease began to fail
 
     @property
     def is_leading(self) -> bool:
@@ -89,9 +90,15 @@ class Leadership:
         return self._is_term and not self.is_leading
 
     async def wait_for_check(self) -> None:
-        """Request a read of the lease and wait until it no longer `is_late`, at most `late_wait_s` seconds."""
+        """Request a read of the lease and wait until it no longer `is_late`, at most `late_wait_s` seconds.
+
+        Those seconds begin with the first read that failed: in a long outage calls do not wait, one after another.
+        """
+        waited_s = 0.0 if self._failing_since is None else self._clock() - self._failing_since
+        if waited_s >= self.late_wait_s:
+            return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.late_wait_s):
+            async with asyncio.timeout(self.late_wait_s - waited_s):
                 while self.is_late:
                     self._checked.clear()
                     self._due.set()
@@ -164,11 +171,9 @@ class Leadership:
                 async with asyncio.timeout(self._renew_s * 5):
                     await self.check_lease()
             except TimeoutError:
-                self._trouble = "the lease did not answer in time"
-                log.warning("lease not reached", error=self._trouble, left_s=self._left_s())
+                self._record_failure("the lease did not answer in time")
             except LeaseUnreachable as exc:
-                self._trouble = str(exc)
-                log.warning("lease not reached", error=repr(exc), left_s=self._left_s())
+                self._record_failure(str(exc))
             except Exception:
                 log.exception("lease step failed")
             self._checked.set()
@@ -178,9 +183,12 @@ class Leadership:
                 async with asyncio.timeout(self._wait_s()):
                     await self._due.wait()
 
-    def _left_s(self) -> float:
-        """Seconds for which this process may still act."""
-        return round(self._candidate.remaining_s(self._clock()), 2)
+    def _record_failure(self, trouble: str) -> None:
+        """Record and log that the lease could not be read or written."""
+        now = self._clock()
+        self._trouble = trouble
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        log.warning("lease not reached", error=trouble, left_s=round(self._candidate.remaining_s(now), 2))
 
     def _wait_s(self) -> float:
         """Seconds until the next read of the lease.
@@ -222,7 +230,7 @@ class Leadership:
                 log.warning("lease renewed late; no other process led meanwhile", holder=self.holder)
         if self._is_stepping_down:
             await self._write_release()
-        self._trouble = ""
+        self._trouble, self._failing_since = "", None
         if candidate.remaining_s(clock()) > 0 and not self._is_term and not self._is_stepping_down:
             try:
                 await self.prepare()

@@ -266,6 +266,27 @@ async def test_a_call_waits_only_so_long_for_a_lease_that_cannot_be_reached(two)
         running.cancel()
 
 
+async def test_in_a_long_outage_of_the_lease_calls_do_not_wait_again(two):
+    record, clock, a, _ = two
+    await a.start()
+    record.fails = True
+    running = asyncio.create_task(a.run())
+    try:
+        clock.now += DURATION_S * 3
+        await until(lambda: a.trouble == "away")
+        clock.now += a.late_wait_s
+        a.late_wait_s, wait_s = patience(1000), a.late_wait_s
+        clock.now += a.late_wait_s - wait_s
+        async with within(20):
+            with pytest.raises(LeaseLost):
+                await a.confirm_leading()
+        record.fails = False
+        await until(lambda: a.is_leading)
+        assert a.terms == ["begin"]
+    finally:
+        running.cancel()
+
+
 async def test_a_renewal_needs_no_thread_that_others_share(tmp_path):
     """Uploads, hashes and reads of files may have all of the event loop's own threads for seconds."""
     lease, go_on = FileLease(tmp_path / "lease", holder="a"), threading.Event()
