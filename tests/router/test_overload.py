@@ -3,6 +3,8 @@
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.core.queue.admission import RetryTimes, WaitMargin
 from tests.router.town import SimulatedFleet, SimulatedRequest
@@ -67,14 +69,70 @@ def test_many_tenants_that_were_turned_away_are_forgotten_when_their_time_has_co
 
 def test_waits_that_were_longer_than_predicted_widen_the_margin_and_it_narrows_again():
     margin = WaitMargin()
-    at_first = margin.factor
+    at_first = margin.factor("a")
     for _ in range(20):
-        margin.record_wait(5.0, 10.0, is_over=True)
-    assert margin.factor == pytest.approx(2.0)
-    margin.record_wait(0.01, 10.0, is_over=True)  # says nothing of long waits
+        margin.record_wait("a", 5.0, 10.0, is_over=True)
+    assert margin.factor("a") == pytest.approx(2.0)
+    margin.record_wait("a", 0.01, 10.0, is_over=True)  # says nothing of long waits
     for _ in range(200):
-        margin.record_wait(5.0, 60.0, is_over=False)
-    assert margin.factor == 4.0
+        margin.record_wait("a", 5.0, 60.0, is_over=False)
+    assert margin.factor("a") == 4.0
     for _ in range(200):
-        margin.record_wait(5.0, 5.0, is_over=True)
-    assert 1.0 < margin.factor < at_first
+        margin.record_wait("a", 5.0, 5.0, is_over=True)
+    assert 1.0 < margin.factor("a") < at_first
+
+
+WAITS = st.tuples(st.sampled_from("abc"), st.floats(0, 100), st.floats(0, 100), st.booleans())
+
+
+@given(st.lists(WAITS, max_size=100))
+def test_a_tenants_margin_depends_on_its_own_waits_alone(waits):
+    together = WaitMargin()
+    alone = {tenant: WaitMargin() for tenant in "abc"}
+    for tenant, expected_s, waited_s, is_over in waits:
+        together.record_wait(tenant, expected_s, waited_s, is_over=is_over)
+        alone[tenant].record_wait(tenant, expected_s, waited_s, is_over=is_over)
+    for tenant, own in alone.items():
+        assert 1.0 < together.factor(tenant) == own.factor(tenant) <= 4.0
+
+
+def test_margins_of_many_tenants_are_bounded_and_the_last_ones_stay():
+    margin = WaitMargin()
+    for number in range(1500):
+        margin.record_wait(f"tenant {number}", 5.0, 60.0, is_over=False)
+    assert len(margin) == 1000
+    assert margin.factor("tenant 0") == margin.factor("new") < margin.factor("tenant 1499") == 4.0
+
+
+def quarter_beside(times: float, seed: int) -> SimulatedFleet:
+    """A tenant asks for a quarter of what an engine can do, in small bursts; another asks for `times` all of it.
+
+    Predictions were far too short for the greedy one before, so that its own margin is wide.
+    """
+    town, rng = SimulatedFleet(max_num_seqs=8, most_wait_s=MOST_WAIT_S, seed=seed), Random(seed)
+    capacity, end_s, burst = 2.6, 60.0, 6
+    for _ in range(100):
+        town.scheduler.queue.wait_margin.record_wait("greedy", 5.0, 60.0, is_over=False)
+
+    def ask(tenant: str, count: int, mean_s: float) -> None:
+        if town.now < end_s:
+            for _ in range(count):
+                town.ask(rng.randint(500, 1500), rng.randint(50, 150), tenant=tenant)
+            town.at(town.now + mean_s * rng.uniform(0.5, 1.5), lambda: ask(tenant, count, mean_s))
+
+    town.at(0.0, lambda: ask("greedy", 1, 1 / (times * capacity)))
+    town.at(2.0, lambda: ask("small", burst, burst / (0.25 * capacity)))
+    town.run()
+    return town
+
+
+@pytest.mark.parametrize("times", [2, 3, 5])
+def test_a_tenant_within_its_share_is_not_refused_for_the_waits_of_another(times):
+    town = quarter_beside(times, seed=4)
+    small = [asked for asked in town.asked if asked.tenant == "small"]
+    greedy = [asked for asked in town.asked if asked.tenant == "greedy"]
+    assert len(small) > 30
+    assert [asked for asked in small if asked.refused is not None] == []
+    assert sum(asked.refused is not None for asked in greedy) > len(greedy) / 4
+    # The engine never rests: about 2.6 a second are what it can do.
+    assert sum(asked.ended_at <= 60.0 for asked in town.asked) > 60.0 * 2.2

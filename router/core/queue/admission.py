@@ -16,8 +16,8 @@ from router.core.kv.index import WorkerId
 _RATE_HORIZON_S = 20.0
 _RATE_PRIOR_S = 2.0
 _MAX_LINES = 1000
-# Waits whose prediction errors are remembered, and how many of them the first guess counts for. Waits of less than a
-# second say nothing about long ones.
+# Waits of a tenant whose prediction errors are remembered, and how many there must be before the first guess counts no
+# more. Waits of less than a second say nothing about long ones.
 _KEPT_RATIOS = 150
 _FIRST_RATIOS = 25
 _FIRST_RATIO = 1.5
@@ -165,28 +165,41 @@ class ServiceRates:
 
 
 class WaitMargin:
-    """The factor on predicted waits with which few admitted requests wait in vain: learned from recent waits."""
+    """The factor on a tenant's predicted waits with which few of its admitted requests wait in vain.
+
+    Learned from the tenant's own recent waits: what another tenant's requests wait says nothing about them, because in
+    fair order they are served apart.
+    """
 
     def __init__(self) -> None:
-        self._ratios: deque[float] = deque([_FIRST_RATIO] * _FIRST_RATIOS, maxlen=_KEPT_RATIOS)
-        self._factor = _FIRST_RATIO
+        self._ratios: dict[str, deque[float]] = {}
+        self._factors: dict[str, float] = {}
 
-    def record_wait(self, expected_s: float, waited_s: float, *, is_over: bool) -> None:
-        """Add a request's wait to the recent ones and recompute the factor; predictions below a second are left out.
+    def __len__(self) -> int:
+        """Tenants whose waits are remembered."""
+        return len(self._ratios)
 
-        `is_over`: the request was sent; else it gave up at the end of its wait.
+    def record_wait(self, tenant: str, expected_s: float, waited_s: float, *, is_over: bool) -> None:
+        """Add a request's wait to its tenant's, and recompute the factor; predictions below a second are left out.
+
+        Of too many tenants the one that waited longest ago is forgotten. `is_over`: the request was sent; else it gave
+        up at the end of its wait.
         """
         if expected_s < _LEAST_EXPECTED_S:
             return
+        ratios = self._ratios.pop(tenant, None) or deque(maxlen=_KEPT_RATIOS)
         # How much longer it would have waited is not known.
-        self._ratios.append(waited_s / expected_s * (1.0 if is_over else _IN_VAIN))
-        ordered = sorted(self._ratios)
-        self._factor = min(_MOST_MARGIN, max(_LEAST_MARGIN, ordered[int(_FORESEEN_SHARE * len(ordered))]))
+        ratios.append(waited_s / expected_s * (1.0 if is_over else _IN_VAIN))
+        self._ratios[tenant] = ratios
+        ordered = sorted([*ratios, *[_FIRST_RATIO] * (_FIRST_RATIOS - len(ratios))])
+        self._factors[tenant] = min(_MOST_MARGIN, max(_LEAST_MARGIN, ordered[int(_FORESEEN_SHARE * len(ordered))]))
+        if len(self._ratios) > _MAX_LINES:
+            oldest = next(iter(self._ratios))
+            del self._ratios[oldest], self._factors[oldest]
 
-    @property
-    def factor(self) -> float:
-        """The factor for a predicted wait."""
-        return self._factor
+    def factor(self, tenant: str) -> float:
+        """The factor for a predicted wait of this tenant."""
+        return self._factors.get(tenant, _FIRST_RATIO)
 
 
 @dataclass(slots=True)

@@ -266,9 +266,9 @@ class FairQueue:
 
     def time_out(self, queued: QueuedRequest, now: float) -> Saturated:
         """The error for a request that has waited as long as it may. Also updates the wait margin: call once."""
-        self.wait_margin.record_wait(queued.expected_s, now - queued.enqueued_at, is_over=False)
+        self.wait_margin.record_wait(queued.tenant, queued.expected_s, now - queued.enqueued_at, is_over=False)
         own_s = self._max_tenant_wait_s(queued)
-        room_s = own_s - queued.most_wait_s / self.wait_margin.factor
+        room_s = own_s - queued.most_wait_s / self.wait_margin.factor(queued.tenant)
         if own_s == 0.0:  # its tenant's rate is not known: when the whole queue has been worked off
             room_s = sum(self._backlog_s.values()) / (sum(map(self.rates.rate, self._backlog_s)) or 1.0)
         return Saturated(
@@ -313,7 +313,7 @@ class FairQueue:
         refusal = self.usage.refusal(queued.tenant, queued.size_bytes)
         if refusal is None and (queued.most_wait_s == inf or not self._has_evidence(decision)):
             return 0.0
-        limit_s = queued.most_wait_s / self.wait_margin.factor
+        limit_s = queued.most_wait_s / self.wait_margin.factor(queued.tenant)
         # As if the whole queue were ahead of it, which is cheap to compute: ordinary queues are short.
         if refusal is None and max(self._max_tenant_wait_s(queued), self._max_wait_s(decision)) <= limit_s:
             return 0.0
@@ -438,7 +438,7 @@ class FairQueue:
             self.rates.record_served(worker, work_s)
             for rates in self.tenant_rates:
                 rates.record_served(queued.tenant, work_s)
-            self.wait_margin.record_wait(queued.expected_s, now - queued.enqueued_at, is_over=True)
+            self.wait_margin.record_wait(queued.tenant, queued.expected_s, now - queued.enqueued_at, is_over=True)
             self.remove(queued)
             yield queued, decision
             if rooms is not None and not rooms.is_any(self._by_model, now):
