@@ -94,7 +94,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     keys = ApiKeys(config.key_files)
     refuse_open_server(keys, config.host, allow_open=config.allow_open)
     if config.state_dir is not None:
-        make_folder(config.state_dir, "state_dir")
+        make_folder(config.state_dir, "state_dir", is_private=True)
     metrics = RouterMetrics(metrics_adapters=config.metrics_adapters)
     own_key = OwnKey(config.token, config.token_file)
     # To the orchestrator and agents; `agents` is for calls that streams and snapshots make.

@@ -16,6 +16,7 @@ from lorafleet.local.options import FleetOptions
 from lorafleet.service import signals
 from lorafleet.service.auth import ApiKeys
 from lorafleet.service.failure import CommandFailed
+from lorafleet.service.files import make_private_folder
 from lorafleet.service.key_files import KeyFileError
 
 
@@ -88,8 +89,8 @@ def _require_free(flag: str, port: int) -> None:
 def _lock_state_dir(state_dir: Path) -> Iterator[None]:
     """Create the state folder and hold its lock, which one `lorafleet up` may have; raises CommandFailed."""
     try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # store and logs are private
-        handle = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        make_private_folder(state_dir)  # store and logs
+        handle = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as exc:
         raise CommandFailed(
             f"--state-dir {state_dir}: {exc.strerror}; name a folder that can be created and written", status=2

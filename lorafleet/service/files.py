@@ -3,12 +3,14 @@
 import contextlib
 import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
 
 # A file's modification time in nanoseconds, its inode, and its size in bytes.
 Stamp = tuple[int, int, int]
 
+_PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
@@ -36,13 +38,62 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o600, owner: tu
         raise
 
 
-def make_folder(folder: Path, setting: str) -> None:
-    """Create a folder unless it exists; raises OSError that names the setting and says what to do."""
+def make_folder(folder: Path, setting: str, *, is_private: bool = False) -> None:
+    """Create a folder unless it exists; raises OSError that names the setting and says what to do.
+
+    is_private  only this process's user may look into it, and read the files in it: an earlier version let everybody
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if is_private:
+            make_private_folder(folder)
+            for entry in os.scandir(folder):
+                if entry.is_file(follow_symlinks=False):
+                    _restrict(Path(entry.path), _PRIVATE_FILE)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         problem = write_error_text(exc, folder)
         raise OSError(f"{setting} {folder}: {problem}; name a folder that can be created and written") from exc
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create a folder that only this process's user may look into; an existing one becomes so. Raises OSError.
+
+    A folder of another user, or one that everybody shares (sticky, such as /tmp), keeps its mode.
+    """
+    try:
+        folder.mkdir(mode=_PRIVATE_FOLDER, parents=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        if not folder.stat().st_mode & stat.S_ISVTX:
+            _restrict(folder, _PRIVATE_FOLDER)
+
+
+def make_private_file(path: Path) -> None:
+    """Create an empty file that only this process's user may read, unless it exists; an existing one becomes so.
+
+    So do the files that SQLite keeps beside a database; those that it makes later get the database's mode. A file of
+    another user keeps its mode. Raises OSError.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE_FILE))
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        with contextlib.suppress(FileNotFoundError):
+            _restrict(path.with_name(path.name + suffix), _PRIVATE_FILE)
+
+
+def private_opener(path: str, flags: int) -> int:
+    """An `opener` of `open`: a file that it creates is for this process's user alone."""
+    return os.open(path, flags | os.O_CLOEXEC, _PRIVATE_FILE)
+
+
+def _restrict(path: Path, most: int) -> None:
+    """Take the rights beyond `most` from a file or folder of this user. Raises OSError."""
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid == os.geteuid() and mode & ~most & 0o777:
+        path.chmod(mode & (most | 0o7000))
 
 
 def stamp_of(file: Path) -> Stamp | None:
@@ -51,10 +102,10 @@ def stamp_of(file: Path) -> Stamp | None:
     Links are followed: Kubernetes updates a mounted Secret by moving a link.
     """
     try:
-        stat = file.stat()
+        found = file.stat()
     except OSError:
         return None
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def mode_of(path: Path) -> int:

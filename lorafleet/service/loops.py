@@ -112,7 +112,7 @@ def _next_step(exc: Exception, *, is_own_fault: bool) -> str:
         return "it is tried again; if that goes on, mend the file or the disk that the error names"
     status = exc.response.status_code if isinstance(exc, httpx.HTTPStatusError) else getattr(exc, "status", None)
     if status in _KEY_REFUSALS:
-        return "it is tried again; if that goes on, mend this service's key for the other one (token, agent_token)"
+        return "it is tried again; if that goes on, mend this service's key (token_file, for agents agent_token_file)"
     return "it is tried again; if that goes on, bring the other service back, or mend its address"
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
+from lorafleet.service.files import make_private_file
 from lorafleet.service.state_files import is_missing
 from orchestrator.core.errors import LeaseUnreachable
 from orchestrator.core.lease import LeaseRecord
@@ -144,6 +145,8 @@ class FileLease:
     def _open_file(self) -> Iterator[sqlite3.Connection]:
         """Open the file for one block, creating it and its table. Raises LeaseUnreachable."""
         try:
+            with contextlib.suppress(OSError):  # SQLite says what is wrong
+                make_private_file(self._path)
             db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
             try:
                 # Durability is not needed: a power loss ends all processes that could hold the lease.

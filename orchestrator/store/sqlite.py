@@ -6,7 +6,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import astuple, fields
 from functools import cache
 from math import inf
@@ -410,6 +410,9 @@ def _free_bytes(folder: Path) -> float:
 def _open_store(path: str) -> sqlite3.Connection:
     """Open the file, creating it if it is missing, check it and bring its schema up to date. Raises StoreError."""
     try:
+        if path != ":memory:":
+            with suppress(OSError):  # SQLite says what is wrong
+                files.make_private_file(Path(path))
         db = sqlite3.connect(path, timeout=_BUSY_S)
     except sqlite3.Error as exc:
         raise StoreError(f"store {path}: {exc}; name a file in a folder that exists and can be written") from exc

@@ -13,12 +13,14 @@ from typing import Literal
 import msgspec
 import structlog
 
+from lorafleet.service.files import make_private_file
 from lorafleet.service.state_files import state_text
 from orchestrator.core.traffic import GRAINS, Grain, SeriesKind, TrafficSums
 from orchestrator.core.traffic_shares import SHARE_GRAINS, Shares, SharesKey, ShareSums
 from orchestrator.core.traffic_slice import TrafficSlice
 from orchestrator.store.database_files import DatabaseFiles
 
+_IN_MEMORY = ":memory:"
 log = structlog.get_logger()
 
 _VERSION = 1
@@ -206,7 +208,7 @@ class TrafficFile:
     def _open(self) -> sqlite3.Connection:
         """The open database: that of the file, or a new one where it cannot be used."""
         if self._path is None:
-            return _connected(":memory:")
+            return _connected(_IN_MEMORY)
         try:
             return _connected(str(self._path))
         except (sqlite3.Error, ValueError) as exc:
@@ -218,11 +220,14 @@ class TrafficFile:
             return _connected(str(self._path))
         except sqlite3.Error as exc:
             log.warning("past traffic kept in memory alone", path=str(self._path), error=str(exc))
-            return _connected(":memory:")
+            return _connected(_IN_MEMORY)
 
 
 def _connected(path: str) -> sqlite3.Connection:
     """A connection with our tables. Raises sqlite3.Error, ValueError for another version."""
+    if path != _IN_MEMORY:
+        with suppress(OSError):  # SQLite says what is wrong
+            make_private_file(Path(path))
     db = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
     try:
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")

@@ -15,6 +15,7 @@ from pathlib import Path
 import structlog
 from pydantic import ValidationError
 
+from lorafleet.service.files import make_private_file, make_private_folder, private_opener
 from lorafleet.service.repeats import RepeatLimiter
 from lorafleet.service.state_files import is_missing
 from orchestrator.wire import Catalog
@@ -60,8 +61,9 @@ class SavedCatalog:
         partial = self.file.with_suffix(f".{os.getpid()}.partial")
         self._whole_bytes, self._changes_bytes = len(content), 0
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(content)
+            make_private_folder(self.file.parent)
+            with open(partial, "wb", opener=private_opener) as whole:
+                whole.write(content)
             partial.replace(self.file)
             self.changes_file.unlink(missing_ok=True)
             self._failed_at = None
@@ -73,6 +75,7 @@ class SavedCatalog:
         self._changes_bytes += len(content) + 1
         try:
             # One write each: lines of several processes do not mix.
+            make_private_file(self.changes_file)
             with self.changes_file.open("ab", buffering=0) as changes:
                 written = changes.write(content + b"\n")
         except OSError as exc:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from lorafleet.service.files import write_error_text
+from lorafleet.service.files import make_private_folder, private_opener, write_error_text
 from lorafleet.service.state_files import StateFile, state_text
 from workers.core.effect import Effect
 
@@ -74,7 +74,7 @@ class InstalledAdapters:
         self._fsync_thread = ThreadPoolExecutor(1, thread_name_prefix="records")
         self._folder = folder / "adapters"
         self._epoch_file = folder / "epoch.json"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._folder)
         self._state_folder = StateFile.at(folder)
         self._is_away = False
         self.revision = 0  # grows when an adapter is added or removed
@@ -161,7 +161,7 @@ class InstalledAdapters:
                 log.error("state folder lost; bring it back, or restart the agent", folder=str(self._folder), why=why)
             return set()
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self._folder)
             names = set(os.listdir(self._folder))  # noqa: PTH208  (names alone)
             is_epoch_there = not self.epoch or self._epoch_file.exists()
         except OSError:
@@ -223,7 +223,7 @@ def _read_epoch(path: Path) -> int:
 def write_json_atomically(path: Path, value: object, *, is_flushed: bool) -> None:
     """Replace a JSON file atomically; `is_flushed` waits for the disk. Raises OSError."""
     partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
+    with open(partial, "w", opener=private_opener) as file:
         json.dump(value, file)
         if is_flushed:
             file.flush()

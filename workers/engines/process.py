@@ -17,6 +17,7 @@ from typing import TypeAlias
 import structlog
 
 from lorafleet.engine.output import error_in
+from lorafleet.service.files import private_opener
 from lorafleet.service.sockets import bind_socket
 from workers.engines.launch import LaunchCommand
 
@@ -197,7 +198,7 @@ class _EngineLog:
             self._file = None
         if self._path.exists() and self._path.stat().st_size > _LOG_BYTES:
             self._path.replace(self._path.with_suffix(".log.1"))
-        self._file = self._path.open("ab", buffering=0)
+        self._file = open(self._path, "ab", buffering=0, opener=private_opener)  # noqa: SIM115
 
 
 def _remove_file(pid_file: Path) -> None:

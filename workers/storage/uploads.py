@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 from weakref import WeakValueDictionary
 
+from lorafleet.service.files import make_private_folder
 from lorafleet.service.tasks import finish_even_if_cancelled
 from workers.core.adapter_files import WEIGHTS_NAME
 from workers.core.errors import AgentRequestError, SourceError
@@ -67,7 +68,7 @@ class _ReceivedFiles:
 
     def write(self) -> None:
         """Write the note. Raises OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self.folder)
         partial = self.folder / f"{UPLOAD_NOTE}.new"
         of_upload = {name: getattr(self, name) for name in _OF_UPLOAD}
         partial.write_text(json.dumps({"files": self.total_bytes, "digest": self.digest} | of_upload))
