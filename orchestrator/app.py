@@ -22,7 +22,7 @@ from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
 from lorafleet.kube.client import KubeClient, connect
 from lorafleet.kube.discovery import SliceWatch
-from lorafleet.service.auth import ApiKeys, check_route_scopes, refuse_open_server
+from lorafleet.service.auth import ApiKeys, check_route_scopes, refuse_open_server, route_of
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
 from lorafleet.service.openapi import change_document, documented_app
@@ -294,6 +294,7 @@ def build(
         may_send=partial(check_route_scopes, app),
         most_values=_MOST_VALUES,
         larger=_LARGER_BODIES,
+        route_of=partial(route_of, app),
     )
     guard(app, keys, allow_open=settings.allow_open, requests=service.requests, has_runs=True)
     return service

@@ -20,6 +20,7 @@ from lorafleet.kube.client import open_client
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.service.auth import ApiKeys
+from lorafleet.service.known_fields import WIRE_HEADERS
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.repeats import RepeatLimiter
 from lorafleet.service.tasks import BackgroundTasks
@@ -356,7 +357,11 @@ def _record_slices_failure(metrics: RouterMetrics, exc: Exception) -> None:
 def make_control_client(config: RouterSettings, own_key: OwnKey, agents: EnginePool) -> httpx.AsyncClient:
     """The HTTP client for calls to the orchestrator, over this pool. Calls to agents name their key."""
     return httpx.AsyncClient(
-        timeout=config.control_timeout_s, auth=own_key, transport=PoolTransport(agents), trust_env=False
+        timeout=config.control_timeout_s,
+        auth=own_key,
+        headers=WIRE_HEADERS,
+        transport=PoolTransport(agents),
+        trust_env=False,
     )
 
 

@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast
+from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 
 WIRE = 1
 
@@ -88,6 +88,8 @@ class ReplayBody(_RouterModel):
     """`POST /v1/decisions/replay`: an item of `GET /v1/decisions`, or its record alone.
 
     policy  a policy to decide by instead of the recorded one
+
+    The item's other fields are ignored; a field that items do not have is refused.
     """
 
     record: dict[str, Any]
@@ -96,6 +98,18 @@ class ReplayBody(_RouterModel):
     tokens_from: Literal["given", "local", "remote", "approximate", "none"] = "none"
     scores: Annotated[tuple[RecordedTrust, ...], FailFast()] = ()
     policy: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_known_fields(cls, given: Any) -> Any:
+        """The body, if it has the fields of an item and of a replay alone. Raises ValueError."""
+        known = cls.model_fields.keys() | RouteAnswer.model_fields.keys()
+        unknown = [name for name in given if name not in known] if isinstance(given, dict) else []
+        if unknown:
+            raise ValueError(
+                f"{ascii(unknown[0])[1:-1][:80]}: there is no such field; known: {', '.join(sorted(known))}"
+            )
+        return given
 
 
 class DecisionList(_RouterModel):

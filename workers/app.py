@@ -21,7 +21,7 @@ from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
 from lorafleet.kv.connectors import ConnectorVerdict
 from lorafleet.service import logs
-from lorafleet.service.auth import ApiKeys, check_route_scopes, refuse_open_server
+from lorafleet.service.auth import ApiKeys, check_route_scopes, refuse_open_server, route_of
 from lorafleet.service.files import make_folder, write_atomically
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
@@ -218,7 +218,12 @@ def build(
 def _add_middleware(app: FastAPI, agent: WorkerAgent) -> None:
     """Read JSON bodies whole and check them; say in answers to the orchestrator as of which report they are."""
     app.add_middleware(ReportHeaderMiddleware, as_of=agent.as_of)
-    app.add_middleware(JsonBodyMiddleware, may_send=partial(check_route_scopes, app), most_values=_MOST_VALUES)
+    app.add_middleware(
+        JsonBodyMiddleware,
+        may_send=partial(check_route_scopes, app),
+        most_values=_MOST_VALUES,
+        route_of=partial(route_of, app),
+    )
 
 
 def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> ConnectorVerdict | None:
@@ -254,7 +259,7 @@ def lock_state_folder(state: Path) -> int:
 
     Two agents with one state folder would overwrite each other's files and share their engines' sockets.
     """
-    make_folder(state, "state_dir")
+    make_folder(state, "state_dir", is_private=True)
     handle = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,9 @@
-"""The checks that every service runs on a request before its routes: Host, cross-site origin, HEAD and slashes."""
+"""What every service does around its routes: checks of Host, site, HEAD and slashes, and headers of pages."""
 
 from fastapi import FastAPI
 
 from lorafleet.http_server.cross_site import CheckSite, SiteCheck, site_check
+from lorafleet.http_server.html_headers import HtmlHeaders
 from lorafleet.http_server.lenient import Lenient, ends_in_a_name
 from lorafleet.http_server.track import track_requests
 from lorafleet.service.auth import ApiKeys, host_check
@@ -27,6 +28,7 @@ def guard(
     requests    logs what the app answers; the app's answers have `x-request-id`
     has_runs    take every path below `/runs/NAME`, too
     """
+    app.add_middleware(HtmlHeaders)
     app.add_middleware(Lenient, is_kept=lambda path: ends_in_a_name(app.routes, path))
     if has_runs:
         app.add_middleware(RunPaths)

@@ -13,7 +13,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.params import Depends as Depended
 from fastapi.routing import APIRoute
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from lorafleet.service.files import Stamp, stamp_of
@@ -291,13 +291,16 @@ def check_route_scopes(app: FastAPI, scope: Scope) -> bool:
 
     So a body need not be read, nor a request forwarded, for a key that its route will refuse.
     """
-    for route in app.routes:
-        if route.matches(scope)[0] is Match.FULL:
-            request = Request(scope)
-            for check in _scope_checks(route.dependant) if isinstance(route, APIRoute) else ():
-                check.check(request)
-            return True
-    return False
+    route = route_of(app, scope)
+    request = Request(scope)
+    for check in _scope_checks(route.dependant) if isinstance(route, APIRoute) else ():
+        check.check(request)
+    return route is not None
+
+
+def route_of(app: FastAPI, scope: Scope) -> BaseRoute | None:
+    """The route that takes this request; None: none does."""
+    return next((route for route in app.routes if route.matches(scope)[0] is Match.FULL), None)
 
 
 def _scope_checks(dependant: Dependant) -> Iterator[ScopeCheck]:

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet.service.json_count import VALUES, has_more
+from lorafleet.service.known_fields import WIRE_HEADER, unknown_fields, unknown_fields_text
 from lorafleet.service.openapi import change_document, describe_errors
 from lorafleet.service.request_log import NOTES, RequestNotes, cause_of
 from lorafleet.service.settings import finding_message
@@ -170,8 +171,10 @@ class JsonBodyMiddleware:
         may_send: Callable[[Scope], bool],
         most_values: int,
         larger: Mapping[str, int] = MappingProxyType({}),
+        route_of: Callable[[Scope], object] = lambda _scope: None,
     ) -> None:
         """
+        route_of     the route that takes a request, whose model knows its body's fields; None: any field is taken
         may_send     raises HttpError for a caller whose body must not be read: parsing 16 MiB of JSON blocks a process
                      for seconds. False: no route takes the request, and the app says so without its body
         most_values  limit for strings, objects, lists and commas in a body
@@ -181,6 +184,7 @@ class JsonBodyMiddleware:
         self._may_send = may_send
         self._most_values = most_values
         self._larger = larger
+        self._route_of = route_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read a JSON body whole and check it before the app gets it; a refused caller or body gets the error.
@@ -211,6 +215,8 @@ class JsonBodyMiddleware:
         try:
             if body:
                 _check_json(body, self._larger.get(scope["path"], self._most_values))
+                if WIRE_HEADER not in headers:
+                    _check_fields(self._route_of(scope), body)
         except HttpError as exc:
             await error_response(exc)(scope, receive, send)
             return
@@ -234,6 +240,14 @@ def _check_json(body: bytes, most_values: int) -> None:
         from_json(body, allow_inf_nan=False, cache_strings="none")
     except ValueError as exc:
         raise HttpError(400, "invalid_request", f"the body is not JSON: {exc}") from exc
+
+
+def _check_fields(route: object, body: bytes) -> None:
+    """Raises HttpError for a body with a field that the route does not know."""
+    found = unknown_fields(route, body)
+    if found is not None:
+        param, message = found
+        raise HttpError(400, "invalid_request", message, param=param)
 
 
 def no_route(path: str) -> tuple[str, str]:
@@ -298,7 +312,9 @@ def install_error_handlers(
             message = f"the header content-type is {found}, expected application/json"
             return ErrorResponse(400, "invalid_request", message, param="content-type")
         field = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = validation_message(exc.errors())
+        unknown = unknown_fields_text(request.scope.get("route"), exc.errors())
+        others = [error for error in exc.errors() if error["type"] != "extra_forbidden"]
+        message = "; ".join(filter(None, (unknown, validation_message(others))))
         return ErrorResponse(400, "invalid_request", message, param=field or None)
 
     async def on_unexpected_error(request: Request, exc: Exception) -> JSONResponse:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from lorafleet.engine.worker_proofs import AgentProofs, AgentUnproved
+from lorafleet.service.known_fields import WIRE_HEADERS
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.transport import why_no_answer
 from orchestrator.agentless.transport import SCHEME
@@ -274,7 +275,9 @@ class AgentClient:
         """Send one request with a body as httpx takes it. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         url = agent_url.rstrip("/") + path
         try:
-            answer = await self._client.request(method, url, headers=headers, timeout=timeout_s, **body)
+            answer = await self._client.request(
+                method, url, headers={**WIRE_HEADERS, **headers}, timeout=timeout_s, **body
+            )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             self.proofs.forget(agent_url)  # by the next call another may have the address
             raise WorkerFailed(f"{method} {url}: {why_no_answer(exc)}", code="worker_unreachable") from exc
@@ -287,7 +290,7 @@ async def ask_for_proof(client: httpx.AsyncClient, timeout_s: float, agent_url: 
     """Post a request for a proof, which carries no key; the answer's body. Raises AgentUnproved."""
     url = agent_url + path
     advice = "the orchestrator must reach the agent at its --advertise-url"
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", **WIRE_HEADERS}
     found = bytearray()
     try:
         async with (

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from lorafleet.engine.agentless import StatusRefused
+from lorafleet.service.known_fields import WIRE_HEADER
 from router.http.engine_connection import EngineConnection, EngineLost, Headers, Origin
 from router.http.engine_pool import EnginePool
 
@@ -220,6 +221,6 @@ def _request(method: str, origin: Origin, path: str, token: str, body: bytes | N
     if token:
         lines.append(f"authorization: Bearer {token}")
     if body is not None:
-        lines += ["content-type: application/json", f"content-length: {len(body)}"]
+        lines += ["content-type: application/json", f"content-length: {len(body)}", f"{WIRE_HEADER}: 1"]
     head = "\r\n".join([*lines, "", ""]).encode("latin-1")
     return b"%b %b%b%b" % (method.encode(), origin.prefix, head, body or b"")

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
+from lorafleet.service.known_fields import WIRE_HEADERS
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.orchestrator.doubles import FakeAgent
@@ -77,7 +78,8 @@ class OrchestratorUnderTest:
         return answer.json()
 
     async def ensure(self, lora_id="sql/v1", **ask):
-        return await self.http.post(f"/v1/adapters/{lora_id}/ensure", json=ask)
+        """As a router calls it."""
+        return await self.http.post(f"/v1/adapters/{lora_id}/ensure", json=ask, headers=WIRE_HEADERS)
 
     async def adapter(self, lora_id="sql/v1"):
         return (await self.http.get(f"/v1/adapters/{lora_id}")).json()

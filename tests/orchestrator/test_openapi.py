@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from lorafleet.service.known_fields import WIRE_HEADERS
 from orchestrator import wire
 from orchestrator.api.examples import EXAMPLES
 from orchestrator.app import build
@@ -142,7 +143,8 @@ def test_no_malformed_call_gets_a_500(document, tmp_path):
         if url in {"/v1/live", "/v1/routers/questions"} or (url == "/v1/events" and not query and not headers):
             return  # it would follow for ever
         content = None if body is None else with_hosts(json.dumps(body), agent).encode()
-        headers["content-type"] = JSON
+        # As from a service: else most bodies would be refused for their unknown fields alone.
+        headers |= {"content-type": JSON, **WIRE_HEADERS}
         answer = runner.run(client.request(method, url, params=query, headers=headers, content=content))
         seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
         # A spoiled report may name an agent that does not answer, and a slow machine's agent may be late.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.local.tiny_model import make_adapters, make_model
+from lorafleet.service.known_fields import WIRE_HEADERS
 from lorafleet.tokenizer.chat import read_files
 from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
@@ -66,7 +67,8 @@ async def test_an_orchestrator_works_with_agents_of(old_agent: OldAgent, is_newe
         beat = {"metadata": filled(old_agent.metadata(), old_agent.texts)}
         if is_newer:
             beat = with_unknown_fields(beat)
-        (await client.post("/v1/workers/register", json=beat)).raise_for_status()
+        headers = WIRE_HEADERS if is_newer else {}
+        (await client.post("/v1/workers/register", json=beat, headers=headers)).raise_for_status()
         spec = {"lora_id": SQL, "source": f"file:///adapters/{SQL}", "base_model": BASE}
         (await client.post("/v1/adapters", json=spec)).raise_for_status()
         ensured = await client.post(

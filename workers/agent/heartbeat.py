@@ -7,6 +7,7 @@ from random import Random
 import httpx
 import structlog
 
+from lorafleet.service.known_fields import WIRE_HEADERS
 from lorafleet.service.loops import backoff_s
 from lorafleet.service.own_key import OwnKey
 from orchestrator.wire import MOST_HELD, Heartbeat, HeartbeatAnswer, HeldFiles
@@ -112,7 +113,7 @@ class HeartbeatSender:
             files=files,
             agents_digest=self._agents.digest,
         ).model_dump_json()
-        headers = {"content-type": "application/json", **self._own_key.headers}
+        headers = {"content-type": "application/json", **WIRE_HEADERS, **self._own_key.headers}
         async with asyncio.timeout(timeout_s):  # httpx's timeout is per chunk of the answer
             answer = await self._client.post(self._url, content=body, headers=headers, timeout=timeout_s)
         if answer.is_error:  # the operator needs the reason from the body
