@@ -35,6 +35,7 @@ from orchestrator.agentless.transport import SCHEME, AgentlessTransport
 from orchestrator.api import build_router
 from orchestrator.api.examples import add_examples
 from orchestrator.api.live import live_routers
+from orchestrator.api.tenancy import errors_shown
 from orchestrator.api.uploads import UPLOADS_PATH
 from orchestrator.api.views import WireViews
 from orchestrator.config import OrchestratorSettings
@@ -273,7 +274,7 @@ def build(
             metrics_need_key=settings.metrics_need_key,
         ),
     )
-    install_error_handlers(app, OrchestratorError)
+    install_error_handlers(app, OrchestratorError, shown=errors_shown(store))
     change_document(app, add_examples)
     app.add_middleware(
         LeaderForwarding,

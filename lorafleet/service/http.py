@@ -27,6 +27,7 @@ from lorafleet.service.settings import finding_message
 log = structlog.get_logger()
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+JSON_BODY = "lorafleet.json_body"  # in a scope: the JSON body that was read and checked
 _MAX_SHOWN_CHARS = 80  # of a caller's value in a message
 # (path, status, body) -> the body of an error in the form that clients of the path know.
 ErrorShape = Callable[[str, int, dict[str, Any]], dict[str, Any]]
@@ -119,11 +120,19 @@ class ErrorResponse(JSONResponse):
         await super().__call__(scope, receive, send)
 
 
-def error_response(exc: Any) -> ErrorResponse:
-    """The answer for an exception that has `status`, `code` and perhaps `param` and `retry_after_s`."""
+def error_response(exc: Any, message: str | None = None) -> ErrorResponse:
+    """The answer for an exception that has `status`, `code` and perhaps `param` and `retry_after_s`.
+
+    message  in place of the exception's own, which the log has in any case
+    """
     headers = error_headers(exc.status, getattr(exc, "retry_after_s", None))
     return ErrorResponse(
-        exc.status, exc.code, str(exc), param=getattr(exc, "param", None), headers=headers, cause=cause_of(exc)
+        exc.status,
+        exc.code,
+        str(exc) if message is None else message,
+        param=getattr(exc, "param", None),
+        headers=headers,
+        cause=cause_of(exc),
     )
 
 
@@ -220,6 +229,7 @@ class JsonBodyMiddleware:
         except HttpError as exc:
             await error_response(exc)(scope, receive, send)
             return
+        scope[JSON_BODY] = body
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_body() -> Message:
@@ -277,6 +287,7 @@ def install_error_handlers(
     *trees: type[Exception],
     unknown_path: Callable[[str], tuple[str, str]] = no_route,
     shape: ErrorShape = lambda _path, _status, body: body,
+    shown: Callable[[Request, str], str] = lambda _request, text: text,
 ) -> None:
     """Answer every error of these trees, and the framework's own, in the error envelope; never a bare 500.
 
@@ -284,11 +295,12 @@ def install_error_handlers(
 
     unknown_path  (code, message) for a path without a route
     shape         makes the body for clients of the path
+    shown         the message of an error of these trees as the request's caller may see it; the log has the whole
     """
 
-    async def on_error(_request: Request, exc: Exception) -> JSONResponse:
+    async def on_error(request: Request, exc: Exception) -> JSONResponse:
         """The answer for an error of one of the trees."""
-        return error_response(exc)
+        return error_response(exc, shown(request, str(exc)))
 
     async def on_http_exception(request: Request, exc: Exception) -> JSONResponse:
         """The answer for Starlette's errors, such as an unknown path."""

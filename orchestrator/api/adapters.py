@@ -12,7 +12,7 @@ from lorafleet.service.auth import ApiKeys, requires
 from lorafleet.service.http import add_routes
 from lorafleet.service.roles import Caller
 from orchestrator.api.parameters import Cursor, IfMatch, Limit, WhoCalls, page_after
-from orchestrator.api.tenancy import TenantView, tenant_view_of
+from orchestrator.api.tenancy import TenantView, given_names, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import (
     InvalidAdapter,
@@ -172,11 +172,10 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         response_class=Response,
         responses={204: {"description": "gone already"}},
     )
-    async def delete(lora_id: LoraId, caller: WhoCalls, seen: seen_by, if_match: IfMatch = None) -> Response:
+    async def delete(lora_id: LoraId, caller: WhoCalls, if_match: IfMatch = None) -> Response:
         """Drain the adapter everywhere, unload it, delete it: 204 when that is done at once, else 202."""
         owners.require_write(store, caller, "adapter", lora_id, "change")
-        with seen.errors():
-            registry.delete_adapter(lora_id, caller.name, if_match=if_match)
+        registry.delete_adapter(lora_id, caller.name, if_match=if_match)
         reconciler.audit.note_requester(lora_id, caller.name)
         await reconciler.publish_change(("adapters", lora_id))
         if reconciler.is_settled:
@@ -290,5 +289,7 @@ def _batch_result(registry: AdapterRegistry, spec: AdapterSpec, caller: Caller, 
     try:
         _, is_new = registry.register(_owned(spec, caller, reconciler), caller.name)
     except OrchestratorError as exc:
-        return BatchResult(lora_id=spec.lora_id, status=exc.status, code=exc.code, error=str(exc))
+        seen = TenantView(caller, reconciler.store)
+        error = seen.text(str(exc), given_names(caller, [spec.lora_id]))
+        return BatchResult(lora_id=spec.lora_id, status=exc.status, code=exc.code, error=error)
     return BatchResult(lora_id=spec.lora_id, status=201 if is_new else 200)

@@ -60,8 +60,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         missing. 404 if another call has deleted the alias before every router went by the change.
         """
         owners.require_alias(store, caller, name, [target.lora_id for target in spec.targets], "give")
-        with seen.errors():
-            is_new = registry.put_alias(name, spec, caller.name, if_match=if_match)
+        is_new = registry.put_alias(name, spec, caller.name, if_match=if_match)
         await reconciler.publish_change(("aliases", name))
         found = item_with_etag(name, response, seen)
         is_pending = found.pending is not None and found.pending.state == "placing"

@@ -189,8 +189,7 @@ def router_routes(
         try:
             await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
-                with seen.errors():
-                    return seen.ensured(await asking)
+                return seen.ensured(await asking)
         finally:
             asking.cancel()
             gone.cancel()

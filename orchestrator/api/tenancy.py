@@ -7,18 +7,18 @@ is decided in `orchestrator/intent/owners.py`.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from pydantic_core import from_json
 from starlette.requests import Request
 
-from lorafleet.identity import PATH_IN_TEXT
+from lorafleet.identity import PATH_IN_TEXT, split_version_id
+from lorafleet.service.http import JSON_BODY
 from lorafleet.service.roles import Caller
-from orchestrator.core.errors import InvalidAdapter, OrchestratorUnavailable, PublishUnfinished, StateConflict
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseScope
 from orchestrator.core.traffic import SeriesKind
@@ -98,8 +98,12 @@ class TenantView:
         return self.tenant is None or scope.tenant in {None, self.tenant}
 
     def sees_name(self, name: str) -> bool:
-        """Whether the caller sees the adapter or alias of this name."""
-        return self.sees_alias(name) if name in self._store.aliases else self.sees_adapter(name)
+        """Whether the caller sees the adapter, alias or published name of this name."""
+        if name in self._store.aliases:
+            return self.sees_alias(name)
+        if name in self._store.published and name not in self._store.adapters:
+            return owners.sees_published(self._store, self._caller, name) or owners.has_name(self._caller, name)
+        return self.sees_adapter(name)
 
     def require_adapter(self, lora_id: str) -> None:
         """Raises NotFound for an adapter that does not exist for the caller."""
@@ -109,60 +113,59 @@ class TenantView:
         """Raises NotFound for an alias that does not exist for the caller."""
         owners.require_seen(self._store, self._caller, "alias", name)
 
-    @contextmanager
-    def errors(self, source: str | None = None) -> Iterator[None]:
-        """Errors of the block, without names and paths that the caller does not see.
-
-        source  that the caller has named in this request
-        """
-        if self.tenant is not None and source is not None:
-            self._own_paths |= {_plain_path(source)}
-        try:
-            yield
-        except (StateConflict, InvalidAdapter, PublishUnfinished, OrchestratorUnavailable) as exc:
-            exc.args = (self.text(str(exc)),)
-            raise
-
     # -- how it is shown -------------------------------------------------------------------------------------
 
-    def text(self, text: str) -> str:
-        """A reason or an error without the names and paths that the caller does not see."""
+    def text(self, text: str, given: Collection[str] = ()) -> str:
+        """A reason or an error without the names and paths that the caller does not see.
+
+        given  names and sources that the caller has written itself: they stay, whether or not something has them
+        """
         if self.tenant is None or not text:
             return text
-        text = _PATH.sub(lambda match: match[0] if self._sees_path(match[0]) else HIDDEN_PATH, text)
+        text = _PATH.sub(lambda match: match[0] if self._sees_path(match[0], given) else HIDDEN_PATH, text)
 
         def shown(match: re.Match[str]) -> str:
             """The word itself, unless it is a hidden name, with or without a digest or punctuation around it."""
             word = match[0]
             for name in (word, word.rstrip(".:"), word.partition("@")[0]):
-                is_known = name in self._store.adapters or name in self._store.aliases
-                if is_known and not self.sees_name(name):
+                if self._is_known(name) and not self.sees_name(name) and not _is_given(name, given):
                     return OTHER
             return word
 
-        text = _MADE_ROOM.sub(lambda match: match[0] if self.sees_name(match[0].strip("'\"")) else OTHER, text)
-        return _NAME.sub(shown, self._without_tenants(text))
+        def shown_victim(match: re.Match[str]) -> str:
+            """The name itself, unless the caller does not see it."""
+            name = match[0].strip("'\"")
+            return match[0] if self.sees_name(name) or _is_given(name, given) else OTHER
+
+        # Whole names first: without its tenant's a hidden name would leave its rest.
+        return self._without_tenants(_NAME.sub(shown, _MADE_ROOM.sub(shown_victim, text)), given)
+
+    def _is_known(self, name: str) -> bool:
+        """Whether an adapter, an alias or a published name has this name."""
+        return name in self._store.adapters or name in self._store.aliases or name in self._store.published
 
     @cached_property
-    def _own_paths(self) -> set[str]:
+    def _own_paths(self) -> frozenset[str]:
         """The folders that the tenant has named as sources of adapters which it alone may use."""
         owned = (adapter for adapter in self._store.adapters.values() if adapter.tenants == (self.tenant,))
-        return {_plain_path(adapter.source) for adapter in owned if _is_path(adapter.source)}
+        return frozenset(_plain_path(adapter.source) for adapter in owned if _is_path(adapter.source))
 
-    def _sees_path(self, path: str) -> bool:
+    def _sees_path(self, path: str, given: Collection[str] = ()) -> bool:
         """Whether the caller may see this path in a text: it is one of our routes, or at or below its own source."""
         if path.startswith(_ROUTES):
             return True
+        own = self._own_paths | {_plain_path(source) for source in given if _is_path(source)}
         plain = PurePosixPath(_plain_path(path))
-        return any(str(parent) in self._own_paths for parent in (plain, *plain.parents))
+        return any(str(parent) in own for parent in (plain, *plain.parents))
 
-    def _without_tenants(self, text: str) -> str:
+    def _without_tenants(self, text: str, given: Collection[str]) -> str:
         """The text without the names of other tenants of registered adapters."""
         tenants = self._store.tenants
 
         def shown(match: re.Match[str]) -> str:
             """The word itself, unless it is another tenant."""
-            return "another tenant" if match[0] in tenants and match[0] != self.tenant else match[0]
+            is_other = match[0] in tenants and match[0] != self.tenant and match[0] not in given
+            return "another tenant" if is_other else match[0]
 
         # A pattern for each of a thousand tenants would take a second a text.
         several_words = _pattern_of_several_words(tenants)
@@ -337,7 +340,10 @@ def _is_path(source: str) -> bool:
 
 def _plain_path(source: str) -> str:
     """The path of a `file://` URL; a path as it is. Both without a slash at the end."""
-    path = unquote(urlsplit(source).path) if source.startswith("file://") else source
+    try:
+        path = unquote(urlsplit(source).path) if source.startswith("file://") else source
+    except ValueError:  # a client's, with half a bracket
+        path = source
     return path.rstrip("/") or "/"
 
 
@@ -346,6 +352,58 @@ def _name_in(target: Any) -> str:
     if isinstance(target, Mapping):
         return str(target.get("lora_id", ""))
     return str(target[0]) if isinstance(target, list | tuple) and target else str(target)
+
+
+def _is_given(name: str, given: Collection[str]) -> bool:
+    """Whether the caller has written the name itself, or the published name that it would be a version of."""
+    version = split_version_id(name)
+    return name in given or (version is not None and version[0] in given)
+
+
+def errors_shown(store: IntentStore) -> Callable[[Request, str], str]:
+    """A function that returns an error's message as the request's caller may see it, for every route's errors."""
+
+    def shown(request: Request, message: str) -> str:
+        """The message without names that the caller neither sees nor has written."""
+        caller = getattr(request.state, "caller", None)
+        if not isinstance(caller, Caller) or caller.only_tenant is None:
+            return message
+        return TenantView(caller, store).text(message, _given_names(request, caller))
+
+    return shown
+
+
+def _given_names(request: Request, caller: Caller) -> frozenset[str]:
+    """The names in a request's path and body, as `given_names` has them.
+
+    A body counts where the route reads it: other bodies and queries could be guesses, which an answer would confirm.
+    """
+    found = [value for value in request.path_params.values() if isinstance(value, str)]
+    body = request.scope.get(JSON_BODY) if request.method in {"POST", "PUT", "PATCH"} else None
+    return given_names(caller, [*found, *(_texts(from_json(body)) if body else ())])
+
+
+def given_names(caller: Caller, names: Sequence[str]) -> frozenset[str]:
+    """Names that a caller has written, and what an error may make of them.
+
+    That is the whole name in the caller's namespace, the name of a version, and a word that may be a tenant's name.
+    """
+    found = [*names, *map(caller.whole_name, names)]
+    found += [version[0] for name in found if (version := split_version_id(name)) is not None]
+    return frozenset([*found, *(word for name in found for word in _WORD.findall(name))])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, dict):
+        yield from value
+        for each in value.values():
+            yield from _texts(each)
 
 
 def tenant_view_of(store: IntentStore) -> Callable[[Request], TenantView]:

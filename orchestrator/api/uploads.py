@@ -105,30 +105,29 @@ def upload_routes(
         if known is not None:
             note = "registered already, with these bytes"
             return UploadedAdapter(**dict(seen.adapter(views.adapter(known))), note_on_copies=note)
-        with seen.errors():
-            try:
-                state = await uploads.receive(ask, request.stream())
-            except ClientDisconnect as exc:
-                message = f"the client broke off its upload of {lora_id!r}; what has come is kept for an hour"
-                raise OrchestratorRequestError(message, code="upload_interrupted") from exc
-            async with uploads.kept(ask, state) as kept:
-                if kept is None:
-                    response.status_code = 202
-                    return _progress(lora_id, state)
-                if wanted.publish:
-                    response.status_code = 200
-                    spec = PublishSpec(
-                        digest=kept.found.digest,
-                        base_model=wanted.base_model,
-                        timeout_s=_PUBLISH_S,
-                        expected_version=wanted.expected_version,
-                    )
-                    item = await publisher.publish(ask.lora_id, spec, caller)
-                    await uploads.forget(ask)
-                    return item
-                # Another call may have taken the name meanwhile.
-                _owned_tenants(store, caller, whole, wanted)
-                adapter, is_new = await uploads.register(ask, kept, caller.name)
+        try:
+            state = await uploads.receive(ask, request.stream())
+        except ClientDisconnect as exc:
+            message = f"the client broke off its upload of {lora_id!r}; what has come is kept for an hour"
+            raise OrchestratorRequestError(message, code="upload_interrupted") from exc
+        async with uploads.kept(ask, state) as kept:
+            if kept is None:
+                response.status_code = 202
+                return _progress(lora_id, state)
+            if wanted.publish:
+                response.status_code = 200
+                spec = PublishSpec(
+                    digest=kept.found.digest,
+                    base_model=wanted.base_model,
+                    timeout_s=_PUBLISH_S,
+                    expected_version=wanted.expected_version,
+                )
+                item = await publisher.publish(ask.lora_id, spec, caller)
+                await uploads.forget(ask)
+                return item
+            # Another call may have taken the name meanwhile.
+            _owned_tenants(store, caller, whole, wanted)
+            adapter, is_new = await uploads.register(ask, kept, caller.name)
         response.status_code = 201 if is_new else 200
         return UploadedAdapter(
             **dict(seen.adapter(views.adapter(adapter))),

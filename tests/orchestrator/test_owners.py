@@ -1,6 +1,7 @@
 """Every write asks one rule whose the name is: each write route, with each kind of key, for each kind of owner."""
 
 import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -354,6 +355,106 @@ async def test_an_alias_that_its_maker_could_not_change_afterwards_is_refused(fl
     assert await as_key(fleet, MANAGER, "PUT", "/v1/aliases/prod", **shared) == (403, "name_not_yours")
     assert (await as_key(fleet, MANAGER, "PUT", "/v1/aliases/acme/prod", **shared))[0] == 201
     assert (await as_key(fleet, MANAGER, "DELETE", "/v1/aliases/acme/prod"))[0] == 204
+
+
+HIDDEN = "globexzq"
+
+
+@pytest.fixture
+async def entangled(open_service, tmp_path):
+    """acme's adapters and names, each of which something of another tenant or of the operators' points at."""
+    path = tmp_path / "keys.yaml"
+    roles = [Role(None, ("admin",)), Role("acme", ("tenant-admin",))]
+    path.write_text(yaml.safe_dump({"keys": [role.entry for role in roles]}))
+    service = open_service(key_files=(path,))
+    store = service.store
+    with store.together():
+        for lora_id, tenants in (
+            ("acme/mine", ("acme",)),
+            ("acme/next", ("acme",)),
+            ("acme/policy/v1", ("acme",)),
+            (f"{HIDDEN}/theirs", (HIDDEN,)),
+        ):
+            adapter = RegisteredAdapter(lora_id=lora_id, source="file:///x", tenants=tenants, digest="a" * 64)
+            store.put_adapter(adapter)
+        version = NameVersion(lora_id="acme/policy/v1", number=1, digest="a" * 64, registered_at=0.0, pointed_at=1.0)
+        store.put_published("acme/policy", PublishedName(name="acme/policy", tenant="acme", versions=(version,)))
+        store.put_published(f"{HIDDEN}/run", PublishedName(name=f"{HIDDEN}/run", tenant=HIDDEN))
+        store.put_alias(f"{HIDDEN}/own", ((f"{HIDDEN}/theirs", 1.0),))
+        store.put_alias("acme/policy", (("acme/policy/v1", 1.0),))
+        store.put_alias("acme/alias", (("acme/mine", 1.0),))
+        for number, lora_id in enumerate(("acme/mine", "acme/next", "acme/policy/v1")):
+            store.put_alias(f"{HIDDEN}/alias-{number}", ((lora_id, 1.0), (f"{HIDDEN}/theirs", 1.0)))
+    return service
+
+
+@pytest.mark.parametrize("call", NAMED, ids=lambda call: f"{call[0]} {call[1]}")
+async def test_no_error_of_a_write_names_what_its_caller_neither_sees_nor_has_written(entangled, call):
+    route, seen = NAMED[call], []
+    names = {
+        "adapter": ("acme/mine", "acme/next", "acme/policy/v1", "acme/policy", "acme/alias"),
+        "alias": ("acme/alias", "acme/policy", "acme/mine", "acme/new"),
+        "published": ("acme/policy", "acme/mine", "acme/alias", "acme/new"),
+    }[route.kind]
+    for name in names:
+        for own in ("acme/mine", "acme/next"):
+            body = None if route.body is None else filled(route.body, {"name": name, "own": own})
+            answer = await entangled.http.request(
+                call[0],
+                call[1].replace("{lora_id:path}", name).replace("{name:path}", name),
+                headers={"authorization": f"Bearer {Role('acme', ('tenant-admin',)).key}"},
+                **({} if body is None else {"json": body}),
+            )
+            seen.append(answer.text)
+    assert HIDDEN not in "".join(seen), seen
+
+
+async def test_a_refused_delete_hides_who_uses_the_object_and_tells_an_operator(entangled):
+    tenant, operator = Role("acme", ("tenant-admin",)), Role(None, ("admin",))
+    for path in ("/v1/adapters/acme/next", "/v1/published/acme/policy"):
+        said = {}
+        for role in (tenant, operator):
+            headers = {"authorization": f"Bearer {role.key}"}
+            answer = await entangled.http.delete(path, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "in_use"), answer.text
+            said[role] = answer.json()["error"]["message"]
+        assert ("another tenant" in said[tenant], HIDDEN in said[tenant], HIDDEN in said[operator]) == (
+            True,
+            False,
+            True,
+        )
+
+
+async def test_an_error_says_the_same_of_a_hidden_name_as_of_one_that_nothing_has(entangled):
+    headers = {"authorization": f"Bearer {Role('acme', ('tenant-admin',)).key}"}
+    free = f"{HIDDEN}/nobody"
+    for name in (f"{HIDDEN}/theirs", f"{HIDDEN}/own", f"{HIDDEN}/run"):
+        for method, path, body in (
+            ("DELETE", "/v1/adapters/{}", None),
+            ("DELETE", "/v1/aliases/{}", None),
+            ("DELETE", "/v1/published/{}", None),
+            ("PUT", "/v1/aliases/acme/new", {"targets": [{"lora_id": "{}"}]}),
+            ("POST", "/v1/adapters", {"lora_id": "{}", "source": "file:///x"}),
+            ("POST", "/v1/adapters:batch", {"adapters": [{"lora_id": "{}", "source": "file:///x"}]}),
+            ("POST", "/v1/aliases/acme/alias/rollout", {"to": "{}", "steps": [{"weight": 1.0}]}),
+        ):
+            texts = []
+            for each in (name, free):
+                sent = {} if body is None else {"content": json.dumps(body).replace("{}", each)}
+                more = {} if body is None else {"content-type": "application/json"}
+                answer = await entangled.http.request(method, path.format(each), headers=headers | more, **sent)
+                texts.append((answer.status_code, answer.text.replace(each, "it")))
+            assert texts[0] == texts[1], (method, path)
+
+
+async def test_a_guess_in_a_body_that_no_route_reads_is_not_confirmed(entangled):
+    answer = await entangled.http.request(
+        "DELETE",
+        f"/v1/adapters/acme/next?x={HIDDEN}/alias-1",
+        headers={"authorization": f"Bearer {Role('acme', ('tenant-admin',)).key}"},
+        json=[f"{HIDDEN}/alias-1"],
+    )
+    assert (answer.status_code, HIDDEN in answer.text) == (409, False)
 
 
 KINDS: tuple[owners.Kind, ...] = ("adapter", "alias", "published name")
