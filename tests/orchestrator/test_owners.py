@@ -70,6 +70,7 @@ ROUTES: dict[tuple[str, str], Named | str] = {
     ("POST", "/v1/placements/plan"): OWN,
     ("POST", "/v1/route"): OWN,
     ("POST", "/v1/decisions/replay"): OWN,
+    ("POST", "/v1/ask"): OWN,
     ("POST", "/v1/routers/answers"): FLEET,
     ("POST", "/v1/usage"): FLEET,
     ("POST", "/v1/workers/register"): FLEET,
