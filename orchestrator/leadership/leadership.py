@@ -22,6 +22,8 @@ log = structlog.get_logger()
 
 _SUCCESSOR_S = 0.1  # between reads of a lease that we have released
 _SOON_S = 0.02  # between reads of an expired lease that another process may be taking
+_CHECK_RENEWALS = 5  # deadline of one check of the lease, in `renew_s`
+_FAILURES_APART = _CHECK_RENEWALS + 2  # two failed checks are at most so far apart, in `renew_s`
 _AFTER_TROUBLE_S = 0.1  # at least, between reads that calls ask for while the lease cannot be reached
 
 
@@ -73,6 +75,7 @@ class Leadership:
         self._is_stepping_down = False
         self._trouble = ""
         self._failing_since: float | None = None  # when reads of the lease began to fail
+        self._failed_at = 0.0  # when the last one failed
 
     @property
     def is_leading(self) -> bool:
@@ -94,7 +97,7 @@ class Leadership:
 
         Those seconds begin with the first read that failed: in a long outage calls do not wait, one after another.
         """
-        waited_s = 0.0 if self._failing_since is None else self._clock() - self._failing_since
+        waited_s = self._failing_s()
         if waited_s >= self.late_wait_s:
             return
         with contextlib.suppress(TimeoutError):
@@ -103,6 +106,13 @@ class Leadership:
                     self._checked.clear()
                     self._due.set()
                     await self._checked.wait()
+
+    def _failing_s(self) -> float:
+        """Seconds for which reads of the lease have failed; 0.0 after a pause of this process, which no read saw."""
+        now = self._clock()
+        if self._failing_since is None or now - self._failed_at > self._renew_s * _FAILURES_APART:
+            return 0.0
+        return now - self._failing_since
 
     async def confirm_leading(self) -> None:
         """Return once this process may act, after a renewal that is late. Raises LeaseLost if it may not."""
@@ -168,7 +178,7 @@ class Leadership:
             self._due.clear()
             try:
                 # A lease call that hangs must not keep calls waiting without a reason that they can name.
-                async with asyncio.timeout(self._renew_s * 5):
+                async with asyncio.timeout(self._renew_s * _CHECK_RENEWALS):
                     await self.check_lease()
             except TimeoutError:
                 self._record_failure("the lease did not answer in time")
@@ -187,7 +197,8 @@ class Leadership:
         """Record and log that the lease could not be read or written."""
         now = self._clock()
         self._trouble = trouble
-        self._failing_since = now if self._failing_since is None else self._failing_since
+        self._failing_since = now - self._failing_s()
+        self._failed_at = now
         log.warning("lease not reached", error=trouble, left_s=round(self._candidate.remaining_s(now), 2))
 
     def _wait_s(self) -> float:
