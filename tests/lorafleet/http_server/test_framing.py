@@ -183,7 +183,7 @@ SERVED = {
         HOST + H2C + b"Content-Length: %d\r\n\r\n" % len(SMUGGLED) + SMUGGLED,
         SMUGGLED,
     ),
-    "Upgrade to websocket": (HOST + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n", b""),
+    "Upgrade to an unknown protocol": (HOST + b"Connection: upgrade\r\nUpgrade: x\r\n\r\n", b""),
     "an IPv6 Host": (b"Host: [::1]:8000\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
     "an empty Host": (b"Host:\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
 }
