@@ -34,11 +34,12 @@ _NOT_DONE = "this server stopped before this request was done; send it again"
 class ClientConnection(ReadingProtocol):
     """One client's connection.
 
+    opened_at        loop.time() at which the client connected
     is_write_paused  the client reads too slowly: unsent bytes are above the transport's high-water mark
     unsent_bytes     when the write deadline was restarted; where as many are unsent at it, the client is cut off
     """
 
-    __slots__ = ("_final_error", "unsent_bytes")
+    __slots__ = ("_final_error", "opened_at", "unsent_bytes")
 
     def __init__(
         self,
@@ -57,7 +58,8 @@ class ClientConnection(ReadingProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected: enter the connection at the listener, and start the deadline of its first head."""
         super().connection_made(transport)
-        self.read_deadline = self.loop.time() + self.limits.head_s
+        self.opened_at = self.loop.time()
+        self.read_deadline = self.opened_at + self.limits.head_s
         self.listener.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

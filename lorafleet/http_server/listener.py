@@ -28,6 +28,8 @@ log = structlog.get_logger()
 # For so long after a refusal for want of descriptors `/ready` says so, and no second line is logged.
 _SHORT_S = 5.0
 _NO_DESCRIPTORS = "no_descriptors"
+# A connection without a byte counts as idle from this age on.
+_NEW_S = 1.0
 _SHORT = "this server has as many connections as its limit of open files allows; try again, or raise `ulimit -Hn`"
 # (method, path) -> the handler of a hot route; None: the ASGI app answers. The path is as sent, without its query.
 FindHandler = Callable[[str, str], Handler | None]
@@ -198,8 +200,8 @@ class HttpListener:
     def _make_room(self, newest: ClientConnection) -> None:
         """Close connections without a request, those with a part of a head first. Without any, refuse `newest`.
 
-        Closes some more than needed, so that not each new client has all others looked at. Connections that only wait
-        for their client to read a last response do not count, but few may.
+        New connections without a byte stay. Closes some more than needed, so that not each new client has all others
+        looked at. Connections that only wait for their client to read a last response do not count, but few may.
         """
         most, now = self.descriptors.most_clients, newest.loop.time()
         ending = [each for each in self.connections if each.ignores_input]
@@ -209,7 +211,9 @@ class HttpListener:
         excess = sum(not each.ignores_input for each in self.connections) - most
         if excess <= 0:
             return
-        waiting = [each for each in self.connections if each is not newest and each.is_without_request]
+        waiting = [each for each in self.connections if each.is_without_request]
+        # Of a client that has just connected, the request may have come and not been read yet.
+        waiting = [each for each in waiting if each.is_in_head or now - each.opened_at >= _NEW_S]
         waiting.sort(key=lambda each: not each.is_in_head)
         closed = waiting[: excess + most // 16]
         refusal = RefusedMessage(503, _NO_DESCRIPTORS, _SHORT, retry_after_s=1.0)
