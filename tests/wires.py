@@ -231,9 +231,10 @@ class RawEngine:
             writer.transport.abort()
 
     async def request(self, reader) -> bytes:
-        """The next request's body; raises IncompleteReadError when the router has closed."""
+        """The next request's body, empty without a length; raises IncompleteReadError when the router has closed."""
         head = await reader.readuntil(b"\r\n\r\n")
-        body = await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+        length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        body = await reader.readexactly(int(length or 0))
         self.requests.append(body)
         return body
 

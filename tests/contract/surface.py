@@ -110,7 +110,7 @@ def assert_table_has_every_route(direct: DirectEngine) -> None:
     known = {path for _method, path in ROUTES} | {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"}
     left_out = re.compile(
         r"/(adapters.*|invocations|ping|health|load|version|metrics|kv_event_sources|v1/models|inference/v1/abort_requests"
-        r"|v1/(un)?load_lora_adapter|.*/(de)?render|(is_)?scal(e|ing)_elastic_ep)"
+        r"|tokenizer_info|v1/(un)?load_lora_adapter|.*/(de)?render|(is_)?scal(e|ing)_elastic_ep)"
     )
     served = direct.client.get("/openapi.json").json()["paths"]
     assert {path for path in served if path not in known and not left_out.fullmatch(path)} == set()

@@ -398,7 +398,7 @@ async def test_tools_that_are_no_functions_work_behind_a_router(direct: DirectEn
             (UNSEEN_TOOLS, {}, 200, "local"),
             ([{**CUSTOM, "format": grammar}], {}, 400, "approximate"),
             ([{"type": "of_tomorrow"}], {}, 400, "approximate"),
-            ([CUSTOM], {"truncation": "auto"}, 200, "approximate"),
+            ([CUSTOM], {"truncation": "auto"}, 200, "local"),
         ):
             body = {**limits, **message, **more, "tools": tools}
             await assert_same_through_a_router(direct, client, RESPONSES, body, str(tools))

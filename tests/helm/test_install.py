@@ -28,12 +28,12 @@ async def test_tokens_are_drawn_once_kept_by_upgrades_and_replaced_a_generation_
     await release.helm("upgrade", RELEASE, str(CHART), *CPU, "--set", "auth.accept={1,2}")
     both = await release.secret("tokens")
     assert both.items() > first.items()
-    assert {hash_key(both["router.1"]), hash_key(both["router.2"])} < await release.hashes("worker")
+    assert {hash_key(both["router-agents.1"]), hash_key(both["router-agents.2"])} < await release.hashes("worker")
 
     await release.helm("upgrade", RELEASE, str(CHART), *CPU, "--set", "auth.accept={2}", "--set", "auth.use=2")
     second = await release.secret("tokens")
     assert second == {name: token for name, token in both.items() if name.endswith(".2")}
-    assert hash_key(first["router.1"]) not in await release.hashes("worker")
+    assert hash_key(first["router-agents.1"]) not in await release.hashes("worker")
 
 
 async def test_the_notes_give_the_operators_key_and_uninstall_leaves_nothing(release):

@@ -238,7 +238,7 @@ async def test_a_missing_path_is_reported_without_quarantine(house_of, engine, s
     for _ in range(3):
         await service.turn()
     answer = (await service.ensure(SQL)).json()
-    assert "No adapter found" in answer["error"]
+    assert "No adapter found" in answer["error"]["message"]
     assert (await service.adapter(SQL))["state"] != "failed"
 
 

@@ -252,7 +252,16 @@ class AgentDouble:
             return StreamingResponse(messages(), media_type="text/event-stream")
 
         async def ensure(request: Request):
-            self.asked_for.append((await request.json())["tenants"])
+            try:
+                self.asked_for.append((await request.json())["tenants"])
+            except (ValueError, KeyError, TypeError):  # of a client's own call, which a router passes on as it is
+                error = {
+                    "message": "no tenants",
+                    "type": "invalid_request_error",
+                    "param": None,
+                    "code": "invalid_request",
+                }
+                return JSONResponse({"error": error}, 400)
             self.ensured.append(request.path_params["lora_id"])
             return await self.ensure(self, request.path_params["lora_id"])
 

@@ -299,7 +299,8 @@ async def test_metrics_are_summed_and_survive_a_killed_process(shared):
 async def test_a_keys_limits_hold_over_all_processes(tmp_path):
     keys, limits = tmp_path / "keys.yaml", {"requests_per_minute": 6, "concurrent_requests": 2}
     entry = {"sha256": hash_key("mine"), "tenant": "mine", "scopes": ["infer"], "limits": limits}
-    keys.write_text(json.dumps({"keys": [entry]}))
+    agents = {"sha256": hash_key(AgentDouble.worker_key), "scopes": ["worker"]}
+    keys.write_text(json.dumps({"keys": [entry, agents]}))
     async with routers(tmp_path / "one", "--key-files", str(keys)) as fleet, contextlib.AsyncExitStack() as stack:
         clients = await fleet.clients(stack, await fleet.pids())
         for client in clients.values():

@@ -82,7 +82,7 @@ class Play:
 
     async def __call__(self, engine: RawEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            body = json.loads(await engine.request(reader))
+            body = json.loads(await engine.request(reader) or b"{}")
             name = str(body.get("prompt"))
             self.asked[name] += 1
             acts = self.acts.get(name)
@@ -178,7 +178,7 @@ class FaultyFleet:
             await until(lambda: not self.left())
         left = self.left()
         assert not left, left
-        assert not self.unexpected
+        assert not self.unexpected, self.unexpected
         answered = self.parts.metrics.requests.label_values
         assert not [labels for labels in answered if "internal_error" in labels]
         assert not self.listener.refusals["internal_error"]

@@ -63,7 +63,8 @@ async def test_a_body_is_posted(pool):
         assert agent.connections == 1
         said = posted.get_nowait()
         assert said.startswith(b"POST /load HTTP/1.1\r\n")
-        assert said.endswith(b"\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+        lines = (b"content-type: application/json", b"content-length: 2", b"x-lorafleet-wire: 1")
+        assert said.endswith(b"\r\n" + b"\r\n".join(lines) + b"\r\n\r\n{}")
 
 
 async def test_fetch_repeats_once_after_a_stale_connection_only(pool):
