@@ -127,7 +127,7 @@ _VOLATILE = re.compile(r"^(id|call_id|item_id|request_id|created|created_at|comp
 _SIGNED = re.compile(r',"system_fingerprint":"[^"]*"')
 _TEXTS = frozenset({"content", "text", "delta"})
 # On a busy machine one event may have all tokens of a short answer, and no event between the first and the last exists.
-_STREAM_ATTEMPTS = 5
+STREAM_ATTEMPTS = 5
 
 
 def _without_volatile(value: Any) -> Any:
@@ -228,7 +228,7 @@ async def assert_same_through_a_router(
     """
     for requested, engine_name in NAMES.items():
         direct.post(path, body, model=engine_name)  # from now on both find the same cache
-        for _ in range(_STREAM_ATTEMPTS if body.get("stream") else 1):
+        for _ in range(STREAM_ATTEMPTS if body.get("stream") else 1):
             found, expected = await _answers(direct, client, path, body, requested=requested, engine_name=engine_name)
             if _are_alike(found, expected, within):
                 break
