@@ -33,17 +33,17 @@ KEY = "any"
 TIMEOUT_S = 300.0
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A tool call as a client shows it: the tool's name, and its arguments, parsed."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
-Client = Callable[[str, str, bool], Awaitable[list[Call]]]
+Client = Callable[[str, str, bool], Awaitable[list[ToolCall]]]
 
 
-async def openai_sdk(url: str, model: str, stream: bool) -> list[Call]:
+async def openai_sdk(url: str, model: str, stream: bool) -> list[ToolCall]:
     """OpenAI's SDK: chat completions."""
     from openai import AsyncOpenAI
 
@@ -58,10 +58,10 @@ async def openai_sdk(url: str, model: str, stream: bool) -> list[Call]:
         else:
             answer = await client.chat.completions.create(**ask)
     calls = answer.choices[0].message.tool_calls or []
-    return [Call(call.function.name, json.loads(call.function.arguments)) for call in calls]
+    return [ToolCall(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
 
-async def openai_responses(url: str, model: str, stream: bool) -> list[Call]:
+async def openai_responses(url: str, model: str, stream: bool) -> list[ToolCall]:
     """OpenAI's SDK: responses."""
     from openai import AsyncOpenAI
 
@@ -77,10 +77,10 @@ async def openai_responses(url: str, model: str, stream: bool) -> list[Call]:
         else:
             answer = await client.responses.create(**ask)
     calls = [item for item in answer.output if item.type == "function_call"]
-    return [Call(call.name, json.loads(call.arguments)) for call in calls]
+    return [ToolCall(call.name, json.loads(call.arguments)) for call in calls]
 
 
-async def anthropic_sdk(url: str, model: str, stream: bool) -> list[Call]:
+async def anthropic_sdk(url: str, model: str, stream: bool) -> list[ToolCall]:
     """Anthropic's SDK."""
     from anthropic import AsyncAnthropic
 
@@ -95,10 +95,10 @@ async def anthropic_sdk(url: str, model: str, stream: bool) -> list[Call]:
                 answer = await events.get_final_message()
         else:
             answer = await client.messages.create(**ask)
-    return [Call(block.name, block.input) for block in answer.content if block.type == "tool_use"]
+    return [ToolCall(block.name, block.input) for block in answer.content if block.type == "tool_use"]
 
 
-async def langchain(url: str, model: str, stream: bool) -> list[Call]:
+async def langchain(url: str, model: str, stream: bool) -> list[ToolCall]:
     """LangChain's ChatOpenAI."""
     from langchain_openai import ChatOpenAI
 
@@ -112,10 +112,10 @@ async def langchain(url: str, model: str, stream: bool) -> list[Call]:
             answer = piece if answer is None else answer + piece
     else:
         answer = await chat.ainvoke(QUESTION)
-    return [Call(call["name"], call["args"]) for call in answer.tool_calls]
+    return [ToolCall(call["name"], call["args"]) for call in answer.tool_calls]
 
 
-async def litellm(url: str, model: str, stream: bool) -> list[Call]:
+async def litellm(url: str, model: str, stream: bool) -> list[ToolCall]:
     """LiteLLM, as a library: its proxy makes the same calls."""
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import reads a list of prices from the network
     import litellm
@@ -132,10 +132,10 @@ async def litellm(url: str, model: str, stream: bool) -> list[Call]:
     else:
         answer = await litellm.acompletion(**ask)
     calls = answer.choices[0].message.tool_calls or []
-    return [Call(call.function.name, json.loads(call.function.arguments)) for call in calls]
+    return [ToolCall(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
 
-async def pydantic_ai(url: str, model: str, stream: bool) -> list[Call]:
+async def pydantic_ai(url: str, model: str, stream: bool) -> list[ToolCall]:
     """pydantic-ai: the model's answer must be a call of the output's tool."""
     from openai import AsyncOpenAI
     from pydantic_ai.direct import model_request, model_request_stream
@@ -163,19 +163,19 @@ async def pydantic_ai(url: str, model: str, stream: bool) -> list[Call]:
                 answer = events.get()
         else:
             answer = await model_request(asked, messages, **more)
-    return [Call(part.tool_name, part.args_as_dict()) for part in answer.parts if isinstance(part, ToolCallPart)]
+    return [ToolCall(part.tool_name, part.args_as_dict()) for part in answer.parts if isinstance(part, ToolCallPart)]
 
 
-async def openai_agents(url: str, model: str, stream: bool) -> list[Call]:
+async def openai_agents(url: str, model: str, stream: bool) -> list[ToolCall]:
     """OpenAI's Agents SDK, which runs the tool itself."""
     from agents import Agent, FunctionTool, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
     from openai import AsyncOpenAI
 
     set_tracing_disabled(True)
-    found: list[Call] = []
+    found: list[ToolCall] = []
 
     async def run_tool(_context: Any, arguments: str) -> str:
-        found.append(Call(NAME, json.loads(arguments)))
+        found.append(ToolCall(NAME, json.loads(arguments)))
         return "dry"
 
     tool = FunctionTool(
@@ -200,7 +200,7 @@ async def openai_agents(url: str, model: str, stream: bool) -> list[Call]:
 AI_SDK = Path(__file__).with_name("ai_sdk")
 
 
-async def ai_sdk(url: str, model: str, stream: bool) -> list[Call]:
+async def ai_sdk(url: str, model: str, stream: bool) -> list[ToolCall]:
     """Vercel's AI SDK, in Node.js."""
     given = {
         "question": QUESTION, "name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS,
@@ -212,7 +212,7 @@ async def ai_sdk(url: str, model: str, stream: bool) -> list[Call]:
     )  # fmt: skip
     output, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()[-2000:]
-    return [Call(name, arguments) for name, arguments in json.loads(output)]
+    return [ToolCall(name, arguments) for name, arguments in json.loads(output)]
 
 
 # By the name of the module that each needs.
