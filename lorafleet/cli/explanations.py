@@ -67,7 +67,7 @@ _STAGES = {
 
 
 def story(item: Mapping[str, Any]) -> Table:
-    """What became of a request, one row a fact: who asked, what happened in each stage, and what to do next."""
+    """Rows of one request's story, a fact each: who asked, what happened in each stage, and what to do next."""
     status, failures = item["status"], item.get("failures") or ()
     key = " ".join(filter(None, (item.get("key"), item.get("note") and f"({item['note']})")))
     stages = [
@@ -101,7 +101,7 @@ def story(item: Mapping[str, Any]) -> Table:
 
 
 def _stage_cause(name: str, item: Mapping[str, Any]) -> str:
-    """What a request waited for in this stage; empty where it did not wait, or the cause is not known."""
+    """The cause of a request's wait in this stage; empty where it did not wait, or the cause is not known."""
     cause = {"hold": item.get("held_for"), "queue": item.get("queued_for")}.get(name, "none")
     return _STAGES[name].format_map(item) if name in _STAGES and cause else ""
 

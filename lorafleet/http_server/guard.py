@@ -1,4 +1,4 @@
-"""What every service does around its routes: checks of Host, site, HEAD and slashes, and headers of pages."""
+"""Middleware around the routes of every service: checks of Host, site, HEAD and slashes, and headers of pages."""
 
 from fastapi import FastAPI
 

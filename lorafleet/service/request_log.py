@@ -53,7 +53,7 @@ def put_request_id(headers: list[tuple[bytes, bytes]]) -> str:
 
 
 class RequestLine(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """What the logs and the kept lines say of one request.
+    """One request, as the logs and the kept lines show it.
 
     status      499: the client left before an answer began
     code        of the error; "": none, or an engine's own error
@@ -150,7 +150,7 @@ class KeptLines:
 
 
 class RequestNotes(msgspec.Struct):
-    """What an ASGI app's layers found out about a request, for its line; in the scope, under `NOTES`."""
+    """Facts of a request that an ASGI app's layers add to its line; in the scope, under `NOTES`."""
 
     code: str = ""
     cause: str = ""
