@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.report import ReportRow, arguments, show
-from lorafleet.histogram import bucket_of
+from lorafleet.telemetry.histogram import bucket_of
 from orchestrator.core.traffic import GRAINS
 from orchestrator.core.traffic_shares import SHARE_GRAINS
+from orchestrator.model.traffic import TrafficBatch, TrafficRow
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.file import TrafficFile
-from orchestrator.wire import TrafficBatch, TrafficRow
 
 ADAPTERS, WORKERS, TENANTS = 1000, 100, 10
 REQUESTS_PER_S = 200

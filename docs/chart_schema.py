@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lorafleet.service.roles import SCOPES
+from lorafleet.keys.roles import SCOPES
 from lorafleet.service.settings import ServiceSettings
 from orchestrator.config import OrchestratorSettings
-from orchestrator.wire import AdapterSpec
+from orchestrator.model.adapters import AdapterSpec
 from router.config import RouterSettings
 from workers.config import WorkerSettings
 
@@ -48,7 +48,7 @@ _SCHEMA_KEYS = {"type", "enum", "const", "minimum", "exclusiveMinimum", "maximum
 _SCHEMA_KEYS |= {"items", "additionalProperties"}
 
 
-# As orchestrator/wire.py checks it, without the words and digests that a name may not end in.
+# As orchestrator/model/names.py checks it, without the words and digests that a name may not end in.
 _PART = "[A-Za-z0-9._-]([A-Za-z0-9._:@-]*[A-Za-z0-9._-])?"
 _LORA_ID = {"pattern": f"^{_PART}(/{_PART})*$", "maxLength": 200}
 

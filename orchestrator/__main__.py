@@ -6,10 +6,10 @@ from lorafleet.service.lean_start import lean_imports
 
 with lean_imports():
     from lorafleet.http_server import serve
+    from lorafleet.keys.key_files import KeyFileError
     from lorafleet.kube.errors import KubeConfigError
-    from lorafleet.service import logs
-    from lorafleet.service.key_files import KeyFileError
     from lorafleet.service.settings import load_or_exit
+    from lorafleet.telemetry import logs
     from orchestrator.app import main
     from orchestrator.config import OrchestratorSettings
     from orchestrator.core.errors import OrchestratorUnavailable, StoreError

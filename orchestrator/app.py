@@ -20,16 +20,16 @@ from lorafleet.engine.settings import agent_key_of
 from lorafleet.engine.worker_proofs import AgentProofs
 from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
+from lorafleet.keys.auth import ApiKeys, check_route_scopes, refuse_open_server, route_of
+from lorafleet.keys.own_key import OwnKey
 from lorafleet.kube.client import KubeClient, connect
 from lorafleet.kube.discovery import SliceWatch
-from lorafleet.service.auth import ApiKeys, check_route_scopes, refuse_open_server, route_of
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
 from lorafleet.service.openapi import change_document, documented_app
-from lorafleet.service.own_key import OwnKey
-from lorafleet.service.request_log import RequestLog
 from lorafleet.service.runs import path_behind_run
 from lorafleet.service.transport import DirectTransport
+from lorafleet.telemetry.request_log import RequestLog
 from orchestrator.agentless.engine import AgentlessLoadRules, AgentlessWorker
 from orchestrator.agentless.transport import SCHEME, AgentlessTransport
 from orchestrator.api import build_router

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from lorafleet.service.adapter_labels import OTHER, choose_labels
+from lorafleet.telemetry.adapter_labels import OTHER, choose_labels
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.placement.pools import PoolFigures
 

@@ -21,18 +21,18 @@ from lorafleet.http_server.descriptors import DescriptorRoom
 from lorafleet.http_server.guard import guard
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.http_server.outbox import Outbox
+from lorafleet.keys.auth import ApiKeys, refuse_open_server
+from lorafleet.keys.key_files import KeyFileError
+from lorafleet.keys.own_key import OwnKey
+from lorafleet.keys.whoami import whoami_routes
 from lorafleet.kube.errors import KubeConfigError
-from lorafleet.service import logs
-from lorafleet.service.auth import ApiKeys, refuse_open_server
 from lorafleet.service.files import make_folder
 from lorafleet.service.http import add_routes, install_error_handlers
-from lorafleet.service.key_files import KeyFileError
 from lorafleet.service.openapi import change_document, documented_app
-from lorafleet.service.own_key import OwnKey
-from lorafleet.service.request_log import RequestLog
 from lorafleet.service.settings import load_or_exit
 from lorafleet.service.tasks import BackgroundTasks
-from lorafleet.service.whoami import whoami_routes
+from lorafleet.telemetry import logs
+from lorafleet.telemetry.request_log import RequestLog
 from router.api.adapter_calls import adapter_call_routes
 from router.api.control import control_routes, describe_inference, health_routes, metrics_text, process_handlers
 from router.api.engine_calls import engine_call_routes

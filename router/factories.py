@@ -15,16 +15,16 @@ import structlog
 
 from lorafleet.engine.agentless import engines_by_id, has_start_time
 from lorafleet.http_server.limits import ClientLimits
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.own_key import OwnKey
 from lorafleet.kube.access import ACCOUNT, find_access_source
 from lorafleet.kube.client import open_client
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.errors import KubeConfigError, KubeError
-from lorafleet.service.auth import ApiKeys
 from lorafleet.service.known_fields import WIRE_HEADERS
-from lorafleet.service.own_key import OwnKey
-from lorafleet.service.repeats import RepeatLimiter
 from lorafleet.service.tasks import BackgroundTasks
-from orchestrator.wire import RouterNow
+from lorafleet.telemetry.repeats import RepeatLimiter
+from orchestrator.model.traffic import RouterNow
 from router.config import RouterSettings
 from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 from router.core.failover.retry_budget import RetryBudget
@@ -45,8 +45,8 @@ from router.http.engine_connection import EngineLost
 from router.http.engine_pool import EnginePool
 from router.http.fetch import FetchedStream, fetch, stream
 from router.http.pool_transport import PoolTransport
+from router.items.background import Background
 from router.kv.feeds import KvFeeds
-from router.request.background import Background
 from router.request.cold_starts import ColdStarts
 from router.request.pauses import PauseGate
 from router.request.queue import RequestQueue

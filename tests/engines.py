@@ -27,7 +27,7 @@ Kind = Literal["sim", "vllm", "sglang", "sgl-jax"]
 SGLANG_PYTHON = os.environ.get("LORAFLEET_SGLANG_PYTHON", "")
 SGL_JAX_PYTHON = os.environ.get("LORAFLEET_SGL_JAX_PYTHON", "")
 MODULES = {
-    "sim": "workers.engines.sim",
+    "sim": "lorafleet.sim",
     "vllm": "vllm.entrypoints.openai.api_server",
     "sglang": "sglang.launch_server" if SGLANG_PYTHON else "tests.sglang_stub",
     "sgl-jax": "sgl_jax.launch_server" if SGL_JAX_PYTHON else "tests.sgl_jax_stub",

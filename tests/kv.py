@@ -10,7 +10,7 @@ import zmq.asyncio
 from fastapi import FastAPI
 
 from lorafleet.identity import block_hashes, root_hash
-from lorafleet.service.auth import ApiKeys
+from lorafleet.keys.auth import ApiKeys
 from lorafleet.service.http import install_error_handlers
 from tests.serving import serving
 from workers.agent.kv_ledger import KvLedgers

@@ -32,9 +32,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from lorafleet.sim.publisher import KVEventPublisher
+from lorafleet.sim.settings import EventsConfig
 from lorafleet.tokenizer.chat import ChatTokenizer
-from workers.engines.sim.publisher import KVEventPublisher
-from workers.engines.sim.settings import EventsConfig
 
 _GAUGE_EVERY = 40  # decoded tokens between two updates of the gauge of running requests
 

@@ -9,8 +9,8 @@ from itertools import count
 from math import inf
 
 from lorafleet.engine.rates import EngineCounters
-from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
-from workers.engines.sim.timing import EngineBatch, EngineJob, EngineLimits, EngineStep, FinishReason
+from lorafleet.sim.blocks import BlockChain, BlockPool, ChainRoot
+from lorafleet.sim.timing import EngineBatch, EngineJob, EngineLimits, EngineStep, FinishReason
 
 
 class SimulatedEngine:

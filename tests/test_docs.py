@@ -21,8 +21,8 @@ from orchestrator.metrics import OrchestratorMetrics
 from router.app import build
 from router.config import RouterSettings
 from router.core.errors import RouterError
+from router.items.item_batch import MAX_ITEMS, MAX_RUNNING_ITEMS
 from router.protocols.sglang_generate import MAX_PROMPTS
-from router.request.item_batch import MAX_ITEMS, MAX_RUNNING_ITEMS
 from router.telemetry.metrics import RouterMetrics
 from router.wire import RouteAnswer, ScoreItem
 from tests.patience import patience

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.listener import HttpListener
-from lorafleet.service.roles import ANYONE
+from lorafleet.keys.roles import ANYONE
 from router.http.engine_connection import EngineLost
 from router.http.error_shapes import error_body
 from tests.patience import until, within

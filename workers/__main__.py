@@ -7,9 +7,9 @@ from lorafleet.service.lean_start import lean_imports
 
 with lean_imports():
     from lorafleet.http_server import serve
-    from lorafleet.service import logs
-    from lorafleet.service.key_files import KeyFileError
+    from lorafleet.keys.key_files import KeyFileError
     from lorafleet.service.settings import SettingsError, load_or_exit
+    from lorafleet.telemetry import logs
     from workers.app import main
     from workers.config import WorkerSettings
     from workers.engines.command import CommandError, settings_from_command

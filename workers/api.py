@@ -10,19 +10,19 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from lorafleet.engine.worker_proofs import ProvedAgent, proof_of
-from lorafleet.service.auth import ApiKeys, metrics_dependencies, requires
+from lorafleet.keys.auth import ApiKeys, metrics_dependencies, requires
+from lorafleet.keys.key_files import hash_key, key_id_of
+from lorafleet.keys.own_key import OwnKey
+from lorafleet.keys.roles import Caller, check_scope
 from lorafleet.service.http import EventStream, add_routes
-from lorafleet.service.key_files import hash_key, key_id_of
-from lorafleet.service.own_key import OwnKey
-from lorafleet.service.roles import Caller, check_scope
 from lorafleet.tokenizer.chat import read_files
-from orchestrator.wire import UsageReport
+from orchestrator.model.usage import UsageReport
 from workers.agent.agent import WorkerAgent
 from workers.agent.operation_log import requester
 from workers.core.errors import AgentRequestError, EngineError
 from workers.epochs import Epoch
 from workers.file_routes import file_routes
-from workers.storage.verify import model_folder
+from workers.verification.verify import model_folder
 from workers.wire import (
     WORKER_PROOF_PATH,
     AvailableLora,

@@ -19,16 +19,16 @@ from fastapi import FastAPI
 
 from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
+from lorafleet.keys.auth import ApiKeys, check_route_scopes, refuse_open_server, route_of
+from lorafleet.keys.own_key import OwnKey
 from lorafleet.kv.connectors import ConnectorVerdict
-from lorafleet.service import logs
-from lorafleet.service.auth import ApiKeys, check_route_scopes, refuse_open_server, route_of
 from lorafleet.service.files import make_folder, write_atomically
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
 from lorafleet.service.openapi import documented_app
-from lorafleet.service.own_key import OwnKey
-from lorafleet.service.request_log import RequestLog
 from lorafleet.service.transport import DirectTransport
+from lorafleet.telemetry import logs
+from lorafleet.telemetry.request_log import RequestLog
 from workers.agent.agent import WorkerAgent
 from workers.agent.event_log import AgentEventLog
 from workers.agent.heartbeat import HeartbeatSender
@@ -39,9 +39,7 @@ from workers.agent.supervisor import Supervisor
 from workers.api import MOST_UPLOAD_BYTES, UPLOADS_PATH, build_router
 from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.addresses import parse_networks
-from workers.core.base_model import NO_ENGINE, EngineFacts
 from workers.core.errors import WorkerError
-from workers.core.manifest import AdapterRules
 from workers.core.references import OWN_FLEET
 from workers.core.retry import RetryPolicy
 from workers.engines.command import words_in_effect
@@ -72,7 +70,9 @@ from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.local_adapters import LocalAdapters
 from workers.storage.uploads import Uploads
-from workers.storage.verify import base_model_or_none
+from workers.verification.base_model import NO_ENGINE, EngineFacts
+from workers.verification.manifest import AdapterRules
+from workers.verification.verify import base_model_or_none
 
 log = structlog.get_logger()
 

@@ -7,7 +7,7 @@ from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
 from workers.agent.agent import WorkerAgent
 from workers.agent.file_uploads import FileUploads
 from workers.epochs import Epoch

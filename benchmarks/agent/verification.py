@@ -11,10 +11,10 @@ from statistics import median
 
 from benchmarks.report import ReportRow
 from lorafleet.engine.lora_weights import has_zero_weights, weights_effect
-from workers.core.adapter_files import WEIGHTS_NAME
-from workers.core.base_model import BaseModel, base_model
-from workers.core.manifest import CONFIG_NAME, AdapterRules
-from workers.storage.verify import read_description, read_manifest
+from workers.verification.adapter_files import WEIGHTS_NAME
+from workers.verification.base_model import BaseModel, base_model
+from workers.verification.manifest import CONFIG_NAME, AdapterRules
+from workers.verification.verify import read_description, read_manifest
 
 HEADER_REACH_MS = 10.0
 _CHUNK = 1 << 20

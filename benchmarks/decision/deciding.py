@@ -25,7 +25,7 @@ from benchmarks.scenes import (
     worker_id,
 )
 from lorafleet.identity import block_hashes, root_hash
-from orchestrator.wire import Catalog, CatalogAdapter
+from orchestrator.model.catalog import Catalog, CatalogAdapter
 from router.core.fleet import RouterFleet
 from router.core.kv.index import KvIndex
 from router.core.resolve import resolve

@@ -4,7 +4,7 @@ from benchmarks.placement.world import Copy, SimulatedWorker, World
 from orchestrator.core.demand import AdapterQueueing, AdapterUsage, DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff
-from orchestrator.core.state import (
+from orchestrator.model.snapshot import (
     DesiredPlacement,
     Intent,
     ObservedFleet,

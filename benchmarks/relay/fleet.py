@@ -23,7 +23,8 @@ from benchmarks.relay.wiring import NOT_FOUND, Answering, free_port, piece, stre
 from benchmarks.scenes import BLOCK_SIZE, digest, engine_name, lora_id, worker_id
 from lorafleet.identity import KV_HASHING, block_hashes, root_hash
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
-from orchestrator.wire import Catalog, CatalogAdapter, CatalogWorker, UsageAnswer
+from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker
+from orchestrator.model.usage import UsageAnswer
 from workers.wire import (
     KvFrame,
     KvRank,

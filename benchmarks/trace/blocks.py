@@ -1,6 +1,6 @@
 """The KV blocks of one engine, for a simulation that counts in blocks: references, copies, LRU, net changes.
 
-The rules are those of workers/engines/sim/blocks.py (after vLLM 0.32 v1/core/block_pool.py); a test holds the two
+The rules are those of lorafleet/sim/blocks.py (after vLLM 0.32 v1/core/block_pool.py); a test holds the two
 together. This one is told the blocks' keys instead of hashing tokens, and says only which keys came and went.
 """
 

@@ -1,6 +1,6 @@
 """One vLLM engine: continuous batching, chunked prefill, prefix cache, adapter slots; fast enough for a whole trace.
 
-Who runs in a step follows workers/engines/sim/timing.py (after vLLM 0.32 v1/core/sched/scheduler.py), and a test holds
+Who runs in a step follows lorafleet/sim/timing.py (after vLLM 0.32 v1/core/sched/scheduler.py), and a test holds
 the two together. Added are what a router's own formula does not know: attention's quadratic part, decode steps that
 grow with the batch and its context, copies of adapters to the device, and loads of varying length. Steps in which
 nothing but decoding happens, and in which no block is needed and nobody ends, are computed together in closed form.

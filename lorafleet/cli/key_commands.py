@@ -108,7 +108,7 @@ def keys_list(
     """
     from lorafleet.cli import tables
     from lorafleet.cli.keys import list_keys
-    from lorafleet.service.whoami import who_is
+    from lorafleet.keys.whoami import who_is
 
     rows = [who_is(key.caller).model_dump() | {"note": key.note} for key in list_keys(file)]
     print_list(tables.keys_view(datetime.now(UTC)), rows, output, as_json)

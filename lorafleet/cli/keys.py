@@ -12,10 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lorafleet.cli.key_text import KeyTextError, with_entry, with_expiry, without_entry
-from lorafleet.service import yamls
-from lorafleet.service.failure import CommandFailed
-from lorafleet.service.files import mode_of, write_atomically, write_error_text
-from lorafleet.service.key_files import (
+from lorafleet.keys.key_files import (
     MAX_LIMIT,
     KeyFileError,
     hash_key,
@@ -26,7 +23,10 @@ from lorafleet.service.key_files import (
     scope_trouble,
     with_marks,
 )
-from lorafleet.service.roles import SCOPES, TENANT_SCOPES, Caller
+from lorafleet.keys.roles import SCOPES, TENANT_SCOPES, Caller
+from lorafleet.service import yamls
+from lorafleet.service.failure import CommandFailed
+from lorafleet.service.files import mode_of, write_atomically, write_error_text
 from lorafleet.service.times import utc_text
 
 _DURATION = re.compile(r"(\d+)\s*([smhdw])")

@@ -5,8 +5,8 @@ from pathlib import Path
 import structlog
 from pydantic import Field
 
+from lorafleet.keys.own_key import OwnKey
 from lorafleet.kv.connectors import EngineSalt
-from lorafleet.service.own_key import OwnKey
 from lorafleet.service.settings import Key, ServiceSettings
 
 log = structlog.get_logger()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from lorafleet.service.auth import ApiKeys
+from lorafleet.keys.auth import ApiKeys
 from workers.wire import WORKER_PROOF_PATH, ProofAnswer, ProofRequest
 
 _PURPOSE = "lorafleet worker proof 1"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lorafleet.service.auth import KEY_HEADERS
+from lorafleet.keys.auth import KEY_HEADERS
 from lorafleet.service.http import HttpError, error_response
 
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})

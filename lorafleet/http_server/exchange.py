@@ -8,9 +8,9 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from lorafleet.http_server.batches import Stepper
+from lorafleet.keys.roles import Caller
 from lorafleet.service.http import envelope
-from lorafleet.service.request_log import ID_HEADER, request_id
-from lorafleet.service.roles import Caller
+from lorafleet.telemetry.request_log import ID_HEADER, request_id
 
 if TYPE_CHECKING:
     from lorafleet.http_server.connection import ClientConnection

@@ -6,10 +6,10 @@ from lorafleet.http_server.cross_site import CheckSite, SiteCheck, site_check
 from lorafleet.http_server.html_headers import HtmlHeaders
 from lorafleet.http_server.lenient import Lenient, ends_in_a_name
 from lorafleet.http_server.track import track_requests
-from lorafleet.service.auth import ApiKeys, host_check
+from lorafleet.keys.auth import ApiKeys, host_check
 from lorafleet.service.http import HostCheckMiddleware
-from lorafleet.service.request_log import RequestLog
 from lorafleet.service.runs import RunPaths
+from lorafleet.telemetry.request_log import RequestLog
 
 
 def guard(

@@ -16,8 +16,8 @@ from lorafleet.http_server.exchange import ErrorBody, Handler, HttpExchange, pla
 from lorafleet.http_server.framing import RefusedMessage
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.outbox import Outbox
-from lorafleet.service.request_log import RequestLine, RequestLog
-from lorafleet.service.roles import ANYONE, Caller
+from lorafleet.keys.roles import ANYONE, Caller
+from lorafleet.telemetry.request_log import RequestLine, RequestLog
 
 if TYPE_CHECKING:
     from uvicorn import Config

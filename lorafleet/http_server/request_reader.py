@@ -16,8 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.http_server.framing import RefusedMessage, checked_head, checked_target, head_without_upgrade, parser_of
 from lorafleet.http_server.limits import ClientLimits
-from lorafleet.service.request_log import put_request_id
-from lorafleet.service.roles import Caller
+from lorafleet.keys.roles import Caller
+from lorafleet.telemetry.request_log import put_request_id
 
 if TYPE_CHECKING:
     import asyncio

@@ -19,8 +19,8 @@ from lorafleet.http_server.descriptors import backlog, descriptor_limit
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.listener import UploadBytes, listener_for_app
 from lorafleet.service import signals
-from lorafleet.service.request_log import RequestLog
 from lorafleet.service.sockets import bind_socket
+from lorafleet.telemetry.request_log import RequestLog
 
 log = structlog.get_logger()
 

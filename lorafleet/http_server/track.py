@@ -6,7 +6,7 @@ import structlog
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorafleet.service.request_log import ID_HEADER, NOTES, RequestLine, RequestLog, RequestNotes, put_request_id
+from lorafleet.telemetry.request_log import ID_HEADER, NOTES, RequestLine, RequestLog, RequestNotes, put_request_id
 
 log = structlog.get_logger()
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from workers.core.peft import CONFIG_NAME
+from workers.verification.peft import CONFIG_NAME
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _WEIGHTS = (WEIGHTS_NAME, "adapter_model.bin")

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from lorafleet.engine.arguments import has_flag
 from lorafleet.local.options import DEFAULT_SLOTS, NO_OPTIONS, FleetOptions, ServiceOptions, prefix_of
 from workers.core.errors import SourceError
-from workers.core.peft import CONFIG_NAME, parse_config
+from workers.verification.peft import CONFIG_NAME, parse_config
 
 LOOPBACK = "127.0.0.1"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM 0.32's --max-lora-rank, without 1

@@ -20,6 +20,8 @@ import httpx
 import yaml
 
 from lorafleet.engine.output import last_error
+from lorafleet.keys.key_files import hash_key, new_key
+from lorafleet.keys.roles import PROGRAM_HEADER, UP
 from lorafleet.local import adapter_folders, browser, commands, demo, notices, welcome
 from lorafleet.local.incidents import IncidentPrinter
 from lorafleet.local.options import FleetOptions, lora_roots
@@ -27,8 +29,6 @@ from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environm
 from lorafleet.local.progress import StartProgress
 from lorafleet.service import files
 from lorafleet.service.failure import CommandFailed
-from lorafleet.service.key_files import hash_key, new_key
-from lorafleet.service.roles import PROGRAM_HEADER, UP
 from lorafleet.service.sockets import socket_folder
 
 _POLL_S = 0.05

@@ -5,7 +5,7 @@ from pathlib import Path
 from lorafleet.service.failure import CommandFailed
 from workers.core.errors import SourceError
 from workers.engines.vllm_tables import vllm_facts
-from workers.storage.rename import rename_modules
+from workers.verification.rename import rename_modules
 
 
 def rename(folder: Path, out: Path, base: Path | None, language: str | None) -> list[str]:

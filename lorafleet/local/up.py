@@ -10,14 +10,14 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.key_files import KeyFileError
 from lorafleet.local import adapter_folders, commands
 from lorafleet.local.fleet import LocalFleet
 from lorafleet.local.options import FleetOptions
 from lorafleet.service import signals
-from lorafleet.service.auth import ApiKeys
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import make_private_folder
-from lorafleet.service.key_files import KeyFileError
 
 
 def run(options: FleetOptions) -> int:

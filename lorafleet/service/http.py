@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorafleet.service.json_count import VALUES, has_more
 from lorafleet.service.known_fields import WIRE_HEADER, unknown_fields, unknown_fields_text
 from lorafleet.service.openapi import change_document, describe_errors
-from lorafleet.service.request_log import NOTES, RequestNotes, cause_of
 from lorafleet.service.settings import finding_message
+from lorafleet.telemetry.request_log import NOTES, RequestNotes, cause_of
 
 log = structlog.get_logger()
 

@@ -8,8 +8,8 @@ from urllib.parse import quote, unquote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lorafleet.keys.roles import Caller, namespace_trouble
 from lorafleet.service.http import HttpError, error_response
-from lorafleet.service.roles import Caller, namespace_trouble
 
 RUN = "lorafleet.run"
 """The key of an ASGI scope with the run's name; absent: the path has none."""

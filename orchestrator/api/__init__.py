@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from fastapi import APIRouter
 
-from lorafleet.service.auth import ApiKeys, metrics_dependencies
+from lorafleet.keys.auth import ApiKeys, metrics_dependencies
+from lorafleet.keys.whoami import whoami_routes
 from lorafleet.service.http import add_routes
-from lorafleet.service.whoami import whoami_routes
 from orchestrator.api.adapters import adapter_routes
 from orchestrator.api.aliases import alias_routes
 from orchestrator.api.decisions import decision_routes

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Body, Depends, Query, Response
 from pydantic import BaseModel, Field
 
 from lorafleet.identity import rendezvous_score
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
+from lorafleet.keys.roles import Caller
 from lorafleet.service.http import add_routes
-from lorafleet.service.roles import Caller
 from orchestrator.api.parameters import Cursor, IfMatch, Limit, WhoCalls, page_after
 from orchestrator.api.tenancy import TenantView, given_names, tenant_view_of
 from orchestrator.api.views import WireViews
@@ -22,11 +22,9 @@ from orchestrator.core.errors import (
     WorkerFailed,
 )
 from orchestrator.core.placement.choose import limits_by_base_model, placement_misfit
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry, new_adapter
-from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.wire import (
+from orchestrator.model.adapters import (
     AdapterBatch,
     AdapterItem,
     AdapterList,
@@ -35,8 +33,10 @@ from orchestrator.wire import (
     AdapterState,
     BatchAnswer,
     BatchResult,
-    LoraId,
 )
+from orchestrator.model.names import LoraId
+from orchestrator.model.snapshot import RegisteredAdapter
+from orchestrator.reconcile.reconciler import Reconciler
 
 ADAPTER_EXAMPLE = {
     "lora_id": "sql-expert/v1",

@@ -4,16 +4,18 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Response
 
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
 from orchestrator.api.history import ALIAS_KINDS, HistoryCursor, history_page
 from orchestrator.api.parameters import Cursor, IfMatch, Limit, WhoCalls, page_after
 from orchestrator.api.rollouts import pending_of
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.model.aliases import AliasItem, AliasList, AliasSpec
+from orchestrator.model.history import HistoryList
+from orchestrator.model.names import AliasName
 from orchestrator.reconcile.catalog import alias_item
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.wire import AliasItem, AliasList, AliasName, AliasSpec, HistoryList
 
 ALIAS_EXAMPLE = {"targets": [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_id": "sql-expert/v2", "weight": 1}]}
 

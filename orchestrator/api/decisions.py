@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Query
 
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
+from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
-from lorafleet.service.roles import Caller
 from orchestrator.core.errors import OrchestratorUnavailable
+from orchestrator.model.traffic import RelayedDecision, RelayedDecisions, RouterQuestions, RouterReply
 from orchestrator.traffic.questions import QuestionKind, RouterMailbox
-from orchestrator.wire import RelayedDecision, RelayedDecisions, RouterQuestions, RouterReply
 
 _WITHIN_S = 10.0
 _MOST_WAIT_S = 20.0

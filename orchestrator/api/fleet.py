@@ -4,15 +4,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends
 
-from lorafleet.service.auth import ApiKeys, requires
-from lorafleet.service.roles import Caller
+from lorafleet.keys.auth import ApiKeys, requires
+from lorafleet.keys.roles import Caller
 from orchestrator.api.parameters import Actor, Cursor, Limit, page_after
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import StateConflict
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.model.agents import Heartbeat, HeartbeatAnswer
+from orchestrator.model.workers import WorkerDrain, WorkerItem, WorkerList
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.wire import Heartbeat, HeartbeatAnswer, WorkerDrain, WorkerItem, WorkerList
 
 
 def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> APIRouter:

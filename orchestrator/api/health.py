@@ -8,8 +8,8 @@ from fastapi.responses import PlainTextResponse
 
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.model.health import Status
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.wire import Status
 
 
 def health_routes(

@@ -13,15 +13,15 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 from starlette.background import BackgroundTask
 
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
 from orchestrator.api.parameters import Limit
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import timestamp
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS, Severity
+from orchestrator.model.history import HistoryItem, HistoryList
 from orchestrator.store.backend import HistoryEntry
 from orchestrator.store.store import KINDS, IntentStore
-from orchestrator.wire import HistoryItem, HistoryList
 
 BACKUP_TYPES = {".db": "application/vnd.sqlite3", ".json": "application/vnd.lorafleet.backup+json"}
 ALIAS_KINDS = ("alias_set", "alias_deleted", "alias_rollout")

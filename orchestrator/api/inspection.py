@@ -4,14 +4,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from lorafleet.service.auth import ApiKeys, requires
-from lorafleet.service.roles import Caller
-from lorafleet.service.whoami import who_is
+from lorafleet.keys.auth import ApiKeys, requires
+from lorafleet.keys.roles import Caller
+from lorafleet.keys.whoami import who_is
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound, OrchestratorUnavailable, WorkerFailed
+from orchestrator.model.traffic import KeyItem, KeyList
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports
-from orchestrator.wire import KeyItem, KeyList
 from workers.wire import LogTail, Metadata
 
 _LOG_WITHIN_S = 5.0

@@ -6,15 +6,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.service.http import EventStream
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.traffic import COMING_S
 from orchestrator.core.demand import ROUTER_LIVE_S
 from orchestrator.core.traffic import GRAINS
+from orchestrator.model.traffic import FleetNow, RouterItem, RouterList
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import RouterSeen, TrafficBook
-from orchestrator.wire_traffic import FleetNow, RouterItem, RouterList
 
 # Between two messages, with and without a change in the catalog.
 _LIVE_EVERY_S = 2.0

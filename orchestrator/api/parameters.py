@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Query, Request
 
-from lorafleet.service.roles import PROGRAM_HEADER, PROGRAMS, Caller
+from lorafleet.keys.roles import PROGRAM_HEADER, PROGRAMS, Caller
 
 
 def _caller(request: Request) -> Caller:

@@ -6,14 +6,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Query
 
-from lorafleet.service.auth import ApiKeys, AuthFirstRoute, requires
-from lorafleet.service.roles import Caller
+from lorafleet.keys.auth import ApiKeys, AuthFirstRoute, requires
+from lorafleet.keys.roles import Caller
 from lorafleet.service.times import utc_text
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.core.pauses import PauseLease, PauseProgress
 from orchestrator.intent import owners
+from orchestrator.model.pauses import PauseItem, PauseList, PauseSpec
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.wire import PauseItem, PauseList, PauseSpec
 
 PAUSE_EXAMPLE = {"mode": "keep", "lease_s": 60}
 

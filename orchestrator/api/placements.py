@@ -8,25 +8,18 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Query
 from pydantic import BaseModel
 
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor, Cursor, Limit, page_after
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import NotFound, OrchestratorRequestError
 from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, what_if
-from orchestrator.core.state import Intent, PlacementPolicy, RegisteredAdapter
 from orchestrator.intent.orphans import adopt, orphans
 from orchestrator.intent.registry import AdapterRegistry, changed_policy, new_adapter
+from orchestrator.model.adapters import AdoptRequest, BatchAnswer, OrphanList
+from orchestrator.model.plans import PlacementList, Plan, PlanRequest, SupposedAdapter
+from orchestrator.model.snapshot import Intent, PlacementPolicy, RegisteredAdapter
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.wire import (
-    AdoptRequest,
-    BatchAnswer,
-    OrphanList,
-    PlacementList,
-    Plan,
-    PlanRequest,
-    SupposedAdapter,
-)
 
 PLAN_EXAMPLE = {
     "demand": {"sql-expert/v1": {"factor": 10}},

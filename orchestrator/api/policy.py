@@ -4,11 +4,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Response
 
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor, IfMatch
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.model.policy import Policy
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.wire import Policy
 
 POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1}
 

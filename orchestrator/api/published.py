@@ -4,12 +4,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Response
 
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
 from orchestrator.api.parameters import Cursor, Limit, WhoCalls, page_after
 from orchestrator.intent import owners
 from orchestrator.intent.publisher import NamePublisher
+from orchestrator.model.names import NameToPublish
+from orchestrator.model.published import PublishedItem, PublishedList, PublishSpec
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import NameToPublish, PublishedItem, PublishedList, PublishSpec
 
 PUBLISH_EXAMPLE = {"source": "/shared/runs/42/step-7", "replicas": "all", "keep_versions": 2}
 

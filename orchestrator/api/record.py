@@ -7,16 +7,16 @@ from fastapi import Path as PathParameter
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor
 from orchestrator.intent.applied import import_of_file
 from orchestrator.intent.record import differences, fleet_record, import_record
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.model.apply import ApplyRequest
+from orchestrator.model.record import FleetRecord, ImportAnswer, ImportRequest, RecordChange
 from orchestrator.reconcile.file_relay import FileRelay, RelayedFile
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.backend import Subject
-from orchestrator.wire import FleetRecord, ImportAnswer, ImportRequest, RecordChange
-from orchestrator.wire_apply import ApplyRequest
 
 IMPORT_EXAMPLE = {
     "record": {

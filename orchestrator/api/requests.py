@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Query
 
-from lorafleet.service.auth import ApiKeys, requires
-from lorafleet.service.roles import Caller
+from lorafleet.keys.auth import ApiKeys, requires
+from lorafleet.keys.roles import Caller
 from orchestrator.api.decisions import ask_all, listening
 from orchestrator.core.errors import NotFound
+from orchestrator.model.traffic import Ask, AskedAnswer, AskedAnswers, RelayedRequests, RequestQuery, RoutedAsk
 from orchestrator.traffic.questions import RouterMailbox
-from orchestrator.wire import Ask, AskedAnswer, AskedAnswers, RelayedRequests, RequestQuery, RoutedAsk
 
 _MOST_OF_ONE_ID = 20
 # As long as a cold start and a short answer take.

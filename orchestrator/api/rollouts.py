@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Response
 
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
 from orchestrator.api.parameters import WhoCalls
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.traffic import Range, traffic_total
@@ -23,21 +23,13 @@ from orchestrator.core.rollout import (
 from orchestrator.core.traffic import TrafficSums
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.model.aliases import AliasPending, AliasTarget
+from orchestrator.model.names import AliasName
+from orchestrator.model.rollouts import RolloutItem, RolloutPatch, RolloutSpec, RolloutStep, RolloutTally
+from orchestrator.model.traffic import AliasComparison, ComparedTarget
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.rollouts import RolloutController
 from orchestrator.traffic.book import TrafficBook
-from orchestrator.wire import (
-    AliasComparison,
-    AliasName,
-    AliasPending,
-    AliasTarget,
-    ComparedTarget,
-    RolloutItem,
-    RolloutPatch,
-    RolloutSpec,
-    RolloutStep,
-    RolloutTally,
-)
 
 ROLLOUT_EXAMPLE = {
     "to": "sql-expert/v2",

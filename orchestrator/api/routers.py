@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 
 from lorafleet.identity import asked_version, lora_id_of
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.service.http import EventStream
 from orchestrator.api.parameters import Actor
 from orchestrator.api.tenancy import TenantView, tenant_view_of
@@ -16,20 +16,14 @@ from orchestrator.api.views import WireViews
 from orchestrator.core.demand import ENSURE_REPEAT_S, AdapterQueueing, AdapterUsage
 from orchestrator.core.errors import NotFound, StateConflict
 from orchestrator.core.failures import FINAL_CODES
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.model.adapters import EnsureAnswer, EnsureRequest
+from orchestrator.model.catalog import Catalog
+from orchestrator.model.names import LoraId
+from orchestrator.model.snapshot import RegisteredAdapter
+from orchestrator.model.usage import AdapterHold, AdapterUse, UsageAnswer, UsageReport
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import TrafficBook
-from orchestrator.wire import (
-    AdapterHold,
-    AdapterUse,
-    Catalog,
-    EnsureAnswer,
-    EnsureRequest,
-    LoraId,
-    UsageAnswer,
-    UsageReport,
-)
 
 _READS_REFRESH_EVERY_S = 0.1
 """Routers' reads look for changes that no event told at most this often, all routers together."""

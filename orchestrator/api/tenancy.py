@@ -17,27 +17,21 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from lorafleet.identity import PATH_IN_TEXT, split_version_id
+from lorafleet.keys.roles import Caller
 from lorafleet.service.http import JSON_BODY
-from lorafleet.service.roles import Caller
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseScope
 from orchestrator.core.traffic import SeriesKind
 from orchestrator.intent import owners
+from orchestrator.model.adapters import AdapterItem, EnsureAnswer
+from orchestrator.model.aliases import AliasItem, AliasTarget
+from orchestrator.model.catalog import FleetEvent
+from orchestrator.model.plans import ActionItem, Plan, PlanCost
+from orchestrator.model.rollouts import RolloutItem
+from orchestrator.model.workers import WorkerItem
 from orchestrator.reconcile.catalog import Tenants
 from orchestrator.store.backend import HistoryEntry
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import (
-    ActionItem,
-    AdapterItem,
-    AliasItem,
-    AliasTarget,
-    EnsureAnswer,
-    FleetEvent,
-    Plan,
-    PlanCost,
-    RolloutItem,
-    WorkerItem,
-)
 
 _ABOUT_THE_FLEET = frozenset(
     {"policy_changed", "worker_cordoned", "worker_draining", "worker_uncordoned", "drain", *KINDS_OF_INCIDENTS}

@@ -5,15 +5,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from lorafleet.histogram import percentile_s
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
+from lorafleet.telemetry.histogram import percentile_s
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.core.errors import Forbidden, OrchestratorRequestError
 from orchestrator.core.traffic import GRAINS, OTHER, Grain, SeriesKind, TrafficSums, summed
 from orchestrator.core.traffic_shares import SHARED, ShareBy, ShareKind, Shares
-from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.traffic.book import TrafficBook
-from orchestrator.wire_traffic import (
+from orchestrator.model.traffic import (
     TrafficPoints,
     TrafficSeries,
     TrafficShare,
@@ -21,6 +19,8 @@ from orchestrator.wire_traffic import (
     TrafficTotal,
     TrafficTotals,
 )
+from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.traffic.book import TrafficBook
 
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _MOST_RANGE_S = 48 * 3600

@@ -7,9 +7,9 @@ from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect
 
 from lorafleet.identity import fleet_source
-from lorafleet.service.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, requires
+from lorafleet.keys.roles import Caller
 from lorafleet.service.openapi import UPLOAD_SCHEMA
-from lorafleet.service.roles import Caller
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import OrchestratorRequestError
@@ -17,17 +17,10 @@ from orchestrator.core.uploads import UPLOAD_FILES, sent_bytes
 from orchestrator.intent import owners
 from orchestrator.intent.publisher import NamePublisher
 from orchestrator.intent.uploads import AdapterUploads, UploadAsk, missing_of
+from orchestrator.model.adapters import AdapterSpec, UploadedAdapter, UploadProgress
+from orchestrator.model.names import LoraId, checked_lora_id, checked_published_name
+from orchestrator.model.published import PublishedItem, PublishSpec
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import (
-    AdapterSpec,
-    LoraId,
-    PublishedItem,
-    PublishSpec,
-    UploadedAdapter,
-    UploadProgress,
-    checked_lora_id,
-    checked_published_name,
-)
 from workers.wire import UploadState
 
 UPLOADS_PATH = "/v1/adapters/"

@@ -13,29 +13,17 @@ from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.pools import AdapterNeed, PoolFigures, PoolMember, engine_wait_s, pool_figures
 from orchestrator.core.placement.what_if import SimulatedStep, WhatIfOutcome
 from orchestrator.core.plan import WorkerAction
-from orchestrator.core.state import OCCUPYING, DesiredPlacement, RegisteredAdapter
 from orchestrator.intent.orphans import is_orphan, orphans
 from orchestrator.intent.registry import policy_of
 from orchestrator.metrics import Counts
+from orchestrator.model.adapters import AdapterItem, EnsureAnswer, FileCopiesItem, Replicas, SecretRef
+from orchestrator.model.plans import ActionItem, PlacementItem, Plan, PlanCost, TargetChange
+from orchestrator.model.snapshot import OCCUPYING, DesiredPlacement, RegisteredAdapter
+from orchestrator.model.traffic import WorkerLoad
+from orchestrator.model.workers import WorkerDrainProgress, WorkerFiles, WorkerItem
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.worker_reports import KnownWorker, worker_state
 from orchestrator.store.backend import WorkerIntent
-from orchestrator.wire import (
-    ActionItem,
-    AdapterItem,
-    EnsureAnswer,
-    FileCopiesItem,
-    PlacementItem,
-    Plan,
-    PlanCost,
-    Replicas,
-    SecretRef,
-    TargetChange,
-    WorkerDrainProgress,
-    WorkerFiles,
-    WorkerItem,
-    WorkerLoad,
-)
 from workers.wire import LoadedLora
 
 

@@ -39,11 +39,11 @@ from orchestrator.configmaps.objects import (
 )
 from orchestrator.configmaps.tables import row_in_record, shard_of
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError, StateConflict
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.model.adapters import AdapterSpec
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.backend import StoreChange
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import AdapterSpec
 
 log = structlog.get_logger()
 

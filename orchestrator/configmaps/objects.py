@@ -19,9 +19,12 @@ from lorafleet.kube.client import Json
 from lorafleet.service.http import validation_message
 from orchestrator.core.errors import OrchestratorRequestError, StoreError
 from orchestrator.core.rollout import Rollout, Targets, rollout_json
-from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.adapters import AdapterSpec, SecretRef
+from orchestrator.model.aliases import AliasSpec
+from orchestrator.model.names import AliasName
+from orchestrator.model.policy import AdapterPolicy, Policy
+from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.typed import rollout_in
-from orchestrator.wire import AdapterPolicy, AdapterSpec, AliasName, AliasSpec, Policy, SecretRef
 
 KIND, FLEET = "lorafleet.io/kind", "lorafleet.io/fleet"
 RECORD, STATUS, ROLLOUT = "lorafleet.io/record", "lorafleet.io/status", "lorafleet.io/rollout"

@@ -47,7 +47,7 @@ from orchestrator.configmaps.tables import (
 from orchestrator.configmaps.writer import DesiredObject, WriteKey
 from orchestrator.core.errors import OrchestratorUnavailable, StateConflict
 from orchestrator.core.rollout import Rollout
-from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 
 KINDS = {"adapters": "adapter", "aliases": "alias", "policy": "policy"}
 Row = tuple[str, str]

@@ -24,7 +24,7 @@ from orchestrator.core.errors import StoreError
 from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets
-from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import StoreChange, StoredIntent, Tombstone, WorkerIntent, tombstone_lora_id
 
 SCHEMA = 1

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from orchestrator.core.state import DemandSnapshot, Pair, TrafficFigures, WantedReplicas
+from orchestrator.model.snapshot import DemandSnapshot, Pair, TrafficFigures, WantedReplicas
 
 WINDOW_S = 60.0
 ROUTER_LIVE_S = 10.0

@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from orchestrator.core.demand import RouterCounts
-from orchestrator.core.files import FetchChoice, FilesSnapshot, OngoingFetch, fetch_choice
 from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
-from orchestrator.core.state import (
+from orchestrator.model.files import FetchChoice, FilesSnapshot, OngoingFetch, fetch_choice
+from orchestrator.model.snapshot import (
     UNREACHABLE,
     DesiredPlacement,
     LoadFigures,

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from orchestrator.core.failures import ENGINE_REFUSALS
-from orchestrator.core.state import AdapterFailure, Pair
+from orchestrator.model.snapshot import AdapterFailure, Pair
 
 UNSEEN_CODES = frozenset({"source_not_found", "adapter_incomplete", "digest_mismatch"})
 """Codes for bytes that are not there, not whole, or older ones: a network mount may show a new file seconds later."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lorafleet.identity import version_id
 from orchestrator.core.placement.context import usable_slots
 from orchestrator.core.rollout import Targets
-from orchestrator.core.state import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
 
 LINGER_S = 5.0
 """A version stays at least this long after its name has left it, and longer while requests for it wait or run: a router

@@ -7,11 +7,10 @@ from pydantic import ValidationError
 from lorafleet.service.http import validation_message
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.core.published_names import PublishedName
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.record import fleet_record
-from orchestrator.store.store import IntentStore
-from orchestrator.wire import (
-    AdapterSpec,
+from orchestrator.model.adapters import AdapterSpec, SecretRef
+from orchestrator.model.apply import ApplyRequest, FilePublishedName
+from orchestrator.model.record import (
     FleetRecord,
     ImportRequest,
     RecordChange,
@@ -19,9 +18,9 @@ from orchestrator.wire import (
     RecordedAlias,
     RecordedName,
     RecordedVersion,
-    SecretRef,
 )
-from orchestrator.wire_apply import ApplyRequest, FilePublishedName
+from orchestrator.model.snapshot import RegisteredAdapter
+from orchestrator.store.store import IntentStore
 
 
 def import_of_file(ask: ApplyRequest, store: IntentStore) -> tuple[ImportRequest | None, list[RecordChange]]:

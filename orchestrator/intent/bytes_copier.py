@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from lorafleet.identity import fleet_source, rendezvous_score
 from orchestrator.core.errors import InvalidAdapter, OrchestratorUnavailable, PublishUnfinished, WorkerFailed
 from orchestrator.core.publish_wait import may_become_visible
-from orchestrator.core.state import ObservedWorker, RegisteredAdapter
+from orchestrator.model.published import PublishSpec
+from orchestrator.model.snapshot import ObservedWorker, RegisteredAdapter
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.wire import PublishSpec
 
 _PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0

@@ -8,11 +8,12 @@ An adopted foreign one is registered, loaded under the fleet's engine name, and 
 from collections.abc import Iterable, Iterator
 
 from orchestrator.core.errors import NotFound, OrchestratorError, StateConflict
-from orchestrator.core.state import OCCUPYING, RegisteredAdapter, foreign_key
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.model.adapters import AdoptRequest, BatchResult, OrphanItem
+from orchestrator.model.names import checked_lora_id
+from orchestrator.model.snapshot import OCCUPYING, RegisteredAdapter, foreign_key
 from orchestrator.reconcile.worker_reports import WorkerReports, is_foreign
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import AdoptRequest, BatchResult, OrphanItem, checked_lora_id
 from workers.wire import LoadedLora
 
 

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lorafleet.identity import split_version_id
-from lorafleet.service.roles import Caller
+from lorafleet.keys.roles import Caller
 from orchestrator.core.errors import Forbidden, NotFound, OrchestratorRequestError, StateConflict
 from orchestrator.core.pauses import WHOLE_FLEET, PauseScope
 from orchestrator.core.source_rules import digest_problem
-from orchestrator.core.state import RegisteredAdapter
+from orchestrator.model.adapters import AdapterPatch, AdapterSpec, SecretRef
+from orchestrator.model.policy import AdapterPolicy
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, SecretRef
 
 Kind = Literal["adapter", "alias", "published name"]
 Act = Literal["give", "change"]

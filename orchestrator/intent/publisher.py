@@ -15,7 +15,7 @@ from dataclasses import replace
 import structlog
 
 from lorafleet.identity import fleet_source
-from lorafleet.service.roles import Caller
+from lorafleet.keys.roles import Caller
 from lorafleet.service.times import unix_text
 from orchestrator.core.errors import (
     InvalidAdapter,
@@ -35,13 +35,14 @@ from orchestrator.core.published_names import (
     without_versions,
 )
 from orchestrator.core.source_rules import secret_part, without_secrets
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent import owners
 from orchestrator.intent.bytes_copier import BytesCopier, PublishDeadline
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.model.names import checked_published_name
+from orchestrator.model.published import PublishedItem, PublishSpec
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.wire import PublishedItem, PublishSpec, checked_published_name
 
 log = structlog.get_logger()
 

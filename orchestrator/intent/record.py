@@ -9,25 +9,22 @@ from typing import Any
 
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError
 from orchestrator.core.published_names import NameVersion, PublishedName, taken_over
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.registry import AdapterRegistry, policy_of
-from orchestrator.reconcile.retention import VersionRetention
-from orchestrator.store.store import IntentStore
-from orchestrator.wire import (
-    AdapterPolicy,
-    AdapterSpec,
-    AliasSpec,
-    AliasTarget,
+from orchestrator.model.adapters import AdapterSpec, SecretRef
+from orchestrator.model.aliases import AliasSpec, AliasTarget
+from orchestrator.model.policy import AdapterPolicy, Policy
+from orchestrator.model.record import (
     FleetRecord,
     ImportRequest,
-    Policy,
     RecordChange,
     RecordedAdapter,
     RecordedAlias,
     RecordedName,
     RecordedVersion,
-    SecretRef,
 )
+from orchestrator.model.snapshot import RegisteredAdapter
+from orchestrator.reconcile.retention import VersionRetention
+from orchestrator.store.store import IntentStore
 
 _SHARED_SCHEMES = ("hf://", "s3://", "gs://", "az://", "https://")
 _IMMUTABLE = ("digest", "base_model")

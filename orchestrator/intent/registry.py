@@ -21,12 +21,14 @@ from orchestrator.core.errors import (
     StateConflict,
 )
 from orchestrator.core.source_rules import secret_part, without_secrets
-from orchestrator.core.state import PlacementPolicy, RegisteredAdapter, foreign_key
+from orchestrator.model.adapters import AdapterPatch, AdapterSpec, SecretRef
+from orchestrator.model.aliases import AliasSpec
+from orchestrator.model.policy import AdapterPolicy, Policy
+from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter, foreign_key
 from orchestrator.reconcile.rollouts import RolloutController
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.backend import WorkerIntent
 from orchestrator.store.store import NOBODY, IntentStore
-from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, AliasSpec, Policy, SecretRef
 
 _IMMUTABLE = ("source", "digest", "base_model")
 

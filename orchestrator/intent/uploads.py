@@ -30,14 +30,14 @@ from orchestrator.core.errors import (
     UploadTooLarge,
     WorkerFailed,
 )
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.core.uploads import UPLOAD_FILES, SentBytes, UploadQuota, missing_files, upload_id
 from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.model.adapters import AdapterSpec
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.actor import with_manifest
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.upload_store import UploadStore
-from orchestrator.wire import AdapterSpec
 from workers.wire import (
     AvailableLora,
     BeginFileRequest,

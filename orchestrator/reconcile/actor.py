@@ -23,10 +23,10 @@ from orchestrator.core.errors import (
     WorkerFailed,
 )
 from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, MOST_TRIED, SOURCE_CODES, failure_scope
-from orchestrator.core.files import NEIGHBOURS_NAMED
 from orchestrator.core.plan import AdapterDrain, WorkerAction
-from orchestrator.core.state import RegisteredAdapter, ReportedAdapter, lora_id_of_held
 from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.model.files import NEIGHBOURS_NAMED
+from orchestrator.model.snapshot import RegisteredAdapter, ReportedAdapter, lora_id_of_held
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.held_files import HeldFilesBook

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from lorafleet.engine.worker_proofs import AgentProofs, AgentUnproved
+from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.known_fields import WIRE_HEADERS
-from lorafleet.service.own_key import OwnKey
 from lorafleet.service.transport import why_no_answer
 from orchestrator.agentless.transport import SCHEME
 from orchestrator.core.errors import InvalidAdapter, LeaseLost, WorkerFailed

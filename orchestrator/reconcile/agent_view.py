@@ -9,7 +9,7 @@ count, and is believed in the order of arrival.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from orchestrator.core.state import OCCUPYING
+from orchestrator.model.snapshot import OCCUPYING
 from workers.wire import LoadedLora, LoraInfo, Metadata
 
 

@@ -12,18 +12,11 @@ from typing import Literal
 from lorafleet.service.loops import ChangeSignal
 from lorafleet.service.times import utc_text
 from orchestrator.core.errors import EventsExpired
-from orchestrator.core.state import RegisteredAdapter
+from orchestrator.model.aliases import AliasItem, AliasTarget
+from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker, Draining, FleetEvent
+from orchestrator.model.pauses import CatalogPause
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import (
-    AliasItem,
-    AliasTarget,
-    Catalog,
-    CatalogAdapter,
-    CatalogPause,
-    CatalogWorker,
-    Draining,
-    FleetEvent,
-)
 
 _Kind = Literal["adapter", "alias"]
 Tenants = tuple[str, ...] | None

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import httpx
 
-from lorafleet.service.own_key import OwnKey
+from lorafleet.keys.own_key import OwnKey
 from orchestrator.core.errors import NotFound, OrchestratorRequestError, OrchestratorUnavailable, WorkerFailed
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.worker_reports import WorkerReports

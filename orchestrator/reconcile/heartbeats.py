@@ -15,7 +15,8 @@ from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import LeaseLost, StateConflict, WorkerFailed
-from orchestrator.core.state import WantedReplicas
+from orchestrator.model.agents import HeldFiles
+from orchestrator.model.snapshot import WantedReplicas
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.agent_view import as_of
 from orchestrator.reconcile.held_files import HeldFilesBook
@@ -23,7 +24,6 @@ from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.reconcile.worker_reports import KnownWorker, ReportChange, WorkerReports
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import HeldFiles
 from workers.wire import Metadata
 
 log = structlog.get_logger()

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from orchestrator.model.agents import HeldFiles
 from orchestrator.reconcile.agent_view import AsOf, as_of
-from orchestrator.wire import HeldFiles
 from workers.wire import Metadata
 
 

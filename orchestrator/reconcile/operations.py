@@ -7,9 +7,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from orchestrator.core.failures import FailureBook
-from orchestrator.core.files import OngoingFetch
 from orchestrator.core.plan import AdapterDrain
-from orchestrator.core.state import Pair
+from orchestrator.model.files import OngoingFetch
+from orchestrator.model.snapshot import Pair
 from orchestrator.reconcile.held_files import HeldFilesBook
 
 

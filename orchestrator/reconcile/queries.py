@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.failures import failure_everywhere
-from orchestrator.core.files import FilesSnapshot
 from orchestrator.core.placement.load_time import load_figures, load_s
-from orchestrator.core.state import (
+from orchestrator.model.catalog import CatalogWorker, Draining
+from orchestrator.model.files import FilesSnapshot
+from orchestrator.model.pauses import CatalogPause
+from orchestrator.model.snapshot import (
     AdapterFailure,
     DesiredPlacement,
     LoadFigures,
@@ -22,7 +24,6 @@ from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, is_warming, serving_adapters, worker_state
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import CatalogPause, CatalogWorker, Draining
 from workers.wire import AdapterEffectState, LoadedLora
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from orchestrator.core.traffic import SeriesKey
+from orchestrator.model.traffic import RouterNow
 from orchestrator.reconcile.worker_reports import WorkerReports
-from orchestrator.wire import RouterNow
 
 
 def fleet_readings(

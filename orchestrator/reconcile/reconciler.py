@@ -25,7 +25,9 @@ from orchestrator.core.placement.pools import RouterQueues
 from orchestrator.core.placement.warm_up import warm_up_loads
 from orchestrator.core.plan import WorkerAction, diff, is_drained, required_drains
 from orchestrator.core.published_names import current_versions, with_published_floors
-from orchestrator.core.state import (
+from orchestrator.leadership.leadership import Leadership
+from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.model.snapshot import (
     DesiredPlacement,
     DrainProgress,
     Intent,
@@ -34,8 +36,6 @@ from orchestrator.core.state import (
     PlannedLoad,
     WantedReplicas,
 )
-from orchestrator.leadership.leadership import Leadership
-from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.actor import ActionRunner
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook

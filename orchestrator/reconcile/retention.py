@@ -21,7 +21,7 @@ from orchestrator.core.published_names import (
     taken_over,
     without_versions,
 )
-from orchestrator.core.state import DemandSnapshot
+from orchestrator.model.snapshot import DemandSnapshot
 from orchestrator.store.store import NOBODY, IntentStore
 
 log = structlog.get_logger()

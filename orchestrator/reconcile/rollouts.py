@@ -26,7 +26,7 @@ from orchestrator.core.rollout import (
     resumed_rollout,
     with_last_step,
 )
-from orchestrator.core.state import Intent, ObservedWorker, RegisteredAdapter
+from orchestrator.model.snapshot import Intent, ObservedWorker, RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.store.store import NOBODY, IntentStore

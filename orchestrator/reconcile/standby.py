@@ -8,12 +8,12 @@ import httpx
 import structlog
 from pydantic import ValidationError
 
-from lorafleet.service.own_key import OwnKey
+from lorafleet.keys.own_key import OwnKey
 from orchestrator.core.errors import WorkerFailed
 from orchestrator.leadership.leadership import Leadership
+from orchestrator.model.catalog import Catalog
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.wire import Catalog
 
 log = structlog.get_logger()
 

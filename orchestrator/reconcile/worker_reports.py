@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from lorafleet.kube.slices import DiscoveredWorker
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.placement.warm_up import WARMING
-from orchestrator.core.state import (
+from orchestrator.model.snapshot import (
     OCCUPYING,
     AdapterFailure,
     ObservedFleet,

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets
-from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 
 
 @dataclass(frozen=True, slots=True)

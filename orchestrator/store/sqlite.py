@@ -21,7 +21,7 @@ from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets, rollout_json
-from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import HistoryEntry, StoreChange, StoredIntent, Subject, Tombstone, WorkerIntent
 from orchestrator.store.database_files import DatabaseFiles, copy_into
 from orchestrator.store.typed import parsed, published_in, rollout_in, typed

@@ -17,8 +17,8 @@ from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import PublishedName
 from orchestrator.core.rollout import Rollout, Targets
-from orchestrator.core.state import Intent, PlacementPolicy, RegisteredAdapter
-from orchestrator.core.version_ids import is_retired_version
+from orchestrator.model.snapshot import Intent, PlacementPolicy, RegisteredAdapter
+from orchestrator.model.version_ids import is_retired_version
 from orchestrator.store.backend import (
     HistoryEntry,
     StoreBackend,

@@ -30,8 +30,8 @@ from orchestrator.core.traffic_shares import (
     share_of,
 )
 from orchestrator.core.traffic_slice import TrafficSlice
+from orchestrator.model.traffic import RouterNow, TrafficBatch, TrafficRow
 from orchestrator.traffic.file import TrafficFile
-from orchestrator.wire import RouterNow, TrafficBatch, TrafficRow
 
 READ_EVERY_S = 5.0
 _LATE_S = 15.0

@@ -15,9 +15,9 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from lorafleet.service.auth import AuthFirstRoute, requires
+from lorafleet.keys.auth import AuthFirstRoute, requires
 from lorafleet.service.decoding import DECODE_ERRORS
-from orchestrator.wire import checked_published_name
+from orchestrator.model.names import checked_published_name
 from router.api.control_calls import ControlCalls, ControlUnavailable, error_of
 from router.protocols.bodies import bad_json_error
 from router.request.services import Services

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from lorafleet.http_server.exchange import HttpExchange
+from lorafleet.keys.roles import check_scope
 from lorafleet.service.decoding import DECODE_ERRORS
-from lorafleet.service.roles import check_scope
-from orchestrator.wire import AskedAnswer, RoutedAsk
+from orchestrator.model.traffic import AskedAnswer, RoutedAsk
 from router.request.handler import InferenceHandler
 from router.request.services import Services
 

@@ -14,11 +14,11 @@ from prometheus_client import generate_latest
 
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.identity import lora_id_of
-from lorafleet.service.auth import AuthFirstRoute, metrics_dependencies, requires
+from lorafleet.keys.auth import AuthFirstRoute, metrics_dependencies, requires
+from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
 from lorafleet.service.openapi import Json
-from lorafleet.service.request_log import request_id
-from lorafleet.service.roles import Caller
+from lorafleet.telemetry.request_log import request_id
 from router.api.explain import decision_answer, replay_answer, tenants_answer, undecided_answer
 from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica

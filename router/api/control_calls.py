@@ -8,7 +8,7 @@ import httpx
 import msgspec
 from fastapi import Request
 
-from lorafleet.service.auth import KEY_HEADERS, authorization_of
+from lorafleet.keys.auth import KEY_HEADERS, authorization_of
 from lorafleet.service.decoding import DECODE_ERRORS
 from lorafleet.service.runs import RUN, path_in_run
 from router.request.services import Services

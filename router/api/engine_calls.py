@@ -10,9 +10,9 @@ import msgspec
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
 
-from lorafleet.service.auth import AuthFirstRoute, requires
+from lorafleet.keys.auth import AuthFirstRoute, requires
+from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
-from lorafleet.service.roles import Caller
 from router.api.control import known_fleet, model_card
 from router.core.errors import NoReplica
 from router.core.fleet import RouterFleet

@@ -11,14 +11,14 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from lorafleet.service.auth import KEY_HEADERS, ApiKeys, requires
+from lorafleet.keys.auth import KEY_HEADERS, ApiKeys, requires
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError
 from lorafleet.service.openapi import UPLOAD_SCHEMA
-from lorafleet.service.request_log import ID_HEADER
 from lorafleet.service.runs import RUN, path_behind_run, path_in_run
 from lorafleet.service.transport import DirectTransport
 from lorafleet.service.urls import url_path
+from lorafleet.telemetry.request_log import ID_HEADER
 
 LoraIdPath = Annotated[str, Path(description="an adapter's lora_id, which may contain slashes")]
 NamePath = Annotated[str, Path(description="a published name, which may contain slashes")]

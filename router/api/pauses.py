@@ -11,10 +11,10 @@ import httpx
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel
 
-from lorafleet.service.auth import AuthFirstRoute, requires
+from lorafleet.keys.auth import AuthFirstRoute, requires
+from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
-from lorafleet.service.roles import Caller
-from orchestrator.wire import PauseMode
+from orchestrator.model.pauses import PauseMode
 from router.api.control_calls import ControlCalls, ControlUnavailable
 from router.request.services import Services
 

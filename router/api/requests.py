@@ -12,12 +12,12 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
 from lorafleet.identity import lora_id_of
-from lorafleet.service.auth import AuthFirstRoute, requires
+from lorafleet.keys.auth import AuthFirstRoute, requires
+from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
-from lorafleet.service.request_log import KeptLine, RequestLine
-from lorafleet.service.roles import Caller
 from lorafleet.service.times import unix_text
-from orchestrator.wire import RequestQuery
+from lorafleet.telemetry.request_log import KeptLine, RequestLine
+from orchestrator.model.traffic import RequestQuery
 from router.api.control import has_adapter_alone, own_decisions
 from router.api.control_calls import ControlCalls, ControlUnavailable, error_of
 from router.api.explain import score_item

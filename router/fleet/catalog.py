@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from lorafleet.identity import engine_name
-from orchestrator.wire import AliasItem, Catalog, CatalogAdapter, CatalogPause, CatalogWorker, checked_lora_id
+from orchestrator.model.aliases import AliasItem
+from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker
+from orchestrator.model.names import checked_lora_id
+from orchestrator.model.pauses import CatalogPause
 from router.core.fleet import AdapterAlias, RoutableAdapter
 from workers.wire import Metadata
 

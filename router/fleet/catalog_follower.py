@@ -7,7 +7,7 @@ from math import inf
 import httpx
 
 from lorafleet.service.loops import ChangeSignal
-from orchestrator.wire import Catalog
+from orchestrator.model.catalog import Catalog
 from router.fleet.catalog import RouterCatalog, router_catalog, with_changes
 from router.fleet.saved_catalog import SavedCatalog
 

@@ -16,8 +16,8 @@ from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.slices import DiscoveredWorker
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.loops import MOST_BACKOFF_S, ChangeSignal, forever
-from lorafleet.service.repeats import RepeatLimiter
-from orchestrator.wire import CatalogPause
+from lorafleet.telemetry.repeats import RepeatLimiter
+from orchestrator.model.pauses import CatalogPause
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
 from router.core.fleet import Replica, RoutableAdapter, RouterFleet, with_last_resort
 from router.core.kv.index import WorkerId

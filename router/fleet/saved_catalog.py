@@ -16,9 +16,9 @@ import structlog
 from pydantic import ValidationError
 
 from lorafleet.service.files import make_private_file, make_private_folder, private_opener
-from lorafleet.service.repeats import RepeatLimiter
 from lorafleet.service.state_files import is_missing
-from orchestrator.wire import Catalog
+from lorafleet.telemetry.repeats import RepeatLimiter
+from orchestrator.model.catalog import Catalog
 from router.fleet.catalog import RouterCatalog, router_catalog, with_changes
 
 log = structlog.get_logger()

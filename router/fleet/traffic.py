@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 
-from lorafleet.histogram import bucket_of
-from orchestrator.wire import RouterNow, TrafficBatch, TrafficRow
+from lorafleet.telemetry.histogram import bucket_of
+from orchestrator.model.traffic import RouterNow, TrafficBatch, TrafficRow
 
 BATCH_S = 5.0
 _MOST_BATCHES = 60

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from lorafleet.identity import lora_id_of
-from orchestrator.wire import AdapterHold, AdapterUse, UsageReport
+from orchestrator.model.usage import AdapterHold, AdapterUse, UsageReport
 from router.core.kv.index import WorkerId
 from router.core.schedule.load import LoadBook
 from router.fleet.traffic import TrafficLog

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lorafleet.kube.slices import AgentNames, DiscoveredWorker, workers_by_agent_name
-from orchestrator.wire import CatalogWorker
+from orchestrator.model.catalog import CatalogWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from functools import partial
 import httpx
 
 from lorafleet.engine.worker_proofs import AgentProofs, AgentUnproved
-from lorafleet.service.auth import ApiKeys
-from lorafleet.service.own_key import OwnKey
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.own_key import OwnKey
 from router.http.engine_connection import EngineLost
 from router.http.engine_pool import EnginePool
 from router.http.fetch import FetchRefused, fetch

@@ -21,9 +21,9 @@ import msgspec
 import structlog
 from prometheus_client.utils import floatToGoString
 
-from lorafleet.service.adapter_labels import OTHER, AgreedLabels, RecentUse, agree
 from lorafleet.service.files import Stamp, stamp_of
-from lorafleet.service.repeats import RepeatLimiter
+from lorafleet.telemetry.adapter_labels import OTHER, AgreedLabels, RecentUse, agree
+from lorafleet.telemetry.repeats import RepeatLimiter
 
 log = structlog.get_logger()
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
-from lorafleet.service.roles import Caller
 from router.core.errors import AdapterFailed, DeadlineExceeded, ReplicaUnreachable, RouterError, RoutingOutcome
 from router.core.failover.circuit_breaker import is_fault
 from router.core.failover.poison import PoisonRequests

@@ -9,21 +9,21 @@ from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.exchange import Handler, HttpExchange
 from lorafleet.http_server.lenient import trimmed
-from lorafleet.service.auth import authorization_of, host_check
+from lorafleet.keys.auth import authorization_of, host_check
+from lorafleet.keys.roles import Caller, KeyLimits, check_scope
 from lorafleet.service.http import HttpError
-from lorafleet.service.roles import Caller, KeyLimits, check_scope
 from lorafleet.service.runs import RUNS, caller_in_run, split_run
 from router.core.errors import RateLimited
+from router.items.completions import serve_completion_batch
+from router.items.generate_batch import GENERATE, serve_generate_batch
+from router.items.stored import serve_stored
 from router.protocols import sglang_generate
 from router.protocols.routes import COMPLETIONS, ROUTES, Route, find_route
-from router.request.completion_batch import serve_completion_batch
 from router.request.engine_attempt import AttemptLimits
-from router.request.generate_batch import GENERATE, serve_generate_batch
 from router.request.reader import InferenceRequestReader
 from router.request.response import ClientResponse
 from router.request.run import RequestRun
 from router.request.services import Services
-from router.request.stored import serve_stored
 from router.telemetry.trace import Trace
 
 _PATHS = {path for _, path in ROUTES} | {sglang_generate.PATH}

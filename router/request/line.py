@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lorafleet.service.decoding import DECODE_ERRORS
-from lorafleet.service.request_log import RequestLine
+from lorafleet.telemetry.request_log import RequestLine
 from router.request.ended import sender_of
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import structlog
 
 from lorafleet.http_server.batches import leave_batch
+from lorafleet.keys.roles import Caller
 from lorafleet.service.loops import ChangeSignal
-from lorafleet.service.roles import Caller
-from orchestrator.wire import CatalogPause
+from orchestrator.model.pauses import CatalogPause
 from router.core.errors import DeadlineExceeded, Saturated
 from router.core.pauses import HeldScope, ListedPause, after_catalog, holding
 from router.core.queue.admission import QueueUsage

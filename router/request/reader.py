@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from lorafleet.service.request_log import request_id
+from lorafleet.telemetry.request_log import request_id
 from router.core.errors import BadBody
 from router.protocols.adapter_fields import refuse_adapter_headers
 from router.protocols.bodies import BOM

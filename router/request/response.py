@@ -10,9 +10,9 @@ import structlog
 
 from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.http_server.exchange import HttpExchange
+from lorafleet.keys.roles import Caller
 from lorafleet.service.http import STREAM_HEADERS, HttpError, envelope, error_headers
-from lorafleet.service.request_log import cause_of
-from lorafleet.service.roles import Caller
+from lorafleet.telemetry.request_log import cause_of
 from router.core.errors import BadBody, DeadlineExceeded, RateLimited, RouterError, StreamBroken, without_addresses
 from router.core.queue.quota import QuotaGrant
 from router.http.error_shapes import shaped

@@ -14,7 +14,7 @@ import structlog
 
 from lorafleet.engine.agentless import has_start_time
 from lorafleet.http_server.batches import leave_batch, next_stage
-from lorafleet.service.roles import Caller
+from lorafleet.keys.roles import Caller
 from router.core.errors import (
     AdapterFailed,
     AdapterInspecting,

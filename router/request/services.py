@@ -10,9 +10,9 @@ from math import inf
 
 import msgspec
 
-from lorafleet.service.auth import ApiKeys
+from lorafleet.keys.auth import ApiKeys
 from lorafleet.service.loops import DelayedCalls
-from lorafleet.service.request_log import RequestLog
+from lorafleet.telemetry.request_log import RequestLog
 from router.config import RouterSettings
 from router.core.failover.poison import PoisonRequests
 from router.core.fleet import Incarnation
@@ -24,8 +24,8 @@ from router.core.scheduler import Scheduler
 from router.fleet.discovery import Discovery
 from router.fleet.usage_report import UsageCounts
 from router.http.engine_pool import EnginePool
+from router.items.background import Background
 from router.kv.feeds import KvFeeds
-from router.request.background import Background
 from router.request.cold_starts import ColdStarts
 from router.request.pauses import PauseGate
 from router.request.queue import RequestQueue

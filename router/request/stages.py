@@ -10,8 +10,8 @@ import msgspec
 
 from lorafleet.http_server.batches import leave_batch
 from lorafleet.identity import BlockHash, adapter_salt, block_hashes, root_hash
+from lorafleet.keys.roles import Caller
 from lorafleet.kv.pictures import picture_blocks
-from lorafleet.service.roles import Caller
 from router.core.errors import ModelNotFound
 from router.core.fleet import Excluded, Incarnation, Roster, RoutableAdapter, RouterFleet
 from router.core.kv.index import WorkerId

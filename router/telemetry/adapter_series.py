@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lorafleet.service.adapter_labels import OTHER, AdapterFigures, AgreedLabels, RecentUse, agree
+from lorafleet.telemetry.adapter_labels import OTHER, AdapterFigures, AgreedLabels, RecentUse, agree
 from router.core.errors import RoutingOutcome
 
 _OUTCOMES: tuple[RoutingOutcome, ...] = get_args(RoutingOutcome)

@@ -4,7 +4,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from lorafleet.service.fast_metrics import Counter, Gauge, Histogram
+from lorafleet.telemetry.fast_metrics import Counter, Gauge, Histogram
 from router.telemetry.adapter_series import AdapterSeries
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

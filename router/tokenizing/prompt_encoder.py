@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import structlog
 from jinja2 import TemplateError
 
-from lorafleet.service.fast_metrics import MetricValue
+from lorafleet.telemetry.fast_metrics import MetricValue
 from lorafleet.tokenizer.chat import ChatTokenizer
 from lorafleet.tokenizer.encoding import INLINE_CHARS, EncodingSteps, ThreadWork
 from lorafleet.tokenizer.messages import Untokenizable

@@ -14,7 +14,7 @@ import httpx
 import structlog
 
 from lorafleet.service.memory import release_free_memory
-from lorafleet.service.repeats import RepeatLimiter
+from lorafleet.telemetry.repeats import RepeatLimiter
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from lorafleet.tokenizer.messages import HasMedia, Untokenizable, has_media
 from router.core.fleet import Incarnation

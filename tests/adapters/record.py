@@ -11,8 +11,8 @@ from tests.adapters.make import ROWS
 from tests.adapters.recorded import FOLDER, changes, grouped
 from tests.adapters.referee import TOLERANCE, VERDICTS
 from workers.core.errors import SourceError
-from workers.core.tensors import TensorHeader
-from workers.storage.verify import read_tensors
+from workers.verification.tensors import TensorHeader
+from workers.verification.verify import read_tensors
 
 _NOT_IN_A_FOLDER = ("reference.json",)
 _MOST_IGNORED = 200

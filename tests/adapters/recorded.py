@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from workers.core.tensors import TensorHeader
+from workers.verification.tensors import TensorHeader
 
 FOLDER = Path(__file__).parent / "recorded"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

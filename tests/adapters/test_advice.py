@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.adapters.test_corpus import FAMILIES, family, rules_of
-from workers.core.base_model import BaseModel
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterRules, check_adapter
-from workers.core.peft import EMBEDDINGS
-from workers.core.tensors import Shape, TensorHeader
+from workers.verification.base_model import BaseModel
+from workers.verification.manifest import AdapterRules, check_adapter
+from workers.verification.peft import EMBEDDINGS
+from workers.verification.tensors import Shape, TensorHeader
 
 RANK = 8
 PREFIX = "base_model.model."

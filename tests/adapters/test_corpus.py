@@ -11,10 +11,10 @@ import pytest
 
 from tests.adapters.recorded import FOLDER, CorpusFamily, CorpusRow, read_all, read_family
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterDescription, AdapterRules
-from workers.core.tensors import TensorHeader
 from workers.engines.vllm_tables import vllm_facts
-from workers.storage.verify import read_base_model, read_description
+from workers.verification.manifest import AdapterDescription, AdapterRules
+from workers.verification.tensors import TensorHeader
+from workers.verification.verify import read_base_model, read_description
 
 _TOWER = re.compile(r"vision|visual|projector|connector|modality_projection|image")
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.json"))

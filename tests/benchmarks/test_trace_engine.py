@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from benchmarks.trace.engine import NEVER, Hardware, TraceEngine, TraceJob
-from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
-from workers.engines.sim.timing import EngineBatch, EngineJob, EngineLimits, FinishReason
+from lorafleet.sim.blocks import BlockChain, BlockPool, ChainRoot
+from lorafleet.sim.timing import EngineBatch, EngineJob, EngineLimits, FinishReason
 
 BLOCK = 4
 PLAIN = Hardware(

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from tests.e2e import fleets
 from tests.patience import patience, wait_until
 

@@ -150,7 +150,7 @@ def test_the_wheel_has_everything_that_the_houses_need_at_run_time(installed, tm
     theirs = next(path for path in sys.path if path.endswith("site-packages"))
     script = (
         "import runpy, sys\n"
-        "import lorafleet, router.app, orchestrator.app, workers.app, workers.drain, workers.engines.sim.app\n"
+        "import lorafleet, router.app, orchestrator.app, workers.app, workers.drain, lorafleet.sim.app\n"
         f"assert lorafleet.__file__.startswith({str(ours)!r}), lorafleet.__file__\n"
         "from importlib import resources\n"
         "assert resources.files('lorafleet.local').joinpath('tiny_corpus.txt').is_file()\n"

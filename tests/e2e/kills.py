@@ -11,7 +11,7 @@ def kind_of(command: str) -> str:
     module = words[words.index("-m") + 1] if "-m" in words else ""
     if any(word.endswith("guard.py") for word in words):
         return "guard"
-    return {"workers.engines.sim": "engine"}.get(module, module if module in KINDS else "helper")
+    return {"lorafleet.sim": "engine"}.get(module, module if module in KINDS else "helper")
 
 
 def victims(fleet: RunningFleet) -> dict[str, set[int]]:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from lorafleet.local.tiny_model import make_adapter, make_model
+from lorafleet.sim.adapters import read_adapter
+from lorafleet.sim.pooling import class_shares, text_vector
 from lorafleet.tokenizer.chat import ChatTokenizer
 from tests.e2e.small_fleets import SmallFleet, small_fleet
-from workers.engines.sim.adapters import read_adapter
-from workers.engines.sim.pooling import class_shares, text_vector
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900)]
 

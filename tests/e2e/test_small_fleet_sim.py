@@ -49,7 +49,7 @@ def test_a_dead_child_is_restarted_and_reported(small: RunningFleet, service: st
 
 @pytest.mark.parametrize("model", ["tiny-qwen", "good/v1"])
 def test_a_request_waits_for_the_only_engine_to_start_again(small: RunningFleet, model: str) -> None:
-    small.kill("-m", "workers.engines.sim")
+    small.kill("-m", "lorafleet.sim")
     ready = 'lorafleet_router_replicas{state="ready"} 0.0'
     until(lambda: ready in small.http("GET", f"{small.router}/metrics").text, within_s=20, what="the router knows")
     answer = small.ask(prompt=fresh_prompt(), model=model)

@@ -154,7 +154,7 @@ def test_arguments_settings_and_devices_reach_every_engine_of_the_fleet(tmp_path
     words = ("--", "--max-loras", "3", "--served-model-name", "mine", "--enable-auto-tool-choice")
     environment = {"LORAFLEET_WORKERS_MAX_LORA_RANK": "64"}
     with running(tmp_path / "state", *SIM_FLAGS[:2], *flags, *words, environment=environment) as fleet:
-        engines = fleet.pids("-m", "workers.engines.sim")
+        engines = fleet.pids("-m", "lorafleet.sim")
         visible = [(Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0") for pid in engines]
         assert {name for names in visible for name in names if name.startswith(b"CUDA_")} == {
             b"CUDA_VISIBLE_DEVICES=7",

@@ -5,8 +5,8 @@ import json
 import pytest
 import yaml
 
-from lorafleet.service.auth import ApiKeys
-from lorafleet.service.key_files import hash_key, read_key_files
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.key_files import hash_key, read_key_files
 from tests.helm.rendering import (
     NAMESPACE,
     VALUES,

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from orchestrator.configmaps.objects import STATUS
-from orchestrator.wire import AdapterPatch, AliasSpec
+from orchestrator.model.adapters import AdapterPatch
+from orchestrator.model.aliases import AliasSpec
 from tests.helm.rendering import CHART, RELEASE
 from tests.kube.api import connected
 from tests.kube.stores import FLEET

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from docs.chart_schema import SERVICES
-from lorafleet.service.auth import ApiKeys
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.key_files import hash_key
 from lorafleet.service.settings import load
-from orchestrator.wire import AdapterSpec
+from orchestrator.model.adapters import AdapterSpec
 from tests.helm.rendering import helm_template, manifests, of_kind
 from tests.helm.test_monitoring import known
 from tests.helm.test_settings import environment

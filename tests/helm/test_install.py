@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from tests.helm.kinds import KINDS
 from tests.helm.releases import HelmRelease
 from tests.helm.rendering import CHART, DRAWN, RELEASE, VALUES, manifests

@@ -8,8 +8,8 @@ import yaml
 
 from orchestrator.configmaps.objects import FLEET, KIND, RECORD, adapter_object_name
 from orchestrator.core.errors import StateConflict
-from orchestrator.core.state import PlacementPolicy
-from orchestrator.wire import AdapterPatch, AdapterSpec
+from orchestrator.model.adapters import AdapterPatch, AdapterSpec
+from orchestrator.model.snapshot import PlacementPolicy
 from tests.kube.stores import FLEET as FLEET_NAME
 from tests.patience import until
 

@@ -20,7 +20,7 @@ from lorafleet.kube.client import connect
 from lorafleet.kube.errors import KubeError
 from orchestrator.configmaps.objects import KIND, adapter_object_name
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
-from orchestrator.wire import AdapterPatch, AdapterSpec
+from orchestrator.model.adapters import AdapterPatch, AdapterSpec
 from tests.kube.conftest import KubeCluster
 from tests.kube.server import KubeServer
 from tests.kube.stores import ManifestApplier, StoreInstances

@@ -11,7 +11,7 @@ import yaml
 
 from orchestrator.configmaps.objects import NamedAlias, adapter_object_name, alias_object_name
 from orchestrator.core.errors import StateConflict
-from orchestrator.wire import AdapterPatch, AdapterSpec
+from orchestrator.model.adapters import AdapterPatch, AdapterSpec
 from tests.patience import until
 
 SQL = {"lora_id": "sql/v1", "source": "hf://acme/sql"}

@@ -9,8 +9,8 @@ import pytest
 from lorafleet.kube.errors import KubeError
 from orchestrator.configmaps.objects import RECORD, ROLLOUT, adapter_object_name, alias_object_name
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
-from orchestrator.core.state import RegisteredAdapter
-from orchestrator.wire import AdapterSpec
+from orchestrator.model.adapters import AdapterSpec
+from orchestrator.model.snapshot import RegisteredAdapter
 from tests.patience import patience, until, within
 
 SQL = RegisteredAdapter(lora_id="sql/v1", source="hf://acme/sql", digest="d" * 64, rank=8, base_model="tiny")

@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 
 from lorafleet.engine.worker_proofs import AgentProofs
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.own_key import OwnKey
 from lorafleet.kube.access import KubeConfig
 from lorafleet.kube.client import open_client
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.watch import WatchTimes
 from lorafleet.local.tiny_model import make_model
-from lorafleet.service.auth import ApiKeys
-from lorafleet.service.own_key import OwnKey
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.reconcile.agent_client import AgentClient

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.service.adapter_labels import OTHER, AdapterFigures, RecentUse, agree, choose_labels
+from lorafleet.telemetry.adapter_labels import OTHER, AdapterFigures, RecentUse, agree, choose_labels
 
 NAMES = st.sampled_from([*"abcdefgh", OTHER])
 REQUESTS = st.dictionaries(NAMES, st.floats(0, 100), max_size=9)

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from lorafleet.http_server.cross_site import site_check
+from lorafleet.keys.key_files import hash_key
 from lorafleet.service.http import HttpError
-from lorafleet.service.key_files import hash_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.router.doubles import CHAT, EngineDouble, error_of, fleet

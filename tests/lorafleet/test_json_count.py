@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lorafleet.service.json_count import ITEMS, VALUES, has_more
-from orchestrator.wire import AdapterUse, Heartbeat, UsageReport
+from orchestrator.model.agents import Heartbeat
+from orchestrator.model.usage import AdapterUse, UsageReport
 from tests.lorafleet.test_cross_site import agent, orchestrator
 from tests.properties import examples
 from tests.router.doubles import error_of

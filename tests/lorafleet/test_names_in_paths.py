@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lorafleet.http_server.lenient import trimmed
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.urls import url_path
-from orchestrator.wire import checked_lora_id, checked_published_name
+from orchestrator.model.names import checked_lora_id, checked_published_name
 from tests.lorafleet.test_cross_site import agent, orchestrator
 from tests.lorafleet.test_lenient import asking
 from tests.router.doubles import error_of

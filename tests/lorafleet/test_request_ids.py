@@ -8,7 +8,7 @@ import pytest
 from fastapi.routing import APIRoute
 from structlog.testing import capture_logs
 
-from lorafleet.service.request_log import RequestLog, put_request_id
+from lorafleet.telemetry.request_log import RequestLog, put_request_id
 from tests.lorafleet.test_cross_site import agent, orchestrator
 from tests.lorafleet.test_listener_for_app import SOON, served
 from tests.router.doubles import BASE, CHAT, EngineDouble, fleet

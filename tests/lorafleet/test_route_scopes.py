@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from fastapi.routing import APIRoute
 
-from lorafleet.service.auth import KeyCheck
-from lorafleet.service.roles import SCOPES
+from lorafleet.keys.auth import KeyCheck
+from lorafleet.keys.roles import SCOPES
 from tests.lorafleet.test_cross_site import agent, orchestrator
 from tests.lorafleet.test_scopes_first import router, scope_checks
 

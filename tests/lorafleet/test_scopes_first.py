@@ -7,10 +7,10 @@ import pytest
 from fastapi import Request
 from fastapi.routing import APIRoute
 
-from lorafleet.service.auth import ScopeCheck
+from lorafleet.keys.auth import ScopeCheck
+from lorafleet.keys.key_files import hash_key
+from lorafleet.keys.roles import SCOPES, Caller
 from lorafleet.service.http import HttpError
-from lorafleet.service.key_files import hash_key
-from lorafleet.service.roles import SCOPES, Caller
 from router.app import build
 from router.config import RouterSettings
 from tests.lorafleet.test_cross_site import agent, orchestrator

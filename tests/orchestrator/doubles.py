@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse, Response
 
 from lorafleet.engine.worker_proofs import ProvedAgent, proof_of
 from lorafleet.identity import engine_name
+from lorafleet.keys.key_files import hash_key, key_id_of
 from lorafleet.service.http import envelope
-from lorafleet.service.key_files import hash_key, key_id_of
 from workers.report_header import ReportHeaderMiddleware
 from workers.wire import WORKER_PROOF_PATH, ProofRequest
 

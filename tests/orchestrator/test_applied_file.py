@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from orchestrator.core.published_names import NameVersion, PublishedName
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.applied import import_of_file
 from orchestrator.intent.record import differences
+from orchestrator.model.apply import ApplyRequest
+from orchestrator.model.record import RecordChange
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import RecordChange
-from orchestrator.wire_apply import ApplyRequest
 from tests.orchestrator.doubles import digest_of
 
 

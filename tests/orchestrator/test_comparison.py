@@ -5,8 +5,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.histogram import bucket_of
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
+from lorafleet.telemetry.histogram import bucket_of
 from orchestrator.core.comparison import GUARD, baseline_of, tally_of, worse_targets
 from orchestrator.core.rollout import regression_reason
 from orchestrator.core.traffic import TrafficSums

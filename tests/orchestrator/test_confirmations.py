@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.errors import NotFound, StoreError
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.core.uploads import SentBytes
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.intent.uploads import AdapterUploads, KeptUpload, UploadAsk
+from orchestrator.model.catalog import Catalog
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.wire import Catalog
 from router.fleet.catalog import router_catalog, with_changes
 from tests.patience import patience, until
 from workers.wire import AvailableLora

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.demand import ABANDONED_AFTER_S, ENSURE_REPEAT_S, AdapterQueueing, AdapterUsage, DemandBook
-from orchestrator.core.state import TrafficFigures, WantedReplicas
+from orchestrator.model.snapshot import TrafficFigures, WantedReplicas
 from tests.properties import examples
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.placement.place import place
-from orchestrator.core.state import DemandSnapshot, LoadFigures, PlacementPolicy, WorkerDrainOrder
 from orchestrator.intent.registry import MOST_GONE_ORDERS
+from orchestrator.model.snapshot import DemandSnapshot, LoadFigures, PlacementPolicy, WorkerDrainOrder
 from orchestrator.store.backend import WorkerIntent
 from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
 from tests.properties import examples

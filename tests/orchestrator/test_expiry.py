@@ -12,7 +12,7 @@ from orchestrator.core.demand import ROUTER_GONE_S, ROUTER_LIVE_S, AdapterQueuei
 from orchestrator.core.placement.context import PlacementContext
 from orchestrator.core.placement.expiry import longest_ttl_s, ttl_s
 from orchestrator.core.placement.place import place
-from orchestrator.core.state import DemandSnapshot, PlacementPolicy, WantedReplicas
+from orchestrator.model.snapshot import DemandSnapshot, PlacementPolicy, WantedReplicas
 from tests.orchestrator.doubles import digest_of
 from tests.orchestrator.test_metrics import series
 from tests.orchestrator.test_placement import NOW, adapter, applied, fleet, fleets, held, intent, worker

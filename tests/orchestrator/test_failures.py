@@ -16,7 +16,13 @@ from orchestrator.core.failures import (
     failure_everywhere,
     failure_scope,
 )
-from orchestrator.core.state import AdapterFailure, ObservedFleet, ObservedWorker, RegisteredAdapter, ReportedAdapter
+from orchestrator.model.snapshot import (
+    AdapterFailure,
+    ObservedFleet,
+    ObservedWorker,
+    RegisteredAdapter,
+    ReportedAdapter,
+)
 
 PAIR = ("a", "w0")
 ENGINE_REFUSED = "adapter_refused"

@@ -3,7 +3,7 @@
 import asyncio
 
 from lorafleet.identity import fleet_source
-from orchestrator.core.files import STALLED_S
+from orchestrator.model.files import STALLED_S
 from orchestrator.reconcile.agent_view import with_place
 from tests.orchestrator.doubles import digest_of
 from tests.patience import within

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from lorafleet.http_server.track import TrackRequests
-from lorafleet.service.request_log import RequestLog
+from lorafleet.telemetry.request_log import RequestLog
 from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.forward import FORWARDED, LeaderForwarding, OwnCalls

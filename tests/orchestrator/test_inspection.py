@@ -1,6 +1,6 @@
 """What an operator looks at closely: a worker's report, its agent's log, and the keys."""
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 
 
 async def test_a_workers_report_is_that_of_its_last_heartbeat(service):

@@ -10,7 +10,7 @@ from orchestrator.core.placement.context import PlacementContext
 from orchestrator.core.placement.load_time import load_figures, load_s
 from orchestrator.core.placement.victims import cheapest_victim
 from orchestrator.core.placement.what_if import Hypothesis, what_if
-from orchestrator.core.state import LoadFigures
+from orchestrator.model.snapshot import LoadFigures
 from tests.orchestrator.test_what_if import NOW, adapter, scene, worker
 from tests.properties import examples
 

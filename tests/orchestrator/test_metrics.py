@@ -10,8 +10,8 @@ from lorafleet.identity import engine_name
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import AdapterUsage
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.metrics import OTHER, BoundedLabels, OrchestratorMetrics
+from orchestrator.model.snapshot import RegisteredAdapter
 from tests.calls import count_calls
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from workers.wire import Metadata

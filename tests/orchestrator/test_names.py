@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from lorafleet.identity import asked_version, engine_name, lora_id_of
 from orchestrator.configmaps.tables import shard_of, tombstone_shard
-from orchestrator.core.state import foreign_key
+from orchestrator.model.names import checked_lora_id
+from orchestrator.model.snapshot import foreign_key
 from orchestrator.store.backend import tombstone_key, tombstone_lora_id
-from orchestrator.wire import checked_lora_id
 
 DIGEST = "0123456789ab" * 5 + "cdef"
 NAMES = st.text("ab0_-./:@", min_size=1, max_size=12)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.placement.place import place
-from orchestrator.core.state import DemandSnapshot, PlacementPolicy, WantedReplicas
+from orchestrator.model.snapshot import DemandSnapshot, PlacementPolicy, WantedReplicas
 from tests.orchestrator.test_placement import NOW, adapter, applied, fleet, fleets, held, intent, worker
 
 RULES, QUIET = PlacementPolicy(), DemandSnapshot()

@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from lorafleet.service.known_fields import WIRE_HEADERS
-from orchestrator import wire
 from orchestrator.api.examples import EXAMPLES
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.orchestrator.answering_agent import AnsweringAgent
 from tests.properties import examples
 from tests.serving import serving
+from tests.wire.wire_types import classes
 
 JSON = "application/json"
 
@@ -62,7 +62,8 @@ def test_every_body_and_response_has_an_example(document):
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_every_example_is_valid(name):
-    getattr(wire, name).model_validate_json(json.dumps(EXAMPLES[name]))
+    by_name = {found.__name__: found for found in classes()}
+    by_name[name].model_validate_json(json.dumps(EXAMPLES[name]))
 
 
 # --- negative testing --------------------------------------------------------------------------------------------

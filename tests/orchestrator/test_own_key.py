@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from lorafleet.engine.worker_proofs import AgentProofs
-from lorafleet.service.auth import ApiKeys
-from lorafleet.service.own_key import OwnKey
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.own_key import OwnKey
 from orchestrator.core.errors import WorkerFailed
 from orchestrator.reconcile.agent_client import AgentClient
 

@@ -12,13 +12,13 @@ from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.service.key_files import hash_key
-from lorafleet.service.roles import TENANT_SCOPES, Caller
+from lorafleet.keys.key_files import hash_key
+from lorafleet.keys.roles import TENANT_SCOPES, Caller
 from orchestrator.core.errors import OrchestratorError
 from orchestrator.core.published_names import NameVersion, PublishedName
 from orchestrator.core.rollout import Targets
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent import owners
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 
 _WRITES = frozenset({"POST", "PUT", "PATCH", "DELETE"})

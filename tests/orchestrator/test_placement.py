@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from orchestrator.core.placement.place import place, usable_slots
 from orchestrator.core.placement.targets import slot_shares
 from orchestrator.core.placement.victims import PATIENCE_S
-from orchestrator.core.state import (
+from orchestrator.model.snapshot import (
     AdapterFailure,
     DemandSnapshot,
     DesiredPlacement,

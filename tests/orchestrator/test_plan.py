@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.demand import AdapterUsage, DemandBook
 from orchestrator.core.plan import SHORT_LOAD_S, AdapterDrain, diff, is_drained, workers_at_once
-from orchestrator.core.state import (
+from orchestrator.model.snapshot import (
     DesiredPlacement,
     LoadFigures,
     ObservedFleet,

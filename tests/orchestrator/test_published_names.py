@@ -22,8 +22,8 @@ from orchestrator.core.published_names import (
     with_published_floors,
     without_versions,
 )
-from orchestrator.core.state import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
-from orchestrator.core.version_ids import is_retired_version
+from orchestrator.model.snapshot import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
+from orchestrator.model.version_ids import is_retired_version
 
 POLICY = PlacementPolicy(keep_versions=2, max_staleness_s=3600.0, unused_name_s=86400.0)
 

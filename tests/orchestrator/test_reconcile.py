@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.identity import engine_name, rendezvous_score
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
-from orchestrator.core.state import PlacementPolicy, WantedReplicas
+from orchestrator.model.snapshot import PlacementPolicy, WantedReplicas
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import patience, until, within
 from tests.properties import THOROUGH

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.intent.record import differences, fleet_record
 from orchestrator.intent.record_file import RecordFile
+from orchestrator.model.record import ImportRequest
+from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import ImportRequest
 from tests.orchestrator.doubles import digest_of
 from tests.properties import examples
 

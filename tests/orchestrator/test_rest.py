@@ -11,7 +11,7 @@ import httpx
 import pytest
 import yaml
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from orchestrator.core.errors import OrchestratorError
 from tests.patience import patience, until, within
 from tests.serving import client_of, serving

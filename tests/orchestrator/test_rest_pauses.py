@@ -7,10 +7,11 @@ import pytest
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import StateConflict
 from orchestrator.core.pauses import PauseScope
+from orchestrator.model.catalog import Catalog
+from orchestrator.model.pauses import CatalogPause
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.pauses import FleetPauses
 from orchestrator.store.store import IntentStore
-from orchestrator.wire import Catalog, CatalogPause
 from tests.patience import within
 
 

@@ -1,6 +1,6 @@
 """Every field of a usage report reaches the demand book."""
 
-from orchestrator.core.state import TrafficFigures
+from orchestrator.model.snapshot import TrafficFigures
 
 USE = {
     "worker_id": "w0",

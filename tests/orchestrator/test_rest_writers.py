@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from lorafleet.service.key_files import hash_key
-from lorafleet.service.roles import PROGRAM_HEADER, UP
+from lorafleet.keys.key_files import hash_key
+from lorafleet.keys.roles import PROGRAM_HEADER, UP
 
 
 def code(answer):

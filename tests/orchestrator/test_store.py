@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.core.errors import LeaseUnreachable, OrchestratorUnavailable, StoreError
-from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.leadership.file_lease import FileLease
+from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import WorkerIntent
 from orchestrator.store.sqlite import SCHEMA, SqliteBackend, no_space
 from orchestrator.store.store import IntentStore

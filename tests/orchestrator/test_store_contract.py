@@ -10,7 +10,7 @@ from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.pauses import PauseLease
 from orchestrator.core.published_names import NameVersion, PublishedName
 from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, WeightStep
-from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import WorkerIntent
 from orchestrator.store.store import IntentStore
 from tests.kube.conftest import kube  # noqa: F401  (a fixture)

@@ -12,10 +12,10 @@ import pytest
 from lorafleet.service import state_files
 from lorafleet.service.state_files import StateFile
 from orchestrator.core.errors import StoreError
-from orchestrator.core.state import RegisteredAdapter
 from orchestrator.core.traffic import GRAINS, TrafficSums
 from orchestrator.core.traffic_slice import TrafficSlice
 from orchestrator.intent.record_file import RecordFile
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store import sqlite
 from orchestrator.store.store import IntentStore
 from orchestrator.traffic.file import TrafficFile

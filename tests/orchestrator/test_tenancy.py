@@ -10,12 +10,12 @@ from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.service.key_files import hash_key
-from lorafleet.service.roles import Caller
+from lorafleet.keys.key_files import hash_key
+from lorafleet.keys.roles import Caller
 from orchestrator.api.routers import EventStream
 from orchestrator.api.tenancy import TenantView
 from orchestrator.core.pauses import PauseScope
-from orchestrator.core.state import RegisteredAdapter
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from tests.orchestrator.doubles import digest_of
 from tests.patience import patience, within

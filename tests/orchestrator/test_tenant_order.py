@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.tenant_order import WAIT_BUCKET_S
-from orchestrator.core.state import DemandSnapshot, PlacementPolicy, WantedReplicas
+from orchestrator.model.snapshot import DemandSnapshot, PlacementPolicy, WantedReplicas
 from tests.orchestrator.test_placement import NOW, adapter, fleet, intent, worker
 from tests.properties import examples
 

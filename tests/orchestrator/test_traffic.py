@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorafleet.histogram import LAST_BUCKET, bucket_of, percentile_s, upper_bound_s
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
+from lorafleet.telemetry.histogram import LAST_BUCKET, bucket_of, percentile_s, upper_bound_s
 from orchestrator.core.traffic import GRAINS, OTHER, GaugeSums, TrafficSums, bounded, grain_for, summed
+from orchestrator.model.traffic import RouterNow, TrafficBatch, TrafficRow
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.file import TrafficFile
-from orchestrator.wire import RouterNow, TrafficBatch, TrafficRow
 from tests.patience import patience
 from tests.properties import examples
 

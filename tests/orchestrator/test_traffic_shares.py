@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorafleet.histogram import bucket_of
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
+from lorafleet.telemetry.histogram import bucket_of
 from orchestrator.core.traffic import GRAINS, OTHER, TrafficSums
 from orchestrator.core.traffic_shares import MOST_SHARES, SHARED, TIMED, ShareSums, count_shares, merged
 from orchestrator.core.traffic_slice import TrafficSlice
-from orchestrator.wire import TrafficRow
+from orchestrator.model.traffic import TrafficRow
 from tests.orchestrator.test_traffic import Wall, batch, opened, row, wall  # noqa: F401  (its fixtures)
 from tests.properties import examples
 

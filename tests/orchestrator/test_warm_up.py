@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from orchestrator.core.placement.context import usable_slots
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.warm_up import WARMING, warm_up_loads
-from orchestrator.core.state import DemandSnapshot, PlacementPolicy
+from orchestrator.model.snapshot import DemandSnapshot, PlacementPolicy
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
 from tests.properties import examples

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, what_if
-from orchestrator.core.state import (
+from orchestrator.leadership.file_lease import FileLease
+from orchestrator.model.snapshot import (
     DemandSnapshot,
     Intent,
     LoadFigures,
@@ -19,7 +20,6 @@ from orchestrator.core.state import (
     ReportedAdapter,
     WantedReplicas,
 )
-from orchestrator.leadership.file_lease import FileLease
 from tests.patience import until
 
 NOW = 10_000.0

@@ -5,7 +5,7 @@ import yaml
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from tests.orchestrator.doubles import FakeAgent
 from tests.serving import client_of, serving
 from workers.wire import WORKER_PROOF_PATH

@@ -16,8 +16,8 @@ from starlette.routing import Route
 
 from lorafleet.engine.worker_proofs import ProvedAgent, proof_of
 from lorafleet.identity import engine_name
-from lorafleet.service.key_files import hash_key, key_id_of
-from orchestrator.wire import Catalog, CatalogAdapter, CatalogWorker
+from lorafleet.keys.key_files import hash_key, key_id_of
+from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker
 from router.app import build
 from router.config import RouterSettings
 from tests.patience import patience

@@ -8,8 +8,8 @@ for _unneeded in ("pygments", "rich", "watchfiles"):
     sys.modules[_unneeded] = None
 
 from lorafleet.http_server import serve  # noqa: E402
-from lorafleet.service import logs  # noqa: E402
 from lorafleet.service.settings import load_or_exit  # noqa: E402
+from lorafleet.telemetry import logs  # noqa: E402
 from router.config import RouterSettings  # noqa: E402
 from router.processes import supervisor  # noqa: E402
 from tests.router.variables import JOIN_WITHIN_S  # noqa: E402

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from lorafleet.service.adapter_labels import OTHER
+from lorafleet.telemetry.adapter_labels import OTHER
 from router.processes.aggregate import WorkerProcesses
 from router.telemetry.adapter_series import AdapterSeries
 from tests.router.doubles import sample_value

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from router.core.errors import Saturated
 from router.core.fleet import EngineReport
 from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchRefused
-from router.request.background import Background
+from router.items.background import Background
 from tests.patience import until
 from tests.router.doubles import BASE, AgentDouble, EngineDouble, error_of, fleet
 from tests.router.test_policy import a_replica

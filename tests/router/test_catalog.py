@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from lorafleet.service.repeats import RepeatLimiter
-from orchestrator.wire import Catalog, CatalogAdapter
+from lorafleet.telemetry.repeats import RepeatLimiter
+from orchestrator.model.catalog import Catalog, CatalogAdapter
 from router.fleet.saved_catalog import SavedCatalog
 
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
-from orchestrator.wire import Draining
+from orchestrator.model.catalog import Draining
 from router.core.failover.circuit_breaker import BreakerRules
 from tests.patience import patience, until
 from tests.router.doubles import BASE, DIGEST, AgentDouble, EngineDouble, chunk, error_of, fleet

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.identity import rendezvous_order
 from lorafleet.service.loops import ChangeSignal
-from orchestrator.wire import AliasItem, AliasTarget
+from orchestrator.model.aliases import AliasItem, AliasTarget
 from router.core.errors import (
     AdapterFailed,
     ColdStartTimeout,

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 from pydantic import ValidationError
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from router.config import RouterSettings
 from router.protocols.cors import EXPOSED_HEADERS
 from tests.router.doubles import CHAT, EngineDouble, echo, error_of, fleet

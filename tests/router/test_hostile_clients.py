@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from router.core.schedule.request import HashedRequest
 from router.request.dispatched import DispatchedRequest
 from router.request.services import Decisions

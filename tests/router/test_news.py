@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from orchestrator.wire import AliasItem, AliasTarget
+from orchestrator.model.aliases import AliasItem, AliasTarget
 from router.protocols.stored_responses import tagged_response_id
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, AgentDouble, EngineDouble, error_of, fleet, with_sql

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from tests.patience import until
 from tests.recordings.openai_answers import ASKED, recorded_answers
 from tests.router.doubles import BASE, AgentDouble

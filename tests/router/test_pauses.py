@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.service.roles import Caller
-from orchestrator.wire import CatalogPause
+from lorafleet.keys.roles import Caller
+from orchestrator.model.pauses import CatalogPause
 from router.core.errors import DeadlineExceeded, Saturated
 from router.core.pauses import ListedPause, after_catalog, holding
 from router.core.queue.admission import QueueLimits, QueueUsage

@@ -19,7 +19,7 @@ from lorafleet.engine.agentless import AgentlessEngine, StatusRefused, engines_b
 from lorafleet.engine.metrics_page import SERVER_INFO
 from lorafleet.local.tiny_model import make_adapters, make_model
 from lorafleet.service.settings import load as load_settings
-from orchestrator.wire import CatalogWorker
+from orchestrator.model.catalog import CatalogWorker
 from router.app import build
 from router.config import RouterSettings
 from router.fleet.catalog import discovered_adapters

@@ -9,11 +9,11 @@ import httpx
 import pytest
 from starlette.responses import StreamingResponse
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
+from orchestrator.model.traffic import RouterQuestion, RouterReply
 from orchestrator.traffic.questions import LISTENING_S, RouterMailbox
-from orchestrator.wire import RouterQuestion, RouterReply
 from router.api.questions import answer_questions, reply_to
 from tests.patience import patience, until
 from tests.router.doubles import CHAT, EngineDouble, chunk, fleet, with_sql

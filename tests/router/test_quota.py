@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from starlette.responses import StreamingResponse
 from structlog.testing import capture_logs
 
-from lorafleet.service.auth import ApiKeys
-from lorafleet.service.key_files import hash_key
-from lorafleet.service.roles import KeyLimits
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.key_files import hash_key
+from lorafleet.keys.roles import KeyLimits
 from router.core.errors import RateLimited
 from router.core.queue.quota import AccountState, Quotas, duration_text
 from router.processes import shared_quotas

@@ -8,8 +8,8 @@ from starlette.responses import JSONResponse, StreamingResponse
 from structlog.testing import capture_logs
 
 from lorafleet.identity import engine_name
-from lorafleet.service.key_files import hash_key
-from lorafleet.service.request_log import MOST_LINES
+from lorafleet.keys.key_files import hash_key
+from lorafleet.telemetry.request_log import MOST_LINES
 from tests.patience import patience
 from tests.router.doubles import CHAT, DIGEST, EngineDouble, chunk, fleet, with_sql
 
@@ -140,7 +140,7 @@ async def test_a_request_that_is_refused_before_it_is_read_has_a_line():
 
 async def test_success_is_logged_in_the_access_log_alone(monkeypatch, tmp_path):
     written = []
-    monkeypatch.setattr("lorafleet.service.request_log.unlogged_output", lambda _kind: Written(written))
+    monkeypatch.setattr("lorafleet.telemetry.request_log.unlogged_output", lambda _kind: Written(written))
     settings, key = keyed(tmp_path)
     engine = EngineDouble("w0")
     async with fleet(engine, control=with_sql("w0"), tokenizer="off", access_log="all", **settings) as (client, _, _):

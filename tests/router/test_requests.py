@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 
-from lorafleet.service.key_files import hash_key
-from lorafleet.service.request_log import KeptLines, RequestLine
+from lorafleet.keys.key_files import hash_key
+from lorafleet.telemetry.request_log import KeptLines, RequestLine
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from router.api.questions import answer_questions

@@ -12,8 +12,9 @@ from structlog.testing import capture_logs
 
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.identity import block_hashes, root_hash
-from lorafleet.service.key_files import hash_key
-from orchestrator.wire import AliasItem, AliasTarget, Draining
+from lorafleet.keys.key_files import hash_key
+from orchestrator.model.aliases import AliasItem, AliasTarget
+from orchestrator.model.catalog import Draining
 from router.app import build
 from router.config import RouterSettings
 from router.core.errors import AdapterInspecting, RequestError, RouterError, TemporarilyUnavailable

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from tests.patience import patience, until, within
 from tests.router.doubles import CHAT, AgentDouble, EngineDouble, chunk, sample_value
 from tests.router.variables import JOIN_WITHIN_S, REFUSES_TO_START

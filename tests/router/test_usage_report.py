@@ -7,7 +7,7 @@ import time
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from orchestrator.wire import UsageReport
+from orchestrator.model.usage import UsageReport
 from router.core.schedule.load import LoadBook
 from router.fleet.usage_report import HeldRequests, UsageCounts
 from tests.patience import patience, until

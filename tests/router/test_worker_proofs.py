@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, AgentDouble, EngineDouble, error_of, fleet
 from workers.wire import WORKER_PROOF_PATH

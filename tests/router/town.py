@@ -8,6 +8,7 @@ from math import inf
 from random import Random
 
 from lorafleet.engine.rates import EngineRates
+from lorafleet.sim.timing import EngineJob
 from router.core.errors import Saturated
 from router.core.fleet import EngineReport, Roster
 from router.core.queue.queued_request import QueuedRequest
@@ -17,7 +18,6 @@ from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequ
 from router.core.scheduler import Scheduler
 from tests.router.test_policy import a_replica
 from tests.simulated import SimulatedEngine
-from workers.engines.sim.timing import EngineJob
 
 # As router/request/queue.py looks while somebody waits, and as routers read reports.
 _LOOK_EVERY_S = 0.02

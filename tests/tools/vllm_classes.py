@@ -1,8 +1,9 @@
 """Reads the model classes of the installed vLLM: `python -P tests/tools/vllm_classes.py FILE`.
 
-Writes what `workers.core.model_classes` reads. Each class is built once on PyTorch's meta device, from the default
-configuration that transformers has for it, cut to a few layers: no weights, no memory. What vLLM's own LoRA manager
-then says of its modules is written down. A class that cannot be built here keeps its static tables, without modules.
+Writes what `workers.verification.model_classes` reads. Each class is built once on PyTorch's meta device, from the
+default configuration that transformers has for it, cut to a few layers: no weights, no memory. What vLLM's own LoRA
+manager then says of its modules is written down. A class that cannot be built here keeps its static tables, without
+modules.
 
 Needs no network. Packages that vLLM's models import for pictures and sound, and that are not installed, are replaced
 by empty ones. `PYTHONPATH=FOLDER` reads another version's Python code over the installed kernels.

@@ -1,7 +1,9 @@
 """Every wire type as a JSON schema, and which changes between two snapshots break a neighbouring version."""
 
+import importlib
 import inspect
 import json
+import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +13,14 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-import orchestrator.wire
+import orchestrator.model
 import router.wire
 import workers.wire
+from orchestrator.model.names import WIRE
 
 LAST_RELEASE = Path(__file__).parent / "last_release"
 _FILE = "types.json"
-_MODULES = {"workers": workers.wire, "orchestrator": orchestrator.wire, "router": router.wire}
+_VERSIONS = {"workers": workers.wire.WIRE, "orchestrator": WIRE, "router": router.wire.WIRE}
 _REF = "#/$defs/{model}"
 # Prose, and defaults: a default may change, because a receiver fills in its own.
 _LEFT_OUT = frozenset({"title", "description", "default", "examples"})
@@ -55,11 +58,12 @@ class WireSnapshot:
 
 
 def classes() -> Iterator[type]:
-    """The wire types of all services, without the private bases; also those that `wire` has of modules of its own."""
-    for module in _MODULES.values():
+    """The wire types of all services, without private bases: of both `wire.py` and of `orchestrator/model/`."""
+    parts = pkgutil.iter_modules(orchestrator.model.__path__, f"{orchestrator.model.__name__}.")
+    for module in (workers.wire, *(importlib.import_module(part.name) for part in parts), router.wire):
         for name, found in inspect.getmembers(module, inspect.isclass):
             is_type = issubclass(found, BaseModel | msgspec.Struct)
-            if is_type and found.__module__.startswith(module.__name__) and not name.startswith("_"):
+            if is_type and found.__module__ == module.__name__ and not name.startswith("_"):
                 yield found
 
 
@@ -75,8 +79,7 @@ def todays_snapshot() -> WireSnapshot:
         for field, found in schema.get("properties", {}).items():
             types[name].setdefault("properties", {}).setdefault(field, found)
     types |= msgspec.json.schema_components(structs, ref_template="#/$defs/{name}")[1]
-    versions = {service: module.WIRE for service, module in _MODULES.items()}
-    return WireSnapshot(versions, {name: _stripped(schema) for name, schema in sorted(types.items())})
+    return WireSnapshot(_VERSIONS, {name: _stripped(schema) for name, schema in sorted(types.items())})
 
 
 def load_snapshot(folder: Path = LAST_RELEASE) -> WireSnapshot:

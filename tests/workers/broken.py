@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lorafleet.local.tiny_model import FEED_FORWARD, HIDDEN, LAYERS, MODEL_NAME, VOCABULARY
-from workers.core.tensors import MAX_HEADER_BYTES
+from workers.verification.tensors import MAX_HEADER_BYTES
 
 MAX_RANK = 16
 KEYS = HIDDEN // 2  # outputs of k_proj and v_proj: two of four heads

@@ -17,17 +17,17 @@ from starlette.types import ASGIApp
 from lorafleet.http_server.listener import listener_for_app
 from lorafleet.http_server.serve import DEFAULT_LIMITS, bind
 from lorafleet.service.settings import load
+from lorafleet.sim.__main__ import handlers_of
+from lorafleet.sim.app import make_app
+from lorafleet.sim.engine import SimEngine
+from lorafleet.sim.metrics import SimMetrics
+from lorafleet.sim.publisher import KVEventPublisher
+from lorafleet.sim.settings import parse_settings
 from tests.patience import patience, until, within
 from tests.serving import serving
 from workers.app import build
 from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.engines.command import settings_from_command
-from workers.engines.sim.__main__ import handlers_of
-from workers.engines.sim.app import make_app
-from workers.engines.sim.engine import SimEngine
-from workers.engines.sim.metrics import SimMetrics
-from workers.engines.sim.publisher import KVEventPublisher
-from workers.engines.sim.settings import parse_settings
 from workers.wire import Metadata
 
 _SLOTS = ("--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16", "--max-model-len", "2048")

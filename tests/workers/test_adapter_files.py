@@ -12,16 +12,16 @@ from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
 from workers.agent.inventory import Inventory, timestamp
 from workers.config import WorkerSettings
-from workers.core.adapter_files import adapter_file_names, folder_description
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterRules, digest
 from workers.metrics import WorkerMetrics
 from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
-from workers.storage.verify import read_file_entry
+from workers.verification.adapter_files import adapter_file_names, folder_description
+from workers.verification.manifest import AdapterRules, digest
+from workers.verification.verify import read_file_entry
 from workers.wire import InspectRequest, LoadRequest
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

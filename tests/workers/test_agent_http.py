@@ -13,10 +13,10 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from lorafleet.identity import engine_name
+from lorafleet.keys.key_files import hash_key
+from lorafleet.keys.roles import SCOPES
 from lorafleet.local.tiny_model import make_adapter
-from lorafleet.service.key_files import hash_key
-from lorafleet.service.roles import SCOPES
-from orchestrator.wire import Heartbeat
+from orchestrator.model.agents import Heartbeat
 from tests.patience import patience, until, within
 from tests.serving import client_of, serving
 from tests.workers.running import code, group_of, is_running, loaded, metadata_of, post, sse

@@ -29,7 +29,7 @@ async def test_full_worker_accepts_a_load_of_a_loaded_adapter(worker):
 
 
 async def test_epoch_needs_admin_scope_and_a_valid_number(worker, tmp_path):
-    from lorafleet.service.key_files import hash_key
+    from lorafleet.keys.key_files import hash_key
 
     keys = tmp_path / "keys.yaml"
     rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in ("load", "admin")]

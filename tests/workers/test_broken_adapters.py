@@ -7,10 +7,10 @@ import pytest
 
 from lorafleet.local.tiny_model import MODEL_NAME
 from tests.workers.broken import BROKEN, CONFIG, GOOD, MAX_RANK, pairs, safetensors_header
-from workers.core.base_model import base_model
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterRules
-from workers.storage.verify import read_base_model, read_description, read_manifest
+from workers.verification.base_model import base_model
+from workers.verification.manifest import AdapterRules
+from workers.verification.verify import read_base_model, read_description, read_manifest
 
 
 @pytest.fixture(scope="module")

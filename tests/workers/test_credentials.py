@@ -15,7 +15,6 @@ from workers.agent.installer import Installer
 from workers.agent.inventory import Inventory, timestamp
 from workers.config import WorkerSettings
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterRules
 from workers.metrics import WorkerMetrics
 from workers.sources.base import Transfer
 from workers.sources.web import WebSource
@@ -23,6 +22,7 @@ from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
+from workers.verification.manifest import AdapterRules
 from workers.wire import InspectRequest, LoadRequest
 
 TOKEN = "hunter2-of-acme"

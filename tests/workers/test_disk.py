@@ -27,7 +27,6 @@ from workers.app import cache_folder_of
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, SourceError
 from workers.core.eviction import CachedAdapter, adapters_to_delete
-from workers.core.manifest import AdapterRules, Manifest
 from workers.metrics import WorkerMetrics
 from workers.sources.base import Limits
 from workers.sources.local import LocalSource
@@ -36,6 +35,7 @@ from workers.storage.cache_folder import CacheFolder
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
 from workers.storage.uploads import Uploads
+from workers.verification.manifest import AdapterRules, Manifest
 from workers.wire import AvailableLora, BeginFileRequest, InspectRequest
 
 NOBODY: frozenset[str] = frozenset()
@@ -578,7 +578,7 @@ import asyncio, sys
 from pathlib import Path
 from workers.storage.cache import AdapterCache
 from workers.core.errors import EngineError, SourceError
-from workers.core.manifest import AdapterRules
+from workers.verification.manifest import AdapterRules
 from workers.storage.cache_folder import CacheFolder
 from workers.sources.local import LocalSource
 

@@ -7,7 +7,7 @@ import sys
 import httpx
 import pytest
 
-from lorafleet.service.key_files import hash_key
+from lorafleet.keys.key_files import hash_key
 from tests.patience import patience
 from workers.config import AgentTimers
 

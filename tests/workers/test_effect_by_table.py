@@ -9,8 +9,8 @@ from workers.agent.effect_check import EffectCheck
 from workers.agent.installed_adapters import InstalledAdapter
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
-from workers.core.manifest import AdapterDescription
 from workers.metrics import WorkerMetrics
+from workers.verification.manifest import AdapterDescription
 
 TOWER = ("visual.blocks.0.attn.proj", "visual.blocks.1.attn.proj")
 EXPERTS = ("model.layers.0.mlp.experts", "model.layers.0.mlp.experts.base_layer")

@@ -107,7 +107,7 @@ def test_data_parallel_engine_gets_one_api_server():
 @pytest.mark.fleet
 async def test_agent_counts_the_slots_of_its_own_engine_command(agent_model, agent_adapters, tmp_path):
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine", "sim")
-    own = ("--", sys.executable, "-P", "-m", "workers.engines.sim", "--max-loras", "3", "--max-cpu-loras", "5")
+    own = ("--", sys.executable, "-P", "-m", "lorafleet.sim", "--max-loras", "3", "--max-cpu-loras", "5")
     async with worker.inside(*own) as client:
         metadata = Metadata.model_validate((await client.get("/metadata")).json()).lora
         assert (metadata.max_loras, metadata.max_cpu_loras, metadata.capacity.available_slots) == (3, 5, 5)

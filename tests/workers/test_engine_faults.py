@@ -65,7 +65,7 @@ async def test_engine_that_dies_during_an_eviction_restarts_with_the_victim(work
 
 @pytest.mark.fleet
 async def test_worker_recovers_when_the_guard_process_dies(worker):
-    children = "sleep 1000 & exec " + sys.executable + ' -m workers.engines.sim "$@"'
+    children = "sleep 1000 & exec " + sys.executable + ' -m lorafleet.sim "$@"'
     # A real process: uvloop reports an exit before all holders of the pipes have ended.
     async with worker.running("--", "sh", "-c", children, "sim") as client:
         before, group = await metadata_of(client), group_of(worker.engine_pid)
@@ -265,7 +265,7 @@ async def test_restarted_attached_engine_gets_its_adapters_again(attached, agent
         metadata = await until_state(client, "engine_down")
         assert "no sign of health" in metadata.state_reason or "restarted" in metadata.state_reason
         other = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "workers.engines.sim", "--model", str(agent_model), "--served-model-name",
+            sys.executable, "-P", "-m", "lorafleet.sim", "--model", str(agent_model), "--served-model-name",
             "tiny-qwen", "--port", port, "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3",
             env={**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
         )  # fmt: skip

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.local.tiny_model import make_adapter
-from workers.core.base_model import BaseModel, EngineFacts, base_model
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterDescription, AdapterRules, check_adapter
-from workers.core.model_classes import NameRules
-from workers.core.tensors import Shape, TensorHeader
 from workers.engines.vllm_tables import vllm_facts, vllm_table, with_version
 from workers.storage.local_adapters import LocalAdapters
-from workers.storage.verify import read_base_model
+from workers.verification.base_model import BaseModel, EngineFacts, base_model
+from workers.verification.manifest import AdapterDescription, AdapterRules, check_adapter
+from workers.verification.model_classes import NameRules
+from workers.verification.tensors import Shape, TensorHeader
+from workers.verification.verify import read_base_model
 
 HIDDEN, MIDDLE, EXPERTS, RANK = 64, 96, 4, 8
 LAYER = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (32, 64), "mlp.down_proj": (64, 96)}

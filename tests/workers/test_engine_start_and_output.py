@@ -20,7 +20,7 @@ from tests.workers.running import RunningWorker, code, group_of, is_running, met
 
 @pytest.mark.fleet
 async def test_own_engine_command_gets_the_flags_that_it_lacks(worker):
-    own = ("--", sys.executable, "-P", "-m", "workers.engines.sim", "--block-size", "64")
+    own = ("--", sys.executable, "-P", "-m", "lorafleet.sim", "--block-size", "64")
     async with worker.running(*own) as client:
         assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
         assert (await metadata_of(client)).model.runtime_config.block_size == 64
@@ -31,7 +31,7 @@ async def test_own_engine_command_gets_the_flags_that_it_lacks(worker):
 
 @pytest.mark.fleet
 async def test_stopping_agent_kills_a_starting_engine_that_ignores_sigterm(worker):
-    deaf = f'trap "" TERM; echo starting; sleep 60; exec {sys.executable} -m workers.engines.sim "$@"'
+    deaf = f'trap "" TERM; echo starting; sleep 60; exec {sys.executable} -m lorafleet.sim "$@"'
     long = ("--engine-shutdown-s", "50")
     async with worker.running(*long, "--", "sh", "-c", deaf, "sim", until_ready=False):  # it takes 30 s to end
         await until(lambda: "starting" in _text_or_empty(worker.state_dir / "engine.log"))
@@ -51,7 +51,7 @@ async def test_engine_does_not_start_on_a_port_of_another_process(worker, agent_
     try:
         port = stranger.url.rsplit(":", 1)[1]
         # The engine starts slowly, as vLLM does: an earlier answer on the port is another process's.
-        slow = f'sleep 30; exec {sys.executable} -m workers.engines.sim "$@"'
+        slow = f'sleep 30; exec {sys.executable} -m lorafleet.sim "$@"'
         flags = ("--engine-port", port, "--", "sh", "-c", slow, "sim")
         async with worker.inside(*flags, until_ready=False) as client:
             metadata = await until_state(client, "engine_down")
@@ -91,7 +91,7 @@ async def test_vllms_own_words_for_a_base_model_without_adapters_are_recognised(
 @pytest.mark.fleet
 async def test_picked_port_stays_reserved_for_the_engine_over_restarts(worker):
     go = worker.folder / "go"
-    slow = f'echo "with $@"; until [ -e {go} ]; do sleep 0.02; done; exec {sys.executable} -m workers.engines.sim "$@"'
+    slow = f'echo "with $@"; until [ -e {go} ]; do sleep 0.02; done; exec {sys.executable} -m lorafleet.sim "$@"'
     async with worker.inside("--", "sh", "-c", slow, "sim", until_ready=False) as client:
         await until(lambda: _started_ports(_text_or_empty(worker.state_dir / "engine.log")))
         port = _started_ports(_text_or_empty(worker.state_dir / "engine.log"))[0]
@@ -122,7 +122,7 @@ def _bind_exclusively(port: int) -> None:
 
 @pytest.mark.fleet
 async def test_unread_stderr_blocks_neither_agent_nor_engine(worker):
-    talkative = f'yes "a line of the engine" | head -40000; exec {sys.executable} -m workers.engines.sim "$@"'
+    talkative = f'yes "a line of the engine" | head -40000; exec {sys.executable} -m lorafleet.sim "$@"'
     reader, writer = os.pipe()
     try:
         async with worker.running("--", "sh", "-c", talkative, "sim", stderr=writer) as client:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.properties import examples
 from workers.core.errors import SourceError
-from workers.core.finite import LARGEST, FiniteCheck
-from workers.core.tensors import TensorHeader
+from workers.verification.finite import LARGEST, FiniteCheck
+from workers.verification.tensors import TensorHeader
 
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 

@@ -5,8 +5,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from lorafleet.identity import fleet_source
+from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.http import envelope
-from lorafleet.service.own_key import OwnKey
 from tests.serving import serving
 from workers.core.errors import SourceError
 from workers.core.retry import RetryPolicy

@@ -15,11 +15,11 @@ from lorafleet.local.tiny_model import make_adapter
 from tests.patience import patience, until, within
 from tests.workers.running import code, loaded, post
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterRules
 from workers.sources.base import Transfer
 from workers.sources.file_system import FileSystemCalls
 from workers.sources.local import LocalSource
 from workers.storage.local_adapters import LocalAdapters
+from workers.verification.manifest import AdapterRules
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ async def test_a_scan_of_a_hanging_lora_path_keeps_the_last_result(tmp_path, han
 async def test_a_scan_that_reads_a_large_adapter_is_not_given_up(tmp_path, monkeypatch):
     """Each read takes a third of the time after which a read is given up."""
     make_adapter(tmp_path, "a", rank=8)
-    monkeypatch.setattr("workers.storage.verify._READ_BYTES", 1024)
+    monkeypatch.setattr("workers.verification.verify._READ_BYTES", 1024)
     calls, reads = FileSystemCalls(timeout_s=patience(0.1)), []
     adapters = LocalAdapters(tmp_path, AdapterRules(64, frozenset(), "off"), calls=calls)
     advance, slow = adapters._advance, threading.Event()

@@ -5,8 +5,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.model.agents import HeldFiles
 from orchestrator.reconcile.held_files import HeldFilesBook
-from orchestrator.wire import HeldFiles
 from tests.orchestrator.doubles import FakeAgent
 from workers.storage.held_files import HeldFilesLog
 from workers.wire import Metadata

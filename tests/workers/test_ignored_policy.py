@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.core.effect import NAMES_SHOWN, check_ignored, ignored_note
 from workers.core.errors import EngineError
+from workers.verification.effect import NAMES_SHOWN, check_ignored, ignored_note
 
 TOWER = tuple(f"model.vision_tower.layers.{layer}.q_proj" for layer in range(12))
 

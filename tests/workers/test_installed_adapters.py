@@ -8,7 +8,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from orchestrator.wire import UsageReport
+from orchestrator.model.usage import UsageReport
 from tests.patience import until, within
 from tests.serving import client_of
 from tests.workers.running import RunningWorker, post

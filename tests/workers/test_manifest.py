@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from lorafleet.local.tiny_model import make_model
 from orchestrator.core.failures import CONTENT_CODES
 from tests.patience import patience
-from workers.core.base_model import BaseModel, base_model
-from workers.core.base_names import is_same_base
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterRules, FileEntry, check_adapter, digest
-from workers.core.patterns import MatchTime
-from workers.core.peft import parse_config
-from workers.core.tensors import MAX_HEADER_BYTES, TensorHeader, header_bytes, parse_header
-from workers.storage.verify import read_base_model
+from workers.verification.base_model import BaseModel, base_model
+from workers.verification.base_names import is_same_base
+from workers.verification.manifest import AdapterRules, FileEntry, check_adapter, digest
+from workers.verification.patterns import MatchTime
+from workers.verification.peft import parse_config
+from workers.verification.tensors import MAX_HEADER_BYTES, TensorHeader, header_bytes, parse_header
+from workers.verification.verify import read_base_model
 
 CONFIG = {
     "peft_type": "LORA",

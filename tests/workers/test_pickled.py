@@ -12,12 +12,12 @@ import pytest
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterRules
 from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.pickled import convert_pickles
-from workers.storage.verify import read_manifest
+from workers.verification.manifest import AdapterRules
+from workers.verification.verify import read_manifest
 
 pytestmark = pytest.mark.fleet  # each conversion is a process that takes seconds to start
 

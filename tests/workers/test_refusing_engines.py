@@ -20,7 +20,7 @@ MODEL = "tiny-qwen"
 
 def command_with_connector(name: str) -> tuple[str, ...]:
     config = f'{{"kv_connector": "{name}", "kv_role": "kv_both"}}'
-    return ("--", sys.executable, "-P", "-m", "workers.engines.sim", "--kv-transfer-config", config)
+    return ("--", sys.executable, "-P", "-m", "lorafleet.sim", "--kv-transfer-config", config)
 
 
 async def completion(url: str, model: str) -> int:

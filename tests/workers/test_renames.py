@@ -15,10 +15,10 @@ from lorafleet.service.failure import CommandFailed
 from tests.adapters.recorded import FOLDER, CorpusFamily, read_all, read_family
 from tests.adapters.test_corpus import rules_of, write_header
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterRules, check_adapter
-from workers.core.renames import LANGUAGE_PREFIXES, plan_renames
-from workers.core.tensors import TensorHeader
-from workers.storage.verify import read_tensors
+from workers.verification.manifest import AdapterRules, check_adapter
+from workers.verification.renames import LANGUAGE_PREFIXES, plan_renames
+from workers.verification.tensors import TensorHeader
+from workers.verification.verify import read_tensors
 
 CONFIG = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 

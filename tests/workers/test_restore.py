@@ -16,9 +16,9 @@ from tests.patience import until
 from tests.serving import client_of
 from tests.workers.kills import SlowConnection, https_sources
 from tests.workers.running import SIM, RunningWorker, loaded, post
-from workers.core.manifest import AdapterRules
 from workers.storage.local_adapters import LocalAdapters
-from workers.storage.verify import read_manifest
+from workers.verification.manifest import AdapterRules
+from workers.verification.verify import read_manifest
 
 
 @pytest.mark.fleet

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lorafleet.sim.blocks import BlockChain, BlockPool, ChainRoot
+from lorafleet.sim.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from tests.properties import examples
-from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
-from workers.engines.sim.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 BLOCK = 4
 POOL = 12  # usable blocks

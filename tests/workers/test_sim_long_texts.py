@@ -7,12 +7,12 @@ import httpx
 import pytest
 
 from lorafleet.local.tiny_model import make_model
+from lorafleet.sim.__main__ import handlers_of
+from lorafleet.sim.app import make_app
+from lorafleet.sim.engine import SimEngine
+from lorafleet.sim.metrics import SimMetrics
+from lorafleet.sim.settings import parse_settings
 from tests.patience import within
-from workers.engines.sim.__main__ import handlers_of
-from workers.engines.sim.app import make_app
-from workers.engines.sim.engine import SimEngine
-from workers.engines.sim.metrics import SimMetrics
-from workers.engines.sim.settings import parse_settings
 
 CHATS, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from lorafleet.local.tiny_model import make_adapters, make_model
+from lorafleet.sim.settings import parse_settings
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience, wait_until
-from workers.engines.sim.settings import parse_settings
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_unsupported_flag_is_refused_by_name(
 @pytest.mark.fleet
 def test_missing_model_is_refused_by_name(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "workers.engines.sim", "--model", str(tmp_path)],
+        [sys.executable, "-P", "-m", "lorafleet.sim", "--model", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,

@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
-from workers.engines.sim.events import BlockRemoved, BlockStored
-from workers.engines.sim.timing import EngineBatch, EngineJob, EngineLimits, EngineStep, FinishReason, HostAdapters
+from lorafleet.sim.blocks import BlockChain, BlockPool, ChainRoot
+from lorafleet.sim.events import BlockRemoved, BlockStored
+from lorafleet.sim.timing import EngineBatch, EngineJob, EngineLimits, EngineStep, FinishReason, HostAdapters
 
 BLOCK = 4
 TOKEN_S = 0.1  # one decode step

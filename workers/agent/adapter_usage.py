@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 
 from lorafleet.service.state_files import is_missing
-from orchestrator.wire import UsageReport
+from orchestrator.model.usage import UsageReport
 from workers.agent.installed_adapters import InstalledAdapters
 
 log = structlog.get_logger()

@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict, apply_setting
-from orchestrator.wire import UsageReport
+from orchestrator.model.usage import UsageReport
 from workers.agent.adapter_usage import ReportedAdapterUsage
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.event_log import AgentEventLog
@@ -30,7 +30,6 @@ from workers.agent.loader import Loader
 from workers.agent.operation_log import Requester
 from workers.agent.uploaded_adapters import UploadedAdapters
 from workers.config import TIMERS, AgentTimers, WorkerSettings
-from workers.core.base_model import NO_ENGINE, EngineFacts
 from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import EngineClient
 from workers.engines.kinds import engine_traits
@@ -43,7 +42,8 @@ from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
 from workers.storage.uploads import Uploads
-from workers.storage.verify import base_model_or_none, model_folder
+from workers.verification.base_model import NO_ENGINE, EngineFacts
+from workers.verification.verify import base_model_or_none, model_folder
 from workers.wire import (
     AdapterFile,
     AdapterFiles,

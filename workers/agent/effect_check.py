@@ -22,7 +22,11 @@ from lorafleet.engine.lora_weights import ZERO_NOTE, has_zero_weights, weights_e
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.installed_adapters import InstalledAdapter
 from workers.config import WorkerSettings
-from workers.core.effect import (
+from workers.core.errors import EngineError
+from workers.engines.base import EngineClient
+from workers.engines.kinds import engine_traits
+from workers.metrics import WorkerMetrics
+from workers.verification.effect import (
     ADVICE,
     NAMES_SHOWN,
     NOT_CHECKED,
@@ -31,11 +35,7 @@ from workers.core.effect import (
     check_ignored,
     ignored_note,
 )
-from workers.core.errors import EngineError
-from workers.core.manifest import AdapterDescription
-from workers.engines.base import EngineClient
-from workers.engines.kinds import engine_traits
-from workers.metrics import WorkerMetrics
+from workers.verification.manifest import AdapterDescription
 
 log = structlog.get_logger()
 

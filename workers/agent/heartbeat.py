@@ -7,10 +7,10 @@ from random import Random
 import httpx
 import structlog
 
+from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.known_fields import WIRE_HEADERS
 from lorafleet.service.loops import backoff_s
-from lorafleet.service.own_key import OwnKey
-from orchestrator.wire import MOST_HELD, Heartbeat, HeartbeatAnswer, HeldFiles
+from orchestrator.model.agents import MOST_HELD, Heartbeat, HeartbeatAnswer, HeldFiles
 from workers.agent.agent import WorkerAgent
 from workers.sources.fleet_agents import FleetAgents
 

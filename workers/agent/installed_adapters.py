@@ -15,7 +15,7 @@ import structlog
 
 from lorafleet.service.files import make_private_folder, private_opener, write_error_text
 from lorafleet.service.state_files import StateFile, state_text
-from workers.core.effect import Effect
+from workers.verification.effect import Effect
 
 log = structlog.get_logger()
 
@@ -49,7 +49,7 @@ class InstalledAdapter:
     ignored_policy: str = ""
     """What the load request said about modules that the engine ignores; "": the setting decides."""
     effect: Effect = ""
-    """Its effect in the engine, as in `workers.core.effect.AdapterEffect`, and the note on it."""
+    """Its effect in the engine, as in `workers.verification.effect.AdapterEffect`, and the note on it."""
     note: str = ""
     ignored_count: int = 0
     ignored_names: tuple[str, ...] = ()

@@ -10,13 +10,12 @@ from typing import Any
 import structlog
 
 from lorafleet.identity import engine_name, fleet_digest, fleet_source
-from orchestrator.wire import checked_lora_id
+from orchestrator.model.names import checked_lora_id
 from workers.agent.file_fetcher import FileFetcher, is_about_source, no_way_error
 from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.inventory import Inventory
 from workers.core.errors import AgentRequestError, DigestMismatch, SourceError, WrongBytes
 from workers.core.fetch_ways import FetchWay, fetch_ways
-from workers.core.manifest import AdapterDescription, Manifest, check_rank, is_same_base
 from workers.core.references import scheme
 from workers.metrics import WorkerMetrics
 from workers.sources.base import PLUGIN_SCHEME, FetchProgress, Source, Transfer
@@ -24,6 +23,7 @@ from workers.sources.fleet import FleetSource
 from workers.storage.cache import AdapterCache, is_intact
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
+from workers.verification.manifest import AdapterDescription, Manifest, check_rank, is_same_base
 from workers.wire import InspectRequest, LoadRequest
 
 log = structlog.get_logger()

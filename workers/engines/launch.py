@@ -17,7 +17,7 @@ from workers.config import WorkerSettings
 
 MODULES = {
     "vllm": "vllm.entrypoints.openai.api_server",
-    "sim": "workers.engines.sim",
+    "sim": "lorafleet.sim",
     "sglang": "sglang.launch_server",
     "sgl-jax": "sgl_jax.launch_server",
 }

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from workers.core.adapter_files import WEIGHTS_NAME
 from workers.core.errors import SourceError
-from workers.core.peft import CONFIG_NAME
-from workers.storage.verify import read_base_model, read_tensors
+from workers.verification.adapter_files import WEIGHTS_NAME
+from workers.verification.peft import CONFIG_NAME
+from workers.verification.verify import read_base_model, read_tensors
 
 _A = (".lora_A.weight", ".lora_embedding_A")
 _PREFIX = "base_model.model."

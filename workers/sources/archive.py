@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from workers.core.adapter_files import PICKLES, folder_description, is_adapter_file, is_stored_file
 from workers.core.errors import SourceError
-from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import redacted
 from workers.sources.base import Transfer
+from workers.verification.adapter_files import PICKLES, folder_description, is_adapter_file, is_stored_file
+from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 _CHUNK_BYTES = 1 << 20
 _MAX_MEMBERS = 1000

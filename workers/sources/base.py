@@ -12,10 +12,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
-from workers.core.adapter_files import adapter_file_names, is_stored_file
 from workers.core.errors import SourceError
 from workers.core.references import is_below, parse_reference, redacted, scheme
 from workers.core.retry import RetryPolicy
+from workers.verification.adapter_files import adapter_file_names, is_stored_file
 
 T = TypeVar("T")
 

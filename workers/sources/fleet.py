@@ -16,11 +16,9 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from lorafleet.identity import fleet_digest, rendezvous_score
-from lorafleet.service.own_key import OwnKey
+from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.transport import DirectTransport
-from workers.core.adapter_files import WEIGHTS_NAME, is_stored_file
 from workers.core.errors import SourceError
-from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import parse_reference, redacted, scheme
 from workers.sources.base import (
     Limits,
@@ -32,6 +30,8 @@ from workers.sources.base import (
 )
 from workers.sources.fleet_agents import FleetAgents
 from workers.sources.web import RETRIED_STATUSES, download_file, retry_after_s, tag_file_of
+from workers.verification.adapter_files import WEIGHTS_NAME, is_stored_file
+from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.wire import AdapterFiles
 
 FLEET_SCHEMES = ("fleet+http", "fleet+https")

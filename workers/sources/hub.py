@@ -6,9 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from workers.core.adapter_files import folder_description
 from workers.core.errors import SourceError
-from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import HubReference, parse_hub_reference, redacted
 from workers.sources.base import (
     DISK_ERRORS,
@@ -19,6 +17,8 @@ from workers.sources.base import (
     too_big_error,
     with_retries,
 )
+from workers.verification.adapter_files import folder_description
+from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 T = TypeVar("T")
 _PROBE_S = 5.0

@@ -8,12 +8,12 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from lorafleet.service.files import mode_of, stamp_of
-from workers.core.adapter_files import folder_description
 from workers.core.errors import SourceError
-from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import is_like_repository, relative_problem
 from workers.sources.base import Transfer
 from workers.sources.file_system import FileSystemCalls
+from workers.verification.adapter_files import folder_description
+from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 
 class RepositoryProbe(Protocol):

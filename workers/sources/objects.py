@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet.service.object_stores import StoreNotOpened, open_object_store
-from workers.core.adapter_files import folder_description
 from workers.core.errors import SourceError
-from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import bucket_and_folder, redacted
 from workers.sources.base import Limits, Transfer, TransientSourceError, clear_folder, too_big_error, with_retries
+from workers.verification.adapter_files import folder_description
+from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 _PART_BYTES = 16 << 20
 _ETAGS = ("ETag", "etag", "md5Hash", "LastModified", "updated", "last_modified")

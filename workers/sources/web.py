@@ -9,9 +9,7 @@ from pathlib import Path
 import httpx
 
 from lorafleet.service.tasks import finish_even_if_cancelled
-from workers.core.adapter_files import PICKLES, WEIGHTS_NAME
 from workers.core.errors import SourceError
-from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import is_archive, parse_reference, redacted
 from workers.sources.archive import unpack
 from workers.sources.base import (
@@ -22,6 +20,8 @@ from workers.sources.base import (
     too_big_error,
     with_retries,
 )
+from workers.verification.adapter_files import PICKLES, WEIGHTS_NAME
+from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 _CHUNK_BYTES = 1 << 20
 _REDIRECTS = 5

@@ -21,10 +21,7 @@ import structlog
 
 from lorafleet.identity import fleet_source
 from lorafleet.service.tasks import finish_even_if_cancelled
-from workers.core import manifest as manifests
-from workers.core.adapter_files import is_stored_file
 from workers.core.errors import EngineError, SourceError
-from workers.core.manifest import AdapterDescription, AdapterRules, Manifest
 from workers.core.references import redacted
 from workers.sources.base import (
     CheckingSource,
@@ -37,7 +34,10 @@ from workers.sources.base import (
 from workers.storage.cache_folder import CacheFolder, boot_id
 from workers.storage.held_files import HeldFilesLog
 from workers.storage.pickled import convert_pickles
-from workers.storage.verify import read_description, read_file_entry, read_manifest
+from workers.verification import manifest as manifests
+from workers.verification.adapter_files import is_stored_file
+from workers.verification.manifest import AdapterDescription, AdapterRules, Manifest
+from workers.verification.verify import read_description, read_file_entry, read_manifest
 
 log = structlog.get_logger()
 

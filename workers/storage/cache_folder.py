@@ -29,9 +29,9 @@ from pathlib import Path
 import structlog
 
 from lorafleet.service.files import write_atomically
-from workers.core.adapter_files import is_stored_file
 from workers.core.eviction import CachedAdapter, adapters_to_delete
 from workers.storage import leases
+from workers.verification.adapter_files import is_stored_file
 
 log = structlog.get_logger()
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import structlog
 
 from lorafleet.service.files import mode_of
-from orchestrator.wire import checked_lora_id
-from workers.core.adapter_files import is_adapter_file
+from orchestrator.model.names import checked_lora_id
 from workers.core.errors import SourceError, sendable
-from workers.core.manifest import CONFIG_NAME, AdapterRules, Manifest
 from workers.sources.file_system import FileSystemCalls
-from workers.storage.verify import read_description, read_manifest
+from workers.verification.adapter_files import is_adapter_file
+from workers.verification.manifest import CONFIG_NAME, AdapterRules, Manifest
+from workers.verification.verify import read_description, read_manifest
 
 log = structlog.get_logger()
 

@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from workers.core.adapter_files import PICKLES, WEIGHTS_NAME
 from workers.core.errors import SourceError
+from workers.verification.adapter_files import PICKLES, WEIGHTS_NAME
 
 _SCRIPT = Path(__file__).with_name("unpickle.py")
 _TORCH_MISSING, _NOT_WRITTEN = 3, 4

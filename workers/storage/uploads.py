@@ -25,12 +25,12 @@ from weakref import WeakValueDictionary
 
 from lorafleet.service.files import make_private_folder
 from lorafleet.service.tasks import finish_even_if_cancelled
-from workers.core.adapter_files import WEIGHTS_NAME
 from workers.core.errors import AgentRequestError, SourceError
-from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.sources.archive import unpack
 from workers.sources.base import Limits, Transfer
 from workers.storage.cache_folder import UPLOAD_NOTE, CacheFolder, boot_id
+from workers.verification.adapter_files import WEIGHTS_NAME
+from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.wire import BeginFileRequest, ReceivedFile, UnfinishedUpload, UploadState
 
 ARCHIVE = "archive"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lorafleet.identity import fleet_digest
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, loading_mode
 from orchestrator.core.placement.victims import cheapest_victim, copy_worth, has_waited_long
-from orchestrator.core.state import ObservedWorker, PlannedLoad, RegisteredAdapter
+from orchestrator.model.snapshot import ObservedWorker, PlannedLoad, RegisteredAdapter
 
 CANDIDATES = 16
 """Workers whose adapters are compared when one has to be evicted: the best by the ranking above."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 
 from lorafleet.identity import fleet_digest, rendezvous_score
-from orchestrator.core.state import (
+from orchestrator.model.snapshot import (
     OCCUPYING,
     SERVING,
     AdapterFailure,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from orchestrator.core.placement.context import PlacementContext, is_placeable, is_registered_digest
 from orchestrator.core.placement.load_time import load_s
-from orchestrator.core.state import (
+from orchestrator.model.snapshot import (
     OCCUPYING,
     SERVING,
     DrainProgress,

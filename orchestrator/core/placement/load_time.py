@@ -7,7 +7,7 @@ for every adapter, so its duration is not in proportion to its bytes.
 import statistics
 from collections.abc import Sequence
 
-from orchestrator.core.state import LoadFigures
+from orchestrator.model.snapshot import LoadFigures
 
 # A load says something of the time a byte takes if it is this multiple of the median size.
 _LARGE = 4.0

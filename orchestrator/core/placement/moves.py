@@ -10,7 +10,7 @@ from heapq import nsmallest
 
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, is_placeable
 from orchestrator.core.placement.victims import cheapest_victim, copy_worth
-from orchestrator.core.state import ObservedWorker, Pair, PlannedLoad, PlannedRemoval, RegisteredAdapter
+from orchestrator.model.snapshot import ObservedWorker, Pair, PlannedLoad, PlannedRemoval, RegisteredAdapter
 
 FULL_WORKER = 2.0
 """A worker loaded below this multiple of the target utilisation gives no adapter away. This and `SMALL_ADAPTER` were

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from orchestrator.core.placement.context import PlacementContext
 from orchestrator.core.placement.victims import is_in_use
-from orchestrator.core.state import ObservedWorker, PlannedRemoval, ReportedAdapter
+from orchestrator.model.snapshot import ObservedWorker, PlannedRemoval, ReportedAdapter
 
 
 def next_version_removals(context: PlacementContext) -> Iterable[PlannedRemoval]:

@@ -11,7 +11,7 @@ from orchestrator.core.placement.context import (
     usable_slots,
     work_with_backlog,
 )
-from orchestrator.core.state import OCCUPYING, ObservedWorker, RegisteredAdapter, StandingTarget
+from orchestrator.model.snapshot import OCCUPYING, ObservedWorker, RegisteredAdapter, StandingTarget
 
 FAIR_SHARE_MARGIN = 1.1
 """A replica may have this multiple of a worker's fair share of the load before another replica is due."""

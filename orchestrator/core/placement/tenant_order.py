@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from orchestrator.core.placement.context import PlacementContext
-from orchestrator.core.state import RegisteredAdapter, WantedReplicas
+from orchestrator.model.snapshot import RegisteredAdapter, WantedReplicas
 
 WAIT_BUCKET_S = 10.0
 """Requests that began to wait in the same bucket of this length are served by request rate, earlier buckets first. By

@@ -5,7 +5,7 @@ from math import exp, inf
 
 from orchestrator.core.placement.context import PlacementContext, loading_mode
 from orchestrator.core.placement.load_time import load_s
-from orchestrator.core.state import ObservedWorker, RegisteredAdapter, ReportedAdapter
+from orchestrator.model.snapshot import ObservedWorker, RegisteredAdapter, ReportedAdapter
 
 RECENT_S = 30.0
 HABIT_WEIGHT = 1.5

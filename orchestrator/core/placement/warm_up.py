@@ -6,7 +6,7 @@ from heapq import nsmallest
 
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, is_placeable, usable_slots
 from orchestrator.core.placement.targets import replica_targets
-from orchestrator.core.state import (
+from orchestrator.model.snapshot import (
     DemandSnapshot,
     Intent,
     ObservedFleet,

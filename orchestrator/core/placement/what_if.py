@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff, required_drains
-from orchestrator.core.state import (
+from orchestrator.model.snapshot import (
     OCCUPYING,
     DemandSnapshot,
     DesiredPlacement,

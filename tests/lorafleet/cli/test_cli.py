@@ -28,10 +28,10 @@ from starlette.routing import Route
 
 from lorafleet.cli import explanations, tables
 from lorafleet.cli import main as cli
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.key_files import hash_key
 from lorafleet.local import demo
-from lorafleet.service.auth import ApiKeys
 from lorafleet.service.http import HttpError
-from lorafleet.service.key_files import hash_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.store.store import IntentStore

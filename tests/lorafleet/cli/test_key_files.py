@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from lorafleet.cli.keys import add_key, revoke_key, rotate_key
-from lorafleet.service.auth import ApiKeys
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.key_files import FIRST_LINE, LAST_LINE, hash_key, read_key_file
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError
-from lorafleet.service.key_files import FIRST_LINE, LAST_LINE, hash_key, read_key_file
 
 
 def test_a_key_that_is_revoked_through_a_link_is_revoked_in_the_file_that_it_names(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from lorafleet.cli.top.orders import AdapterOrder, WorkerOrder
 from lorafleet.cli.top.screen import TopApp
 from lorafleet.cli.top.snapshot import TopSnapshot, snapshot_of
 from lorafleet.service.failure import CommandFailed
-from orchestrator.wire_traffic import TrafficTotal
+from orchestrator.model.traffic import TrafficTotal
 
 
 def total(name: str, **given_fields: Any) -> dict[str, Any]:

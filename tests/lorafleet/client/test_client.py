@@ -20,9 +20,9 @@ from lorafleet.client.archive import AdapterArchive
 from lorafleet.client.calls import Answer, Call, Pause, push, unload, wait_ready
 from lorafleet.service.http import envelope
 from tests.serving import serving, serving_in_thread
-from workers.core.manifest import FileEntry
-from workers.core.manifest import digest as digest_at_workers
-from workers.storage.verify import read_file_entry
+from workers.verification.manifest import FileEntry
+from workers.verification.manifest import digest as digest_at_workers
+from workers.verification.verify import read_file_entry
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

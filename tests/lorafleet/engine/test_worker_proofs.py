@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from lorafleet.engine.worker_proofs import AgentProofs, AgentUnproved, ProvedAgent, proof_of
-from lorafleet.service.auth import ApiKeys
-from lorafleet.service.key_files import hash_key, key_id_of
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.key_files import hash_key, key_id_of
 from workers.wire import WORKER_PROOF_PATH, ProofAnswer, ProofRequest
 
 URL = "http://10.0.0.7:8090"

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lorafleet.service.roles import Caller
+from lorafleet.keys.roles import Caller
 from tests.lorafleet.http_server.handlers import CHUNKED, Calls, Work
 from tests.patience import patience, until
 from tests.wires import COLD, HOT, MESSAGES, error_of, listening, post

@@ -4,7 +4,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from lorafleet.service import fast_metrics
+from lorafleet.telemetry import fast_metrics
 
 SEEN = (0.0, 0.005, 0.01, 0.010001, 0.5, 7.0, 100.0)
 

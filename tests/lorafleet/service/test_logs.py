@@ -15,7 +15,7 @@ from tests.patience import patience, wait_until
 BEGIN = """
 import asyncio, logging, os, signal, sys, threading, time, warnings
 import structlog
-from lorafleet.service import logs
+from lorafleet.telemetry import logs
 logs.configure("test")
 log = structlog.get_logger()
 def interrupted():

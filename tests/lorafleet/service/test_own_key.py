@@ -6,9 +6,9 @@ import sys
 import httpx
 import pytest
 
+from lorafleet.keys.key_files import KeyFileError
+from lorafleet.keys.own_key import OwnKey
 from lorafleet.local.tiny_model import make_model
-from lorafleet.service.key_files import KeyFileError
-from lorafleet.service.own_key import OwnKey
 from tests.patience import patience
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.service.repeats import EVERY_S, RepeatLimiter
+from lorafleet.telemetry.repeats import EVERY_S, RepeatLimiter
 
 
 class Clock:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from lorafleet.service.request_log import MOST_LINES, WINDOW_S, FailureLimiter, RequestLine, RequestLog, request_id
+from lorafleet.telemetry.request_log import MOST_LINES, WINDOW_S, FailureLimiter, RequestLine, RequestLog, request_id
 
 TIMES = st.lists(st.floats(0, 5 * WINDOW_S), max_size=80).map(sorted)
 

@@ -1,10 +1,10 @@
 import yaml
 from fastapi import FastAPI
 
-from lorafleet.service.auth import ApiKeys
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.key_files import hash_key
+from lorafleet.keys.whoami import whoami_routes
 from lorafleet.service.http import install_error_handlers
-from lorafleet.service.key_files import hash_key
-from lorafleet.service.whoami import whoami_routes
 from tests.serving import client_of, serving
 
 

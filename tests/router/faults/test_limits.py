@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from lorafleet.keys.key_files import hash_key
 from lorafleet.service.http import HttpError
-from lorafleet.service.key_files import hash_key
 from router.protocols.stored_responses import tagged_response_id
 from tests.patience import patience, until
 from tests.router.doubles import BASE, UNHEARD, AgentDouble

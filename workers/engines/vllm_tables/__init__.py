@@ -10,8 +10,8 @@ from functools import lru_cache
 from importlib.resources import files
 
 from lorafleet.engine.arguments import has_flag, value_of
-from workers.core.base_model import EngineFacts
-from workers.core.model_classes import ModelTable, model_table
+from workers.verification.base_model import EngineFacts
+from workers.verification.model_classes import ModelTable, model_table
 
 DEFAULT_VERSION = "0.32"
 """What an engine is taken for until it has said its version."""

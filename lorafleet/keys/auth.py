@@ -1,0 +1,358 @@
+"""API keys at a server: the caller of a request, from key files that are re-read when they change, and scope checks."""
+
+import ipaddress
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, AnyStr
+
+import structlog
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.dependencies.models import Dependant
+from fastapi.params import Depends as Depended
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
+
+from lorafleet.keys.key_files import (
+    KeyFile,
+    KeyFileError,
+    KeyFileUnreadable,
+    hash_key,
+    read_key_file,
+    read_key_files,
+)
+from lorafleet.keys.roles import ANYONE, SCOPES, Caller, check_scope
+from lorafleet.service.files import Stamp, stamp_of
+from lorafleet.service.http import HttpError
+from lorafleet.service.runs import RUN, caller_in_run
+from lorafleet.service.times import utc_text
+from lorafleet.telemetry.request_log import NOTES, RequestNotes
+
+log = structlog.get_logger()
+
+# Key files are checked for changes this often.
+RECHECK_S = 1.0
+# A changed key file without marks counts once it has stood still for so long: one that is still being written may be
+# valid, with fewer keys or with a key that has lost its tenant. A guess; editors and `scp` write in milliseconds.
+SETTLE_S = 2.0
+# `Authorization` headers whose caller is cached, since hashing a key costs more than the rest of the look-up.
+_MAX_CACHED_CALLERS = 4096
+# Longer headers are not cached: one may have 64 KiB of blanks around its key.
+_MAX_CACHED_HEADER_BYTES = 256
+KEY_HEADERS = ("authorization", "x-api-key")
+"""Headers with a caller's key: `Bearer <key>`, or else the key alone, as Anthropic's clients send it."""
+# Top-level names below which nobody can register names (RFC 6761, RFC 6762, ICANN 2024).
+_RESERVED_NAMES = frozenset({"localhost", "local", "internal"})
+
+
+# The stamp of each key file; None if it is missing.
+_Stamps = tuple[Stamp | None, ...]
+
+
+def authorization_of(authorization: AnyStr | None, api_key: AnyStr | None) -> AnyStr | None:
+    """The `Authorization` of a caller with these values of the KEY_HEADERS; None without either."""
+    if authorization is not None or api_key is None:
+        return authorization
+    return f"Bearer {api_key}" if isinstance(api_key, str) else b"Bearer " + api_key
+
+
+class ApiKeys:
+    """The keys of the key files, re-read when a file changes. If a new version is invalid, the last good one stays."""
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises KeyFileError if a file is unreadable at the start."""
+        self._files = tuple(files)
+        self._clock = clock
+        self._wall = wall
+        self._loaded_stamps: _Stamps | None = self._stamps()
+        self.cached_callers: dict[str | bytes, Caller] = {}
+        self._callers = read_key_files(self._files)
+        self._checked_at = clock()
+        self._seen: tuple[_Stamps | None, float] = (None, 0.0)  # the last stamps that differed, and since when
+        self._trouble = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is needed, because there is no key file."""
+        return not self._files
+
+    def caller(self, authorization: str | bytes | None) -> Caller:
+        """The caller with this `Authorization` header; raises HttpError 401 `invalid_api_key`.
+
+        Reads changed key files again, at most once a second. Headers of valid keys are cached until a file changes.
+        """
+        if not self._files:
+            return ANYONE
+        self._reload_if_changed()
+        known = self.cached_callers.get(authorization) if authorization is not None else None
+        if known is not None:
+            self._require_valid_now(known)
+            return known
+        found = self._look_up(authorization)
+        assert authorization is not None
+        if len(authorization) <= _MAX_CACHED_HEADER_BYTES:
+            if len(self.cached_callers) >= _MAX_CACHED_CALLERS:
+                self.cached_callers.clear()
+            self.cached_callers[authorization] = found
+        return found
+
+    def callers(self) -> list[Caller]:
+        """The callers of all keys, as the files have them now; none where no key is needed."""
+        if self._files:
+            self._reload_if_changed()
+        return list(self._callers.values())
+
+    def caller_by_id(self, key_id: str) -> Caller:
+        """The caller of the valid key with this id; of no id, where no key is needed, anyone.
+
+        Raises HttpError 403 `key_unknown` for any other.
+        """
+        if not self._files and not key_id:
+            return ANYONE
+        for caller in self.callers():
+            if key_id and caller.key_id == key_id and not self._has_expired(caller):
+                return caller
+        raise HttpError(
+            403, "key_unknown", "this router does not know that key, or it has expired: give it the same key files"
+        )
+
+    def hash_of(self, key_id: str, scope: str) -> str | None:
+        """The hash of the valid key of the fleet with this id and scope; None without one."""
+        self._reload_if_changed()
+        return next(
+            (
+                digest
+                for digest, caller in self._callers.items()
+                if caller.key_id == key_id and caller.may_for_fleet(scope) and not self._has_expired(caller)
+            ),
+            None,
+        )
+
+    def _look_up(self, authorization: str | bytes | None) -> Caller:
+        """The caller of a header that is not cached; raises HttpError."""
+        if isinstance(authorization, bytes):
+            authorization = authorization.decode("latin-1")
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise HttpError(
+                401, "invalid_api_key", "no API key: send `Authorization: Bearer <key>`, or `x-api-key: <key>`"
+            )
+        found = self._callers.get(hash_key(key.strip()))
+        if found is None:
+            raise HttpError(401, "invalid_api_key", "this API key is not known; ask the operator for one")
+        self._require_valid_now(found)
+        return found
+
+    def _require_valid_now(self, caller: Caller) -> None:
+        """Raises HttpError 401 `expired_api_key` if the caller's key has expired."""
+        if self._has_expired(caller):
+            assert caller.expires_at is not None
+            raise HttpError(
+                401,
+                "expired_api_key",
+                f"this API key (key {caller.key_id}) expired at {_time_text(caller.expires_at)}: ask the operator for"
+                " another, which `lorafleet keys rotate` makes",
+            )
+
+    def _has_expired(self, caller: Caller) -> bool:
+        """Whether the caller's key is past its expiry."""
+        return caller.expires_at is not None and self._wall() >= caller.expires_at
+
+    def _stamps(self) -> _Stamps:
+        """The key files' stamps now."""
+        return tuple(stamp_of(path) for path in self._files)
+
+    def _reload_if_changed(self) -> None:
+        """Read the key files again if their stamps have changed, and forget cached callers; checks once a second.
+
+        An invalid file is logged, and the last good keys stay. So they do while a file without marks may still be
+        written.
+        """
+        now = self._clock()
+        if now - self._checked_at < RECHECK_S:
+            return
+        self._checked_at = now
+        stamps = self._stamps()
+        if stamps == self._loaded_stamps:
+            return
+        if stamps != self._seen[0]:
+            self._seen = stamps, now
+        try:
+            found = [read_key_file(path) for path in self._files]
+        except KeyFileError as exc:
+            # An unreadable file is read again at every check: a key may be revoked in it, and a restored file may
+            # have the stamp of the last good one.
+            self._loaded_stamps = None if isinstance(exc, KeyFileUnreadable) else stamps
+            self._log_trouble(str(exc))
+            return
+        callers = {key: caller for file in found for key, caller in file.callers.items()}
+        if callers != self._callers and self._may_be_unfinished(found, stamps, now):
+            return
+        gone = len(self._callers.keys() - callers.keys())
+        self._callers = callers
+        self._loaded_stamps, self._trouble = stamps, ""
+        self.cached_callers.clear()
+        log.info("keys reloaded", keys=len(callers), gone=gone)
+
+    def _may_be_unfinished(self, found: Sequence[KeyFile], stamps: _Stamps, now: float) -> bool:
+        """Whether a changed file has no marks and has not stood still for `SETTLE_S`, here or by its own time."""
+        if now - self._seen[1] >= SETTLE_S:
+            return False
+        before = self._loaded_stamps or (None,) * len(stamps)
+        files = zip(found, stamps, before, strict=True)
+        changed = [stamp for file, stamp, was in files if stamp != was and not file.is_marked]
+        return any(stamp is None or self._wall() - stamp[0] / 1e9 < SETTLE_S for stamp in changed)
+
+    def _log_trouble(self, trouble: str) -> None:
+        """Log a problem unless it is the last one logged, without a traceback, and remember it."""
+        if trouble != self._trouble:
+            log.error("key file not reloaded, the last good one stays in force", error=trouble)
+        self._trouble = trouble
+
+
+class ScopeCheck:
+    """A FastAPI dependency that returns the caller and sets `request.state.caller`. `requires` makes one.
+
+    scopes        each of them is enough
+    is_for_fleet  whether a tenant's own scope is not enough
+    """
+
+    def __init__(self, keys: ApiKeys, scopes: Sequence[str], *, is_for_fleet: bool) -> None:
+        self._keys = keys
+        self.scopes = tuple(scopes)
+        self.is_for_fleet = is_for_fleet
+
+    async def __call__(self, request: Request) -> Caller:
+        """The request's caller, kept in `request.state`; raises HttpError without a valid key or the scope."""
+        request.state.caller = found = self.check(request)
+        return found
+
+    def check(self, request: Request) -> Caller:
+        """The request's caller, noted for its line in the log. Raises HttpError without a valid key or the scope."""
+        key_caller = self._keys.caller(authorization_of(*map(request.headers.get, KEY_HEADERS)))
+        found = caller_in_run(key_caller, request.scope.get(RUN, ""))
+        notes = request.scope.get(NOTES)
+        if isinstance(notes, RequestNotes):
+            notes.key, notes.tenant = found.key_id, found.tenant or ""
+        check_scope(found, *self.scopes, is_for_fleet=self.is_for_fleet)
+        return found
+
+
+class KeyCheck(ScopeCheck):
+    """A FastAPI dependency that accepts any valid key."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        super().__init__(keys, SCOPES, is_for_fleet=False)
+
+
+def requires(keys: ApiKeys, *scopes: str, is_for_fleet: bool = False) -> ScopeCheck:
+    """A FastAPI dependency that returns the caller.
+
+    It raises HttpError: 401 without a known key, 403 without one of the scopes.
+
+    is_for_fleet  refuse a key that has the scope for its tenant alone
+    """
+    return ScopeCheck(keys, scopes, is_for_fleet=is_for_fleet)
+
+
+def metrics_dependencies(keys: ApiKeys, *, need_key: bool) -> list[Depended]:
+    """The dependencies of a service's `/metrics`: none, or with `need_key` a key with the scope `metrics`."""
+    return [Depends(requires(keys, "metrics"))] if need_key else []
+
+
+class AuthFirstRoute(APIRoute):
+    """A route that runs its `dependencies` before its body is read; FastAPI reads and parses the body first."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler of the route, after its dependencies have passed."""
+        answer = super().get_route_handler()
+        checks = [each.dependency for each in self.dependencies if each.dependency is not None]
+
+        async def check_and_answer(request: Request) -> Response:
+            """Run the checks, which may raise, then the handler."""
+            for check in checks:
+                await check(request)
+            return await answer(request)
+
+        return check_and_answer
+
+
+def check_route_scopes(app: FastAPI, scope: Scope) -> bool:
+    """Run the scope checks of the route that takes this request; False: none takes it. Raises HttpError.
+
+    So a body need not be read, nor a request forwarded, for a key that its route will refuse.
+    """
+    route = route_of(app, scope)
+    request = Request(scope)
+    for check in _scope_checks(route.dependant) if isinstance(route, APIRoute) else ():
+        check.check(request)
+    return route is not None
+
+
+def route_of(app: FastAPI, scope: Scope) -> BaseRoute | None:
+    """The route that takes this request; None: none does."""
+    return next((route for route in app.routes if route.matches(scope)[0] is Match.FULL), None)
+
+
+def _scope_checks(dependant: Dependant) -> Iterator[ScopeCheck]:
+    """The scope checks among a route's dependencies, also those of its parameters."""
+    for each in dependant.dependencies:
+        if isinstance(each.call, ScopeCheck):
+            yield each.call
+        yield from _scope_checks(each)
+
+
+def refuse_open_server(keys: ApiKeys, host: str, *, allow_open: bool) -> None:
+    """Raises KeyFileError if a server without keys would listen on an address other than loopback."""
+    if keys.is_open and not allow_open and not _is_loopback(host):
+        raise KeyFileError(
+            f"refusing to listen on {host} without keys: give --key-files FILE,"
+            " or --allow-open if something else guards it"
+        )
+
+
+def host_check(keys: ApiKeys, *, allow_open: bool) -> Callable[[str | bytes], None] | None:
+    """`check_host` for a server without keys, which is protected by its address alone; None for any other."""
+    return check_host if keys.is_open and not allow_open else None
+
+
+@lru_cache(maxsize=1024)
+def check_host(host: str | bytes) -> None:
+    """Raises HttpError 421 `unknown_host` for a `Host` header with a name that can be registered.
+
+    This prevents DNS rebinding: a web page whose own name points at this machine could call an open server and read its
+    answers. Addresses, names without a dot, and names that nobody can register are safe.
+    """
+    host = host.decode("latin-1") if isinstance(host, bytes) else host
+    name = host.strip().lower().partition(":")[0].rstrip(".")
+    top = name.rpartition(".")[2]
+    if host.startswith("[") or "." not in name or top.isdigit() or top in _RESERVED_NAMES:
+        return
+    raise HttpError(
+        421,
+        "unknown_host",
+        f"{name!r} is not a name of this machine: without keys only requests to localhost or an address are answered;"
+        " give --key-files FILE, or --allow-open if something else guards it",
+    )
+
+
+def _time_text(at: float) -> str:
+    """Unix seconds as ISO 8601 text in UTC."""
+    return utc_text(datetime.fromtimestamp(at, UTC), "seconds")
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether this is a loopback address or `localhost`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

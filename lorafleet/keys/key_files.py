@@ -1,0 +1,209 @@
+"""Key files: YAML with the hashes of API keys, read and checked. A key file never holds a key.
+
+`keys: [{sha256: <hex of the key>, tenant: acme, scopes: [infer], expires: 2027-01-01T00:00:00Z, limits:
+{requests_per_minute: 60, tokens_per_minute: 100000, concurrent_requests: 8}}]`; all limits are optional. Keys are
+random (`lorafleet keys new`), so a plain hash is safe.
+
+A file that is cut off between two lines may still be YAML, with fewer keys, or with a key that lost its tenant. So a
+file may begin with the line `FIRST_LINE`, which promises that its last line is `LAST_LINE`: `lorafleet keys new` writes
+both. Of a file without them `ApiKeys` waits until nobody writes it any more.
+"""
+
+import contextlib
+import hashlib
+import secrets
+from collections.abc import Sequence
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lorafleet.keys.roles import FLEET_SCOPES, SCOPES, Caller, KeyLimits, namespace_trouble
+from lorafleet.service import yamls
+
+FIRST_LINE = "# lorafleet keys: the last line is `# end`, so that a file that is cut off is seen"
+LAST_LINE = "# end"
+LIMITS = ("requests_per_minute", "tokens_per_minute", "bytes_per_minute", "concurrent_requests")
+# The largest integer that floats represent exactly; token buckets use floats.
+MAX_LIMIT = 2**53
+# Digits of a key's hash that identify the key in logs and quotas.
+_KEY_ID_DIGITS = 12
+_FIELDS = frozenset(
+    {"sha256", "tenant", "scopes", "note", "limits", "expires", "namespace", "lora_ids", "may_shadow_base"}
+)
+_MAX_NOTE = 80
+
+
+class KeyFileError(Exception):
+    """A key file is unreadable or invalid. The message names the file, the entry and the expected form."""
+
+
+class KeyFileUnreadable(KeyFileError):
+    """A key file cannot be read now, because of its mode, its disk or a lack of descriptors; a retry may succeed."""
+
+
+def hash_key(key: str) -> str:
+    """The hash of a key, as key files hold it."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def new_key() -> str:
+    """A fresh key with 256 random bits."""
+    return "lf-" + secrets.token_urlsafe(32)
+
+
+class KeyFile(NamedTuple):
+    """A key file's callers by key hash, and whether its marks show that it is whole."""
+
+    callers: dict[str, Caller]
+    is_marked: bool
+
+
+def read_key_files(files: Sequence[Path]) -> dict[str, Caller]:
+    """The callers of all key files by key hash; raises KeyFileError."""
+    return {key: caller for path in files for key, caller in read_key_file(path).callers.items()}
+
+
+def with_marks(text: str) -> str:
+    """The text of a new key file, between the marks by which a file that is cut off is seen."""
+    return f"{FIRST_LINE}\n{text.rstrip()}\n{LAST_LINE}\n"
+
+
+def _is_marked(path: Path, text: str) -> bool:
+    """Whether the text has both marks. Raises KeyFileError for a text with the first alone."""
+    if not text.lstrip().startswith(FIRST_LINE):
+        return False
+    last = text.rstrip().rpartition("\n")[2]
+    if last != LAST_LINE:
+        raise KeyFileError(
+            f"key file {path}: cut off, or continued behind its end: its first line promises that the last one is"
+            f" {LAST_LINE!r}, found {_quoted(last)}; write the whole file again, or take out the first line"
+        )
+    return True
+
+
+def _quoted(line: str) -> str:
+    """The beginning of a line, for a message; a hash in it is no secret."""
+    return ascii(line[:40])
+
+
+def read_key_file(path: Path) -> KeyFile:
+    """The callers of one key file by key hash; raises KeyFileError."""
+    form = (
+        f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}],"
+        " expires: <UTC time>, limits: {...}, namespace: <name>, lora_ids: [<pattern>], may_shadow_base: true}]`"
+    )
+    try:
+        text = yamls.read_text(path)
+        is_marked = _is_marked(path, text)
+        raw: Any = yamls.parse_yaml(text)
+    except FileNotFoundError as exc:
+        message = f"key file {path}: {exc.strerror}; `lorafleet keys new --file {path}` makes one"
+        raise KeyFileUnreadable(message) from exc
+    except OSError as exc:
+        raise KeyFileUnreadable(f"key file {path}: {exc}") from exc
+    except ValueError as exc:  # no text, or no YAML
+        raise KeyFileError(f"key file {path}: {exc}") from exc
+    entries = raw.get("keys") if isinstance(raw, dict) else None
+    if not isinstance(entries, list):
+        raise KeyFileError(f"key file {path}: {form}")
+    callers = dict(_parse_entry(path, number, entry, form) for number, entry in enumerate(entries))
+    return KeyFile(callers, is_marked)
+
+
+def _parse_entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Caller]:
+    """The key hash and the caller of one entry; raises KeyFileError."""
+    if not isinstance(entry, dict) or entry.keys() - _FIELDS:
+        raise KeyFileError(f"key file {path}: entry {number}: {form}")
+    digest, tenant, scopes = entry.get("sha256"), entry.get("tenant"), entry.get("scopes")
+    if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        raise KeyFileError(f"key file {path}: entry {number}: sha256 must be 64 lower-case hex digits")
+    if not isinstance(scopes, list) or not scopes or not all(scope in SCOPES for scope in scopes):
+        raise KeyFileError(f"key file {path}: entry {number}: scopes must be some of {', '.join(SCOPES)}")
+    if tenant is not None and not (isinstance(tenant, str) and tenant.strip()):
+        raise KeyFileError(f"key file {path}: entry {number}: tenant must be a name; leave it out for none")
+    location = f"key file {path}: entry {number}"
+    if (trouble := scope_trouble(tenant, scopes)) is not None:
+        raise KeyFileError(f"{location}: {trouble}")
+    limits = _parse_limits(entry.get("limits"), location)
+    expires_at = _parse_expiry(entry.get("expires"), location)
+    namespace, lora_ids, shadows = entry.get("namespace"), entry.get("lora_ids"), entry.get("may_shadow_base")
+    if (trouble := naming_trouble(namespace, lora_ids, shadows)) is not None:
+        raise KeyFileError(f"{location}: {trouble}")
+    return digest, Caller(
+        tenant,
+        frozenset(scopes),
+        key_id_of(digest),
+        limits,
+        expires_at,
+        namespace or "",
+        tuple(lora_ids or ()),
+        bool(shadows),
+        _short_note(entry.get("note")),
+    )
+
+
+def _short_note(note: object) -> str:
+    """An entry's note as one line of at most 80 characters; empty without one."""
+    return "" if note is None else " ".join(str(note).split())[:_MAX_NOTE]
+
+
+def key_id_of(digest: str) -> str:
+    """The first digits of a key's hash, by which logs, histories and `lorafleet keys` name the key."""
+    return digest[:_KEY_ID_DIGITS]
+
+
+def scope_trouble(tenant: str | None, scopes: Sequence[str]) -> str | None:
+    """Why scopes do not go with the tenant, or with none; None if they do."""
+    if tenant is None and "tenant-admin" in scopes:
+        return "scope 'tenant-admin' needs a tenant: name one, or give scope 'admin' for the whole fleet"
+    if tenant is not None and (held := sorted(set(scopes) & set(FLEET_SCOPES))):
+        return (
+            f"scope {held[0]!r} holds for the whole fleet, so it takes no tenant: leave out {tenant!r}, or give scope"
+            " 'tenant-admin' for that tenant alone"
+        )
+    return None
+
+
+def naming_trouble(namespace: object, lora_ids: object, may_shadow_base: object) -> str | None:
+    """Why these fields of a key do not go together, or are none; None if they do. None stands for a missing field."""
+    if namespace is not None and (trouble := namespace_trouble(namespace)) is not None:
+        return trouble
+    is_list = isinstance(lora_ids, list | tuple) and all(isinstance(each, str) and each for each in lora_ids)
+    if lora_ids is not None and not (is_list and lora_ids):
+        return f"lora_ids must be a list of patterns such as team-a/*, found {lora_ids!r:.40}"
+    if may_shadow_base not in (None, True, False):
+        return f"may_shadow_base must be true or false, found {may_shadow_base!r:.40}"
+    if may_shadow_base and namespace is None:
+        return "may_shadow_base needs a namespace: what is published under a base model's name lives there"
+    return None
+
+
+def _parse_expiry(value: object, location: str) -> float | None:
+    """The expiry of one entry as Unix seconds; None without one. Raises KeyFileError."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = datetime.fromisoformat(value)
+    elif isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day, tzinfo=UTC)
+    if not isinstance(value, datetime):
+        raise KeyFileError(f"{location}: expires must be a UTC time such as 2027-01-31T00:00:00Z, found {value!r:.40}")
+    return (value if value.tzinfo is not None else value.replace(tzinfo=UTC)).timestamp()
+
+
+def _parse_limits(limits: object, location: str) -> KeyLimits | None:
+    """The limits of one entry; None without any. Raises KeyFileError for an unknown name or an invalid number."""
+    if limits is None:
+        return None
+    if not isinstance(limits, dict) or limits.keys() - set(LIMITS):
+        raise KeyFileError(f"{location}: limits must be some of {', '.join(LIMITS)}, each with a number")
+    for name, value in limits.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MAX_LIMIT
+        if not is_number or (name == "concurrent_requests" and value != int(value)):
+            kind = "a whole number" if name == "concurrent_requests" else "a number"
+            found = f"found {value!r:.40}; leave it out for none"
+            raise KeyFileError(f"{location}: {name} must be {kind} of at least 1 and at most 2**53, {found}")
+    if "concurrent_requests" in limits:  # 8.0 is valid, and shared quotas need integers
+        limits = limits | {"concurrent_requests": int(limits["concurrent_requests"])}
+    return KeyLimits(**limits) if limits else None

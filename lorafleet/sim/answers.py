@@ -1,0 +1,202 @@
+"""Answer bodies with vLLM 0.32's keys in its order (vllm/entrypoints/openai/*/protocol.py; tests/contract)."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lorafleet.sim.adapters import SimAdapter
+from lorafleet.sim.engine import StreamedJob
+from lorafleet.sim.logprobs import chat_logprobs, completion_logprobs
+from lorafleet.sim.timing import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """The fields that all chunks of one answer share."""
+
+    is_chat: bool
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    show_cached: bool
+    """--enable-prompt-tokens-details"""
+    token_ids: bool
+    """The client asked for return_token_ids."""
+    choices_per_prompt: int
+    block_size: int
+    is_tokens: bool = False
+    """The answer is one of /inference/v1/generate, see `token_answers`."""
+    logprobs: int | None = None
+    """How many log-probabilities of each token a completion has; None: none."""
+    names_tokens_by_id: bool = False
+    """The client asked for return_tokens_as_token_ids."""
+
+
+def random_id() -> str:
+    """A random id of 16 hex digits, as in vLLM."""
+    return uuid.uuid4().hex[:16]
+
+
+def openai_finish_reason(job: StreamedJob) -> str | None:
+    """The `finish_reason` field of an answer; None while the job runs."""
+    return job.finish_reason.value if job.finish_reason in {FinishReason.STOP, FinishReason.LENGTH} else None
+
+
+def full_answer(head: AnswerHead, jobs: Sequence[StreamedJob], echoes: Sequence[str]) -> dict[str, Any]:
+    """The answer to a request without `stream`; `echoes` has the text before each job's answer."""
+    choices = [_whole_choice(head, index, job, echoes[index]) for index, job in enumerate(jobs)]
+    answer: dict[str, Any] = {
+        "id": head.id,
+        "object": "chat.completion" if head.is_chat else "text_completion",
+        "created": head.created,
+        "model": head.model,
+        "choices": choices,
+        "service_tier": None,
+        "system_fingerprint": head.fingerprint,
+        "usage": usage_of_jobs(head, jobs, whole=True),
+    }
+    if head.is_chat:
+        ids = jobs[0].chain.tokens[: jobs[0].prompt_tokens] if head.token_ids else None
+        answer |= {"prompt_logprobs": None, "prompt_token_ids": ids, "prompt_text": None}
+    return answer | {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
+
+
+def role_chunk(head: AnswerHead, index: int, job: StreamedJob, *, continuous: bool) -> dict[str, Any]:
+    """The first chunk of a streamed chat, without text."""
+    delta = {"role": "assistant", "content": ""}
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    chunk = _chunk(head, [choice])
+    if continuous:
+        chunk["usage"] = _runningusage_of_jobs(head, job, 0)
+    ids = job.chain.tokens[: job.prompt_tokens] if head.token_ids else None
+    return chunk | {"prompt_token_ids": ids, "prompt_text": None}
+
+
+def text_chunk(
+    head: AnswerHead,
+    index: int,
+    job: StreamedJob,
+    seen: int,
+    until: int,
+    text: str,
+    *,
+    continuous: bool,
+    with_fingerprint: bool,
+) -> dict[str, Any]:
+    """A chunk with tokens `seen` to `until` of one choice; `with_fingerprint`: the last chunk has the fingerprint."""
+    reason = openai_finish_reason(job) if until == len(job.reply) else None
+    ids = job.reply_text.token_ids[seen:until] if head.token_ids else None
+    if head.is_chat:
+        choice: dict[str, Any] = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": reason}
+        if reason is not None:
+            choice["stop_reason"] = job.reply_text.stop_reason
+    else:
+        prompt_ids = job.chain.tokens[: job.prompt_tokens] if head.token_ids and not seen else None
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": reason,
+            "stop_reason": job.reply_text.stop_reason if reason else None,
+            "prompt_token_ids": prompt_ids,
+        }
+    choice["token_ids"] = ids
+    chunk = _chunk(head, [choice])
+    if continuous:
+        chunk["usage"] = _runningusage_of_jobs(head, job, until)
+    if reason is not None and with_fingerprint:
+        chunk["system_fingerprint"] = head.fingerprint
+    return chunk
+
+
+def usage_chunk(head: AnswerHead, jobs: Sequence[StreamedJob]) -> dict[str, Any]:
+    """The last chunk of a stream with `stream_options.include_usage`."""
+    return _chunk(head, []) | {"usage": usage_of_jobs(head, jobs, whole=False), "system_fingerprint": head.fingerprint}
+
+
+def model_list(names: Sequence[str], root: str, max_model_len: int, adapters: Sequence[SimAdapter]) -> dict[str, Any]:
+    """`GET /v1/models`: the base model under each of its names, then the adapters."""
+    cards = [_model_card(name, root, None, max_model_len) for name in names]
+    cards += [_model_card(adapter.name, adapter.path, names[0], None) for adapter in adapters]
+    return {"object": "list", "data": cards}
+
+
+def _whole_choice(head: AnswerHead, index: int, job: StreamedJob, echo: str) -> dict[str, Any]:
+    """One choice of an unstreamed chat or completion, in vLLM's form; with token ids if they were asked for."""
+    text = echo + "".join(job.reply_text.pieces)
+    ids = list(job.reply) if head.token_ids else None
+    ending: dict[str, Any] = {
+        "logprobs": None,
+        "finish_reason": openai_finish_reason(job),
+        "stop_reason": job.reply_text.stop_reason,
+    }
+    if head.is_chat:
+        message = {"role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None}
+        message |= {"function_call": None, "reasoning": None}
+        if head.logprobs is not None:
+            ending["logprobs"] = chat_logprobs(job, head.logprobs, by_id=head.names_tokens_by_id)
+        return {"index": index, "message": message, **ending, "token_ids": ids, "routed_experts": None}
+    prompt_ids = job.chain.tokens[: job.prompt_tokens] if head.token_ids else None
+    if head.logprobs is not None:
+        ending["logprobs"] = completion_logprobs(job, head.logprobs, by_id=head.names_tokens_by_id)
+    last = {"token_ids": ids, "prompt_logprobs": None, "prompt_token_ids": prompt_ids, "routed_experts": None}
+    return {"index": index, "text": text, **ending, **last}
+
+
+def _chunk(head: AnswerHead, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """A chunk of a streamed answer with these choices."""
+    kind = "chat.completion.chunk" if head.is_chat else "text_completion"
+    return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
+
+
+def _runningusage_of_jobs(head: AnswerHead, job: StreamedJob, produced: int) -> dict[str, Any]:
+    """The `usage` of a chunk with `continuous_usage_stats`."""
+    counts = {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens + produced}
+    counts["completion_tokens"] = produced
+    return {**counts, "completion_tokens_details": None} if head.is_chat else counts
+
+
+def usage_of_jobs(head: AnswerHead, jobs: Sequence[StreamedJob], *, whole: bool) -> dict[str, Any]:
+    """The `usage` of an answer; with `whole`, of one without `stream`."""
+    prompt_tokens = sum(job.prompt_tokens for job in jobs[:: head.choices_per_prompt])
+    produced = sum(job.produced for job in jobs)
+    usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + produced}
+    usage["completion_tokens"] = produced
+    details = _prompt_tokens_details(head, jobs[-1] if whole else jobs[0], whole=whole) if head.show_cached else None
+    if whole:  # a stream leaves out what is null
+        return usage | {"prompt_tokens_details": details, "completion_tokens_details": None}
+    return usage if details is None else usage | {"prompt_tokens_details": details}
+
+
+def _prompt_tokens_details(head: AnswerHead, job: StreamedJob, *, whole: bool) -> dict[str, Any]:
+    """The `prompt_tokens_details` of an answer."""
+    details: dict[str, Any] = {"cached_tokens": job.cached_tokens}
+    if head.is_chat:
+        details["created_cache_tokens"] = job.prompt_tokens // head.block_size * head.block_size - job.cached_tokens
+    elif whole:
+        details["created_cache_tokens"] = None
+    return details | {"multimodal_tokens": None} if whole else details
+
+
+def _model_card(name: str, root: str, parent: str | None, max_model_len: int | None) -> dict[str, Any]:
+    """One entry of `GET /v1/models`."""
+    created = int(time.time())
+    permission = {
+        "id": f"modelperm-{random_id()}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    card = {"id": name, "object": "model", "created": created, "owned_by": "vllm", "root": root, "parent": parent}
+    return card | {"max_model_len": max_model_len, "permission": [permission]}

@@ -1,0 +1,94 @@
+"""KV events over ZMQ as vLLM's ZmqEventPublisher sends them: PUB with sequence numbers, ROUTER for replays.
+
+Runs in a thread, so that a slow reader of a replay does not stall the engine. Messages are lost as in vLLM 0.32
+(vllm/distributed/kv_events.py): PUB and ROUTER drop them at a full queue.
+"""
+
+import queue
+import threading
+from collections import deque
+from typing import Any
+
+import msgspec
+import zmq
+
+from lorafleet.sim.events import EventBatch
+from lorafleet.sim.settings import EventsConfig
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+POLL_S = 0.1  # vLLM's: a replay waits at most this long
+
+
+class KVEventPublisher:
+    """Publishes batches in order from sequence number 0. Binds wildcard, ipc and inproc endpoints, else connects."""
+
+    def __init__(self, config: EventsConfig) -> None:
+        """Open the sockets and start the publisher's thread."""
+        self.config = config
+        self._queue: queue.Queue[EventBatch | None] = queue.Queue(config.max_queue_size)
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.set_hwm(config.hwm)
+        if _is_bound(config.endpoint):
+            self._pub.bind(config.endpoint)
+        else:
+            self._pub.connect(config.endpoint)
+        self._replay: zmq.Socket[bytes] | None = None
+        if config.replay_endpoint is not None:
+            self._replay = self._context.socket(zmq.ROUTER)
+            self._replay.bind(config.replay_endpoint)
+        self._thread = threading.Thread(target=self._publish_queued, name="zmq-publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, batch: EventBatch) -> None:
+        """Queue `batch` for the publisher's thread; blocks while the queue is full."""
+        self._queue.put(batch)
+
+    def close(self) -> None:
+        """Send the queued batches, end the thread and close the sockets. Blocking."""
+        self._queue.put(None)
+        self._thread.join()
+        self._pub.close(linger=0)
+        if self._replay is not None:
+            self._replay.close(linger=0)
+        self._context.term()
+
+    def _publish_queued(self) -> None:
+        """Answer replays and publish queued batches until `close`. Each batch is numbered, and kept for replays."""
+        encoder = msgspec.msgpack.Encoder()
+        topic = self.config.topic.encode()
+        seq = 0
+        while True:
+            if self._replay is not None and self._replay.poll(0):
+                self._answer_replay(self._replay, topic)
+            try:
+                batch = self._queue.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            if batch is None:
+                return
+            payload = encoder.encode(batch)
+            self._pub.send_multipart((topic, seq.to_bytes(8, "big"), payload))
+            self._buffer.append((seq, payload))
+            seq += 1
+
+    def _answer_replay(self, replay: "zmq.Socket[bytes]", topic: bytes) -> None:
+        """Receive a replay request and send all buffered batches from its sequence number on.
+
+        A malformed request gets no answer.
+        """
+        frames = replay.recv_multipart()
+        if len(frames) != 3:  # expected [client, b"", first sequence number]; vLLM does not answer otherwise
+            return
+        client, _, first_bytes = frames
+        first = int.from_bytes(first_bytes, "big")
+        for seq, payload in self._buffer:
+            if seq >= first:
+                replay.send_multipart((client, b"", topic, seq.to_bytes(8, "big"), payload))
+        replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
+
+
+def _is_bound(endpoint: str) -> bool:
+    """Whether the publisher binds the endpoint; else it connects to it."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

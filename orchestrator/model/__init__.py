@@ -1,0 +1,4 @@
+"""Every resource of the orchestrator, defined once: core decides on it, the store keeps it, REST shows it.
+
+Imports the standard library, pydantic, `lorafleet.identity`, `workers.wire` and itself.
+"""

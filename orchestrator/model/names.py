@@ -1,0 +1,92 @@
+"""Names that people write: lora_ids, aliases and published names, and the bases of every document.
+
+Bodies that people write refuse unknown keys, so that a typing error is not ignored. Bodies between our own processes
+ignore unknown keys, so that versions may differ.
+"""
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from lorafleet.identity import lora_id_of
+
+WIRE = 1
+
+
+_LORA_ID_PART = r"[A-Za-z0-9._-]([A-Za-z0-9._:@-]*[A-Za-z0-9._-])?"
+
+
+_LORA_ID = re.compile(rf"{_LORA_ID_PART}(/{_LORA_ID_PART})*")
+
+
+_ROUTE_WORDS = frozenset({"ensure", "retry", "rollout", "history"})
+
+
+def checked_lora_id(lora_id: str) -> str:
+    """The lora_id. Raises ValueError, which names the rule that it breaks."""
+    return checked_name(lora_id, "lora_id")
+
+
+def checked_name(name: str, what: str, *, most: int = 200) -> str:
+    """The name of an adapter, alias or published name. Raises ValueError, which names the rule that it breaks.
+
+    what  the field that has it, for the error
+    """
+    if not 1 <= len(name) <= most:
+        raise ValueError(f"{what} has {len(name)} characters; 1 to {most} are allowed")
+    parts = name.split("/")
+    if "" in parts:
+        # `x/` is not `x`: who writes one may mean another name, so neither stands for the other.
+        right = "/".join(filter(None, parts)) or "x/y"
+        raise ValueError(f"{what} {name!r} has an empty part: one '/' stands between two parts, as in {right!r}")
+    if "." in parts or ".." in parts:
+        raise ValueError(f"{what} {name!r} may not have a '.' or '..' part")
+    if not _LORA_ID.fullmatch(name):
+        allowed = "letters, digits, '.', '_' and '-', in parts joined by '/', and ':' and '@' within a part"
+        raise ValueError(f"{what} {name!r} may hold {allowed}")
+    if lora_id_of(name) != name:
+        raise ValueError(f"{what} {name!r} may not end in '@' and 12 hex digits: these name a version")
+    if parts[-1] in _ROUTE_WORDS:
+        raise ValueError(f"{what} {name!r} may not end in {parts[-1]!r}: that word is a route")
+    return name
+
+
+LoraId = Annotated[str, AfterValidator(checked_lora_id)]
+
+
+MOST_VERSIONS = 100
+"""Versions of a published name that may stay. A worker has a few slots; more would be a way to fill disks."""
+
+
+_MOST_NAME_LENGTH = 180
+"""A version's lora_id is longer than its name, by its number."""
+
+
+def checked_published_name(name: str) -> str:
+    """The published name. Raises ValueError, which names the rule that it breaks: those of lora_ids, and a length."""
+    return checked_name(name, "name", most=_MOST_NAME_LENGTH)
+
+
+def _checked_alias(name: str) -> str:
+    """The alias. Raises ValueError, which names the rule that it breaks."""
+    return checked_name(name, "alias")
+
+
+AliasName = Annotated[str, AfterValidator(_checked_alias)]
+
+
+NameToPublish = Annotated[str, AfterValidator(checked_published_name)]
+"""A published name."""
+
+
+class ServiceDocument(BaseModel):
+    """A response, or a body from one of our own processes."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class WrittenDocument(BaseModel):
+    """A body that a person writes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

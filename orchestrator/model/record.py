@@ -1,0 +1,152 @@
+"""The record of a fleet: export, import, sync."""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from orchestrator.model.adapters import WITH_SECRETS, Secret, Tenants
+from orchestrator.model.aliases import AliasSpec, AliasTarget
+from orchestrator.model.names import (
+    MOST_VERSIONS,
+    WIRE,
+    AliasName,
+    LoraId,
+    NameToPublish,
+    ServiceDocument,
+    WrittenDocument,
+)
+from orchestrator.model.policy import AdapterPolicy, Policy
+
+
+class RecordedAdapter(ServiceDocument):
+    """An adapter in a fleet's record. `source`: the immutable reference that workers fetch from there."""
+
+    lora_id: LoraId
+    source: str = Field(min_length=1, max_length=2000)
+    base_model: str | None = None
+    digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    rank: int | None = None
+    size_bytes: int | None = None
+    policy: AdapterPolicy = AdapterPolicy()
+    tenants: Tenants = None
+    secret_ref: Secret = None
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _drops_unknown_fields(cls, policy: object) -> object:
+        """The policy's fields that this version knows: the record may be that of a newer fleet."""
+        return known_fields(policy, AdapterPolicy)
+
+
+class RecordedAlias(ServiceDocument):
+    """An alias in a fleet's record."""
+
+    name: AliasName
+    targets: tuple[AliasTarget, ...] = Field(min_length=1, max_length=16)
+
+
+class RecordedVersion(ServiceDocument):
+    """A version of a published name in a fleet's record."""
+
+    lora_id: LoraId
+    version: int = Field(ge=1)
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class RecordedName(ServiceDocument):
+    """A published name in a fleet's record. Its alias and its versions are recorded as any others, too."""
+
+    name: NameToPublish
+    tenant: str | None = None
+    next_version: int = Field(default=1, ge=1)
+    versions: tuple[RecordedVersion, ...] = Field(default=(), max_length=10_000)
+    replicas: int | None = Field(default=None, ge=1, description="null: all workers")
+    keep_versions: int | None = Field(default=None, ge=1, le=MOST_VERSIONS)
+    max_staleness_s: float | None = Field(default=None, ge=0)
+    shadows_base: bool = False
+
+
+class FleetRecord(ServiceDocument):
+    """`GET /v1/export`: a fleet's intent as one document. `revision`: of the fleet that wrote it.
+
+    policy  null: the document has no policy
+    """
+
+    adapters: tuple[RecordedAdapter, ...] = Field(default=(), max_length=20_000)
+    aliases: tuple[RecordedAlias, ...] = Field(default=(), max_length=20_000)
+    published: tuple[RecordedName, ...] = Field(default=(), max_length=20_000)
+    policy: Policy | None = None
+    revision: int = 0
+    wire: int = WIRE
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _drops_unknown_fields(cls, policy: object) -> object:
+        """The policy's fields that this version knows: the record may be that of a newer fleet."""
+        return known_fields(policy, Policy)
+
+
+def known_fields(value: object, model: type[BaseModel]) -> object:
+    """The value without keys that the model does not have, if it is a mapping."""
+    if not isinstance(value, dict):
+        return value
+    return {name: found for name, found in value.items() if name in model.model_fields}
+
+
+RecordPart = Literal["adapters", "aliases", "policy"]
+"""Published names go with the aliases: each of them is one."""
+
+
+class ImportRequest(WrittenDocument):
+    """`POST /v1/import`."""
+
+    record: FleetRecord
+    from_fleet: str | None = Field(
+        default=None,
+        pattern=r"^https?://",
+        max_length=300,
+        description="the other fleet's orchestrator, whose workers have the files by digest; null: each by its source",
+    )
+    keep_sources: bool = Field(
+        default=False, description="with from_fleet: fetch hf, s3, gs, az and https sources from there all the same"
+    )
+    parts: tuple[RecordPart, ...] = Field(default=("adapters", "aliases", "policy"), min_length=1)
+    prune: bool = Field(default=False, description="delete adapters and aliases that the record does not have")
+
+    @model_validator(mode="after")
+    def _can_be_written(self) -> Self:
+        """Raises ValueError for what no fleet writes: a file may have been edited by hand."""
+        for alias in self.record.aliases:
+            AliasSpec.model_validate({"targets": [target.model_dump() for target in alias.targets]})
+        for adapter in self.record.adapters:
+            if adapter.secret_ref is not None and not adapter.source.startswith(WITH_SECRETS):
+                raise ValueError(f"{adapter.lora_id}: secret_ref counts for hf:// and https:// sources")
+        names = [adapter.lora_id for adapter in self.record.adapters], [alias.name for alias in self.record.aliases]
+        for rows in (*names, [name.name for name in self.record.published]):
+            if len(set(rows)) < len(rows):
+                twice = next(name for name in rows if rows.count(name) > 1)
+                raise ValueError(f"{twice!r} is in the record twice; expected once")
+        return self
+
+
+class RecordChange(ServiceDocument):
+    """One difference between this fleet and a record.
+
+    is_published  of an alias: the published name of this name, with its versions and retention
+    fields  field -> [here, in the record]
+    reason  why it is removed, or why it is blocked: then nothing is changed
+    """
+
+    subject: Literal["adapter", "alias", "policy"]
+    name: str
+    change: Literal["add", "change", "remove", "blocked"]
+    is_published: bool = False
+    fields: dict[str, list[Any]] = Field(default_factory=dict)
+    reason: str = ""
+
+
+class ImportAnswer(ServiceDocument):
+    """The differences, in order; none: this fleet meets the record. `is_done`: false for a dry run."""
+
+    changes: tuple[RecordChange, ...]
+    is_done: bool = False

@@ -1,0 +1,90 @@
+"""Workers and their drains."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from orchestrator.model.names import ServiceDocument, WrittenDocument
+from orchestrator.model.traffic import WorkerLoad
+
+WorkerState = Literal["starting", "ready", "cordoned", "draining", "unmanaged", "lost"]
+
+
+class WorkerDrainProgress(ServiceDocument):
+    """How far a worker's drain is.
+
+    phase       moving (it serves on until its adapters are elsewhere), finishing (it takes no new requests), drained
+    began_at    when an operator asked for it; null for a worker that drains by itself
+    deadline    when the drain stops waiting for moves, and in how many seconds; null where nothing sets one
+    moves       adapters that had to be moved when it began, `moved` of which are ready elsewhere; `move_bytes`: of all
+    left        adapters that are not ready elsewhere yet, `left_bytes` in all; `expected_s`: seconds until they are
+    stuck       lora_id -> why no worker takes it; requests for it wait for a load once the worker is drained
+    requests    requests that its engine has, or routers have sent it
+    """
+
+    phase: Literal["moving", "finishing", "drained"]
+    began_at: str | None = None
+    deadline: str | None = None
+    deadline_in_s: float | None = None
+    moves: int
+    moved: int
+    move_bytes: int
+    left: tuple[str, ...] = ()
+    left_bytes: int = 0
+    expected_s: float = 0.0
+    stuck: dict[str, str] = Field(default_factory=dict)
+    requests: int = 0
+
+
+class WorkerFiles(ServiceDocument):
+    """Adapters on a worker's disk, by digest.
+
+    held      all; `kept`: those that stay because the fleet has them nowhere else
+    is_whole  whether the agent has reported all of them
+    """
+
+    held: int
+    kept: int
+    is_whole: bool
+
+
+class WorkerItem(ServiceDocument):
+    """A worker.
+
+    files           null for a worker without an agent, or with one of an older version
+    orphans         adapters that it holds and that are not registered
+    is_terminating  Kubernetes is terminating its pod, so it drains
+    refusal         why it takes no adapters at all; empty: it takes them
+    drain           how far its drain is; null for a worker that does not drain
+    """
+
+    id: str
+    agent_url: str
+    engine_url: str
+    base_model: str
+    state: WorkerState
+    zone: str
+    node: str
+    capacity: dict[str, int]
+    adapters: tuple[str, ...]
+    orphans: tuple[str, ...] = ()
+    is_terminating: bool = False
+    refusal: str = ""
+    files: WorkerFiles | None = None
+    drain: WorkerDrainProgress | None = None
+    load: WorkerLoad | None = None
+
+
+class WorkerList(ServiceDocument):
+    data: tuple[WorkerItem, ...]
+    next: str | None = None
+
+
+class WorkerDrain(WrittenDocument):
+    """`POST /v1/workers/{id}/drain`.
+
+    deadline_s  how long its adapters may take to be ready elsewhere; null: twice the time that the loads should take by
+                those measured, and the policy's `drain_deadline_s`
+    """
+
+    deadline_s: float | None = Field(default=None, ge=0, le=86400)

@@ -1,0 +1,1 @@
+"""Batches, background runs and stored answers: one body, each of whose items is a request of its own."""

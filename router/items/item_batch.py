@@ -1,0 +1,138 @@
+"""A call whose items run as separate requests, each at the replica that is best for it. One body answers them all."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from lorafleet.keys.roles import Caller
+from router.core.errors import BadBody, RouterError
+from router.http.sse import ModelRenamer
+from router.protocols.bodies import ItemAnswer
+from router.request.accounting import record, record_error, record_usage
+from router.request.ended import count_run
+from router.request.engine_attempt import AttemptLimits
+from router.request.parsed_request import ParsedRequest
+from router.request.response import ClientResponse, within_deadline
+from router.request.run import RequestRun
+from router.request.services import Services
+
+# Items of one batch that run at a time; the rest queue.
+MAX_RUNNING_ITEMS = 64
+# Items of one batch: each is read, and has a task, before the first is sent: about 30 us of the event loop.
+MAX_ITEMS = 10_000
+_JSON = "content-type: application/json\r\n"
+
+JoinAnswers = Callable[[Sequence[ItemAnswer]], bytes]
+"""The items' whole answers, in their order, as the call's answer. Raises RouterError."""
+
+
+async def serve_items(
+    services: Services,
+    limits: AttemptLimits,
+    caller: Caller,
+    response: ClientResponse,
+    items: Iterable[ParsedRequest],
+    *,
+    count: int,
+    param: str,
+    join: JoinAnswers,
+) -> None:
+    """Run all items, and answer with one body. If one item fails, the whole call fails. Raises RouterError.
+
+    count  of the items; `param`: the body's field that has them
+    """
+    with response.counting_wrong_body(caller):
+        _check_size(count, caller, param)
+        runs = [RequestRun(services, limits, caller, item) for item in items]
+    await within_deadline(services, runs[0].request, _serve_whole(services, join, runs, caller, response))
+
+
+def _check_size(items: int, caller: Caller, param: str) -> None:
+    """Raise BadBody for more items than one call may have, or the caller's key in a minute."""
+    if items > MAX_ITEMS:
+        raise BadBody(f"{items} items are more than {MAX_ITEMS}: send several calls", param=param)
+    per_minute = None if caller.limits is None else caller.limits.requests_per_minute
+    if per_minute is not None and items > per_minute:
+        raise BadBody(f"{items} items are more than the {per_minute:g} requests a minute of this API key")
+
+
+async def _serve_whole(
+    services: Services,
+    join: JoinAnswers,
+    runs: Sequence[RequestRun],
+    caller: Caller,
+    response: ClientResponse,
+) -> None:
+    """Take the quota of all items at once, run them, and send one body. Raises RateLimited.
+
+    With a quota for each item, a refusal half-way would waste what the others have computed.
+    """
+    if caller.limits is None:
+        await _serve_items(join, runs, response, MAX_RUNNING_ITEMS)
+        return
+    granted = services.quotas.take_batch(
+        caller.key_id,
+        caller.limits,
+        services.clock(),
+        len(runs),
+        at_once=MAX_RUNNING_ITEMS,
+        arrived=response.granted,
+    )
+    try:
+        for run, item in zip(runs, granted.items, strict=True):
+            run.granted = item
+        await _serve_items(join, runs, response, granted.at_once)
+    finally:
+        services.quotas.end_batch(granted, services.clock())
+
+
+async def _serve_items(
+    join: JoinAnswers, runs: Sequence[RequestRun], response: ClientResponse, max_running: int
+) -> None:
+    """Run all items, and send one body; the first refused item refuses the batch, and ends the others."""
+    slots = asyncio.Semaphore(max_running)
+    tasks = [asyncio.create_task(_item_answer(run, slots)) for run in runs]
+    try:
+        answers = await asyncio.gather(*tasks)
+    except _ItemRefused as exc:
+        response.send_whole(exc.status, _JSON, exc.body)
+        return
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    response.send_whole(200, _JSON, join(answers))
+
+
+async def _item_answer(run: RequestRun, slots: asyncio.Semaphore) -> ItemAnswer:
+    """Run one item at its engine, once it has a slot, and record its end; its whole answer. Raises _ItemRefused."""
+    async with slots:
+        try:
+            status, code, limit = 499, "", ""
+            try:
+                await run.reach_engine()
+            except RouterError as exc:
+                status, code, limit = exc.status, exc.code, exc.limit
+                record_error(run, exc)
+                raise
+            assert run.attempt is not None
+            assert run.dispatched is not None
+            assert run.engine_request is not None
+            target, model, status = run.dispatched.target, run.engine_request.engine_model, run.attempt.status
+            answer = ModelRenamer(model, target.asked).whole(run.attempt.first)
+            if status >= 400:
+                raise _ItemRefused(status, answer)
+            run.dispatched.record_whole_answer()
+            record_usage(run)
+            return ItemAnswer(answer, target.weights)
+        finally:
+            record(run)
+            count_run(run.services, run, status, code, limit)
+
+
+class _ItemRefused(Exception):
+    """An engine refused one item, and so the batch fails."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(status)
+        self.status = status
+        self.body = body

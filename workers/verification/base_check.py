@@ -1,0 +1,274 @@
+"""Checks of an adapter's modules against the base model, and against what its engine does with them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from workers.core.errors import SourceError
+from workers.verification.base_model import BaseModel, ModuleShapes
+from workers.verification.engine_modules import EngineModules, ModuleFate
+from workers.verification.lora_tensors import RENAME_HINT, AdapterTensors, LoraPair
+from workers.verification.peft import EMBEDDINGS
+from workers.verification.tensors import Shape
+
+_PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_PARTS = frozenset(["q_proj", "qkv_proj"])
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleVerdict:
+    """What becomes of an adapter's modules in the engine.
+
+    ignored   modules that the engine takes and does not use, sorted
+    why       why they are ignored, and what the table does not say, as sentences
+    notes     sentences for operators: what could not be compared
+    """
+
+    ignored: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+NOTHING_COMPARED = ModuleVerdict()
+
+
+def check_against_base(tensors: AdapterTensors, base: BaseModel) -> ModuleVerdict:
+    """The verdict on an adapter's modules. Raises SourceError if the engine refuses it, or answers wrongly with it."""
+    _check_heads(tensors, base)
+    if base.engine is not None:
+        return _check_in_engine(tensors, base, base.engine)
+    return _check_by_names(tensors, base)
+
+
+def embeddings_taken(base: BaseModel | None) -> frozenset[str] | None:
+    """Those of EMBEDDINGS on which the engine takes adapters; None if that is not known."""
+    if base is None or base.unknown_class:
+        return None
+    found = {name: module for module in base.shapes if (name := module.rpartition(".")[2]) in EMBEDDINGS}
+    if base.engine is None:
+        return frozenset(found if base.takes_embeddings else ())
+    engine = base.engine
+    pairs = {name: LoraPair((1, 1), (1, 1), is_embedding=name == "embed_tokens") for name in found}
+    return frozenset(name for name, module in found.items() if engine.fate(module, pairs[name]).fate == "served")
+
+
+def with_single_ranks(pairs: Mapping[str, LoraPair], base: BaseModel | None) -> dict[str, int]:
+    """module -> its rank; of stacked experts the rank of one. Raises SourceError if it is no whole number."""
+    experts = base.engine.experts if base is not None and base.engine is not None else None
+    ranks = {}
+    for module, pair in pairs.items():
+        if pair.is_stacked and experts is not None:
+            if pair.rank % experts:
+                message = f"module {module}: lora_A {list(pair.a)} is no multiple of the base model's {experts} experts"
+                raise SourceError("rank_mismatch", f"{message}; accepted is [rank * experts, in], as PEFT stores them")
+            ranks[module] = pair.rank // experts
+        else:
+            ranks[module] = pair.rank
+    return ranks
+
+
+def _check_heads(tensors: AdapterTensors, base: BaseModel) -> None:
+    """Raises SourceError if the adapter has a classification head, and the engine takes none."""
+    if tensors.heads and not base.takes_heads:
+        message = f"its classification head {' and '.join(sorted(tensors.heads))} (modules_to_save) has no place in the"
+        accepted = "accepted are such adapters where the base model is served as a classifier"
+        raise SourceError("modules_to_save_unsupported", f"{message} engine's model; {accepted}")
+
+
+# --- by the engine's own table ------------------------------------------------------------------------------------
+
+
+def _check_in_engine(tensors: AdapterTensors, base: BaseModel, engine: EngineModules) -> ModuleVerdict:
+    """The verdict by the names and modules of the engine's model class. Raises SourceError."""
+    fates = {module: engine.fate(module, pair) for module, pair in tensors.pairs.items()}
+    by_fate: dict[str, list[str]] = {}
+    for module, fate in fates.items():
+        by_fate.setdefault(fate.fate, []).append(module)
+    ignored = by_fate.get("ignored", [])
+    if refused := by_fate.get("refused"):
+        _raise_refused(refused, fates, base)
+    if len(ignored) == len(fates):
+        reason = fates[ignored[0]].reason
+        message = f"none of its {len(fates)} modules ({ignored[0]}, ...) takes effect: {reason}"
+        raise SourceError("modules_unmatched", f"{message}{_naming_hint(ignored, base, engine)}")
+    names = base.module_shapes()
+    absent = [module for module in ignored if _is_absent(module, fates[module], base, names)]
+    if absent:
+        message = f"module {absent[0]} ({len(absent)} in all) is not in the base model: {fates[absent[0]].reason}"
+        raise SourceError("module_unknown", f"{message}; accepted are the base model's own layers")
+    _check_stacked_halves(tensors.pairs)
+    compared = _check_shapes(tensors, base, fates)
+    notes = _uncompared_notes(len(fates) - len(ignored), compared, base)
+    why = _ignored_notes(ignored, fates)
+    if unknown := by_fate.get("unknown"):
+        why = (*why, f"whether the engine uses {_first_names(unknown)} is not in its table")
+    return ModuleVerdict(tuple(sorted(ignored)), why, tuple(notes))
+
+
+def _is_absent(module: str, fate: ModuleFate, base: BaseModel, names: ModuleShapes) -> bool:
+    """Whether an ignored module is of another model: neither engine nor checkpoint have it under any of its names."""
+    is_expert = base.has_experts and ".experts" in module
+    return fate.is_missing and not is_expert and names.find(module) is None
+
+
+def _raise_refused(refused: Sequence[str], fates: Mapping[str, ModuleFate], base: BaseModel) -> None:
+    """Raise the SourceError for modules with which the engine refuses the file."""
+    module = refused[0]
+    last = module.rpartition(".")[2]
+    message = f"module {module} ({len(refused)} in all): {fates[module].reason}"
+    if last in ("embed_tokens", "lm_head"):
+        message = f"module {module}: the engine takes no adapter on the embeddings of this architecture"
+        raise SourceError("module_unsupported", f"{message}; accepted are its linear layers")
+    if ".experts" in module:
+        raise SourceError("module_unsupported", f"{message}; train it without experts, or in that form")
+    hint = _packing_hint(module, base.module_shapes()) or "; leave it out of target_modules, as 'all-linear' does not"
+    raise SourceError("module_unknown", f"{message}{hint}")
+
+
+def _naming_hint(modules: Sequence[str], base: BaseModel, engine: EngineModules) -> str:
+    """Which trainer names modules so, and what to do."""
+    model_class = engine.model_class
+    first = modules[0]
+    example = _example_module(base)
+    accepted = f"; accepted are modules such as {example}" if example else ""
+    if model_class.language and first.startswith(("model.layers.", "model.model.layers.", "model.embed_tokens")):
+        return (
+            ". So names the text model alone (AutoModelForCausalLM, Unsloth's FastLanguageModel), and the engine's"
+            f" {model_class.name} is multimodal: train through AutoModelForImageTextToText (Unsloth's FastVisionModel),"
+            f" or rename its modules{RENAME_HINT}{accepted}"
+        )
+    if first.startswith(("layers.", "encoder.", "h.")):
+        hint = "train through AutoModelForCausalLM, or rename its modules"
+        return f". So names AutoModel, which trains embeddings: {hint}{RENAME_HINT}{accepted}"
+    if "_orig_mod." in first or "_fsdp_wrapped_module." in first:
+        return (
+            f". So names a compiled or wrapped model: save it unwrapped, or rename its modules{RENAME_HINT}{accepted}"
+        )
+    return accepted or ": it is of another model"
+
+
+def _check_stacked_halves(pairs: Mapping[str, LoraPair]) -> None:
+    """Raises SourceError if only one of the two matrices of stacked experts is adapted: the engine fails on it."""
+    for module, pair in pairs.items():
+        if not pair.is_stacked:
+            continue
+        runner = module.removesuffix(".base_layer")
+        if runner not in pairs or f"{runner}.base_layer" not in pairs:
+            message = f"module {module}: of these experts only one of gate_up_proj and down_proj is adapted"
+            raise SourceError(
+                "module_unsupported", f"{message}; the engine takes both (target_parameters) or none; accepted are both"
+            )
+
+
+def _check_shapes(tensors: AdapterTensors, base: BaseModel, fates: Mapping[str, ModuleFate]) -> int:
+    """How many modules were compared with the base model's shapes. Raises SourceError for one that differs."""
+    compared = 0
+    shapes = base.module_shapes()
+    for module, pair in tensors.pairs.items():
+        if fates[module].fate == "ignored":
+            continue
+        if pair.is_stacked:
+            shape = next((shape for end, shape in base.expert_shapes.items() if f".{module}".endswith(end)), None)
+        else:
+            shape = fates[module].shape or shapes.find(module)
+        if shape is None:
+            continue
+        compared += 1
+        check_shape(module, pair, shape)
+    return compared
+
+
+def check_shape(module: str, pair: LoraPair, shape: Shape) -> None:
+    """Raises SourceError if a pair is for weights of another shape."""
+    if pair.base_shape == shape:
+        return
+    message = f"module {module} is {list(shape)} in the base model, the adapter is for {list(pair.base_shape)}"
+    if pair.is_stacked and pair.base_shape == shape[::-1]:
+        message += ": PEFT before 0.19 stored experts the other way round, train it with a newer one"
+    raise SourceError("shape_mismatch", f"{message}; accepted are adapters of the base model's own shapes")
+
+
+def _ignored_notes(ignored: Sequence[str], fates: Mapping[str, ModuleFate]) -> tuple[str, ...]:
+    """Notes on ignored modules, one for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for module in ignored:
+        reason = fates[module].reason.partition(" module ")[0]
+        by_reason.setdefault(reason, []).append(module)
+    return tuple(
+        f"{len(modules)} of its {len(fates)} modules are ignored ({_first_names(modules)}): {fates[modules[0]].reason}"
+        for modules in by_reason.values()
+    )
+
+
+def _uncompared_notes(served: int, compared: int, base: BaseModel) -> list[str]:
+    """The note on modules that have no shape to be compared with."""
+    if compared >= served:
+        return []
+    because = f"its weights are packed ({base.quantization})" if base.quantization else "its files are not here"
+    return [f"{served - compared} of {served} modules were not compared with the base model's shapes: {because}"]
+
+
+def _first_names(modules: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(modules) - _SHOWN
+    return ", ".join(sorted(modules)[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+# --- without a table ----------------------------------------------------------------------------------------------
+
+
+def _check_by_names(tensors: AdapterTensors, base: BaseModel) -> ModuleVerdict:
+    """The verdict by the names in the base model's checkpoint alone. Raises SourceError."""
+    modules = tensors.pairs
+    names = base.module_shapes()
+    unknown = [
+        module for module in modules if names.find(module) is None and not (base.has_experts and ".experts" in module)
+    ]
+    stacked = [module for module, pair in modules.items() if pair.is_stacked]
+    if base.unknown_class and stacked:
+        message = (
+            f"module {stacked[0]}: PEFT's target_parameters stores all experts as one module, and the engine takes"
+        )
+        accepted = "accepted are adapters without experts"
+        raise SourceError("module_unsupported", f"{message} that for model classes of its table alone; {accepted}")
+    if base.unknown_class and len(unknown) < len(modules):
+        unknown = []  # the engine may name them otherwise: it is asked
+    if len(unknown) == len(modules):
+        hint = f"accepted are modules such as {_example_module(base)}"
+        message = f"none of its {len(modules)} modules ({unknown[0]}, ...) is in the base model; {hint}"
+        raise SourceError("modules_unmatched", message)
+    if unknown:
+        hint = _packing_hint(unknown[0], names) or "; accepted are the base model's own layers"
+        raise SourceError(
+            "module_unknown", f"module {unknown[0]} ({len(unknown)} in all) is not in the base model{hint}"
+        )
+    for module, pair in modules.items():
+        if module.rpartition(".")[2] in ("embed_tokens", "lm_head") and not base.takes_embeddings:
+            message = f"module {module}: the engine takes no adapter on the embeddings of this architecture"
+            raise SourceError("module_unsupported", f"{message}; accepted are its linear layers")
+        if (shape := names.find(module)) is not None:
+            check_shape(module, pair, shape)
+    if not base.unknown_class:
+        return NOTHING_COMPARED
+    return ModuleVerdict(why=(f"which modules of {base.unknown_class} the engine uses is not in its table",))
+
+
+def _example_module(base: BaseModel) -> str:
+    """A module name of the base model, for error messages."""
+    first = next(iter(base.shapes), "")
+    parts = [module for module in base.shapes if module.rpartition(".")[2] in _PARTS]
+    if base.engine is None:
+        return next(iter(parts), first)
+    pair = LoraPair((1, 1), (1, 1))
+    return next((module for module in parts if base.engine.fate(module, pair).fate == "served"), "")
+
+
+def _packing_hint(module: str, names: ModuleShapes) -> str:
+    """A hint for the error message if the base model packs the module's parts together, or keeps them apart."""
+    parent, _, last = module.rpartition(".")
+    for packed, parts in _PACKED.items():
+        if last == packed and names.find(f"{parent}.{parts[0]}"):
+            return f"; accepted are its parts {', '.join(parts)}, one pair each"
+        if last in parts and names.find(f"{parent}.{packed}"):
+            return f"; accepted is {packed}, which holds {', '.join(parts)}"
+    return ""

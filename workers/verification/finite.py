@@ -1,0 +1,148 @@
+"""Values of an adapter's weights with which no engine can compute, found in the bytes as they are read for the digest.
+
+One NaN in the KV cache of an engine spoils other requests too: vLLM 0.32 answers the next request of any caller
+wrongly, with status 200. NaN and infinity are such values, and so are finite numbers that become infinite: float16
+holds numbers below 65,520, and products of larger ones leave the range of bfloat16 and float32 within a few layers.
+"""
+
+import functools
+import math
+import struct
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from workers.core.errors import SourceError
+from workers.verification.adapter_files import WEIGHTS_NAME
+from workers.verification.tensors import TensorHeader, tensor_bytes
+
+LARGEST: Final = 65520.0
+"""The least number that float16 rounds to infinity. Weights of healthy adapters are below 100."""
+
+_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+# The lowest code of a magnitude that is infinite or NaN. Codes of all these dtypes grow with the magnitude.
+_NOT_A_NUMBER = {
+    "F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7, "F8_E4M3": 0x7F, "F8_E5M2": 0x7C,
+}  # fmt: skip
+
+
+class _Span(NamedTuple):
+    """Bytes of one tensor, up to `end` in the file; `code`: the lowest code that is refused, 0 in bytes not checked."""
+
+    end: float
+    name: str = ""
+    dtype: str = ""
+    width: int = 1
+    code: int = 0
+
+
+class FiniteCheck:
+    """Counts refused values of a safetensors file while its bytes pass by. Its memory is that of two chunks."""
+
+    def __init__(self, file_bytes: int, tensors: Mapping[str, TensorHeader], scale: float) -> None:
+        """
+        file_bytes  the file's size
+        tensors     all of them, in the order of their data
+        scale       the largest factor by which an engine multiplies a lora_B
+        """
+        self._scale = scale
+        at = file_bytes - sum(map(tensor_bytes, tensors.values()))
+        self._spans = [_Span(at)]
+        for name, tensor in tensors.items():
+            at += tensor_bytes(tensor)
+            if tensor.dtype in _WIDTHS:
+                limit = LARGEST / max(1.0, scale if _is_lora_b(name) else 1.0)
+                width, code = _WIDTHS[tensor.dtype], _lowest_refused(tensor.dtype, limit)
+                self._spans.append(_Span(at, name, tensor.dtype, width, code))
+            else:
+                self._spans.append(_Span(at))  # integers are finite
+        self._spans.append(_Span(math.inf))  # the file may have grown
+        self._index, self._position, self._rest = 0, 0, b""
+        self._nan_or_inf, self._too_large = 0, 0
+        self._names: dict[str, None] = {}
+
+    def feed(self, chunk: bytes) -> None:
+        """Check the file's next bytes."""
+        begin = 0
+        while begin < len(chunk):
+            span = self._spans[self._index]
+            if self._position >= span.end:
+                self._index += 1
+                continue
+            end = int(min(len(chunk), begin + span.end - self._position))
+            self._position += end - begin
+            if span.code:
+                piece = self._rest + chunk[begin:end]
+                whole = len(piece) - len(piece) % span.width
+                self._rest = piece[whole:]
+                self._check(piece[:whole], span)
+            begin = end
+
+    def _check(self, piece: bytes, span: _Span) -> None:
+        """Count the refused values among whole values of one tensor."""
+        # The last byte of a value has its sign and the first bits of its exponent: small ones clear nearly all pieces.
+        if not piece[span.width - 1 :: span.width].translate(None, _small_last_bytes(span.width, span.code)):
+            return
+        if refused := _count_from(piece, span.width, span.code):
+            nan_or_inf = _count_from(piece, span.width, _NOT_A_NUMBER[span.dtype])
+            self._nan_or_inf += nan_or_inf
+            self._too_large += refused - nan_or_inf
+            self._names[span.name] = None
+
+    def require_finite(self) -> None:
+        """Raises SourceError `weights_not_finite` if a refused value has passed by."""
+        if not self._names:
+            return
+        counts = []
+        if self._nan_or_inf:
+            counts.append(f"{self._nan_or_inf} NaN or infinite values")
+        if self._too_large:
+            scaled = f", lora_B times the config's scale {self._scale:g}" if self._scale > 1 else ""
+            counts.append(f"{self._too_large} values of {LARGEST:g} or more{scaled}")
+        tensors = f"{len(self._names)} of its tensors, the first is {next(iter(self._names))!r}"
+        accepted = "accepted are finite numbers that float16 holds, too: others spoil the answers of other adapters"
+        advice = "the training run has diverged: publish its last checkpoint before that, with its loss still finite"
+        raise SourceError(
+            "weights_not_finite", f"{WEIGHTS_NAME}: {' and '.join(counts)} in {tensors}; {accepted}; {advice}"
+        )
+
+
+def _is_lora_b(tensor: str) -> bool:
+    """Whether an engine multiplies the tensor of this name by the adapter's scale."""
+    return tensor.endswith((".lora_B.weight", ".lora_embedding_B"))
+
+
+@functools.lru_cache(maxsize=64)
+def _lowest_refused(dtype: str, limit: float) -> int:
+    """The code of the least magnitude of a dtype that is `limit` or more; at most that of infinity or NaN."""
+    code: int
+    if dtype == "F64":
+        (code,) = struct.unpack("<Q", struct.pack("<d", limit))
+    elif dtype in {"F32", "BF16"}:
+        (code,) = struct.unpack("<I", struct.pack("<f", limit))
+        code = code if dtype == "F32" else -(-code >> 16)  # BF16 is the upper half, here rounded up
+    elif dtype in {"F16", "F8_E5M2"}:
+        code = 0x1F << 10
+        if limit < LARGEST:
+            (code,) = struct.unpack("<H", struct.pack("<e", limit))
+        code = code if dtype == "F16" else -(-code >> 8)
+    else:
+        code = next((code for code in range(0x7F) if math.ldexp(8 + code % 8, code // 8 - 10) >= limit), 0x7F)
+    return max(1, min(code, _NOT_A_NUMBER[dtype]))
+
+
+@functools.lru_cache(maxsize=64)
+def _small_last_bytes(width: int, code: int) -> bytes:
+    """The last bytes of values whose magnitude is certainly below a code, with either sign."""
+    end = code >> 8 * (width - 1)
+    return bytes([*range(end), *range(0x80, 0x80 + end)])
+
+
+def _count_from(piece: bytes, width: int, code: int) -> int:
+    """How many values of so many bytes each have a magnitude with this code or a higher one.
+
+    All at once, in one number: to each magnitude is added what lifts the code into the bit of the sign.
+    """
+    sign = 1 << 8 * width - 1
+    ones = int.from_bytes((b"\1" + bytes(width - 1)) * (len(piece) // width), "little")
+    magnitudes = int.from_bytes(piece, "little") & ones * (sign - 1)
+    return (magnitudes + ones * (sign - code) & ones * sign).bit_count()

@@ -1,0 +1,175 @@
+"""Checks of an adapter's config and tensor headers, and its manifest: digest, rank, modules. No tensor is loaded.
+
+An adapter is refused if an engine would refuse it, or would load it and serve it wrongly: vLLM 0.32 accepts adapters
+of another base model, with more layers or without any matching module, and then serves the base model.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lorafleet.identity import FileEntry
+from lorafleet.identity import files_digest as digest
+from workers.core.errors import SourceError
+from workers.verification.base_check import NOTHING_COMPARED, check_against_base, embeddings_taken, with_single_ranks
+from workers.verification.base_model import BaseModel
+from workers.verification.base_names import BaseModelCheck, is_same_base
+from workers.verification.lora_tensors import AdapterTensors, adapter_tensors
+from workers.verification.patterns import MatchTime
+from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES, LoraConfig, invalid_config, parse_config
+from workers.verification.tensors import TensorHeader
+
+__all__ = [
+    "CONFIG_NAME",
+    "MAX_CONFIG_BYTES",
+    "AdapterDescription",
+    "AdapterRules",
+    "FileEntry",
+    "Manifest",
+    "check_adapter",
+    "digest",
+    "is_same_base",
+]
+
+
+# Limit for rank_pattern keys times modules, a microsecond each: 4,000 modules with a key each are fine.
+_MOST_MATCHES = 16_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A verified adapter.
+
+    rank        the largest of its modules
+    base_model  "" if its config names none
+    """
+
+    digest: str
+    rank: int
+    base_model: str
+    size_bytes: int
+    modules: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterDescription:
+    """An adapter by its config and tensor headers: a Manifest without digest and size.
+
+    experts   how many of its modules are of experts
+    ignored   modules that the engine takes and does not use, as far as its table says; `why` says why, and
+              what the table does not say
+    notes     sentences for operators: what could not be compared
+    scale     the largest factor by which engines multiply a module's change
+    """
+
+    rank: int
+    base_model: str
+    modules: int
+    experts: int = 0
+    ignored: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRules:
+    """The rules that adapters of this worker must keep.
+
+    max_rank     largest rank that the engine accepts; None: any, for inspections
+    base_names   names of the worker's base model
+    base         the base model's modules; None if unknown: then adapters are not compared with them
+    max_bytes    largest total size of an adapter's files; None: no limit
+    """
+
+    max_rank: int | None
+    base_names: frozenset[str]
+    base_check: BaseModelCheck = "name"
+    base: BaseModel | None = None
+    max_bytes: int | None = None
+    allow_pickle: bool = False
+
+
+def check_adapter(
+    config: bytes,
+    tensors: Mapping[str, TensorHeader],
+    rules: AdapterRules,
+    *,
+    clock: Callable[[], float] = time.thread_time,
+) -> AdapterDescription:
+    """Check an adapter against the rules and describe it; raises SourceError with the first rule that it breaks.
+
+    config    bytes of its adapter_config.json
+    tensors   of its adapter_model.safetensors, by name
+    clock     CPU time of this thread, which ends expressions of the config that take too long
+    """
+    embeddings = embeddings_taken(rules.base)
+    lora_config = parse_config(config, embeddings=embeddings)
+    _check_base_name(lora_config.base_model, rules)
+    check_rank(lora_config.max_rank, rules)
+    parts = adapter_tensors(tensors, lora_config.saved, embeddings)
+    _check_embedding_copies(parts, tensors, rules.base)
+    _check_against_config(parts, lora_config, rules.base, MatchTime(clock))
+    verdict = check_against_base(parts, rules.base) if rules.base else NOTHING_COMPARED
+    rank = max(with_single_ranks(parts.pairs, rules.base).values())
+    check_rank(rank, rules)
+    return AdapterDescription(
+        rank=rank,
+        base_model=lora_config.base_model,
+        modules=len(parts.pairs),
+        experts=sum(".experts" in module for module in parts.pairs),
+        ignored=verdict.ignored,
+        why=verdict.why,
+        notes=verdict.notes,
+        scale=lora_config.scale,
+    )
+
+
+def _check_against_config(parts: AdapterTensors, config: LoraConfig, base: BaseModel | None, time: MatchTime) -> None:
+    """Raises SourceError if a pair's rank differs from the config's, or its module is not targeted."""
+    patterns = len(config.ranks) + len(config.alphas)
+    if patterns * len(parts.pairs) > _MOST_MATCHES:
+        field = "rank_pattern" if config.ranks else "alpha_pattern"
+        message = f"{field} has {patterns} keys for {len(parts.pairs)} modules"
+        raise invalid_config(f"{message}; accepted are fewer: each is held against each, here and in the engine")
+    ranks = with_single_ranks(parts.pairs, base)
+    for module, pair in parts.pairs.items():
+        rank, expected = ranks[module], config.rank_of(module, time)
+        # Without the number of experts their rank is only known to be a multiple.
+        if rank != expected and not (pair.is_stacked and rank == pair.rank and rank % expected == 0):
+            message = f"module {module}: its tensors have rank {rank}, {CONFIG_NAME} says {expected}"
+            raise SourceError("rank_mismatch", f"{message}; accepted are equal ones, through r or rank_pattern")
+        if config.is_targeted(module, time) is False:
+            message = f"tensors of module {module}, which target_modules of {CONFIG_NAME} leaves out"
+            raise SourceError("module_untargeted", f"{message}; accepted are tensors of targeted modules")
+
+
+def _check_embedding_copies(parts: AdapterTensors, tensors: Mapping[str, TensorHeader], base: BaseModel | None) -> None:
+    """Check copies of the base model's embeddings, which PEFT may save and engines ignore: no tokens may be added.
+
+    Raises SourceError `shape_mismatch`; checks nothing if the base model's shapes are unknown.
+    """
+    names = base.module_shapes() if base and parts.copies else None
+    for name, module in parts.copies.items():
+        shape = names.find(module) if names else None
+        if shape is not None and tensors[name].shape != shape:
+            found = list(tensors[name].shape)
+            message = f"tensor {name!r} is {found}, the base model's is {list(shape)}: tokens were added"
+            raise SourceError("shape_mismatch", f"{message}; accepted are adapters for the base model's own vocabulary")
+
+
+def check_rank(rank: int, rules: AdapterRules) -> None:
+    """Raises SourceError `rank_too_big` if the rank exceeds the engine's limit."""
+    if rules.max_rank is not None and rank > rules.max_rank:
+        message = f"rank {rank} is more than this worker's max_lora_rank {rules.max_rank}"
+        raise SourceError("rank_too_big", f"{message}; accepted are smaller ones, or a worker with a higher limit")
+
+
+def _check_base_name(declared: str, rules: AdapterRules) -> None:
+    """Raises SourceError `base_model_mismatch` for an adapter of another base model."""
+    if not is_same_base(declared, rules.base_names, rules.base_check):
+        message = f"the adapter was trained on {declared!r}; this worker serves {', '.join(sorted(rules.base_names))}"
+        advice = (
+            "accepted are those; if it fits all the same, register it with that base_model, or see base_model_check"
+        )
+        raise SourceError("base_model_mismatch", f"{message}; {advice}")

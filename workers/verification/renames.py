@@ -1,0 +1,205 @@
+"""Renames of an adapter's modules that leave its weights as they are, into names that an engine finds.
+
+Trainers name the same module in several ways: by the class through which they loaded the base model, by wrappers that
+were left on it, or with a prefix twice. Whether a name is right is the verification's answer alone.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workers.core.errors import SourceError
+from workers.verification.lora_tensors import PREFIX
+from workers.verification.manifest import AdapterDescription, AdapterRules, check_adapter
+from workers.verification.patterns import MatchTime, SlowExpressionError
+from workers.verification.peft import LoraConfig, invalid_config, parse_config
+from workers.verification.tensors import TensorHeader
+
+# Where classes have their language model.
+LANGUAGE_PREFIXES = {
+    "text": "model.",  # AutoModelForCausalLM
+    "wrapped": "model.language_model.",  # AutoModelForImageTextToText
+    "idefics": "model.text_model.",  # Idefics3, SmolVLM
+    "outer": "language_model.model.",  # transformers 4
+    "automodel": "",
+}
+
+_ROOT = re.compile(r"(?:model\.language_model\.|model\.text_model\.|language_model\.model\.|model\.)?(?=layers\.\d)")
+_FULL_NAME = re.compile(r"(?:model|language_model)\.[\w.\-]+")
+_EMBEDDINGS = re.compile(
+    r"(?:model\.language_model\.|model\.text_model\.|language_model\.model\.|model\.)(?=embed_tokens\.)"
+)
+_ADAPTER_NAME = re.compile(r"(\.lora_(?:embedding_)?[AB])\.(?!weight$)(\w+)(?=\.weight$|$)")
+_WRAPPER = re.compile(r"(?<=\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_TENSOR_END = re.compile(r"\.(?:lora_(?:embedding_)?[AB](?:\.weight)?|base_layer\.weight|weight)$")
+
+
+@dataclass(frozen=True, slots=True)
+class RenamePlan:
+    """New names of an adapter's tensors.
+
+    names      tensor -> its new name, of every tensor
+    config     the new adapter_config.json
+    steps      what was done, one sentence each; empty if the names are right as they are
+    described  the renamed adapter
+    """
+
+    names: Mapping[str, str]
+    config: bytes
+    steps: tuple[str, ...]
+    described: AdapterDescription
+
+
+def plan_renames(
+    config: bytes,
+    tensors: Mapping[str, TensorHeader],
+    rules: AdapterRules,
+    *,
+    language: str | None = None,
+    clock: Callable[[], float] = time.thread_time,
+) -> RenamePlan:
+    """The renames after which the adapter keeps the rules, and the engine ignores none of its modules.
+
+    rules     of the base model that will serve it; without its modules only wrappers and doubled prefixes are removed
+    language  whose names the language model gets, a key of LANGUAGE_PREFIXES; None: they are tried in turn
+    clock     CPU time of this thread, which ends expressions of the config that take too long
+    raises    SourceError if no renames mend it: the fault that is left
+    """
+    plain, steps = _plain_names(tensors)
+    places = [LANGUAGE_PREFIXES[language]] if language else [None, *(LANGUAGE_PREFIXES.values() if rules.base else ())]
+    fault: SourceError | None = None
+    for place in places:
+        names = {name: _moved(new, place) for name, new in plain.items()}
+        if len(set(names.values())) < len(names):
+            continue  # two tensors of one name: not the same module in another spelling
+        try:
+            modules = {_module(plain[name]): _module(new) for name, new in names.items()}
+            new_config = _renamed_config(config, modules, place, MatchTime(clock))
+            described = check_adapter(new_config, {new: tensors[name] for name, new in names.items()}, rules)
+            _check_language_served(described)
+        except SourceError as exc:
+            if fault is None or fault.code == "modules_unmatched":
+                fault = exc  # names that the base model has show what else is wrong
+            continue
+        moved = sum(plain[name] != new for name, new in names.items())
+        moves = (f"the language model is renamed, {moved} tensors: {_example(plain, names)}",) if moved else ()
+        return RenamePlan(names, new_config, (*steps, *moves), described)
+    if fault is None:
+        raise SourceError("tensor_unexpected", "two tensors get one name; accepted are other names, or none to move to")
+    raise fault
+
+
+def _check_language_served(described: AdapterDescription) -> None:
+    """Raises SourceError `module_unknown` if the engine would ignore modules of the language model.
+
+    Engines ignore towers under any name.
+    """
+    ignored = [module for module in described.ignored if _ROOT.match(module) or _EMBEDDINGS.match(f"{module}.")]
+    if ignored:
+        message = f"the engine ignores {len(ignored)} of its modules ({ignored[0]}, ...)"
+        raise SourceError("module_unknown", f"{message}; no safe rename leads to modules of the base model")
+
+
+def _plain_names(tensors: Mapping[str, TensorHeader]) -> tuple[dict[str, str], list[str]]:
+    """Tensor -> its name with one prefix, without wrappers and adapter name; and what was done.
+
+    Raises SourceError `tensor_unexpected` for tensors of several adapters, or of one name.
+    """
+    names = {name: name for name in tensors}
+    steps = []
+    for what, rename in (
+        (f"tensors have the prefix {PREFIX} once", _single_prefix),
+        ("names of compiled or wrapped models were removed", _without_wrappers),
+        ("the adapter's name was removed from the tensors' names", _without_adapter_name),
+    ):
+        renamed = {name: rename(new) for name, new in names.items()}
+        if count := sum(names[name] != new for name, new in renamed.items()):
+            steps.append(f"{what}, {count} tensors: {_example(names, renamed)}")
+        names = renamed
+    adapters = {match[2] for name in tensors if (match := _ADAPTER_NAME.search(name))}
+    if len(adapters) > 1 or len(set(names.values())) < len(names):
+        message = f"tensors of several adapters in one file ({', '.join(sorted(adapters)[:5]) or 'with equal names'})"
+        raise SourceError("tensor_unexpected", f"{message}; accepted is one: save it alone, by selected_adapters")
+    return names, steps
+
+
+def _single_prefix(name: str) -> str:
+    """The name with PEFT's prefix once."""
+    while name.startswith(PREFIX * 2):
+        name = name.removeprefix(PREFIX)
+    return name if name.startswith(PREFIX) else PREFIX + name
+
+
+def _without_wrappers(name: str) -> str:
+    """The name without parts that torch.compile, FSDP and activation checkpointing put into it."""
+    return _WRAPPER.sub("", name)
+
+
+def _without_adapter_name(name: str) -> str:
+    """`lora_A.default.weight` as `lora_A.weight`."""
+    return _ADAPTER_NAME.sub(r"\1", name)
+
+
+def _moved(name: str, place: str | None) -> str:
+    """A tensor of the language model's layers or embeddings in another place; other modules keep their names.
+
+    None moves nothing.
+    """
+    module = name.removeprefix(PREFIX)
+    for part in (_ROOT, _EMBEDDINGS):
+        if place is not None and (match := part.match(module)):
+            return PREFIX + place + module[match.end() :]
+    return name
+
+
+def _example(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """The first change, as `old -> new`."""
+    return next(f"{old[name]} -> {new[name]}" for name in old if old[name] != new[name])
+
+
+# --- the config ---------------------------------------------------------------------------------------------------
+
+
+def _renamed_config(config: bytes, modules: Mapping[str, str], place: str | None, match_time: MatchTime) -> bytes:
+    """The config for the new names: it targets them, and gives each module the rank and scale of its old name.
+
+    modules  module -> its new name
+    raises   SourceError `adapter_config_invalid` if a pattern would match other modules than before
+    """
+    parsed = parse_config(config)
+    content: dict[str, Any] = json.loads(config)
+    for field in ("rank_pattern", "alpha_pattern"):
+        if content.get(field):
+            content[field] = {_moved_key(key, place): value for key, value in content[field].items()}
+    renamed = parse_config(json.dumps(content).encode())
+    for module, new in modules.items():
+        if _entries(parsed, module, match_time) != _entries(renamed, new, match_time):
+            message = f"rank_pattern or alpha_pattern has expressions that match only one of {module} and {new}"
+            raise invalid_config(f"{message}; accepted are expressions for both")
+    if any(renamed.is_targeted(new, match_time) is False for new in modules.values()):
+        content["target_modules"] = sorted(set(modules.values()))
+    return json.dumps(content, indent=2).encode()
+
+
+def _moved_key(key: str, place: str | None) -> str:
+    """A key of a pattern field: renamed if it is a module's full name, as it is if it is an expression or an end."""
+    return _moved(PREFIX + key, place).removeprefix(PREFIX) if _FULL_NAME.fullmatch(key) else key
+
+
+def _entries(config: LoraConfig, module: str, match_time: MatchTime) -> list[int | None]:
+    """The places of the entries of `rank_pattern` and `alpha_pattern` that hold for a module. Raises SourceError."""
+    try:
+        return [
+            next((place for place, pattern in enumerate(patterns) if pattern.end.matches(module, match_time)), None)
+            for patterns in (config.ranks, config.alphas)
+        ]
+    except SlowExpressionError as exc:
+        raise invalid_config(f"an expression of rank_pattern or alpha_pattern takes too long on {exc}") from exc
+
+
+def _module(name: str) -> str:
+    """The module of a tensor."""
+    return _TENSOR_END.sub("", name.removeprefix(PREFIX))
