@@ -14,7 +14,7 @@ from tests.conftest import group_of
         ("tests/contract/test_surface.py::test_every_route_names_an_unknown_model", "vllm"),
         ("tests/lorafleet/tokenizer/test_chat.py::test_ids_of_a_chat", "vllm"),
         ("tests/contract/test_client.py::test_evicted_blocks_are_reported[sim]", "tests/contract/test_client.py"),
-        ("tests/router/test_index.py::test_x[a@founding]", "tests/router/test_index.py"),
+        ("tests/router/core/kv/test_index.py::test_x[a@founding]", "tests/router/core/kv/test_index.py"),
     ],
 )
 def test_tests_that_share_an_engine_or_a_fleet_are_one_group(test: str, group: str) -> None:

@@ -9,8 +9,8 @@ from fastapi.routing import APIRoute
 from structlog.testing import capture_logs
 
 from lorafleet.telemetry.request_log import RequestLog, put_request_id
-from tests.lorafleet.test_cross_site import agent, orchestrator
-from tests.lorafleet.test_listener_for_app import SOON, served
+from tests.lorafleet.http_server.test_cross_site import agent, orchestrator
+from tests.lorafleet.http_server.test_listener import SOON, served
 from tests.router.doubles import BASE, CHAT, EngineDouble, fleet
 from tests.wires import error_of, parsed_head
 

@@ -6,7 +6,7 @@ from asyncio.subprocess import PIPE
 
 import pytest
 
-from tests.lorafleet.test_listener_for_app import served
+from tests.lorafleet.http_server.test_listener import served
 from tests.patience import patience
 from tests.router.doubles import EngineDouble, fleet
 

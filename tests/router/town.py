@@ -16,7 +16,7 @@ from router.core.schedule.policy import Decision
 from router.core.schedule.replica_book import LoadEntry
 from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequest
 from router.core.scheduler import Scheduler
-from tests.router.test_policy import a_replica
+from tests.router.core.schedule.test_policy import a_replica
 from tests.simulated import SimulatedEngine
 
 # As router/request/queue.py looks while somebody waits, and as routers read reports.

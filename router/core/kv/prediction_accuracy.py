@@ -16,8 +16,8 @@ from router.core.kv.index import WorkerId
 TrustState = Literal["exact", "degraded", "estimate"]
 FeedMode = Literal["exact", "estimate"]
 
-# Reasoned, then simulated (tests/router/test_trust.py repeats it; nothing was measured on a fleet). With one
-# disagreement in ten, which is a crowded cache, a worker is degraded by chance once in about 46,000 comparisons and
+# Reasoned, then simulated (tests/router/core/kv/test_prediction_accuracy.py repeats it; nothing was measured on a
+# fleet). With one disagreement in ten, which is a crowded cache, a worker is degraded by chance once in about 46,000 comparisons and
 # exact again 26 later; with one in two it is degraded after 17 and stays so. Six in a row degrade; eighteen agreements
 # in a row heal.
 _ADDED = 3

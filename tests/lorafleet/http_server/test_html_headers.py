@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.lorafleet.test_cross_site import agent, orchestrator
-from tests.lorafleet.test_known_fields import asking, router
+from tests.lorafleet.http_server.test_cross_site import agent, orchestrator
+from tests.lorafleet.service.test_known_fields import asking, router
 
 
 @pytest.mark.parametrize("service", [orchestrator, agent, router])

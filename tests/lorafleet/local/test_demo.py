@@ -13,7 +13,7 @@ from starlette.routing import Route
 from lorafleet.local import demo
 from lorafleet.local.fleet import LocalFleet
 from lorafleet.service.failure import CommandFailed
-from tests.lorafleet.local.test_up_parts import options
+from tests.lorafleet.local.test_up import options
 from tests.serving import serving
 
 _NO_TEMPLATE = {"error": {"message": "the model has no chat template", "code": 400}}

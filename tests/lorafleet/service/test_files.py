@@ -10,7 +10,7 @@ from lorafleet.cli.keys import add_key
 from lorafleet.local.fleet import LocalFleet
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import write_atomically, write_error_text
-from tests.lorafleet.local.test_up_parts import options
+from tests.lorafleet.local.test_up import options
 
 
 @pytest.fixture

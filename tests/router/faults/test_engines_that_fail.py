@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lorafleet.engine.vllm_errors import ENGINE_DEAD, SHUTTING_DOWN
-from tests.lorafleet.service.test_auth import no_more_files
+from tests.lorafleet.keys.test_auth import no_more_files
 from tests.patience import patience, until, within
 from tests.router.doubles import UNHEARD, AgentDouble, with_sql
 from tests.router.faults.faulty_fleet import (
@@ -27,7 +27,7 @@ from tests.router.faults.faulty_fleet import (
     sound,
 )
 from tests.router.faults.test_limits import key_file
-from tests.router.test_serving_requests import ready_on_w0
+from tests.router.request.test_run import ready_on_w0
 
 CLEAN = b"".join(EVENTS)
 FIRST_EVENT_AT = len(STREAM_HEAD) + len(pieces(EVENTS[0])) - len(b"\r\n")

@@ -1,0 +1,394 @@
+"""The store keeps intent over restarts, refuses what it cannot read, and its counters only grow."""
+
+import os
+import shutil
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from threading import Barrier
+from types import SimpleNamespace
+
+import pytest
+
+from orchestrator.core.errors import LeaseUnreachable, OrchestratorUnavailable, StoreError
+from orchestrator.leadership.file_lease import FileLease
+from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
+from orchestrator.store.backend import WorkerIntent
+from orchestrator.store.sqlite import SCHEMA, SqliteBackend, no_space
+from orchestrator.store.store import IntentStore
+from tests.orchestrator.store.test_backend import ADAPTER
+
+
+@pytest.mark.parametrize("bad", [replace(ADAPTER, rank=2**70), replace(ADAPTER, quarantine="half a pair: \ud800")])
+def test_a_value_that_sqlite_cannot_store_writes_nothing(tmp_path, bad):
+    store = IntentStore(tmp_path / "s.db")
+
+    def put_both():
+        with store.together():
+            store.put_adapter(replace(ADAPTER, lora_id="before/v1"))
+            store.put_adapter(replace(bad, lora_id="bad/v1"))
+
+    with pytest.raises((OverflowError, UnicodeError)):
+        put_both()
+    assert list(store.adapters) == []
+    store.put_adapter(replace(ADAPTER, lora_id="after/v1"))
+    store.close()
+    again = IntentStore(tmp_path / "s.db")
+    assert list(again.adapters) == ["after/v1"]
+    again.close()
+
+
+def test_error_that_is_caught_between_nested_writes_fails_the_whole(tmp_path):
+    store = IntentStore(tmp_path / "store.db")
+
+    def write():
+        with store.together():
+            store.put_alias("before", (("a", 1.0),))
+            with suppress(ValueError), store.together():
+                raise ValueError
+            store.put_alias("after", (("a", 1.0),))
+
+    with pytest.raises(AssertionError, match="writes before it are lost"):
+        write()
+    assert not store.aliases
+    store.put_alias("next", (("a", 1.0),))
+    store.close()
+    store = IntentStore(tmp_path / "store.db")
+    assert list(store.aliases) == ["next"]
+    store.close()
+
+
+def test_revisions_grow_after_an_old_backup_is_restored(tmp_path):
+    IntentStore(tmp_path / "s.db", wall=lambda: 1_000.0).close()
+    shutil.copy(tmp_path / "s.db", tmp_path / "copy.db")
+    store = IntentStore(tmp_path / "s.db", wall=lambda: 2_000.0)
+    last = store.next_revision()
+    store.close()
+    restored = IntentStore(tmp_path / "copy.db", wall=lambda: 2_001.0)
+    assert restored.next_revision() > last
+    restored.close()
+
+
+def test_orchestrators_can_start_together_on_a_new_store(tmp_path):
+    """A race by chance: without the lock nearly every round has a process that finds an existing table."""
+    together = Barrier(3)
+
+    def start(number):
+        together.wait()
+        IntentStore(tmp_path / f"{number}.db").close()
+
+    with ThreadPoolExecutor(3) as pool:
+        for number in range(10):
+            for one in [pool.submit(start, number) for _ in range(3)]:
+                one.result()
+
+
+SCHEMAS = Path(__file__).parent / "schemas"
+
+
+def test_a_sample_store_exists_for_every_older_schema():
+    assert sorted(int(path.stem) for path in SCHEMAS.glob("*.sql")) == list(range(1, SCHEMA))
+
+
+@pytest.mark.parametrize("path", sorted(SCHEMAS.glob("*.sql")), ids=lambda path: path.name)
+def test_a_store_of_any_older_schema_is_migrated_without_loss(tmp_path, path):
+    with closing(sqlite3.connect(tmp_path / "s.db")) as db:
+        db.executescript(path.read_text())
+    for _ in range(2):
+        store = IntentStore(tmp_path / "s.db")
+        assert dict(store.adapters) == {"sql/v1": replace(ADAPTER, quarantine=None, secret=None, pinned_source=None)}
+        assert dict(store.aliases) == {"sql": (("sql/v1", 1.0),)}
+        assert store.rules == PlacementPolicy(loading="weighted", loads_per_worker=3)
+        assert store.workers == {"w0": WorkerIntent("cordoned"), "w1": WorkerIntent("draining", 17.5)}
+        assert store.tombstones == {"old": {"e" * 64}}
+        assert store.epoch == 7
+        assert store.revision > 1_800_000_000_000
+        store.record("alias_set", "sql", {"targets": []}, "me")
+        assert store.history(subject="sql")[0].actor == "me"
+        store.close()
+
+
+def test_a_store_to_which_a_newer_version_added_columns_can_be_rolled_back(tmp_path):
+    path = tmp_path / "s.db"
+    IntentStore(path).close()
+    with closing(sqlite3.connect(path)) as db:
+        for table in ("adapters", "aliases", "workers", "counters", "rollouts", "tombstones", "policy"):
+            db.execute(f"ALTER TABLE {table} ADD COLUMN added_later TEXT NOT NULL DEFAULT 'x'")
+        db.execute("CREATE TABLE added_later (x)")
+        db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+        db.commit()
+    store = IntentStore(path)
+    store.put_adapter(ADAPTER)
+    store.put_alias("sql", (("sql/v1", 1.0),))
+    store.put_rules(PlacementPolicy(loads_per_worker=3))
+    store.put_worker("w0", WorkerIntent("cordoned"))
+    store.put_tombstone("old", "e" * 64)
+    store.raise_epoch(6)
+    store.close()
+    again = IntentStore(path)
+    assert dict(again.adapters) == {ADAPTER.lora_id: ADAPTER}
+    assert dict(again.aliases) == {"sql": (("sql/v1", 1.0),)}
+    assert again.rules == PlacementPolicy(loads_per_worker=3)
+    assert again.workers == {"w0": WorkerIntent("cordoned")}
+    assert again.tombstones == {"old": {"e" * 64}}
+    assert again.epoch == 7
+    again.close()
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA + 1,)
+
+
+def _newer(path):
+    IntentStore(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("ALTER TABLE adapters RENAME COLUMN source TO origin")
+        db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+    db.close()
+
+
+def _foreign(path):
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE somebody_elses (x)")
+    db.close()
+
+
+def _foreign_with_a_version(path):
+    _foreign(path)
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+
+
+def _full(path):
+    store = IntentStore(path)
+    for number in range(200):
+        store.put_adapter(RegisteredAdapter(lora_id=f"a{number}", source="x" * 500))
+    store.close()
+    return bytearray(path.read_bytes())
+
+
+def _damaged(path):
+    raw = _full(path)
+    raw[4096:20000] = bytes(20000 - 4096)
+    path.write_bytes(raw)
+
+
+def _truncated(path):
+    raw = _full(path)
+    path.write_bytes(raw[: len(raw) // 2])
+
+
+def _random(path):
+    path.write_bytes(Random(7).randbytes(50_000))
+
+
+def _random_after_the_head(path):
+    raw = _full(path)
+    raw[100:] = Random(7).randbytes(len(raw) - 100)
+    path.write_bytes(raw)
+
+
+def _nonsense_inside(path):
+    _full(path)
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE adapters SET policy = 'no json'")
+    db.close()
+
+
+def _changed(statement, *values):
+    """A complete store, but for one statement."""
+
+    def spoil(path):
+        _full(path)
+        with sqlite3.connect(path) as db:
+            db.execute(statement, values)
+        db.close()
+
+    return spoil
+
+
+def _text(path):
+    path.write_text("this is no database, however long one looks at it " * 100)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_newer, "newer version"),
+        (_foreign, "another program"),
+        (_foreign_with_a_version, "another program"),
+        (_damaged, "not changed"),
+        (_truncated, "not changed"),
+        (_random, "not changed"),
+        (_random_after_the_head, "not changed"),
+        (_nonsense_inside, "not changed"),
+        (_text, "not changed"),
+        (_changed("REPLACE INTO policy VALUES (1, 'null')"), r"\(policy: Expected `object`, got `null`\)"),
+        (_changed("REPLACE INTO policy VALUES (1, ?)", '{"min_replicas": "x"}'), r"policy: Expected `int`, got `str`"),
+        (_changed("UPDATE adapters SET tenants = ?", '"acme"'), r"adapter '.*': Expected `array . null`, got `str`"),
+        (_changed("UPDATE adapters SET tenants = ?", "acme"), r"adapter '.*': tenants: no JSON"),
+        (_changed("UPDATE adapters SET policy = ?", '{"min_replicas": "x"}'), r"adapter '.*': Expected `int"),
+        (_changed("UPDATE adapters SET policy = ?", "[" * 100_000), r"adapter '.*': policy: no JSON"),
+        (_changed("UPDATE adapters SET source = CAST(x'ff' AS TEXT)"), "UTF-8"),
+        (_changed("ALTER TABLE adapters DROP COLUMN secret"), r"columns secret of adapters missing"),
+        (_changed("DROP TABLE aliases"), r"table aliases missing"),
+        (_changed("REPLACE INTO aliases VALUES ('sql', '[[1, 2]]')"), r"alias 'sql': Expected `str`, got `int`"),
+        (_changed("REPLACE INTO rollouts VALUES ('sql', 'null')"), r"rollout of 'sql': Expected `object`"),
+    ],
+)
+def test_a_foreign_or_damaged_file_is_refused_unchanged(tmp_path, spoil, says):
+    path = tmp_path / "s.db"
+    spoil(path)
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match=says) as refusal:
+        IntentStore(path)
+    assert str(path) in str(refusal.value)
+    assert path.read_bytes() == before
+
+
+def test_a_folder_in_the_place_of_the_store_is_refused(tmp_path):
+    with pytest.raises(StoreError, match=str(tmp_path)):
+        IntentStore(tmp_path)
+
+
+@contextmanager
+def _as_nobody():
+    """Drop root's permission to write any file for the test."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_read_only_file_is_refused_unchanged():
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        path = Path(folder) / "s.db"
+        IntentStore(path).close()
+        before = path.read_bytes()
+        path.chmod(0o444)
+        with _as_nobody(), pytest.raises(StoreError, match="not changed"):
+            IntentStore(path)
+        assert path.read_bytes() == before
+
+
+def test_the_history_is_kept_over_restarts_and_bounded_for_each_kind(tmp_path):
+    store = IntentStore(SqliteBackend(tmp_path / "s.db", history_kept=100), wall=lambda: 5.0)
+    store.record("alias_set", "sql", {"targets": [["sql/v1", 1.0]]}, "tenant acme")
+    with store.together():
+        for number in range(1000):
+            store.record("load", f"a{number}")
+    loads = store.history(kinds=("load",), limit=10_000)
+    assert 100 <= len(loads) < 200
+    assert [entry.subject for entry in loads[:2]] == ["a999", "a998"]
+    store.close()
+    again = IntentStore(tmp_path / "s.db")
+    (entry,) = again.history(subject="sql")
+    assert (entry.kind, entry.actor, entry.at, entry.body) == (
+        "alias_set",
+        "tenant acme",
+        5.0,
+        {"targets": [["sql/v1", 1.0]]},
+    )
+    assert again.history(kinds=("load",), before=loads[3].id, limit=1) == [loads[4]]
+    again.close()
+
+
+async def test_a_leader_that_was_paused_writes_nothing_once_another_term_has_begun(tmp_path):
+    old, new = IntentStore(tmp_path / "s.db"), IntentStore(tmp_path / "s.db")
+    await old.catch_up()
+    old.raise_epoch(old.epoch)
+    old.put_alias("before", (("a", 1.0),))
+    await new.catch_up()
+    new.reload()
+    old.put_alias("between", (("a", 1.0),))
+    new.raise_epoch(new.epoch)
+    new.refresh()
+    assert set(new.aliases) == {"before", "between"}
+    with pytest.raises(OrchestratorUnavailable) as refusal:
+        old.put_alias("after", (("a", 1.0),))
+    assert refusal.value.code == "not_leading"
+    with pytest.raises(OrchestratorUnavailable):
+        old.record("policy_changed", "")
+    old.close()
+    new.close()
+    with closing(IntentStore(tmp_path / "s.db")) as third:
+        assert set(third.aliases) == {"before", "between"}
+
+
+async def test_two_processes_that_begin_a_term_at_once_never_have_one_epoch(tmp_path):
+    one, two = IntentStore(tmp_path / "s.db"), IntentStore(tmp_path / "s.db")
+    for store in (one, two):
+        await store.catch_up()
+        store.reload()
+    one.raise_epoch(one.epoch)
+    with pytest.raises(OrchestratorUnavailable):
+        two.raise_epoch(two.epoch)
+    two.reload()
+    two.raise_epoch(two.epoch)
+    assert two.epoch > one.epoch
+    one.close()
+    two.close()
+
+
+def test_a_store_in_a_missing_folder_is_refused_with_advice(tmp_path):
+    with pytest.raises(StoreError, match="folder that exists"):
+        IntentStore(tmp_path / "nowhere" / "s.db")
+
+
+class FullDiskConnection(sqlite3.Connection):
+    """A connection to a database on a disk with room for two pages."""
+
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self.execute("PRAGMA max_page_count = 2")
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **named: connect(*args, **named, factory=FullDiskConnection))
+
+
+@pytest.mark.usefixtures("no_room")
+async def test_a_full_disk_is_reported_by_store_and_lease(tmp_path):
+    full = f"no space left in {tmp_path}: make room"
+    with pytest.raises(StoreError) as refusal:
+        IntentStore(tmp_path / "s.db")
+    assert str(refusal.value) == f"store {tmp_path}/s.db: {full}; nothing that was in it is lost"
+    with closing(sqlite3.connect(tmp_path / "lease")) as db:
+        db.execute("CREATE TABLE other (x)")
+    lease = FileLease(tmp_path / "lease", holder="a")
+    with pytest.raises(LeaseUnreachable) as refusal:
+        await lease.read()
+    assert str(refusal.value) == f"lease {tmp_path}/lease: {full}"
+    lease.close()
+
+
+def test_a_change_on_a_full_disk_is_refused_and_changes_nothing(tmp_path, monkeypatch):
+    connect, opened = sqlite3.connect, []
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3, "connect", lambda *args, **named: opened.append(connect(*args, **named)) or opened[-1])
+        store = IntentStore(SqliteBackend(tmp_path / "s.db"))
+    opened[0].execute("PRAGMA max_page_count = 1")  # no more than there are
+    with pytest.raises(StoreError, match=f"nothing was written: no space left in {tmp_path}: make room"):
+        store.put_adapter(RegisteredAdapter(lora_id="a", source="x" * 100_000))
+    store.close()
+    again = IntentStore(tmp_path / "s.db")
+    assert dict(again.adapters) == {}
+    again.close()
+
+
+@pytest.mark.parametrize(("free", "is_said"), [(0, True), (10**9, False)])
+def test_an_io_error_counts_as_full_disk_only_without_free_space(tmp_path, monkeypatch, free, is_said):
+    failure = sqlite3.OperationalError("disk I/O error")
+    failure.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=free))
+    assert (no_space(failure, tmp_path / "s.db") is not None) == is_said
