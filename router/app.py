@@ -19,6 +19,7 @@ from lorafleet.http_server import serve
 from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.descriptors import DescriptorRoom
 from lorafleet.http_server.guard import guard
+from lorafleet.http_server.intake import RequestIntake
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.keys.auth import ApiKeys, refuse_open_server
@@ -169,7 +170,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     # What listens.
     handler = InferenceHandler(services)
     limits, origins = client_limits(config, keys), cors_header_lines(config.allowed_origins)
-    http = HttpListener(
+    intake = RequestIntake(
         handler.find_handler,
         limits,
         handler.caller_of,
@@ -179,9 +180,9 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         requests=services.requests,
         meter=handler,
         upload_bytes=upload_bytes,
-        # A request takes its client's connection and one to an engine.
-        descriptors=DescriptorRoom(each=2, peers=lambda: services.pool.connections),
     )
+    # A request takes its client's connection and one to an engine.
+    http = HttpListener(intake, DescriptorRoom(each=2, peers=lambda: services.pool.connections))
     own_metrics = partial(metrics_text, services, http)
     processes = None
     if me is not None:
@@ -266,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def stopping() -> None:
         """Be not ready any more, and have every response close its connection."""
         services.stopping = True
-        app.state.http.is_draining = True
+        app.state.http.intake.is_draining = True
 
     async def synced(within_s: float) -> None:
         """Wait until discovery and catalog are synced, at most for `within_s`."""

@@ -14,7 +14,7 @@ import httpx
 import structlog
 
 from lorafleet.engine.agentless import engines_by_id, has_start_time
-from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.intake import ClientLimits
 from lorafleet.keys.auth import ApiKeys
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.kube.access import ACCOUNT, find_access_source

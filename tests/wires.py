@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass, field
 
 from lorafleet.http_server.exchange import HttpExchange
-from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.intake import ClientLimits, RequestIntake
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.keys.roles import ANYONE
 from router.http.engine_connection import EngineLost
@@ -170,7 +170,7 @@ async def listening(handler=length, *, caller_of=lambda _: ANYONE, cors_headers=
         if answering is not None:
             await answering
 
-    made = HttpListener(
+    intake = RequestIntake(
         lambda method, path: noted if path in (HOT, MESSAGES) and method in ("POST", "GET", "HEAD") else None,
         ClientLimits(**limits),
         caller_of,
@@ -178,12 +178,13 @@ async def listening(handler=length, *, caller_of=lambda _: ANYONE, cors_headers=
         error_body=error_body,
         upload_bytes=lambda method, path: upload_bytes if (method, path) == ("PUT", UPLOAD) else 0,
     )
+    made = HttpListener(intake)
     app = AsgiApp(seen)
     unexpected: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unexpected.append(context))
     async with serving(app, http=made, send_buffer_bytes=_SOCKET_BYTES) as url:
         yield Served(int(url.rsplit(":", 1)[1]), made, app, seen)
-    assert made.room.held_bytes == 0
+    assert intake.room.held_bytes == 0
     assert not made.connections
     assert not unexpected
 

@@ -6,6 +6,7 @@ then its connection is closed.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -14,14 +15,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from lorafleet.http_server.batches import Stepper
 from lorafleet.http_server.exchange import CLOSE, JSON, HttpExchange
 from lorafleet.http_server.framing import RefusedMessage
+from lorafleet.http_server.intake import RequestIntake
 from lorafleet.http_server.request_reader import BODY, HEAD, NEVER, ReadingProtocol
 from lorafleet.service.http import error_headers
 
 if TYPE_CHECKING:
     from uvicorn import Config
     from uvicorn.server import ServerState
-
-    from lorafleet.http_server.listener import HttpListener
 
 log = structlog.get_logger()
 
@@ -39,32 +39,36 @@ class ClientConnection(ReadingProtocol):
     unsent_bytes     when the write deadline was restarted; where as many are unsent at it, the client is cut off
     """
 
-    __slots__ = ("_final_error", "opened_at", "unsent_bytes")
+    __slots__ = ("_final_error", "_on_close", "_on_open", "opened_at", "unsent_bytes")
 
     def __init__(
         self,
-        listener: "HttpListener",
+        intake: RequestIntake,
         config: "Config",
         server_state: "ServerState",
         app_state: dict[str, Any],
         loop: asyncio.AbstractEventLoop | None,
+        *,
+        on_open: "Callable[[ClientConnection], None]",
+        on_close: "Callable[[ClientConnection], None]",
     ) -> None:
-        super().__init__(listener, config, server_state, app_state, loop)
+        super().__init__(intake, config, server_state, app_state, loop)
+        self._on_open, self._on_close = on_open, on_close
         self._final_error = b""  # a refusal that waits behind responses still to come
         self.unsent_bytes = 0
 
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected: enter the connection at the listener, and start the deadline of its first head."""
+        """A client has connected: report it as open, and start the deadline of its first head."""
         super().connection_made(transport)
         self.opened_at = self.loop.time()
         self.read_deadline = self.opened_at + self.limits.head_s
-        self.listener.add(self)
+        self._on_open(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed: remove it from the listener, end its work, and release the bodies that it holds."""
-        self.listener.connections.pop(self, None)
+        """The connection is closed: report it, end its work, and release the bodies that it holds."""
+        self._on_close(self)
         self._drop_work()
         self.forget_message()
         super().connection_lost(exc)
@@ -104,12 +108,12 @@ class ClientConnection(ReadingProtocol):
 
     def write(self, data: bytes) -> None:
         """Send these bytes, at the latest at the end of the event loop's tick."""
-        self.listener.outbox.write(self.transport, data, self.loop)
+        self.outbox.write(self.transport, data, self.loop)
 
     def start(self, exchange: HttpExchange) -> None:
         """Make this the exchange being answered, and queue its handler for the next batch."""
         self.current = exchange
-        batches, loop = self.listener.batches, self.loop
+        batches, loop = self.intake.batches, self.loop
         exchange.stepper = stepper = Stepper(self._answer(exchange), batches, loop, self.tasks, len(exchange.body))
         batches.begin(stepper, loop)
 
@@ -119,7 +123,7 @@ class ClientConnection(ReadingProtocol):
         Send an error where it fails or does not answer, and 503 where the server has stopped or cancels it. A
         cancellation is raised on.
         """
-        if self.listener.has_stopped:
+        if self.intake.has_stopped:
             exchange.send_error(503, "stopping", _NOT_BEGUN)
             return
         try:
@@ -148,7 +152,7 @@ class ClientConnection(ReadingProtocol):
 
     def can_stay_open(self) -> bool:
         """Whether the connection stays open behind this response: for another response, or another request."""
-        if not (self.is_stopping or self.ignores_input or self.listener.is_draining):
+        if not (self.is_stopping or self.ignores_input or self.intake.is_draining):
             return True
         return bool(self.queue) or bool(self._final_error)
 
@@ -157,8 +161,25 @@ class ClientConnection(ReadingProtocol):
         exchange.connection = None
         if exchange.body:
             assert exchange.caller is not None
-            self.listener.room.release(exchange.caller.tenant or "", len(exchange.body), is_answered=True)
+            self.intake.room.release(exchange.caller.tenant or "", len(exchange.body), is_answered=True)
         self.current = None
+
+    def record_error(self, exchange: HttpExchange, status: int, code: str, message: str) -> bytes:
+        """Log and keep a request that its handler left unanswered, and count a 503; returns the error's body."""
+        intake = self.intake
+        if status == 503:
+            intake.refusals[code] += 1
+        intake.log_refusal(
+            exchange.name(),
+            exchange.method,
+            exchange.path,
+            status,
+            code,
+            message,
+            caller=exchange.caller,
+            client=exchange.client,
+        )
+        return intake.error_body(status, code, message, exchange.path)
 
     def on_answered(self, exchange: HttpExchange) -> None:
         """The response is written: release its exchange.
@@ -167,7 +188,7 @@ class ClientConnection(ReadingProtocol):
         """
         self.release(exchange)
         if self.queue:
-            self.listener.outbox.flush()  # so that it is known whether this answer fits
+            self.outbox.flush()  # so that it is known whether this answer fits
             if not self.is_write_paused:
                 self.start(self.queue.popleft())
         elif self.ignores_input or self.is_stopping or not exchange.keeps_connection:
@@ -196,7 +217,7 @@ class ClientConnection(ReadingProtocol):
         """
         if self.transport.is_closing():
             return
-        self.listener.outbox.flush()
+        self.outbox.flush()
         self.ignores_input = True
         self.read_deadline = NEVER
         self.restart_write_deadline()
@@ -210,7 +231,7 @@ class ClientConnection(ReadingProtocol):
         """
         if self.transport.is_closing():
             return
-        self.listener.outbox.flush()
+        self.outbox.flush()
         self.ignores_input = True
         self._final_error = b""
         if last:
@@ -240,7 +261,7 @@ class ClientConnection(ReadingProtocol):
         Not as `refuse`, which waits for the client and keeps the descriptor.
         """
         if self.is_in_head:
-            body = self.listener.error_body(refusal.status, refusal.code, str(refusal), "")
+            body = self.intake.error_body(refusal.status, refusal.code, str(refusal), "")
             self.transport.write(_error_response(refusal, self.message_id(), b"", body))
         self.ignores_input = True
         if self.transport.get_write_buffer_size():
@@ -251,7 +272,7 @@ class ClientConnection(ReadingProtocol):
     def hang_up(self) -> None:
         """Abort the connection without sending unsent bytes, and end all work for this client."""
         self._drop_work()
-        self.listener.outbox.flush()
+        self.outbox.flush()
         self.transport.abort()
 
     def _drop_work(self) -> None:
@@ -303,11 +324,11 @@ class ClientConnection(ReadingProtocol):
         caller = None if self.phase != BODY or self._reading is None else self._reading.caller
         path, name = self.url.partition(b"?")[0].decode("latin-1"), self.message_id()
         method = (self.parser.get_method() or b"").decode("latin-1") if path else ""
-        self.listener.refusals[refusal.code] += 1
-        self.listener.log_refusal(
+        self.intake.refusals[refusal.code] += 1
+        self.intake.log_refusal(
             name, method, path, refusal.status, refusal.code, str(refusal), caller=caller, client=self.client
         )
-        body = self.listener.error_body(refusal.status, refusal.code, str(refusal), path)
+        body = self.intake.error_body(refusal.status, refusal.code, str(refusal), path)
         response = _error_response(refusal, name, self._extra_headers(), body)
         self.ignore_further_input()
         if is_for_app:
@@ -321,7 +342,7 @@ class ClientConnection(ReadingProtocol):
 
     def _extra_headers(self) -> bytes:
         """CORS header lines of the response to the message being read; empty without CORS or an Origin."""
-        cors_headers = self.listener.cors_headers
+        cors_headers = self.intake.cors_headers
         if cors_headers is None:
             return b""
         if self.phase == BODY:

@@ -17,6 +17,10 @@ _MOST_KEPT = 8192
 # As most servers; the kernel bounds it further (net.core.somaxconn).
 _MOST_BACKLOG = 2048
 
+NO_DESCRIPTORS = "no_descriptors"
+"""Code of the error of a client for whom there is no descriptor; `SHORT` is its message."""
+SHORT = "this server has as many connections as its limit of open files allows; try again, or raise `ulimit -Hn`"
+
 
 def kept_free(limit: int) -> int:
     """Descriptors that no client's connection may take."""

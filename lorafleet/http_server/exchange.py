@@ -1,19 +1,18 @@
 """One request on a client's connection, and its response."""
 
+import asyncio
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from lorafleet.http_server.batches import Stepper
+from lorafleet.http_server.outbox import Outbox
 from lorafleet.keys.roles import Caller
 from lorafleet.service.http import envelope
 from lorafleet.telemetry.request_log import ID_HEADER, request_id
-
-if TYPE_CHECKING:
-    from lorafleet.http_server.connection import ClientConnection
 
 log = structlog.get_logger()
 
@@ -30,6 +29,38 @@ ErrorBody = Callable[[int, str, str, str], bytes]
 def plain_error(status: int, code: str, message: str, _path: str) -> bytes:
     """An error's body in the envelope, whatever the path."""
     return msgspec.json.encode(envelope(status, code, message))
+
+
+class ExchangeConnection(Protocol):
+    """What an exchange needs of its client's connection.
+
+    is_write_paused  the client reads too slowly
+    """
+
+    transport: asyncio.Transport
+    outbox: Outbox
+    is_write_paused: bool
+
+    def write(self, data: bytes) -> None:
+        """Send these bytes, at the latest at the end of the event loop's tick."""
+
+    def can_stay_open(self) -> bool:
+        """Whether the connection stays open behind this response."""
+
+    def ignore_further_input(self) -> None:
+        """Throw away all further bytes: the last response is decided."""
+
+    def on_answered(self, exchange: "HttpExchange") -> None:
+        """The response is written: release its exchange, and go on."""
+
+    def release(self, exchange: "HttpExchange") -> None:
+        """End an exchange: it writes no more, and its body is no longer counted."""
+
+    def record_error(self, exchange: "HttpExchange", status: int, code: str, message: str) -> bytes:
+        """Log an error in place of a response; returns the error's body."""
+
+    def hang_up(self) -> None:
+        """Abort the connection without sending unsent bytes."""
 
 
 class HttpExchange(msgspec.Struct, eq=False):
@@ -52,7 +83,7 @@ class HttpExchange(msgspec.Struct, eq=False):
     path: str
     query: bytes
     headers: dict[bytes, bytes]
-    connection: "ClientConnection | None"
+    connection: "ExchangeConnection | None"
     handler: Handler
     chunked: bool
     keeps_connection: bool
@@ -151,7 +182,7 @@ class HttpExchange(msgspec.Struct, eq=False):
         if connection is None:
             return
         transport = connection.transport
-        if not self.chunked or self._head or connection.listener.outbox.is_due or transport.is_closing():
+        if not self.chunked or self._head or connection.outbox.is_due or transport.is_closing():
             self.send(data)
         else:
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -177,15 +208,11 @@ class HttpExchange(msgspec.Struct, eq=False):
         if self.status is not None:
             self.abort()
             return
-        listener = connection.listener
+        body = connection.record_error(self, status, code, message)
         headers = b"%b%b: %b\r\n" % (JSON, ID_HEADER, self.name().encode())
         if status == 503:
             headers += b"retry-after: 1\r\n"
-            listener.refusals[code] += 1
-        listener.log_refusal(
-            self.name(), self.method, self.path, status, code, message, caller=self.caller, client=self.client
-        )
-        self.respond(status, headers, listener.error_body(status, code, message, self.path))
+        self.respond(status, headers, body)
 
     def send_unexpected(self, exc: Exception) -> None:
         """Log an exception that no handler expected, and respond with 500."""

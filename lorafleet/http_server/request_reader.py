@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.http_server.framing import RefusedMessage, checked_head, checked_target, head_without_upgrade, parser_of
-from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.intake import RequestIntake
 from lorafleet.keys.roles import Caller
 from lorafleet.telemetry.request_log import put_request_id
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from uvicorn import Config
     from uvicorn.server import ServerState
-
-    from lorafleet.http_server.listener import HttpListener
 
 log = structlog.get_logger()
 
@@ -81,12 +79,13 @@ class ReadingProtocol(HttpToolsProtocol):
         "expects_continue",
         "headers",
         "ignores_input",
+        "intake",
         "is_stopping",
         "is_write_paused",
         "kept_input",
         "limits",
-        "listener",
         "loop",
+        "outbox",
         "parser",
         "phase",
         "queue",
@@ -100,15 +99,16 @@ class ReadingProtocol(HttpToolsProtocol):
 
     def __init__(
         self,
-        listener: "HttpListener",
+        intake: RequestIntake,
         config: "Config",
         server_state: "ServerState",
         app_state: "dict[str, Any]",
         loop: "asyncio.AbstractEventLoop | None",
     ) -> None:
         super().__init__(config, server_state, app_state, loop)
-        self.listener = listener
-        self.limits: ClientLimits = listener.limits
+        self.intake = intake
+        self.outbox = intake.outbox
+        self.limits = intake.limits
         self.current: HttpExchange | None = None
         self.queue: deque[HttpExchange] = deque()
         self.is_stopping = False
@@ -239,7 +239,7 @@ class ReadingProtocol(HttpToolsProtocol):
         if parser.should_upgrade():
             self._plain_head = head_without_upgrade(parser, self.url, self.headers)
             return
-        headers, limits, listener = self.headers, self.limits, self.listener
+        headers, limits, intake = self.headers, self.limits, self.intake
         fields = dict(headers)
         is_1_1, content_length, expects = checked_head(parser, headers, fields)
         path, query = checked_target(self.url)
@@ -248,15 +248,15 @@ class ReadingProtocol(HttpToolsProtocol):
         name = parser.get_method()
         method = _METHODS.get(name) or name.decode("ascii")
         if content_length > limits.body_bytes:
-            self._check_upload_size(content_length, listener.upload_bytes(method, path))
-        handler, cors_headers = listener.find_handler(method, path), listener.cors_headers
+            self._check_upload_size(content_length, intake.upload_bytes(method, path))
+        handler, cors_headers = intake.find_handler(method, path), intake.cors_headers
         if handler is None or (cors_headers is not None and _is_preflight(method, fields)):
             self._reading = None
-            self.upload_bytes = listener.upload_bytes(method, path)
+            self.upload_bytes = intake.upload_bytes(method, path)
             self._begin_app_request(expects)
         else:
             keep = is_1_1 and parser.should_keep_alive()
-            caller = listener.caller_of(fields)
+            caller = intake.caller_of(fields)
             exchange = HttpExchange(
                 method,
                 path,
@@ -291,9 +291,9 @@ class ReadingProtocol(HttpToolsProtocol):
         self.body_bytes += size
         exchange = self._reading
         caller = None if exchange is None else exchange.caller
-        if caller is not None and not self.listener.hold_body(caller, size):
+        if caller is not None and not self.intake.hold_body(caller, size):
             assert exchange is not None
-            raise self.listener.no_room(caller, exchange, self.body_bytes, self.loop.time())
+            raise self.intake.no_room(caller, exchange, self.body_bytes, self.loop.time())
         if self.body_bytes > self.limits.body_bytes:
             self._check_upload_size(self.body_bytes, 0 if exchange is not None else self.upload_bytes)
         if exchange is None:
@@ -356,7 +356,7 @@ class ReadingProtocol(HttpToolsProtocol):
         self.app_request_id = put_request_id(self.headers)
         self.expect_100_continue = expects
         super().on_headers_complete()
-        if self.is_stopping or self.listener.is_draining:
+        if self.is_stopping or self.intake.is_draining:
             self.cycle.keep_alive = False
 
     def is_app_busy(self) -> bool:
@@ -420,7 +420,7 @@ class ReadingProtocol(HttpToolsProtocol):
         """Drop a message that is not complete: its body is no longer counted, and its deadline ends."""
         exchange = self._reading
         if exchange is not None and exchange.caller is not None and self.phase == BODY:
-            self.listener.drop_body(exchange.caller, self.body_bytes)
+            self.intake.drop_body(exchange.caller, self.body_bytes)
         self.phase = IDLE
         self.read_deadline = NEVER
         self.body = b""

@@ -16,8 +16,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from lorafleet.http_server.descriptors import backlog, descriptor_limit
-from lorafleet.http_server.limits import ClientLimits
-from lorafleet.http_server.listener import UploadBytes, listener_for_app
+from lorafleet.http_server.intake import ClientLimits, UploadBytes
+from lorafleet.http_server.listener import listener_for_app
 from lorafleet.service import signals
 from lorafleet.service.sockets import bind_socket
 from lorafleet.telemetry.request_log import RequestLog

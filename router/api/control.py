@@ -217,7 +217,7 @@ def metrics_text(services: Services, clients: HttpListener) -> bytes:
     metrics.engine_connections.set(services.pool.connections)
     metrics.circuit_ignored.labels().set(services.scheduler.breaker.ignored_circuits)
     metrics.retries_refused.labels().set(services.scheduler.retries_refused)
-    for code, count in clients.refusals.items():
+    for code, count in clients.intake.refusals.items():
         metrics.refused.labels(code).set(count)
     states = Counter(replica.state for replica in services.discovery.fleet.replicas.values())
     for state in get_args(ReplicaState):

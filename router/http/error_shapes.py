@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from lorafleet.http_server.lenient import trimmed
+from lorafleet.http_server.guard import trimmed
 from lorafleet.service.decoding import DECODE_ERRORS
 from lorafleet.service.http import envelope
 from router.protocols.routes import ErrorShape, find_route

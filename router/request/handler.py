@@ -8,7 +8,7 @@ from typing import Any
 from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.exchange import Handler, HttpExchange
-from lorafleet.http_server.lenient import trimmed
+from lorafleet.http_server.guard import trimmed
 from lorafleet.keys.auth import authorization_of, host_check
 from lorafleet.keys.roles import Caller, KeyLimits, check_scope
 from lorafleet.service.http import HttpError

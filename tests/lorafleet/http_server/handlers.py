@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 from lorafleet.http_server.batches import Signal, leave_batch
-from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.intake import ClientLimits
 from tests.patience import until
 from tests.wires import HOT, length, listening, post
 
@@ -96,7 +96,7 @@ async def queued_behind_a_large_answer():
     calls = Calls()
     async with listening(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 2)
-        await until(lambda: calls.exchanges and served.listener.room.held_bytes == 6)
+        await until(lambda: calls.exchanges and served.listener.intake.room.held_bytes == 6)
         calls.answer(0, b"x" * LARGE)
         (connection,) = served.listener.connections
         assert (connection.current, len(connection.queue)) == (None, 1)

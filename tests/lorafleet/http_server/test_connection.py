@@ -84,11 +84,11 @@ async def test_a_failing_on_gone_is_logged_and_leaves_no_bytes_held(leave):
         async with listening(failing) as served:
             async with await served.client() as client:
                 client.send(post(HOT, b"abc") * 3 + post(HOT, b"abc")[:-1])
-                await until(lambda: served.listener.room.held_bytes == 11)
+                await until(lambda: served.listener.intake.room.held_bytes == 11)
                 if leave == "reset":
                     reset(client.writer)
             await until(lambda: not served.listener.connections)
-            assert served.listener.room.held_bytes == 0
+            assert served.listener.intake.room.held_bytes == 0
     assert [each["event"] for each in logs] == ["unexpected error"]
 
 
@@ -162,9 +162,9 @@ async def test_queued_requests_are_dropped_when_their_client_leaves():
     async with listening(work) as served:
         async with await served.client() as client:
             client.send(post(HOT, b"abc") * 5)
-            await until(lambda: work.begun and served.listener.room.held_bytes == 15)
+            await until(lambda: work.begun and served.listener.intake.room.held_bytes == 15)
         await until(lambda: work.cancelled)
-        assert served.listener.room.held_bytes == 0
+        assert served.listener.intake.room.held_bytes == 0
         assert work.begun == 1
 
 
@@ -193,7 +193,7 @@ async def test_a_client_without_a_key_holds_no_bytes():
             client.send(post(HOT, b"abc")[:-1])
             await until(lambda: any(each.body_bytes == 2 for each in served.listener.connections))
         await until(lambda: not served.listener.connections)
-        assert served.listener.room.held_bytes == 0
+        assert served.listener.intake.room.held_bytes == 0
 
 
 async def test_nothing_of_an_answered_request_is_kept_on_an_idle_connection():
@@ -264,7 +264,7 @@ async def test_many_clients_that_leave_leave_nothing_behind(leave, count):
         await until(lambda: not served.listener.connections)
         await until(lambda: work.cancelled == work.begun)
         assert work.begun > count // 10
-        assert served.listener.room.held_bytes == 0
+        assert served.listener.intake.room.held_bytes == 0
         async with await served.client() as client:
             work.go_on.set()
             client.send(post(HOT, b"abc"))

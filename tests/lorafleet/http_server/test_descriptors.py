@@ -21,7 +21,7 @@ import asyncio, json, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from lorafleet.http_server import serve
 from lorafleet.http_server.descriptors import DescriptorRoom
-from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.intake import ClientLimits, RequestIntake
 from lorafleet.http_server.listener import HttpListener
 
 held = asyncio.Event()
@@ -41,7 +41,7 @@ async def app(scope, receive, send):
 async def main():
     sock = serve.bind("127.0.0.1", 0)
     print(sock.getsockname()[1], flush=True)
-    listener = HttpListener(lambda method, path: None, ClientLimits(head_s=600.0), descriptors=DescriptorRoom())
+    listener = HttpListener(RequestIntake(lambda method, path: None, ClientLimits(head_s=600.0)), DescriptorRoom())
     await serve.serve(app, sock, http=listener)
 
 serve.run(main)

@@ -130,7 +130,7 @@ async def test_a_handler_that_raises_without_a_task_is_answered_500():
                 client.send(post(HOT, b"abc"))
                 status, _, body = await client.answer()
                 assert (status, b"RuntimeError" in body, b"a defect" in body) == (500, True, False)
-            assert not served.listener.refusals
+            assert not served.listener.intake.refusals
     assert [each["event"] for each in logs] == ["unexpected error"] * 2
 
 

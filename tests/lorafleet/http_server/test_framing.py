@@ -266,7 +266,7 @@ async def test_messages_behind_an_ignored_upgrade_are_read_as_usual(behind, last
             assert error_of(await client.rest()) == last
         else:
             assert await client.rest() == b""
-        assert served.listener.refusals == ({last[1]: 1} if last else {})
+        assert served.listener.intake.refusals == ({last[1]: 1} if last else {})
 
 
 @pytest.mark.parametrize("target", ["http://a/hot", "http://a:80/hot?x=1", "/hot?x=1", "/hot?", "/hot#x"])
@@ -283,7 +283,7 @@ async def test_path_spelled_otherwise_than_a_hot_route_goes_to_the_app(path):
         client.send(post(path, b"abc"))
         await client.answer()
         assert served.seen  # by the app
-        assert served.listener.refusals == {}
+        assert served.listener.intake.refusals == {}
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])

@@ -28,7 +28,7 @@ async def test_a_client_can_read_the_413_to_a_body_too_large(path, chunked):
             assert error_of(await client.rest()) == (413, "body_too_large")
             assert not client.was_reset
         assert not served.seen
-        assert served.listener.room.held_bytes == 0
+        assert served.listener.intake.room.held_bytes == 0
         async with await served.client() as client:
             client.send(post(path, body[:100_000]))
             assert (await client.answer())[2] == b"100000"
@@ -161,8 +161,8 @@ async def test_all_bodies_together_are_bounded_and_the_next_is_refused_429():
         said = await served.response_to(post(HOT, b"x" * 1001))
         assert error_of(said) == (429, "saturated")
         assert b"retry-after: 1\r\n" in said, "it has just begun: nothing says that it takes long"
-        assert served.listener.room.held_bytes == 9000
-        served.listener.room.advance(asyncio.get_running_loop().time() + 30.0)
+        assert served.listener.intake.room.held_bytes == 9000
+        served.listener.intake.room.advance(asyncio.get_running_loop().time() + 30.0)
         said = await served.response_to(post(HOT, b"x" * 8000))
         assert int(re.search(rb"retry-after: (\d+)\r\n", said)[1]) > 20, "it has been there for half a minute"
         async with await served.client() as second:
@@ -170,7 +170,7 @@ async def test_all_bodies_together_are_bounded_and_the_next_is_refused_429():
             await until(lambda: work.begun == 2)
             work.go_on.set()
             assert (await first.answer())[0] == (await second.answer())[0] == 200
-        assert served.listener.room.held_bytes == 0
+        assert served.listener.intake.room.held_bytes == 0
 
 
 async def test_a_tenants_bodies_are_bounded_and_answers_give_their_room_back():
@@ -197,4 +197,4 @@ async def test_a_tenants_bodies_are_bounded_and_answers_give_their_room_back():
         for number in range(4):
             calls.answer(number)
         assert [(await each.answer())[0] for each in (first, third, other)] == [200] * 3
-        assert not served.listener.room.held_of_tenant  # nor what there once was of a tenant
+        assert not served.listener.intake.room.held_of_tenant  # nor what there once was of a tenant

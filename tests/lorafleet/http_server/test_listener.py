@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lorafleet.http_server import serve
-from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.intake import ClientLimits
 from lorafleet.http_server.listener import HttpListener, listener_for_app
 from tests.lorafleet.http_server.test_serve import length
 from tests.patience import within
@@ -38,8 +38,8 @@ async def served(limits: ClientLimits | None = None):
 def test_a_service_has_the_http_servers_limits_by_default():
     http = serve.uvicorn_config(length, grace_s=1.0).http
     assert isinstance(http, HttpListener)
-    assert http.limits == ClientLimits(body_bytes=16 * 2**20)
-    assert (http.limits.head_s, http.limits.body_s, http.limits.idle_s) == (15.0, 60.0, 75.0)
+    assert http.intake.limits == ClientLimits(body_bytes=16 * 2**20)
+    assert (http.intake.limits.head_s, http.intake.limits.body_s, http.intake.limits.idle_s) == (15.0, 60.0, 75.0)
 
 
 async def test_a_silent_connection_is_closed():

@@ -25,7 +25,7 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
         most = max(most, running)
         if exchange.body == b"0":
             await leave_batch()
-            await until(lambda: served.listener.room.held_bytes == sent)
+            await until(lambda: served.listener.intake.room.held_bytes == sent)
         running -= 1
         exchange.respond(200, b"", exchange.body)
 
@@ -96,7 +96,7 @@ async def test_a_bad_request_behind_good_ones_is_refused_after_their_answers(goo
     work = Work()
     async with listening(work) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * good + b"GET / HTTP/1.1\r\nHost : a\r\n\r\n")
-        await until(lambda: work.begun and served.listener.refusals)
+        await until(lambda: work.begun and served.listener.intake.refusals)
         work.go_on.set()
         for _ in range(good):
             assert await client.answer() == (200, {b"content-type": b"text/plain", b"content-length": b"1"}, b"3")
@@ -120,7 +120,7 @@ async def test_an_app_request_never_overtakes_one_queued_behind_a_large_answer()
 async def test_a_bad_request_is_refused_after_one_queued_behind_a_large_answer():
     async with queued_behind_a_large_answer() as (served, client, connection, calls):
         client.send(b"GET / HTTP/1.1\r\nHost : a\r\n\r\n")
-        await until(lambda: served.listener.refusals)
+        await until(lambda: served.listener.intake.refusals)
         assert (connection.current, len(connection.queue)) == (None, 1)
         await assert_both_are_answered(client, calls)
         assert error_of(await client.rest()) == (400, "invalid_http")
@@ -159,7 +159,7 @@ async def test_a_body_that_has_begun_to_come_gets_no_100_continue(begun, rest):
     work = Work()
     async with listening(work) as served, await served.client() as client:
         client.send(post(HOT, b"x") + post(HOT, b"abc", b"Expect: 100-continue") + begun)
-        await until(lambda: served.listener.room.held_bytes == 8 - len(rest))
+        await until(lambda: served.listener.intake.room.held_bytes == 8 - len(rest))
         work.go_on.set()
         assert [(await client.answer())[::2] for _ in range(2)] == [(200, b"1"), (200, b"3")]
         client.send(rest)
@@ -219,7 +219,7 @@ async def test_bytes_read_with_the_last_request_are_ignored_and_lose_no_answer(m
         assert await client.rest() == b""
         assert not client.was_reset
         assert served.seen == [(HOT, b"abc")]
-        assert not served.listener.refusals
+        assert not served.listener.intake.refusals
 
 
 async def test_a_message_refused_after_its_answer_gets_no_second_answer():
@@ -230,6 +230,6 @@ async def test_a_message_refused_after_its_answer_gets_no_second_answer():
         (connection,) = served.listener.connections
         client.send(b"3e8\r\n" + b"x" * 1000)
         assert await client.rest() == b""
-        assert served.listener.refusals == {"body_too_large": 1}
+        assert served.listener.intake.refusals == {"body_too_large": 1}
         client.send(b"more")  # read on: a reset would take the answer from a client that has not read it
         await until(lambda: connection.drained_bytes == 4)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.intake import ClientLimits
 from tests.lorafleet.http_server.handlers import Work
 from tests.patience import until
 from tests.wires import COLD, HOT, error_of, listening, post
@@ -41,7 +41,7 @@ async def test_a_head_and_a_body_each_have_their_own_deadline(left, limit_s, pat
         client.send(post(path, b"abc")[:-left])
         await until(lambda: connection.phase)
         connection.check_deadlines(began_at + limit_s - 1)
-        assert not served.listener.refusals
+        assert not served.listener.intake.refusals
         connection.check_deadlines(connection.loop.time() + limit_s + 1)
         assert error_of(await client.rest()) == (408, "request_timeout")
 
@@ -50,7 +50,7 @@ async def test_a_request_that_times_out_does_not_lose_the_answer_before_it():
     work = Work()
     async with listening(work) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"next")[:-1])
-        await until(lambda: work.begun and served.listener.room.held_bytes == 6)
+        await until(lambda: work.begun and served.listener.intake.room.held_bytes == 6)
         (connection,) = served.listener.connections
         for _ in range(2):
             connection.check_deadlines(connection.loop.time() + ClientLimits().body_s + 1)
@@ -140,4 +140,4 @@ async def test_a_message_answered_early_still_has_its_bodys_deadline():
         (connection,) = served.listener.connections
         connection.check_deadlines(connection.loop.time() + ClientLimits().body_s + 1)
         assert await client.rest() == b""
-        assert served.listener.refusals == {"request_timeout": 1}
+        assert served.listener.intake.refusals == {"request_timeout": 1}

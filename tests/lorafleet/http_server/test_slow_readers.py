@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from lorafleet.http_server.batches import leave_batch
-from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.intake import ClientLimits
 from tests.lorafleet.http_server.handlers import LARGE, Calls, Work, large_of, look_later, say_last
 from tests.patience import patience, until
 from tests.wires import COLD, HOT, listening, post
@@ -120,7 +120,7 @@ async def test_a_client_that_asks_more_and_reads_nothing_is_closed():
         client.send(post(HOT, b"abc"))
         await until(lambda: any(each.is_write_paused for each in served.listener.connections))
         client.send(post(HOT, b"next"))
-        await until(lambda: served.listener.room.held_bytes == 4)
+        await until(lambda: served.listener.intake.room.held_bytes == 4)
         (connection,) = served.listener.connections
         look_later(connection)
         await until(lambda: not served.listener.connections)

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.http_server import serve
 from lorafleet.http_server.batches import leave_batch
-from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.intake import ClientLimits, RequestIntake
 from lorafleet.http_server.listener import HttpListener
 from tests.lorafleet.http_server.handlers import (
     LARGE,
@@ -68,14 +68,14 @@ async def test_a_stop_drops_queued_requests_without_an_answer():
     calls = Calls()
     async with listening(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"def"))
-        await until(lambda: calls.exchanges and served.listener.room.held_bytes == 6)
+        await until(lambda: calls.exchanges and served.listener.intake.room.held_bytes == 6)
         (connection,) = served.listener.connections
         connection.shutdown()
         served.listener.stop()
         status, headers, _ = await client.answer()
         assert (status, headers[b"connection"]) == (503, b"close")
         assert await client.rest() == b""  # never begun, and no word of it: it may be sent again
-        assert served.listener.room.held_bytes == 0
+        assert served.listener.intake.room.held_bytes == 0
     assert len(calls.exchanges) == 1
 
 
@@ -90,7 +90,7 @@ async def test_a_stop_answers_503_to_a_request_not_yet_begun(path, word):
         status, headers, body = await client.answer()
         assert (status, b'"stopping"' in body, headers[b"retry-after"]) == (503, True, b"1")
         assert json.loads(body)["error"]["type"] == word
-        assert served.listener.room.held_bytes == 0
+        assert served.listener.intake.room.held_bytes == 0
     assert not calls.exchanges
 
 
@@ -121,7 +121,7 @@ async def test_a_stop_keeps_a_task_from_beginning():
 async def ending(handler):
     """A server in the hands of uvicorn, and what ends it as SIGTERM does."""
     sock = serve.bind("127.0.0.1", 0)
-    made = HttpListener(lambda method, path: handler if path == HOT else None, ClientLimits())
+    made = HttpListener(RequestIntake(lambda method, path: handler if path == HOT else None, ClientLimits()))
     app = AsgiApp([])
     server = serve.DrainingServer(serve.uvicorn_config(app, grace_s=5.0, http=made), None)
     server.config.load()
@@ -209,19 +209,19 @@ async def test_while_draining_each_answer_closes_its_connection_and_new_ones_are
             async with await served.client() as kept:
                 kept.send(post(path, b"abc"))
                 assert b"connection" not in (await kept.answer())[1]
-                served.listener.is_draining = True
+                served.listener.intake.is_draining = True
                 async with await served.client() as new:
                     for client in (kept, new):
                         client.send(post(path, b"abc"))
                         status, headers, body = await client.answer()
                         assert (status, headers[b"connection"], body) == (200, b"close", b"3")
                         assert await client.rest() == b""
-            served.listener.is_draining = False
+            served.listener.intake.is_draining = False
 
 
 async def test_no_request_begins_after_an_answer_that_closes_its_connection():
     async with listening(lambda exchange: exchange.respond(200, b"", b"")) as served, await served.client() as client:
-        served.listener.is_draining = True
+        served.listener.intake.is_draining = True
         client.send(post(HOT, b"abc"))
         assert (await client.answer())[1][b"connection"] == b"close"
         client.send(post(HOT, b"abc"))
@@ -239,11 +239,11 @@ async def test_no_request_begins_behind_a_stream_that_closes_its_connection(came
         await work(exchange)
 
     async with listening(stream) as served, await served.client() as client:
-        served.listener.is_draining = True
+        served.listener.intake.is_draining = True
         following = post(HOT, b"next")
         client.send(post(HOT, b"one") + following[:came_before])
         await until(lambda: work.begun)
-        assert served.listener.room.held_bytes == 3
+        assert served.listener.intake.room.held_bytes == 3
         (connection,) = served.listener.connections
         assert not connection.body
         # What was dropped is not waited for.
@@ -296,13 +296,13 @@ async def test_a_shutdown_does_not_wait_for_a_half_sent_request():
     calls = Calls()
     async with listening(calls, body_s=10.0) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"half")[:-1])
-        await until(lambda: calls.exchanges and served.listener.room.held_bytes == 6)
+        await until(lambda: calls.exchanges and served.listener.intake.room.held_bytes == 6)
         (connection,) = served.listener.connections
         connection.shutdown()
         calls.answer(0, b"x" * LARGE)
         assert connection.transport.is_closing()
         connection.check_deadlines(connection.loop.time() + 11)
-        assert not served.listener.refusals
+        assert not served.listener.intake.refusals
         assert len((await client.answer())[2]) == LARGE
 
 

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lorafleet.http_server.lenient import trimmed
+from lorafleet.http_server.guard import trimmed
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.urls import url_path
 from orchestrator.model.names import checked_lora_id, checked_published_name

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from lorafleet.http_server.track import TrackRequests
+from lorafleet.http_server.guard import TrackRequests
 from lorafleet.telemetry.request_log import RequestLog
 from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.core.lease import LeaseRecord

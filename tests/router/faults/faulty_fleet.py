@@ -147,7 +147,7 @@ class FaultyFleet:
         metrics = parts.metrics
         found = {
             "clients' connections": len(self.listener.connections),
-            "bytes of bodies": self.listener.room.held_bytes,
+            "bytes of bodies": self.listener.intake.room.held_bytes,
             "busy connections to engines": parts.pool.connections - parts.pool.idle_connections,
             "requests in flight": len(list(parts.scheduler.load.counts_by_name())),
             "in flight, by the metric": parts.scheduler.load.total_in_flight,
@@ -181,7 +181,7 @@ class FaultyFleet:
         assert not self.unexpected, self.unexpected
         answered = self.parts.metrics.requests.label_values
         assert not [labels for labels in answered if "internal_error" in labels]
-        assert not self.listener.refusals["internal_error"]
+        assert not self.listener.intake.refusals["internal_error"]
 
 
 _ROUTER = str(Path(router.__file__).parent)

@@ -189,7 +189,7 @@ async def test_clients_that_send_too_slowly_are_ended_and_delay_nobody():
         said = await asyncio.gather(*slow_ones)
         assert {answer.split(b"\r\n", 1)[0] for answer in said} == {b"HTTP/1.1 408 Request Timeout"}
         assert router.play.asked["slow"] == 0
-        assert router.listener.refusals["request_timeout"] == 200
+        assert router.listener.intake.refusals["request_timeout"] == 200
 
 
 async def test_client_reading_nothing_is_cut_off_and_its_engine_stops():

@@ -320,15 +320,15 @@ async def test_no_tenant_takes_all_memory_for_bodies(tmp_path):
 
         strangers = [await begin("wrong", 9000) for _ in range(3)]
         await until(lambda: sum(each.body_bytes for each in router.listener.connections) == 27_000)
-        assert router.listener.room.held_bytes == 0
+        assert router.listener.intake.room.held_bytes == 0
         await begin("a", 9000)
-        await until(lambda: router.listener.room.held_bytes == 9000)
+        await until(lambda: router.listener.intake.room.held_bytes == 9000)
         assert error_said(await (await begin("a", 1001)).rest()) == (429, "saturated")
         assert (await router.ask("x", headers=bearer("b"))).status_code == 200
         strangers[0].send(b" " * 1000)
         status, _, body = await strangers[0].answer()
         assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
-        assert router.listener.room.held_bytes == 9000
+        assert router.listener.intake.room.held_bytes == 9000
 
 
 async def test_key_that_became_valid_during_its_body_gets_401(tmp_path):
