@@ -6,12 +6,12 @@ Runs in a thread, so that a slow reader of a replay does not stall the engine. M
 
 import queue
 import threading
-from collections import deque
 from typing import Any
 
 import msgspec
 import zmq
 
+from lorafleet.service.numbered_log import NumberedLog
 from lorafleet.sim.events import EventBatch
 from lorafleet.sim.settings import EventsConfig
 
@@ -26,7 +26,7 @@ class KVEventPublisher:
         """Open the sockets and start the publisher's thread."""
         self.config = config
         self._queue: queue.Queue[EventBatch | None] = queue.Queue(config.max_queue_size)
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._sent = NumberedLog[tuple[bytes, bytes]](config.buffer_steps, last=-1)  # sequence number, batch
         self._context: zmq.Context[Any] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(config.hwm)
@@ -58,7 +58,6 @@ class KVEventPublisher:
         """Answer replays and publish queued batches until `close`. Each batch is numbered, and kept for replays."""
         encoder = msgspec.msgpack.Encoder()
         topic = self.config.topic.encode()
-        seq = 0
         while True:
             if self._replay is not None and self._replay.poll(0):
                 self._answer_replay(self._replay, topic)
@@ -69,9 +68,9 @@ class KVEventPublisher:
             if batch is None:
                 return
             payload = encoder.encode(batch)
-            self._pub.send_multipart((topic, seq.to_bytes(8, "big"), payload))
-            self._buffer.append((seq, payload))
-            seq += 1
+            seq = self._sent.next_number.to_bytes(8, "big")
+            self._pub.send_multipart((topic, seq, payload))
+            self._sent.add((seq, payload))
 
     def _answer_replay(self, replay: "zmq.Socket[bytes]", topic: bytes) -> None:
         """Receive a replay request and send all buffered batches from its sequence number on.
@@ -82,10 +81,8 @@ class KVEventPublisher:
         if len(frames) != 3:  # expected [client, b"", first sequence number]; vLLM does not answer otherwise
             return
         client, _, first_bytes = frames
-        first = int.from_bytes(first_bytes, "big")
-        for seq, payload in self._buffer:
-            if seq >= first:
-                replay.send_multipart((client, b"", topic, seq.to_bytes(8, "big"), payload))
+        for seq, payload in self._sent.after(int.from_bytes(first_bytes, "big") - 1):
+            replay.send_multipart((client, b"", topic, seq, payload))
         replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
 

@@ -55,8 +55,7 @@ class HeartbeatAnswer(ServiceDocument):
     interval_s  when to send the next one
     is_warm     the worker need load nothing more before it is ready
     in_flight   requests of routers at its engine
-    recorded    `id` up to which the agent's operations are in the history; null: this orchestrator records none
-    recorded_incidents  the same, of its incidents
+    recorded    `id` up to which the agent's operations are in the history; `recorded_incidents`: its incidents
     files_seen  number up to which the changes of its files are known; null: this orchestrator wants none
     agents      URLs of the fleet's agents, so that it can fetch from them by itself; null: as in `agents_digest`
     """
@@ -64,8 +63,8 @@ class HeartbeatAnswer(ServiceDocument):
     epoch: int
     revision: int
     interval_s: float
-    recorded: int | None = None
-    recorded_incidents: int | None = None
+    recorded: int = 0
+    recorded_incidents: int = 0
     is_warm: bool = True
     in_flight: int = 0
     files_seen: int | None = None

@@ -3,13 +3,12 @@
 Every event makes a new revision, so an event's id says exactly which changes a follower knows.
 """
 
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Literal
 
-from lorafleet.service.loops import ChangeSignal
+from lorafleet.service.numbered_log import NumberedLog
 from lorafleet.service.times import utc_text
 from orchestrator.core.errors import EventsExpired
 from orchestrator.model.aliases import AliasItem, AliasTarget
@@ -29,8 +28,8 @@ class CatalogBook:
     def __init__(self, store: IntentStore, *, wall: Callable[[], float], buffer: int) -> None:
         self._store = store
         self._wall = wall
-        self._events: deque[tuple[FleetEvent, Tenants]] = deque(maxlen=buffer)
-        self._oldest = store.revision
+        self._events = NumberedLog[tuple[FleetEvent, Tenants]](buffer, last=store.revision)
+        self._most_changes = buffer
         self._adapters: dict[str, CatalogAdapter] = {}
         self._sources: dict[str, tuple[RegisteredAdapter, str, str | None]] = {}
         self._aliases: dict[str, AliasItem] = {}
@@ -43,7 +42,7 @@ class CatalogBook:
         # (kind, name) -> revision of its last change or removal, the latest last; and from where on all are in it.
         self._last_changes: dict[tuple[_Kind, str], int] = {}
         self._changes_from = store.revision
-        self.changed = ChangeSignal()
+        self.changed = self._events.changed
 
     @property
     def revision(self) -> int:
@@ -52,9 +51,9 @@ class CatalogBook:
 
     def begin_term(self) -> None:
         """Drop the events, as those of a leader before us are not known here: followers must read the catalog again."""
-        self._events.clear()
+        self._events.restart(self.revision)
         self._last_changes.clear()
-        self._oldest = self._changes_from = self.revision
+        self._changes_from = self.revision
 
     def emit_event(
         self,
@@ -67,19 +66,13 @@ class CatalogBook:
     ) -> int:
         """Add an event under the store's next revision and notify followers; returns the revision.
 
-        Drops the oldest if full.
-
         tenants  of an adapter that is not registered any more; else they are those that it has
         """
         adapter = None if lora_id is None else self._store.adapters.get(lora_id)
-        if len(self._events) == self._events.maxlen:
-            self._oldest = self._events[0][0].id
         revision = self._store.next_revision()
         at = utc_text(datetime.fromtimestamp(self._wall(), UTC))
         event = FleetEvent(id=revision, type=kind, at=at, lora_id=lora_id, worker_id=worker_id, message=message)
-        self._events.append((event, tenants if adapter is None else adapter.tenants))
-        self.changed.notify()
-        return revision
+        return self._events.add((event, tenants if adapter is None else adapter.tenants), revision)
 
     def refresh(
         self,
@@ -174,7 +167,7 @@ class CatalogBook:
         """Record the revision of an entry's last change, and forget the oldest one where there are too many."""
         self._last_changes.pop((kind, name), None)
         self._last_changes[kind, name] = revision
-        if len(self._last_changes) > (self._events.maxlen or 0):
+        if len(self._last_changes) > self._most_changes:
             oldest = next(iter(self._last_changes))
             self._changes_from = self._last_changes.pop(oldest)
 
@@ -220,11 +213,11 @@ class CatalogBook:
 
         Raises EventsExpired when the buffer does not hold all of them.
         """
-        if not self._oldest <= revision <= self.revision:
+        if not self._events.oldest <= revision <= self.revision:
             raise EventsExpired(
-                f"events since {revision} are not kept (from {self._oldest} on they are): fetch /v1/catalog"
+                f"events since {revision} are not kept (from {self._events.oldest} on they are): fetch /v1/catalog"
             )
-        return [(event, tenants) for event, tenants in self._events if event.id > revision]
+        return self._events.after(revision)
 
     async def event_stream(
         self,
@@ -241,16 +234,11 @@ class CatalogBook:
         shown  an event as the reader may see it, by its adapter's tenants; None: not at all
         """
         yield f": following from {revision}\n\n"
-        while not is_stopping():
-            try:
-                events = self.events_since(revision)
-            except EventsExpired:
-                return  # the reader is slower than the buffer: it reconnects and gets 410
+        async for events in self._events.follow(revision, idle_s=keep_alive_s, is_over=is_stopping):
             for event, tenants in events:
-                revision = event.id
                 if (visible := shown(event, tenants)) is not None:
                     yield f"id: {event.id}\nevent: {event.type}\ndata: {visible.model_dump_json()}\n\n"
-            if not events and not await self.changed.wait(keep_alive_s):
+            if not events:
                 yield ": still here\n\n"
 
 

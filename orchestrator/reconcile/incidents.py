@@ -61,7 +61,7 @@ class IncidentRecorder:
             self._metrics.incidents.labels(begun.kind).inc()
             self._store_incident(begun)
 
-    def record_agent_incidents(self, report: Metadata, incidents: Sequence[AgentIncident]) -> int | None:
+    def record_agent_incidents(self, report: Metadata, incidents: Sequence[AgentIncident]) -> int:
         """Record an agent's incidents, each once; returns the number up to which it need not send them again."""
         worker_id, boot_id = report.instance_id, report.agent_boot_id
         known_boot_id, last = self._recorded.get(worker_id, ("", 0))

@@ -18,7 +18,7 @@ from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict, apply_settin
 from orchestrator.model.usage import UsageReport
 from workers.agent.adapter_usage import ReportedAdapterUsage
 from workers.agent.current_engine import CurrentEngine
-from workers.agent.event_log import AgentEventLog
+from workers.agent.event_log import AgentEventLog, Requester
 from workers.agent.file_uploads import FileUploads
 from workers.agent.foreign_reader import ForeignFilesReader
 from workers.agent.installed_adapters import InstalledAdapters
@@ -27,7 +27,6 @@ from workers.agent.inventory import Inventory, timestamp
 from workers.agent.inventory_report import InventoryReport
 from workers.agent.kv_ledger import KvLedgers
 from workers.agent.loader import Loader
-from workers.agent.operation_log import Requester
 from workers.agent.uploaded_adapters import UploadedAdapters
 from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError

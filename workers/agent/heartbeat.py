@@ -101,15 +101,12 @@ class HeartbeatSender:
         # From here to the body without an `await`: all of it is of one moment, that of the report's number.
         version = self._agent.inventory.version
         metadata = self._agent.metadata()
-        operations = self._agent.inventory.operations
-        sent = operations.unrecorded()
-        incidents = self._agent.inventory.incidents
-        sent_incidents = incidents.unrecorded()
+        history = self._agent.inventory.history
         files = self._held_files(disk_id)
         body = Heartbeat(
             metadata=metadata,
-            operations=sent,
-            incidents=sent_incidents,
+            operations=history.operations(),
+            incidents=history.incidents(),
             files=files,
             agents_digest=self._agents.digest,
         ).model_dump_json()
@@ -127,8 +124,7 @@ class HeartbeatSender:
         if self._own_interval_s is None:
             self._every_s = min(max(_LEAST_INTERVAL_S, reply.interval_s), _MOST_INTERVAL_S)
         self._agent.engine.set_requests_in_flight(reply.in_flight)
-        operations.forget_recorded(sent, reply.recorded)
-        incidents.forget_recorded(sent_incidents, reply.recorded_incidents)
+        history.forget_recorded(operations=reply.recorded, incidents=reply.recorded_incidents)
         self._confirm_files(reply.files_seen)
         if reply.agents is not None:
             self._agents.replace(reply.agents, reply.agents_digest)

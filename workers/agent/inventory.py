@@ -12,11 +12,9 @@ from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
 from lorafleet.service.loops import ChangeSignal
 from lorafleet.service.times import utc_text
-from workers.agent.event_log import AgentEventLog
+from workers.agent.event_log import CORRECTING, RESTORING, AgentEventLog, Requester, UnrecordedHistory
 from workers.agent.foreign_files import ForeignFiles
-from workers.agent.incident_log import AgentIncidentLog
 from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
-from workers.agent.operation_log import CORRECTING, RESTORING, AdapterOperationLog, Requester
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.slots import AdapterSlots
@@ -59,8 +57,7 @@ class Inventory:
         self.kv_connector: ConnectorVerdict = NO_CONNECTOR
         self._settings = settings
         self._metrics = metrics
-        self.operations = AdapterOperationLog(timestamp)
-        self.incidents = AgentIncidentLog(timestamp)
+        self.history = UnrecordedHistory(timestamp)
         self.listed_at: float | None = None  # by the caller's clock; see `confirm_list`
         self.foreign_files: dict[str, ForeignFiles] = {}
         self.refused_names: set[str] = set()
@@ -181,7 +178,7 @@ class Inventory:
             asked_by=by.name,
             reason=by.reason,
         )
-        self.operations.record(
+        self.history.record_operation(
             "load",
             by,
             lora_id=adapter.lora_id,
@@ -200,7 +197,7 @@ class Inventory:
         )
         worker_id = self._settings.instance_id
         log.info("lora_unloaded", lora_id=adapter.lora_id, worker_id=worker_id, asked_by=by.name, reason=by.reason)
-        self.operations.record("unload", by, lora_id=adapter.lora_id, digest=adapter.digest)
+        self.history.record_operation("unload", by, lora_id=adapter.lora_id, digest=adapter.digest)
         self.mark_changed()
 
     def mark_refused(self, adapter: InstalledAdapter) -> None:
@@ -216,7 +213,7 @@ class Inventory:
         self.slots = self.slots.after_unload(name)
         self.foreign_files.pop(name, None)
         self.events.add("UNLOADED_FROM_DEVICE", engine_name=name)
-        self.operations.record("unload", by, lora_id=name, digest="")
+        self.history.record_operation("unload", by, lora_id=name, digest="")
         self.mark_changed()
 
     def mark_unwanted(self, adapter: InstalledAdapter) -> None:
@@ -261,7 +258,7 @@ class Inventory:
             log.warning("the engine's list differs from the inventory", engine_name=adapter.engine_name, found=kind)
             self.installed.store(replace(adapter, is_loaded=adapter.engine_name in listed))
             self.events.add(kind, lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name)
-            self.operations.record(
+            self.history.record_operation(
                 "load" if adapter.engine_name in listed else "unload",
                 CORRECTING,
                 lora_id=adapter.lora_id,
@@ -308,9 +305,9 @@ class Inventory:
         name = engine_name(lora_id, digest) if digest else ""
         log.warning("load failed", lora_id=lora_id, code=exc.code, error=str(exc))
         self._metrics.load_failures.labels(exc.code).inc()
-        self.operations.record("load", by, lora_id=lora_id, digest=digest, error=f"{exc.code}: {exc}")
+        self.history.record_operation("load", by, lora_id=lora_id, digest=digest, error=f"{exc.code}: {exc}")
         if exc.code == "disk_full":
-            self.incidents.record("disk_full", f"{lora_id}: {exc}")
+            self.history.record_incident("disk_full", f"{lora_id}: {exc}")
         self.events.add("LOAD_FAILED", lora_id=lora_id, digest=digest or None, error=f"{exc.code}: {exc}")
         # Neither a full worker nor a cancelled load says anything about the adapter.
         if exc.code not in {"no_free_slot", "cancelled"} and not self.slots.has(name):

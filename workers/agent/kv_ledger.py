@@ -7,7 +7,6 @@ falls behind is exact again after one snapshot. Block hashes leave this host, to
 import asyncio
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
@@ -17,7 +16,7 @@ import structlog
 from lorafleet.identity import TIERS, BlockHash, Tier
 from lorafleet.kv.ledger import MAX_KEPT_RATIO, TRAITS, BlockLedger
 from lorafleet.kv.subscribe import RankEndpoint, RankSubscriber, SubscriberHub
-from lorafleet.service.loops import ChangeSignal
+from lorafleet.service.numbered_log import NumberedLog
 from workers.core.errors import AgentRequestError, EngineError
 from workers.metrics import WorkerMetrics
 from workers.wire import KvChange, KvFrame, KvRank, KvSnapshot, Transport, pack_hashes
@@ -54,15 +53,15 @@ class KvLedgers:
         self.block_size = block_size
         self.total_blocks = total_blocks
         self.is_whole = True
-        self.seq = 0
         self.is_open = False
         self._metrics = metrics
         self._clock = clock
         self._encode = msgspec.msgpack.Encoder().encode
-        self._changes = ChangeSignal()
         self._is_closed = False
-        self._ring: deque[bytes] = deque()
-        self._ring_left = ring_bytes
+        self._frames = NumberedLog[bytes]()
+        self._most_bytes = ring_bytes
+        self.kept_bytes = 0
+        """Size of the frames kept for readers that are behind."""
         self._flush_at: asyncio.TimerHandle | None = None
         self._newest_at = clock()
         self._sent_whole = True
@@ -75,9 +74,9 @@ class KvLedgers:
         ]
 
     @property
-    def kept_bytes(self) -> int:
-        """Size of the frames kept for readers that are behind."""
-        return sum(map(len, self._ring))
+    def seq(self) -> int:
+        """Number of the newest frame."""
+        return self._frames.last
 
     async def close(self) -> None:
         """End every stream, drop pending changes and close the sockets to the engine."""
@@ -89,7 +88,7 @@ class KvLedgers:
     def end_streams(self) -> None:
         """End the streams to routers, for good: later readers get none, and snapshots are refused."""
         self._is_closed = True
-        self._changes.notify()
+        self._frames.changed.notify()
 
     def forget_adapter(self, engine_name: str) -> None:
         """Drop the blocks of an adapter that was just loaded, and schedule a frame.
@@ -106,7 +105,8 @@ class KvLedgers:
         Adds a frame with the pending changes first, so that the snapshot is as of the newest frame.
         raises  EngineError `not_ready` if the events are still being read
         """
-        if not await self._changes.until(lambda: self.is_open or self._is_closed, timeout_s=5.0) or self._is_closed:
+        await self._frames.changed.until(lambda: self.is_open or self._is_closed, timeout_s=5.0)
+        if not self.is_open or self._is_closed:
             raise EngineError("not_ready", "the engine's KV events are still being read; try again", retry_after_s=1)
         self.flush()
         ranks = tuple(
@@ -119,11 +119,11 @@ class KvLedgers:
 
     def checked_position(self, epoch: str, since: int) -> int:
         """`since`, if the stream can continue after that frame; else raises AgentRequestError `events_gone`."""
-        if epoch != self.epoch or not self.seq - len(self._ring) <= since <= self.seq:
+        if epoch != self.epoch or not self._frames.has_all_after(since):
             raise AgentRequestError(
                 "events_gone",
                 f"no KV changes after {since} of epoch {epoch[:100]!r} here (epoch {self.epoch!r} has"
-                f" {self.seq - len(self._ring)} to {self.seq}); read /v1/kv/snapshot, then go on from there",
+                f" {self._frames.oldest} to {self.seq}); read /v1/kv/snapshot, then go on from there",
                 param="since",
             )
         return since
@@ -136,14 +136,12 @@ class KvLedgers:
         self._metrics.kv_readers.inc()
         try:
             while not self._is_closed:
-                oldest = self.seq - len(self._ring)
-                if since < oldest:
+                if since < self._frames.oldest:
                     self._metrics.kv_readers_dropped.inc()
                     return
                 piece: list[bytes] = []
                 size = 0
-                for number in range(since - oldest, len(self._ring)):
-                    frame = self._ring[number]
+                for frame in self._frames.after(since):
                     if piece and size + len(frame) > _MOST_SENT_BYTES:
                         break
                     piece.append(frame)
@@ -151,7 +149,7 @@ class KvLedgers:
                 since += len(piece)
                 # A new stream begins with a heartbeat, so the reader knows at once that the stream works.
                 yield b"".join(piece) or self._frame_bytes(KvFrame(self.seq, self._clock(), is_whole=self.is_whole))
-                await self._changes.until(partial(self._has_ended_or_newer, since), timeout_s=_HEARTBEAT_S)
+                await self._frames.changed.until(partial(self._has_ended_or_newer, since), timeout_s=_HEARTBEAT_S)
         finally:
             self._metrics.kv_readers.dec()
 
@@ -167,15 +165,14 @@ class KvLedgers:
         cleared = tuple(rank.number for rank in self.ranks if rank.take_cleared())
         if not changes and not cleared and self._sent_whole == self.is_whole:
             return
-        self.seq += 1
         self._sent_whole = self.is_whole
-        frame = self._frame_bytes(KvFrame(self.seq, self._newest_at, cleared, changes, self.is_whole))
-        self._ring.append(frame)
-        self._ring_left -= len(frame)
+        seq = self._frames.next_number
+        frame = self._frame_bytes(KvFrame(seq, self._newest_at, cleared, changes, self.is_whole))
+        self.kept_bytes += len(frame)
+        self._frames.add(frame)
         # The newest frame always stays: readers that are up to date need it.
-        while self._ring_left < 0 and len(self._ring) > 1:
-            self._ring_left += len(self._ring.popleft())
-        self._changes.notify()
+        while self.kept_bytes > self._most_bytes and len(self._frames) > 1:
+            self.kept_bytes -= len(self._frames.drop_oldest())
 
     def schedule_frame(self) -> None:
         """Call `flush` in `_COALESCE_S`, unless a call is scheduled already."""
@@ -189,7 +186,7 @@ class KvLedgers:
     def update_open(self) -> None:
         """Allow snapshots once the past events of every rank have been read; wakes waiting readers."""
         self.is_open = all(rank.is_open for rank in self.ranks)
-        self._changes.notify()
+        self._frames.changed.notify()
 
     def mark_incomplete(self) -> None:
         """Record that events are missing. Routers may now ask the engine to repeat events, which are no new copies."""

@@ -11,11 +11,11 @@ import structlog
 
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.effect_check import EffectCheck, with_effect_of
+from workers.agent.event_log import CHECKING, PRELOADING, REFETCHING, RESTORING, Requester, gave_back, made_room
 from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.installer import Installer, check_lora_id
 from workers.agent.inventory import Inventory
 from workers.agent.inventory_report import InventoryReport
-from workers.agent.operation_log import CHECKING, PRELOADING, REFETCHING, RESTORING, Requester, gave_back, made_room
 from workers.agent.operations import AgentOperations
 from workers.config import WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError

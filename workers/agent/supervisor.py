@@ -63,7 +63,7 @@ class Supervisor:
         self._process: EngineProcess | None = None
         self._restarts = RestartBackoff(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
         self._down_since: float | None = None
-        self._agent.inventory.incidents.record("agent_started")
+        self._agent.inventory.history.record_incident("agent_started")
 
     async def run(self) -> None:
         """Start, watch and restart the engine until cancelled, after which it keeps running: call `stop`.
@@ -133,13 +133,13 @@ class Supervisor:
     def _record_start(self, now: float) -> None:
         """Record as an incident that the engine is ready, again or for the first time, with its adapters."""
         adapters = len(self._agent.inventory.slots.registered)
-        incidents = self._agent.inventory.incidents
+        history = self._agent.inventory.history
         if self._down_since is None:
-            incidents.record("engine_started", adapters=adapters)
+            history.record_incident("engine_started", adapters=adapters)
         else:
             down_s = round(now - self._down_since, 3)
             cause = f"{adapters} adapter{'' if adapters == 1 else 's'} back after {down_s:.1f} s"
-            incidents.record("engine_back", cause, seconds=down_s, adapters=adapters)
+            history.record_incident("engine_back", cause, seconds=down_s, adapters=adapters)
         self._down_since = None
         self._agent.inventory.mark_changed()
 
@@ -153,7 +153,7 @@ class Supervisor:
             self._down_since = self._clock()
         kind: AgentIncidentKind = "engine_died" if has_exited or self._process is None else "engine_hung"
         cause = reason.replace(_LAST_ERROR, ": ", 1)
-        self._agent.inventory.incidents.record(kind if was_ready else "engine_start_failed", cause)
+        self._agent.inventory.history.record_incident(kind if was_ready else "engine_start_failed", cause)
 
     async def _start_engine(self, stack: contextlib.AsyncExitStack) -> EngineClient:
         """Start the engine, wait until it is healthy and attach it to the agent.

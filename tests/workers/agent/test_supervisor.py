@@ -18,6 +18,7 @@ from tests.patience import patience, until, within
 from tests.serving import client_of
 from tests.workers.broken import BROKEN
 from tests.workers.running import RunningWorker, code, group_of, is_running, loaded, metadata_of, post, until_state
+from workers.agent.supervisor import status_text
 from workers.config import AgentTimers
 from workers.engines.launch import LaunchCommand
 from workers.engines.process import EngineProcess
@@ -318,3 +319,14 @@ def living_futures() -> int:
     gc.collect()
     # By type(): a dead weak proxy raises on isinstance.
     return sum(issubclass(type(each), asyncio.Future) for each in gc.get_objects())
+
+
+def test_an_exit_by_a_signal_names_it():
+    assert [status_text(code) for code in (0, 1, -9, 137, -11, 255)] == [
+        "status 0",
+        "status 1",
+        "killed by SIGKILL, status -9",
+        "killed by SIGKILL, status 137",
+        "killed by SIGSEGV, status -11",
+        "status 255",
+    ]
