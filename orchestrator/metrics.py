@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from lorafleet.telemetry.adapter_labels import OTHER, choose_labels
+from lorafleet.telemetry.metric_table import MetricTable, metric
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.placement.pools import PoolFigures
 
@@ -20,95 +21,73 @@ Counts = Mapping[str, tuple[int, int]]
 _LOADS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-class OrchestratorMetrics:
+class OrchestratorMetrics(MetricTable):
     """The orchestrator's metrics. The `observe_...` methods set functions that are read at each scrape."""
+
+    operations = metric(Counter, "lora_placement_operations", "Placement operations by outcome", "operation", "outcome")
+    evictions = metric(
+        Counter,
+        "lora_evictions",
+        "Adapters unloaded without a deletion: for another adapter (lru), to empty a worker (capacity),"
+        " for want of requests (ttl), or as a surplus copy (surplus)",
+        "lora_id",
+        "reason",
+    )
+    usage = metric(Counter, "lora_usage_requests", "Requests that routers report", "lora_id")
+    load_seconds = metric(Histogram, "lorafleet_orchestrator_load_seconds", "Time of one load", buckets=_LOADS)
+    unload_seconds = metric(Histogram, "lorafleet_orchestrator_unload_seconds", "Time of one unload", buckets=_LOADS)
+    pass_seconds = metric(
+        Histogram,
+        "lorafleet_orchestrator_pass_seconds",
+        "Time of one pass: observe, place, diff, and starting the actions",
+        buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3),
+    )
+    incidents = metric(
+        Counter,
+        "lorafleet_orchestrator_incidents",
+        "What happened to workers and engines by itself, by kind; also what the history sums up",
+        "kind",
+    )
+    passes_failed = metric(Counter, "lorafleet_orchestrator_passes_failed", "Passes that ended in an unexpected error")
+    failed = metric(Gauge, "lorafleet_orchestrator_adapters_failed", "Adapters that no worker can load")
+    leading = metric(Gauge, "lorafleet_orchestrator_leading", "1 while this orchestrator holds the lease")
+    epoch = metric(Gauge, "lorafleet_orchestrator_epoch", "The epoch of our last term")
+    publishes = metric(
+        Counter,
+        "lorafleet_orchestrator_publishes",
+        "Publishes of names, by outcome: new, same (bytes that the name had), unfinished, refused, failed",
+        "outcome",
+    )
+    publish_seconds = metric(
+        Histogram,
+        "lorafleet_orchestrator_publish_seconds",
+        "Duration of publishes that ended well, until every router went by them",
+        buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+    )
+    published_names = metric(Gauge, "lorafleet_orchestrator_published_names", "Published names")
+    published_versions = metric(
+        Gauge, "lorafleet_orchestrator_published_versions", "Versions of published names that are kept"
+    )
+    frozen = metric(Gauge, "lorafleet_orchestrator_frozen", "1 while the churn limiter freezes moves")
+    pauses = metric(Gauge, "lorafleet_orchestrator_pauses", "Pauses of requests in force")
+    _copies = metric(
+        Gauge, "lorafleet_orchestrator_copies", "Adapters whose files only the fleet has, by how they are kept", "state"
+    )
+    forwarded = metric(
+        Counter,
+        "lorafleet_orchestrator_forwarded",
+        "Requests that this orchestrator does not answer itself, by outcome",
+        "outcome",
+    )
 
     def __init__(self, metrics_adapters: int = 200) -> None:
         """metrics_adapters  adapters with series of their own"""
-        self.registry = CollectorRegistry()
+        super().__init__()
         self.adapter_labels = BoundedLabels(metrics_adapters)
         self._usage: Callable[[], Mapping[str, tuple[float, float]]] = dict
         self._counted: Mapping[str, float] = {}
-        self.operations = Counter(
-            "lora_placement_operations",
-            "Placement operations by outcome",
-            ["operation", "outcome"],
-            registry=self.registry,
-        )
-        self.evictions = Counter(
-            "lora_evictions",
-            "Adapters unloaded without a deletion: for another adapter (lru), to empty a worker (capacity),"
-            " for want of requests (ttl), or as a surplus copy (surplus)",
-            ["lora_id", "reason"],
-            registry=self.registry,
-        )
-        self.usage = Counter("lora_usage_requests", "Requests that routers report", ["lora_id"], registry=self.registry)
-        self.load_seconds = Histogram(
-            "lorafleet_orchestrator_load_seconds", "Time of one load", buckets=_LOADS, registry=self.registry
-        )
-        self.unload_seconds = Histogram(
-            "lorafleet_orchestrator_unload_seconds", "Time of one unload", buckets=_LOADS, registry=self.registry
-        )
-        self.pass_seconds = Histogram(
-            "lorafleet_orchestrator_pass_seconds",
-            "Time of one pass: observe, place, diff, and starting the actions",
-            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3),
-            registry=self.registry,
-        )
-        self.incidents = Counter(
-            "lorafleet_orchestrator_incidents",
-            "What happened to workers and engines by itself, by kind; also what the history sums up",
-            ["kind"],
-            registry=self.registry,
-        )
         for kind in KINDS_OF_INCIDENTS:
             self.incidents.labels(kind)
-        self.passes_failed = Counter(
-            "lorafleet_orchestrator_passes_failed", "Passes that ended in an unexpected error", registry=self.registry
-        )
-        self.failed = Gauge(
-            "lorafleet_orchestrator_adapters_failed", "Adapters that no worker can load", registry=self.registry
-        )
-        self.leading = Gauge(
-            "lorafleet_orchestrator_leading", "1 while this orchestrator holds the lease", registry=self.registry
-        )
-        self.epoch = Gauge("lorafleet_orchestrator_epoch", "The epoch of our last term", registry=self.registry)
-        self.publishes = Counter(
-            "lorafleet_orchestrator_publishes",
-            "Publishes of names, by outcome: new, same (bytes that the name had), unfinished, refused, failed",
-            ["outcome"],
-            registry=self.registry,
-        )
-        self.publish_seconds = Histogram(
-            "lorafleet_orchestrator_publish_seconds",
-            "Duration of publishes that ended well, until every router went by them",
-            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
-            registry=self.registry,
-        )
-        self.published_names = Gauge(
-            "lorafleet_orchestrator_published_names", "Published names", registry=self.registry
-        )
-        self.published_versions = Gauge(
-            "lorafleet_orchestrator_published_versions",
-            "Versions of published names that are kept",
-            registry=self.registry,
-        )
-        self.frozen = Gauge(
-            "lorafleet_orchestrator_frozen", "1 while the churn limiter freezes moves", registry=self.registry
-        )
-        self.pauses = Gauge("lorafleet_orchestrator_pauses", "Pauses of requests in force", registry=self.registry)
-        self._copies = Gauge(
-            "lorafleet_orchestrator_copies",
-            "Adapters whose files only the fleet has, by how they are kept",
-            ["state"],
-            registry=self.registry,
-        )
-        self.forwarded = Counter(
-            "lorafleet_orchestrator_forwarded",
-            "Requests that this orchestrator does not answer itself, by outcome",
-            ["outcome"],
-            registry=self.registry,
-        )
 
     def set_copies(self, total: int, states: Mapping[str, int]) -> None:
         """Set how many adapters' files are kept as wanted, or are in another state.

@@ -4,9 +4,10 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
 from lorafleet.engine.rates import EngineRates
+from lorafleet.telemetry.metric_table import MetricTable, metric
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 _FEW_BUCKETS = (0.05, 0.25, 1, 5, 20, 60)
@@ -24,168 +25,142 @@ def source_kind(scheme: str) -> str:
     return scheme if scheme in _SOURCE_KINDS else "other"
 
 
-class WorkerMetrics:
+class WorkerMetrics(MetricTable):
     """One agent's metrics, in a registry of their own."""
 
+    _load_seconds = metric(
+        Histogram,
+        "lora_load_duration_seconds",
+        "Duration of loads in the engine.",
+        "lora_id",
+        "worker_id",
+        buckets=_FEW_BUCKETS,
+    )
+    _unload_seconds = metric(
+        Histogram,
+        "lora_unload_duration_seconds",
+        "Duration of unloads in the engine.",
+        "lora_id",
+        "worker_id",
+        buckets=_FEW_BUCKETS,
+    )
+    stage_seconds = metric(
+        Histogram, "lorafleet_workers_stage_seconds", "Duration of the stages of a load.", "stage", buckets=_BUCKETS
+    )
+    effect_checks = metric(
+        Counter,
+        "lorafleet_workers_effect_checks",
+        "Checks of whether an engine really uses an adapter, by how it was asked and what was found.",
+        "by",
+        "found",
+    )
+    canary_seconds = metric(
+        Histogram,
+        "lorafleet_workers_canary_seconds",
+        "Duration of canaries: an engine's answers with and without an adapter.",
+        buckets=_BUCKETS,
+    )
+    partial_adapters = metric(
+        Gauge, "lorafleet_workers_partial_adapters", "Loaded adapters of which the engine ignores some modules."
+    )
+    unproved_adapters = metric(
+        Gauge, "lorafleet_workers_unproved_adapters", "Loaded adapters whose effect in the engine is not proved."
+    )
+    load_failures = metric(Counter, "lora_load_failures", "Failed loads by error code.", "code")
+    _memory_bytes = metric(
+        Gauge, "lora_memory_usage_bytes", "Size of the loaded adapters' weights.", "lora_id", "worker_id"
+    )
+    _requests = metric(
+        Gauge, "lora_request_count", "Requests to the loaded adapters, by the routers' reports.", "lora_id", "worker_id"
+    )
+    fetched_bytes = metric(Counter, "lorafleet_workers_fetched_bytes", "Bytes of adapters fetched from sources.")
+    source_bytes = metric(
+        Counter,
+        "lorafleet_workers_source_bytes",
+        "Bytes of adapters received, by where they came from: whole or not, right or not.",
+        "source",
+    )
+    neighbour_failures = metric(
+        Counter,
+        "lorafleet_workers_neighbour_failures",
+        "Fetches from other workers that failed, so that the next place was asked: they were silent, lacked the"
+        " files, or sent other bytes than the digest's.",
+        "reason",
+    )
+    uploads = metric(Gauge, "lorafleet_workers_uploads", "Files that other workers and fleets read here now.")
+    uploaded_bytes = metric(
+        Counter, "lorafleet_workers_uploaded_bytes", "Bytes of adapters sent to other workers and fleets."
+    )
+    uploads_refused = metric(
+        Counter, "lorafleet_workers_uploads_refused", "Files not sent because max_uploads were under way."
+    )
+    kept_adapters = metric(
+        Gauge,
+        "lorafleet_workers_kept_adapters",
+        "Installed adapters that are kept because the fleet has them nowhere else.",
+    )
+    cache = metric(
+        Counter, "lorafleet_workers_cache", "Requested adapters by whether they were on this disk.", "outcome"
+    )
+    cache_used_bytes = metric(Gauge, "lorafleet_workers_disk_used_bytes", "Size of the installed adapters.")
+    cache_held_bytes = metric(
+        Gauge, "lorafleet_workers_disk_held_bytes", "Size of the installed adapters that are in use."
+    )
+    cache_limit_bytes = metric(
+        Gauge, "lorafleet_workers_disk_limit_bytes", "Limit for installed adapters, see max_disk_bytes."
+    )
+    cache_adapters = metric(Gauge, "lorafleet_workers_disk_adapters", "Installed adapters.")
+    cache_deleted = metric(Counter, "lorafleet_workers_disk_deleted", "Adapters deleted from the cache.")
+    loaded = metric(Gauge, "lorafleet_workers_loaded_adapters", "Adapters that are loaded in the engine.")
+    ghosts = metric(Gauge, "lorafleet_workers_ghosts", "Unloaded adapters still in the engine's memory (estimated).")
+    disk_free_bytes = metric(Gauge, "lorafleet_workers_disk_free_bytes", "Free bytes of the cache's file system.")
+    engine_up = metric(Gauge, "lorafleet_workers_engine_up", "1 while the engine answers.")
+    engine_suspect = metric(Gauge, "lorafleet_workers_engine_suspect", "1 while the engine seems to hang.")
+    engine_restarts = metric(Counter, "lorafleet_workers_engine_restarts", "Engine failures.")
+    heartbeat_failures = metric(
+        Counter, "lorafleet_workers_heartbeat_failures", "Heartbeats that no orchestrator accepted."
+    )
+    loop_failures = metric(
+        Counter,
+        "lorafleet_workers_loop_failures",
+        "Iterations of a background loop that failed with an unexpected error.",
+        "loop",
+    )
+    kv_blocks = metric(Gauge, "lorafleet_workers_kv_blocks", "Cached blocks on the device, by the KV ledger.")
+    kv_bytes = metric(Gauge, "lorafleet_workers_kv_ledger_bytes", "Memory of the KV ledger.")
+    kv_whole = metric(Gauge, "lorafleet_workers_kv_ledger_whole", "1 while no KV event of this engine is missing.")
+    kv_events = metric(Counter, "lorafleet_workers_kv_events", "KV events applied.", "type")
+    kv_rejected = metric(Counter, "lorafleet_workers_kv_rejected", "Rejected KV events, by reason.", "reason")
+    kv_snapshots = metric(Counter, "lorafleet_workers_kv_snapshots", "KV snapshots sent to routers.")
+    kv_readers = metric(Gauge, "lorafleet_workers_kv_readers", "Open streams of KV changes.")
+    kv_readers_dropped = metric(
+        Counter, "lorafleet_workers_kv_readers_dropped", "Streams of KV changes ended because too slow."
+    )
+    prefill_tokens_per_s = metric(
+        Gauge, "lorafleet_workers_prefill_tokens_per_s", "Measured prefill rate of a request alone in the engine."
+    )
+    decode_tokens_per_s = metric(
+        Gauge,
+        "lorafleet_workers_decode_tokens_per_s",
+        "Measured decode rate of one request without a concurrent prefill.",
+    )
+    inter_token_s = metric(
+        Gauge, "lorafleet_workers_inter_token_s", "Seconds between two tokens of a request, at the last reading."
+    )
+    mean_output_tokens = metric(
+        Gauge, "lorafleet_workers_mean_output_tokens", "Mean output tokens of recently finished requests."
+    )
+    mean_request_s = metric(
+        Gauge,
+        "lorafleet_workers_mean_request_s",
+        "Mean duration of recently finished requests, from scheduled to the last token.",
+    )
+
     def __init__(self, worker_id: str = "") -> None:
-        """Create all metrics in a new registry; `worker_id` is a label of the adapters' series."""
-        self.registry = CollectorRegistry()
-        registry = self.registry
+        """worker_id  a label of the adapters' series"""
+        super().__init__()
         self._worker_id = worker_id
         self._named: OrderedDict[str, None] = OrderedDict()
-        labels = ["lora_id", "worker_id"]
-        self._load_seconds = Histogram(
-            "lora_load_duration_seconds",
-            "Duration of loads in the engine.",
-            labels,
-            registry=registry,
-            buckets=_FEW_BUCKETS,
-        )
-        self._unload_seconds = Histogram(
-            "lora_unload_duration_seconds",
-            "Duration of unloads in the engine.",
-            labels,
-            registry=registry,
-            buckets=_FEW_BUCKETS,
-        )
-        self.stage_seconds = Histogram(
-            "lorafleet_workers_stage_seconds",
-            "Duration of the stages of a load.",
-            ["stage"],
-            registry=registry,
-            buckets=_BUCKETS,
-        )
-        self.effect_checks = Counter(
-            "lorafleet_workers_effect_checks",
-            "Checks of whether an engine really uses an adapter, by how it was asked and what was found.",
-            ["by", "found"],
-            registry=registry,
-        )
-        self.canary_seconds = Histogram(
-            "lorafleet_workers_canary_seconds",
-            "Duration of canaries: an engine's answers with and without an adapter.",
-            registry=registry,
-            buckets=_BUCKETS,
-        )
-        self.partial_adapters = Gauge(
-            "lorafleet_workers_partial_adapters",
-            "Loaded adapters of which the engine ignores some modules.",
-            registry=registry,
-        )
-        self.unproved_adapters = Gauge(
-            "lorafleet_workers_unproved_adapters",
-            "Loaded adapters whose effect in the engine is not proved.",
-            registry=registry,
-        )
-        self.load_failures = Counter("lora_load_failures", "Failed loads by error code.", ["code"], registry=registry)
-        self._memory_bytes = Gauge(
-            "lora_memory_usage_bytes", "Size of the loaded adapters' weights.", labels, registry=registry
-        )
-        self._requests = Gauge(
-            "lora_request_count", "Requests to the loaded adapters, by the routers' reports.", labels, registry=registry
-        )
-        self.fetched_bytes = Counter(
-            "lorafleet_workers_fetched_bytes", "Bytes of adapters fetched from sources.", registry=registry
-        )
-        self.source_bytes = Counter(
-            "lorafleet_workers_source_bytes",
-            "Bytes of adapters received, by where they came from: whole or not, right or not.",
-            ["source"],
-            registry=registry,
-        )
-        self.neighbour_failures = Counter(
-            "lorafleet_workers_neighbour_failures",
-            "Fetches from other workers that failed, so that the next place was asked: they were silent, lacked the"
-            " files, or sent other bytes than the digest's.",
-            ["reason"],
-            registry=registry,
-        )
-        self.uploads = Gauge(
-            "lorafleet_workers_uploads", "Files that other workers and fleets read here now.", registry=registry
-        )
-        self.uploaded_bytes = Counter(
-            "lorafleet_workers_uploaded_bytes", "Bytes of adapters sent to other workers and fleets.", registry=registry
-        )
-        self.uploads_refused = Counter(
-            "lorafleet_workers_uploads_refused",
-            "Files not sent because max_uploads were under way.",
-            registry=registry,
-        )
-        self.kept_adapters = Gauge(
-            "lorafleet_workers_kept_adapters",
-            "Installed adapters that are kept because the fleet has them nowhere else.",
-            registry=registry,
-        )
-        self.cache = Counter(
-            "lorafleet_workers_cache",
-            "Requested adapters by whether they were on this disk.",
-            ["outcome"],
-            registry=registry,
-        )
-        self.cache_used_bytes = Gauge(
-            "lorafleet_workers_disk_used_bytes", "Size of the installed adapters.", registry=registry
-        )
-        self.cache_held_bytes = Gauge(
-            "lorafleet_workers_disk_held_bytes", "Size of the installed adapters that are in use.", registry=registry
-        )
-        self.cache_limit_bytes = Gauge(
-            "lorafleet_workers_disk_limit_bytes", "Limit for installed adapters, see max_disk_bytes.", registry=registry
-        )
-        self.cache_adapters = Gauge("lorafleet_workers_disk_adapters", "Installed adapters.", registry=registry)
-        self.cache_deleted = Counter(
-            "lorafleet_workers_disk_deleted", "Adapters deleted from the cache.", registry=registry
-        )
-        self.loaded = Gauge(
-            "lorafleet_workers_loaded_adapters", "Adapters that are loaded in the engine.", registry=registry
-        )
-        self.ghosts = Gauge(
-            "lorafleet_workers_ghosts", "Unloaded adapters still in the engine's memory (estimated).", registry=registry
-        )
-        self.disk_free_bytes = Gauge(
-            "lorafleet_workers_disk_free_bytes", "Free bytes of the cache's file system.", registry=registry
-        )
-        self.engine_up = Gauge("lorafleet_workers_engine_up", "1 while the engine answers.", registry=registry)
-        self.engine_suspect = Gauge(
-            "lorafleet_workers_engine_suspect", "1 while the engine seems to hang.", registry=registry
-        )
-        self.engine_restarts = Counter("lorafleet_workers_engine_restarts", "Engine failures.", registry=registry)
-        self.heartbeat_failures = Counter(
-            "lorafleet_workers_heartbeat_failures", "Heartbeats that no orchestrator accepted.", registry=registry
-        )
-        self._rates = {
-            name: Gauge(f"lorafleet_workers_{name}", text, registry=registry)
-            for name, text in {
-                "prefill_tokens_per_s": "Measured prefill rate of a request alone in the engine.",
-                "decode_tokens_per_s": "Measured decode rate of one request without a concurrent prefill.",
-                "inter_token_s": "Seconds between two tokens of a request, at the last reading.",
-                "mean_output_tokens": "Mean output tokens of recently finished requests.",
-                "mean_request_s": "Mean duration of recently finished requests, from scheduled to the last token.",
-            }.items()
-        }
-        self.loop_failures = Counter(
-            "lorafleet_workers_loop_failures",
-            "Iterations of a background loop that failed with an unexpected error.",
-            ["loop"],
-            registry=registry,
-        )
-        self.kv_blocks = Gauge(
-            "lorafleet_workers_kv_blocks", "Cached blocks on the device, by the KV ledger.", registry=registry
-        )
-        self.kv_bytes = Gauge("lorafleet_workers_kv_ledger_bytes", "Memory of the KV ledger.", registry=registry)
-        self.kv_whole = Gauge(
-            "lorafleet_workers_kv_ledger_whole", "1 while no KV event of this engine is missing.", registry=registry
-        )
-        self.kv_events = Counter("lorafleet_workers_kv_events", "KV events applied.", ["type"], registry=registry)
-        self.kv_rejected = Counter(
-            "lorafleet_workers_kv_rejected", "Rejected KV events, by reason.", ["reason"], registry=registry
-        )
-        self.kv_snapshots = Counter(
-            "lorafleet_workers_kv_snapshots", "KV snapshots sent to routers.", registry=registry
-        )
-        self.kv_readers = Gauge("lorafleet_workers_kv_readers", "Open streams of KV changes.", registry=registry)
-        self.kv_readers_dropped = Counter(
-            "lorafleet_workers_kv_readers_dropped", "Streams of KV changes ended because too slow.", registry=registry
-        )
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -234,8 +209,11 @@ class WorkerMetrics:
 
     def set_rates(self, rates: EngineRates) -> None:
         """Set the gauges to the engine's measured rates; a rate that is not measured yet is 0."""
-        for name, gauge in self._rates.items():
-            gauge.set(getattr(rates, name))
+        self.prefill_tokens_per_s.set(rates.prefill_tokens_per_s)
+        self.decode_tokens_per_s.set(rates.decode_tokens_per_s)
+        self.inter_token_s.set(rates.inter_token_s)
+        self.mean_output_tokens.set(rates.mean_output_tokens)
+        self.mean_request_s.set(rates.mean_request_s)
 
     def page(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -17,9 +17,9 @@ TrustState = Literal["exact", "degraded", "estimate"]
 FeedMode = Literal["exact", "estimate"]
 
 # Reasoned, then simulated (tests/router/core/kv/test_prediction_accuracy.py repeats it; nothing was measured on a
-# fleet). With one disagreement in ten, which is a crowded cache, a worker is degraded by chance once in about 46,000 comparisons and
-# exact again 26 later; with one in two it is degraded after 17 and stays so. Six in a row degrade; eighteen agreements
-# in a row heal.
+# fleet). With one disagreement in ten, which is a crowded cache, a worker is degraded by chance once in about 46,000
+# comparisons and exact again 26 later; with one in two it is degraded after 17 and stays so. Six in a row degrade;
+# eighteen agreements in a row heal.
 _ADDED = 3
 _FULL = 18
 # A share of the prompt. Less does not change which replica wins, and a wrong tail block is not a wrong index.
