@@ -16,7 +16,7 @@ from benchmarks.report import ReportRow, arguments, show
 from lorafleet.telemetry.histogram import bucket_of
 from orchestrator.core.traffic import GRAINS
 from orchestrator.core.traffic_shares import SHARE_GRAINS
-from orchestrator.model.traffic import TrafficBatch, TrafficRow
+from orchestrator.model.usage import TrafficBatch, TrafficRow
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.file import TrafficFile
 

@@ -24,7 +24,7 @@ from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.service.known_fields import WIRE_HEADERS
 from lorafleet.service.tasks import BackgroundTasks
 from lorafleet.telemetry.repeats import RepeatLimiter
-from orchestrator.model.traffic import RouterNow
+from orchestrator.model.usage import RouterNow
 from router.config import RouterSettings
 from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 from router.core.failover.retry_budget import RetryBudget

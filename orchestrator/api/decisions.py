@@ -10,7 +10,7 @@ from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
 from orchestrator.core.errors import OrchestratorUnavailable
-from orchestrator.model.traffic import RelayedDecision, RelayedDecisions, RouterQuestions, RouterReply
+from orchestrator.model.questions import RelayedDecision, RelayedDecisions, RouterQuestions, RouterReply
 from orchestrator.traffic.questions import QuestionKind, RouterMailbox
 
 _WITHIN_S = 10.0

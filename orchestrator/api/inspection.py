@@ -9,7 +9,7 @@ from lorafleet.keys.roles import Caller
 from lorafleet.keys.whoami import who_is
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound, OrchestratorUnavailable, WorkerFailed
-from orchestrator.model.traffic import KeyItem, KeyList
+from orchestrator.model.keys import KeyItem, KeyList
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports
 from workers.wire import LogTail, Metadata

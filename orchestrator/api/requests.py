@@ -10,7 +10,7 @@ from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.keys.roles import Caller
 from orchestrator.api.decisions import ask_all, listening
 from orchestrator.core.errors import NotFound
-from orchestrator.model.traffic import Ask, AskedAnswer, AskedAnswers, RelayedRequests, RequestQuery, RoutedAsk
+from orchestrator.model.questions import Ask, AskedAnswer, AskedAnswers, RelayedRequests, RequestQuery, RoutedAsk
 from orchestrator.traffic.questions import RouterMailbox
 
 _MOST_OF_ONE_ID = 20

@@ -1,12 +1,17 @@
 """Routers' counts of what they served."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, field_validator
 
 from orchestrator.model.names import WIRE, ServiceDocument
-from orchestrator.model.traffic import Count, RouterNow, Seconds, TrafficBatch
 
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+"""The bounds of counts and sums are above what any fleet reaches: a router that reports more has miscounted."""
+Name = Annotated[str, Field(max_length=300)]
+BucketCounts = Annotated[dict[Annotated[int, Field(ge=0, le=1000)], Count], Field(max_length=200)]
+"""lorafleet.telemetry.histogram bucket -> count"""
 _MOST_WORKERS = 10_000
 """Workers in one report: more than any fleet has."""
 
@@ -46,6 +51,72 @@ class AdapterHold(ServiceDocument):
     hold_s: Seconds = 0.0
     sheds: Count = 0
     waiting: Count = 0
+
+
+class TrafficRow(ServiceDocument):
+    """Requests that ended: those of one adapter, worker and key together.
+
+    adapter    lora_id; "" for requests of the base model, and for those refused before their model was known
+    worker     the last one that had the request; "" for none
+    key        the key's id; "" where no key is needed
+    codes      answers that failed, as "<status> <code>" -> count; what clients broke off is "499"
+    predicted_tokens, cached_tokens  of `compared_tokens` prompt tokens: predicted and reported as cached
+    waited_s   in the router's queue; `cold_starts` requests waited `cold_s` for their adapter to load
+    first_token, whole  streamed answers by the time to their first token, and all answers by their duration
+    first_token_sum_s  of the times in `first_token`
+    decode_s   of streamed answers, from their first token to their last, of `decode_tokens` further tokens
+    """
+
+    adapter: Name = ""
+    base_model: Name = ""
+    worker: Name = ""
+    tenant: Name = ""
+    key: Name = ""
+    requests: Count = 0
+    codes: Annotated[dict[Name, Count], Field(max_length=100)] = Field(default_factory=dict)
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    predicted_tokens: Count = 0
+    cached_tokens: Count = 0
+    compared_tokens: Count = 0
+    waited_s: Seconds = 0.0
+    cold_starts: Count = 0
+    cold_s: Seconds = 0.0
+    first_token: BucketCounts = Field(default_factory=dict)
+    whole: BucketCounts = Field(default_factory=dict)
+    first_token_sum_s: Seconds = 0.0
+    decode_s: Seconds = 0.0
+    decode_tokens: Count = 0
+
+
+class TrafficBatch(ServiceDocument):
+    """What a router counted in a few seconds. It is sent until it is accepted; `number` tells a repeated one.
+
+    age_s  seconds since its middle, when the report was made
+    """
+
+    number: Count
+    age_s: Seconds = 0.0
+    rows: Annotated[tuple[TrafficRow, ...], FailFast()] = Field(default=(), max_length=20_000)
+
+
+class RouterNow(ServiceDocument):
+    """How a router is now.
+
+    waiting, held  requests that wait for room at an engine, and for an adapter; by tenant, "" for none
+    paused         requests that wait for the end of a pause, in the same way
+    circuits       worker_id -> open or half_open; a closed one is left out
+    """
+
+    version: Name = ""
+    policy: Name = ""
+    in_flight: Count = 0
+    waiting: Annotated[dict[Name, Count], Field(max_length=10_000)] = Field(default_factory=dict)
+    held: Annotated[dict[Name, Count], Field(max_length=10_000)] = Field(default_factory=dict)
+    paused: Annotated[dict[Name, Count], Field(max_length=10_000)] = Field(default_factory=dict)
+    circuits: Annotated[dict[Name, Literal["open", "half_open"]], Field(max_length=10_000)] = Field(
+        default_factory=dict
+    )
 
 
 class UsageReport(ServiceDocument):

@@ -5,9 +5,20 @@ from typing import Literal
 from pydantic import Field
 
 from orchestrator.model.names import ServiceDocument, WrittenDocument
-from orchestrator.model.traffic import WorkerLoad
 
 WorkerState = Literal["starting", "ready", "cordoned", "draining", "unmanaged", "lost"]
+
+
+class WorkerLoad(ServiceDocument):
+    """A worker's load and rates by its last report; a rate of 0 is not measured yet."""
+
+    running: int
+    waiting: int
+    waiting_for_slot: int
+    kv_usage: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    load_seconds: float
 
 
 class WorkerDrainProgress(ServiceDocument):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from orchestrator.core.traffic import SeriesKey
-from orchestrator.model.traffic import RouterNow
+from orchestrator.model.usage import RouterNow
 from orchestrator.reconcile.worker_reports import WorkerReports
 
 

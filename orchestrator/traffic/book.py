@@ -30,7 +30,7 @@ from orchestrator.core.traffic_shares import (
     share_of,
 )
 from orchestrator.core.traffic_slice import TrafficSlice
-from orchestrator.model.traffic import RouterNow, TrafficBatch, TrafficRow
+from orchestrator.model.usage import RouterNow, TrafficBatch, TrafficRow
 from orchestrator.traffic.file import TrafficFile
 
 READ_EVERY_S = 5.0

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from orchestrator.model.traffic import RouterQuestion, RouterReply
+from orchestrator.model.questions import RouterQuestion, RouterReply
 
 _MOST_WAITING = 100
 """Questions that wait for one router."""

@@ -17,7 +17,7 @@ from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError, envelope
 from lorafleet.service.loops import forever
 from lorafleet.service.tasks import BackgroundTasks
-from orchestrator.model.traffic import RoutedAsk, RouterQuestion, RouterQuestions, RouterReply
+from orchestrator.model.questions import RoutedAsk, RouterQuestion, RouterQuestions, RouterReply
 from router.api.asks import answer_ask
 from router.api.control import explain_request, own_decisions
 from router.api.explain import replay_answer

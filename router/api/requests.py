@@ -17,7 +17,7 @@ from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
 from lorafleet.service.times import unix_text
 from lorafleet.telemetry.request_log import KeptLine, RequestLine
-from orchestrator.model.traffic import RequestQuery
+from orchestrator.model.questions import RequestQuery
 from router.api.control import has_adapter_alone, own_decisions
 from router.api.control_calls import ControlCalls, ControlUnavailable, error_of
 from router.api.explain import score_item

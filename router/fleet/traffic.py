@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from lorafleet.telemetry.histogram import bucket_of
-from orchestrator.model.traffic import RouterNow, TrafficBatch, TrafficRow
+from orchestrator.model.usage import RouterNow, TrafficBatch, TrafficRow
 
 BATCH_S = 5.0
 _MOST_BATCHES = 60

@@ -11,7 +11,7 @@ from lorafleet.telemetry.histogram import bucket_of
 from orchestrator.core.traffic import GRAINS, OTHER, TrafficSums
 from orchestrator.core.traffic_shares import MOST_SHARES, SHARED, TIMED, ShareSums, count_shares, merged
 from orchestrator.core.traffic_slice import TrafficSlice
-from orchestrator.model.traffic import TrafficRow
+from orchestrator.model.usage import TrafficRow
 from tests.orchestrator.traffic.test_book import Wall, batch, opened, row, wall  # noqa: F401  (its fixtures)
 from tests.properties import examples
 

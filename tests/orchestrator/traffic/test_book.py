@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lorafleet.keys.key_files import hash_key
 from lorafleet.telemetry.histogram import LAST_BUCKET, bucket_of, percentile_s, upper_bound_s
 from orchestrator.core.traffic import GRAINS, OTHER, GaugeSums, TrafficSums, bounded, grain_for, summed
-from orchestrator.model.traffic import RouterNow, TrafficBatch, TrafficRow
+from orchestrator.model.usage import RouterNow, TrafficBatch, TrafficRow
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.file import TrafficFile
 from tests.patience import patience

@@ -12,7 +12,7 @@ from starlette.responses import StreamingResponse
 from lorafleet.keys.key_files import hash_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
-from orchestrator.model.traffic import RouterQuestion, RouterReply
+from orchestrator.model.questions import RouterQuestion, RouterReply
 from orchestrator.traffic.questions import LISTENING_S, RouterMailbox
 from router.api.questions import answer_questions, reply_to
 from tests.patience import patience, until
