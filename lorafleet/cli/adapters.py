@@ -1,6 +1,6 @@
-"""`lorafleet adapters` and `lorafleet aliases`."""
+"""`lorafleet adapters add` and `set`, and `lorafleet orphans adopt`: what registers and changes adapters."""
 
-# ruff: noqa: PLC0415, PLR0917  (imports of httpx and rich tables wait until a command needs them; Typer passes by name)
+# ruff: noqa: PLR0917  (Typer passes by name)
 
 from enum import StrEnum
 from pathlib import Path
@@ -8,15 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from lorafleet.cli import plan
-from lorafleet.cli.completion import AdapterName, AliasName
-from lorafleet.cli.context import if_match_header, named_tenants
-from lorafleet.cli.output import AsJson, Output, OutputFormat, print_item, print_list
+from lorafleet.cli.context import named_tenants, parse_setting
+from lorafleet.cli.resources import ADAPTERS, ORPHANS
+from lorafleet.cli.verbs import change
 from lorafleet.service.failure import CommandFailed
-from lorafleet.service.urls import url_path
 
-adapters_app = typer.Typer(no_args_is_help=True, help="Adapters: register, show, change, remove.")
-aliases_app = typer.Typer(no_args_is_help=True, help="Aliases: names for one or more adapters, with weights.")
+adapters_app = ADAPTERS.app()
+orphans_app = ORPHANS.app()
 
 
 class IgnoredModulesPolicy(StrEnum):
@@ -28,46 +26,6 @@ class LoadingName(StrEnum):
     lazy = "lazy"
     eager = "eager"
     weighted = "weighted"
-
-
-class LanguageName(StrEnum):
-    text = "text"
-    wrapped = "wrapped"
-    idefics = "idefics"
-    outer = "outer"
-    automodel = "automodel"
-
-
-@adapters_app.command("list")
-def adapters_list(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
-    """List all adapters: state, replicas, workers.
-
-    Examples:
-
-      lorafleet adapters list -o wide
-
-      lorafleet adapters list -o name | xargs -n1 lorafleet adapters retry
-    """
-    from lorafleet.cli import tables
-
-    with context.obj.orchestrator() as api:
-        print_list(tables.ADAPTERS, api.list_all("/v1/adapters"), output, as_json)
-
-
-@adapters_app.command("show")
-def adapters_show(
-    context: typer.Context,
-    lora_id: AdapterName,
-    output: Output = OutputFormat.table,
-    as_json: AsJson = False,
-) -> None:
-    """Show one adapter, and the etag of its registration.
-
-    Example: lorafleet adapters show sql-expert/v1
-    """
-    with context.obj.orchestrator() as api:
-        item, etag = api.get_with_etag(f"/v1/adapters/{url_path(lora_id)}")
-    print_item(item | {"etag": etag.strip('"')}, lora_id, output, as_json)
 
 
 @adapters_app.command("add")
@@ -132,7 +90,7 @@ def _require_adapter_files(source: str) -> None:
     folder = Path(source)
     if "://" in source or not folder.is_dir():
         return
-    from lorafleet.client.archive import FILES
+    from lorafleet.client.archive import FILES  # noqa: PLC0415  (httpx is imported when a command needs it)
 
     config, weights = FILES
     try:
@@ -155,7 +113,7 @@ def _require_adapter_files(source: str) -> None:
 @adapters_app.command("set")
 def adapters_set(
     context: typer.Context,
-    lora_id: AdapterName,
+    lora_id: Annotated[str, ADAPTERS.argument()],
     changes: Annotated[
         list[str] | None,
         typer.Argument(help="NAME=VALUE of its policy, see `adapters show`", show_default=False),
@@ -187,147 +145,47 @@ def adapters_set(
     tenants = named_tenants(tenant, everyone)
     body: dict[str, Any] = {}
     if changes:
-        body["policy"] = dict(plan.parse_setting(change, "lorafleet adapters show LORA_ID") for change in changes)
+        body["policy"] = dict(parse_setting(text, "lorafleet adapters show LORA_ID") for text in changes)
     if tenants or everyone:
         body["tenants"] = tenants
     if not body:
         raise CommandFailed("nothing to change: name NAME=VALUE, --tenant or --everyone", status=2)
-    with context.obj.orchestrator() as api:
-        item = api.call("PATCH", f"/v1/adapters/{url_path(lora_id)}", body, headers=if_match_header(if_match))
-    from lorafleet.cli import tables
-
-    tables.show(tables.fields(item["policy"] | {"tenants": item["tenants"]}))
+    change(context, ADAPTERS, lora_id, body, if_match)
 
 
-@adapters_app.command("rm")
-def adapters_rm(context: typer.Context, lora_id: AdapterName) -> None:
-    """Remove an adapter: unload it everywhere, after its requests in flight.
-
-    Example: lorafleet adapters rm sql-expert/v1
-    """
-    with context.obj.orchestrator() as api:
-        api.call("DELETE", f"/v1/adapters/{url_path(lora_id)}")
-    typer.echo(f"{lora_id} is being removed")
-
-
-@adapters_app.command("retry")
-def adapters_retry(context: typer.Context, lora_id: AdapterName) -> None:
-    """Clear an adapter's failure and quarantine, and load it again.
-
-    Example: lorafleet adapters retry sql-expert/v2
-    """
-    with context.obj.orchestrator() as api:
-        api.call("POST", f"/v1/adapters/{url_path(lora_id)}/retry")
-    typer.echo(f"{lora_id} is tried again; see: lorafleet adapters show {lora_id}")
-
-
-@adapters_app.command("rename-modules")
-def adapters_rename_modules(
-    folder: Annotated[Path, typer.Argument(help="the adapter's folder; it is only read")],
-    out: Annotated[Path, typer.Argument(help="a new folder for the renamed adapter")],
-    base: Annotated[
-        Path | None,
-        typer.Option(help="folder of the base model that will serve it; without it only wrappers are removed"),
-    ] = None,
-    to: Annotated[
-        LanguageName | None,
-        typer.Option(help="whose names its language model gets; default: the ones that the engine finds"),
-    ] = None,
-) -> None:
-    """Write an adapter under module names that its base model has. Its weights stay byte for byte.
-
-    Renamed are a doubled prefix, names of compiled or wrapped models, the adapter's name in tensors' names, and the
-    place of the language model: `text` (AutoModelForCausalLM), `wrapped` (AutoModelForImageTextToText), `idefics`
-    (Idefics3, SmolVLM), `outer` (transformers 4), `automodel` (AutoModel). Anything else is refused: such an adapter
-    needs another base model, or another training.
-
-    Examples:
-
-      lorafleet adapters rename-modules ./sql ./sql-renamed --base ./gemma-3-4b-it
-
-      lorafleet adapters rename-modules ./sql ./sql-renamed
-    """
-    from lorafleet.local.renames import rename
-
-    for line in rename(folder, out, base, to and to.value):
-        typer.echo(line)
-
-
-@aliases_app.command("list")
-def aliases_list(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
-    """List all aliases and their targets.
-
-    Example: lorafleet aliases list
-    """
-    from lorafleet.cli import tables
-
-    with context.obj.orchestrator() as api:
-        print_list(tables.ALIASES, api.list_all("/v1/aliases"), output, as_json)
-
-
-@aliases_app.command("compare")
-def aliases_compare(
+@orphans_app.command("adopt")
+def orphans_adopt(
     context: typer.Context,
-    name: AliasName,
-    range_s: Annotated[float, typer.Option(min=60, max=172_800, help="seconds up to now that figures are of")] = 3600.0,
-    output: Output = OutputFormat.table,
-    as_json: AsJson = False,
+    lora_ids: Annotated[
+        list[str] | None, typer.Argument(help="lora_ids to adopt; default: all", show_default=False)
+    ] = None,
+    tenant: Annotated[
+        list[str] | None, typer.Option(help="tenant that may use them; repeat; default: operators only")
+    ] = None,
+    everyone: Annotated[bool, typer.Option("--everyone", help="every tenant may")] = False,
 ) -> None:
-    """Compare an alias's targets side by side: requests, errors, first tokens, time per token, tokens, cache hits.
+    """Register orphans under their own names, for the whole fleet.
 
-    `worse` is by the rule of a rollout with its default limits, against the target with most of the sessions.
+    Those that another client loaded into an engine are loaded again, under the fleet's engine name, and then unloaded
+    under the old one. All others stay where they are.
+
+    Their tenants were lost with the store: without --tenant or --everyone no tenant may use them. In a fleet without
+    keys everyone may.
 
     Examples:
 
-      lorafleet aliases compare sql-expert
+      lorafleet orphans adopt
 
-      lorafleet aliases compare sql-expert --range-s 600 -o yaml
+      lorafleet orphans adopt sql-expert/v1 legal/v2 --tenant acme
     """
-    from lorafleet.cli import tables
-
+    tenants = named_tenants(tenant, everyone)
+    body = {"lora_ids": lora_ids or None, "tenants": None if everyone else tenants or []}
     with context.obj.orchestrator() as api:
-        answer = api.call("GET", f"/v1/aliases/{url_path(name)}/comparison", range_s=range_s)
-    print_list(tables.COMPARISON, answer, output, as_json)
-
-
-@aliases_app.command("set")
-def aliases_set(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help="the alias")],
-    targets: Annotated[list[str], typer.Argument(help="lora_id, or lora_id=weight")],
-) -> None:
-    """Point an alias at one or more adapters, in place of its former targets.
-
-    Examples:
-
-      lorafleet aliases set sql-expert sql-expert/v1
-
-      lorafleet aliases set sql-expert sql-expert/v1=9 sql-expert/v2=1
-    """
-    with context.obj.orchestrator() as api:
-        body = {"targets": [_parse_alias_target(target) for target in targets]}
-        item = api.call("PUT", f"/v1/aliases/{url_path(name)}", body)
-    typer.echo(f"{name} -> {', '.join(targets)}")
-    if item["pending"]:
-        lacks = "; ".join(f"{lora_id}: {missing}" for lora_id, missing in sorted(item["pending"]["lacks"].items()))
-        typer.echo(f"  pending; the former targets stay until then: {lacks or item['pending']['error']}")
-
-
-def _parse_alias_target(text: str) -> dict[str, Any]:
-    """An alias target from `lora_id` or `lora_id=weight`; raises CommandFailed."""
-    lora_id, has_weight, weight = text.partition("=")
-    try:
-        return {"lora_id": lora_id, "weight": float(weight)} if has_weight else {"lora_id": lora_id}
-    except ValueError as exc:
-        raise CommandFailed(f"{text}: {weight!r} is not a number; write lora_id or lora_id=weight", status=2) from exc
-
-
-@aliases_app.command("rm")
-def aliases_rm(context: typer.Context, name: AliasName) -> None:
-    """Remove an alias; its adapters stay.
-
-    Example: lorafleet aliases rm sql-expert
-    """
-    with context.obj.orchestrator() as api:
-        api.call("DELETE", f"/v1/aliases/{url_path(name)}")
-    typer.echo(f"{name} is removed")
+        results = api.call("POST", "/v1/orphans/adopt", body)["data"]
+    refused = [item for item in results if item["status"] >= 400]
+    typer.echo(f"{len(results) - len(refused)} adopted")
+    for item in refused:
+        typer.echo(f"{item['lora_id']}: {item['error']}")
+    # An adapter that was named and cannot be adopted is a failure; without names it is only reported.
+    if refused and lora_ids:
+        raise CommandFailed(f"{len(refused)} of {len(results)} not adopted")

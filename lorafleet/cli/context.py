@@ -78,3 +78,21 @@ def if_match_header(etag: str | None) -> dict[str, str]:
 def print_json(value: Any) -> None:
     """Print a value as indented JSON."""
     typer.echo(json.dumps(value, indent=2))
+
+
+def parse_setting(text: str, names: str = "lorafleet policy show") -> tuple[str, Any]:
+    """The name and the YAML value of `name=value`; raises CommandFailed.
+
+    names  the command that lists the names
+    """
+    from lorafleet.service import yamls
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise CommandFailed(f"{text}: write NAME=VALUE; `{names}` has the names", status=2)
+    try:
+        return name.strip().replace("-", "_"), yamls.parse_yaml(value)
+    except yamls.InvalidYaml as exc:
+        raise CommandFailed(
+            f"{text[:200]}: the value is not YAML ({str(exc).splitlines()[0]}); put text in quotes", status=2
+        ) from exc

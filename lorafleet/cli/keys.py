@@ -1,251 +1,176 @@
-"""Makes, lists, revokes and rotates API keys in a key file, which holds only their hashes."""
+"""`lorafleet keys`: make, list, revoke and rotate API keys."""
 
-import contextlib
-import fcntl
-import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+# ruff: noqa: PLC0415, PLR0917  (imports of YAML and tables wait until a command needs them; Typer passes by name)
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated
 
-from lorafleet.cli.key_text import KeyTextError, with_entry, with_expiry, without_entry
-from lorafleet.keys.key_files import (
-    MAX_LIMIT,
-    KeyFileError,
-    hash_key,
-    key_id_of,
-    naming_trouble,
-    new_key,
-    read_key_files,
-    scope_trouble,
-    with_marks,
-)
-from lorafleet.keys.roles import SCOPES, TENANT_SCOPES, Caller
-from lorafleet.service import yamls
+import typer
+
+from lorafleet.cli.output import AsJson, Column, ListView, Output, OutputFormat, Shown, print_list
 from lorafleet.service.failure import CommandFailed
-from lorafleet.service.files import mode_of, write_atomically, write_error_text
-from lorafleet.service.times import utc_text
 
-_DURATION = re.compile(r"(\d+)\s*([smhdw])")
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-_MOST_DURATION = timedelta(days=36_500)  # so that the time is one of the calendar
-_LEAST_ID_DIGITS = 4
+keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
+
+KeyFile = Annotated[Path, typer.Option("--file", help="the key file")]
+KeyId = Annotated[str, typer.Argument(help="the key's id, as `keys list` and logs show it, or its first digits")]
 
 
-@dataclass(frozen=True, slots=True)
-class ListedKey:
-    """A key of a key file, without its hash."""
+@keys_app.command("new")
+def keys_new(
+    file: Annotated[Path, typer.Option(help="the key file; created if missing")],
+    tenant: Annotated[
+        str | None,
+        typer.Option(help="tenant of the key, with scopes infer, view, tenant-admin or register; default: none"),
+    ] = None,
+    scopes: Annotated[
+        str,
+        typer.Option(
+            help="comma-separated: infer, view, tenant-admin, operate, load, register, worker, agent, agent-load,"
+            " drain, metrics, export, admin"
+        ),
+    ] = "infer",
+    note: Annotated[str, typer.Option(help="a comment in the file")] = "",
+    requests_per_minute: Annotated[
+        int | None, typer.Option(help="request limit of this key; default: none", show_default=False)
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="token limit, prompt and output; default: none", show_default=False)
+    ] = None,
+    bytes_per_minute: Annotated[
+        int | None, typer.Option(help="limit of bytes of bodies, as they are read; default: none", show_default=False)
+    ] = None,
+    concurrent_requests: Annotated[
+        int | None, typer.Option(help="limit of requests at a time; default: none", show_default=False)
+    ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(help="90d, 12h, or a UTC time such as 2027-01-31T00:00:00Z; default: never", show_default=False),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="the key's name `x` means `NAMESPACE/x`; default: none", show_default=False),
+    ] = None,
+    lora_ids: Annotated[
+        str | None,
+        typer.Option(
+            help="comma-separated patterns of names that it may register and publish, such as team-a/*; default: all",
+            show_default=False,
+        ),
+    ] = None,
+    may_shadow_base: Annotated[
+        bool, typer.Option(help="it may publish under a base model's name, and then gets that in its place")
+    ] = False,
+) -> None:
+    """Create an API key and print it. The file gets only its hash; running services read it within a second.
 
-    key_id: str
-    caller: Caller
-    note: str
+    Examples:
 
+      lorafleet keys new --tenant acme --scopes infer --requests-per-minute 600 --file keys.yaml
 
-@dataclass(frozen=True, slots=True)
-class KeyNaming:
-    """Which names a key uses and may register; the fields are those of `Caller`."""
+      lorafleet keys new --tenant acme --scopes tenant-admin --expires 90d --file keys.yaml
 
-    namespace: str | None = None
-    lora_ids: tuple[str, ...] = ()
-    may_shadow_base: bool = False
+      lorafleet keys new --scopes operate --file keys.yaml
 
+      lorafleet keys new --tenant acme --scopes infer,register --namespace run-7 --file keys.yaml
 
-NO_NAMING = KeyNaming()
-
-
-def add_key(
-    path: Path,
-    tenant: str | None,
-    scopes: Sequence[str],
-    note: str = "",
-    limits: Mapping[str, float | None] = MappingProxyType({}),
-    expires: datetime | None = None,
-    *,
-    naming: KeyNaming = NO_NAMING,
-) -> str:
-    """Create a key, append its hash to the file, and return the key. The file is replaced atomically.
-
-    limits  by the names of KeyLimits; None for no limit
-
-    Raises CommandFailed for an unknown scope, a tenant's key with a fleet-wide scope, names that do not go together, a
-    limit that no service takes, or a file that is not a key file.
+      lorafleet keys new --scopes worker,drain --note agents --file keys.yaml
     """
-    _check_scopes(tenant, scopes)
-    if (trouble := naming_trouble(naming.namespace, naming.lora_ids or None, naming.may_shadow_base)) is not None:
-        raise CommandFailed(f"--{trouble.replace('_', '-', 2)}", status=2)
-    given = {name: value for name, value in limits.items() if value is not None}
-    for name, value in given.items():
-        if not 1 <= value <= MAX_LIMIT:
-            flag = f"--{name.replace('_', '-')}"
-            message = f"{flag}: must be at least 1 and at most 2**53, found {value:g}; leave the flag out for no limit"
-            raise CommandFailed(message, status=2)
-    key = new_key()
-    entry: dict[str, Any] = {
-        "sha256": hash_key(key),
-        "tenant": tenant,
-        "scopes": list(scopes),
-        "note": note,
-        "limits": given,
-        "expires": expires,
-        "namespace": naming.namespace,
-        "lora_ids": list(naming.lora_ids),
-        "may_shadow_base": naming.may_shadow_base,
+    from lorafleet.keys.key_edits import KeyNaming, add_key, parse_expiry
+
+    wanted_scopes = [scope.strip() for scope in scopes.split(",") if scope.strip()]
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "bytes_per_minute": bytes_per_minute,
+        "concurrent_requests": concurrent_requests,
     }
-    with _edited(path, may_create=True) as file:
-        file.text = with_entry(file.text, {name: value for name, value in entry.items() if value})
-    return key
+    until = None if expires is None else parse_expiry(expires, datetime.now(UTC))
+    # An unset shell variable must not make a key without the restriction that was meant.
+    for flag, value in (("--tenant", tenant), ("--namespace", namespace), ("--lora-ids", lora_ids)):
+        if value is not None and not value.strip(" ,"):
+            raise CommandFailed(f"{flag}: expected a value, found {value!r}; leave the flag out for none", status=2)
+    patterns = tuple(pattern.strip() for pattern in (lora_ids or "").split(",") if pattern.strip())
+    naming = KeyNaming(namespace, patterns, may_shadow_base)
+    typer.echo(add_key(file, tenant, wanted_scopes, note, limits, until, naming=naming))
 
 
-def list_keys(path: Path) -> list[ListedKey]:
-    """The keys of the file, in its order. Raises CommandFailed if it is not a key file."""
-    with _failures(path):
-        callers = read_key_files([path])
-        entries = yamls.read_yaml(path)["keys"]
-    found = [(callers[entry["sha256"]], str(entry.get("note") or "")) for entry in entries]
-    return [ListedKey(caller.key_id, caller, note) for caller, note in found]
+@keys_app.command("list")
+def keys_list(
+    file: KeyFile,
+    output: Output = OutputFormat.table,
+    as_json: AsJson = False,
+) -> None:
+    """List a file's keys by id, with tenant, scopes, limits and expiry. Neither key nor hash is shown.
 
-
-def revoke_key(path: Path, key_id: str) -> str:
-    """Remove the key whose id begins so from the file; returns its whole id. Raises CommandFailed."""
-    with _edited(path) as file:
-        index, entry = _entry_of(file.text, key_id)
-        file.text = without_entry(file.text, index)
-    return key_id_of(entry["sha256"])
-
-
-def rotate_key(
-    path: Path, key_id: str, *, grace: timedelta, now: datetime, expires: datetime | None = None
-) -> tuple[str, datetime]:
-    """Add a key like the one whose id begins so, which expires after `grace`. Returns the key, and that expiry.
-
-    A key that expires sooner keeps its expiry. The new key has none unless one is given. Raises CommandFailed.
+    Example: lorafleet keys list --file keys.yaml
     """
-    key = new_key()
-    with _edited(path) as file:
-        index, entry = _entry_of(file.text, key_id)
-        caller = read_key_files([path])[entry["sha256"]]
-        if caller.expires_at is not None and caller.expires_at <= now.timestamp():
-            raise CommandFailed(f"key {caller.key_id} has expired: `lorafleet keys new` makes another")
-        until = (now + grace).replace(microsecond=0)
-        if caller.expires_at is not None:
-            until = min(until, datetime.fromtimestamp(caller.expires_at, UTC))
-        fresh = {name: value for name, value in entry.items() if name != "expires"} | {"sha256": hash_key(key)}
-        fresh |= {"expires": expires} if expires is not None else {}
-        file.text = with_entry(with_expiry(file.text, index, utc_text(until, "seconds")), fresh)
-    return key, until
+    from lorafleet.keys.key_edits import list_keys
+    from lorafleet.keys.whoami import who_is
+
+    rows = [who_is(key.caller).model_dump() | {"note": key.note} for key in list_keys(file)]
+    print_list(_view(datetime.now(UTC)), rows, output, as_json)
 
 
-def is_duration(text: str) -> bool:
-    """Whether the text is a number with s, m, h, d or w."""
-    return _DURATION.fullmatch(text.strip()) is not None
+def _view(now: datetime) -> ListView:
+    """The columns of a key file's keys; neither key nor hash."""
+
+    def limits_text(limits: Mapping[str, float]) -> str:
+        return ", ".join(f"{name} {limit:g}" for name, limit in limits.items())
+
+    def expiry_text(expires: str | None) -> str:
+        if expires is None:
+            return "never"
+        return f"{expires} (expired)" if datetime.fromisoformat(expires) <= now else expires
+
+    return ListView(
+        (
+            Column("id", "key_id"),
+            Column("tenant", form=lambda tenant: "all tenants" if tenant is None else tenant),
+            Column("scopes"),
+            Column("limits", form=limits_text),
+            Column("expires", form=expiry_text),
+            Column("namespace", shown=Shown.wide),
+            Column("may register", "lora_ids", shown=Shown.wide),
+            Column("in place of base models", "may_shadow_base", shown=Shown.wide),
+            Column("all scopes", "may", shown=Shown.wide),
+            Column("note"),
+        ),
+        names=("key_id",),
+    )
 
 
-def parse_duration(text: str, option: str) -> timedelta:
-    """`90d`, `12h`, `30m`, `45s` or `2w` as a duration. Raises CommandFailed."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None or int(found[1]) > 1_000_000:
-        raise CommandFailed(f"{option} {text}: expected a number with s, m, h, d or w, such as 90d", status=2)
-    duration = timedelta(**{_UNITS[found[2]]: int(found[1])})
-    if duration > _MOST_DURATION:
-        raise CommandFailed(f"{option} {text}: must be at most {_MOST_DURATION.days}d", status=2)
-    return duration
+@keys_app.command("revoke")
+def keys_revoke(key_id: KeyId, file: KeyFile) -> None:
+    """Remove a key from the file; running services refuse it within a second.
 
-
-def parse_expiry(text: str, now: datetime) -> datetime:
-    """The UTC time that `--expires` names: a duration from now, or a time. Raises CommandFailed for a past one."""
-    if is_duration(text):
-        at = now + parse_duration(text, "--expires")
-    else:
-        try:
-            at = datetime.fromisoformat(text.strip())
-            at = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).astimezone(UTC)
-        except (ValueError, OverflowError) as exc:
-            message = f"--expires {text}: expected a duration such as 90d, or a UTC time such as 2027-01-31T00:00:00Z"
-            raise CommandFailed(message, status=2) from exc
-    if at <= now:
-        raise CommandFailed(f"--expires {text}: that is in the past", status=2)
-    return at.replace(microsecond=0)
-
-
-def _check_scopes(tenant: str | None, scopes: Sequence[str]) -> None:
-    """Raises CommandFailed for scopes that are unknown, or that do not go with the tenant."""
-    if unknown := sorted(set(scopes) - set(SCOPES)):
-        raise CommandFailed(f"--scopes: {', '.join(unknown)} unknown; known: {', '.join(SCOPES)}", status=2)
-    if not scopes:
-        raise CommandFailed(f"--scopes: none given; known: {', '.join(SCOPES)}", status=2)
-    if tenant is not None and (beyond := sorted(set(scopes) - set(TENANT_SCOPES))):
-        confined = [scope for scope in scopes if scope in TENANT_SCOPES] or ["tenant-admin"]
-        confined = ["tenant-admin"] if {"admin", "operate"} & set(beyond) else confined
-        raise CommandFailed(
-            f"--tenant {tenant} --scopes {','.join(scopes)}: {', '.join(beyond)} would hold for the whole fleet, not"
-            f" for {tenant} alone. Either --tenant {tenant} --scopes {','.join(confined)}, for a key of the tenant; or"
-            f" --scopes {','.join(scopes)} without --tenant, for a key of the fleet's operators",
-            status=2,
-        )
-    if (trouble := scope_trouble(tenant, scopes)) is not None:
-        raise CommandFailed(f"--scopes {','.join(scopes)}: {trouble}", status=2)
-
-
-def _entry_of(text: str, key_id: str) -> tuple[int, dict[str, Any]]:
-    """Index and entry of the key whose id begins so. Raises CommandFailed unless there is exactly one."""
-    entries = yamls.parse_yaml(text)["keys"]
-    ids = [key_id_of(entry["sha256"]) for entry in entries]
-    found = [index for index, known in enumerate(ids) if len(key_id) >= _LEAST_ID_DIGITS and known.startswith(key_id)]
-    if len(found) != 1:
-        problem = "several keys begin so" if found else "no key of this file has that id"
-        raise CommandFailed(f"{key_id}: {problem}; known: {', '.join(ids) or 'none'} (`lorafleet keys list`)")
-    return found[0], entries[found[0]]
-
-
-class _KeyFileText:
-    """The text of a key file that is being edited."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-@contextlib.contextmanager
-def _edited(path: Path, *, may_create: bool = False) -> Iterator[_KeyFileText]:
-    """The file's text, under a lock; at the end the file is replaced atomically. Raises CommandFailed.
-
-    Mode and owner stay, so that root's command leaves a service its file. A link stays, and its target is replaced.
+    Example: lorafleet keys revoke 2c26b46b68ff --file keys.yaml
     """
-    with _failures(path):
-        path = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a loop of links
-        if may_create:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        # The lock keeps two commands from losing a key. It is on the folder, because the file is replaced.
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            mode = mode_of(path)
-            before = path.stat() if mode else None
-            file = _KeyFileText(path.read_text(encoding="utf-8") if mode else "")
-            is_new = not file.text.strip()
-            if not is_new or not may_create:
-                read_key_files([path])  # refuses a file that no service would read
-            yield file
-            if is_new:
-                file.text = with_marks(file.text)
-            owner = None if before is None else (before.st_uid, before.st_gid)
-            write_atomically(path, file.text.encode(), mode=mode & 0o777 if mode else 0o600, owner=owner)
-        finally:
-            os.close(folder)
+    from lorafleet.keys.key_edits import revoke_key
+
+    typer.echo(f"key {revoke_key(file, key_id)} is revoked")
 
 
-@contextlib.contextmanager
-def _failures(path: Path) -> Iterator[None]:
-    """Errors of reading and writing the file, as CommandFailed."""
-    try:
-        yield
-    except OSError as exc:
-        raise CommandFailed(f"--file {path}: {write_error_text(exc, path.absolute().parent)}") from exc
-    except KeyFileError as exc:
-        raise CommandFailed(f"--file: {exc}") from exc
-    except UnicodeDecodeError as exc:
-        raise CommandFailed(f"--file {path}: not text in UTF-8 (byte {exc.start}); expected a key file") from exc
-    except KeyTextError as exc:
-        raise CommandFailed(f"--file {path}: {exc}") from exc
+@keys_app.command("rotate")
+def keys_rotate(
+    key_id: KeyId,
+    file: KeyFile,
+    grace: Annotated[str, typer.Option(help="time for which the old key stays valid, too: 45s, 30m, 24h, 7d")] = "24h",
+    expires: Annotated[
+        str | None, typer.Option(help="of the new key: 90d, or a UTC time; default: never", show_default=False)
+    ] = None,
+) -> None:
+    """Create a key with the same tenant, scopes and limits, and print it. The old one expires after the grace time.
+
+    Example: lorafleet keys rotate 2c26b46b68ff --grace 7d --file keys.yaml
+    """
+    from lorafleet.keys.key_edits import parse_duration, parse_expiry, rotate_key
+    from lorafleet.service.times import utc_text
+
+    now = datetime.now(UTC)
+    until = None if expires is None else parse_expiry(expires, now)
+    key, old_until = rotate_key(file, key_id, grace=parse_duration(grace, "--grace"), now=now, expires=until)
+    typer.echo(key)
+    typer.echo(f"the old key is valid until {utc_text(old_until, 'seconds')}", err=True)

@@ -1,18 +1,21 @@
-"""The flags that choose how a command prints a list or an item, and the printing. Columns are in `tables`."""
+"""How a list or an item is printed: the flags, the columns, and the formats. The tables themselves are in `tables`."""
 
 # ruff: noqa: PLC0415  (rich tables and YAML are imported when a command needs them)
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from lorafleet.cli.context import print_json
 from lorafleet.service.failure import CommandFailed, printable
 
-if TYPE_CHECKING:
-    from lorafleet.cli.tables import ListView
+Item = Mapping[str, Any]
+TIME = "time (UTC)"
+"""The heading of a column whose cells are never broken."""
 
 
 class OutputFormat(StrEnum):
@@ -30,6 +33,58 @@ Output = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="the same as -o json")]
 
 
+class Shown(StrEnum):
+    always = "always"
+    if_any = "if any"
+    """where some item has a value, and in a wide table"""
+    wide = "wide"
+    """in a wide table alone"""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a list.
+
+    of     the field, such as `status.state`, or a function of the item; default: the field named as the heading
+    form   what the cell has in place of the value
+    short  most characters of the cell, unless the table is wide
+    """
+
+    heading: str
+    of: str | Callable[[Item], object] = ""
+    form: Callable[[Any], object] | None = None
+    shown: Shown = Shown.always
+    short: int | None = None
+
+    def cell(self, item: Item, *, wide: bool) -> object:
+        """The cell of an item; None for empty text. A column that is always shown needs its field."""
+        value = self.of(item) if callable(self.of) else self._field(item, (self.of or self.heading).split("."))
+        value = value if self.form is None else self.form(value)
+        if not isinstance(value, str):
+            return value
+        return (value if wide else value[: self.short]) or None
+
+    def _field(self, item: Any, path: Sequence[str]) -> Any:
+        for name in path:
+            if item is None:
+                return None
+            item = item[name] if self.shown is Shown.always else item.get(name)
+        return item
+
+
+@dataclass(frozen=True, slots=True)
+class ListView:
+    """How a list is printed.
+
+    names  fields that name an item, which `-o name` prints with a tab between them
+    part   what an incomplete answer lacks, before the names of those that did not answer
+    """
+
+    columns: tuple[Column, ...]
+    names: tuple[str, ...] = ()
+    part: str = ""
+
+
 def chosen_format(output: OutputFormat, as_json: bool) -> OutputFormat:
     """The format that both flags name. Raises CommandFailed if they contradict each other."""
     if not as_json or output is OutputFormat.json:
@@ -39,9 +94,7 @@ def chosen_format(output: OutputFormat, as_json: bool) -> OutputFormat:
     return OutputFormat.json
 
 
-def print_list(
-    view: "ListView", answer: Mapping[str, Any] | Sequence[Mapping[str, Any]], output: OutputFormat, as_json: bool
-) -> None:
+def print_list(view: ListView, answer: Item | Sequence[Item], output: OutputFormat, as_json: bool) -> None:
     """Print a list: its table, its names one a line, or all of it as JSON or YAML.
 
     answer  the items, or a whole answer with them in `data`, which JSON and YAML then print as it came
@@ -56,12 +109,20 @@ def print_list(
         case OutputFormat.json | OutputFormat.yaml as chosen:
             print_value(whole, chosen)
         case chosen:
-            from lorafleet.cli import tables
+            print_table(view, whole["data"], wide=chosen is OutputFormat.wide)
+            if missing := whole.get("missing"):
+                names = ", ".join(map(str, missing))
+                typer.echo(f"incomplete: {view.part} {names} did not answer in time", err=True)
 
-            tables.show(view.table(whole["data"], chosen is OutputFormat.wide))
+
+def print_table(view: ListView, items: Sequence[Item], *, wide: bool = False) -> None:
+    """Print the table of some items."""
+    from lorafleet.cli import tables
+
+    tables.show(tables.listing(view, items, wide=wide))
 
 
-def print_item(item: Mapping[str, Any], name: str, output: OutputFormat, as_json: bool) -> None:
+def print_item(item: Item, name: str, output: OutputFormat, as_json: bool) -> None:
     """Print one item: its fields as a table, its name, or all of it as JSON or YAML. Raises as `print_list`."""
     match chosen_format(output, as_json):
         case OutputFormat.name:
@@ -69,9 +130,14 @@ def print_item(item: Mapping[str, Any], name: str, output: OutputFormat, as_json
         case OutputFormat.json | OutputFormat.yaml as chosen:
             print_value(item, chosen)
         case _:
-            from lorafleet.cli import tables
+            print_fields(item)
 
-            tables.show(tables.fields(item))
+
+def print_fields(item: Item) -> None:
+    """Print an item's fields as a table."""
+    from lorafleet.cli import tables
+
+    tables.show(tables.fields(item))
 
 
 def print_value(value: Any, chosen: OutputFormat) -> None:
@@ -86,3 +152,8 @@ def print_value(value: Any, chosen: OutputFormat) -> None:
 
     Dumper.add_multi_representer(dict, Dumper.represent_dict)
     typer.echo(yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120), nl=False)
+
+
+def time_text(at: str) -> str:
+    """A time stamp as a cell: milliseconds, and no offset if it is UTC."""
+    return datetime.fromisoformat(at).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")

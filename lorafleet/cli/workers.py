@@ -1,20 +1,20 @@
-"""`lorafleet placements`, `lorafleet workers` and `lorafleet policy`."""
-
-# ruff: noqa: PLC0415  (rich tables are imported when a command needs them)
+"""`lorafleet placements`, `workers drain`, `policy set` and `pauses end`."""
 
 from typing import Annotated
 
 import typer
 
-from lorafleet.cli import plan
-from lorafleet.cli.completion import WorkerName
-from lorafleet.cli.context import if_match_header
-from lorafleet.cli.output import AsJson, Output, OutputFormat, print_item, print_list
-from lorafleet.service.urls import url_path
+from lorafleet.cli.context import parse_setting
+from lorafleet.cli.output import AsJson, Item, Output, OutputFormat
+from lorafleet.cli.resources import PAUSES, PLACEMENTS, POLICY, WORKERS, drain_text
+from lorafleet.cli.verbs import change, follow, print_all
+from lorafleet.service.failure import CommandFailed
 
 app = typer.Typer(no_args_is_help=True)
-workers_app = typer.Typer(no_args_is_help=True, help="Workers: an engine with its agent.")
-policy_app = typer.Typer(no_args_is_help=True, help="The global placement policy.")
+workers_app = WORKERS.app()
+policy_app = POLICY.app()
+pauses_app = PAUSES.app()
+_POLL_S = 0.5
 
 
 @app.command()
@@ -23,58 +23,13 @@ def placements(context: typer.Context, output: Output = OutputFormat.table, as_j
 
     Example: lorafleet placements
     """
-    from lorafleet.cli import tables
-
-    with context.obj.orchestrator() as api:
-        print_list(tables.PLACEMENTS, api.list_all("/v1/placements"), output, as_json)
-
-
-@workers_app.command("list")
-def workers_list(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
-    """List all workers: state, adapters, free slots.
-
-    Example: lorafleet workers list
-    """
-    from lorafleet.cli import tables
-
-    with context.obj.orchestrator() as api:
-        print_list(tables.WORKERS, api.list_all("/v1/workers"), output, as_json)
-
-
-@workers_app.command("show")
-def workers_show(
-    context: typer.Context, worker: WorkerName, output: Output = OutputFormat.table, as_json: AsJson = False
-) -> None:
-    """Show one worker: state, capacity, adapters, files, load, and how far a drain is.
-
-    Example: lorafleet workers show w1
-    """
-    with context.obj.orchestrator() as api:
-        print_item(api.call("GET", f"/v1/workers/{url_path(worker)}"), worker, output, as_json)
-
-
-@workers_app.command("cordon")
-def workers_cordon(context: typer.Context, worker: WorkerName) -> None:
-    """Place no new adapters on a worker; it keeps serving those it has.
-
-    Example: lorafleet workers cordon w1
-    """
-    _post_worker_action(context, worker, "cordon", "is cordoned")
-
-
-@workers_app.command("uncordon")
-def workers_uncordon(context: typer.Context, worker: WorkerName) -> None:
-    """Use a cordoned or drained worker again.
-
-    Example: lorafleet workers uncordon w1
-    """
-    _post_worker_action(context, worker, "uncordon", "is in use again")
+    print_all(context, PLACEMENTS, output, as_json)
 
 
 @workers_app.command("drain")
 def workers_drain(
     context: typer.Context,
-    worker: WorkerName,
+    worker: Annotated[str, WORKERS.argument()],
     deadline_s: Annotated[
         float | None,
         typer.Option(min=0, help="longest time for moving its adapters, in seconds; default: by what is to be moved"),
@@ -95,32 +50,48 @@ def workers_drain(
 
       lorafleet workers drain w1 --deadline-s 60
     """
-    from lorafleet.cli import drain
-
-    body = {} if deadline_s is None else {"deadline_s": deadline_s}
+    path = WORKERS.path(worker)
     with context.obj.orchestrator() as api:
-        item = api.call("POST", f"/v1/workers/{url_path(worker)}/drain", body)
-        typer.echo(drain.drain_line(item))
+        item = api.call("POST", f"{path}/drain", {} if deadline_s is None else {"deadline_s": deadline_s})
+        typer.echo(_drain_line(item))
         if wait:
-            drain.follow_drain(api, item)
+            # 404: the orchestrator was restarted, and has not heard from the worker since.
+            item = follow(
+                api,
+                path,
+                item,
+                line=_drain_line,
+                is_over=_is_drain_over,
+                step=_drain_step,
+                every_s=_POLL_S,
+                passing=(404,),
+            )
+            _require_drained(item)
 
 
-def _post_worker_action(context: typer.Context, worker: str, action: str, result: str) -> None:
-    """POST an action of a worker, then print the worker's name and `result`."""
-    with context.obj.orchestrator() as api:
-        api.call("POST", f"/v1/workers/{url_path(worker)}/{action}")
-    typer.echo(f"{worker} {result}")
+def _drain_line(item: Item) -> str:
+    """A worker, its state and its drain's progress, in one line."""
+    progress = drain_text(item.get("drain"))
+    return f"{item['id']} is {item['state']}" + (f": {progress}" if progress else "")
 
 
-@policy_app.command("show")
-def policy_show(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
-    """Show the policy in force and its etag.
+def _is_drain_over(item: Item) -> bool:
+    """Whether the worker is drained, or does not drain any more."""
+    return bool(item["state"] != "draining" or (item.get("drain") or {}).get("phase") == "drained")
 
-    Example: lorafleet policy show
-    """
-    with context.obj.orchestrator() as api:
-        policy, etag = api.get_with_etag("/v1/policy")
-    print_item(policy | {"etag": etag.strip('"')}, "policy", output, as_json)
+
+def _drain_step(item: Item) -> tuple[object, ...]:
+    """What makes a new line of progress: the state, the phase and the number of moved adapters."""
+    drain = item.get("drain") or {}
+    return item["state"], drain.get("phase"), drain.get("moved")
+
+
+def _require_drained(item: Item) -> None:
+    """Raise CommandFailed when adapters are left on the worker, or it does not drain any more."""
+    if item["state"] != "draining":
+        raise CommandFailed(f"{item['id']} is {item['state']}: its drain was taken back, or it is gone")
+    if left := item["drain"]["left"]:
+        raise CommandFailed(f"these adapters of {item['id']} are ready nowhere else: {', '.join(left)}")
 
 
 @policy_app.command("set")
@@ -139,8 +110,25 @@ def policy_set(
 
       lorafleet policy set loading=eager --if-match 3c1f9c6d2ab04e11
     """
-    body = dict(map(plan.parse_setting, changes))
-    with context.obj.orchestrator() as api:
-        from lorafleet.cli import tables
+    change(context, POLICY, None, dict(map(parse_setting, changes)), if_match)
 
-        tables.show(tables.fields(api.call("PATCH", "/v1/policy", body, headers=if_match_header(if_match))))
+
+@pauses_app.command("end")
+def pauses_end(
+    context: typer.Context,
+    tenant: Annotated[
+        str | None, typer.Option(help="of this tenant; empty: the whole fleet's; default: of the key's own tenant")
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="of this namespace")] = "",
+) -> None:
+    """End a pause now: the requests that it holds start.
+
+    Examples:
+
+      lorafleet pauses end
+
+      lorafleet pauses end --tenant acme --namespace run-1
+    """
+    with context.obj.orchestrator() as api:
+        ended = api.call("DELETE", PAUSES.route, tenant=tenant, namespace=namespace or None)["data"]
+    typer.echo(f"ended: {ended[0]['scope']}, paused by {ended[0]['owner']}" if ended else "nothing was paused")

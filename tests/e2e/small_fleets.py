@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from lorafleet.cli.keys import add_key
 from lorafleet.http_server.listener import listener_for_app
 from lorafleet.http_server.serve import DEFAULT_LIMITS
+from lorafleet.keys.key_edits import add_key
 from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from lorafleet.cli.keys import add_key
+from lorafleet.keys.key_edits import add_key
 from tests.e2e.fleets import SIM_FLAGS, RunningFleet, chat, running, until
 from tests.e2e.scenarios import SQL, cli, fresh_prompt, text
 from tests.patience import patience

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.cli.keys import KeyNaming, add_key
+from lorafleet.keys.key_edits import KeyNaming, add_key
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.e2e.small_fleets import small_fleet
 from tests.patience import patience, until

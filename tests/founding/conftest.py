@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lorafleet.cli.keys import add_key
+from lorafleet.keys.key_edits import add_key
 from lorafleet.local import tiny_model
 from tests.e2e.fleets import RunningFleet, running, until
 from tests.patience import patience

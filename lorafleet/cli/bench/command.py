@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lorafleet.cli.completion import adapter_names
 from lorafleet.cli.context import FleetAddress, print_json
+from lorafleet.cli.resources import adapter_names
 from lorafleet.service.failure import CommandFailed
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from lorafleet.cli import explanations
+from lorafleet.cli.decisions import explanations
 from lorafleet.cli.top.orders import AdapterOrder, WorkerOrder
 from lorafleet.cli.top.snapshot import AdapterLine, TopSnapshot, TrafficLine, WorkerLine
 from lorafleet.service.failure import printable

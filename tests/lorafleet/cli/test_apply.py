@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lorafleet.cli.apply import line_of
+from lorafleet.cli.changes.apply import line_of
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.logs import no_logs

@@ -26,8 +26,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lorafleet.cli import explanations, tables
 from lorafleet.cli import main as cli
+from lorafleet.cli import tables
+from lorafleet.cli.decisions import explanations
+from lorafleet.cli.resources import HISTORY, WORKERS
 from lorafleet.keys.auth import ApiKeys
 from lorafleet.keys.key_files import hash_key
 from lorafleet.local import demo
@@ -181,7 +183,7 @@ def test_an_unknown_adapter_gives_one_line_with_the_command_to_add_it(run: Run, 
         (["published", "show", ""], "expected a name, found an empty one"),
         (["workers", "drain", ""], "expected a name, found an empty one"),
         (["workers", "cordon", ".."], "..: no name has a '.' or '..'"),
-        (["rollout", "status", "x/../y"], "x/../y: no name has a '.' or '..'"),
+        (["rollout", "show", "x/../y"], "x/../y: no name has a '.' or '..'"),
     ],
 )
 def test_an_invalid_name_or_number_gives_one_line_and_is_not_sent(
@@ -268,7 +270,7 @@ def test_another_server_gives_one_line_that_names_the_flag(run: Run, status: int
         ["orphans", "list"],
         ["plan"],
         ["history"],
-        ["rollout", "status", "name"],
+        ["rollout", "show", "name"],
         ["rollout", "start", "name", "a/v1"],
         ["decisions"],
         ["explain", "--model", "tiny", "hello"],
@@ -343,7 +345,7 @@ def test_a_worker_whose_pod_ends_differs_from_a_drained_one(capsys: pytest.Captu
     worker = {"base_model": "tiny", "adapters": [], "capacity": {}, "agent_url": "", "engine_url": ""}
     w0 = worker | {"id": "w0", "state": "draining", "zone": "eu-1a", "node": "n7", "is_terminating": True}
     w1 = worker | {"id": "w1", "state": "draining", "zone": "eu-1b", "node": "n8"}
-    tables.show(tables.workers([w0, w1]))
+    tables.show(tables.listing(WORKERS.view, [w0, w1]))
     rows = [re.split(" {2,}", line)[:4] for line in capsys.readouterr().out.splitlines()]
     assert rows == [
         ["worker", "state", "zone", "node"],
@@ -352,7 +354,7 @@ def test_a_worker_whose_pod_ends_differs_from_a_drained_one(capsys: pytest.Captu
     ]
 
 
-WORKERS = [
+READY_WORKERS = [
     {"id": f"w{number}", "state": "ready", "zone": "", "node": "", "base_model": "tiny-qwen", "capacity": {}}
     | {"adapters": ["python-expert/v1", "sql-expert/v1", "legal/v2"][: number + 1]}
     | {"agent_url": f"http://127.0.0.1:3750{number}", "engine_url": f"http://127.0.0.1:3349{number}"}
@@ -371,18 +373,19 @@ def printed(table: Table, width: int, monkeypatch: pytest.MonkeyPatch) -> list[s
 
 @pytest.mark.parametrize("width", range(40, 160, 7))
 def test_no_name_url_or_time_is_broken_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = "\n".join(printed(tables.workers(WORKERS), width, monkeypatch))
-    for worker in WORKERS:
+    seen = "\n".join(printed(tables.listing(WORKERS.view, READY_WORKERS), width, monkeypatch))
+    for worker in READY_WORKERS:
         for word in (worker["agent_url"], worker["engine_url"], *worker["adapters"]):
             assert word in seen
     entry = {"at": "2026-11-21T09:50:26.974+00:00", "kind": "load", "subject": "s", "actor": "", "body": {"why": "x y"}}
     assert any(
-        line.startswith("2026-11-21 09:50:26.974") for line in printed(tables.history([entry]), width, monkeypatch)
+        line.startswith("2026-11-21 09:50:26.974")
+        for line in printed(tables.listing(HISTORY, [entry]), width, monkeypatch)
     )
 
 
 def test_a_row_too_wide_for_the_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = printed(tables.workers(WORKERS), 80, monkeypatch)
+    lines = printed(tables.listing(WORKERS.view, READY_WORKERS), 80, monkeypatch)
     assert len(lines) == 4
     assert [line for line in lines if line.endswith(" ")] == []
 
@@ -400,15 +403,15 @@ def test_a_field_that_lists_objects_has_a_row_for_each(monkeypatch: pytest.Monke
 
 def test_zone_and_node_are_columns_only_where_a_worker_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def names(*workers: dict[str, object]) -> set[str]:
-        return {"zone", "node"} & set(printed(tables.workers(workers), 200, monkeypatch)[0].split())
+        return {"zone", "node"} & set(printed(tables.listing(WORKERS.view, workers), 200, monkeypatch)[0].split())
 
-    assert names(*WORKERS) == set()
-    refusing = WORKERS[0] | {"refusal": "its KV connector"}
-    assert "takes no adapters" not in "".join(printed(tables.workers(WORKERS), 200, monkeypatch))
-    lines = printed(tables.workers([refusing, WORKERS[1]]), 200, monkeypatch)
+    assert names(*READY_WORKERS) == set()
+    refusing = READY_WORKERS[0] | {"refusal": "its KV connector"}
+    assert "takes no adapters" not in "".join(printed(tables.listing(WORKERS.view, READY_WORKERS), 200, monkeypatch))
+    lines = printed(tables.listing(WORKERS.view, [refusing, READY_WORKERS[1]]), 200, monkeypatch)
     assert lines[0].endswith("takes no adapters")
     assert [line.endswith("its KV connector") for line in lines[1:]] == [True, False]
-    assert names(WORKERS[0], WORKERS[1] | {"zone": "eu-1a"}) == {"zone"}
+    assert names(READY_WORKERS[0], READY_WORKERS[1] | {"zone": "eu-1a"}) == {"zone"}
 
 
 @pytest.mark.parametrize(("width", "text"), [(80, False), (100, True), (140, True)])
@@ -668,7 +671,7 @@ def draining(phase: str, moved: int, *left: str, state: str = "draining", **more
     """A worker with a drain of three adapters, as the orchestrator answers it."""
     drain = {"phase": phase, "moves": 3, "moved": moved, "left": left, "left_bytes": 30_000_000, "expected_s": 12.4}
     drain |= {"deadline_in_s": 54.6, "stuck": {}, "requests": 2} | more
-    return WORKERS[0] | {"id": "w0", "state": state, "drain": drain if state == "draining" else None}
+    return READY_WORKERS[0] | {"id": "w0", "state": state, "drain": drain if state == "draining" else None}
 
 
 @contextmanager
@@ -700,7 +703,7 @@ def test_a_drain_shows_its_progress_and_its_deadline(run: Run) -> None:
             "w0 is draining: 1 of 3 adapters moved, 30 MB left, about 12 s, at most 55 s, 1 fit nowhere now\n"
         )
         assert result.status == 0
-    listing = {"data": [draining("moving", 1, "a", "b"), WORKERS[1]], "next": None}
+    listing = {"data": [draining("moving", 1, "a", "b"), READY_WORKERS[1]], "next": None}
     with answering(listing) as url:
         assert "1 of 3 adapters moved" in run("--orchestrator-url", url, "workers", "list").out
 
@@ -745,7 +748,7 @@ def test_decisions_of_a_silent_router_process_are_reported_missing(run: Run) -> 
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         result = run("--router-url", url, "decisions")
-        assert (result.status, "did not answer in time (slot 1, 3)" in result.err) == (0, True)
+        assert (result.status, "slot 1, 3 did not answer in time" in result.err) == (0, True)
         assert "a process of this router did not answer" in run("--router-url", url, "decisions", "request-1").err
         server.shutdown()
 
@@ -1012,7 +1015,7 @@ def test_a_rollout_is_started_shown_paused_and_aborted(ask: Run, run: Run, orche
     result = ask("rollout", "start", "moving", "moving/v2", "--step", "0.25:600", "--step", "0.5").out
     assert result.startswith("moving -> moving/v2: ")
     assert "step 1 of 3" in result
-    result = ask("rollout", "status", "moving").out
+    result = ask("rollout", "show", "moving").out
     assert "new: 0 requests ended, 0 errors" in result
     assert "paused" in ask("rollout", "pause", "moving").out
     assert "paused" not in ask("rollout", "resume", "moving").out

@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.cli.key_text import KeyTextError, with_entry, with_expiry, without_entry
+from lorafleet.keys.key_text import KeyTextError, with_entry, with_expiry, without_entry
 
 NEW = {"sha256": "f" * 64, "scopes": ["infer"], "note": "new: one"}
 AT = "2027-01-31T00:00:00Z"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.cli.keys import add_key, revoke_key, rotate_key
 from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.key_edits import add_key, revoke_key, rotate_key
 from lorafleet.keys.key_files import FIRST_LINE, LAST_LINE, hash_key, read_key_file
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError

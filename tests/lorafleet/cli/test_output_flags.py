@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.cli import main as cli
-from lorafleet.cli.keys import add_key
+from lorafleet.keys.key_edits import add_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.logs import no_logs

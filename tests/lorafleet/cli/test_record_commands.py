@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.cli.keys import add_key
+from lorafleet.keys.key_edits import add_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.logs import no_logs

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorafleet.cli.logs import line_time
+from lorafleet.cli.local.logs import line_time
+from lorafleet.cli.local.services import SERVICES
 from lorafleet.cli.main import options_first
-from lorafleet.cli.services import SERVICES
 from tests.lorafleet.cli.conftest import Run
 from tests.lorafleet.cli.test_cli import answering
 from tests.lorafleet.cli.test_output_flags import completed
@@ -235,7 +235,7 @@ ROLLOUT = {
 )
 def test_a_rollout_is_shown_for_people_and_for_programs(run: Run, flags: tuple[str, ...], says: str) -> None:
     with answering(ROLLOUT) as url:
-        result = run("rollout", "status", "sql", *flags, "--orchestrator-url", url)
+        result = run("rollout", "show", "sql", *flags, "--orchestrator-url", url)
     assert result.status == 0
     assert says in result.out
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lorafleet.cli import record
+from lorafleet.cli.changes import record
 from lorafleet.cli.client import NoAnswer, RestClient, RestError, read_patiently
 from tests.lorafleet.cli.conftest import Run
 

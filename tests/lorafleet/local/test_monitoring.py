@@ -6,7 +6,7 @@ import re
 import yaml
 
 from lorafleet.cli.context import FleetAddress
-from lorafleet.cli.monitoring import scrape_targets
+from lorafleet.cli.local.monitoring import scrape_targets
 from lorafleet.local.monitoring import ScrapeTarget, monitoring_files
 
 FLEET = FleetAddress("http://127.0.0.1:8080", "https://router.example", "")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.cli.keys import add_key
+from lorafleet.keys.key_edits import add_key
 from lorafleet.local.fleet import LocalFleet
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import write_atomically, write_error_text

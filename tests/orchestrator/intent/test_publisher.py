@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from lorafleet.cli.keys import KeyNaming, add_key
 from lorafleet.identity import engine_name
+from lorafleet.keys.key_edits import KeyNaming, add_key
 from tests.orchestrator.doubles import digest_of
 from tests.patience import patience, within
 

@@ -3,6 +3,7 @@
 import pytest
 
 from lorafleet.cli import tables
+from lorafleet.cli.resources import ADAPTERS
 
 SQL, SOURCE = "team/sql", "s3://bucket/sql"
 PARTIAL = {
@@ -71,6 +72,6 @@ async def test_adapter_that_two_engines_do_not_use_is_failed_with_the_reason(ser
 
 async def test_notes_are_a_column_of_the_list_only_where_there_are_some(service):
     item = await loaded_on(service, PARTIAL)
-    headers = [str(column.header) for column in tables.adapters([item]).columns]
+    headers = [str(column.header) for column in tables.listing(ADAPTERS.view, [item]).columns]
     assert headers[-1] == "note"
-    assert "note" not in [str(column.header) for column in tables.adapters([item | {"note": ""}]).columns]
+    assert "note" not in [str(column.header) for column in tables.listing(ADAPTERS.view, [item | {"note": ""}]).columns]

@@ -7,7 +7,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from lorafleet.cli.keys import add_key
+from lorafleet.keys.key_edits import add_key
 from lorafleet.service.http import envelope
 from router.app import build
 from router.config import RouterSettings

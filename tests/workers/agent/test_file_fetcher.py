@@ -14,8 +14,8 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from lorafleet.cli.keys import add_key
 from lorafleet.identity import FileEntry, files_digest, fleet_source
+from lorafleet.keys.key_edits import add_key
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until, within
 from tests.serving import serving

@@ -1,7 +1,8 @@
-"""`lorafleet monitoring`: Prometheus' and Grafana's files for a fleet without Kubernetes."""
+"""`lorafleet monitoring` and `lorafleet chart`: files for Prometheus, Grafana and Helm."""
 
-# ruff: noqa: PLC0415  (YAML is imported when a command needs it)
+# ruff: noqa: PLC0415  (YAML is imported, and files are copied, when a command needs it)
 
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from lorafleet.local.monitoring import ScrapeTarget
 
 app = typer.Typer(no_args_is_help=True)
+chart_app = typer.Typer(no_args_is_help=True, help="The Helm chart of this version.")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -69,3 +71,19 @@ def _target(name: str, url: str) -> "ScrapeTarget":
     parts = urlsplit(url)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return ScrapeTarget(f"{host}:{parts.port or _DEFAULT_PORTS[parts.scheme]}", name, parts.scheme)
+
+
+@chart_app.command("save")
+def chart_save(
+    folder: Annotated[Path, typer.Argument(help="where the chart goes; it is made if it is missing")],
+) -> None:
+    """Write the Helm chart of this version to a folder, in place of another version there.
+
+    Example: lorafleet chart save ./lorafleet-chart
+    """
+    from lorafleet.local.chart import save_chart
+
+    save_chart(folder)
+    place = shlex.quote(str(folder))
+    typer.echo(f"{folder}: the chart of this version; values.yaml there explains every value")
+    typer.echo(f"Next: helm install fleet {place} -f {place}/values-cpu.yaml --set image.registry=R")

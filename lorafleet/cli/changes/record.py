@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lorafleet.cli.context import LONG_TIMEOUT_S, print_json
+from lorafleet.cli.output import Column, ListView, print_table
 from lorafleet.service.failure import CommandFailed
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ app = typer.Typer(no_args_is_help=True)
 Change = Mapping[str, Any]
 _PARTS = ("adapters", "aliases", "policy")
 _POLL_S = 1.0
+_SHOWN = 60
+_DIGEST_DIGITS = 64
 _EVERY_PART = ",".join(_PARTS)
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="show what differs, and change nothing")]
@@ -220,14 +223,37 @@ def make_changes(
     return list(changes)
 
 
+def _short(value: Any) -> str:
+    """A value as text of at most 60 characters; a digest by its first 12, as everywhere."""
+    text = "-" if value is None else str(value)
+    if len(text) == _DIGEST_DIGITS and text.isalnum():
+        return text[:12]
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _values(side: int) -> Callable[[Mapping[str, Sequence[Any]]], str]:
+    """The values of changed fields as text: here (0), or there (1)."""
+    return lambda fields: ", ".join(f"{name}={_short(pair[side])}" for name, pair in fields.items())
+
+
+_CHANGES = ListView(
+    (
+        Column("change"),
+        Column("subject"),
+        Column("name"),
+        Column("here", "fields", _values(0)),
+        Column("there", "fields", _values(1)),
+        Column("reason"),
+    )
+)
+
+
 def _show(changes: Sequence[Mapping[str, Any]], here: str, place: str) -> None:
     """Print the differences as a table, or that there are none."""
-    from lorafleet.cli import change_tables, tables
-
     if not changes:
         typer.echo(f"nothing to do: {here} has all that {place} has")
         return
-    tables.show(change_tables.record_changes(changes))
+    print_table(_CHANGES, changes)
 
 
 def _confirm(count: int, here: str) -> None:

@@ -1,10 +1,11 @@
-"""`lorafleet adapters push`: upload an adapter's folder."""
+"""`lorafleet adapters push` and `rename-modules`: an adapter's folder on this machine."""
 
 # ruff: noqa: PLC0415, PLR0917  (imports of httpx wait until the command needs them; Typer passes by name)
 
 import sys
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
 
 _QUIET_S = 1.0  # an upload that takes less shows no progress
 _LINE_S = 5.0  # between two lines where the output is not a terminal
+
+
+class LanguageName(StrEnum):
+    text = "text"
+    wrapped = "wrapped"
+    idefics = "idefics"
+    outer = "outer"
+    automodel = "automodel"
 
 
 def adapters_push(
@@ -139,3 +148,34 @@ def _with_hint(exc: Exception, name: str) -> str:
     }
     again = "; repeat the command: it goes on where it was" if (exc.status or 0) >= 500 else ""
     return printable(str(exc)) + hints.get(exc.code, again)
+
+
+def adapters_rename_modules(
+    folder: Annotated[Path, typer.Argument(help="the adapter's folder; it is only read")],
+    out: Annotated[Path, typer.Argument(help="a new folder for the renamed adapter")],
+    base: Annotated[
+        Path | None,
+        typer.Option(help="folder of the base model that will serve it; without it only wrappers are removed"),
+    ] = None,
+    to: Annotated[
+        LanguageName | None,
+        typer.Option(help="whose names its language model gets; default: the ones that the engine finds"),
+    ] = None,
+) -> None:
+    """Write an adapter under module names that its base model has. Its weights stay byte for byte.
+
+    Renamed are a doubled prefix, names of compiled or wrapped models, the adapter's name in tensors' names, and the
+    place of the language model: `text` (AutoModelForCausalLM), `wrapped` (AutoModelForImageTextToText), `idefics`
+    (Idefics3, SmolVLM), `outer` (transformers 4), `automodel` (AutoModel). Anything else is refused: such an adapter
+    needs another base model, or another training.
+
+    Examples:
+
+      lorafleet adapters rename-modules ./sql ./sql-renamed --base ./gemma-3-4b-it
+
+      lorafleet adapters rename-modules ./sql ./sql-renamed
+    """
+    from lorafleet.local.renames import rename
+
+    for line in rename(folder, out, base, to and to.value):
+        typer.echo(line)

@@ -103,7 +103,7 @@ def _chosen_files(folder: Path, services: list[str]) -> dict[str, Path]:
 
 def _time_of(text: str) -> datetime:
     """The time that --since names. Raises CommandFailed."""
-    from lorafleet.cli.plan import time_of  # noqa: PLC0415  (it imports YAML)
+    from lorafleet.cli.history import time_of  # noqa: PLC0415  (it imports YAML)
 
     found = datetime.fromisoformat(time_of(text, "--since"))
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

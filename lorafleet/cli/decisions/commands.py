@@ -1,18 +1,19 @@
-"""`lorafleet explain`, `lorafleet decisions` and `lorafleet top`: what the router decides, live and from records."""
+"""`lorafleet explain`, `decisions`, `request`, `requests` and `top`: what was decided, and what became of requests."""
 
 # ruff: noqa: PLC0415, PLR0917  (imports of httpx and rich tables wait until a command needs them; Typer passes by name)
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
-from lorafleet.cli.completion import adapter_names, worker_names
 from lorafleet.cli.context import print_json
-from lorafleet.cli.output import AsJson, Output, OutputFormat, chosen_format, print_list
+from lorafleet.cli.output import AsJson, Item, Output, OutputFormat, chosen_format, print_list
+from lorafleet.cli.resources import DECISIONS, REQUESTS, adapter_names, worker_names
 from lorafleet.cli.top.orders import AdapterOrder
 from lorafleet.service.failure import CommandFailed
 
@@ -23,7 +24,6 @@ app = typer.Typer(no_args_is_help=True)
 
 
 _RECORD_HINT = "write one with: lorafleet decisions --json > FILE"
-Item = Mapping[str, Any]
 
 
 @app.command()
@@ -103,16 +103,12 @@ def decisions(
 
       lorafleet decisions --worker w1 --json > w1.json
     """
-    from lorafleet.cli import tables
-
     chosen = chosen_format(output, as_json)
     with context.obj.router() as api:
         query = {"adapter": adapter, "worker": worker, "request": request, "limit": limit}
         answer = api.call("GET", "/v1/decisions", **query)
     if request is None or chosen is not OutputFormat.table:
-        print_list(tables.DECISIONS, answer, chosen, as_json=False)
-        if chosen is OutputFormat.table:
-            _warn_missing(answer)
+        print_list(DECISIONS, answer, chosen, as_json=False)
     elif not answer["data"]:
         raise CommandFailed(
             f"{request}: this router keeps no decision of it. What became of it, at whichever router: lorafleet request"
@@ -124,16 +120,10 @@ def decisions(
             _print_decision(item)
 
 
-def _warn_missing(answer: Mapping[str, Any]) -> None:
-    """Print on stderr which router processes did not answer."""
-    if missing := answer.get("missing"):
-        slots = ", ".join(map(str, missing))
-        typer.echo(f"incomplete: some of the router's processes did not answer in time (slot {slots})", err=True)
-
-
-def _print_decision(answer: Mapping[str, Any], *, as_json: bool = False) -> None:
+def _print_decision(answer: Item, *, as_json: bool = False) -> None:
     """Print one decision: as JSON only, or as a sentence, a table of terms, the rejected replicas and its note."""
-    from lorafleet.cli import explanations, tables
+    from lorafleet.cli import tables
+    from lorafleet.cli.decisions import explanations
 
     if as_json:
         print_json(answer)
@@ -152,7 +142,8 @@ def _print_replay(api: "RestClient", file: Path, policy: str | None, *, as_json:
 
     Raises CommandFailed if one differs without `policy`.
     """
-    from lorafleet.cli import explanations, tables
+    from lorafleet.cli import tables
+    from lorafleet.cli.decisions import explanations
 
     first = read_decisions(file)
     replayed = replay_decisions(api, first, policy)
@@ -178,6 +169,73 @@ def _first_base_model(api: "RestClient") -> str:
         if not item.get("parent"):
             return str(item["id"])
     raise CommandFailed("the router knows no base model yet; name one with --model")
+
+
+@app.command()
+def request(
+    context: typer.Context,
+    request_id: Annotated[str, typer.Argument(help="the answer's x-request-id", show_default=False)],
+    output: Output = OutputFormat.table,
+    as_json: AsJson = False,
+) -> None:
+    """Show what became of a request: key, limit, waits with their causes, decision, attempts, code, seconds by stage.
+
+    Any router may be asked: it asks the others through the orchestrator. Refused requests are kept, too. A tenant's
+    key sees its tenant's requests. No prompt is kept.
+
+    Examples:
+
+      lorafleet request 5f1c0e3b9f8e4b6f8d3c1a2b4c5d6e7f
+
+      lorafleet request 5f1c0e3b9f8e4b6f8d3c1a2b4c5d6e7f -o yaml
+    """
+    from lorafleet.cli import tables
+    from lorafleet.cli.decisions import explanations
+
+    chosen = chosen_format(output, as_json)
+    with context.obj.router() as api:
+        answer = api.call("GET", f"/v1/requests/{quote(request_id, safe='')}")
+    if chosen is not OutputFormat.table:
+        print_list(REQUESTS, answer, chosen, as_json=False)
+        return
+    for number, item in enumerate(answer["data"]):
+        if number:
+            typer.echo()
+        tables.show(explanations.story(item))
+        for decision in item["decisions"]:
+            _print_decision(decision)
+
+
+@app.command()
+def requests(
+    context: typer.Context,
+    key: Annotated[str | None, typer.Option(help="a key's id", show_default=False)] = None,
+    tenant: Annotated[str | None, typer.Option(show_default=False)] = None,
+    status: Annotated[
+        str | None, typer.Option(help="a status, 4xx, 5xx, or failed: every error", show_default=False)
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="a lora_id, an alias, or base", autocompletion=adapter_names)
+    ] = None,
+    worker: Annotated[
+        str | None, typer.Option(help="the worker that got the request", autocompletion=worker_names)
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="most requests shown")] = 20,
+    output: Output = OutputFormat.table,
+    as_json: AsJson = False,
+) -> None:
+    """List the last requests of all routers, newest first, the refused ones included.
+
+    Examples:
+
+      lorafleet requests --status failed
+
+      lorafleet requests --key 2c26b46b68ff --status 429 -o wide
+    """
+    with context.obj.orchestrator() as api:
+        query = {"key": key, "tenant": tenant, "status": status, "adapter": adapter, "worker": worker, "limit": limit}
+        answer: dict[str, Any] = api.call("GET", "/v1/requests", **query)
+    print_list(REQUESTS, answer, output, as_json)
 
 
 @app.command()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lorafleet.cli.changes.record import AsJson, DryRun, fail_if_blocked, make_changes
 from lorafleet.cli.context import LONG_TIMEOUT_S
-from lorafleet.cli.record import AsJson, DryRun, fail_if_blocked, make_changes
 from lorafleet.service.failure import CommandFailed
 
 if TYPE_CHECKING:
