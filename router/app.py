@@ -1,5 +1,6 @@
 """Builds the router, in order, and runs it."""
 
+import asyncio
 import os
 import socket
 import sys
@@ -55,7 +56,7 @@ from router.factories import (
     make_circuit_breaker,
     make_cold_starts,
     make_control_client,
-    make_discovery,
+    make_fleet_access,
     make_health_probes,
     make_pause_gate,
     make_request_queue,
@@ -64,6 +65,7 @@ from router.factories import (
     queue_waits_s,
     router_now,
 )
+from router.fleet.discovery import Discovery
 from router.fleet.usage_report import UsageCounts
 from router.http.call_keys import make_call_keys
 from router.http.engine_pool import EnginePool
@@ -128,17 +130,25 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         metrics=metrics,
         learning=learning,
     )
-    discovery = make_discovery(config, control, agents, call_keys, listener, metrics, router_id=router_id)
+    confirmation_due = asyncio.Event()
+    pauses = make_pause_gate(config, keys, on_settled=confirmation_due.set)
+    discovery = Discovery(
+        config,
+        make_fleet_access(config, control, agents, call_keys, metrics),
+        listener,
+        router_id=router_id,
+        adopt_pauses=pauses.adopt,
+        confirmation_due=confirmation_due,
+        clock=time.monotonic,
+        on_failure=lambda loop: metrics.loop_failures.labels(loop).inc(),
+    )
     # What the router decides.
     scheduler = make_scheduler(config, discovery, feeds, load, breaker, metrics)
     probes = make_health_probes(config, scheduler, agents, metrics)
     breaker.probe = probes.probe
     usage.waits_s = partial(queue_waits_s, scheduler)
     usage.is_registered = discovery.is_registered
-    # What holds requests.
-    pauses = make_pause_gate(config, keys)
-    discovery.adopt_pauses, usage.running_in_pause = pauses.adopt, pauses.running_counts
-    pauses.on_settled = discovery.confirmation_due.set
+    usage.running_in_pause = pauses.running_counts
     # What serves the requests.
     services = Services(
         config=config,

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import structlog
 
-from lorafleet.engine.agentless import engines_by_id, has_start_time
+from lorafleet.engine.agentless import has_start_time
 from lorafleet.http_server.intake import ClientLimits
 from lorafleet.keys.auth import ApiKeys
 from lorafleet.keys.own_key import OwnKey
@@ -36,7 +36,7 @@ from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load import LoadBook
 from router.core.schedule.policies import POLICIES
 from router.core.scheduler import Scheduler, ShadowComparison
-from router.fleet.discovery import Discovery
+from router.fleet.discovery import Discovery, FleetAccess
 from router.fleet.health_probe import Finding, HealthProbes
 from router.fleet.report_reader import is_same_but_load
 from router.fleet.usage_report import UsageCounts
@@ -236,17 +236,10 @@ async def _stream_as_router(
         yield answer
 
 
-def make_discovery(
-    config: RouterSettings,
-    control: httpx.AsyncClient,
-    agents: EnginePool,
-    call_keys: CallKeys,
-    listener: WorkerListener,
-    metrics: RouterMetrics,
-    *,
-    router_id: str,
-) -> Discovery:
-    """Discovery of workers and adapters, from the orchestrator, settings and Kubernetes. Raises KubeConfigError."""
+def make_fleet_access(
+    config: RouterSettings, control: httpx.AsyncClient, agents: EnginePool, call_keys: CallKeys, metrics: RouterMetrics
+) -> FleetAccess:
+    """The way to the orchestrator, agents, engines and Kubernetes. Raises KubeConfigError."""
     slices = None
     if config.kube_selector:
         slices = SliceWatch(
@@ -255,26 +248,12 @@ def make_discovery(
             namespaces=config.kube_namespaces,
             on_failure=partial(_record_slices_failure, metrics),
         )
-    return Discovery(
-        control,
-        partial(fetch_as_router, agents, call_keys, timeout_s=config.control_timeout_s),
+    return FleetAccess(
+        control=control,
+        get=partial(fetch_as_router, agents, call_keys, timeout_s=config.control_timeout_s),
         get_from_engine=partial(fetch, agents, timeout_s=config.control_timeout_s),
         open_stream=partial(_stream_as_router, agents, call_keys),
-        engine_key=config.engine_key,
-        engine_salt=config.engine_salt,
-        orchestrator_url=config.orchestrator_url.rstrip("/"),
-        router_id=router_id,
-        engines=engines_by_id(config.engines),
         slices=slices,
-        zone=config.zone,
-        listener=listener,
-        state_file=config.state_dir / "catalog.json" if config.state_dir else None,
-        catalog_poll_s=config.catalog_poll_s,
-        metadata_poll_s=config.metadata_poll_s,
-        unreachable_after_s=config.unreachable_after_s,
-        first_sync_wait_s=config.first_sync_wait_s,
-        clock=time.monotonic,
-        on_failure=lambda loop: metrics.loop_failures.labels(loop).inc(),
     )
 
 
@@ -400,10 +379,10 @@ def make_request_queue(
     )
 
 
-def make_pause_gate(config: RouterSettings, keys: ApiKeys) -> PauseGate:
-    """The gate that holds paused requests, as many as may wait for engines."""
+def make_pause_gate(config: RouterSettings, keys: ApiKeys, on_settled: Callable[[], object]) -> PauseGate:
+    """The gate that holds paused requests, as many as may wait for engines; `on_settled` as in `PauseGate`."""
     limits = QueueLimits(config.max_waiting_requests, config.max_waiting_bytes, tenant_share(config, keys))
-    return PauseGate(QueueUsage(limits), time.monotonic)
+    return PauseGate(QueueUsage(limits), time.monotonic, on_settled)
 
 
 def make_cold_starts(  # noqa: PLR0917  (what a cold start needs)

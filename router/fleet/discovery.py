@@ -3,21 +3,21 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 import httpx
 import structlog
 
-from lorafleet.engine.agentless import AgentlessEngine
+from lorafleet.engine.agentless import AgentlessEngine, engines_by_id
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.slices import DiscoveredWorker
-from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.loops import MOST_BACKOFF_S, ChangeSignal, forever
 from lorafleet.telemetry.repeats import RepeatLimiter
 from orchestrator.model.pauses import CatalogPause
+from router.config import RouterSettings
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
 from router.core.fleet import Replica, RoutableAdapter, RouterFleet, with_last_resort
 from router.core.kv.index import WorkerId
@@ -61,6 +61,26 @@ class ReplicaListener(Protocol):
         """The worker is no longer followed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetAccess:
+    """How discovery reaches the orchestrator, agents, engines and Kubernetes.
+
+    control          client of the orchestrator's REST API
+    get              GETs a path below an agent's URL and returns the body; may raise EngineLost and FetchRefused.
+                     Not httpx: every worker is polled each second, and httpx takes 1 ms of CPU a request
+    get_from_engine  the same for an engine, without our own key, since the engine may be another party's.
+                     `token` is the key that the engine wants
+    open_stream      GETs a path below a URL of an agent or the orchestrator as a stream
+    slices           the workers that Kubernetes lists; followed while `run` runs
+    """
+
+    control: httpx.AsyncClient
+    get: Callable[[str, str], Awaitable[bytes]]
+    get_from_engine: Callable[..., Awaitable[bytes]]
+    open_stream: Callable[[str, str], AbstractAsyncContextManager[FetchedStream]]
+    slices: SliceWatch | None = None
+
+
 class Discovery:
     """Owns the snapshot `fleet`, replaces it whole at every change and notifies `changes`.
 
@@ -70,70 +90,43 @@ class Discovery:
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
-        get: Callable[[str, str], Awaitable[bytes]],
-        *,
-        get_from_engine: Callable[..., Awaitable[bytes]],
-        open_stream: Callable[[str, str], AbstractAsyncContextManager[FetchedStream]],
-        engine_key: str = "",
-        engine_salt: EngineSalt = "auto",
-        orchestrator_url: str,
-        router_id: str,
-        engines: Mapping[str, str] = MappingProxyType({}),
-        slices: SliceWatch | None = None,
-        zone: str = "",
+        settings: RouterSettings,
+        access: FleetAccess,
         listener: ReplicaListener,
-        state_file: Path | None,
-        catalog_poll_s: float,
-        metadata_poll_s: float,
-        unreachable_after_s: float,
-        first_sync_wait_s: float = 0.0,
+        *,
+        router_id: str,
+        adopt_pauses: Callable[[tuple[CatalogPause, ...]], bool],
+        confirmation_due: asyncio.Event,
         clock: Callable[[], float],
         on_failure: Callable[[str], object],
     ) -> None:
         """
-        get                GETs a path below an agent's URL and returns the body; may raise EngineLost and FetchRefused.
-                           Not httpx: every worker is polled each second, and httpx takes 1 ms of CPU a request
-        get_from_engine    the same for an engine, without our own key, since the engine may be another party's.
-                           `token` is the key that the engine wants
-        open_stream        GETs a path below a URL of an agent or the orchestrator as a stream
-        engine_key, engine_salt  of engines without an agent
-        orchestrator_url   empty if there is none; then only `engines` are followed
-        router_id          by which the orchestrator knows this router
-        engines            worker id -> URL of engines without an agent
-        slices             the workers that Kubernetes lists; followed while `run` runs
-        zone               of this router; empty if unknown
-        first_sync_wait_s  see `wait_for_first_worker`
+        router_id         by which the orchestrator knows this router
+        adopt_pauses      puts a catalog's pauses in force: whether there is a new one
+        confirmation_due  set when the catalog has new drains or pauses: the orchestrator waits for a report that
+                          confirms them
+        on_failure        counts a failure of a background loop by the loop's name
         """
         self.fleet = RouterFleet()
         self.changes = ChangeSignal()
-        self.confirmation_due = asyncio.Event()
-        """Set when the catalog has new drains or pauses: the orchestrator waits for a report that confirms them."""
-        self.adopt_pauses: Callable[[tuple[CatalogPause, ...]], bool] = lambda _: False
-        """Puts a catalog's pauses in force: whether there is a new one."""
+        self.confirmation_due = confirmation_due
+        self._adopt_pauses = adopt_pauses
         self._was_synced = False
         self._is_starting_up = True
-        self._first_sync_wait_s = first_sync_wait_s
-        self._get = get
-        self._get_from_engine = get_from_engine
-        self._open_stream = open_stream
-        self._engine_key = engine_key
-        self._engine_salt: EngineSalt = engine_salt
-        self._url = orchestrator_url.rstrip("/")
-        self._engines = engines
-        self.slices = slices
+        self._settings = settings
+        self._access = access
+        self._url = settings.orchestrator_url.rstrip("/")
+        self._engines = engines_by_id(settings.engines)
+        self.slices = access.slices
         self._slice_workers: Mapping[str, DiscoveredWorker] = MappingProxyType({})
-        self._zone = zone
         self._agent_names: dict[tuple[str, str], str] = {}
         self._began_at = clock()
         self._listener = listener
-        self._catalog_poll_s = catalog_poll_s
-        self._metadata_poll_s = metadata_poll_s
-        self._unreachable_after_s = unreachable_after_s
         self.clock = clock
         self._on_failure = on_failure
+        state_file = settings.state_dir / "catalog.json" if settings.state_dir else None
         self._catalog = CatalogFollower(
-            client,
+            access.control,
             url=self._url,
             router_id=router_id,
             saved=None if state_file is None else SavedCatalog(state_file, RepeatLimiter(clock), clock),
@@ -156,13 +149,13 @@ class Discovery:
             async with asyncio.TaskGroup() as tasks:
                 if self._url:
                     read, wake = self._catalog.read, self._catalog.wake
-                    poll_s, retry_s = self._catalog_poll_s, _CATALOG_BACKOFF_S
+                    poll_s, retry_s = self._settings.catalog_poll_s, _CATALOG_BACKOFF_S
                     tasks.create_task(self._repeat(read, "catalog", poll_s, wake, most_backoff_s=retry_s))
                     events = self._follow_catalog_events
                     tasks.create_task(self._repeat(events, "catalog_events", poll_s, most_backoff_s=retry_s))
                 if self.slices is not None:
                     follow_slices = partial(self.slices.run, self._adopt_slices)
-                    tasks.create_task(self._repeat(follow_slices, "slices", self._catalog_poll_s))
+                    tasks.create_task(self._repeat(follow_slices, "slices", self._settings.catalog_poll_s))
                 tasks.create_task(asyncio.Event().wait())  # also without orchestrator and slices: until cancelled
         finally:
             self._cancel_rebuild()
@@ -196,14 +189,14 @@ class Discovery:
     def is_starting_up(self) -> bool:
         """Whether this router just started and has no worker yet, so that a request may wait. False is final."""
         if self._is_starting_up:
-            is_over = self.clock() - self._began_at >= self._first_sync_wait_s
+            is_over = self.clock() - self._began_at >= self._settings.first_sync_wait_s
             self._is_starting_up = not (is_over or (self.is_synced() and self.fleet.replicas))
         return self._is_starting_up
 
     async def wait_for_first_worker(self) -> None:
         """Wait while no worker is known, at most until `first_sync_wait_s` after this router's start."""
         if self.is_starting_up:
-            left_s = self._first_sync_wait_s - (self.clock() - self._began_at)
+            left_s = self._settings.first_sync_wait_s - (self.clock() - self._began_at)
             await self.changes.until(lambda: not self.is_starting_up, timeout_s=left_s)
 
     @property
@@ -273,7 +266,7 @@ class Discovery:
 
     async def _follow_events(self, url: str, path: str, wake: asyncio.Event) -> None:
         """Set `wake` at each message of an SSE stream until it ends; once for a 410. Raises FetchRefused for others."""
-        async with self._open_stream(url, path) as events:
+        async with self._access.open_stream(url, path) as events:
             if events.status == 410:
                 wake.set()
                 return
@@ -291,7 +284,7 @@ class Discovery:
         self.rebuild_fleet()
         known, now = before.draining, self._catalog.current.draining
         has_drains = any(names - known.get(worker_id, frozenset()) for worker_id, names in now.items())
-        if self.adopt_pauses(self._catalog.current.pauses) or has_drains:
+        if self._adopt_pauses(self._catalog.current.pauses) or has_drains:
             self.confirmation_due.set()
 
     def _adopt_slices(self) -> None:
@@ -357,10 +350,10 @@ class Discovery:
             followed.agentless = AgentlessEngine(
                 worker.id,
                 followed.url,
-                partial(self._get_from_engine, followed.url, token=self._engine_key),
+                partial(self._access.get_from_engine, followed.url, token=self._settings.engine_key),
                 kv_events=worker.kv_events,
                 kv_replay=worker.kv_replay,
-                salt=self._engine_salt,
+                salt=self._settings.engine_salt,
                 clock=self.clock,
             )
         self.followed[worker.id] = followed
@@ -373,9 +366,9 @@ class Discovery:
             """Wake the worker's polling at each event of its agent, until the stream ends. Raises FetchRefused."""
             await self._follow_events(followed.url, "/v1/events", followed.wake)
 
-        loops = [self._repeat(poll, "metadata", self._metadata_poll_s, followed.wake, worker=worker.id)]
+        loops = [self._repeat(poll, "metadata", self._settings.metadata_poll_s, followed.wake, worker=worker.id)]
         if followed.agentless is None:
-            loops.append(self._repeat(listen, "agent_events", self._metadata_poll_s, worker=worker.id))
+            loops.append(self._repeat(listen, "agent_events", self._settings.metadata_poll_s, worker=worker.id))
         followed.tasks = tuple(asyncio.create_task(loop) for loop in loops)
 
     def stop_following(self, id_: str) -> None:
@@ -422,7 +415,7 @@ class Discovery:
     async def _on_missing_report(self, followed: FollowedWorker) -> None:
         """After a failed poll: try the worker's next address, mark it late, or stop following it. Rebuilds fleet."""
         followed.heard_at, followed.is_answering = followed.heard_at or self.clock(), False
-        is_late = self.clock() - followed.heard_at > self._unreachable_after_s
+        is_late = self.clock() - followed.heard_at > self._settings.unreachable_after_s
         if is_late:
             followed.engine_answers = await self._is_engine_healthy(followed)
         id_, addresses = followed.source.id, followed.source.addresses
@@ -442,7 +435,7 @@ class Discovery:
         """A worker's report, from its agent or its engine; raises FetchRefused if another worker answers."""
         if followed.agentless is not None:
             return await followed.agentless.report()
-        metadata = followed.reader.read(await self._get(followed.url, "/metadata"))
+        metadata = followed.reader.read(await self._access.get(followed.url, "/metadata"))
         id_ = followed.source.id
         if metadata.instance_id != id_ and id_ in self.catalog_ids:  # another worker has its address now
             raise FetchRefused(f"{followed.url} is worker {metadata.instance_id!r} by now, not {id_!r}")
@@ -468,7 +461,7 @@ class Discovery:
         if followed.metadata is None:
             return False
         try:
-            await self._get_from_engine(followed.metadata.transport.engine_url, "/health")
+            await self._access.get_from_engine(followed.metadata.transport.engine_url, "/health")
         except (EngineLost, FetchRefused, ValueError):
             return False
         return True
@@ -504,7 +497,7 @@ class Discovery:
 
     def _replica_of(self, followed: FollowedWorker, metadata: Metadata) -> Replica:
         """A worker's replica, built again, and kept, only if its report, state or drains have changed."""
-        is_silent = self.clock() - followed.heard_at > self._unreachable_after_s
+        is_silent = self.clock() - followed.heard_at > self._settings.unreachable_after_s
         state = replica_state(followed, metadata, is_silent=is_silent)
         catalog, id_ = self._catalog.current, followed.source.id
         is_ending, draining = followed.source.is_ending, catalog.draining.get(id_, frozenset())
@@ -518,7 +511,7 @@ class Discovery:
         else:
             replica = None
         if replica is None:
-            replica = replica_from(followed, metadata, state=state, draining=draining, zone=self._zone)
+            replica = replica_from(followed, metadata, state=state, draining=draining, zone=self._settings.zone)
         followed.replica, followed.made_from = replica, (metadata, state, is_ending, draining)
         return replica
 

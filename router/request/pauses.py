@@ -27,9 +27,9 @@ class PauseGate:
     on_settled  called when the last request has ended that a pause waits for
     """
 
-    def __init__(self, room: QueueUsage, clock: Callable[[], float]) -> None:
+    def __init__(self, room: QueueUsage, clock: Callable[[], float], on_settled: Callable[[], object]) -> None:
         self.held = room
-        self.on_settled: Callable[[], object] = lambda: None
+        self._on_settled = on_settled
         self._clock = clock
         self._pauses: Mapping[str, HeldScope] = MappingProxyType({})
         self._running: set[RequestRun] = set()
@@ -103,7 +103,7 @@ class PauseGate:
                 left.discard(run)
                 if not left:
                     del self._awaited[key]
-                    self.on_settled()
+                    self._on_settled()
 
     def must_wait(self, run: "RequestRun") -> bool:
         """Whether a pause holds this request, which has not started."""

@@ -65,7 +65,7 @@ def pause(lease_s: float = 60.0, **more) -> CatalogPause:
 
 
 def gate(**limits) -> PauseGate:
-    return PauseGate(QueueUsage(QueueLimits(**limits)), asyncio.get_running_loop().time)
+    return PauseGate(QueueUsage(QueueLimits(**limits)), asyncio.get_running_loop().time, lambda: None)
 
 
 async def test_as_many_requests_as_may_wait_are_held_and_the_next_gets_429_with_the_end_of_the_pause():
