@@ -198,7 +198,7 @@ def build(
     )
 
     registry = AdapterRegistry(
-        store, reports, reconciler.rollouts, forget_failures=reconciler.operations.failures.forget_adapter, wall=wall
+        store, reports, reconciler.names, forget_failures=reconciler.operations.failures.forget_adapter, wall=wall
     )
     configmap_loops = [] if configmaps is None else _configmap_loops(configmaps, kube, settings, registry, reconciler)
 

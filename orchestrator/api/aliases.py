@@ -33,8 +33,8 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
 
     def item(name: str) -> AliasItem:
         """The alias with its pending targets, as wire model. Raises NotFound: a change may wait while others delete."""
-        pending = pending_of(store.rollouts.get(name), reconciler.rollouts)
-        return alias_item(name, registry.alias(name)).model_copy(update={"pending": pending})
+        found = registry.alias(name)
+        return alias_item(found).model_copy(update={"pending": pending_of(found, reconciler.names)})
 
     def item_with_etag(name: str, response: Response, seen: TenantView) -> AliasItem:
         """The alias as the caller may see it; sets the response's ETag."""
@@ -44,7 +44,8 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     @api.get("/v1/aliases", dependencies=view)
     async def aliases(seen: seen_by, limit: Limit = 1000, cursor: Cursor = None) -> AliasList:
         """Aliases by name."""
-        page, following = page_after(list(filter(seen.sees_alias, store.alias_names)), limit, cursor)
+        names = [name for name, found in store.names.items() if found.targets and seen.sees_alias(name)]
+        page, following = page_after(names, limit, cursor)
         return AliasList(data=tuple(seen.alias(item(name)) for name in page), next=following)
 
     @api.put("/v1/aliases/{name:path}", dependencies=change, response_model=AliasItem)
@@ -63,7 +64,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         """
         owners.require_alias(store, caller, name, [target.lora_id for target in spec.targets], "give")
         is_new = registry.put_alias(name, spec, caller.name, if_match=if_match)
-        await reconciler.publish_change(("aliases", name))
+        await reconciler.publish_change(("names", name))
         found = item_with_etag(name, response, seen)
         is_pending = found.pending is not None and found.pending.state == "placing"
         response.status_code = 201 if is_new else 202 if is_pending else 200
@@ -89,7 +90,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         """Forget the name; its adapters stay."""
         owners.require_write(store, caller, "alias", name, "change")
         registry.delete_alias(name, caller.name, if_match=if_match)
-        await reconciler.publish_change(("aliases", name))
+        await reconciler.publish_change(("names", name))
         return Response(status_code=204)
 
     return api

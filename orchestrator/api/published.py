@@ -24,7 +24,7 @@ def published_routes(keys: ApiKeys, store: IntentStore, publisher: NamePublisher
     @api.get("/v1/published", dependencies=read)
     async def names(caller: WhoCalls, limit: Limit = 1000, cursor: Cursor = None) -> PublishedList:
         """Published names in order, of those that the caller may use."""
-        mine = [name for name in store.published if owners.sees_published(store, caller, name)]
+        mine = [name for name in store.names if owners.sees_published(store, caller, name)]
         page, following = page_after(mine, limit, cursor)
         return PublishedList(data=tuple(publisher.item(name) for name in page), next=following)
 

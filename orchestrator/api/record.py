@@ -136,6 +136,4 @@ def _subject(change: RecordChange) -> Subject | None:
         return None
     if change.subject == "policy":
         return "policy", ""
-    if change.is_published:
-        return "published", change.name
-    return ("adapters" if change.subject == "adapter" else "aliases"), change.name
+    return ("adapters" if change.subject == "adapter" else "names"), change.name

@@ -1,6 +1,7 @@
 """Routes for rollouts: an alias moves to another version in steps, and back on a regression."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Response
@@ -11,24 +12,17 @@ from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.traffic import Range, traffic_total
 from orchestrator.api.views import timestamp
 from orchestrator.core.comparison import GUARD, baseline_of, worse_targets
-from orchestrator.core.rollout import (
-    RequestTally,
-    Rollout,
-    RolloutGuard,
-    Targets,
-    WeightStep,
-    current_targets,
-    regression_so_far,
-)
+from orchestrator.core.rollout import current_targets, regression_so_far
 from orchestrator.core.traffic import TrafficSums
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.aliases import AliasPending, AliasTarget
 from orchestrator.model.names import AliasName
 from orchestrator.model.rollouts import RolloutItem, RolloutPatch, RolloutSpec, RolloutStep, RolloutTally
+from orchestrator.model.served_names import RequestTally, Rollout, RolloutGuard, ServedName, Targets, WeightStep
 from orchestrator.model.traffic import AliasComparison, ComparedTarget
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.reconcile.rollouts import RolloutController
+from orchestrator.reconcile.served_names import NameMover
 from orchestrator.traffic.book import TrafficBook
 
 ROLLOUT_EXAMPLE = {
@@ -45,7 +39,13 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     api = APIRouter(tags=["aliases"])
     view = [Depends(requires(keys, "view"))]
     change = [Depends(requires(keys, "tenant-admin"))]
-    rollouts, store = reconciler.rollouts, reconciler.store
+    mover, store = reconciler.names, reconciler.store
+
+    def item(name: str, rollout: Rollout) -> RolloutItem:
+        """The rollout as wire model; the name may be gone by now."""
+        present = store.names.get(name) or ServedName(name=name)
+        return rollout_item(replace(present, rollout=rollout), rollout, mover)
+
     seen_by = Annotated[TenantView, Depends(tenant_view_of(store))]
 
     @api.post("/v1/aliases/{name:path}/rollout", dependencies=change, status_code=201, response_model=RolloutItem)
@@ -65,39 +65,39 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
             min_requests=spec.min_requests,
         )
         steps = [WeightStep(step.weight, step.for_s) for step in spec.steps]
-        rollout, is_new = rollouts.start_rollout(name, spec.to, steps, guard, caller.name, place_s=spec.place_s)
-        await reconciler.publish_change(("aliases", name))
+        rollout, is_new = mover.start_rollout(name, spec.to, steps, guard, caller.name, place_s=spec.place_s)
+        await reconciler.publish_change(("names", name))
         response.status_code = 201 if is_new else 200
-        return seen.rollout(rollout_item(rollout, rollouts))
+        return seen.rollout(item(name, rollout))
 
     @api.get("/v1/aliases/{name:path}/rollout", dependencies=view)
     async def get_rollout(name: AliasName, seen: seen_by) -> RolloutItem:
         """The rollout in progress, or the last one."""
         seen.require_alias(name)
         registry.alias(name)
-        return seen.rollout(rollout_item(rollouts.rollout_of(name), rollouts))
+        return seen.rollout(item(name, mover.rollout_of(name)))
 
     @api.patch("/v1/aliases/{name:path}/rollout", dependencies=change)
     async def patch_rollout(name: AliasName, patch: RolloutPatch, caller: WhoCalls, seen: seen_by) -> RolloutItem:
         """Pause or resume the rollout. A paused one does not advance, but a regression still rolls it back."""
         owners.require_write(store, caller, "alias", name, "change")
-        rollout = rollouts.set_paused(name, patch.paused, caller.name)
-        await reconciler.publish_change(("aliases", name))
-        return seen.rollout(rollout_item(rollout, rollouts))
+        rollout = mover.set_paused(name, patch.paused, caller.name)
+        await reconciler.publish_change(("names", name))
+        return seen.rollout(item(name, rollout))
 
     @api.delete("/v1/aliases/{name:path}/rollout", dependencies=change)
     async def abort_rollout(name: AliasName, caller: WhoCalls, seen: seen_by) -> RolloutItem:
         """End the rollout: the alias gets its former targets at once."""
         owners.require_write(store, caller, "alias", name, "change")
-        rollout = rollouts.abort_rollout(name, caller.name)
-        await reconciler.publish_change(("aliases", name))
-        return seen.rollout(rollout_item(rollout, rollouts))
+        rollout = mover.abort_rollout(name, caller.name)
+        await reconciler.publish_change(("names", name))
+        return seen.rollout(item(name, rollout))
 
     @api.get("/v1/aliases/{name:path}/comparison", dependencies=view)
     async def comparison(name: AliasName, seen: seen_by, range_s: Range = 3600.0) -> AliasComparison:
         """The alias's targets side by side: all their requests in a range, and which is worse, as a rollout judges."""
         seen.require_alias(name)
-        targets = registry.alias(name)
+        targets = registry.alias(name).targets
         found = await book.totals("adapter", range_s)
         traffic = {
             lora_id: found.get(lora_id, TrafficSums())
@@ -130,13 +130,13 @@ def _comparison(name: str, targets: Targets, traffic: Mapping[str, TrafficSums],
     )
 
 
-def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
+def rollout_item(name: ServedName, rollout: Rollout, mover: NameMover) -> RolloutItem:
     """A rollout as wire model, with its present weights, counts and missing replicas."""
     shares = dict(current_targets(rollout))
     total = sum(shares.values())
     return RolloutItem.model_validate(
         {
-            "alias": rollout.alias,
+            "alias": name.name,
             "before": _wire_targets(rollout.before),
             "to": _wire_targets(rollout.after),
             "steps": [RolloutStep(weight=step.weight, for_s=step.for_s) for step in rollout.steps],
@@ -146,7 +146,7 @@ def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
             "weight": round(sum(shares.get(lora_id, 0.0) for lora_id in rollout.new_ids) / total, 6),
             "began_at": timestamp(rollout.began_at),
             "since": timestamp(rollout.since),
-            "lacks": rollouts.missing_for(rollout),
+            "lacks": mover.missing_for(name),
             "old": _wire_tally(rollout.old),
             "new": _wire_tally(rollout.new),
             "needed": rollout.guard.min_requests if rollout.guard is not None else 0,
@@ -156,8 +156,9 @@ def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
     )
 
 
-def pending_of(rollout: Rollout | None, rollouts: RolloutController) -> AliasPending | None:
+def pending_of(name: ServedName, mover: NameMover) -> AliasPending | None:
     """A switch that waits for its targets or has failed; None for any other rollout."""
+    rollout = name.rollout
     if rollout is None or rollout.guard is not None or rollout.phase not in ("placing", "failed"):
         return None
     return AliasPending.model_validate(
@@ -166,7 +167,7 @@ def pending_of(rollout: Rollout | None, rollouts: RolloutController) -> AliasPen
             "state": rollout.phase,
             "since": timestamp(rollout.began_at),
             "deadline": timestamp(rollout.began_at + rollout.place_s),
-            "lacks": rollouts.missing_for(rollout),
+            "lacks": mover.missing_for(name),
             "error": rollout.reason or None,
         }
     )

@@ -71,8 +71,9 @@ class TenantView:
         """Whether the caller sees this entry of the history. Entries about workers and the policy name no tenant."""
         if self.tenant is None or entry.kind in _ABOUT_THE_FLEET:
             return True
-        if entry.kind.startswith("name_") and entry.subject in self._store.published:
-            return self._store.published[entry.subject].tenant in {None, self.tenant}
+        published = self._store.publication_of(entry.subject)
+        if entry.kind.startswith("name_") and published is not None:
+            return published.tenant in {None, self.tenant}
         return self.sees_alias(entry.subject) if entry.kind.startswith("alias_") else self.sees_adapter(entry.subject)
 
     def known_tenants(self, tenants: Sequence[str]) -> Sequence[str]:
@@ -93,9 +94,9 @@ class TenantView:
 
     def sees_name(self, name: str) -> bool:
         """Whether the caller sees the adapter, alias or published name of this name."""
-        if name in self._store.aliases:
+        if self._store.targets_of(name):
             return self.sees_alias(name)
-        if name in self._store.published and name not in self._store.adapters:
+        if name in self._store.names and name not in self._store.adapters:
             return owners.sees_published(self._store, self._caller, name) or owners.has_name(self._caller, name)
         return self.sees_adapter(name)
 
@@ -136,7 +137,7 @@ class TenantView:
 
     def _is_known(self, name: str) -> bool:
         """Whether an adapter, an alias or a published name has this name."""
-        return name in self._store.adapters or name in self._store.aliases or name in self._store.published
+        return name in self._store.adapters or name in self._store.names
 
     @cached_property
     def _own_paths(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ from lorafleet.kube.errors import KubeError
 from lorafleet.kube.watch import list_and_watch
 from orchestrator.configmaps.journal import HistoryJournal
 from orchestrator.configmaps.mirror import ConfigMapMirror
-from orchestrator.configmaps.objects import FLEET, kind_of, rollout_of, text_mark, text_of, uid_of, version_of
+from orchestrator.configmaps.objects import FLEET, kind_of, text_mark, text_of, uid_of, version_of
 from orchestrator.configmaps.rendering import KINDS, AcceptedText, ObjectRendering
 from orchestrator.configmaps.tables import (
     SHARDS,
@@ -117,7 +117,7 @@ class ConfigMapBackend:
                 raise OrchestratorUnavailable(message, code="store_unreachable")
         for change in changes:
             row = change.table, change.key
-            if change.table in ("adapters", "aliases") and change.value is None:
+            if change.table in ("adapters", "names") and change.value is None:
                 self.rendering.mark_deleted(change.table, change.key)
             elif change.table in KINDS and row not in self.tables.object_names:
                 self.rendering.unwritten.add(row)
@@ -276,7 +276,7 @@ class ConfigMapBackend:
         self.rendering.fix_accepted_values((table, key))
         self.rendering.lost.discard(name)
         self.set_status(name, "")
-        self.writer.mark_dirty([WriteKey(1, table, key)])
+        self.writer.mark_dirty([_row_key(table, key)])
 
     def cancel_acceptance(self, table: str, key: str, former: Acceptance) -> None:
         """The text was refused: restore the row's former object, and the text that was accepted before, if any."""
@@ -302,7 +302,7 @@ class ConfigMapBackend:
     def clear_status(self, table: str, key: str, name: str) -> None:
         """Restore the default status of a row's object, and queue its write."""
         self.set_status(name, "")
-        self.writer.mark_dirty([WriteKey(1, table, key)], is_promised=False)
+        self.writer.mark_dirty([_row_key(table, key)], is_promised=False)
 
     def absorb(self, table: str, key: str, value: Any, name: str) -> None:
         """Take over a row that an earlier leader has written: into the tables, without a write."""
@@ -339,7 +339,7 @@ class ConfigMapBackend:
 
     def is_pending(self, table: str, key: str) -> bool:
         """Whether a write of the row is pending."""
-        return self.writer.is_pending(WriteKey(1, table, key))
+        return self.writer.is_pending(_row_key(table, key))
 
     def is_deleting(self, name: str) -> bool:
         """Whether this object is about to be deleted, because its row was."""
@@ -401,7 +401,7 @@ class ConfigMapBackend:
                 if table == "adapters":
                     self.rendering.deleting.pop((table, lora_id))
                     self._restore_row(table, lora_id, again_s)
-        elif key.table in ("workers", "pauses", "counters", "published"):
+        elif key.table in ("workers", "pauses", "counters"):
             setattr(self.tables, key.table, getattr(tables_from_objects(self.mirror, self.fleet), key.table))
         else:  # no caller waits for the others
             asyncio.get_running_loop().call_later(_AGAIN_S, self._retry_write, key)
@@ -418,15 +418,12 @@ class ConfigMapBackend:
     def _restore_row(self, table: Any, key: str, again_s: float) -> None:
         """Set the row to what its object holds, mark it as undone, and check the object again after `again_s` seconds.
 
-        Without an object the row is deleted. An alias takes its rollout along.
+        Without an object the row is deleted.
         """
         name = self.tables.object_name(table, key)
         stands = row_in_record(self.mirror.accepted_record(name))
         is_there = stands is not None and stands[:2] == (table, key)
-        changes = [StoreChange(table, key, stands[2] if stands is not None and is_there else None)]
-        if table == "aliases":
-            changes.append(StoreChange("rollouts", key, rollout_of(self.mirror.objects[name]) if is_there else None))
-        self.tables.apply_changes(changes)
+        self.tables.apply_changes([StoreChange(table, key, stands[2] if stands is not None and is_there else None)])
         self._undone_rows.add((table, key))
         self.rendering.unwritten.discard((table, key))
         if is_there:
@@ -462,21 +459,25 @@ def _mark_of(found: Json) -> str:
     return text_mark(text_of(found, kind_of(found)))
 
 
+def _row_key(table: str, key: str) -> WriteKey:
+    """The write key of a row with an object of its own."""
+    # Names first: a version that no name knows would never be retired.
+    return WriteKey(0 if table == "names" else 1, table, key)
+
+
 def _write_keys(change: StoreChange) -> Iterable[WriteKey]:
     """The write keys of a change; for a removed adapter also its tombstone shard's."""
     match change.table:
         case "adapters":
-            yield WriteKey(1, "adapters", change.key)
+            yield _row_key("adapters", change.key)
             if change.value is None:
                 yield WriteKey(0, "tombstones", shard_of(change.key))
-        case "aliases" | "rollouts":
-            yield WriteKey(1, "aliases", change.key)
+        case "names":
+            yield _row_key("names", change.key)
         case "tombstones":
             yield WriteKey(0, "tombstones", tombstone_shard(change.key))
-        case "published":
-            yield WriteKey(0, "published", shard_of(change.key))
         case "policy":
-            yield WriteKey(1, "policy", "")
+            yield _row_key("policy", "")
         case "workers" | "pauses" as table:
             yield WriteKey(0, table, "")
         case "counters":

@@ -32,7 +32,6 @@ from orchestrator.configmaps.objects import (
     annotation,
     kind_of,
     parse_declared,
-    rollout_of,
     text_mark,
     text_of,
     uid_of,
@@ -52,7 +51,7 @@ _GATHER_S = 0.05  # so that an apply of many objects takes few rounds
 _AGAIN_S = 1.0  # until a failed read is repeated
 _AT_ONCE = 16
 _REFUSED = "refused: "
-_TABLES = {"adapter": "adapters", "alias": "aliases", "policy": "policy"}
+_TABLES = {"adapter": "adapters", "alias": "names", "policy": "policy"}
 
 
 class ObjectEdits:
@@ -198,8 +197,7 @@ class ObjectEdits:
     def _adopt_accepted(self, name: str, table: Any, key: str, value: Any) -> None:
         """Take over a row that another leader accepted, or that a restored cluster holds, and remember the adapter.
 
-        Logged. Does nothing if another object has the row, or a write of ours is pending. An alias brings its rollout.
-        Raises StoreError for a rollout that cannot be read.
+        Logged. Does nothing if another object has the row, or a write of ours is pending.
         """
         backend = self._backend
         known, home = getattr(backend.tables, table).get(key), backend.tables.object_names.get((table, key))
@@ -208,13 +206,9 @@ class ObjectEdits:
         if table == "adapters" and known is not None:
             value = _with_inspection_of(value, known)
         if value != known:
-            rollout = rollout_of(self._mirror.objects[name]) if table == "aliases" else None
             backend.absorb(table, key, value, name)
             self._store.absorb(StoreChange(table, key, value))
             log.info("row taken over", object=name, table=table, key=key)
-            if rollout is not None:
-                backend.absorb("rollouts", key, rollout, name)
-                self._store.absorb(StoreChange("rollouts", key, rollout))
         if table == "adapters":
             backend.remember_adapter(key)
 
@@ -350,7 +344,7 @@ class ObjectEdits:
 
         Logged.
         """
-        if table == "policy" or not is_explicit:
+        if table == "policy" or not is_explicit or self._store.publication_of(key) is not None:
             log.warning("object gone without a deletion, created again", object=name)
             self._backend.recreate_object(table, key)
             self._backend.finish_acceptance(table, key, name)
@@ -379,10 +373,8 @@ class ObjectEdits:
         try:
             self._registry.delete_adapter(lora_id, ACTOR)
         except OrchestratorError as exc:
-            for alias in (
-                name for name, targets in self._store.aliases.items() if any(t[0] == lora_id for t in targets)
-            ):
-                home = self._backend.tables.object_names.get(("aliases", alias))
+            for alias in (name.name for name in self._store.names.values() if lora_id in dict(name.targets)):
+                home = self._backend.tables.object_names.get(("names", alias))
                 if home is not None and (found := self._mirror.objects.get(home)) is not None:
                     self._events.warn(found, "TargetDeleted", f"the ConfigMap of its target is deleted: {exc}")
         else:

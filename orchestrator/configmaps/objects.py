@@ -17,17 +17,16 @@ from pydantic import BaseModel, ValidationError
 
 from lorafleet.kube.client import Json
 from lorafleet.service.http import validation_message
-from orchestrator.core.errors import OrchestratorRequestError, StoreError
-from orchestrator.core.rollout import Rollout, Targets, rollout_json
+from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.model.adapters import AdapterSpec, SecretRef
 from orchestrator.model.aliases import AliasSpec
 from orchestrator.model.names import AliasName
 from orchestrator.model.policy import AdapterPolicy, Policy
+from orchestrator.model.served_names import ServedName, Targets
 from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
-from orchestrator.store.typed import rollout_in
 
 KIND, FLEET = "lorafleet.io/kind", "lorafleet.io/fleet"
-RECORD, STATUS, ROLLOUT = "lorafleet.io/record", "lorafleet.io/status", "lorafleet.io/rollout"
+RECORD, STATUS = "lorafleet.io/record", "lorafleet.io/status"
 KINDS = ("adapter", "alias", "policy")
 _RELEASE = "meta.helm.sh/release-name"
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -56,13 +55,11 @@ class AdapterRecord(msgspec.Struct, frozen=True):
     adapter: RegisteredAdapter
 
 
-class AliasRecord(msgspec.Struct, frozen=True):
-    """An accepted alias. `targets`: its present targets; `asked`: those last asked for, which a rollout may lead to."""
+class NameRecord(msgspec.Struct, frozen=True):
+    """An accepted alias, or a published name, with all that belongs to it. `of`: as in `AdapterRecord`."""
 
     of: str
-    name: str
-    targets: Targets
-    asked: Targets
+    name: ServedName
 
 
 class PolicyRecord(msgspec.Struct, frozen=True):
@@ -72,8 +69,8 @@ class PolicyRecord(msgspec.Struct, frozen=True):
     rules: PlacementPolicy
 
 
-Record = AdapterRecord | AliasRecord | PolicyRecord
-_RECORDS: Mapping[str, type[Record]] = {"adapter": AdapterRecord, "alias": AliasRecord, "policy": PolicyRecord}
+Record = AdapterRecord | NameRecord | PolicyRecord
+_RECORDS: Mapping[str, type[Record]] = {"adapter": AdapterRecord, "alias": NameRecord, "policy": PolicyRecord}
 
 
 def adapter_object_name(lora_id: str) -> str:
@@ -82,7 +79,7 @@ def adapter_object_name(lora_id: str) -> str:
 
 
 def alias_object_name(name: str) -> str:
-    """Name of the ConfigMap that we create for an alias: a hash, as not every alias is a valid name."""
+    """Name of the ConfigMap that we create for an alias or a published name: a hash, as not each is a valid name."""
     return f"alias-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
@@ -178,15 +175,6 @@ def record_of(found: Json, kind: str) -> Record | None:
         return None
 
 
-def rollout_of(found: Json) -> Rollout | None:
-    """The rollout in an alias's annotation; None without one. Raises StoreError for one that cannot be read."""
-    text = annotation(found, ROLLOUT)
-    try:
-        return rollout_in(text, f"annotation {ROLLOUT}") if text else None
-    except ValueError as exc:
-        raise StoreError(f"ConfigMap {name_of(found)} cannot be read: {exc}; delete that annotation") from exc
-
-
 def parse_declared(found: Json, kind: str, model: type[M]) -> M:
     """The text parsed and checked as in REST. Raises OrchestratorRequestError with the message that REST gives."""
     text, key = text_of(found, kind), f"{kind}.yaml"
@@ -262,7 +250,7 @@ def adapter_text(adapter: RegisteredAdapter) -> str:
 
 
 def alias_text(name: str, targets: Targets) -> str:
-    """The alias as the YAML text of its object."""
+    """The name and its targets as the YAML text of its object."""
     rows = [{"lora_id": lora_id} | ({"weight": weight} if weight != 1 else {}) for lora_id, weight in targets]
     return as_yaml({"name": name, "targets": rows})
 
@@ -278,32 +266,20 @@ def as_yaml(body: Mapping[str, Any]) -> str:
     return str(yaml.dump(dict(body), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
-def with_record(
-    found: Json, kind: str, *, text: str | None, record: Record, status: str, rollout: Rollout | None = None
-) -> Json:
+def with_record(found: Json, kind: str, *, text: str | None, record: Record, status: str) -> Json:
     """The object with this text (None: unchanged), record and status; all else stays."""
-    notes = {RECORD: msgspec.json.encode(record).decode(), STATUS: status}
-    if rollout is not None:
-        notes[ROLLOUT] = msgspec.json.encode(rollout_json(rollout)).decode()
-    changed = with_annotations(found, notes, without=() if rollout is not None else (ROLLOUT,))
+    changed = with_annotations(found, {RECORD: msgspec.json.encode(record).decode(), STATUS: status})
     if text is not None and text != text_of(found, kind):
         changed["data"] = {**(found.get("data") or {}), f"{kind}.yaml": text}
     return changed
 
 
-def with_annotations(found: Json, notes: Mapping[str, str], *, without: tuple[str, ...] = ()) -> Json:
-    """The object with the annotations `notes` added and those of `without` removed."""
+def with_annotations(found: Json, notes: Mapping[str, str]) -> Json:
+    """The object with the annotations `notes` added."""
     annotations = {**(found["metadata"].get("annotations") or {}), **notes}
-    for name in without:
-        annotations.pop(name, None)
     return {**found, "metadata": {**found["metadata"], "annotations": annotations}}
 
 
 def changeable_values(adapter: RegisteredAdapter) -> tuple[Any, ...]:
     """The values of an adapter that people may change."""
     return adapter.tenants, adapter.secret, *(getattr(adapter, name) for name in AdapterPolicy.model_fields)
-
-
-def last_asked_targets(targets: Targets, rollout: Rollout | None) -> Targets:
-    """The targets last asked for: those of the rollout, unless it was aborted, else the present ones."""
-    return targets if rollout is None or rollout.phase == "aborted" else rollout.after

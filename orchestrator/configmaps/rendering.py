@@ -12,7 +12,7 @@ from orchestrator.configmaps.mirror import ConfigMapMirror
 from orchestrator.configmaps.objects import (
     STATUS,
     AdapterRecord,
-    AliasRecord,
+    NameRecord,
     PolicyRecord,
     Record,
     adapter_text,
@@ -22,7 +22,6 @@ from orchestrator.configmaps.objects import (
     changeable_values,
     differing_fields,
     kind_of,
-    last_asked_targets,
     name_of,
     new_object,
     policy_text,
@@ -38,18 +37,15 @@ from orchestrator.configmaps.tables import (
     counters_data,
     counters_in_object,
     pauses_data,
-    published_data,
     row_in_record,
     shard_data,
-    shard_of,
     workers_data,
 )
 from orchestrator.configmaps.writer import DesiredObject, WriteKey
 from orchestrator.core.errors import OrchestratorUnavailable, StateConflict
-from orchestrator.core.rollout import Rollout
 from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 
-KINDS = {"adapters": "adapter", "aliases": "alias", "policy": "policy"}
+KINDS = {"adapters": "adapter", "names": "alias", "policy": "policy"}
 Row = tuple[str, str]
 """(table, key)"""
 
@@ -141,9 +137,9 @@ class ObjectRendering:
             case "adapters":
                 adapter = self.tables.adapters.get(key)
                 return adapter and changeable_values(adapter)
-            case "aliases":
-                targets = self.tables.aliases.get(key)
-                return targets and last_asked_targets(targets, self.tables.rollouts.get(key))
+            case "names":
+                name = self.tables.names.get(key)
+                return name and name.asked_targets
             case _:
                 return self.tables.policy.get("", PlacementPolicy())
 
@@ -187,8 +183,8 @@ class ObjectRendering:
         match key.table:
             case "adapters":
                 return self._render_adapter(key.name)
-            case "aliases":
-                return self._render_alias(key.name)
+            case "names":
+                return self._render_name(key.name)
             case "policy":
                 return self._render_policy()
             case "status":
@@ -202,15 +198,9 @@ class ObjectRendering:
                 return self._render_shard(key.name)
             case "counters":
                 return self._render_counters()
-            case _:
-                return self._render_own(key)
-
-    def _render_own(self, key: WriteKey) -> DesiredObject:
-        """The object of orders for workers, of pauses, or of a shard of published names."""
-        if key.table in ("workers", "pauses"):
-            data = workers_data if key.table == "workers" else pauses_data
-            return self._render_state(key.table, lambda _: data(self.tables))
-        return self._render_state(f"published-{key.name}", lambda _: published_data(self.tables, key.name))
+            case table:
+                data = workers_data if table == "workers" else pauses_data
+                return self._render_state(table, lambda _: data(self.tables))
 
     def _render_shard(self, shard: str) -> DesiredObject:
         """A shard of remembered adapters and tombstones, with the object's uid, without which it proves no deletion."""
@@ -260,25 +250,24 @@ class ObjectRendering:
             status=_status_of(adapter),
         )
 
-    def _render_alias(self, alias: str) -> DesiredObject | None:
-        """The object of an alias with its rollout, or its deletion; None: nothing to write. Raises StateConflict."""
-        targets, rollout = self.tables.aliases.get(alias), self.tables.rollouts.get(alias)
-        if targets is None:
-            return self.pending_deletion("aliases", alias)
-        name = self.tables.object_name("aliases", alias)
-        if name in self.lost:
+    def _render_name(self, key: str) -> DesiredObject | None:
+        """The object of an alias or published name, or its deletion; None: nothing to write. Raises StateConflict."""
+        name = self.tables.names.get(key)
+        if name is None:
+            return self.pending_deletion("names", key)
+        object_name = self.tables.object_name("names", key)
+        if object_name in self.lost:
             return None
-        asked = last_asked_targets(targets, rollout)
-        record = self.mirror.accepted_record(name)
-        was = record.asked if isinstance(record, AliasRecord) and record.name == alias else None
+        record = self.mirror.accepted_record(object_name)
+        was = record.name.asked_targets if isinstance(record, NameRecord) and record.name.name == key else None
+        rollout = name.rollout
         return self._render_row(
-            ("aliases", alias),
-            name,
-            is_asked=was != asked,
-            text=lambda: alias_text(alias, asked),
-            record=lambda of: AliasRecord(of, alias, targets, asked),
+            ("names", key),
+            object_name,
+            is_asked=was != name.asked_targets,
+            text=lambda: alias_text(key, name.asked_targets),
+            record=lambda of: NameRecord(of, name),
             status="accepted" if rollout is None else f"{rollout.phase}: {rollout.reason}".removesuffix(": "),
-            rollout=rollout,
         )
 
     def _render_policy(self) -> DesiredObject | None:
@@ -304,7 +293,6 @@ class ObjectRendering:
         text: Callable[[], str],
         record: Callable[[str], Record],
         status: str,
-        rollout: Rollout | None = None,
     ) -> DesiredObject | None:
         """The object of a row, or None: nothing to write.
 
@@ -338,7 +326,7 @@ class ObjectRendering:
         if taken is not None:
             self.rendered[row] = taken, of
         status = self.statuses.get(name) or status + self._override_note(name, found, text, is_new=new is not None)
-        body = with_record(found, kind, text=new, record=record(of), status=status, rollout=rollout)
+        body = with_record(found, kind, text=new, record=record(of), status=status)
         return DesiredObject(name, body)
 
     def _is_conflict(self, row: Row, found: Json, *, is_asked: bool, is_accepted: bool) -> bool:
@@ -386,10 +374,10 @@ class ObjectRendering:
             text = adapter_text(adapter)
             record = AdapterRecord(text_mark(text), replace(adapter, is_deleting=False))
             copies.append(self._backup_object("adapters", lora_id, text, record))
-        for alias, targets in sorted(self.tables.aliases.items()):
-            text = alias_text(alias, targets)
+        for key, name in sorted(self.tables.names.items()):
+            text = alias_text(key, name.targets)
             copies.append(
-                self._backup_object("aliases", alias, text, AliasRecord(text_mark(text), alias, targets, targets))
+                self._backup_object("names", key, text, NameRecord(text_mark(text), replace(name, rollout=None)))
             )
         if (rules := self.tables.policy.get("")) is not None:
             text = policy_text(rules)
@@ -397,9 +385,6 @@ class ObjectRendering:
         workers = {name: order for name, order in self.tables.workers.items() if order.state != "draining"}
         state = new_object(self.fleet, "state", self.tables.state_name("workers"))
         copies.append({**state, "data": workers_data(StoreTables(self.fleet, workers=workers))})
-        for shard in sorted({shard_of(name) for name in self.tables.published}):
-            state = new_object(self.fleet, "state", self.tables.state_name(f"published-{shard}"))
-            copies.append({**state, "data": published_data(self.tables, shard)})
         return copies
 
     def _backup_object(self, table: str, key: str, text: str, record: Record) -> Json:

@@ -12,18 +12,16 @@ from lorafleet.kube.client import Json
 from orchestrator.configmaps.mirror import ConfigMapMirror
 from orchestrator.configmaps.objects import (
     AdapterRecord,
-    AliasRecord,
+    NameRecord,
     PolicyRecord,
     adapter_object_name,
     age_order,
     alias_object_name,
-    rollout_of,
     uid_of,
 )
 from orchestrator.core.errors import StoreError
 from orchestrator.core.pauses import PauseLease
-from orchestrator.core.published_names import PublishedName
-from orchestrator.core.rollout import Rollout, Targets
+from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import StoreChange, StoredIntent, Tombstone, WorkerIntent, tombstone_lora_id
 
@@ -66,9 +64,7 @@ class StoreTables:
 
     fleet: str
     adapters: dict[str, RegisteredAdapter] = field(default_factory=dict)
-    aliases: dict[str, Targets] = field(default_factory=dict)
-    rollouts: dict[str, Rollout] = field(default_factory=dict)
-    published: dict[str, PublishedName] = field(default_factory=dict)
+    names: dict[str, ServedName] = field(default_factory=dict)
     workers: dict[str, WorkerIntent] = field(default_factory=dict)
     tombstones: dict[str, Tombstone] = field(default_factory=dict)
     pauses: dict[str, PauseLease] = field(default_factory=dict)
@@ -79,7 +75,7 @@ class StoreTables:
 
     def object_name(self, table: str, key: str) -> str:
         """Name of the row's object, or of the one to be created for it."""
-        usual = {"adapters": adapter_object_name, "aliases": alias_object_name}.get(table)
+        usual = {"adapters": adapter_object_name, "names": alias_object_name}.get(table)
         return self.object_names.get((table, key)) or (f"{self.fleet}-{table}" if usual is None else usual(key))
 
     def state_name(self, name: str) -> str:
@@ -94,7 +90,7 @@ class StoreTables:
                 rows.pop(change.key, None)
             else:
                 rows[change.key] = change.value
-                if change.table in ("adapters", "aliases", "policy"):
+                if change.table in ("adapters", "names", "policy"):
                     self.object_names.setdefault((change.table, change.key), self.object_name(change.table, change.key))
 
     def stored_intent(self) -> StoredIntent:
@@ -102,9 +98,7 @@ class StoreTables:
         adapters = dict(self.adapters)
         return StoredIntent(
             adapters=adapters,
-            aliases=dict(self.aliases),
-            rollouts=dict(self.rollouts),
-            published=dict(self.published),
+            names=dict(self.names),
             workers=dict(self.workers),
             tombstones={
                 key: stone for key, stone in self.tombstones.items() if not _is_registered(adapters, key, stone)
@@ -122,26 +116,23 @@ def tables_from_objects(mirror: ConfigMapMirror, fleet: str) -> StoreTables:
     """
     tables = StoreTables(fleet)
     for name in sorted(mirror.people_object_names(), key=lambda name: age_order(mirror.objects[name])):
-        found, record = mirror.objects[name], mirror.accepted_record(name)
-        row = row_in_record(record)
+        row = row_in_record(mirror.accepted_record(name))
         if row is None or row[:2] in tables.object_names:  # nothing is accepted, or an older object holds the row
             continue
         table, key, value = row
         tables.object_names[table, key] = name
         getattr(tables, table)[key] = value
-        if table == "aliases" and (rollout := rollout_of(found)) is not None:
-            tables.rollouts[key] = rollout
     _read_state(mirror, tables)
     return tables
 
 
 def row_in_record(record: object) -> tuple[str, str, Any] | None:
-    """(table, key, value) of an AdapterRecord, AliasRecord or PolicyRecord; None for anything else."""
+    """(table, key, value) of an AdapterRecord, NameRecord or PolicyRecord; None for anything else."""
     match record:
         case AdapterRecord(_, adapter):
             return "adapters", adapter.lora_id, adapter
-        case AliasRecord(_, name, targets, _):
-            return "aliases", name, targets
+        case NameRecord(_, name):
+            return "names", name.name, name
         case PolicyRecord(_, rules):
             return "policy", "", rules
         case _:
@@ -185,12 +176,6 @@ def workers_data(tables: StoreTables) -> dict[str, str]:
     return {"workers.json": msgspec.json.encode(tables.workers).decode()}
 
 
-def published_data(tables: StoreTables, shard: str) -> dict[str, str]:
-    """The data of a shard's object of published names."""
-    names = {name: record for name, record in sorted(tables.published.items()) if shard_of(name) == shard}
-    return {"published.json": msgspec.json.encode(names).decode()}
-
-
 def pauses_data(tables: StoreTables) -> dict[str, str]:
     """The data of the object of pauses."""
     return {"pauses.json": msgspec.json.encode(tables.pauses).decode()}
@@ -213,7 +198,7 @@ def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str,
 
 
 def _read_state(mirror: ConfigMapMirror, tables: StoreTables) -> None:
-    """Set the tables' counters, orders for workers, pauses, published names, memory and tombstones from state objects.
+    """Set the tables' counters, orders for workers, pauses, memory and tombstones from state objects.
 
     Raises StoreError.
     """
@@ -227,8 +212,6 @@ def _read_state(mirror: ConfigMapMirror, tables: StoreTables) -> None:
         tables.remembered |= remembered_in_object(found)
         tombstones = _decoded(((found or {}).get("data") or {}).get("tombstones.json"), dict[str, tuple[str, float]])
         tables.tombstones |= {key: Tombstone(*stone) for key, stone in tombstones.items()}
-        names = (mirror.objects.get(tables.state_name(f"published-{shard}")) or {}).get("data") or {}
-        tables.published |= _decoded(names.get("published.json"), dict[str, PublishedName])
 
 
 def _decoded(text: str | None, kind: Any) -> Any:

@@ -46,7 +46,7 @@ class WriteKey(NamedTuple):
     @property
     def is_of_people(self) -> bool:
         """Whether people write the object too, and may delete it."""
-        return self.table in ("adapters", "aliases", "policy", "status")
+        return self.table in ("adapters", "names", "policy", "status")
 
 
 class RenderObject(Protocol):

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from orchestrator.core.rollout import RequestTally, RolloutGuard, Targets, regression_reason
+from orchestrator.core.rollout import regression_reason
 from orchestrator.core.traffic import TrafficSums
+from orchestrator.model.served_names import RequestTally, RolloutGuard, Targets
 
 GUARD = RolloutGuard()
 """The limits of a rollout that names none."""

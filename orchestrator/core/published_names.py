@@ -1,18 +1,26 @@
-"""Published names: which version a name gets next, which workers must have it, and which versions are retired. Pure.
+"""Published names: which version a name gets next, what a publish waits for, and which versions are retired. Pure.
 
 A published name is an alias that the fleet keeps pointed at its newest version. Each version is an ordinary adapter,
 with bytes that never change. Times here are Unix times, as they are stored.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
 from lorafleet.identity import version_id
+from orchestrator.core.failures import ENGINE_REFUSALS
 from orchestrator.core.placement.context import usable_slots
-from orchestrator.core.rollout import Targets
-from orchestrator.model.snapshot import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
+from orchestrator.model.served_names import NameVersion, Publication, ServedName
+from orchestrator.model.snapshot import (
+    AdapterFailure,
+    Intent,
+    ObservedWorker,
+    Pair,
+    PlacementPolicy,
+    RegisteredAdapter,
+)
 
 LINGER_S = 5.0
 """A version stays at least this long after its name has left it, and longer while requests for it wait or run: a router
@@ -25,83 +33,43 @@ deletes them when it needs room."""
 UNFINISHED_S = 120.0
 """A version that its name has not been pointed at for this long belongs to a publish that failed. No publish may take
 as long, so that a repeated one still finds the version of the interrupted one."""
+UNSEEN_CODES = frozenset({"source_not_found", "adapter_incomplete", "digest_mismatch"})
+"""Codes for bytes that are not there, not whole, or older ones: a network mount may show a new file seconds later."""
+TORN_CODES = frozenset(
+    {"adapter_config_invalid", "adapter_invalid", "tensor_unpaired", "weights_corrupt", "weights_empty"}
+)
+"""Codes for bytes that may be the first half of a file; see `TORN_S`."""
+TORN_S = 5.0
+"""Bytes that an agent finds broken for this long are broken. A guess: a mount that lags shows the end of a file within
+a second or two of its beginning."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NameVersion:
-    """One version of a published name.
-
-    pointed_at     when the name was last pointed at it; None: a publish is in progress, or failed
-    superseded_at  when the name was pointed elsewhere; None while it is the name's target
-    """
-
-    lora_id: str
-    number: int
-    digest: str
-    registered_at: float
-    pointed_at: float | None = None
-    superseded_at: float | None = None
+def kept_count(record: Publication, policy: PlacementPolicy) -> int:
+    """Newest versions that stay: the name's own number, else the policy's."""
+    return policy.keep_versions if record.keep_versions is None else record.keep_versions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedName:
-    """A name that a trainer publishes versions under.
-
-    tenant           tenant that may publish under it and use it; None: operators publish, everyone uses
-    next_number      number of the next version; numbers are never used twice
-    versions         registered versions, the oldest first
-    published_at     when it was last published
-    used_at          when a request for it was last noted; more recent ones may be known
-    replicas         workers that must have a version before the name points at it; None: all
-    keep_versions    newest versions that stay; None: the policy's
-    max_staleness_s  how long a superseded version stays; None: the policy's
-    dropped          digests of the versions retired last, whose files workers may delete at once
-    deleted_at       when the name was deleted, and its versions are about to go; None while the name exists
-    shadows_base     whether keys that may shadow a base model get the name in place of the base model of this name
-    """
-
-    name: str
-    tenant: str | None = None
-    next_number: int = 1
-    versions: tuple[NameVersion, ...] = ()
-    published_at: float = 0.0
-    used_at: float = 0.0
-    replicas: int | None = None
-    keep_versions: int | None = None
-    max_staleness_s: float | None = None
-    shadows_base: bool = False
-    dropped: tuple[str, ...] = ()
-    deleted_at: float | None = None
-
-    def kept_count(self, policy: PlacementPolicy) -> int:
-        """Newest versions that stay: the name's own number, else the policy's."""
-        return policy.keep_versions if self.keep_versions is None else self.keep_versions
-
-    def stale_after_s(self, policy: PlacementPolicy) -> float:
-        """How long a superseded version stays: the name's own time, else the policy's. 0: no limit."""
-        return policy.max_staleness_s if self.max_staleness_s is None else self.max_staleness_s
-
-    def version_of(self, digest: str) -> NameVersion | None:
-        """The newest version with these bytes; None without one."""
-        return next((version for version in reversed(self.versions) if version.digest == digest), None)
+def stale_after_s(record: Publication, policy: PlacementPolicy) -> float:
+    """How long a superseded version stays: the name's own time, else the policy's. 0: no limit."""
+    return policy.max_staleness_s if record.max_staleness_s is None else record.max_staleness_s
 
 
 def with_next_version(
-    record: PublishedName, digest: str, taken: Container[str], now: float
-) -> tuple[PublishedName, NameVersion]:
+    name: str, record: Publication, digest: str, taken: Container[str], now: float
+) -> tuple[Publication, NameVersion]:
     """The record with a new version of these bytes, and that version.
 
     taken  lora_ids in use: an adapter that somebody registered as `name/v3` is no version of the name
     """
     number = record.next_number
-    while (lora_id := version_id(record.name, number)) in taken:
+    while (lora_id := version_id(name, number)) in taken:
         number += 1
     version = NameVersion(lora_id=lora_id, number=number, digest=digest, registered_at=now)
     return replace(record, next_number=number + 1, versions=(*record.versions, version)), version
 
 
-def after_pointing(record: PublishedName, lora_id: str, now: float) -> PublishedName:
-    """The record after its name was pointed at this version: the one before is superseded from now on."""
+def after_pointing(name: ServedName, lora_id: str, now: float) -> ServedName:
+    """The published name, pointed at this version alone: the one before is superseded, and a rollout is over."""
 
     def after(version: NameVersion) -> NameVersion:
         """The version as it is from now on."""
@@ -110,29 +78,31 @@ def after_pointing(record: PublishedName, lora_id: str, now: float) -> Published
         is_current = version.pointed_at is not None and version.superseded_at is None
         return replace(version, superseded_at=now) if is_current else version
 
-    return replace(record, versions=tuple(map(after, record.versions)), published_at=now, deleted_at=None)
+    record = name.published or Publication()
+    versions = tuple(map(after, record.versions))
+    pointed = replace(record, versions=versions, published_at=now, deleted_at=None)
+    return replace(name, targets=((lora_id, 1.0),), rollout=None, published=pointed)
 
 
-def after_deletion(record: PublishedName, now: float) -> PublishedName:
-    """The record after its name was deleted: no version is its target any more."""
+def after_deletion(name: ServedName, now: float) -> ServedName:
+    """The published name after its deletion: it points at nothing, and its versions are about to go."""
 
     def after(version: NameVersion) -> NameVersion:
         """The version as it is from now on."""
         return replace(version, superseded_at=now) if version.superseded_at is None else version
 
-    return replace(record, versions=tuple(map(after, record.versions)), deleted_at=now)
+    record = name.published or Publication()
+    deleted = replace(record, versions=tuple(map(after, record.versions)), deleted_at=now)
+    return replace(name, targets=(), rollout=None, published=deleted)
 
 
-def taken_over(
-    theirs: PublishedName, here: PublishedName | None, targets: Targets, registered: Container[str], now: float
-) -> PublishedName:
-    """Another fleet's published name as this fleet keeps it: with the versions that are registered here.
+def taken_over(theirs: Publication, here: ServedName, registered: Container[str], now: float) -> ServedName:
+    """The name with another fleet's versions and retention: of the versions those that are registered here.
 
-    here     the name as it is here; None: it is new
-    targets  what the name's alias points at here
+    here  the name as it is here; it need not be published
     """
-    known = {version.lora_id: version for version in (here.versions if here is not None else ())}
-    current = {lora_id for lora_id, _ in targets}
+    known = {version.lora_id: version for version in (here.published.versions if here.published is not None else ())}
+    current = {lora_id for lora_id, _ in here.targets}
 
     def version_here(version: NameVersion) -> NameVersion:
         """The version as it is here, or as one that the name has had here since now."""
@@ -140,15 +110,21 @@ def taken_over(
         fresh = replace(version, registered_at=now, pointed_at=now, superseded_at=superseded_at)
         return known.get(version.lora_id, fresh)
 
+    before = here.published or Publication(published_at=now)
     versions = tuple(version_here(version) for version in theirs.versions if version.lora_id in registered)
-    numbers = [theirs.next_number, 1 if here is None else here.next_number, *(v.number + 1 for v in versions)]
-    times = (now, 0.0) if here is None else (here.published_at, here.used_at)
-    return replace(
-        theirs, versions=versions, next_number=max(numbers), published_at=times[0], used_at=times[1], deleted_at=None
+    next_number = max(theirs.next_number, before.next_number, *(v.number + 1 for v in versions), 1)
+    record = replace(
+        theirs,
+        versions=versions,
+        next_number=next_number,
+        published_at=before.published_at,
+        used_at=before.used_at,
+        deleted_at=None,
     )
+    return replace(here, published=record)
 
 
-def without_versions(record: PublishedName, gone: Container[str]) -> PublishedName:
+def without_versions(record: Publication, gone: Container[str]) -> Publication:
     """The record without these versions, whose bytes count as dropped unless another version has them."""
     kept = tuple(version for version in record.versions if version.lora_id not in gone)
     held = {version.digest for version in kept}
@@ -158,7 +134,7 @@ def without_versions(record: PublishedName, gone: Container[str]) -> PublishedNa
 
 
 def retired_versions(
-    record: PublishedName,
+    record: Publication,
     targets: Collection[str],
     policy: PlacementPolicy,
     now: float,
@@ -169,7 +145,7 @@ def retired_versions(
     targets  lora_ids that some name points at, or is about to: they are never retired
     busy     lora_ids with requests that wait or run: they stay, but not for longer than `MOST_LINGER_S`
     """
-    keep, stale_s = record.kept_count(policy), record.stale_after_s(policy)
+    keep, stale_s = kept_count(record, policy), stale_after_s(record, policy)
     pointed = [version for version in record.versions if version.pointed_at is not None]
     newest = sorted(pointed, key=lambda version: (version.pointed_at or 0.0, version.number), reverse=True)
     kept = {version.lora_id for version in newest[: max(1, keep)]} | set(targets)
@@ -191,25 +167,25 @@ def retired_versions(
     return tuple(version.lora_id for version in record.versions if is_retired(version))
 
 
-def last_used_at(record: PublishedName, last_asked_at: float | None) -> float:
+def last_used_at(record: Publication, last_asked_at: float | None) -> float:
     """Unix time at which somebody last published the name or asked for it."""
     registered = [version.registered_at for version in record.versions]
     return max(record.published_at, record.used_at, last_asked_at or 0.0, *registered)
 
 
-def is_unused(record: PublishedName, last_asked_at: float | None, policy: PlacementPolicy, now: float) -> bool:
+def is_unused(record: Publication, last_asked_at: float | None, policy: PlacementPolicy, now: float) -> bool:
     """Whether nobody has published the name, or asked for it, in the policy's `unused_name_s`."""
     return bool(policy.unused_name_s) and now - last_used_at(record, last_asked_at) >= policy.unused_name_s
 
 
-def is_trained(record: PublishedName, policy: PlacementPolicy, now: float) -> bool:
+def is_trained(record: Publication, policy: PlacementPolicy, now: float) -> bool:
     """Whether another version of the name is to be expected: it had several, the last one in `scale_down_after_s`."""
     return record.next_number > 2 and now - record.published_at < policy.scale_down_after_s
 
 
-def current_versions(names: Iterable[str], aliases: Mapping[str, Targets]) -> dict[str, str]:
+def current_versions(names: Iterable[ServedName]) -> dict[str, str]:
     """Published name -> lora_id of the version that its requests get, of the names that have one."""
-    return {name: aliases[name][0][0] for name in names if aliases.get(name)}
+    return {name.name: name.targets[0][0] for name in names if name.published is not None and name.targets}
 
 
 def meant_workers(
@@ -227,8 +203,7 @@ def meant_workers(
 
 def with_published_floors(
     intent: Intent,
-    names: Mapping[str, PublishedName],
-    aliases: Mapping[str, Targets],
+    names: Iterable[ServedName],
     workers: Collection[ObservedWorker],
     *,
     most_replicas: int,
@@ -248,24 +223,26 @@ def with_published_floors(
 
     most_replicas  maximum of adapters that set none of their own
     reserve_slots  slots of each worker that the policy keeps free
-    last_asked_at  name -> when a request for it came last; by the clock of `PublishedName.published_at`
+    names          all names; those that are not published need nothing
+    last_asked_at  name -> when a request for it came last; by the clock of `Publication.published_at`
     awaited        lora_ids of versions that were published before, and that publishes wait for again
     idle           names that nobody has used of late
     trained        names of which another version is to be expected soon
     """
-    if not names:
-        return intent
     asked = last_asked_at or {}
-    order = sorted(names.values(), key=lambda name: (-last_used_at(name, asked.get(name.name)), name.name))
-    wanted = list(_needed_versions(order, aliases, intent, awaited))
+    published = [(name, name.published) for name in names if name.published is not None]
+    if not published:
+        return intent
+    order = sorted(published, key=lambda each: (-last_used_at(each[1], asked.get(each[0].name)), each[0].name))
+    wanted = list(_needed_versions(order, intent, awaited))
     current = {needed.adapter.lora_id for needed in wanted}
     slots: dict[str, _SlotsTaken] = {}
     has_next = {needed.adapter.base_model for needed in wanted if needed.is_awaited}
     raised: dict[str, RegisteredAdapter] = {}
-    for adapter, name, is_awaited in wanted:
-        if name.name in idle and not is_awaited:
+    for adapter, name, replicas, is_awaited in wanted:
+        if name in idle and not is_awaited:
             continue
-        able, count = meant_workers(workers, adapter.base_model, adapter.rank or 0, name.replicas)
+        able, count = meant_workers(workers, adapter.base_model, adapter.rank or 0, replicas)
         sizes = [usable_slots(worker.slots, reserve_slots) for worker in workers if worker.id in able]
         taken = slots.setdefault(adapter.base_model or "", _SlotsTaken())
         if count and taken.take(count, sizes):
@@ -274,11 +251,11 @@ def with_published_floors(
                 min_replicas=max(count, adapter.min_replicas or 0),
                 max_replicas=max(count, most_replicas if adapter.max_replicas is None else adapter.max_replicas),
             )
-        if count and name.name in trained and adapter.base_model not in has_next:
+        if count and name in trained and adapter.base_model not in has_next:
             has_next.add(adapter.base_model)  # one for all trainers: few publish in the same moment
             taken.take(count, sizes)
-    superseded = {version.lora_id for name in order for version in name.versions} - current
-    return replace(intent, adapters={**intent.adapters, **raised}, superseded=frozenset(superseded))
+    superseded = frozenset().union(*(record.lora_ids for _, record in published)) - current
+    return replace(intent, adapters={**intent.adapters, **raised}, superseded=superseded)
 
 
 @dataclass(slots=True)
@@ -314,22 +291,77 @@ class _NeededVersion(NamedTuple):
     """A version of a published name. `is_awaited`: a publish waits for it; otherwise the name points at it."""
 
     adapter: RegisteredAdapter
-    name: PublishedName
+    name: str
+    replicas: int | None
     is_awaited: bool
 
 
 def _needed_versions(
-    order: Iterable[PublishedName], aliases: Mapping[str, Targets], intent: Intent, awaited: Container[str]
+    order: Sequence[tuple[ServedName, Publication]], intent: Intent, awaited: Container[str]
 ) -> Iterator[_NeededVersion]:
     """Versions that publishes wait for, then those that names point at; each in the order of the names."""
-    names = list(order)
-    for name in names:
-        for version in name.versions:
+    for name, record in order:
+        for version in record.versions:
             is_awaited = version.pointed_at is None or version.lora_id in awaited
             if is_awaited and (found := intent.adapters.get(version.lora_id)) is not None:
-                yield _NeededVersion(found, name, is_awaited=True)
-    for name in names:
-        own = {version.lora_id for version in name.versions if version.pointed_at is not None}
-        for lora_id, _weight in aliases.get(name.name, ()):
+                yield _NeededVersion(found, name.name, record.replicas, is_awaited=True)
+    for name, record in order:
+        own = {version.lora_id for version in record.versions if version.pointed_at is not None}
+        for lora_id, _weight in name.targets:
             if lora_id in own and (found := intent.adapters.get(lora_id)) is not None:
-                yield _NeededVersion(found, name, is_awaited=False)
+                yield _NeededVersion(found, name.name, record.replicas, is_awaited=False)
+
+
+# -- what a publish waits for ------------------------------------------------------------------------------------
+
+
+def may_become_visible(code: str, since_s: float) -> bool:
+    """Whether bytes that an agent refuses with this code may be right a moment later.
+
+    since_s  seconds since the publish began
+    """
+    return code in UNSEEN_CODES or (code in TORN_CODES and since_s < TORN_S)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far the loads of a version are.
+
+    ready    workers on which it is ready, of those that count
+    lacking  the others that count
+    refused  the failure that no repetition mends; None without one
+    """
+
+    ready: frozenset[str]
+    lacking: frozenset[str]
+    is_done: bool
+    refused: AdapterFailure | None
+
+
+def load_progress(
+    lora_id: str,
+    able: Collection[str],
+    replicas: int | None,
+    ready: Collection[str],
+    failures: Mapping[Pair, AdapterFailure],
+    content_codes: Collection[str],
+) -> LoadProgress:
+    """How far the loads of a version are on the workers that may have it.
+
+    able           workers that may have it: those that were there when the publish began, and still are
+    replicas       how many of them must have it; None: all
+    content_codes  codes about an adapter's bytes: other workers have the same bytes
+    """
+    counted = frozenset(able)
+    found = counted.intersection(ready)
+    needed = len(counted) if replicas is None else min(replicas, len(counted))
+    refusals = (failures.get((lora_id, worker_id)) for worker_id in ("", *sorted(counted - found)))
+    refused = next(
+        (
+            failure
+            for failure in refusals
+            if failure is not None and (failure.code in content_codes or failure.code in ENGINE_REFUSALS)
+        ),
+        None,
+    )
+    return LoadProgress(found, counted - found, bool(needed) and len(found) >= needed, refused)

@@ -16,117 +16,23 @@ The baseline is the old version over the same time or, with too few requests in 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, floor, sqrt
-from typing import Any, Literal
 
-Targets = tuple[tuple[str, float], ...]
-"""(lora_id, weight) each."""
-Phase = Literal["placing", "watching", "done", "rolled_back", "aborted", "failed"]
+from orchestrator.model.served_names import (
+    Phase,
+    RequestTally,
+    Rollout,
+    RolloutGuard,
+    Targets,
+    WeightStep,
+    traffic_shares,
+)
 
-ACTIVE: frozenset[Phase] = frozenset({"placing", "watching"})
 _LEAST_REQUESTS = 10
 """With fewer requests no rates are compared, even if `min_requests` is lower."""
 _Z = 2.576
 """The normal distribution's 99.5 %."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightStep:
-    """One step of a rollout: the new targets' share of the alias (0 < weight <= 1), for at least `for_s` seconds.
-
-    New targets that the alias points at already keep a higher share.
-    """
-
-    weight: float
-    for_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutGuard:
-    """The thresholds of a regression, see above. `max_first_token_ratio`: None compares errors only."""
-
-    max_error_rate_increase: float = 0.02
-    max_first_token_ratio: float | None = 1.5
-    min_requests: int = 50
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTally:
-    """Counts of finished requests, failed ones, and first tokens with the sum of their times."""
-
-    requests: float = 0.0
-    errors: float = 0.0
-    first_tokens: float = 0.0
-    first_token_s: float = 0.0
-
-    def __add__(self, other: "RequestTally") -> "RequestTally":
-        """The sum of each count."""
-        return RequestTally(
-            self.requests + other.requests,
-            self.errors + other.errors,
-            self.first_tokens + other.first_tokens,
-            self.first_token_s + other.first_token_s,
-        )
-
-    @property
-    def error_rate(self) -> float:
-        """The part of requests that failed, at most 1; 0.0 without requests."""
-        # An error may be reported a moment before the end of its request.
-        return min(1.0, self.errors / self.requests) if self.requests else 0.0
-
-    @property
-    def mean_first_token_s(self) -> float | None:
-        """Mean seconds until the first token; None without a first token."""
-        return self.first_token_s / self.first_tokens if self.first_tokens else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """The state of one rollout; stored as JSON.
-
-    before, after   old and new targets of the alias, with their weights as written
-    steps           rising weights, the last 1
-    guard           None: a switch, which is not watched
-    place_s         how long a step may wait for its replicas
-    step            index of the step that is placed or watched; `since`: when that began
-    paused_at       since when it is paused; None while it runs
-    scale           replicas that all of the alias's traffic would need, measured when the step began; None before
-    old, new        request counts of old and new targets since the last shift; `baseline`: of the old ones before it
-    reason          why it ended
-    """
-
-    alias: str
-    before: Targets
-    after: Targets
-    steps: tuple[WeightStep, ...] = (WeightStep(1.0, 0.0),)
-    guard: RolloutGuard | None = None
-    place_s: float = 300.0
-    began_at: float
-    since: float
-    phase: Phase = "placing"
-    step: int = 0
-    paused_at: float | None = None
-    scale: int | None = None
-    old: RequestTally = RequestTally()
-    new: RequestTally = RequestTally()
-    baseline: RequestTally = RequestTally()
-    reason: str = ""
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the rollout is still placing or watching a step."""
-        return self.phase in ACTIVE
-
-    @property
-    def old_ids(self) -> frozenset[str]:
-        """lora_ids that only the old targets have."""
-        return frozenset(_traffic_shares(self.before)) - self.new_ids
-
-    @property
-    def new_ids(self) -> frozenset[str]:
-        """lora_ids of the new targets, without those of weight 0."""
-        return frozenset(_traffic_shares(self.after))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +54,8 @@ class RolloutObservation:
     unusable: Mapping[str, str] = field(default_factory=dict)
     unplaced: Mapping[str, str] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
-    old: RequestTally = RequestTally()
-    new: RequestTally = RequestTally()
+    old: RequestTally = field(default_factory=RequestTally)
+    new: RequestTally = field(default_factory=RequestTally)
 
 
 def with_last_step(steps: tuple[WeightStep, ...]) -> tuple[WeightStep, ...]:
@@ -164,7 +70,7 @@ def targets_at(rollout: Rollout, step: int) -> Targets:
     weight = rollout.steps[step].weight
     if weight >= 1:
         return rollout.after
-    old, new = _traffic_shares(rollout.before), _traffic_shares(rollout.after)
+    old, new = traffic_shares(rollout.before), traffic_shares(rollout.after)
     former_share = sum(share for name, share in old.items() if name in new)
     if weight <= former_share:
         return tuple(old.items())
@@ -190,18 +96,18 @@ def replica_floors(rollout: Rollout) -> dict[str, int]:
         return {}
     found: dict[str, int] = {}
     for targets in (rollout.before, targets_at(rollout, rollout.step)):
-        for lora_id, share in _traffic_shares(targets).items():
+        for lora_id, share in traffic_shares(targets).items():
             found[lora_id] = max(found.get(lora_id, 0), ceil(rollout.scale * share - 1e-9))
     return found
 
 
 def missing_by_adapter(rollout: Rollout, seen: RolloutObservation) -> dict[str, str]:
     """lora_id -> what is still missing before the alias may shift to the current step; empty when it may."""
-    former_share, needed = _traffic_shares(targets_at(rollout, rollout.step - 1)), replica_floors(rollout)
+    former_share, needed = traffic_shares(targets_at(rollout, rollout.step - 1)), replica_floors(rollout)
     # If the old version cannot be used either, an uninspected new one breaks nothing.
     is_used = any(name in seen.known and name not in seen.unusable for name in former_share)
     lacks: dict[str, str] = {}
-    for lora_id, share in _traffic_shares(targets_at(rollout, rollout.step)).items():
+    for lora_id, share in traffic_shares(targets_at(rollout, rollout.step)).items():
         if share <= former_share.get(lora_id, 0.0):
             continue
         wanted = needed.get(lora_id, 0)
@@ -277,11 +183,6 @@ def aborted_rollout(rollout: Rollout, now: float) -> tuple[Rollout, Targets | No
     return (ended, rollout.before) if rollout.is_active else (rollout, None)
 
 
-def rollout_json(rollout: Rollout) -> dict[str, Any]:
-    """The rollout as JSON values, for `rollout_in`."""
-    return asdict(rollout)
-
-
 def _advance_placing(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
     """The rollout and the targets to shift to once its replicas are ready; failed when they take too long.
 
@@ -322,7 +223,7 @@ def _advance_watching(rollout: Rollout, seen: RolloutObservation, now: float) ->
 
 def _unusable_reason(rollout: Rollout, seen: RolloutObservation) -> str | None:
     """Why a new target cannot be used, or None. Routers refuse its requests, so no error count would show it."""
-    for lora_id in _traffic_shares(rollout.after):
+    for lora_id in traffic_shares(rollout.after):
         if lora_id in seen.unusable:
             return f"{lora_id} cannot be used: {seen.unusable[lora_id]}"
     return None
@@ -349,15 +250,9 @@ def _replicas_for_all_traffic(rollout: Rollout, seen: RolloutObservation) -> int
 
     Not their sum: a target with a small share has one whole replica, with room for far more traffic.
     """
-    ready = {lora_id: seen.ready.get(lora_id, 0) for lora_id in _traffic_shares(rollout.before)}
-    whole = min(ready[lora_id] / share for lora_id, share in _traffic_shares(rollout.before).items())
+    ready = {lora_id: seen.ready.get(lora_id, 0) for lora_id in traffic_shares(rollout.before)}
+    whole = min(ready[lora_id] / share for lora_id, share in traffic_shares(rollout.before).items())
     return max(*ready.values(), floor(whole + 1e-9))
-
-
-def _traffic_shares(targets: Targets) -> dict[str, float]:
-    """lora_id -> share of the alias's traffic, without targets of weight 0, or too small a weight for any share."""
-    total = sum(weight for _, weight in targets)
-    return {lora_id: weight / total for lora_id, weight in targets if weight > 0 and weight / total > 0}
 
 
 def _is_more_than_chance(old: RequestTally, new: RequestTally) -> bool:

@@ -6,8 +6,7 @@ from pydantic import ValidationError
 
 from lorafleet.service.http import validation_message
 from orchestrator.core.errors import OrchestratorRequestError
-from orchestrator.core.published_names import PublishedName
-from orchestrator.intent.record import fleet_record
+from orchestrator.intent.record import fleet_record, published_names
 from orchestrator.model.adapters import AdapterSpec, SecretRef
 from orchestrator.model.apply import ApplyRequest, FilePublishedName
 from orchestrator.model.record import (
@@ -19,6 +18,7 @@ from orchestrator.model.record import (
     RecordedName,
     RecordedVersion,
 )
+from orchestrator.model.served_names import Publication
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 
@@ -29,12 +29,12 @@ def import_of_file(ask: ApplyRequest, store: IntentStore) -> tuple[ImportRequest
     What a prune must keep is part of the import: sections that the file does not have, versions of published names that
     stay, and what is blocked. Raises OrchestratorRequestError for a name that is written twice.
     """
-    file, here = ask.file, fleet_record(store)
+    file, here, published = ask.file, fleet_record(store), published_names(store)
     blocked = [*_conflicts(ask, store), *_unknown_names(ask, store)]
     stopped = {(change.subject, change.name) for change in blocked}
     adapters = [_recorded(spec) for spec in file.adapters or () if ("adapter", spec.lora_id) not in stopped]
     names = [
-        _recorded_name(name, store.published[name.name])
+        _recorded_name(name, published[name.name])
         for name in file.published or ()
         if ("alias", name.name) not in stopped
     ]
@@ -43,7 +43,7 @@ def import_of_file(ask: ApplyRequest, store: IntentStore) -> tuple[ImportRequest
         named = {name.name for name in names}
         kept = [name for name in here.published if file.published is None and name.name not in named]
         # With all their versions: also one whose publish is in progress.
-        names += [_recorded_name(FilePublishedName(name=name.name), store.published[name.name]) for name in kept]
+        names += [_recorded_name(FilePublishedName(name=name.name), published[name.name]) for name in kept]
         versions = {version.lora_id for name in names for version in name.versions}
         written = {adapter.lora_id for adapter in adapters}
         for adapter in here.adapters:
@@ -51,7 +51,6 @@ def import_of_file(ask: ApplyRequest, store: IntentStore) -> tuple[ImportRequest
             if is_kept and adapter.lora_id not in written:
                 adapters.append(adapter)
         if file.aliases is None:
-            published = {name.name for name in here.published}
             aliases += [alias for alias in here.aliases if alias.name not in published]
     parts = ["adapters"] if file.adapters is not None else []
     parts += ["aliases"] if file.aliases is not None or file.published is not None else []
@@ -73,7 +72,7 @@ def _recorded(spec: AdapterSpec) -> RecordedAdapter:
     return RecordedAdapter(**named)
 
 
-def _recorded_name(written: FilePublishedName, here: PublishedName) -> RecordedName:
+def _recorded_name(written: FilePublishedName, here: Publication) -> RecordedName:
     """The published name as it is here, with the fields that the file names."""
     named = {name: getattr(written, name) for name in written.model_fields_set}
     if named.get("replicas") == "all":
@@ -111,8 +110,8 @@ def _conflict(spec: AdapterSpec, here: RegisteredAdapter) -> str | None:
 
 def _unknown_names(ask: ApplyRequest, store: IntentStore) -> Iterator[RecordChange]:
     """Published names that nobody has published yet: the fleet keeps a name only with a version."""
+    published = published_names(store)
     for name in ask.file.published or ():
-        here = store.published.get(name.name)
-        if here is None or here.deleted_at is not None:
+        if name.name not in published:
             reason = f"nothing is published under it; POST /v1/published/{name.name} publishes a first version"
             yield RecordChange(subject="alias", name=name.name, change="blocked", is_published=True, reason=reason)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lorafleet.identity import fleet_source, rendezvous_score
 from orchestrator.core.errors import InvalidAdapter, OrchestratorUnavailable, PublishUnfinished, WorkerFailed
-from orchestrator.core.publish_wait import may_become_visible
+from orchestrator.core.published_names import may_become_visible
 from orchestrator.model.published import PublishSpec
 from orchestrator.model.snapshot import ObservedWorker, RegisteredAdapter
 from orchestrator.reconcile.reconciler import Reconciler

@@ -53,23 +53,23 @@ def _adapter_owner(store: IntentStore, lora_id: str, _caller: Caller) -> Owner:
     if adapter is not None:
         return _only_tenant([adapter]) or OPERATORS
     version = split_version_id(lora_id)
-    record = store.published.get(version[0]) if version is not None else None
+    record = store.publication_of(version[0]) if version is not None else None
     return NOBODY if record is None else Owner(record.tenant)
 
 
 def _alias_owner(store: IntentStore, name: str, caller: Caller) -> Owner:
     """Who may change the alias and its rollout, or give the name."""
-    if name in store.published:
-        return Owner(store.published[name].tenant)
-    if name not in store.aliases:
+    found = store.names.get(name)
+    if found is None:
         return NOBODY
-    targets = [lora_id for lora_id, _ in store.aliases[name]]
-    return _alias_owner_of(store, name, targets, caller)
+    if found.published is not None:
+        return Owner(found.published.tenant)
+    return _alias_owner_of(store, name, [lora_id for lora_id, _ in found.targets], caller)
 
 
 def _published_owner(store: IntentStore, name: str, _caller: Caller) -> Owner:
     """Who may publish under the name, and delete it."""
-    record = store.published.get(name)
+    record = store.publication_of(name)
     return NOBODY if record is None else Owner(record.tenant)
 
 
@@ -119,13 +119,13 @@ def sees_adapter(store: IntentStore, caller: Caller, lora_id: str) -> bool:
 
 def sees_alias(store: IntentStore, caller: Caller, name: str) -> bool:
     """Whether the caller sees this alias: it may use one of its targets, or the name is its own."""
-    targets = (lora_id for lora_id, _ in store.aliases.get(name, ()))
+    targets = (lora_id for lora_id, _ in store.targets_of(name))
     return has_name(caller, name) or any(sees_adapter(store, caller, lora_id) for lora_id in targets)
 
 
 def sees_published(store: IntentStore, caller: Caller, name: str) -> bool:
     """Whether the published name exists for the caller."""
-    record = store.published.get(name)
+    record = store.publication_of(name)
     return record is not None and record.deleted_at is None and _sees_owner(caller, record.tenant)
 
 
@@ -139,7 +139,7 @@ def require_seen(store: IntentStore, caller: Caller, kind: Kind, name: str) -> N
     if kind == "adapter" and not (name in store.adapters and sees_adapter(store, caller, name)):
         message = f"adapter {name!r} is not registered; POST /v1/adapters registers one"
         raise NotFound(message, param="lora_id")
-    if kind == "alias" and not (name in store.aliases and sees_alias(store, caller, name)):
+    if kind == "alias" and not (store.targets_of(name) and sees_alias(store, caller, name)):
         raise NotFound(f"alias {name!r} does not exist", code="alias_not_found", param="name")
     if kind == "published name" and not sees_published(store, caller, name):
         message = f"{name!r} is no published name; POST /v1/published/{name} publishes one"
@@ -174,9 +174,10 @@ def require_write(store: IntentStore, caller: Caller, kind: Kind, name: str, act
 
 def _sees_what_has(store: IntentStore, caller: Caller, name: str) -> bool:
     """Whether the caller sees what has the name, of whatever kind that is."""
-    if name in store.published:
-        return _sees_owner(caller, store.published[name].tenant)
-    return sees_alias(store, caller, name) if name in store.aliases else sees_adapter(store, caller, name)
+    found = store.names.get(name)
+    if found is None:
+        return sees_adapter(store, caller, name)
+    return sees_alias(store, caller, name) if found.published is None else _sees_owner(caller, found.published.tenant)
 
 
 def require_alias(store: IntentStore, caller: Caller, name: str, targets: Sequence[str], act: Act) -> None:
@@ -187,7 +188,7 @@ def require_alias(store: IntentStore, caller: Caller, name: str, targets: Sequen
     require_write(store, caller, "alias", name, act)
     for lora_id in targets:
         require_seen(store, caller, "adapter", lora_id)
-    if caller.writes_for is None or name in store.published:
+    if caller.writes_for is None or store.publication_of(name) is not None:
         return
     if _alias_owner_of(store, name, targets, caller).tenant != caller.writes_for:
         folders = ", ".join(f"{prefix}*" for prefix in caller.own_prefixes)

@@ -25,14 +25,12 @@ from orchestrator.core.errors import (
     StateConflict,
 )
 from orchestrator.core.failures import CONTENT_CODES
-from orchestrator.core.publish_wait import load_progress
 from orchestrator.core.published_names import (
-    NameVersion,
-    PublishedName,
-    after_pointing,
+    kept_count,
+    load_progress,
     meant_workers,
+    stale_after_s,
     with_next_version,
-    without_versions,
 )
 from orchestrator.core.source_rules import secret_part, without_secrets
 from orchestrator.intent import owners
@@ -41,8 +39,10 @@ from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.model.names import checked_published_name
 from orchestrator.model.published import PublishedItem, PublishSpec
+from orchestrator.model.served_names import NameVersion, Publication, ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.store.store import IntentStore
 
 log = structlog.get_logger()
 
@@ -69,8 +69,8 @@ class NamePublisher:
         self._store = store = reconciler.store
         self._metrics = metrics
         self._copier = BytesCopier(reconciler)
-        metrics.published_names.set_function(lambda: sum(name.deleted_at is None for name in store.published.values()))
-        metrics.published_versions.set_function(lambda: sum(len(name.versions) for name in store.published.values()))
+        metrics.published_names.set_function(lambda: sum(each.deleted_at is None for each in _publications(store)))
+        metrics.published_versions.set_function(lambda: sum(len(each.versions) for each in _publications(store)))
         self._clock = clock
         self._wall = wall
         self._locks: dict[str, asyncio.Lock] = {}
@@ -132,16 +132,17 @@ class NamePublisher:
         Raises NotFound, Forbidden, StateConflict while another alias points at one of its versions.
         """
         owners.require_write(self._store, caller, "published name", name, "change")
-        record = self._store.published[name]
-        ids = {version.lora_id for version in record.versions}
+        record = self._store.publication_of(name) or Publication()
         users = [
-            alias for alias, targets in self._store.aliases.items() if alias != name and ids & {to for to, _ in targets}
+            each.name
+            for each in self._store.names.values()
+            if each.name != name and any(lora_id in record.lora_ids for lora_id, _ in each.targets)
         ]
         if users:
             message = f"versions of {name!r} are targets of alias {', '.join(map(repr, users))}; change that first"
             raise StateConflict(message, code="in_use", param="name")
-        self._reconciler.retention.drop_name(record, caller.name, "deleted")
-        await self._reconciler.publish_change(("published", name), ("aliases", name))
+        self._reconciler.retention.delete_name(name, caller.name, "deleted")
+        await self._reconciler.publish_change(("names", name))
 
     def require_own_bytes(self, spec: PublishSpec, caller: Caller) -> None:
         """Raise OrchestratorRequestError unless the caller may use the bytes that the digest names.
@@ -159,8 +160,8 @@ class NamePublisher:
 
         revision  of the catalog that has it so; default: the present one
         """
-        record, rules = self._store.published[name], self._store.rules
-        current = self._current(record)
+        found, rules = self._store.names[name], self._store.rules
+        record, current = found.published or Publication(), found.current_version
         return PublishedItem.model_validate(
             {
                 "name": name,
@@ -172,8 +173,8 @@ class NamePublisher:
                 "is_new": is_new,
                 "tenant": record.tenant,
                 "replicas": "all" if record.replicas is None else record.replicas,
-                "keep_versions": record.kept_count(rules),
-                "max_staleness_s": record.stale_after_s(rules),
+                "keep_versions": kept_count(record, rules),
+                "max_staleness_s": stale_after_s(record, rules),
                 "shadows_base": record.shadows_base,
                 "revision": self._reconciler.catalog.revision if revision is None else revision,
             }
@@ -198,7 +199,7 @@ class NamePublisher:
                 " /runs/NAME, for that run alone, or with a key that has a `namespace` and `may_shadow_base: true`"
             )
             raise StateConflict(message, code="name_taken", param="name")
-        if name not in self._store.published:
+        if self._store.publication_of(name) is None:
             self._registry.require_free(name, "name")
 
     def _require_expected(self, name: str, spec: PublishSpec, found: RegisteredAdapter) -> None:
@@ -206,8 +207,8 @@ class NamePublisher:
 
         Unless it has these bytes there: then the publish is a repeated one.
         """
-        record = self._store.published.get(name)
-        current = None if record is None or record.deleted_at is not None else self._current(record)
+        present = self._store.names.get(name)
+        current = None if present is None else present.current_version
         number = 0 if current is None else current.number
         if spec.expected_version in (None, number) or (current is not None and current.digest == found.digest):
             return
@@ -217,11 +218,6 @@ class NamePublisher:
             f"{name!r} {at}, and the publish expected {expected}: nothing was changed; another one publishes it, too"
         )
         raise StateConflict(message, code="version_conflict", param="expected_version")
-
-    def _current(self, record: PublishedName) -> NameVersion | None:
-        """The version that the name points at; None before its first is ready."""
-        targets = [lora_id for lora_id, _ in self._store.aliases.get(record.name, ())]
-        return next((v for v in record.versions if v.lora_id in targets and v.pointed_at is not None), None)
 
     @asynccontextmanager
     async def _turn(self, name: str, deadline: PublishDeadline) -> AsyncIterator[None]:
@@ -255,16 +251,17 @@ class NamePublisher:
         assert found.digest is not None, "an inspection names the digest"
         now = self._wall()
         shadows = caller.short_name(name) in self._reconciler.reports.base_model_names()
-        record = self._store.published.get(name) or PublishedName(name=name, tenant=caller.tenant)
+        present = self._store.names.get(name) or ServedName(name=name)
+        record = present.published or Publication(tenant=caller.tenant)
         record = replace(_with_settings(record, spec), shadows_base=shadows, deleted_at=None)
         version, is_new = record.version_of(found.digest), False
         if version is not None and self._is_usable(version):
             record = replace(record, versions=tuple(_renewed(record.versions, version, now)))
         else:
             is_new = True
-            record, version = with_next_version(record, found.digest, self._taken_ids(), now)
+            record, version = with_next_version(name, record, found.digest, self._taken_ids(), now)
         with self._store.together():
-            self._store.put_published(name, record)
+            self._store.put_name(replace(present, published=record))
             if is_new:
                 adapter = replace(
                     found,
@@ -277,7 +274,7 @@ class NamePublisher:
                 )
                 self._store.put_adapter(adapter)
         self._reconciler.on_intent_changed()
-        await self._store.wait_durable([("published", name), ("adapters", version.lora_id)])
+        await self._store.wait_durable([("names", name), ("adapters", version.lora_id)])
         return version, is_new
 
     def _is_usable(self, version: NameVersion) -> bool:
@@ -321,9 +318,9 @@ class NamePublisher:
             reconciler.request_pass()
             await reconciler.catalog.changed.wait(min(deadline.left_s, _LOOK_S))
 
-    def _require_there(self, name: str, lora_id: str) -> PublishedName:
+    def _require_there(self, name: str, lora_id: str) -> Publication:
         """The name, which another call may have deleted while this one waited. Raises StateConflict."""
-        record = self._store.published.get(name)
+        record = self._store.publication_of(name)
         if record is None or record.deleted_at is not None or lora_id not in self._store.adapters:
             raise StateConflict(
                 f"{name!r} was deleted while it was published; publish it again", code="name_deleted", param="name"
@@ -353,15 +350,9 @@ class NamePublisher:
 
     async def _take_back(self, name: str, version: NameVersion) -> None:
         """Delete a version that cannot be used, unless the name points at it."""
-        record = self._store.published.get(name)
-        if record is None or version.pointed_at is not None:
-            return
-        with self._store.together():
-            self._reconciler.retention.delete_versions([version.lora_id])
-            left = without_versions(record, {version.lora_id})
-            is_empty = not left.versions and name not in self._store.aliases
-            self._store.put_published(name, None if is_empty else left)
-        self._reconciler.on_intent_changed()
+        if self._store.publication_of(name) is not None and version.pointed_at is None:
+            self._reconciler.retention.drop_versions(name, {version.lora_id})
+            self._reconciler.on_intent_changed()
 
     async def _point(self, name: str, version: NameVersion, caller: Caller, *, is_new: bool) -> int:
         """Point the name at the version, end a rollout of it, and wait until that is durable and routers go by it.
@@ -370,24 +361,15 @@ class NamePublisher:
 
         Older versions stay: `VersionRetention` retires them in a pass. Raises LeaseLost, and what the store raises.
         """
-        targets = ((version.lora_id, 1.0),)
-        record, was = self._store.published[name], self._store.aliases.get(name)
-        if was == targets:
-            return await self._reconciler.publish_change(("published", name), ("aliases", name))
-        await self._reconciler.leadership.confirm_leading()
-        with self._store.together():
-            self._store.put_alias(name, targets)
-            self._store.put_rollout(name, None)
-            record = after_pointing(record, version.lora_id, self._wall())
-            self._store.put_published(name, record)
-            body = {"lora_id": version.lora_id, "digest": version.digest, "was": was, "is_new": is_new}
-            self._store.record("name_published", name, body, caller.name)
-        return await self._reconciler.publish_change(("published", name), ("aliases", name))
+        if self._store.targets_of(name) != ((version.lora_id, 1.0),):
+            await self._reconciler.leadership.confirm_leading()
+            self._reconciler.names.point_at_version(name, version, caller.name, is_new=is_new)
+        return await self._reconciler.publish_change(("names", name))
 
     def _next_id(self, name: str) -> str:
         """lora_id of the name's next version, if its bytes are new."""
-        known = self._store.published.get(name) or PublishedName(name=name)
-        return with_next_version(known, "", self._taken_ids(), 0.0)[1].lora_id
+        known = self._store.publication_of(name) or Publication()
+        return with_next_version(name, known, "", self._taken_ids(), 0.0)[1].lora_id
 
     def _taken_ids(self) -> frozenset[str]:
         """lora_ids that a new version may not get: registered ones, and those that workers hold."""
@@ -399,7 +381,12 @@ class NamePublisher:
         return frozenset(held | self._store.adapters.keys())
 
 
-def _with_settings(record: PublishedName, spec: PublishSpec) -> PublishedName:
+def _publications(store: IntentStore) -> Iterator[Publication]:
+    """What the store has of each published name, deleted ones too."""
+    return (name.published for name in store.names.values() if name.published is not None)
+
+
+def _with_settings(record: Publication, spec: PublishSpec) -> Publication:
     """The record with the settings that the spec names."""
     if spec.replicas is not None:
         record = replace(record, replicas=None if spec.replicas == "all" else int(spec.replicas))

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError
-from orchestrator.core.published_names import NameVersion, PublishedName, taken_over
+from orchestrator.core.published_names import taken_over
 from orchestrator.intent.registry import AdapterRegistry, policy_of
 from orchestrator.model.adapters import AdapterSpec, SecretRef
 from orchestrator.model.aliases import AliasSpec, AliasTarget
@@ -22,8 +22,9 @@ from orchestrator.model.record import (
     RecordedName,
     RecordedVersion,
 )
+from orchestrator.model.served_names import NameVersion, Publication, ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
-from orchestrator.reconcile.retention import VersionRetention
+from orchestrator.reconcile.served_names import VersionRetention
 from orchestrator.store.store import IntentStore
 
 _SHARED_SCHEMES = ("hf://", "s3://", "gs://", "az://", "https://")
@@ -35,8 +36,8 @@ def fleet_record(store: IntentStore) -> FleetRecord:
     return FleetRecord(
         revision=store.revision,
         adapters=tuple(_recorded(adapter) for adapter in store.adapters.values() if not adapter.is_deleting),
-        aliases=tuple(_recorded_alias(name, targets) for name, targets in store.aliases.items()),
-        published=tuple(_recorded_name(record) for record in store.published.values() if record.deleted_at is None),
+        aliases=tuple(_recorded_alias(name.name, name.targets) for name in store.names.values() if name.targets),
+        published=tuple(_recorded_name(name, record) for name, record in published_names(store).items()),
         policy=Policy.model_validate(asdict(store.rules)),
     )
 
@@ -61,10 +62,16 @@ def _recorded_alias(name: str, targets: Iterable[tuple[str, float]]) -> Recorded
     return RecordedAlias(name=name, targets=tuple(AliasTarget(lora_id=to, weight=weight) for to, weight in targets))
 
 
-def _recorded_name(record: PublishedName) -> RecordedName:
+def published_names(store: IntentStore) -> dict[str, Publication]:
+    """Published names and what the store has of them, without deleted ones."""
+    found = ((name.name, name.published) for name in store.names.values())
+    return {name: record for name, record in found if record is not None and record.deleted_at is None}
+
+
+def _recorded_name(name: str, record: Publication) -> RecordedName:
     """The published name as the record has it, without versions that its name was never pointed at."""
     return RecordedName(
-        name=record.name,
+        name=name,
         tenant=record.tenant,
         next_version=record.next_number,
         versions=tuple(
@@ -79,10 +86,9 @@ def _recorded_name(record: PublishedName) -> RecordedName:
     )
 
 
-def _name_of(recorded: RecordedName) -> PublishedName:
+def _publication_of(recorded: RecordedName) -> Publication:
     """The published name that the record has; without times, which are this fleet's own."""
-    return PublishedName(
-        name=recorded.name,
+    return Publication(
         tenant=recorded.tenant,
         next_number=recorded.next_version,
         versions=tuple(
@@ -114,12 +120,11 @@ def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
         found += _alias_changes(store, ask, blocked)
         if ask.prune:
             # A published name's alias goes with the name.
-            plain = [name for name in store.aliases if name not in store.published]
+            plain = [name for name, found in store.names.items() if found.published is None]
             found += _removals("alias", plain, {alias.name for alias in ask.record.aliases})
         found += _name_changes(store, ask, blocked)
         if ask.prune:
-            names = [name for name, record in store.published.items() if record.deleted_at is None]
-            gone = _removals("alias", names, {name.name for name in ask.record.published})
+            gone = _removals("alias", published_names(store), {name.name for name in ask.record.published})
             found += [change.model_copy(update={"is_published": True}) for change in gone]
     if "adapters" in parts and ask.prune:
         present = [name for name, adapter in store.adapters.items() if not adapter.is_deleting]
@@ -157,7 +162,7 @@ def _blocked_reason(
 ) -> str | None:
     """Why the adapter cannot be taken over; None when it can."""
     if here is None:
-        if adapter.lora_id in store.aliases:
+        if store.targets_of(adapter.lora_id):
             return "an alias has this name here"
         if adapter.digest is None and ask.from_fleet is not None and not _keeps_source(adapter, ask):
             return "its digest is not known there yet, so its files cannot be fetched by digest"
@@ -194,17 +199,17 @@ def _alias_changes(store: IntentStore, ask: ImportRequest, blocked: set[str]) ->
     """The changes of aliases, by name. An alias that is about to shift to the record's targets needs none."""
     for alias in sorted(ask.record.aliases, key=lambda alias: alias.name):
         wanted = tuple((target.lora_id, target.weight) for target in alias.targets)
-        here, rollout = store.aliases.get(alias.name), store.rollouts.get(alias.name)
-        coming = rollout.after if rollout is not None and rollout.is_active else here
-        if wanted in (here, coming):
+        present = store.names.get(alias.name) or ServedName(name=alias.name)
+        here, going = present.targets, present.active_rollout
+        if wanted in (here, here if going is None else going.after):
             continue
-        fields = {"targets": [None if here is None else dict(here), dict(wanted)]}
+        fields = {"targets": [dict(here) or None, dict(wanted)]}
         missing = sorted({to for to, _ in wanted if to in blocked})
         if missing:
             reason = f"its target {missing[0]!r} cannot be taken over"
             yield RecordChange(subject="alias", name=alias.name, change="blocked", fields=fields, reason=reason)
         else:
-            change = "add" if here is None else "change"
+            change = "change" if here else "add"
             yield RecordChange.model_validate(
                 {"subject": "alias", "name": alias.name, "change": change, "fields": fields}
             )
@@ -215,9 +220,10 @@ def _name_changes(store: IntentStore, ask: ImportRequest, blocked: set[str]) -> 
     adapters = {adapter.lora_id for adapter in ask.record.adapters} if "adapters" in ask.parts else set[str]()
     registered = (adapters | store.adapters.keys()) - blocked
     for recorded in sorted(ask.record.published, key=lambda name: name.name):
-        here = store.published.get(recorded.name)
-        after = taken_over(_name_of(recorded), here, store.aliases.get(recorded.name, ()), registered, 0.0)
-        fields = _changed({} if here is None else _name_fields(here), _name_fields(after))
+        here = store.publication_of(recorded.name)
+        present = store.names.get(recorded.name) or ServedName(name=recorded.name)
+        after = taken_over(_publication_of(recorded), present, registered, 0.0).published
+        fields = _changed({} if here is None else _name_fields(here), {} if after is None else _name_fields(after))
         if recorded.name in store.adapters:
             reason = "an adapter has this name here"
             change = RecordChange(subject="alias", name=recorded.name, change="blocked", fields=fields, reason=reason)
@@ -232,7 +238,7 @@ def _name_changes(store: IntentStore, ask: ImportRequest, blocked: set[str]) -> 
             )
 
 
-def _name_fields(record: PublishedName) -> dict[str, Any]:
+def _name_fields(record: Publication) -> dict[str, Any]:
     """The fields of a published name that fleets share."""
     kept = ("tenant", "next_number", "replicas", "keep_versions", "max_staleness_s", "shadows_base")
     return {name: getattr(record, name) for name in kept} | {"versions": [each.lora_id for each in record.versions]}
@@ -289,9 +295,9 @@ def import_record(
                 case "adapter", _:
                     registry.apply_spec(_spec_here(adapters[change.name], store.adapters[change.name]), actor)
                 case "alias", "remove" if change.is_published:
-                    retention.drop_name(store.published[change.name], actor, "the record does not have it")
+                    retention.delete_name(change.name, actor, "the record does not have it")
                 case "alias", _ if change.is_published:
-                    retention.take_over(_name_of(names[change.name]), actor)
+                    retention.take_over(change.name, _publication_of(names[change.name]), actor)
                 case "alias", "remove":
                     registry.delete_alias(change.name, actor)
                 case "alias", _:

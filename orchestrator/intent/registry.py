@@ -24,8 +24,9 @@ from orchestrator.core.source_rules import secret_part, without_secrets
 from orchestrator.model.adapters import AdapterPatch, AdapterSpec, SecretRef
 from orchestrator.model.aliases import AliasSpec
 from orchestrator.model.policy import AdapterPolicy, Policy
+from orchestrator.model.served_names import ServedName, Targets
 from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter, foreign_key
-from orchestrator.reconcile.rollouts import RolloutController
+from orchestrator.reconcile.served_names import NameMover
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.backend import WorkerIntent
 from orchestrator.store.store import NOBODY, IntentStore
@@ -46,14 +47,14 @@ class AdapterRegistry:
         self,
         store: IntentStore,
         reports: WorkerReports,
-        rollouts: RolloutController,
+        mover: NameMover,
         *,
         forget_failures: Callable[[str], None],
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._reports = reports
-        self._rollouts = rollouts
+        self._mover = mover
         self._forget_failures = forget_failures
         self._wall = wall
 
@@ -196,9 +197,7 @@ class AdapterRegistry:
         """
         adapter = self.adapter(lora_id)
         _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
-        names = [name for name, targets in self._store.aliases.items() if any(t[0] == lora_id for t in targets)]
-        going = [r for r in self._store.rollouts.values() if r.is_active and lora_id in r.old_ids | r.new_ids]
-        names = sorted({*names, *(rollout.alias for rollout in going)})
+        names = [name.name for name in self._store.names.values() if lora_id in name.needed_ids]
         if names:
             message = f"{lora_id!r} is the target of alias {', '.join(map(repr, names))}; change or delete that first"
             raise StateConflict(message, code="in_use", param="lora_id")
@@ -233,14 +232,14 @@ class AdapterRegistry:
         PreconditionFailed.
         """
         _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
-        is_new = name not in self._store.aliases
+        is_new = not self._store.targets_of(name)
         if is_new:
             self.require_free(name, "name")
         for target in spec.targets:
             self._require_target(target.lora_id, "targets")
         if not sum(target.weight for target in spec.targets) > 0:
             raise OrchestratorRequestError("at least one target needs a weight above 0", param="targets")
-        self._rollouts.point_alias(name, _spec_targets(spec), actor, place_s=spec.place_s)
+        self._mover.point_alias(name, _spec_targets(spec), actor, place_s=spec.place_s)
         return is_new
 
     def require_rollout_target(self, name: str, to: str) -> None:
@@ -256,14 +255,16 @@ class AdapterRegistry:
 
     def alias_etag(self, name: str) -> str | None:
         """ETag of the alias; None while there is no such alias."""
-        targets, under_way = self._store.aliases.get(name), self._store.rollouts.get(name)
-        going = under_way.after if under_way is not None and under_way.is_active else None
-        return None if targets is None else _etag([name, targets, going])
+        found = self._store.names.get(name)
+        if found is None or not found.targets:
+            return None
+        going = found.active_rollout
+        return _etag([name, found.targets, None if going is None else going.after])
 
-    def alias(self, name: str) -> tuple[tuple[str, float], ...]:
-        """The alias's targets, (lora_id, weight) each. Raises NotFound."""
-        found = self._store.aliases.get(name)
-        if found is None:
+    def alias(self, name: str) -> ServedName:
+        """The name, if it points at adapters. Raises NotFound."""
+        found = self._store.names.get(name)
+        if found is None or not found.targets:
             raise NotFound(f"alias {name!r} does not exist", code="alias_not_found", param="name")
         return found
 
@@ -272,14 +273,14 @@ class AdapterRegistry:
 
         Raises NotFound, StateConflict for a published name, PreconditionFailed.
         """
-        was = self.alias(name)
+        present = self.alias(name)
         _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
-        if name in self._store.published:
+        if present.published is not None:
             message = f"{name!r} is a published name; DELETE /v1/published/{name} deletes it with its versions"
             raise StateConflict(message, code="name_published", param="name")
         with self._store.together():
-            self._store.drop_alias(name)
-            self._store.record("alias_deleted", name, {"was": was}, actor)
+            self._store.drop_name(name)
+            self._store.record("alias_deleted", name, {"was": present.targets}, actor)
 
     def require_free(self, name: str, param: str) -> None:
         """Raise StateConflict when the name is an alias, a published name, an adapter or a base model.
@@ -287,11 +288,11 @@ class AdapterRegistry:
         param  named in the error
         """
         taken = None
-        if name in self._store.aliases:
+        if self._store.targets_of(name):
             taken = "an alias"
         elif name in self._store.adapters:
             taken = "an adapter"
-        elif name in self._store.published:
+        elif name in self._store.names:
             taken = "a published name"
         elif name in (bases := self._reports.base_model_names()):
             taken = "a base model that a worker serves"
@@ -449,7 +450,7 @@ def asdict_policy(adapter: RegisteredAdapter) -> dict[str, Any]:
     return {name: getattr(adapter, name) for name in AdapterPolicy.model_fields}
 
 
-def _spec_targets(spec: AliasSpec) -> tuple[tuple[str, float], ...]:
+def _spec_targets(spec: AliasSpec) -> Targets:
     """(lora_id, weight) of each target of the spec."""
     return tuple((target.lora_id, target.weight) for target in spec.targets)
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from lorafleet.identity import lora_id_of
 from orchestrator.model.files import FilesSnapshot
-from orchestrator.model.version_ids import is_retired_version
+from orchestrator.model.served_names import is_retired_version
 
 Pair = tuple[str, str]
 """(lora_id, worker_id)"""

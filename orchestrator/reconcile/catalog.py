@@ -14,6 +14,7 @@ from orchestrator.core.errors import EventsExpired
 from orchestrator.model.aliases import AliasItem, AliasTarget
 from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker, Draining, FleetEvent
 from orchestrator.model.pauses import CatalogPause
+from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 
@@ -152,12 +153,14 @@ class CatalogBook:
 
     def _refresh_aliases(self) -> None:
         """Update the catalog's aliases from the store, with one event for each difference."""
-        for name in [name for name in self._aliases if name not in self._store.aliases]:
+        for name in [name for name in self._aliases if not self._store.targets_of(name)]:
             deleted = self.emit_event("alias_deleted", message=name)
             del self._aliases[name]
             self._note_change("alias", name, deleted)
-        for name, targets in self._store.aliases.items():
-            item = alias_item(name, targets)
+        for name, found in self._store.names.items():
+            if not found.targets:
+                continue
+            item = alias_item(found)
             if self._aliases.get(name) != item:
                 changed = self.emit_event("alias_changed", message=name)
                 self._aliases[name] = item
@@ -242,8 +245,7 @@ class CatalogBook:
                 yield ": still here\n\n"
 
 
-def alias_item(name: str, targets: tuple[tuple[str, float], ...]) -> AliasItem:
-    """The wire model of a stored alias."""
-    return AliasItem(
-        name=name, targets=tuple(AliasTarget(lora_id=lora_id, weight=weight) for lora_id, weight in targets)
-    )
+def alias_item(name: ServedName) -> AliasItem:
+    """The wire model of a name that points at adapters."""
+    targets = tuple(AliasTarget(lora_id=lora_id, weight=weight) for lora_id, weight in name.targets)
+    return AliasItem(name=name.name, targets=targets)

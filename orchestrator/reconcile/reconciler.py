@@ -47,8 +47,7 @@ from orchestrator.reconcile.incidents import IncidentRecorder
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.pauses import FleetPauses
 from orchestrator.reconcile.queries import FleetQueries, LastPass
-from orchestrator.reconcile.retention import VersionRetention
-from orchestrator.reconcile.rollouts import RolloutController
+from orchestrator.reconcile.served_names import NameMover, VersionRetention
 from orchestrator.reconcile.worker_reports import WorkerReports, worker_state
 from orchestrator.store.audit import AuditLog
 from orchestrator.store.backend import Subject
@@ -66,7 +65,7 @@ class Reconciler:
     operations  operations in progress, and failures
     monitor     heartbeats and probes
     runner      runs actions on agents
-    rollouts    moves aliases
+    names       moves names to other targets
     retention   deletes old versions of published names
     files       what is on the workers' disks
     copies      keeps copies of files that only the fleet has
@@ -129,7 +128,7 @@ class Reconciler:
             clock=clock,
             wall=wall,
         )
-        self.rollouts = RolloutController(
+        self.names = NameMover(
             store=store,
             demand=demand,
             catalog=catalog,
@@ -383,7 +382,7 @@ class Reconciler:
         self._drop_finished()
         self._store_router_count()
         self.pauses.end_expired()
-        self.rollouts.advance_all()
+        self.names.advance_all()
         desired, observed, actions, warming = self._decide()
         if desired.frozen_reason is not None and self.queries.last_pass.desired.frozen_reason is None:
             log.warning("moves frozen", reason=desired.frozen_reason)
@@ -423,7 +422,7 @@ class Reconciler:
         self.demand.window_s = self.store.rules.demand_window_s
         intent = self.wanted_intent(self.store.intent, observed)
         self.demand.keep_asked_s = max(longest_ttl_s(intent, self.store.rules), self.store.rules.scale_down_after_s)
-        self.demand.follow_names(current_versions(self.store.published, self.store.aliases))
+        self.demand.follow_names(current_versions(self.store.names.values()))
         demand = self.demand.snapshot(now)
         desired = place(intent, observed, demand, self.store.rules, now)
         warming = warm_up_loads(intent, observed, demand, self.store.rules, now)
@@ -442,15 +441,15 @@ class Reconciler:
 
     def wanted_intent(self, stored: Intent, observed: ObservedFleet) -> Intent:
         """The stored intent with the replicas that rollouts and published names need."""
-        intent = self.rollouts.with_replica_floors(stored)
-        if not self.store.published:
+        intent = self.names.with_replica_floors(stored)
+        published = [name for name in self.store.names.values() if name.published is not None]
+        if not published:
             return intent
         demand = self.demand.snapshot(self._clock())
         asked = self.retention.last_asked_at(demand)
         return with_published_floors(
             intent,
-            self.store.published,
-            self.store.aliases,
+            published,
             observed.workers.values(),
             most_replicas=self.store.rules.max_replicas,
             reserve_slots=self.store.rules.reserve_slots,

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from orchestrator.core.pauses import PauseLease
-from orchestrator.core.published_names import PublishedName
-from orchestrator.core.rollout import Rollout, Targets
+from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 
 
@@ -51,9 +50,7 @@ class StoredIntent:
     """The whole stored intent, as one read of the backend found it."""
 
     adapters: Mapping[str, RegisteredAdapter] = field(default_factory=dict)
-    aliases: Mapping[str, Targets] = field(default_factory=dict)
-    rollouts: Mapping[str, Rollout] = field(default_factory=dict)
-    published: Mapping[str, PublishedName] = field(default_factory=dict)
+    names: Mapping[str, ServedName] = field(default_factory=dict)
     workers: Mapping[str, WorkerIntent] = field(default_factory=dict)
     tombstones: Mapping[str, Tombstone] = field(default_factory=dict)
     pauses: Mapping[str, PauseLease] = field(default_factory=dict)
@@ -61,7 +58,7 @@ class StoredIntent:
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
-Table = Literal["adapters", "aliases", "rollouts", "published", "workers", "tombstones", "pauses", "policy", "counters"]
+Table = Literal["adapters", "names", "workers", "tombstones", "pauses", "policy", "counters"]
 
 Subject = tuple[Table, str]
 """The (table, key) of a change."""
@@ -72,18 +69,7 @@ class StoreChange(NamedTuple):
 
     table: Table
     key: str
-    value: (
-        RegisteredAdapter
-        | Targets
-        | Rollout
-        | PublishedName
-        | WorkerIntent
-        | Tombstone
-        | PauseLease
-        | PlacementPolicy
-        | int
-        | None
-    )
+    value: RegisteredAdapter | ServedName | WorkerIntent | Tombstone | PauseLease | PlacementPolicy | int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

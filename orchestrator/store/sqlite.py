@@ -19,12 +19,11 @@ from lorafleet.service import files
 from lorafleet.service.state_files import FileState, is_read_only, state_text
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.pauses import PauseLease
-from orchestrator.core.published_names import PublishedName
-from orchestrator.core.rollout import Rollout, Targets, rollout_json
+from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import HistoryEntry, StoreChange, StoredIntent, Subject, Tombstone, WorkerIntent
 from orchestrator.store.database_files import DatabaseFiles, copy_into
-from orchestrator.store.typed import parsed, published_in, rollout_in, typed
+from orchestrator.store.typed import parsed, typed
 
 _MIGRATIONS: tuple[str, ...] = (
     """
@@ -33,7 +32,7 @@ _MIGRATIONS: tuple[str, ...] = (
         lora_id TEXT PRIMARY KEY, source TEXT NOT NULL, base_model TEXT, digest TEXT, rank INTEGER, size_bytes INTEGER,
         policy TEXT NOT NULL, tenants TEXT, quarantine TEXT, is_deleting INTEGER NOT NULL DEFAULT 0
     ) STRICT;
-    CREATE TABLE aliases (name TEXT PRIMARY KEY, targets TEXT NOT NULL) STRICT;
+    CREATE TABLE names (name TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
     CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL) STRICT;
     CREATE TABLE workers (id TEXT PRIMARY KEY, state TEXT NOT NULL, until REAL) STRICT;
     CREATE TABLE tombstones (lora_id TEXT PRIMARY KEY, digest TEXT NOT NULL, at REAL NOT NULL) STRICT;
@@ -47,9 +46,6 @@ _MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX history_by_subject ON history (subject, id);
     """,
     """
-    CREATE TABLE rollouts (alias TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
-    """,
-    """
     ALTER TABLE adapters ADD COLUMN secret TEXT;
     ALTER TABLE adapters ADD COLUMN pinned_source TEXT;
     """,
@@ -58,9 +54,6 @@ _MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE workers ADD COLUMN deadline_s REAL;
     ALTER TABLE workers ADD COLUMN moves INTEGER;
     ALTER TABLE workers ADD COLUMN move_bytes INTEGER NOT NULL DEFAULT 0;
-    """,
-    """
-    CREATE TABLE published (name TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
     """,
     """
     CREATE TABLE pauses (scope TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
@@ -73,9 +66,7 @@ _ADAPTER_COLUMNS = (
 )  # fmt: skip
 _KEYS = {
     "adapters": "lora_id",
-    "aliases": "name",
-    "rollouts": "alias",
-    "published": "name",
+    "names": "name",
     "workers": "id",
     "tombstones": "lora_id",
     "pauses": "scope",
@@ -236,17 +227,9 @@ class SqliteBackend:
             rules = typed(parsed(body, "policy"), PlacementPolicy, "policy")
         return StoredIntent(
             adapters={row["lora_id"]: _adapter_of_row(row) for row in rows("SELECT * FROM adapters")},
-            aliases={
-                name: typed(parsed(targets, f"alias {name!r}"), Targets, f"alias {name!r}")
-                for name, targets in rows("SELECT name, targets FROM aliases")
-            },
-            rollouts={
-                alias: rollout_in(body, f"rollout of {alias!r}")
-                for alias, body in rows("SELECT alias, body FROM rollouts")
-            },
-            published={
-                name: published_in(body, f"published name {name!r}")
-                for name, body in rows("SELECT name, body FROM published")
+            names={
+                name: typed(parsed(body, f"name {name!r}"), ServedName, f"name {name!r}")
+                for name, body in rows("SELECT name, body FROM names")
             },
             workers={
                 row["id"]: typed(dict(row), WorkerIntent, f"worker {row['id']!r}")
@@ -370,7 +353,7 @@ class SqliteBackend:
             copy_into(self._db, path)
             with closing(sqlite3.connect(path)) as copy, copy:
                 copy.execute("DELETE FROM tombstones")
-                copy.execute("DELETE FROM rollouts")
+                copy.execute("UPDATE names SET body = json_remove(body, '$.rollout')")
                 copy.execute("DELETE FROM pauses")
                 copy.execute("UPDATE adapters SET is_deleting = 0")
                 copy.execute("DELETE FROM workers WHERE state = 'draining'")
@@ -551,9 +534,7 @@ def _row_of_change(change: StoreChange) -> tuple[Any, ...]:
     match change.value:
         case RegisteredAdapter() as adapter:
             return _adapter_row(adapter)
-        case Rollout() as rollout:
-            return change.key, json.dumps(rollout_json(rollout))
-        case PublishedName() | PauseLease() as record:
+        case ServedName() | PauseLease() as record:
             return change.key, msgspec.json.encode(record).decode()
         case WorkerIntent() as intent:
             return change.key, *astuple(intent)
@@ -561,10 +542,8 @@ def _row_of_change(change: StoreChange) -> tuple[Any, ...]:
             return change.key, digest, at
         case PlacementPolicy() as rules:
             return 1, json.dumps({f.name: getattr(rules, f.name) for f in fields(PlacementPolicy)})
-        case int() as value:
+        case value:
             return change.key, value
-        case targets:
-            return change.key, json.dumps(targets)
 
 
 def _history_entry(row: Mapping[str, Any]) -> HistoryEntry:

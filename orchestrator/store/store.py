@@ -1,4 +1,4 @@
-"""Stored intent: adapters, aliases, rollouts, pauses, policy, workers' cordons, tombstones, history, three counters.
+"""Stored intent: adapters, served names, pauses, policy, workers' cordons, tombstones, history, three counters.
 
 Observed state is not stored. All but the history is also in memory: reads never touch the backend, and writes are
 visible at once. Await `wait_durable` before you promise a caller that a write is durable, and before you act on it.
@@ -15,10 +15,8 @@ from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseLease
-from orchestrator.core.published_names import PublishedName
-from orchestrator.core.rollout import Rollout, Targets
+from orchestrator.model.served_names import Publication, ServedName, Targets, is_retired_version
 from orchestrator.model.snapshot import Intent, PlacementPolicy, RegisteredAdapter
-from orchestrator.model.version_ids import is_retired_version
 from orchestrator.store.backend import (
     HistoryEntry,
     StoreBackend,
@@ -62,9 +60,7 @@ class IntentStore:
         self._entries: list[HistoryEntry] = []
         self._is_undone = False
         self.adapters: MutableMapping[str, RegisteredAdapter] = SortedDict()
-        self.aliases: MutableMapping[str, Targets] = SortedDict()
-        self.rollouts: dict[str, Rollout] = {}
-        self.published: MutableMapping[str, PublishedName] = SortedDict()
+        self.names: MutableMapping[str, ServedName] = SortedDict()
         self.next_numbers: dict[str, int] = {}  # published name -> number of its next version
         self._version_names: dict[str, str] = {}  # lora_id of a version -> its published name
         self.workers: dict[str, WorkerIntent] = {}
@@ -200,10 +196,15 @@ class IntentStore:
             self._tenants = self.writes, frozenset(named)
         return self._tenants[1]
 
-    @property
-    def alias_names(self) -> Sequence[str]:
-        """All alias names in order, as a view."""
-        return cast("Sequence[str]", self.aliases.keys())
+    def targets_of(self, name: str) -> Targets:
+        """What the name points at; empty: nothing has the name, or it points at nothing yet or any more."""
+        found = self.names.get(name)
+        return () if found is None else found.targets
+
+    def publication_of(self, name: str) -> Publication | None:
+        """The versions and retention of a published name; None for any other name."""
+        found = self.names.get(name)
+        return None if found is None else found.published
 
     def next_revision(self) -> int:
         """Raise the revision by one and return it. It is above all earlier ones, over restarts too.
@@ -296,10 +297,8 @@ class IntentStore:
                 self.adapters[change.key] = adapter
             case PlacementPolicy() as rules:
                 self.rules = rules
-            case Rollout() as rollout:
-                self.rollouts[change.key] = rollout
-            case targets:
-                self.aliases[change.key] = cast("Targets", targets)
+            case name:
+                self._set_name(change.key, cast("ServedName", name))
         self.writes += 1
 
     def expire_tombstones(self, kept_s: float) -> None:
@@ -309,35 +308,18 @@ class IntentStore:
             for key in [key for key, stone in self._stones.items() if stone.at < oldest]:
                 self._drop_tombstone(key)
 
-    def put_alias(self, name: str, targets: Targets) -> None:
-        """Store the alias's targets."""
+    def put_name(self, name: ServedName) -> None:
+        """Store a served name: its targets, rollout, versions and retention."""
         with self.together():
-            self._queue_change("aliases", name, targets)
-            self.aliases[name] = targets
+            self._queue_change("names", name.name, name)
+            self._set_name(name.name, name)
 
-    def drop_alias(self, name: str) -> None:
-        """Delete the alias and its rollout from memory and backend."""
+    def drop_name(self, name: str) -> None:
+        """Delete the name with all that belongs to it. No-op for a name that is not there."""
         with self.together():
-            self._queue_change("aliases", name, None)
-            del self.aliases[name]
-            self.put_rollout(name, None)
-
-    def put_rollout(self, alias: str, rollout: Rollout | None) -> None:
-        """Store the state of an alias's rollout; None drops it."""
-        with self.together():
-            if rollout is None:
-                if self.rollouts.pop(alias, None) is not None:
-                    self._queue_change("rollouts", alias, None)
-            else:
-                self._queue_change("rollouts", alias, rollout)
-                self.rollouts[alias] = rollout
-
-    def put_published(self, name: str, record: PublishedName | None) -> None:
-        """Store a published name; None drops it."""
-        with self.together():
-            if record is not None or name in self.published:
-                self._queue_change("published", name, record)
-                self._set_published(name, record)
+            if name in self.names:
+                self._queue_change("names", name, None)
+                self._set_name(name, None)
 
     def published_as(self, lora_id: str) -> str | None:
         """The published name that the adapter is a version of; None for any other adapter."""
@@ -345,20 +327,21 @@ class IntentStore:
 
     def dropped_digests(self) -> frozenset[str]:
         """Digests of deleted adapters and retired versions that no registered adapter has."""
-        found = frozenset().union(*self.tombstones.values(), *(record.dropped for record in self.published.values()))
+        retired = (name.published.dropped for name in self.names.values() if name.published is not None)
+        found = frozenset().union(*self.tombstones.values(), *retired)
         return found - {adapter.digest for adapter in self.adapters.values() if not adapter.is_deleting}
 
-    def _set_published(self, name: str, record: PublishedName | None) -> None:
-        """Set or drop a published name in memory, with the indices of its versions."""
-        before = self.published.pop(name, None)
-        for version in before.versions if before is not None else ():
+    def _set_name(self, name: str, found: ServedName | None) -> None:
+        """Set or drop a name in memory, with the indices of its versions."""
+        before = self.names.pop(name, None)
+        for version in before.published.versions if before is not None and before.published is not None else ():
             self._version_names.pop(version.lora_id, None)
-        if record is None:
-            self.next_numbers.pop(name, None)
-            return
-        self.published[name] = record
-        self.next_numbers[name] = record.next_number
-        self._version_names |= {version.lora_id: name for version in record.versions}
+        self.next_numbers.pop(name, None)
+        if found is not None:
+            self.names[name] = found
+        if found is not None and found.published is not None:
+            self.next_numbers[name] = found.published.next_number
+            self._version_names |= dict.fromkeys(found.published.lora_ids, name)
 
     def put_rules(self, rules: PlacementPolicy) -> None:
         """Store the global policy."""
@@ -392,11 +375,9 @@ class IntentStore:
         """Replace the intent in memory by the stored one; counters stay."""
         self._tenants = (-1, frozenset())
         self.adapters = SortedDict(stored.adapters)
-        self.aliases = SortedDict(stored.aliases)
-        self.rollouts = dict(stored.rollouts)
-        self.published, self.next_numbers, self._version_names = SortedDict(), {}, {}
-        for name, record in stored.published.items():
-            self._set_published(name, record)
+        self.names, self.next_numbers, self._version_names = SortedDict(), {}, {}
+        for name, found in stored.names.items():
+            self._set_name(name, found)
         self.workers = dict(stored.workers)
         self.pauses = dict(stored.pauses)
         self._stones = dict(stored.tombstones)

@@ -5,9 +5,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from orchestrator.core.published_names import PublishedName
-from orchestrator.core.rollout import Rollout
-
 T = TypeVar("T")
 
 
@@ -30,13 +27,3 @@ def parsed(text: object, label: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as exc:
         raise ValueError(f"{label}: no JSON: {exc}") from exc
-
-
-def rollout_in(text: object, label: str) -> Rollout:
-    """A rollout from the text of `rollout_json`. Raises ValueError."""
-    return typed(parsed(text, label), Rollout, label)
-
-
-def published_in(text: object, label: str) -> PublishedName:
-    """A published name from its JSON text. Raises ValueError."""
-    return typed(parsed(text, label), PublishedName, label)

@@ -117,12 +117,12 @@ async def test_a_text_that_is_applied_on_the_server_stays_its_owners(release, in
     for number in (1, 2, 3):
         await manifests.apply(f"sql-{number}", {"lora_id": f"sql/v{number}", "source": f"hf://acme/sql-{number}"})
     await apply("sql/v1")
-    await until(lambda: "sql" in instance.store.aliases)
+    await until(lambda: instance.store.targets_of("sql"))
     instance.registry.put_alias("sql", AliasSpec.model_validate({"targets": [{"lora_id": "sql/v2"}]}), "me")
     await instance.store.wait_durable()
     await manifests.said("sql", "set over REST, beside the text of the client that applies it: targets")
     assert "sql/v1" in (await manifests.get("sql"))["data"]["alias.yaml"]
     await apply("sql/v1")
-    assert instance.store.aliases["sql"] == (("sql/v2", 1.0),)
+    assert instance.store.targets_of("sql") == (("sql/v2", 1.0),)
     await apply("sql/v3")
-    await until(lambda: instance.store.aliases["sql"] == (("sql/v3", 1.0),))
+    await until(lambda: instance.store.targets_of("sql") == (("sql/v3", 1.0),))

@@ -14,6 +14,7 @@ from orchestrator.configmaps.objects import KIND, STATUS
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.leadership.kube_lease import KubeLease
+from orchestrator.model.served_names import ServedName
 from orchestrator.store.store import IntentStore
 from tests.patience import patience, until
 
@@ -38,15 +39,15 @@ class StubWorkerReports:
         return {"tiny-qwen"}
 
 
-class ImmediateRollouts:
-    """Sets aliases at once, as rollouts do with `place_s` 0."""
+class ImmediateMover:
+    """Sets aliases at once, as the mover does with `place_s` 0."""
 
     def __init__(self, store):
         self._store = store
 
     def point_alias(self, alias, targets, actor, *, place_s):
         with self._store.together():
-            self._store.put_alias(alias, targets)
+            self._store.put_name(ServedName(name=alias, targets=targets))
             self._store.record("alias_set", alias, {"targets": targets}, actor)
 
 
@@ -60,7 +61,7 @@ class StoreInstance:
         self.registry = AdapterRegistry(
             self.store,
             StubWorkerReports(),
-            ImmediateRollouts(self.store),
+            ImmediateMover(self.store),
             forget_failures=lambda _lora_id: None,
             wall=wall,
         )

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from orchestrator.configmaps.objects import FLEET, KIND, RECORD, adapter_object_name
+from orchestrator.configmaps.objects import FLEET, KIND, RECORD, adapter_object_name, alias_object_name
 from orchestrator.core.errors import StateConflict
 from orchestrator.model.adapters import AdapterPatch, AdapterSpec
+from orchestrator.model.served_names import NameVersion, Publication, ServedName
 from orchestrator.model.snapshot import PlacementPolicy
 from tests.kube.stores import FLEET as FLEET_NAME
 from tests.patience import until
@@ -234,16 +235,34 @@ async def test_an_alias_may_be_applied_before_its_adapters(instance, manifests):
     await manifests.apply("my-alias", {"name": "sql", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
     await manifests.said("my-alias", "refused: adapter 'sql/v1' is not registered")
     await manifests.apply("my-sql", SQL)
-    await until(lambda: "sql" in instance.store.aliases)
+    await until(lambda: instance.store.targets_of("sql"))
     await manifests.said("my-alias", "accepted")
     await manifests.delete("my-alias")
-    await until(lambda: "sql" not in instance.store.aliases)
+    await until(lambda: not instance.store.targets_of("sql"))
+
+
+async def test_the_object_of_a_published_name_comes_back_with_its_versions(instance, manifests):
+    version = NameVersion(lora_id="run/v1", number=1, digest="d" * 64, registered_at=1.0, pointed_at=1.0)
+    run = ServedName(name="run", targets=(("run/v1", 1.0),), published=Publication(next_number=2, versions=(version,)))
+    instance.store.put_name(run)
+    await instance.store.wait_durable()
+    first = await manifests.get(alias_object_name("run"))
+    await manifests.delete(alias_object_name("run"))
+
+    async def is_made_again():
+        made = {found["metadata"]["name"]: found for found in await manifests.all()}.get(alias_object_name("run"))
+        return made is not None and made["metadata"]["uid"] != first["metadata"]["uid"]
+
+    await until(is_made_again)
+    again = await manifests.get(alias_object_name("run"))
+    assert json.loads(again["metadata"]["annotations"][RECORD])["name"]["published"]["next_number"] == 2
+    assert instance.store.names["run"] == run
 
 
 async def test_an_adapter_stays_while_an_alias_points_at_it(instance, manifests):
     await manifests.apply("my-sql", SQL)
     await manifests.apply("my-alias", {"name": "sql", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
-    await until(lambda: "sql" in instance.store.aliases)
+    await until(lambda: instance.store.targets_of("sql"))
     await manifests.delete("my-sql")
     event = await manifests.event("my-alias", "TargetDeleted")
     assert "'sql/v1' is the target of alias 'sql'; change or delete that first" in event["message"]

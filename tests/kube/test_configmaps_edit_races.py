@@ -31,7 +31,7 @@ def _policy(loading):
 
 KINDS = {
     "adapter": (_adapter, lambda store: store.adapters["sql/v1"].tenants[0]),
-    "alias": (_alias, lambda store: store.aliases["best"][0][0].removesuffix("/v1")),
+    "alias": (_alias, lambda store: store.targets_of("best")[0][0].removesuffix("/v1")),
     "policy": (_policy, lambda store: {"lazy": "a", "eager": "b"}[store.rules.loading]),
 }
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from lorafleet.kube.errors import KubeError
-from orchestrator.configmaps.objects import RECORD, ROLLOUT, adapter_object_name, alias_object_name
+from orchestrator.configmaps.objects import RECORD, adapter_object_name, alias_object_name
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.model.adapters import AdapterSpec
+from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from tests.patience import patience, until, within
 
@@ -107,20 +108,20 @@ async def test_an_object_deleted_before_a_new_leader_reads_it_stays_deleted(inst
     before = await instances.lead()
     before.store.put_adapter(SQL)
     if is_alias:
-        before.store.put_alias("prod", (("sql/v1", 1.0),))
+        before.store.put_name(ServedName(name="prod", targets=(("sql/v1", 1.0),)))
     await before.store.wait_durable()
     await instances.close(before)
     instance = await instances.lead(is_looking=False)
     name = alias_object_name("prod") if is_alias else adapter_object_name("sql/v1")
     assert name in instance.backend.mirror.changed
     if is_alias:
-        instance.store.drop_alias("prod")
+        instance.store.drop_name("prod")
     else:
         instance.store.drop_adapter("sql/v1")
     await instance.edits.apply_edits()
     await instance.store.wait_durable()
     assert kube.ours.objects.get("configmaps", kube.namespace, name) is None
-    assert (instance.store.aliases if is_alias else instance.store.adapters) == {}
+    assert (instance.store.names if is_alias else instance.store.adapters) == {}
 
 
 async def test_the_end_of_a_term_fails_pending_writes_with_not_leading(instance, kube):
@@ -159,18 +160,22 @@ def has(instance, lora_id):
 async def test_an_object_with_an_annotation_that_cannot_be_read_holds_up_no_other(instance, manifests):
     await manifests.apply("a-sql", {"lora_id": "sql/v1", "source": "x"})
     await manifests.apply("b-prod", {"name": "prod", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
-    await until(lambda: "prod" in instance.store.aliases)
+    await until(lambda: instance.store.targets_of("prod"))
     await manifests.said("b-prod", "accepted")
     record = (await manifests.get("b-prod"))["metadata"]["annotations"][RECORD]
     changed = record.replace("1.0", "2.0")
     assert changed != record
-    await manifests.patch("b-prod", {"annotations": {RECORD: changed, ROLLOUT: "of another release"}})
-    await manifests.said("b-prod", "delete that annotation")
+    await manifests.patch("b-prod", {"annotations": {RECORD: '{"of": "another release"}'}})
     await manifests.apply("c-late", {"name": "late", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
-    await until(lambda: "late" in instance.store.aliases)
-    assert instance.store.aliases["prod"] == (("sql/v1", 1.0),)
-    await manifests.patch("b-prod", {"annotations": {ROLLOUT: None}})
-    await until(lambda: instance.store.aliases["prod"] == (("sql/v1", 2.0),))
+    await until(lambda: instance.store.targets_of("late"))
+    assert instance.store.targets_of("prod") == (("sql/v1", 1.0),)
+
+    async def is_written_again():
+        return (await manifests.get("b-prod"))["metadata"]["annotations"][RECORD] == record
+
+    await until(is_written_again)
+    await manifests.patch("b-prod", {"annotations": {RECORD: changed}})
+    await until(lambda: instance.store.targets_of("prod") == (("sql/v1", 2.0),))
 
 
 async def test_a_fault_of_ours_at_one_object_holds_up_no_other(instance, manifests, monkeypatch):
@@ -323,7 +328,7 @@ async def test_restoring_a_cluster_from_before_an_adapter_deletes_it_nowhere(ins
 async def test_losing_all_configmaps_removes_nothing_from_the_fleet(instance, instances, kube, seed):
     kube.faults.slow_down(random.Random(seed), requests_s=0.02, answers_s=0.04)
     instance.store.put_adapter(SQL)
-    instance.store.put_alias("sql", (("sql/v1", 1.0),))
+    instance.store.put_name(ServedName(name="sql", targets=(("sql/v1", 1.0),)))
     await instance.store.wait_durable()
     await remembered(kube, "sql/v1")
     server = kube.ours
@@ -332,7 +337,7 @@ async def test_losing_all_configmaps_removes_nothing_from_the_fleet(instance, in
         server.objects.delete("configmaps", kube.namespace, found["metadata"]["name"])
     await kube.faults.come_back()
     await until(lambda: server.objects.get("configmaps", kube.namespace, adapter_object_name("sql/v1")))
-    assert (dict(instance.store.adapters), list(instance.store.aliases), instance.store.tombstones) == (
+    assert (dict(instance.store.adapters), list(instance.store.names), instance.store.tombstones) == (
         {"sql/v1": SQL},
         ["sql"],
         {},

@@ -15,6 +15,7 @@ from lorafleet.keys.roles import Caller
 from orchestrator.api.routers import EventStream
 from orchestrator.api.tenancy import TenantView
 from orchestrator.core.pauses import PauseScope
+from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from tests.orchestrator.doubles import digest_of
@@ -278,11 +279,11 @@ async def test_a_digest_permits_no_tenant_to_use_the_bytes_of_others(fleet):
 
 async def test_a_tenants_administrator_changes_nothing_of_others(fleet):
     await fleet.register("acme/theirs", tenants=["globexzq"])
-    before = sorted(fleet.store.adapters.items()), sorted(fleet.store.aliases.items())
+    before = sorted(fleet.store.adapters.items()), sorted(fleet.store.names.items())
     for method, path, body, status, code in REFUSED:
         answer = await ask(fleet, "acme-admin", method, path, **({} if body is None else {"json": body}))
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), (path, body, answer.text)
-        assert before == (sorted(fleet.store.adapters.items()), sorted(fleet.store.aliases.items()))
+        assert before == (sorted(fleet.store.adapters.items()), sorted(fleet.store.names.items()))
         said = answer.text
         for sent in re.findall(r"[\w-]*zq[\w-]*", f"{path} {json.dumps(body)}"):
             said = said.replace(sent, "")
@@ -338,8 +339,8 @@ def test_a_text_keeps_its_words_and_loses_hidden_names(parts):
             ("both", ("acme", "globexzq")),
         ):
             store.put_adapter(RegisteredAdapter(lora_id=lora_id, source="s", tenants=tenants))
-        store.put_alias("zq-alias", (("zq", 1.0),))
-        store.put_alias("mixed", (("open", 1.0), ("zq", 1.0)))
+        store.put_name(ServedName(name="zq-alias", targets=(("zq", 1.0),)))
+        store.put_name(ServedName(name="mixed", targets=(("open", 1.0), ("zq", 1.0))))
         view, whole = (TenantView(Caller(tenant, frozenset({"view"})), store) for tenant in ("acme", None))
         text = "; ".join(pattern.format(one, other) for pattern, one, other in parts)
         assert whole.text(text) == text

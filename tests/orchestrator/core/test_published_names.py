@@ -11,7 +11,6 @@ from orchestrator.core.published_names import (
     MOST_DROPPED,
     MOST_LINGER_S,
     UNFINISHED_S,
-    PublishedName,
     after_deletion,
     after_pointing,
     is_trained,
@@ -22,19 +21,26 @@ from orchestrator.core.published_names import (
     with_published_floors,
     without_versions,
 )
+from orchestrator.model.served_names import Publication, ServedName, is_retired_version
 from orchestrator.model.snapshot import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
-from orchestrator.model.version_ids import is_retired_version
 
 POLICY = PlacementPolicy(keep_versions=2, max_staleness_s=3600.0, unused_name_s=86400.0)
 
 
 def published(*digests, at=100.0, step_s=10.0, **settings):
     """A name under which these bytes were published, one every `step_s` seconds."""
-    record = PublishedName(name="policy", **settings)
+    record = Publication(**settings)
     for number, digest in enumerate(digests):
-        record, version = with_next_version(record, digest, (), at + number * step_s)
-        record = after_pointing(record, version.lora_id, at + number * step_s)
+        record, version = with_next_version("policy", record, digest, (), at + number * step_s)
+        record = pointed(record, version.lora_id, at + number * step_s)
     return record
+
+
+def pointed(record, lora_id, at):
+    """The record after its name was pointed at the version."""
+    name = after_pointing(ServedName(name="policy", published=record), lora_id, at)
+    assert name.targets == ((lora_id, 1.0),)
+    return name.published
 
 
 def current_of(record):
@@ -46,14 +52,14 @@ steps = st.lists(st.tuples(st.sampled_from("abcde"), st.floats(1, 2000)), min_si
 
 @given(steps=steps, keep=st.integers(1, 4), stale_s=st.sampled_from([0.0, 60.0, 3600.0]))
 def test_current_version_is_never_retired_and_others_are_bounded(steps, keep, stale_s):
-    record, now, numbers = PublishedName(name="policy", keep_versions=keep, max_staleness_s=stale_s), 0.0, []
+    record, now, numbers = Publication(keep_versions=keep, max_staleness_s=stale_s), 0.0, []
     for digest, wait_s in steps:
         now += wait_s
         version = record.version_of(digest)
         if version is None:
-            record, version = with_next_version(record, digest, (), now)
+            record, version = with_next_version("policy", record, digest, (), now)
             numbers.append(version.number)
-        record = after_pointing(record, version.lora_id, now)
+        record = pointed(record, version.lora_id, now)
         assert current_of(record) == {version.lora_id}
         retired = set(retired_versions(record, current_of(record), POLICY, now + LINGER_S + 1))
         assert version.lora_id not in retired
@@ -79,13 +85,15 @@ def test_version_with_requests_lingers_but_not_for_ever():
 
 
 def test_version_of_a_failed_publish_goes_after_a_while():
-    record, version = with_next_version(published("a"), "b", (), 200.0)
+    record, version = with_next_version("policy", published("a"), "b", (), 200.0)
     assert retired_versions(record, {"policy/v1"}, POLICY, 200.0 + UNFINISHED_S - 1) == ()
     assert retired_versions(record, {"policy/v1"}, POLICY, 200.0 + UNFINISHED_S) == (version.lora_id,)
 
 
 def test_versions_of_a_deleted_name_all_go():
-    record = after_deletion(published("a", "b"), 200.0)
+    name = after_deletion(ServedName(name="policy", published=published("a", "b")), 200.0)
+    record = name.published
+    assert name.targets == ()
     assert retired_versions(record, (), POLICY, 200.0) == ("policy/v1",), "it was superseded before"
     assert retired_versions(record, (), POLICY, 200.0 + LINGER_S) == ("policy/v1", "policy/v2")
 
@@ -109,7 +117,7 @@ def test_version_ids_are_read_back(number, name):
 
 
 def test_number_of_an_adapter_that_is_there_already_is_passed_over():
-    record, version = with_next_version(PublishedName(name="policy"), "a", {"policy/v1", "policy/v2"}, 0.0)
+    record, version = with_next_version("policy", Publication(), "a", {"policy/v1", "policy/v2"}, 0.0)
     assert (version.lora_id, record.next_number) == ("policy/v3", 4)
 
 
@@ -124,7 +132,8 @@ def adapter(lora_id):
 def floors(names, workers, targets, **more):
     ids = {version.lora_id for name in names.values() for version in name.versions}
     intent = Intent(adapters={lora_id: adapter(lora_id) for lora_id in ids})
-    found = with_published_floors(intent, names, targets, workers, most_replicas=64, **more)
+    served = [ServedName(name=name, targets=targets.get(name, ()), published=each) for name, each in names.items()]
+    found = with_published_floors(intent, served, workers, most_replicas=64, **more)
     minima = {lora_id: each.min_replicas for lora_id, each in found.adapters.items() if each.min_replicas}
     return minima, found.superseded
 
@@ -137,7 +146,7 @@ def test_a_version_that_its_name_has_left_is_wanted_again_while_a_publish_waits_
 
 
 def test_current_and_unfinished_versions_are_wanted_on_all_workers_that_may_have_them():
-    record, _ = with_next_version(published("a", "b"), "c", (), 300.0)
+    record, _ = with_next_version("policy", published("a", "b"), "c", (), 300.0)
     workers = [worker("w0"), worker("w1"), worker("w2", has_agent=False)]
     assert meant_workers(workers, "tiny", 8, None) == (frozenset({"w0", "w1"}), 2)
     assert meant_workers(workers, "tiny", 32, None) == (frozenset(), 0)
@@ -148,7 +157,7 @@ def test_current_and_unfinished_versions_are_wanted_on_all_workers_that_may_have
 
 
 def test_more_names_than_slots_leave_a_minimum_to_those_used_last():
-    names = {f"n{n}": replace(published("a", at=100.0 * n), name=f"n{n}") for n in range(4)}
+    names = {f"n{n}": published("a", at=100.0 * n) for n in range(4)}
     names = {
         name: replace(record, versions=tuple(replace(v, lora_id=f"{name}/v1") for v in record.versions))
         for name, record in names.items()
@@ -169,7 +178,7 @@ def named(name, *digests, **more):
     """A name with versions of its own, and what it points at."""
     record = published(*digests, **more)
     versions = tuple(replace(version, lora_id=version_id(name, version.number)) for version in record.versions)
-    return replace(record, name=name, versions=versions), ((versions[-1].lora_id, 1.0),)
+    return replace(record, versions=versions), ((versions[-1].lora_id, 1.0),)
 
 
 def fleet_of(**records):
@@ -182,7 +191,7 @@ def test_between_publishes_the_next_version_of_a_trained_name_counts_as_during_o
     assert is_trained(names["run"], POLICY, 210.0 + POLICY.scale_down_after_s - 1)
     assert not is_trained(names["run"], POLICY, 210.0 + POLICY.scale_down_after_s)
     assert not is_trained(names["old"], POLICY, 100.0), "one version is no sign of another"
-    begun = names | {"run": with_next_version(names["run"], "d", (), 300.0)[0]}
+    begun = names | {"run": with_next_version("run", names["run"], "d", (), 300.0)[0]}
     for slots in (1, 2, 3, 4):
         workers = [worker(f"w{n}", slots=slots) for n in range(2)]
         during, _ = floors(begun, workers, targets, trained={"run"})

@@ -5,16 +5,13 @@ from dataclasses import replace
 from math import hypot, sqrt
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.rollout import (
-    RequestTally,
-    Rollout,
-    RolloutGuard,
     RolloutObservation,
-    WeightStep,
     aborted_rollout,
     advance,
     current_targets,
@@ -24,11 +21,11 @@ from orchestrator.core.rollout import (
     regression_so_far,
     replica_floors,
     resumed_rollout,
-    rollout_json,
     targets_at,
     with_last_step,
 )
-from orchestrator.store.typed import rollout_in
+from orchestrator.model.served_names import RequestTally, Rollout, RolloutGuard, WeightStep
+from orchestrator.store.typed import typed
 from tests.properties import examples
 
 OLD, NEW = "sql/v1", "sql/v2"
@@ -42,7 +39,6 @@ BOTH = frozenset({OLD, NEW})
 def a_rollout(*steps, guard=GUARD, **more):
     steps = with_last_step(steps or (WeightStep(0.1, 60), WeightStep(0.5, 60)))
     return Rollout(
-        alias="sql",
         before=((OLD, 1.0),),
         after=((NEW, 1.0),),
         steps=steps,
@@ -197,7 +193,7 @@ def test_a_sound_version_completes_from_any_former_targets(old, target, workers,
     assume([name for name, _ in before] != [to])
     ready = {name: min(count, workers) for name, (_, count) in zip(names, old, strict=True)}
     steps = with_last_step(tuple(WeightStep(weight, 60.0) for weight in weights))
-    rollout = Rollout(alias="sql", before=before, after=((to, 1.0),), steps=steps, guard=GUARD, began_at=0.0, since=0.0)
+    rollout = Rollout(before=before, after=((to, 1.0),), steps=steps, guard=GUARD, began_at=0.0, since=0.0)
     room, known = dict.fromkeys([*names, to], workers), frozenset([*names, to])
     for look in range(3 * len(steps) + 3):
         least = replica_floors(rollout)
@@ -219,14 +215,19 @@ def test_an_abort_restores_the_old_targets_only_while_active():
     assert aborted_rollout(rollout, 6.0) == (rollout, None)
 
 
+def in_json(rollout):
+    """The rollout as the store has it."""
+    return json.loads(msgspec.json.encode(rollout))
+
+
 def test_unknown_fields_of_a_newer_version_are_ignored():
     rollout = a_rollout(scale=3)
-    body = rollout_json(rollout) | {"later": 1}
+    body = in_json(rollout) | {"later": 1}
     body["guard"] |= {"later": 1}
     body["steps"] = [dict(step) | {"later": 1} for step in body["steps"]]
-    assert rollout_in(json.dumps(body), "it") == rollout
+    assert typed(body, Rollout, "it") == rollout
     with pytest.raises(ValueError, match="missing required field"):
-        rollout_in('{"alias": "sql"}', "it")
+        typed({"alias": "sql"}, Rollout, "it")
 
 
 def test_equal_versions_are_not_told_apart_by_chance():
@@ -329,7 +330,7 @@ def test_a_rollout_shifts_only_to_ready_targets_or_fully_back(steps, looks, watc
         look = RolloutObservation(ready={OLD: old, NEW: new}, known=BOTH, old=old_tally, new=new_tally)
         previous = rollout
         rollout, targets = advance(rollout, look, now)
-        assert rollout_in(json.dumps(rollout_json(rollout)), "it") == rollout
+        assert typed(in_json(rollout), Rollout, "it") == rollout
         if targets is not None:
             points_at = targets
             assert sum(weight for _, weight in targets) == pytest.approx(1.0)

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from lorafleet.keys.key_files import hash_key
 from lorafleet.keys.roles import TENANT_SCOPES, Caller
 from orchestrator.core.errors import OrchestratorError
-from orchestrator.core.published_names import NameVersion, PublishedName
-from orchestrator.core.rollout import Targets
 from orchestrator.intent import owners
+from orchestrator.model.served_names import NameVersion, Publication, ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 
@@ -147,20 +146,22 @@ def name_of(kind: str, folder: str, owner: str) -> str:
     return f"{folder}{kind}-{owner}"
 
 
-def objects() -> tuple[dict[str, RegisteredAdapter], dict[str, Targets], dict[str, PublishedName]]:
+def objects() -> tuple[dict[str, RegisteredAdapter], dict[str, ServedName]]:
     """An object of each kind for each owner in each folder: adapters, aliases and published names."""
-    adapters, aliases, published = {}, {}, {}
+    adapters, names = {}, {}
     for tenant, tenants in _TENANTS_OF.items():
         for lora_id in (f"target/{tenant}", *(name_of("adapter", folder, tenant) for folder in FOLDERS)):
             adapters[lora_id] = RegisteredAdapter(lora_id=lora_id, source="file:///x", tenants=tenants)
         for folder in FOLDERS:
-            aliases[name_of("alias", folder, tenant)] = ((f"target/{tenant}", 1.0),)
+            alias = name_of("alias", folder, tenant)
+            names[alias] = ServedName(name=alias, targets=((f"target/{tenant}", 1.0),))
             if tenant != "shared":  # a published name has one tenant, or none
                 name = name_of("published", folder, tenant)
                 version = NameVersion(lora_id=f"{name}/v1", number=1, digest="a" * 64, registered_at=0.0)
                 owner = tenants[0] if tenants else None
-                published[name] = PublishedName(name=name, tenant=owner, versions=(version,))
-    return adapters, aliases, published
+                published = Publication(tenant=owner, versions=(version,))
+                names[name] = ServedName(name=name, published=published)
+    return adapters, names
 
 
 OBJECTS = objects()
@@ -168,23 +169,18 @@ OBJECTS = objects()
 
 def fill(store: IntentStore) -> None:
     """Give the store these objects, and nothing else."""
-    adapters, aliases, published = OBJECTS
+    adapters, names = OBJECTS
     with store.together():
         for lora_id in store.adapters.keys() - adapters.keys():
             store.drop_adapter(lora_id)
-        for name in {*(store.aliases.keys() - aliases.keys()), *store.rollouts}:
-            store.drop_alias(name)
-        for name in store.published.keys() - published.keys():
-            store.put_published(name, None)
+        for name in store.names.keys() - names.keys():
+            store.drop_name(name)
         for lora_id, adapter in adapters.items():
             if store.adapters.get(lora_id) != adapter:
                 store.put_adapter(adapter)
-        for name, targets in aliases.items():
-            if store.aliases.get(name) != targets:
-                store.put_alias(name, targets)
-        for name, record in published.items():
-            if store.published.get(name) != record:
-                store.put_published(name, record)
+        for name, served in names.items():
+            if store.names.get(name) != served:
+                store.put_name(served)
 
 
 def expected(role: Role, route: Named, folder: str, owner: str) -> str:
@@ -313,9 +309,9 @@ MANAGER = Role("acme", ("tenant-admin",), "any")
 
 async def test_a_tenants_key_takes_over_no_published_name_of_operators(fleet):
     with fleet.store.together():
-        fleet.store.put_published("sql", PublishedName(name="sql"))
-        fleet.store.put_published("acme/sql", PublishedName(name="acme/sql"))
-        fleet.store.put_alias("acme/sql", (("target/operator", 1.0),))
+        fleet.store.put_name(ServedName(name="sql", published=Publication()))
+        targets = (("target/operator", 1.0),)
+        fleet.store.put_name(ServedName(name="acme/sql", targets=targets, published=Publication()))
     for role in (TRAINER, Role("acme", ("tenant-admin",)), MANAGER):
         for name in ("sql", "acme/sql"):
             status, code = await as_key(fleet, role, "POST", f"/v1/published/{name}", source="/run/1")
@@ -324,8 +320,8 @@ async def test_a_tenants_key_takes_over_no_published_name_of_operators(fleet):
             assert (status, code in {"not_yours", "name_not_yours"}) == (403, True), (role, name)
     to_mine = {"targets": [{"lora_id": "target/acme"}]}
     assert await as_key(fleet, MANAGER, "PUT", "/v1/aliases/acme/sql", **to_mine) == (403, "not_yours")
-    assert fleet.store.aliases["acme/sql"] == (("target/operator", 1.0),)
-    assert fleet.store.published["sql"].deleted_at is None
+    assert fleet.store.targets_of("acme/sql") == (("target/operator", 1.0),)
+    assert fleet.store.publication_of("sql").deleted_at is None
 
 
 @pytest.mark.parametrize("name", ["globex/policy", "policy", "acmepolicy"])
@@ -379,13 +375,15 @@ async def entangled(open_service, tmp_path):
             adapter = RegisteredAdapter(lora_id=lora_id, source="file:///x", tenants=tenants, digest="a" * 64)
             store.put_adapter(adapter)
         version = NameVersion(lora_id="acme/policy/v1", number=1, digest="a" * 64, registered_at=0.0, pointed_at=1.0)
-        store.put_published("acme/policy", PublishedName(name="acme/policy", tenant="acme", versions=(version,)))
-        store.put_published(f"{HIDDEN}/run", PublishedName(name=f"{HIDDEN}/run", tenant=HIDDEN))
-        store.put_alias(f"{HIDDEN}/own", ((f"{HIDDEN}/theirs", 1.0),))
-        store.put_alias("acme/policy", (("acme/policy/v1", 1.0),))
-        store.put_alias("acme/alias", (("acme/mine", 1.0),))
+        published = Publication(tenant="acme", versions=(version,))
+        store.put_name(ServedName(name="acme/policy", targets=(("acme/policy/v1", 1.0),), published=published))
+        store.put_name(ServedName(name=f"{HIDDEN}/run", published=Publication(tenant=HIDDEN)))
+        store.put_name(ServedName(name=f"{HIDDEN}/own", targets=((f"{HIDDEN}/theirs", 1.0),)))
+        store.put_name(ServedName(name="acme/alias", targets=(("acme/mine", 1.0),)))
         for number, lora_id in enumerate(("acme/mine", "acme/next", "acme/policy/v1")):
-            store.put_alias(f"{HIDDEN}/alias-{number}", ((lora_id, 1.0), (f"{HIDDEN}/theirs", 1.0)))
+            store.put_name(
+                ServedName(name=f"{HIDDEN}/alias-{number}", targets=((lora_id, 1.0), (f"{HIDDEN}/theirs", 1.0)))
+            )
     return service
 
 
@@ -481,10 +479,10 @@ def test_no_tenants_key_passes_for_what_another_tenant_or_operators_own(objects,
                     case "adapter":
                         store.put_adapter(RegisteredAdapter(lora_id=each, source="s", tenants=tenants))
                     case "alias":
-                        store.put_alias(each, ((f"target/{owner}", 1.0),))
+                        store.put_name(ServedName(name=each, targets=((f"target/{owner}", 1.0),)))
                     case _:
                         tenant = tenants[0] if tenants is not None and len(tenants) == 1 else None
-                        store.put_published(each, PublishedName(name=each, tenant=tenant))
+                        store.put_name(ServedName(name=each, published=Publication(tenant=tenant)))
         try:
             owners.require_write(store, role.caller, kind, name, act)
         except OrchestratorError:

@@ -155,11 +155,11 @@ async def test_publish_of_a_name_that_another_call_deletes_before_it_is_confirme
     seen = {"router_id": "r0", "revision_seen": fleet.reconciler.catalog.revision}
     assert (await fleet.http.get("/v1/catalog", params=seen)).is_success
     call = asyncio.create_task(fleet.http.post("/v1/published/policy", json={"source": "/run/step-1"}))
-    while not fleet.store.aliases:
+    while not fleet.store.targets_of("policy"):
         await fleet.turn()
         await asyncio.wait([call], timeout=0.01)
     deleting = asyncio.create_task(fleet.http.delete("/v1/published/policy"))
-    while fleet.store.aliases:
+    while fleet.store.targets_of("policy"):
         await asyncio.wait([deleting], timeout=0.01)
     fleet.clock.now += 11  # the router is gone
     fleet.reconciler.confirmations.record_read("r1", fleet.reconciler.catalog.revision)
@@ -223,7 +223,7 @@ async def test_bytes_that_never_appear_end_in_an_error_that_says_so(fleet, clock
     answer = await call
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "bytes_not_visible")
-    assert "policy" not in fleet.store.published
+    assert "policy" not in fleet.store.names
 
 
 async def test_publish_without_a_worker_says_so(service):

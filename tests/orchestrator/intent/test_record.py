@@ -57,7 +57,7 @@ async def test_a_record_is_shown_then_taken_over_and_a_second_import_does_nothin
         ("change", "policy", ""),
     ]
     assert await imported(here, record, dry_run=True) == wanted
-    assert (list(here.store.adapters), list(here.store.aliases)) == ([], []), "a dry run changes nothing"
+    assert (list(here.store.adapters), list(here.store.names)) == ([], []), "a dry run changes nothing"
     assert await imported(here, record) == wanted
     assert await imported(here, record) == []
     taken = await here.adapter("sql/v1")

@@ -13,6 +13,7 @@ from orchestrator.core.uploads import SentBytes
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.intent.uploads import AdapterUploads, KeptUpload, UploadAsk
 from orchestrator.model.catalog import Catalog
+from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
 from router.fleet.catalog import router_catalog, with_changes
@@ -33,7 +34,7 @@ class StoreDouble:
     """The intent that a catalog is made of."""
 
     def __init__(self):
-        self.adapters, self.aliases, self.revision = {}, {}, 7
+        self.adapters, self.names, self.revision = {}, {}, 7
         self.fails = False
 
     def next_revision(self):
@@ -42,6 +43,9 @@ class StoreDouble:
             self.fails = False
             raise StoreError("the disk is full")
         return self.revision
+
+    def targets_of(self, name):
+        return self.names[name].targets if name in self.names else ()
 
     def published_as(self, _lora_id):
         return None
@@ -61,9 +65,10 @@ def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept
             case "delete":
                 store.adapters.pop(name, None)
             case "alias":
-                store.aliases[f"to-{name}"] = ((name, 1.0 + store.revision),)
+                targets = ((name, 1.0 + store.revision),)
+                store.names[f"to-{name}"] = ServedName(name=f"to-{name}", targets=targets)
             case "unalias":
-                store.aliases.pop(f"to-{name}", None)
+                store.names.pop(f"to-{name}", None)
             case "event" if not store.fails:
                 book.emit_event("load_failed", lora_id=name)
             case "full":
@@ -132,7 +137,7 @@ async def test_upload_of_an_adapter_that_another_call_deletes_before_it_is_confi
     service = open_service(confirm_wait_s=patience(30))
     reconciler = service.reconciler
     registry = AdapterRegistry(
-        service.store, reconciler.reports, reconciler.rollouts, forget_failures=lambda lora_id: None
+        service.store, reconciler.reports, reconciler.names, forget_failures=lambda lora_id: None
     )
     uploads = AdapterUploads(registry, reconciler, None, agents=NoAgents(), settings=service.settings)
     sent = SentBytes(None, 0, 4, is_resumed=False)

@@ -1,5 +1,6 @@
 """The contract of store backends: one suite for each backend."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -8,8 +9,15 @@ import pytest
 from lorafleet.kube.client import connect
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.pauses import PauseLease
-from orchestrator.core.published_names import NameVersion, PublishedName
-from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, WeightStep
+from orchestrator.model.served_names import (
+    NameVersion,
+    Publication,
+    RequestTally,
+    Rollout,
+    RolloutGuard,
+    ServedName,
+    WeightStep,
+)
 from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import WorkerIntent
 from orchestrator.store.store import IntentStore
@@ -41,7 +49,6 @@ PAUSE = PauseLease(
     renewals=2,
 )  # fmt: skip
 ROLLOUT = Rollout(
-    alias="sql",
     before=(("sql/v1", 1.0),),
     after=(("sql/v2", 1.0),),
     steps=(WeightStep(0.1, 60.0), WeightStep(1.0, 0.0)),
@@ -54,8 +61,7 @@ ROLLOUT = Rollout(
 )
 
 
-PUBLISHED = PublishedName(
-    name="run@3",
+PUBLISHED = Publication(
     tenant="acme",
     next_number=3,
     versions=(NameVersion(lora_id="run@3/v2", number=2, digest="b" * 64, registered_at=7.0, pointed_at=8.5),),
@@ -65,6 +71,8 @@ PUBLISHED = PublishedName(
     max_staleness_s=60.0,
     shadows_base=True,
 )
+SQL = ServedName(name="sql", targets=(("sql/v1", 2.0),), rollout=ROLLOUT)
+RUN = ServedName(name="run@3", targets=(("run@3/v2", 1.0),), published=PUBLISHED)
 
 
 class SqliteStores:
@@ -139,9 +147,8 @@ async def stores(request, tmp_path, kube):  # noqa: F811
 async def test_all_intent_survives_a_restart(stores):
     store = await stores.open()
     store.put_adapter(ADAPTER)
-    store.put_alias("sql", (("sql/v1", 1.0),))
-    store.put_rollout("sql", ROLLOUT)
-    store.put_published("run@3", PUBLISHED)
+    store.put_name(SQL)
+    store.put_name(RUN)
     store.put_rules(PlacementPolicy(loading="weighted", loads_per_worker=3))
     store.put_worker("w0", WorkerIntent("draining", 17.5))
     store.put_pause(PAUSE.scope.key, PAUSE)
@@ -154,23 +161,21 @@ async def test_all_intent_survives_a_restart(stores):
 
     again = await stores.open()
     assert dict(again.adapters) == {"sql/v1": ADAPTER}
-    assert dict(again.aliases) == {"sql": (("sql/v1", 1.0),)}
-    assert again.rollouts == {"sql": ROLLOUT}
-    assert dict(again.published) == {"run@3": PUBLISHED}
+    assert dict(again.names) == {"sql": SQL, "run@3": RUN}
     assert (again.published_as("run@3/v2"), again.next_numbers) == ("run@3", {"run@3": 3})
     assert again.rules == PlacementPolicy(loading="weighted", loads_per_worker=3)
     assert again.workers == {"w0": WorkerIntent("draining", 17.5)}
     assert again.pauses == {PAUSE.scope.key: PAUSE}
     assert again.tombstones == {"old": {"e" * 64}}
     assert again.epoch >= 7
-    again.drop_alias("sql")
-    again.put_published("run@3", None)
+    again.drop_name("sql")
+    again.drop_name("run@3")
     again.put_worker("w0", None)
     again.put_pause(PAUSE.scope.key, None)
     await again.wait_durable()
     await stores.close(again)
     last = await stores.open()
-    assert (dict(last.aliases), last.rollouts, dict(last.published), last.workers) == ({}, {}, {}, {})
+    assert (dict(last.names), last.next_numbers, last.workers) == ({}, {}, {})
     assert last.pauses == {}
     await stores.close(last)
 
@@ -266,24 +271,24 @@ async def test_history_is_kept_over_a_restart_and_found_by_kind_and_subject(stor
 
 async def test_writes_made_together_all_fail_with_one(stores):
     store = await stores.open()
-    store.put_alias("keep", (("x", 1.0),))
+    store.put_name(ServedName(name="keep", targets=(("x", 1.0),)))
 
     def fail_in_the_middle():
         with store.together():
             store.put_adapter(ADAPTER)
-            store.drop_alias("keep")
+            store.drop_name("keep")
             store.record("adapter_registered", "sql/v1")
             raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError):
         fail_in_the_middle()
-    assert (dict(store.adapters), list(store.aliases), store.history()) == ({}, ["keep"], [])
+    assert (dict(store.adapters), list(store.names), store.history()) == ({}, ["keep"], [])
     with store.together():
         store.put_adapter(ADAPTER)
     await store.wait_durable()
     await stores.close(store)
     again = await stores.open()
-    assert (list(again.adapters), list(again.aliases)) == (["sql/v1"], ["keep"])
+    assert (list(again.adapters), list(again.names)) == (["sql/v1"], ["keep"])
     await stores.close(again)
 
 
@@ -330,9 +335,8 @@ async def test_a_backup_leaves_out_deletions_drains_rollouts_and_pauses(stores, 
     store.put_adapter(RegisteredAdapter(lora_id="going", source="x", digest="e" * 64, is_deleting=True))
     store.put_adapter(RegisteredAdapter(lora_id="gone", source="x", digest="f" * 64))
     store.drop_adapter("gone")
-    store.put_alias("sql", (("sql/v1", 2.0),))
-    store.put_rollout("sql", ROLLOUT)
-    store.put_published("run@3", PUBLISHED)
+    store.put_name(SQL)
+    store.put_name(RUN)
     store.put_rules(PlacementPolicy(loading="eager"))
     store.put_worker("w0", WorkerIntent("draining", 17.5))
     store.put_worker("w1", WorkerIntent("cordoned"))
@@ -344,10 +348,9 @@ async def test_a_backup_leaves_out_deletions_drains_rollouts_and_pauses(stores, 
     assert sorted(store.adapters) == ["going", "sql/v1"]
     await stores.close(store)
     copy = await stores.restored(Path(path))
-    assert (copy.adapters["sql/v1"], copy.tombstones, copy.rollouts, copy.pauses) == (ADAPTER, {}, {}, {})
+    assert (copy.adapters["sql/v1"], copy.tombstones, copy.pauses) == (ADAPTER, {}, {})
     assert not copy.adapters["going"].is_deleting
-    assert dict(copy.aliases) == {"sql": (("sql/v1", 2.0),)}
-    assert dict(copy.published) == {"run@3": PUBLISHED}
+    assert dict(copy.names) == {"sql": replace(SQL, rollout=None), "run@3": RUN}
     assert copy.workers == {"w1": WorkerIntent("cordoned")}
     assert copy.rules == PlacementPolicy(loading="eager")
     await stores.close(copy)

@@ -16,6 +16,7 @@ import pytest
 
 from orchestrator.core.errors import LeaseUnreachable, OrchestratorUnavailable, StoreError
 from orchestrator.leadership.file_lease import FileLease
+from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import WorkerIntent
 from orchestrator.store.sqlite import SCHEMA, SqliteBackend, no_space
@@ -47,18 +48,18 @@ def test_error_that_is_caught_between_nested_writes_fails_the_whole(tmp_path):
 
     def write():
         with store.together():
-            store.put_alias("before", (("a", 1.0),))
+            store.put_name(ServedName(name="before", targets=(("a", 1.0),)))
             with suppress(ValueError), store.together():
                 raise ValueError
-            store.put_alias("after", (("a", 1.0),))
+            store.put_name(ServedName(name="after", targets=(("a", 1.0),)))
 
     with pytest.raises(AssertionError, match="writes before it are lost"):
         write()
-    assert not store.aliases
-    store.put_alias("next", (("a", 1.0),))
+    assert not store.names
+    store.put_name(ServedName(name="next", targets=(("a", 1.0),)))
     store.close()
     store = IntentStore(tmp_path / "store.db")
-    assert list(store.aliases) == ["next"]
+    assert list(store.names) == ["next"]
     store.close()
 
 
@@ -87,43 +88,18 @@ def test_orchestrators_can_start_together_on_a_new_store(tmp_path):
                 one.result()
 
 
-SCHEMAS = Path(__file__).parent / "schemas"
-
-
-def test_a_sample_store_exists_for_every_older_schema():
-    assert sorted(int(path.stem) for path in SCHEMAS.glob("*.sql")) == list(range(1, SCHEMA))
-
-
-@pytest.mark.parametrize("path", sorted(SCHEMAS.glob("*.sql")), ids=lambda path: path.name)
-def test_a_store_of_any_older_schema_is_migrated_without_loss(tmp_path, path):
-    with closing(sqlite3.connect(tmp_path / "s.db")) as db:
-        db.executescript(path.read_text())
-    for _ in range(2):
-        store = IntentStore(tmp_path / "s.db")
-        assert dict(store.adapters) == {"sql/v1": replace(ADAPTER, quarantine=None, secret=None, pinned_source=None)}
-        assert dict(store.aliases) == {"sql": (("sql/v1", 1.0),)}
-        assert store.rules == PlacementPolicy(loading="weighted", loads_per_worker=3)
-        assert store.workers == {"w0": WorkerIntent("cordoned"), "w1": WorkerIntent("draining", 17.5)}
-        assert store.tombstones == {"old": {"e" * 64}}
-        assert store.epoch == 7
-        assert store.revision > 1_800_000_000_000
-        store.record("alias_set", "sql", {"targets": []}, "me")
-        assert store.history(subject="sql")[0].actor == "me"
-        store.close()
-
-
 def test_a_store_to_which_a_newer_version_added_columns_can_be_rolled_back(tmp_path):
     path = tmp_path / "s.db"
     IntentStore(path).close()
     with closing(sqlite3.connect(path)) as db:
-        for table in ("adapters", "aliases", "workers", "counters", "rollouts", "tombstones", "policy"):
+        for table in ("adapters", "names", "workers", "counters", "tombstones", "policy"):
             db.execute(f"ALTER TABLE {table} ADD COLUMN added_later TEXT NOT NULL DEFAULT 'x'")
         db.execute("CREATE TABLE added_later (x)")
         db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
         db.commit()
     store = IntentStore(path)
     store.put_adapter(ADAPTER)
-    store.put_alias("sql", (("sql/v1", 1.0),))
+    store.put_name(ServedName(name="sql", targets=(("sql/v1", 1.0),)))
     store.put_rules(PlacementPolicy(loads_per_worker=3))
     store.put_worker("w0", WorkerIntent("cordoned"))
     store.put_tombstone("old", "e" * 64)
@@ -131,7 +107,7 @@ def test_a_store_to_which_a_newer_version_added_columns_can_be_rolled_back(tmp_p
     store.close()
     again = IntentStore(path)
     assert dict(again.adapters) == {ADAPTER.lora_id: ADAPTER}
-    assert dict(again.aliases) == {"sql": (("sql/v1", 1.0),)}
+    assert again.targets_of("sql") == (("sql/v1", 1.0),)
     assert again.rules == PlacementPolicy(loads_per_worker=3)
     assert again.workers == {"w0": WorkerIntent("cordoned")}
     assert again.tombstones == {"old": {"e" * 64}}
@@ -234,9 +210,12 @@ def _text(path):
         (_changed("UPDATE adapters SET policy = ?", "[" * 100_000), r"adapter '.*': policy: no JSON"),
         (_changed("UPDATE adapters SET source = CAST(x'ff' AS TEXT)"), "UTF-8"),
         (_changed("ALTER TABLE adapters DROP COLUMN secret"), r"columns secret of adapters missing"),
-        (_changed("DROP TABLE aliases"), r"table aliases missing"),
-        (_changed("REPLACE INTO aliases VALUES ('sql', '[[1, 2]]')"), r"alias 'sql': Expected `str`, got `int`"),
-        (_changed("REPLACE INTO rollouts VALUES ('sql', 'null')"), r"rollout of 'sql': Expected `object`"),
+        (_changed("DROP TABLE names"), r"table names missing"),
+        (
+            _changed("REPLACE INTO names VALUES ('sql', ?)", '{"name": "sql", "targets": [[1, 2]]}'),
+            r"'sql': Expected `str`",
+        ),
+        (_changed("REPLACE INTO names VALUES ('sql', 'null')"), r"name 'sql': Expected `object`"),
     ],
 )
 def test_a_foreign_or_damaged_file_is_refused_unchanged(tmp_path, spoil, says):
@@ -305,22 +284,22 @@ async def test_a_leader_that_was_paused_writes_nothing_once_another_term_has_beg
     old, new = IntentStore(tmp_path / "s.db"), IntentStore(tmp_path / "s.db")
     await old.catch_up()
     old.raise_epoch(old.epoch)
-    old.put_alias("before", (("a", 1.0),))
+    old.put_name(ServedName(name="before", targets=(("a", 1.0),)))
     await new.catch_up()
     new.reload()
-    old.put_alias("between", (("a", 1.0),))
+    old.put_name(ServedName(name="between", targets=(("a", 1.0),)))
     new.raise_epoch(new.epoch)
     new.refresh()
-    assert set(new.aliases) == {"before", "between"}
+    assert set(new.names) == {"before", "between"}
     with pytest.raises(OrchestratorUnavailable) as refusal:
-        old.put_alias("after", (("a", 1.0),))
+        old.put_name(ServedName(name="after", targets=(("a", 1.0),)))
     assert refusal.value.code == "not_leading"
     with pytest.raises(OrchestratorUnavailable):
         old.record("policy_changed", "")
     old.close()
     new.close()
     with closing(IntentStore(tmp_path / "s.db")) as third:
-        assert set(third.aliases) == {"before", "between"}
+        assert set(third.names) == {"before", "between"}
 
 
 async def test_two_processes_that_begin_a_term_at_once_never_have_one_epoch(tmp_path):

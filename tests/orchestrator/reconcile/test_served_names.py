@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.core.rollout import RequestTally
+from orchestrator.model.served_names import RequestTally
 
 V1, V2 = "sql/v1", "sql/v2"
 STEPS = [{"weight": 0.1, "for_s": 10}, {"weight": 0.5, "for_s": 10}]
@@ -263,7 +263,7 @@ async def test_a_rollout_shows_counts_of_finished_requests_only(two_versions):
     item = await status(service)
     assert (item["new"]["requests"], item["new"]["errors"], item["needed"]) == (10, 1, 20)
     assert item["worse"].startswith("error rate")  # so far, before the step has all its requests
-    assert service.store.rollouts["sql"].new == RequestTally(10, 1, 10, pytest.approx(1.0))
+    assert service.store.names["sql"].rollout.new == RequestTally(10, 1, 10, pytest.approx(1.0))
 
 
 @pytest.mark.parametrize(
