@@ -9,7 +9,7 @@ import pytest
 from lorafleet.http_server import serve
 from lorafleet.http_server.intake import ClientLimits
 from lorafleet.http_server.listener import HttpListener, listener_for_app
-from tests.lorafleet.http_server.test_serve import length
+from tests.lorafleet.test_serve import length
 from tests.patience import within
 from tests.wires import RawClient, error_of
 
