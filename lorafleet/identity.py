@@ -20,6 +20,9 @@ AdapterLocation = Literal["remote", "disk", "host", "device"]
 Tier = Literal["device", "host", "storage"]
 TIERS: Final[tuple[Tier, ...]] = ("device", "host", "storage")
 """Where an engine has a KV block, fastest first."""
+FileMark = Literal["kept", "held", "gone"]
+"""An adapter's files on a worker's disk. kept: until they are marked otherwise; held: they may be deleted where room is
+needed; gone: no longer there, as a mark: to be deleted once nobody uses them."""
 BlockHash = NewType("BlockHash", int)
 KV_HASHING: Final = 1
 """Version of `root_hash` and `block_hashes`. Services with the same version hash the same prompt alike."""

@@ -55,7 +55,7 @@ from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import AgentClient, ask_for_proof
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.file_relay import FileRelay
+from orchestrator.reconcile.file_copies import FileRelay
 from orchestrator.reconcile.kube_workers import KubeWorkerFinder
 from orchestrator.reconcile.readings import fleet_readings
 from orchestrator.reconcile.reconciler import Reconciler
@@ -260,7 +260,7 @@ def build(
             keys=keys,
             registry=registry,
             reconciler=reconciler,
-            relay=_file_relay(settings, client, reports, agents),
+            relay=_file_relay(settings, client, reconciler, agents),
             agents=agents,
             book=book,
             mailbox=service.mailbox,
@@ -319,12 +319,13 @@ def _agent_client(
 
 
 def _file_relay(
-    settings: OrchestratorSettings, client: httpx.AsyncClient, reports: WorkerReports, agents: AgentClient
+    settings: OrchestratorSettings, client: httpx.AsyncClient, reconciler: Reconciler, agents: AgentClient
 ) -> FileRelay:
     """The relay of adapter files, with the keys for our agents and for other fleets."""
     return FileRelay(
         client,
-        reports,
+        reconciler.reports,
+        reconciler.files,
         agents=agents,
         peers=settings.peer_fleets,
         peer_key=OwnKey("", settings.peer_token_file),

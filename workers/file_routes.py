@@ -11,14 +11,14 @@ from lorafleet.keys.auth import ApiKeys, requires
 from workers.agent.agent import WorkerAgent
 from workers.agent.file_uploads import FileUploads
 from workers.epochs import Epoch
-from workers.wire import AdapterFiles, KeepRequest, ReleaseRequest
+from workers.wire import AdapterFiles, MarkFilesRequest
 
 Digest = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{64}$")]
 _CHUNK_BYTES = 1 << 20
 
 
 def file_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
-    """Routes that read files (scope `worker`, `export` or `agent`), and those that keep and release them (`agent`)."""
+    """Routes that read files (scope `worker`, `export` or `agent`), and the one that marks them (`agent`)."""
     api = APIRouter()
     # Other agents, other fleets, and orchestrators. No key of publishers: a digest would show it others' adapters.
     readers = [Depends(requires(keys, "worker", "export", "agent"))]
@@ -42,20 +42,14 @@ def file_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         headers = {"etag": f'"{digest}"'}
         return _Upload(agent.uploads, path, media_type="application/octet-stream", headers=headers)
 
-    @api.post("/v1/admin/keep_files", dependencies=leading)
-    async def keep_files(body: KeepRequest, epoch: Epoch) -> AdapterFiles:
-        """Keep the files of a digest on this worker's disk until they are released; fetched from others if needed.
+    @api.post("/v1/admin/mark_files", dependencies=leading, status_code=204)
+    async def mark_files(body: MarkFilesRequest, epoch: Epoch) -> None:
+        """Keep the files of these digests, fetched from others if needed; or let them be deleted again.
 
         A stale epoch is refused.
         """
-        agent.check_epoch(epoch, is_destructive=False)
-        return await agent.keep_files(body)
-
-    @api.post("/v1/admin/release_files", dependencies=leading, status_code=204)
-    async def release_files(body: ReleaseRequest, epoch: Epoch) -> None:
-        """Let the files of these digests be deleted again as any others. A stale epoch is refused."""
-        agent.check_epoch(epoch, is_destructive=True)
-        await agent.release_files(body)
+        agent.check_epoch(epoch, is_destructive=body.mark != "kept")
+        await agent.mark_files(body)
 
     return api
 

@@ -12,14 +12,14 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, FailFast, Field, computed_field
 
-from lorafleet.identity import KV_HASHING, AdapterLocation, Tier
+from lorafleet.identity import KV_HASHING, AdapterLocation, FileMark, Tier
 
 WIRE = 1
 MOST_NEIGHBOURS = 64
 """Agents that a request may name as places to fetch from: a bound, not an aim."""
 
-MOST_RELEASED = 1000
-"""Digests in one request to release them: 70 KB."""
+MOST_DIGESTS = 1000
+"""Digests of each kind in one request or heartbeat: 70 KB."""
 
 REPORT_HEADER = "x-lorafleet-report"
 """Header of the answers to an orchestrator's calls: `<agent_boot_id>/<report_number>` of a report made at that moment.
@@ -335,25 +335,15 @@ class InspectRequest(_WorkerMessage):
     wire: int = WIRE
 
 
-class KeepRequest(_WorkerMessage):
-    """`POST /v1/admin/keep_files`: keep the files of a digest on this disk until they are released.
+class MarkFilesRequest(_WorkerMessage):
+    """`POST /v1/admin/mark_files`: how this worker is to treat the files of these digests.
 
-    neighbours  URLs of agents that have them, if this worker does not
+    neighbours  URLs of agents that have those to keep, if this worker does not
     """
 
-    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    mark: FileMark
+    digests: Annotated[tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...], Field(max_length=MOST_DIGESTS)]
     neighbours: Annotated[tuple[str, ...], Field(max_length=MOST_NEIGHBOURS)] = ()
-    wire: int = WIRE
-
-
-class ReleaseRequest(_WorkerMessage):
-    """`POST /v1/admin/release_files`: files of these digests may be deleted again.
-
-    is_dropped  delete them as soon as nobody uses them
-    """
-
-    digests: Annotated[tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...], Field(max_length=MOST_RELEASED)]
-    is_dropped: bool = False
     wire: int = WIRE
 
 
@@ -451,6 +441,27 @@ class AgentEvent(_WorkerMessage):
     source: str | None = None
     done_bytes: int | None = None
     total_bytes: int | None = None
+
+
+Digests = Annotated[tuple[str, ...], FailFast(), Field(max_length=MOST_DIGESTS)]
+
+
+class HeldFiles(_WorkerMessage):
+    """Changes of the digests on a worker's disk since those that the orchestrator has confirmed, in a heartbeat.
+
+    disk_id  names the folder: agents that share it have one copy
+    since    the confirmed number, which these changes follow; 0: these are the first of all that is there
+    upto     the number to confirm; `left`: how many changes follow it
+    held, kept, gone  digests that are there, there and kept, and no longer there
+    """
+
+    disk_id: str = Field(max_length=100)
+    since: int = Field(ge=0)
+    upto: int = Field(ge=0)
+    left: int = Field(default=0, ge=0)
+    held: Digests = ()
+    kept: Digests = ()
+    gone: Digests = ()
 
 
 class AdapterFile(_WorkerMessage):

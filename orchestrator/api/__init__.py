@@ -36,7 +36,7 @@ from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.intent.uploads import AdapterUploads
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import AgentClient
-from orchestrator.reconcile.file_relay import FileRelay
+from orchestrator.reconcile.file_copies import FileRelay
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.questions import RouterMailbox

@@ -162,7 +162,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "expected_s": 1.5,
     },
     "EnsureRequest": {"replicas": 1, "wait_s": 10.0},
-    "Heartbeat": {"metadata": _METADATA},
+    "Heartbeat": {"metadata": _METADATA, "files": {"disk_id": "5f3c", "since": 0, "upto": 1, "held": ["a" * 64]}},
     "HeartbeatAnswer": {"epoch": 7, "revision": 1794900000000, "interval_s": 1.0, "is_warm": True, "in_flight": 3},
     "HistoryList": {"data": [_HISTORY], "next": "41"},
     "OrphanList": {"data": [_ORPHAN], "next": None},

@@ -14,7 +14,7 @@ from orchestrator.intent.record import differences, fleet_record, import_record
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.apply import ApplyRequest
 from orchestrator.model.record import FleetRecord, ImportAnswer, ImportRequest, RecordChange
-from orchestrator.reconcile.file_relay import FileRelay, RelayedFile
+from orchestrator.reconcile.file_copies import FileRelay, RelayedFile
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.backend import Subject
 

@@ -12,8 +12,8 @@ from lorafleet.keys.roles import Caller
 from lorafleet.service.openapi import UPLOAD_SCHEMA
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
+from orchestrator.core.copies import UPLOAD_FILES, sent_bytes
 from orchestrator.core.errors import OrchestratorRequestError
-from orchestrator.core.uploads import UPLOAD_FILES, sent_bytes
 from orchestrator.intent import owners
 from orchestrator.intent.publisher import NamePublisher
 from orchestrator.intent.uploads import AdapterUploads, UploadAsk, missing_of

@@ -93,7 +93,7 @@ class WireViews:
     def _files_of(self, worker_id: str) -> WorkerFiles | None:
         """The adapters on the worker's disk; None where its agent does not report them."""
         disk = self._reconciler.files.disks.get(worker_id)
-        if disk is None or disk.seen is None:
+        if disk is None:
             return None
         return WorkerFiles(held=len(disk.files), kept=sum(disk.files.values()), is_whole=disk.is_whole)
 

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from orchestrator.core.copies import FetchChoice, fetch_choice
 from orchestrator.core.demand import RouterCounts
 from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
-from orchestrator.model.files import FetchChoice, FilesSnapshot, OngoingFetch, fetch_choice
 from orchestrator.model.snapshot import (
     UNREACHABLE,
     DesiredPlacement,
+    FilesSnapshot,
     LoadFigures,
     ObservedFleet,
     ObservedWorker,
+    OngoingFetch,
     Pair,
     PlacementPolicy,
     PlannedLoad,

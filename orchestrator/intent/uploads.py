@@ -19,6 +19,7 @@ import structlog
 from lorafleet.identity import fleet_source, rendezvous_order
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
+from orchestrator.core.copies import UPLOAD_FILES, SentBytes, UploadQuota, missing_files, upload_id
 from orchestrator.core.errors import (
     InvalidAdapter,
     NotFound,
@@ -30,7 +31,6 @@ from orchestrator.core.errors import (
     UploadTooLarge,
     WorkerFailed,
 )
-from orchestrator.core.uploads import UPLOAD_FILES, SentBytes, UploadQuota, missing_files, upload_id
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.adapters import AdapterSpec
 from orchestrator.model.snapshot import RegisteredAdapter
@@ -43,7 +43,6 @@ from workers.wire import (
     BeginFileRequest,
     InspectRequest,
     InstallUploadRequest,
-    KeepRequest,
     UnfinishedUpload,
     UploadState,
 )
@@ -372,22 +371,21 @@ class AdapterUploads:
         """
         others = [worker for worker in rendezvous_order(ask.upload_id, self._ready_workers()) if worker.id != holder.id]
         others.sort(key=lambda worker: worker.base_model != holder.base_model)
-        files = self._reconciler.files
-        disk_ids = {w.id: files.disks[w.id].disk_id if w.id in files.disks else w.id for w in (holder, *others)}
+        disks = self._reconciler.files.disks
+        disk_ids = {w.id: disks[w.id].disk_id if w.id in disks else w.id for w in (holder, *others)}
         wanted = min(self._settings.fleet_copies, len(set(disk_ids.values())))
         kept: dict[str, str] = {}  # disk -> worker
         refused: WorkerFailed | InvalidAdapter | None = None
         for worker in (holder, *others):
             if len(kept) == wanted or disk_ids[worker.id] in kept:
                 continue
-            neighbours = () if worker is holder else (holder.agent_url,)
-            keep = KeepRequest(digest=found.digest, neighbours=neighbours)
+            neighbours = () if worker is holder else (holder.id,)
+            timeout_s = self._settings.inspect_timeout_s
             try:
-                at = await self._agents.keep_files(worker.agent_url, keep, timeout_s=self._settings.inspect_timeout_s)
+                await self._reconciler.copies.keep_on(worker.id, found.digest, neighbours, timeout_s=timeout_s)
             except (WorkerFailed, InvalidAdapter) as exc:
                 refused = exc
             else:
-                files.note(worker.id, found.digest, at, is_kept=True)
                 kept[disk_ids[worker.id]] = worker.id
         if len(kept) < wanted:
             message = (

@@ -5,31 +5,7 @@ from typing import Annotated
 from pydantic import FailFast, Field
 
 from orchestrator.model.names import WIRE, ServiceDocument
-from workers.wire import AdapterOperation, AgentIncident, Metadata
-
-MOST_HELD = 1000
-"""Digests of `HeldFiles` in one heartbeat: 70 KB. More follow in the next, which is sent at once."""
-
-
-Digests = Annotated[tuple[str, ...], FailFast(), Field(max_length=MOST_HELD)]
-
-
-class HeldFiles(ServiceDocument):
-    """Changes of the digests on a worker's disk since those that the orchestrator has confirmed.
-
-    disk_id  names the folder: agents that share it have one copy
-    since    the confirmed number, which these changes follow; 0: these are the first of all that is there
-    upto     the number to confirm; `left`: how many changes follow it
-    held, kept, gone  digests that are there, there and kept, and no longer there
-    """
-
-    disk_id: str = Field(max_length=100)
-    since: int = Field(ge=0)
-    upto: int = Field(ge=0)
-    left: int = Field(default=0, ge=0)
-    held: Digests = ()
-    kept: Digests = ()
-    gone: Digests = ()
+from workers.wire import AdapterOperation, AgentIncident, HeldFiles, Metadata
 
 
 class Heartbeat(ServiceDocument):
@@ -37,12 +13,11 @@ class Heartbeat(ServiceDocument):
 
     operations  the oldest loads and unloads that no orchestrator asked for and that none has recorded
     incidents   the oldest incidents that no orchestrator has recorded
-    files       null: from an agent of an older version
     agents_digest  of the list of agents that it has; the answer has the list if it is another
     """
 
     metadata: Metadata
-    files: HeldFiles | None = None
+    files: HeldFiles
     agents_digest: str = ""
     operations: Annotated[tuple[AdapterOperation, ...], FailFast()] = Field(default=(), max_length=1000)
     incidents: Annotated[tuple[AgentIncident, ...], FailFast()] = Field(default=(), max_length=1000)
@@ -56,7 +31,7 @@ class HeartbeatAnswer(ServiceDocument):
     is_warm     the worker need load nothing more before it is ready
     in_flight   requests of routers at its engine
     recorded    `id` up to which the agent's operations are in the history; `recorded_incidents`: its incidents
-    files_seen  number up to which the changes of its files are known; null: this orchestrator wants none
+    files_seen  number up to which the changes of its files are known
     agents      URLs of the fleet's agents, so that it can fetch from them by itself; null: as in `agents_digest`
     """
 
@@ -67,7 +42,7 @@ class HeartbeatAnswer(ServiceDocument):
     recorded_incidents: int = 0
     is_warm: bool = True
     in_flight: int = 0
-    files_seen: int | None = None
+    files_seen: int = 0
     agents: tuple[str, ...] | None = None
     agents_digest: str = ""
     wire: int = WIRE

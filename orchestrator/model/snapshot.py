@@ -3,13 +3,12 @@
 All times are seconds of the monotonic clock of the process that took the snapshot.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
 from lorafleet.identity import lora_id_of
-from orchestrator.model.files import FilesSnapshot
 from orchestrator.model.served_names import is_retired_version
 
 Pair = tuple[str, str]
@@ -294,6 +293,30 @@ class PassMemory:
     standing_targets: Mapping[str, StandingTarget] = field(default_factory=dict)
     moves: Mapping[Pair, str] = field(default_factory=dict)
     churn: ChurnHistory = field(default_factory=ChurnHistory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OngoingFetch:
+    """A fetch of a digest's files. `moved_at`: when it began or its bytes last grew."""
+
+    worker_id: str
+    moved_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesSnapshot:
+    """Files on the workers' disks.
+
+    is_known  whether it was observed; otherwise every load fetches for itself
+    is_whole  whether every worker that answers has said all that it has
+    holders   digest -> workers with verified files
+    fetches   digest -> fetches under way
+    """
+
+    is_known: bool = False
+    is_whole: bool = False
+    holders: Mapping[str, Collection[str]] = field(default_factory=dict)
+    fetches: Mapping[str, Sequence[OngoingFetch]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

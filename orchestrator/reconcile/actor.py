@@ -14,6 +14,7 @@ from lorafleet.identity import fleet_digest
 from lorafleet.service.tasks import BackgroundTasks
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
+from orchestrator.core.copies import NEIGHBOURS_NAMED
 from orchestrator.core.errors import (
     InvalidAdapter,
     LeaseLost,
@@ -25,11 +26,10 @@ from orchestrator.core.errors import (
 from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, MOST_TRIED, SOURCE_CODES, failure_scope
 from orchestrator.core.plan import AdapterDrain, WorkerAction
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.model.files import NEIGHBOURS_NAMED
 from orchestrator.model.snapshot import RegisteredAdapter, ReportedAdapter, lora_id_of_held
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.held_files import HeldFilesBook
+from orchestrator.reconcile.file_copies import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.reconcile.worker_reports import WorkerReports

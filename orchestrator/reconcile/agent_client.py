@@ -27,12 +27,11 @@ from workers.wire import (
     DrainRequest,
     InspectRequest,
     InstallUploadRequest,
-    KeepRequest,
     LoadedLora,
     LoadRequest,
     LogTail,
+    MarkFilesRequest,
     Metadata,
-    ReleaseRequest,
     UndrainRequest,
     UnfinishedUpload,
     UnfinishedUploads,
@@ -108,13 +107,9 @@ class AgentClient:
         answer = await self._post_action(agent_url, "load_lora", ask, timeout_s=timeout_s)
         return _parsed(LoadedLora, answer), _as_of(answer)
 
-    async def keep_files(self, agent_url: str, ask: KeepRequest, *, timeout_s: float) -> AsOf:
-        """Have the agent keep the files of a digest. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
-        return _as_of(await self._post_action(agent_url, "keep_files", ask, timeout_s=timeout_s))
-
-    async def release_files(self, agent_url: str, ask: ReleaseRequest, *, timeout_s: float) -> AsOf:
-        """Let the agent delete files again. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
-        return _as_of(await self._post_action(agent_url, "release_files", ask, timeout_s=timeout_s))
+    async def mark_files(self, agent_url: str, ask: MarkFilesRequest, *, timeout_s: float) -> AsOf:
+        """Have the agent keep files, or let it delete them again. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
+        return _as_of(await self._post_action(agent_url, "mark_files", ask, timeout_s=timeout_s))
 
     async def unload(self, agent_url: str, ask: UnloadRequest, *, timeout_s: float) -> AsOf:
         """Unload the adapter; a 404 counts as success. Raises WorkerFailed, InvalidAdapter, LeaseLost."""

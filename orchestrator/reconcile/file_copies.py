@@ -1,32 +1,167 @@
-"""Act on copies: have agents keep, fetch and release files that are nowhere but in the fleet."""
+"""Files by digest in the fleet: the workers that have them, the copies that are kept, and the relay of their bytes."""
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from random import Random
+from urllib.parse import quote
 
+import httpx
 import structlog
 
-from lorafleet.identity import fleet_digest
+from lorafleet.identity import FileMark, fleet_digest
+from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.loops import ChangeSignal
 from lorafleet.service.tasks import BackgroundTasks
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
-from orchestrator.core.copies import CopyPlan, CopyState, KeepStep, ReleaseStep, WorkerDisk, plan_copies
-from orchestrator.core.errors import InvalidAdapter, LeaseLost, WorkerFailed
+from orchestrator.core.copies import CopyFacts, CopyPlan, CopyState, MarkStep, WorkerDisk, plan_copies
+from orchestrator.core.errors import (
+    InvalidAdapter,
+    LeaseLost,
+    NotFound,
+    OrchestratorRequestError,
+    OrchestratorUnavailable,
+    WorkerFailed,
+)
 from orchestrator.core.failures import LONGEST_S, FailureBook
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import AgentClient
-from orchestrator.reconcile.held_files import HeldFilesBook, ReportedDisk
+from orchestrator.reconcile.agent_view import AsOf, as_of
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, worker_state
 from orchestrator.store.store import IntentStore
-from workers.wire import KeepRequest, ReleaseRequest
+from workers.wire import HeldFiles, MarkFilesRequest, Metadata
 
 log = structlog.get_logger()
 
 _ABSENT_S = 10.0
 """A worker silent for less still counts with its copies: agents restart in that time. A guess."""
+_STREAMS = 16
+"""Files relayed at the same time. Each costs the event loop about a tenth of a core at 100 MB/s; a guess."""
+_BUSY_RETRY_S = 2.0
+_PROBES = 16
+_RELAYED = ("range", "if-range")
+_HTTP_OK = frozenset({200, 206, 416})
+
+
+@dataclass(slots=True)
+class ReportedDisk:
+    """One worker's disk.
+
+    agent_boot_id  the agent whose numbers these are
+    seen           number of the last change that is known
+    is_whole       whether nothing was left to report
+    files          digest -> whether it is kept
+    unconfirmed    digests of before that the agent, which began anew, has not named yet
+    answered       digest -> as of when an answer of the agent told its state: older heartbeats do not change it
+    """
+
+    agent_boot_id: str
+    disk_id: str
+    seen: int = 0
+    is_whole: bool = False
+    files: dict[str, bool] = field(default_factory=dict)
+    unconfirmed: set[str] = field(default_factory=set)
+    answered: dict[str, AsOf] = field(default_factory=dict)
+
+    def answer(self, at: AsOf, digests: Iterable[str]) -> None:
+        """Keep older heartbeats from changing these digests. No-op for an answer that names no report."""
+        if at.number:
+            self.answered |= dict.fromkeys(digests, at)
+
+
+class HeldFilesBook:
+    """The disks of all workers. One writer: the event loop.
+
+    disks    worker_id -> disk
+    holders  digest -> workers that have it; `keepers`: that keep it
+    """
+
+    def __init__(self) -> None:
+        self.disks: dict[str, ReportedDisk] = {}
+        self.holders: dict[str, set[str]] = {}
+        self.keepers: dict[str, set[str]] = {}
+
+    def record(self, report: Metadata, files: HeldFiles) -> bool:
+        """Apply what a heartbeat reports; returns whether anything has changed.
+
+        Changes that do not follow the known ones are not applied: `seen` is 0 then, and the agent begins anew.
+        """
+        worker_id, boot_id = report.instance_id, report.agent_boot_id
+        disk = self.disks.get(worker_id)
+        if disk is None or (disk.agent_boot_id, disk.disk_id) != (boot_id, files.disk_id):
+            known = disk or ReportedDisk(boot_id, files.disk_id)
+            disk = ReportedDisk(boot_id, files.disk_id, files=known.files, answered=known.answered)
+            self.disks[worker_id] = disk
+        disk.answered = {name: at for name, at in disk.answered.items() if as_of(report).is_before(at)}
+        if files.since not in (0, disk.seen):
+            disk.seen, disk.is_whole = 0, False
+            return False
+        had_whole = disk.is_whole
+        named = {*files.held, *files.kept}
+        if files.since == 0:
+            disk.unconfirmed = set(disk.files)  # what none of the changes names is gone, once all have come
+        disk.unconfirmed -= named | disk.answered.keys()
+        states = [(name, False) for name in files.held] + [(name, True) for name in files.kept]
+        gone = [*files.gone, *(() if files.left else disk.unconfirmed)]
+        told = [*states, *((name, None) for name in gone)]
+        news = self._put_all(worker_id, [(name, state) for name, state in told if name not in disk.answered])
+        disk.seen, disk.is_whole = files.upto, files.left == 0
+        return news or disk.is_whole != had_whole
+
+    def note(self, worker_id: str, digest: str, at: AsOf) -> None:
+        """Record an answer (or report) by which a worker has the files of a digest, without waiting for a heartbeat."""
+        if (disk := self.disks.get(worker_id)) is not None:
+            disk.answer(at, (digest,))
+            self._put(worker_id, digest, disk.files.get(digest, False))
+
+    def note_mark(self, worker_id: str, digests: Collection[str], mark: FileMark, at: AsOf) -> None:
+        """Record an answer by which a worker has marked its files of these digests."""
+        if (disk := self.disks.get(worker_id)) is not None:
+            disk.answer(at, digests)
+            marked = digests if mark == "kept" else [digest for digest in digests if digest in disk.files]
+            self._put_all(worker_id, [(digest, mark == "kept") for digest in marked])
+
+    def forget(self, present: Collection[str]) -> None:
+        """Forget the disks of workers that are not among these."""
+        for worker_id in [name for name in self.disks if name not in present]:
+            self._put_all(worker_id, [(digest, None) for digest in [*self.disks[worker_id].files]])
+            del self.disks[worker_id]
+
+    def clear_seen(self) -> None:
+        """Ask all agents to report anew, at the beginning of a term. What is known counts until they have."""
+        for disk in self.disks.values():
+            disk.seen, disk.is_whole = 0, False
+
+    def _put_all(self, worker_id: str, states: Iterable[tuple[str, bool | None]]) -> bool:
+        """Record several digests; returns whether any is news."""
+        return sum(self._put(worker_id, digest, state) for digest, state in states) > 0
+
+    def _put(self, worker_id: str, digest: str, state: bool | None) -> bool:
+        """Record that a worker keeps a digest (True), has it (False) or not (None); returns whether that is news."""
+        files = self.disks[worker_id].files
+        if files.get(digest) is state:
+            return False
+        if state is None:
+            del files[digest]
+        else:
+            files[digest] = state
+        _set(self.holders, digest, worker_id, is_in=state is not None)
+        _set(self.keepers, digest, worker_id, is_in=state is True)
+        return True
+
+
+def _set(index: dict[str, set[str]], digest: str, worker_id: str, *, is_in: bool) -> None:
+    """Add a worker to the set of a digest, or take it out; an empty set goes."""
+    if is_in:
+        index.setdefault(digest, set()).add(worker_id)
+    elif (names := index.get(digest)) is not None:
+        names.discard(worker_id)
+        if not names:
+            del index[digest]
 
 
 class FileCopies:
@@ -86,7 +221,7 @@ class FileCopies:
                 log.error("the files of an adapter are lost", digest=digest, reason=state.reason)
         self.states = plan.states
         for keep in plan.keeps:
-            self._under_way.add((keep.digest, keep.worker_id))
+            self._under_way.add((keep.digests[0], keep.worker_id))
             self._tasks.spawn(self._keep(keep))
         for release in plan.releases:
             if release.worker_id not in self._releasing:
@@ -164,16 +299,17 @@ class FileCopies:
             for worker_id, entry in self._reports.workers.items()
             if worker_id in self._files.disks and agent_url_of(entry.report)
         ]
-        return plan_copies(
-            needs,
-            disks,
-            self._files.keepers,
+        facts = CopyFacts(
+            needs=needs,
+            disks=disks,
+            keepers=self._files.keepers,
             copies=self._settings.fleet_copies,
             under_way=self._under_way,
             blocked=self._failures.by_pair.keys(),
             deleted=deleted,
             dropping=self._dropping,
         )
+        return plan_copies(facts)
 
     def _disk(self, entry: KnownWorker, disk: ReportedDisk, now: float) -> WorkerDisk:
         """A worker's disk as the decision sees it."""
@@ -192,60 +328,255 @@ class FileCopies:
             is_whole=disk.is_whole,
             is_safe=not is_going and (is_heard or now - entry.heard_at < _ABSENT_S),
             is_reachable=is_heard,
-            # An agent of an older version keeps nothing.
-            takes_copies=takes_copies and disk.seen is not None,
+            takes_copies=takes_copies,
         )
 
     # --- calls to agents -----------------------------------------------------------------------------------------
 
-    async def _keep(self, step: KeepStep) -> None:
+    async def keep_on(self, worker_id: str, digest: str, neighbours: Sequence[str], *, timeout_s: float) -> None:
+        """Have a worker keep the files of a digest, fetched from these workers if needed, and record that it does.
+
+        Raises InvalidAdapter, WorkerFailed, LeaseLost.
+        """
+        step = MarkStep(worker_id=worker_id, digests=(digest,), mark="kept", neighbours=tuple(neighbours))
+        await self._mark(step, timeout_s)
+
+    async def _keep(self, step: MarkStep) -> None:
         """Have a worker keep the files of a digest; record the result and request a pass.
 
         A stale epoch ends our term.
         """
-        pair = step.digest, step.worker_id
+        pair = step.digests[0], step.worker_id
         try:
             await self._claim(step.worker_id)
-            urls = tuple(filter(None, map(self._agent_url, step.neighbours)))
-            ask = KeepRequest(digest=step.digest, neighbours=urls)
-            url, timeout_s = self._agent_url(step.worker_id), self._settings.load_timeout_s
-            at = await self._agents.keep_files(url, ask, timeout_s=timeout_s)
+            await self._mark(step, self._settings.load_timeout_s)
         except LeaseLost as exc:
             self._on_lease_lost(str(exc))
         except (InvalidAdapter, WorkerFailed) as exc:
-            log.warning("copy not made", digest=step.digest, worker_id=step.worker_id, error=str(exc))
+            log.warning("copy not made", digest=pair[0], worker_id=step.worker_id, error=str(exc))
             expiry_s = self._store.rules.failure_expiry_s
             self._failures.record_failure(
                 pair, exc.code, str(exc), first_s=expiry_s, most_s=LONGEST_S, now=self._clock(), rng=self._rng
             )
         else:
             self._failures.record_success(pair)
-            self._files.note(step.worker_id, step.digest, at, is_kept=True)
-            log.info("copy kept", digest=step.digest, worker_id=step.worker_id)
+            log.info("copy kept", digest=pair[0], worker_id=step.worker_id)
         finally:
             self._under_way.discard(pair)
             self.changed.notify()
             self._request_pass()
 
-    async def _release(self, step: ReleaseStep) -> None:
+    async def _release(self, step: MarkStep) -> None:
         """Let a worker delete files again; a failure is logged, and the next pass tries again."""
         try:
             await self._claim(step.worker_id)
-            ask = ReleaseRequest(digests=step.digests, is_dropped=step.is_dropped)
-            url, timeout_s = self._agent_url(step.worker_id), self._settings.unload_timeout_s
-            at = await self._agents.release_files(url, ask, timeout_s=timeout_s)
+            await self._mark(step, self._settings.unload_timeout_s)
         except LeaseLost as exc:
             self._on_lease_lost(str(exc))
         except (InvalidAdapter, WorkerFailed) as exc:
             log.warning("copies not released", worker_id=step.worker_id, error=str(exc))
         else:
-            self._files.note_released(step.worker_id, step.digests, at)
-            if step.is_dropped:
+            if step.mark == "gone":
                 self._dropping |= {(digest, step.worker_id) for digest in step.digests}
         finally:
             self._releasing.discard(step.worker_id)
+
+    async def _mark(self, step: MarkStep, timeout_s: float) -> None:
+        """Have a worker mark files, and record the answer. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
+        urls = tuple(filter(None, map(self._agent_url, step.neighbours)))
+        ask = MarkFilesRequest(mark=step.mark, digests=step.digests, neighbours=urls)
+        at = await self._agents.mark_files(self._agent_url(step.worker_id), ask, timeout_s=timeout_s)
+        self._files.note_mark(step.worker_id, step.digests, step.mark, at)
 
     def _agent_url(self, worker_id: str) -> str:
         """URL of a worker's agent; "" without one."""
         entry = self._reports.workers.get(worker_id)
         return "" if entry is None else agent_url_of(entry.report)
+
+
+@dataclass(slots=True)
+class RelayedFile:
+    """An open answer to pass on. It must be closed, also when nobody has read it: it holds one of our streams.
+
+    on_close  called once, when it is closed
+    """
+
+    answer: httpx.Response
+    on_close: Callable[[], None]
+    is_closed: bool = False
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return self.answer.status_code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers about the content."""
+        kept = ("content-type", "content-length", "content-range", "accept-ranges", "etag")
+        return {key: self.answer.headers[key] for key in kept if key in self.answer.headers}
+
+    def body(self) -> AsyncIterator[bytes]:
+        """The bytes as they come. Raises httpx.HTTPError when the place that sends them breaks off."""
+        return self.answer.aiter_raw()
+
+    async def close(self) -> None:
+        """Close the connection and free the stream; safe to call twice."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.on_close()
+            await self.answer.aclose()
+
+
+class FileRelay:
+    """Finds a digest's files and streams them; nothing is stored here."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        reports: WorkerReports,
+        files: HeldFilesBook,
+        *,
+        agents: AgentClient,
+        peers: Sequence[str],
+        peer_key: OwnKey,
+        probe_timeout_s: float,
+        read_timeout_s: float = 30.0,
+    ) -> None:
+        """
+        agents    prove addresses, and have our key for them
+        peers     URLs of other fleets' orchestrators that files may come from
+        peer_key  key for them
+        """
+        self._client = client
+        self._reports = reports
+        self._files = files
+        self._agents = agents
+        self.peers = tuple(url.rstrip("/") for url in peers)
+        self._peer_key = peer_key
+        self._probe_timeout_s = probe_timeout_s
+        self._timeout = httpx.Timeout(read_timeout_s, connect=probe_timeout_s)
+        self._streams = asyncio.Semaphore(_STREAMS)
+
+    def require_peer(self, fleet: str) -> None:
+        """Raise OrchestratorRequestError 400 `fleet_unknown` unless `peer_fleets` names this URL."""
+        if fleet.rstrip("/") not in self.peers:
+            known = ", ".join(self.peers) or "none"
+            raise OrchestratorRequestError(
+                f"fleet {fleet[:200]!r} is not one that files may come from; peer_fleets names {known}",
+                code="fleet_unknown",
+                param="fleet",
+            )
+
+    async def open_file(self, digest: str, name: str, fleet: str, headers: Mapping[str, str]) -> RelayedFile:
+        """The list of a digest's files (`name` ""), or one of them, from the first place that has it.
+
+        fleet    URL of the other fleet's orchestrator that is asked when no worker here has it; "" for none
+        headers  of the request: ranges are passed on
+        raises   NotFound `files_not_found`, OrchestratorRequestError `fleet_unknown`, OrchestratorUnavailable when too
+                 many files are relayed now or no place could be asked
+        """
+        if fleet:
+            self.require_peer(fleet)
+        if self._streams.locked():
+            raise OrchestratorUnavailable(
+                f"{_STREAMS} files are being relayed already; ask again", code="files_busy", retry_after_s=_BUSY_RETRY_S
+            )
+        await self._streams.acquire()
+        try:
+            answer = await self._open_any(digest, name, fleet, {k: headers[k] for k in _RELAYED if k in headers})
+        except BaseException:
+            self._streams.release()
+            raise
+        return RelayedFile(answer, self._streams.release)
+
+    async def _open_any(self, digest: str, name: str, fleet: str, headers: Mapping[str, str]) -> httpx.Response:
+        """The open answer of the first worker that has the file, else of the other fleet. Raises as `open_file`."""
+        path = f"/v1/files/{digest}" + (f"/{quote(name, safe='')}" if name else "")
+        reported, others = self._holders_first(digest)
+        is_silent = False
+        for url in reported:
+            answer = await self._try_agent(url, path, headers)
+            if answer is not None and answer.status_code in _HTTP_OK:
+                return answer
+            is_silent |= answer is None
+        async for url in self._with_files(others, digest):
+            answer = await self._try_agent(url, path, headers)
+            if answer is not None and answer.status_code in _HTTP_OK:
+                return answer
+        if fleet:
+            answer = await self._try(fleet.rstrip("/") + path, {**headers, **self._peer_key.headers})
+            if answer is not None and answer.status_code in _HTTP_OK:
+                return answer
+            raise self._peer_error(fleet, answer)
+        if is_silent:
+            raise OrchestratorUnavailable("the workers that have the files do not answer", code="worker_unreachable")
+        raise NotFound(f"no worker has the files of digest {digest} on its disk", code="files_not_found")
+
+    @staticmethod
+    def _peer_error(fleet: str, answer: httpx.Response | None) -> Exception:
+        """The error for a fleet that does not answer (None) or refuses."""
+        if answer is None:
+            return OrchestratorUnavailable(f"fleet {fleet} does not answer", code="fleet_unreachable")
+        if answer.status_code in (401, 403):
+            message = f"fleet {fleet} refuses our key (HTTP {answer.status_code}): peer_token_file needs scope `export`"
+            return OrchestratorRequestError(message, code="fleet_refused")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return NotFound(f"fleet {fleet} has the files on no worker's disk", code="files_not_found")
+        return OrchestratorUnavailable(f"fleet {fleet} answers HTTP {answer.status_code}", code="fleet_unreachable")
+
+    def _holders_first(self, digest: str) -> tuple[list[str], list[str]]:
+        """Agent URLs of workers that have reported the digest, and those of all others that can be asked."""
+        holders = self._files.holders.get(digest, ())
+        urls: tuple[list[str], list[str]] = [], []
+        for worker_id, entry in self._reports.workers.items():
+            if entry.reach == "heard" and (url := agent_url_of(entry.report)):
+                urls[worker_id not in holders].append(url.rstrip("/"))
+        return urls
+
+    async def _with_files(self, urls: Iterable[str], digest: str) -> AsyncIterator[str]:
+        """Those of the agents that have the digest, as they answer. One may not have reported all that it has yet."""
+        limit = asyncio.Semaphore(_PROBES)
+
+        async def probe(url: str) -> str | None:
+            """The URL if its agent has the files."""
+            async with limit:
+                try:
+                    headers = await self._agents.key_headers(url)
+                    answer = await self._client.get(
+                        f"{url}/v1/files/{digest}", headers=headers, timeout=self._probe_timeout_s
+                    )
+                except (httpx.HTTPError, httpx.InvalidURL, WorkerFailed):
+                    return None
+                return url if answer.is_success else None
+
+        probes = [asyncio.create_task(probe(url)) for url in urls]
+        try:
+            for done in asyncio.as_completed(probes):
+                if (url := await done) is not None:
+                    yield url
+        finally:
+            for task in probes:
+                task.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+
+    async def _try_agent(self, agent_url: str, path: str, headers: Mapping[str, str]) -> httpx.Response | None:
+        """The open answer of an agent that has proved its address; None if there is none."""
+        try:
+            key = await self._agents.key_headers(agent_url)
+        except WorkerFailed:
+            return None
+        return await self._try(agent_url + path, {**headers, **key})
+
+    async def _try(self, url: str, headers: Mapping[str, str]) -> httpx.Response | None:
+        """The open answer to a GET; None if there is none. An error answer is closed."""
+        request = self._client.build_request(
+            "GET", url, headers={"accept-encoding": "identity", **headers}, timeout=self._timeout
+        )
+        try:
+            answer = await self._client.send(request, stream=True)
+        except (httpx.HTTPError, httpx.InvalidURL):
+            return None
+        if answer.status_code not in _HTTP_OK:
+            await answer.aclose()
+        return answer

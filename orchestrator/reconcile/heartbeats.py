@@ -15,16 +15,15 @@ from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import LeaseLost, StateConflict, WorkerFailed
-from orchestrator.model.agents import HeldFiles
 from orchestrator.model.snapshot import WantedReplicas
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.agent_view import as_of
-from orchestrator.reconcile.held_files import HeldFilesBook
+from orchestrator.reconcile.file_copies import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.reconcile.worker_reports import KnownWorker, ReportChange, WorkerReports
 from orchestrator.store.store import IntentStore
-from workers.wire import Metadata
+from workers.wire import HeldFiles, Metadata
 
 log = structlog.get_logger()
 
@@ -126,11 +125,10 @@ class HeartbeatMonitor:
             elif lora.state == "loading" and lora.digest:
                 self._files.note(report.instance_id, lora.digest, as_of(report))  # verified and installed
 
-    def record_files(self, report: Metadata, files: HeldFiles | None) -> int | None:
+    def record_files(self, report: Metadata, files: HeldFiles) -> int:
         """Record what a heartbeat says of the worker's files; returns the number of the last change that is known.
 
-        Requests a pass if it changes anything. None: from an agent of an older version. A heartbeat that was overtaken
-        changes nothing.
+        Requests a pass if it changes anything. A heartbeat that was overtaken changes nothing.
         """
         if self._reports.is_overtaken(report):
             disk = self._files.disks.get(report.instance_id)

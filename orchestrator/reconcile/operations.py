@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from orchestrator.core.failures import FailureBook
 from orchestrator.core.plan import AdapterDrain
-from orchestrator.model.files import OngoingFetch
-from orchestrator.model.snapshot import Pair
-from orchestrator.reconcile.held_files import HeldFilesBook
+from orchestrator.model.snapshot import OngoingFetch, Pair
+from orchestrator.reconcile.file_copies import HeldFilesBook
 
 
 @dataclass(slots=True)
@@ -51,14 +50,10 @@ class FleetOperations:
                 self.fetch_moved[pair] = size_bytes, now
 
     def fetches(self, files: HeldFilesBook) -> dict[str, list[OngoingFetch]]:
-        """digest -> loads in progress on workers that lack its files.
-
-        Not those of agents of an older version: they do not say when they have them.
-        """
+        """digest -> loads in progress on workers that lack its files."""
         found: dict[str, list[OngoingFetch]] = {}
         for pair, digest in self.loading.items():
-            disk = files.disks.get(pair[1])
-            if disk is not None and disk.seen is not None and pair[1] not in files.holders.get(digest, ()):
+            if pair[1] in files.disks and pair[1] not in files.holders.get(digest, ()):
                 _, moved_at = self.fetch_moved.get(pair, (None, self.load_began.get(pair, 0.0)))
                 found.setdefault(digest, []).append(OngoingFetch(worker_id=pair[1], moved_at=moved_at))
         return found

@@ -9,18 +9,18 @@ from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.failures import failure_everywhere
 from orchestrator.core.placement.load_time import load_figures, load_s
 from orchestrator.model.catalog import CatalogWorker, Draining
-from orchestrator.model.files import FilesSnapshot
 from orchestrator.model.pauses import CatalogPause
 from orchestrator.model.snapshot import (
     AdapterFailure,
     DesiredPlacement,
+    FilesSnapshot,
     LoadFigures,
     ObservedFleet,
     PlannedLoad,
     RegisteredAdapter,
 )
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.held_files import HeldFilesBook
+from orchestrator.reconcile.file_copies import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, is_warming, serving_adapters, worker_state
 from orchestrator.store.store import IntentStore

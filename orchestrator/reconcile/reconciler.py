@@ -40,9 +40,8 @@ from orchestrator.reconcile.actor import ActionRunner
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.confirmations import RouterConfirmations
-from orchestrator.reconcile.file_copies import FileCopies
+from orchestrator.reconcile.file_copies import FileCopies, HeldFilesBook
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
-from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.incidents import IncidentRecorder
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.pauses import FleetPauses

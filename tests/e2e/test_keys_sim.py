@@ -135,7 +135,7 @@ class _FakeWorker:
 
     def heartbeat(self, fleet: RunningFleet, **changed: str) -> tuple[int, str]:
         """Send a heartbeat with the fleet's headers; the status and code of its answer."""
-        body = {"metadata": self.report | changed}
+        body = {"metadata": self.report | changed, "files": {"disk_id": "evil", "since": 0, "upto": 0}}
         answer = fleet.http("POST", f"{fleet.orchestrator}/v1/workers/register", json=body)
         return answer.status_code, answer.json().get("error", {}).get("code", "")
 

@@ -21,6 +21,9 @@ def digest_of(source):
     return hashlib.sha256(source.encode()).hexdigest()
 
 
+EMPTY_DISK = {"disk_id": "disk-w0", "since": 0, "upto": 0}
+
+
 class FakeAgent:
     """Holds up to `slots` adapters. `fail_calls`: numbers of the action calls that answer 503 instead of acting.
 
@@ -53,7 +56,7 @@ class FakeAgent:
         self.effects: dict[str, dict] = {}  # lora_id -> what the engine does with it, as fields of the adapter
         self.pins: dict[str, str] = {}  # source -> where those very bytes are, as of now
         self.files: dict[str, dict[str, bytes]] = {}  # digest -> name -> content
-        self.disk: dict[str, bool] | None = None  # digest -> whether it is kept; None: an older agent
+        self.disk: dict[str, bool] = {}  # digest -> whether it is kept
         self.disk_id = f"disk-{worker_id}"
         self.ranges = []
         self.running = 0
@@ -80,6 +83,7 @@ class FakeAgent:
         """Put an adapter on the worker without a call."""
         digest = digest_of(source)
         self.changes += 1
+        self.disk.setdefault(digest, False)
         self.loaded[lora_id] = {
             "lora_id": lora_id,
             "digest": digest,
@@ -156,8 +160,6 @@ class FakeAgent:
         } | ({"report_number": self.report_number} if self.numbers_reports else {})
 
     def heartbeat(self):
-        if self.disk is None:
-            return {"metadata": self.metadata()}
         held, kept = ([name for name, is_kept in self.disk.items() if is_kept is wanted] for wanted in (False, True))
         files = {"disk_id": self.disk_id, "since": 0, "upto": len(self.disk), "held": held, "kept": kept}
         return {"metadata": self.metadata(), "files": files}
@@ -232,24 +234,18 @@ class FakeAgent:
         app.add_middleware(ReportHeaderMiddleware, as_of=lambda: f"{self.agent_boot_id}/{self.report_number}")
         return app
 
-    async def keep_files(self, body):
-        self.disk[body["digest"]] = True
-        self.changes += 1
-        return {"digest": body["digest"], "files": []}
-
-    async def release_files(self, body):
+    async def mark_files(self, body):
         self.changes += 1
         for digest in body["digests"]:
-            if body.get("is_dropped"):
+            if body["mark"] == "gone":
                 self.disk.pop(digest, None)
-            elif digest in self.disk:
-                self.disk[digest] = False
-        return {}
+            elif body["mark"] == "kept" or digest in self.disk:
+                self.disk[digest] = body["mark"] == "kept"
+        return Response(status_code=204)
 
     async def inspect_lora(self, body):
         digest = digest_of(body["source"])
-        if self.disk is not None:
-            self.disk.setdefault(digest, False)
+        self.disk.setdefault(digest, False)
         self.changes += 1
         rank = self.ranks.get(body["source"], 8)
         return {
@@ -281,10 +277,7 @@ class FakeAgent:
             self.loaded = {name: it for name, it in self.loaded.items() if it["engine_name"] != body["evict"]}
         if body["lora_id"] not in self.loaded and len(self.loaded) >= self.slots:
             return JSONResponse(envelope(409, "no_free_slot", "full"), 409)
-        lora = self.put(body["lora_id"], body["source"])
-        if self.disk is not None:
-            self.disk.setdefault(lora["digest"], False)
-        return lora
+        return self.put(body["lora_id"], body["source"])
 
     async def unload_lora(self, body):
         if self.hold_unloads is not None:

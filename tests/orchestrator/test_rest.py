@@ -279,7 +279,7 @@ async def test_a_heartbeat_that_says_nothing_new_changes_no_revision(service):
 @pytest.mark.parametrize("name", ["", "w0\r\nset-cookie: a=b", "w0\n", "w\x1b[31m0", "w\u2192", "w" * 254])
 async def test_a_worker_id_invalid_in_a_header_is_refused(service, name):
     agent = await service.worker()
-    beat = {"metadata": {**agent.metadata(), "instance_id": name}}
+    beat = agent.heartbeat() | {"metadata": {**agent.metadata(), "instance_id": name}}
     answer = await service.http.post("/v1/workers/register", json=beat)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata.instance_id")
     assert [worker["id"] for worker in (await service.http.get("/v1/workers")).json()["data"]] == [agent.worker_id]

@@ -12,7 +12,9 @@ A change is agreed on after a release in which both forms work, with a line in t
 ADDED_CALLS: dict[tuple[str, str], str] = {
     ("GET", "/v1/routers/questions"): "an orchestrator without it answers 404, and the router asks a minute later",
     ("POST", "/v1/routers/answers"): "a router answers only the questions that it has fetched",
-    ("POST", "/v1/admin/keep_files"): "an agent without it says that it keeps nothing, and is asked for no copy",
-    ("POST", "/v1/admin/release_files"): "an agent without it deletes what is unused when it needs room",
+    (
+        "POST",
+        "/v1/admin/mark_files",
+    ): "an agent without it keeps nothing, and deletes what is unused",
 }
 """Calls that services of the last release neither make nor serve: (method, path of the route) -> the reason."""

@@ -73,7 +73,7 @@ class RecordedFleet:
         """Register KEPT with the files of an adapter that the worker has, and wait until they are kept."""
         digest = (await self.operator.get(f"/v1/adapters/{lora_id}")).json()["digest"]
         await self._register(KEPT, fleet_source(digest))
-        await until(lambda: 200 in self.agent.statuses("/v1/admin/keep_files"), what="the worker keeps the files")
+        await until(lambda: 204 in self.agent.statuses("/v1/admin/mark_files"), what="the worker keeps the files")
 
     async def _register(self, lora_id: str, source: str) -> None:
         spec = {"lora_id": lora_id, "source": source, "base_model": BASE}
@@ -194,11 +194,14 @@ async def converse(fleet: RecordedFleet) -> None:
     await until(lambda: fleet.worker_state("ready"), what="the orchestrator knows that it is in use")
     await fleet.register(PYTHON)
     await fleet.keep(SQL)
+    marked = len(fleet.agent.statuses("/v1/admin/mark_files"))
     (await fleet.operator.delete("/v1/aliases/sql")).raise_for_status()
     for lora_id in (SQL, KEPT):
         (await fleet.operator.delete(f"/v1/adapters/{lora_id}")).raise_for_status()
     await until(lambda: 200 in fleet.agent.statuses("/v1/admin/unload_lora"), what="the adapter is unloaded")
-    await until(lambda: 204 in fleet.agent.statuses("/v1/admin/release_files"), what="the adapter's files are released")
+    await until(
+        lambda: len(fleet.agent.statuses("/v1/admin/mark_files")) > marked, what="the adapter's files are released"
+    )
     await until(lambda: SQL not in fleet.router.discovery.fleet.adapters, what="the router knows of the deletion")
     # Last, because a drain waits for every router that has reported lately.
     async with started_router(fleet.router.config):

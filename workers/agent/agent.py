@@ -51,11 +51,10 @@ from workers.wire import (
     DrainAnswer,
     InspectRequest,
     InstallUploadRequest,
-    KeepRequest,
     LoadedLora,
     LoadRequest,
+    MarkFilesRequest,
     Metadata,
-    ReleaseRequest,
     Transport,
     UnloadRequest,
 )
@@ -401,16 +400,16 @@ class WorkerAgent:
             raise AgentRequestError("files_not_found", f"digest {digest}: has no file {name[:100]!r}", param="name")
         return self.cache.path(digest) / name
 
-    async def keep_files(self, request: KeepRequest) -> AdapterFiles:
-        """Keep the files of a digest on this disk, fetched from other workers if needed. Raises SourceError."""
-        await self._installer.keep(request.digest, request.neighbours)
-        self.inventory.mark_changed()
-        return await self.adapter_files(request.digest)
-
-    async def release_files(self, request: ReleaseRequest) -> None:
-        """Let files be deleted again. Raises SourceError."""
-        await self.cache.release(request.digests, is_dropped=request.is_dropped)
-        self.inventory.mark_changed()
+    async def mark_files(self, request: MarkFilesRequest) -> None:
+        """Keep files on this disk, fetched from other workers if needed, or let them be deleted. Raises SourceError."""
+        try:
+            if request.mark == "kept":
+                for digest in request.digests:
+                    await self._installer.keep(digest, request.neighbours)
+            else:
+                await self.cache.release(request.digests, is_dropped=request.mark == "gone")
+        finally:
+            self.inventory.mark_changed()
 
     async def check_source(self, source: str) -> None:
         """Raises SourceError if this worker's settings forbid the source; fetches nothing."""

@@ -10,9 +10,10 @@ import structlog
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.known_fields import WIRE_HEADERS
 from lorafleet.service.loops import backoff_s
-from orchestrator.model.agents import MOST_HELD, Heartbeat, HeartbeatAnswer, HeldFiles
+from orchestrator.model.agents import Heartbeat, HeartbeatAnswer
 from workers.agent.agent import WorkerAgent
 from workers.sources.fleet_agents import FleetAgents
+from workers.wire import MOST_DIGESTS
 
 log = structlog.get_logger()
 
@@ -46,7 +47,6 @@ class HeartbeatSender:
         self._every_s = settings.heartbeat_s or _FIRST_INTERVAL_S
         self._acknowledged_version = -1  # the newest inventory version that an orchestrator accepted
         self._files_seen = 0  # the number of changes of our files that it has confirmed
-        self._wants_files = True
         self._has_more = False  # more of them are to be sent at once
 
     @property
@@ -102,12 +102,11 @@ class HeartbeatSender:
         version = self._agent.inventory.version
         metadata = self._agent.metadata()
         history = self._agent.inventory.history
-        files = self._held_files(disk_id)
         body = Heartbeat(
             metadata=metadata,
             operations=history.operations(),
             incidents=history.incidents(),
-            files=files,
+            files=self._agent.cache.held.changes_since(self._files_seen, disk_id, most=MOST_DIGESTS),
             agents_digest=self._agents.digest,
         ).model_dump_json()
         headers = {"content-type": "application/json", **WIRE_HEADERS, **self._own_key.headers}
@@ -131,30 +130,13 @@ class HeartbeatSender:
         if metadata.is_warming and reply.is_warm:
             self._agent.end_warming()
 
-    def _held_files(self, disk_id: str) -> HeldFiles:
-        """The changes of this worker's files that the orchestrator has not confirmed."""
-        cache = self._agent.cache
-        found = cache.held.changes_since(self._files_seen, most=MOST_HELD if self._wants_files else 0)
-        return HeldFiles(
-            disk_id=disk_id,
-            since=found.since,
-            upto=found.upto,
-            left=found.left,
-            held=found.held,
-            kept=found.kept,
-            gone=found.gone,
-        )
-
-    def _confirm_files(self, seen: int | None) -> None:
+    def _confirm_files(self, seen: int) -> None:
         """Go on with the changes of our files behind the one that the orchestrator has confirmed.
 
-        Where an answer has confirmed others than the last, what is left follows at once. None: an orchestrator of an
-        older version, which gets no more of them.
+        Where an answer has confirmed others than the last, what is left follows at once.
         """
-        was_wanted, self._wants_files = self._wants_files, seen is not None
-        is_news = not was_wanted or seen != self._files_seen
-        self._files_seen = seen or 0
-        self._has_more = self._wants_files and is_news and self._files_seen < self._agent.cache.held.revision
+        self._has_more = seen != self._files_seen and seen < self._agent.cache.held.revision
+        self._files_seen = seen
 
     async def _wait_until_due(self, sent_version: int, failures: int) -> None:
         """Wait until the next heartbeat is due, or the inventory is newer than `sent_version`.

@@ -4,26 +4,12 @@ Each digest has the number of its last change. A reader that knows the changes u
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import islice
+
+from workers.wire import HeldFiles
 
 _GONE_KEPT = 20_000
 """Deleted digests remembered for readers; one that is further behind reads everything again."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldChanges:
-    """Changes after number `since` (0: from nothing) up to `upto`; `left` more follow.
-
-    held, kept, gone  digests that are here, here and kept, and no longer here
-    """
-
-    since: int
-    upto: int
-    held: tuple[str, ...]
-    kept: tuple[str, ...]
-    gone: tuple[str, ...]
-    left: int
 
 
 class HeldFilesLog:
@@ -64,7 +50,7 @@ class HeldFilesLog:
         news += [self.put(digest, state) for digest, state in states.items()]
         return any(news)
 
-    def changes_since(self, revision: int, *, most: int) -> HeldChanges:
+    def changes_since(self, revision: int, disk_id: str, *, most: int) -> HeldFiles:
         """At most `most` changes after a number; from nothing where that is not known, or what is gone is forgotten."""
         since = revision if self._known_since <= revision <= self.revision else 0
         following = [
@@ -74,7 +60,8 @@ class HeldFilesLog:
         ]
         page = list(islice(following, most))
         left = len(following) - len(page)
-        return HeldChanges(
+        return HeldFiles(
+            disk_id=disk_id,
             since=since,
             upto=self.revision if not left else page[-1][1] if page else since,
             held=tuple(digest for digest, _, state in page if state is False),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.copies import COPIES_AT_ONCE, CopyPlan, WorkerDisk, plan_copies
+from orchestrator.core.copies import COPIES_AT_ONCE, CopyFacts, CopyPlan, WorkerDisk, plan_copies
 
 A, B = "a" * 64, "b" * 64
 
@@ -20,16 +20,19 @@ def plan(needs, disks, *, copies: int = 2, **more) -> CopyPlan:
         for digest, is_kept in each.files.items():
             if is_kept:
                 keepers.setdefault(digest, set()).add(each.worker_id)
-    return plan_copies(dict.fromkeys(needs, "tiny"), disks, keepers, copies=copies, **more)
+    named = dict.fromkeys(needs, "tiny")
+    return plan_copies(CopyFacts(needs=named, disks=disks, keepers=keepers, copies=copies, **more))
 
 
 def applied(disks, decided: CopyPlan) -> list[WorkerDisk]:
     """The disks after all steps."""
     files = {each.worker_id: dict(each.files) for each in disks}
     for keep in decided.keeps:
-        assert keep.digest in files[keep.worker_id] or keep.neighbours, "bytes come from somewhere"
-        assert all(keep.digest in files[name] for name in keep.neighbours)
-        files[keep.worker_id][keep.digest] = True
+        (digest,) = keep.digests
+        assert keep.mark == "kept"
+        assert digest in files[keep.worker_id] or keep.neighbours, "bytes come from somewhere"
+        assert all(digest in files[name] for name in keep.neighbours)
+        files[keep.worker_id][digest] = True
     for release in decided.releases:
         for digest in release.digests:
             files[release.worker_id][digest] = False
@@ -122,8 +125,8 @@ def test_an_unknown_digest_stays_kept_and_a_deleted_one_is_dropped():
     disks = [disk("w0", {A: True, B: True}), disk("w1", {A: True})]
     assert plan([], disks).releases == (), "an empty store releases nothing"
     releases = plan([], disks, deleted={A}).releases
-    assert [(step.worker_id, step.digests, step.is_dropped) for step in releases] == [
-        ("w0", (A,), True), ("w1", (A,), True),
+    assert [(step.worker_id, step.digests, step.mark) for step in releases] == [
+        ("w0", (A,), "gone"), ("w1", (A,), "gone"),
     ]  # fmt: skip
     assert plan([A], disks, deleted={A}).releases == (), "registered again under another name"
 

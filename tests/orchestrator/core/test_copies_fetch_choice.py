@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.identity import fleet_source
-from orchestrator.model.files import (
+from orchestrator.core.copies import (
     NEIGHBOURS_NAMED,
     READERS_PER_HOLDER,
     STALLED_S,

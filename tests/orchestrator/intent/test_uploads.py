@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.errors import OrchestratorRequestError
-from orchestrator.core.uploads import (
+from orchestrator.core.copies import (
     ARCHIVE,
     CONFIG,
     WEIGHTS,
@@ -15,6 +14,7 @@ from orchestrator.core.uploads import (
     sent_bytes,
     upload_id,
 )
+from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.store.upload_store import upload_store
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.core.copies import SentBytes
 from orchestrator.core.errors import NotFound, StoreError
-from orchestrator.core.uploads import SentBytes
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.intent.uploads import AdapterUploads, KeptUpload, UploadAsk
 from orchestrator.model.catalog import Catalog

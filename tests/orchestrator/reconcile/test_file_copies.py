@@ -3,7 +3,7 @@
 import asyncio
 
 from lorafleet.identity import fleet_source
-from orchestrator.model.files import STALLED_S
+from orchestrator.core.copies import STALLED_S
 from orchestrator.reconcile.agent_view import with_place
 from tests.orchestrator.doubles import digest_of
 from tests.patience import within
@@ -176,7 +176,7 @@ async def test_uploaded_bytes_are_kept_twice_and_a_lost_or_drained_keeper_is_rep
         "wanted": 2, "state": "kept", "kept_by": keepers(agents), "held_by": [], "reason": "",
     }  # fmt: skip
     second = next(agent for agent in agents[1:] if agent.disk.get(OWN))
-    kept = next(body for verb, body in second.calls if verb == "keep_files")
+    kept = next(body for verb, body in second.calls if verb == "mark_files")
     assert kept["neighbours"] == [agents[0].url]
 
     # Neither agent nor engine answers. For ten seconds it may be a restart.
@@ -207,7 +207,7 @@ async def test_a_keeper_that_returns_is_one_too_many_and_is_released(service, cl
     await service.join(gone)
     await passes(service)
     assert len(keepers(agents)) == 2
-    assert any(verb == "release_files" and not body["is_dropped"] for agent in agents for verb, body in agent.calls)
+    assert any(verb == "mark_files" and body["mark"] == "held" for agent in agents for verb, body in agent.calls)
 
 
 async def test_files_that_all_workers_have_lost_are_an_error_that_says_what_to_do(service):

@@ -13,7 +13,7 @@ from lorafleet.identity import engine_name, rendezvous_score
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import PlacementPolicy, WantedReplicas
-from tests.orchestrator.doubles import FakeAgent, digest_of
+from tests.orchestrator.doubles import EMPTY_DISK, FakeAgent, digest_of
 from tests.patience import patience, until, within
 from tests.properties import THOROUGH
 from tests.serving import serving
@@ -188,7 +188,7 @@ async def test_a_replaced_leader_is_refused_by_claimed_agents_and_steps_down(ope
     await old.settle()
     new = open_service()
     agent_of_new = agent.metadata()
-    await new.http.post("/v1/workers/register", json={"metadata": agent_of_new})
+    await new.http.post("/v1/workers/register", json={"metadata": agent_of_new, "files": EMPTY_DISK})
     new.agents[agent.worker_id] = agent
     await new.register("b/v1", source="b")
     await new.ensure("b/v1")
@@ -240,7 +240,7 @@ async def test_a_lost_workers_adapters_are_placed_elsewhere_at_once(service, clo
     # The same worker, but neither its agent nor its engine answers any more.
     dead = "http://127.0.0.1:9"
     report = gone.metadata() | {"agent_url": dead, "transport": {"engine_url": dead}}
-    await service.http.post("/v1/workers/register", json={"metadata": report})
+    await service.http.post("/v1/workers/register", json={"metadata": report, "files": EMPTY_DISK})
     clock.now += service.settings.lost_after_s + 1
     await service.turn()
     await service.settle()
@@ -253,7 +253,7 @@ async def test_a_worker_dropped_while_a_probe_is_due_breaks_no_task(open_service
     service = open_service(forget_after_s=60)
     agent = await service.worker()
     report = agent.metadata() | {"agent_url": "http://127.0.0.1:9", "transport": {"engine_url": "http://127.0.0.1:9"}}
-    await service.http.post("/v1/workers/register", json={"metadata": report})
+    await service.http.post("/v1/workers/register", json={"metadata": report, "files": EMPTY_DISK})
     service.agents.clear()
     clock.now += service.settings.lost_after_s + 1
     await service.turn()
@@ -340,7 +340,7 @@ async def test_a_worker_whose_engine_still_answers_keeps_its_adapters(service, c
     (home,) = (await service.adapter())["workers"]
     agent = service.agents.pop(home)
     report = agent.metadata() | {"agent_url": "http://127.0.0.1:9"}
-    await service.http.post("/v1/workers/register", json={"metadata": report})
+    await service.http.post("/v1/workers/register", json={"metadata": report, "files": EMPTY_DISK})
     before = len(agent.calls)
     clock.now += service.settings.lost_after_s + 1
     await service.turn()
@@ -749,7 +749,7 @@ async def test_any_failed_call_is_mended_by_later_passes(open_service, clock, tm
             clock.now += service.store.rules.failure_expiry_s + 1
         assert agent.loaded == {}, f"call {nth}"
         assert "b/v1" not in service.store.adapters
-        assert len(agent.calls) == len(calls) + 1
+        assert len([verb for verb, _ in agent.calls if verb != "mark_files"]) == len(calls) + 1
         service.agents.clear()
 
 

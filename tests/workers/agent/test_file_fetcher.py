@@ -207,15 +207,14 @@ async def test_kept_files_outlast_what_needs_room_and_released_ones_do_not(neigh
     first, digest = await neighbours.first()
     second = await neighbours.agent("w1", "--max-disk-bytes", "1")
     folder = neighbours.folder / "w1/cache" / digest
-    neighbours_of = [url_of(first)]
-    tight = await second.post(
-        "/v1/admin/keep_files", json={"digest": digest, "neighbours": neighbours_of}, headers=EPOCH
-    )
+    keep = {"mark": "kept", "digests": [digest], "neighbours": [url_of(first)]}
+    tight = await second.post("/v1/admin/mark_files", json=keep, headers=EPOCH)
     assert code(tight) == "disk_full"
     third = await neighbours.agent("w2")
     folder = neighbours.folder / "w2/cache" / digest
-    kept = await third.post("/v1/admin/keep_files", json={"digest": digest, "neighbours": neighbours_of}, headers=EPOCH)
-    assert {file["name"] for file in kept.json()["files"]} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert (await third.post("/v1/admin/mark_files", json=keep, headers=EPOCH)).status_code == 204
+    kept = (await third.get(f"/v1/files/{digest}", headers=EPOCH)).json()
+    assert {file["name"] for file in kept["files"]} == {"adapter_config.json", "adapter_model.safetensors"}
     assert neighbours.at_source.carried == 0
     assert await value_of(third, "lorafleet_workers_kept_adapters") == 1
     assert (folder / ".kept").exists()
@@ -224,9 +223,7 @@ async def test_kept_files_outlast_what_needs_room_and_released_ones_do_not(neigh
     assert (await third.post("/v1/admin/load_lora", json=body, headers=EPOCH)).json()["state"] == "ready"
     unloaded = await third.post("/v1/admin/unload_lora", json={"lora_id": "own/v1"}, headers=EPOCH)
     assert unloaded.is_success, unloaded.text
-    released = await third.post(
-        "/v1/admin/release_files", json={"digests": [digest], "is_dropped": True}, headers=EPOCH
-    )
+    released = await third.post("/v1/admin/mark_files", json={"mark": "gone", "digests": [digest]}, headers=EPOCH)
     assert released.status_code == 204
     await until(lambda: not folder.exists(), what="a dropped adapter is deleted by a sweep")
 

@@ -5,8 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.model.agents import HeldFiles
-from orchestrator.reconcile.held_files import HeldFilesBook
+from orchestrator.reconcile.file_copies import HeldFilesBook
 from tests.orchestrator.doubles import FakeAgent
 from workers.storage.held_files import HeldFilesLog
 from workers.wire import Metadata
@@ -19,14 +18,9 @@ def report(boot_id: str = "a1") -> Metadata:
     return Metadata.model_validate(FakeAgent("w0").metadata() | {"agent_boot_id": boot_id})
 
 
-def beat(log: HeldFilesLog, book: HeldFilesBook, seen: int, *, most: int, boot_id: str = "a1") -> int | None:
+def beat(log: HeldFilesLog, book: HeldFilesBook, seen: int, *, most: int, boot_id: str = "a1") -> int:
     """One heartbeat; returns the number that its answer confirms."""
-    found = log.changes_since(seen, most=most)
-    files = HeldFiles(
-        disk_id="d", since=found.since, upto=found.upto, left=found.left, held=found.held, kept=found.kept,
-        gone=found.gone,
-    )  # fmt: skip
-    book.record(report(boot_id), files)
+    book.record(report(boot_id), log.changes_since(seen, "d", most=most))
     return book.disks["w0"].seen
 
 
@@ -41,9 +35,9 @@ def test_orchestrator_knows_the_disk_after_a_few_heartbeats_whatever_was_lost(ro
         if is_new_leader:
             book = HeldFilesBook()
         answer = beat(log, book, seen, most=most)
-        seen = seen if is_answer_lost else answer or 0
+        seen = seen if is_answer_lost else answer
     for _ in range(20):
-        seen = beat(log, book, seen, most=most) or 0
+        seen = beat(log, book, seen, most=most)
         if book.disks["w0"].is_whole:
             break
     assert book.disks["w0"].is_whole
@@ -77,7 +71,7 @@ def test_ten_thousand_adapters_arrive_in_bounded_pieces_and_a_change_is_one_entr
         seen, pieces = beat(log, book, seen, most=1000), pieces + 1
     assert (pieces, len(book.holders)) == (10, 10_000)
     log.put(DIGESTS[0], None)
-    found = log.changes_since(seen, most=1000)
+    found = log.changes_since(seen, "d", most=1000)
     assert (found.held, found.kept, found.gone) == ((), (), (DIGESTS[0],))
 
 
