@@ -39,6 +39,7 @@ from router.api.adapter_calls import adapter_call_routes
 from router.api.control import control_routes, describe_inference, health_routes, metrics_text, process_handlers
 from router.api.engine_calls import engine_call_routes
 from router.api.forward import forward_routes, upload_bytes
+from router.api.inference import InferenceHandler
 from router.api.not_offered import unknown_path
 from router.api.openapi import openapi_paths
 from router.api.pauses import pause_routes
@@ -77,7 +78,6 @@ from router.processes.aggregate import WorkerProcesses
 from router.processes.shared_quotas import SharedQuotas
 from router.processes.supervisor import ProcessMember
 from router.protocols.cors import cors_header_lines, cors_middleware_options
-from router.request.handler import InferenceHandler
 from router.request.services import Services
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tracing import TracingUnavailable, make_tracer

@@ -36,6 +36,7 @@ from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load import LoadBook
 from router.core.schedule.policies import POLICIES
 from router.core.scheduler import Scheduler, ShadowComparison
+from router.fleet.background import Background
 from router.fleet.discovery import Discovery, FleetAccess
 from router.fleet.health_probe import Finding, HealthProbes
 from router.fleet.report_reader import is_same_but_load
@@ -45,7 +46,6 @@ from router.http.engine_connection import EngineLost
 from router.http.engine_pool import EnginePool
 from router.http.fetch import FetchedStream, fetch, stream
 from router.http.pool_transport import PoolTransport
-from router.items.background import Background
 from router.kv.feeds import KvFeeds
 from router.request.cold_starts import ColdStarts
 from router.request.pauses import PauseGate

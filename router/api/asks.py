@@ -15,7 +15,7 @@ from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.keys.roles import check_scope
 from lorafleet.service.decoding import DECODE_ERRORS
 from orchestrator.model.questions import AskedAnswer, RoutedAsk
-from router.request.handler import InferenceHandler
+from router.api.inference import InferenceHandler
 from router.request.services import Services
 
 if TYPE_CHECKING:

@@ -12,14 +12,12 @@ import re
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import httptools
 
+from lorafleet.http_server.outbox import Outbox
 from lorafleet.service.sockets import keep_alive
-
-if TYPE_CHECKING:
-    from router.http.engine_pool import EnginePool
 
 _MAX_HEAD_BYTES = 64 * 2**10
 _NEVER = float("inf")
@@ -94,6 +92,24 @@ def _origin(url: str) -> Origin:
     return Origin(url, host, port, tls, prefix.encode(), host_header.encode())
 
 
+class ConnectionOwner(Protocol):
+    """The pool that a connection belongs to.
+
+    outbox  for all writes to engines
+    """
+
+    outbox: Outbox
+
+    def add(self, connection: "EngineConnection") -> None:
+        """Enter a connection that has just opened."""
+
+    def release(self, connection: "EngineConnection") -> None:
+        """Take back a connection whose answer is complete."""
+
+    def forget(self, connection: "EngineConnection") -> None:
+        """Remove a closed connection."""
+
+
 class EngineConnection(asyncio.Protocol):
     """One connection to an engine.
 
@@ -138,7 +154,7 @@ class EngineConnection(asyncio.Protocol):
         "was_idle",
     )
 
-    def __init__(self, pool: "EnginePool", origin: Origin, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, pool: ConnectionOwner, origin: Origin, loop: asyncio.AbstractEventLoop) -> None:
         self.origin = origin
         self.deadline = _NEVER
         self.answers = 0

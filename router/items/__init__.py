@@ -1,1 +1,1 @@
-"""Batches, background runs and stored answers: one body, each of whose items is a request of its own."""
+"""Batches, whose items are requests of their own, and stored answers: the routes above `router.request`."""

@@ -1,16 +1,22 @@
-"""A call whose items run as separate requests, each at the replica that is best for it. One body answers them all."""
+"""A call whose items run as separate requests, each at the replica that is best for it. One body answers them all.
+
+Two calls are made of items: SGLang's `/generate`, and a completion whose prompts have different adapters.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from lorafleet.keys.roles import Caller
 from router.core.errors import BadBody, RouterError
 from router.http.sse import ModelRenamer
-from router.protocols.bodies import ItemAnswer
-from router.request.accounting import record, record_error, record_usage
-from router.request.ended import count_run
+from router.protocols import sglang_generate
+from router.protocols.bodies import ItemAnswer, check_items
+from router.protocols.completion_batch import check_not_streamed, join_completions, split_completions
+from router.protocols.routes import ROUTES, Route
+from router.request.accounting import count_run, record, record_error, record_usage
 from router.request.engine_attempt import AttemptLimits
-from router.request.parsed_request import ParsedRequest
+from router.request.parsed_request import InferenceRequestReader, ParsedRequest, check_coding
 from router.request.response import ClientResponse, within_deadline
 from router.request.run import RequestRun
 from router.request.services import Services
@@ -19,6 +25,8 @@ from router.request.services import Services
 MAX_RUNNING_ITEMS = 64
 # Items of one batch: each is read, and has a task, before the first is sent: about 30 us of the event loop.
 MAX_ITEMS = 10_000
+GENERATE = Route(path=sglang_generate.PATH, summary="Texts continued, in SGLang's native form", generates=True)
+_GENERATE_ITEM = ROUTES["POST", sglang_generate.ITEM_PATH]
 _JSON = "content-type: application/json\r\n"
 
 JoinAnswers = Callable[[Sequence[ItemAnswer]], bytes]
@@ -136,3 +144,64 @@ class _ItemRefused(Exception):
         super().__init__(status)
         self.status = status
         self.body = body
+
+
+async def serve_completion_batch(
+    services: Services,
+    limits: AttemptLimits,
+    reader: InferenceRequestReader,
+    caller: Caller,
+    response: ClientResponse,
+    request: ParsedRequest,
+) -> None:
+    """Answer a completion whose `lora_id` is a list. Raises RouterError."""
+    check_not_streamed(request.decoded.get("stream"), param=request.adapter_field)
+    bodies = split_completions(request.fields, request.decoded["prompt"], request.lora_id)
+    await serve_items(
+        services,
+        limits,
+        caller,
+        response,
+        (
+            reader.read_item(response.exchange, request.route, response.trace, body, number)
+            for number, body in enumerate(bodies)
+        ),
+        count=len(request.lora_id),
+        param="prompt",
+        join=partial(join_completions, f"cmpl-{response.request_id}", names_weights=request.names_weights),
+    )
+
+
+async def serve_generate_batch(
+    services: Services, limits: AttemptLimits, reader: InferenceRequestReader, caller: Caller, response: ClientResponse
+) -> None:
+    """Answer one `/generate` call: one stream, or all items in one body. Raises RouterError."""
+    exchange, body = response.exchange, response.exchange.body
+    with response.counting_wrong_body(caller):
+        check_coding(exchange.headers, body)
+        check_items(body, services.config.max_body_items)
+        batch = sglang_generate.split_batch(body)
+        streamed = None
+        if batch.is_streamed:
+            streamed = reader.read_item(exchange, _GENERATE_ITEM, response.trace, batch.items[0], 0, batch.natives[0])
+    if streamed is not None:
+        response.take_quota(caller)
+        run = RequestRun(services, limits, caller, streamed, granted=response.granted)
+        run.cumulative = sglang_generate.CumulativeStream(batch.names[0], batch.logprobs[0])
+        if services.config.stream_keep_alive_s:
+            response.keep_alive(services.config.stream_keep_alive_s)
+        await response.serve(run)
+        return
+    await serve_items(
+        services,
+        limits,
+        caller,
+        response,
+        (
+            reader.read_item(exchange, _GENERATE_ITEM, response.trace, item, number, native)
+            for number, (item, native) in enumerate(zip(batch.items, batch.natives, strict=True))
+        ),
+        param="text",
+        count=len(batch.items),
+        join=partial(sglang_generate.join_answers, batch),
+    )

@@ -8,8 +8,7 @@ from router.protocols.routes import response_id_of
 from router.protocols.stored_responses import worker_gone_error, worker_of_response
 from router.request.engine_attempt import AttemptLimits, open_attempt
 from router.request.engine_request import EngineRequest, endpoint_of
-from router.request.parsed_request import parse_request
-from router.request.reader import TIMEOUT_NAME, text_header
+from router.request.parsed_request import TIMEOUT_NAME, parse_request, text_header
 from router.request.response import ClientResponse, content_headers, within_deadline
 from router.request.run import no_answer_in_time
 from router.request.services import Services

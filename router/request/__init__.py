@@ -28,5 +28,5 @@ An attempt that fails ends with its DispatchedRequest, and RequestRun begins wit
 `router.core.failover.verdict`. Where a stage must wait, the request's coroutine leaves its batch for a task, see
 `lorafleet.http_server.batches`.
 
-May import every package but `api` and `app`.
+May import every package but `items`, `api` and `app`.
 """

@@ -1,22 +1,31 @@
-"""record: what an attempt, and a request's end, mean for load, quotas, circuits, poison books and traces."""
+"""record: what an attempt, and a request's end, mean for load, quotas, circuits, poison books, traces and traffic."""
 
 from collections.abc import Hashable, Iterator
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import structlog
 
+from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
-from router.core.errors import AdapterFailed, DeadlineExceeded, ReplicaUnreachable, RouterError, RoutingOutcome
+from router.core.errors import (
+    AdapterFailed,
+    DeadlineExceeded,
+    RateLimited,
+    ReplicaUnreachable,
+    RouterError,
+    RoutingOutcome,
+)
 from router.core.failover.circuit_breaker import is_fault
 from router.core.failover.poison import PoisonRequests
 from router.core.failover.verdict import VERDICTS, reasons_blaming
 from router.core.resolve import RequestTarget
+from router.fleet.traffic import EndedRequest
 from router.protocols.routes import Route
 from router.protocols.usage import EngineUsage
-from router.request.attempt_failures import says_dead
 from router.request.dispatched import DispatchedRequest
-from router.request.engine_attempt import EngineAttempt
+from router.request.engine_attempt import EngineAttempt, says_dead
 from router.request.parsed_request import makes_many_sequences, request_digest
 from router.request.services import Services
 from router.request.stages import fair_weight
@@ -29,6 +38,7 @@ log = structlog.get_logger()
 
 # Larger bodies are not sent again to probe an engine's tokenizer.
 _MAX_PROBE_BYTES = 256 * 1024
+_CLIENT_GONE = 499
 _BLAMING_REQUEST = reasons_blaming("request")
 
 
@@ -283,3 +293,58 @@ def _trace_attributes(
         if usage.cached_tokens is not None:
             attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
     return attributes
+
+
+def count_refusal(services: Services, exchange: HttpExchange, status: int, code: str, limit: str) -> None:
+    """Count an answer to a request that had no run: it was refused before its model was known."""
+    key, tenant = sender_of(exchange)
+    ended = EndedRequest(code=_code_text(status, code, limit), tenant=tenant, key=key)
+    services.usage.traffic.record_end(ended, services.clock())
+
+
+def sender_of(exchange: HttpExchange) -> tuple[str, str]:
+    """(key id, tenant) of the caller, also where its body was not read; empty: none."""
+    caller, refusal = exchange.caller, exchange.refusal
+    if caller is not None:
+        return caller.key_id, caller.tenant or ""
+    return (refusal.key_id, refusal.tenant) if isinstance(refusal, RateLimited) else ("", "")
+
+
+def count_run(services: Services, run: "RequestRun", status: int, code: str, limit: str = "") -> None:
+    """Count a request that was recorded, with its times and tokens; `status` and `code` are those of its answer."""
+    caller, target, dispatched, usage = run.caller, run.target, run.dispatched, run.usage
+    now, read_at = services.clock(), run.request.read_at
+    ended = EndedRequest(tenant=caller.tenant or "", key=caller.key_id, cold_s=run.cold_s)
+    if status >= 400 or code:
+        ended.code = _code_text(status, code, limit)
+    else:
+        ended.whole_s = now - read_at
+    if target is not None:
+        ended.base_model = target.base_model
+        if target.adapter is not None:
+            ended.adapter = target.adapter.lora_id
+    if dispatched is None:
+        ended.worker = run.last_worker
+    else:
+        record = dispatched.record
+        ended.worker, ended.waited_s = dispatched.replica.id, record.waited_s
+        if record.first_data_s is not None and run.attempt is not None and run.attempt.streamed:
+            ended.first_token_s = dispatched.load.began_at + record.first_data_s - read_at
+    if usage is not None:
+        ended.prompt_tokens, ended.output_tokens = usage.prompt_tokens, usage.completion_tokens or 0
+        # Of several sequences the first tokens are not counted one by one: roughly one each.
+        ended.decode_tokens = max(0, ended.output_tokens - run.request.sequences)
+        if dispatched is not None and dispatched.record.cached_tokens is not None:
+            ended.predicted_tokens, ended.cached_tokens = dispatched.predicted_tokens, dispatched.record.cached_tokens
+    services.usage.traffic.record_end(ended, now)
+
+
+def _code_text(status: int, code: str, limit: str) -> str:
+    """`<status> <code>`; of an engine's own error without one `<status> engine`; of a client that left `499`.
+
+    Of 429 with the limit that was reached: `429 rate_limited concurrent_requests`.
+    """
+    if status == _CLIENT_GONE:
+        return str(status)
+    text = f"{status} {code or 'engine'}"
+    return f"{text} {limit}" if limit and status == HTTPStatus.TOO_MANY_REQUESTS else text

@@ -1,4 +1,4 @@
-"""open and relay: one HTTP exchange with one engine, and its bytes to the client."""
+"""open and relay: one HTTP exchange with one engine, what fails it, and its bytes to the client."""
 
 from collections import deque
 from collections.abc import Callable, Container
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lorafleet.engine.vllm_errors import ENGINE_DEAD, SHUTTING_DOWN
 from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.exchange import HttpExchange
 from router.core.errors import EndedByPause, ReplicaUnreachable, StreamBroken
@@ -28,7 +29,6 @@ from router.http.sse import (
 from router.protocols.aborted import AbortedAnswer
 from router.protocols.routes import has_only_early_events
 from router.protocols.usage import EngineUsage, UsageFilter, usage_of, usage_of_events
-from router.request.attempt_failures import retry_reason, unreachable
 from router.request.engine_request import EngineRequest
 
 _EVENT_STREAM = b"text/event-stream"
@@ -39,6 +39,25 @@ _TAIL_CHUNKS = 3
 _LINGER_S = 1.0
 # A loss this early closed an idle connection: no engine can have read a request that kills it.
 STALE_WITHIN_S = 0.05
+_SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, ENGINE_DEAD))
+# SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path, and sgl-jax lora/lora_registry.py: they have no 404.
+_NOT_LOADED = (
+    b"Got LoRA adapter that has never been loaded",
+    b"Failed to implicitly load LoRA adapter",
+    b"requested LoRA adapters are not loaded",
+)
+# Engines get no client's key, so these refuse the router's: vLLM's --api-key, or a mesh or proxy in front of it.
+_KEY_REFUSALS = frozenset({401, 403, 407})
+# vLLM 0.32 scale_out/factories.py: a 403 at a route that its command line leaves off. The message says what to do.
+_ROUTE_IS_OFF = b"--enable-scale-out"
+LOSS_MESSAGES = {
+    "connection": "no connection",
+    "no_descriptors": "no connection, because this router has no file descriptor left",
+    "no_answer": "it broke off before its answer began",
+    "begun_only": "it broke off when its answer had begun and nothing more",
+    "no_answer_in_time": "no answer in time",
+    "hung": "its engine hangs, by its agent's word",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,3 +556,36 @@ async def _attempt_on(
         attempt.close()
         raise
     return attempt
+
+
+def unreachable(request: EngineRequest, lost: EngineLost) -> ReplicaUnreachable:
+    """The failure of an attempt whose engine was lost before the client got anything."""
+    # The message of the loss names addresses, which only the log may have.
+    failure = ReplicaUnreachable(f"replica {request.replica}: {LOSS_MESSAGES[lost.reason]}", reason=lost.reason)
+    failure.__cause__ = lost
+    return failure
+
+
+def retry_reason(status: int, first: bytes, request: EngineRequest, *, in_band_error: bool) -> str | None:
+    """Why another replica may do better (a reason of core.failover.verdict); None: the client gets this answer."""
+    if status in (502, 503):
+        return "engine_unavailable"
+    if status in _KEY_REFUSALS and not in_band_error and _ROUTE_IS_OFF not in first:
+        return "engine_unauthorized"
+    # A 404 for an unknown model names the model; any other (a route that the engine lacks) is the client's.
+    if status == 404 and request.engine_name and request.engine_model.encode() in first:
+        return "adapter_missing"
+    if status == 400 and request.engine_name and any(said in first for said in _NOT_LOADED):
+        return "adapter_missing"
+    if status == 500 and _SHUTTING_DOWN in first:
+        return "engine_draining"
+    if status == 500 and says_dead(first):
+        return "engine_dead"
+    if in_band_error and is_fault(status):
+        return "first_event_error"
+    return None
+
+
+def says_dead(error: bytes) -> bool:
+    """Whether this error of an engine says that the engine has died."""
+    return any(said in error for said in _DEAD)

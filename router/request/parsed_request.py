@@ -7,16 +7,36 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.service.decoding import DECODE_ERRORS
+from lorafleet.telemetry.request_log import request_id
 from router.core.errors import BadBody
-from router.protocols.adapter_fields import EXTRA_BODY, LORA_ID, chosen_adapter, prompt_adapters, with_extra_body
+from router.protocols.adapter_fields import (
+    EXTRA_BODY,
+    LORA_ID,
+    chosen_adapter,
+    prompt_adapters,
+    refuse_adapter_headers,
+    with_extra_body,
+)
 from router.protocols.bodies import BOM, bad_json_error, check_items
 from router.protocols.routes import COMPLETIONS, Route, sequence_count
-from router.request.engine_body import NVEXT, Body, asks_for_usage, drop_nvext, refuse_steering, sampling_fields
+from router.request.engine_body import (
+    FORWARDED_HEADERS,
+    NVEXT,
+    Body,
+    asks_for_usage,
+    drop_nvext,
+    refuse_steering,
+    sampling_fields,
+)
 from router.request.services import Services
+from router.telemetry.trace import Trace
 
 # Seconds that the client waits for the whole answer.
 TIMEOUT_HEADER = "x-lorafleet-timeout-s"
+TIMEOUT_NAME = TIMEOUT_HEADER.encode()
+FINGERPRINT_NAME = b"x-lorafleet-fingerprint"
 
 # A longer session name is replaced by its hash: each of the thousand kept decisions has one.
 _MAX_SESSION_CHARS = 200
@@ -66,7 +86,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 def parse_request(
     services: Services,
-    request_id: str,
+    name: str,
     route: Route,
     raw: bytes,
     *,
@@ -78,6 +98,7 @@ def parse_request(
 ) -> ParsedRequest:
     """The request, with those fields of its body decoded that its route names; steering fields are refused or dropped.
 
+    name     the request's id
     target   path and query; empty: the route's own
     session  the session named by a header; without one the body's `user` names it
     timeout  value of TIMEOUT_HEADER
@@ -118,7 +139,7 @@ def parse_request(
     streamed = route.streams and decoded.get("stream") is True
     user, priority = decoded.get("user"), decoded.get("priority")
     return ParsedRequest(
-        request_id,
+        name,
         route,
         target or route.path.encode(),
         fields,
@@ -182,3 +203,111 @@ def _timeout_s(named: str) -> float:
     if not 0 < timeout_s < inf:
         raise BadBody(f"{TIMEOUT_HEADER} must be seconds above 0, such as 30 or 2.5; found {named!r}")
     return timeout_s
+
+
+class InferenceRequestReader:
+    """Reads requests by the router's settings."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._names_weights = services.config.fingerprint == "adapter"
+        self._session_header = services.config.session_header.lower().encode()
+
+    def read(self, exchange: HttpExchange, route: Route, trace: Trace | None) -> ParsedRequest:
+        """Parse a client's request; its id is the body's valid `request_id`, unless the head has one.
+
+        The body's id is also set on the exchange. Raises BadBody.
+        """
+        request = self._parse(exchange, route, trace, exchange.body, exchange.request_id)
+        own_id = request.decoded.get("request_id")
+        if own_id is None or route.state != "none" or b"x-request-id" in exchange.headers:
+            return request
+        # vLLM names its answer by the header first, and the router always sends that header.
+        if isinstance(own_id, str) and request_id(own_id) == own_id:
+            exchange.request_id = own_id
+        return msgspec.structs.replace(request, request_id=exchange.request_id)
+
+    def read_item(
+        self,
+        exchange: HttpExchange,
+        route: Route,
+        trace: Trace | None,
+        body: bytes,
+        item: int,
+        native: NativeBody = None,
+    ) -> ParsedRequest:
+        """Parse one item of a batch as a separate request with the batch's head. Raises BadBody.
+
+        native  the item in SGLang's own form, for engines that speak it
+        """
+        request = self._parse(exchange, route, trace, body, f"{exchange.request_id}-{item}")
+        return request if native is None else msgspec.structs.replace(request, native=native)
+
+    def _parse(
+        self, exchange: HttpExchange, route: Route, trace: Trace | None, body: bytes, name: str
+    ) -> ParsedRequest:
+        """Parse the head of this exchange, and a body. Raises BadBody."""
+        headers = exchange.headers
+        if b"content-encoding" in headers:
+            check_coding(headers, exchange.body)
+        if headers.get(b"content-type") != b"application/json":
+            _check_media_type(headers)
+        refuse_adapter_headers(headers, exchange.query)
+        names_weights = self._names_weights
+        if FINGERPRINT_NAME in headers:
+            names_weights = _names_weights(headers[FINGERPRINT_NAME])
+        return parse_request(
+            self._services,
+            name,
+            route,
+            body,
+            session=text_header(headers, self._session_header),
+            timeout=text_header(headers, TIMEOUT_NAME),
+            forwarded=_forwarded(headers, trace),
+            names_weights=names_weights,
+        )
+
+
+def text_header(headers: Mapping[bytes, bytes], name: bytes) -> str | None:
+    """One header's value as text; None where there is none."""
+    value = headers.get(name)
+    return None if value is None else value.decode("latin-1")
+
+
+def _names_weights(asked: bytes) -> bool:
+    """Whether this value of the fingerprint's header asks for the weights. Raises BadBody."""
+    if asked not in (b"adapter", b"engine"):
+        name = FINGERPRINT_NAME.decode()
+        raise BadBody(f"{name} must be adapter or engine, found {asked.decode('latin-1')!r}", param=name)
+    return asked == b"adapter"
+
+
+def _forwarded(headers: Mapping[bytes, bytes], trace: Trace | None) -> bytes:
+    """Header lines for the engine: the trace's, or the client's own where the router traces nothing."""
+    if trace is not None:
+        return trace.headers(headers.get(b"tracestate"))
+    if FORWARDED_HEADERS.isdisjoint(headers):
+        return b""
+    names = sorted(FORWARDED_HEADERS.intersection(headers))
+    return b"".join([name + b": " + headers[name] + b"\r\n" for name in names])
+
+
+def check_coding(headers: Mapping[bytes, bytes], body: bytes) -> None:
+    """Raise BadBody for a compressed body, which engines do not take either.
+
+    A body that begins as JSON is taken: some clients send `content-encoding: utf-8`.
+    """
+    coding = text_header(headers, b"content-encoding")
+    if coding is not None and not body[:16].removeprefix(BOM).lstrip().startswith(b"{"):
+        raise BadBody(f"content-encoding is {coding!r}; send the body as it is, not compressed")
+
+
+def _check_media_type(headers: Mapping[bytes, bytes]) -> None:
+    """Raise BadBody unless the body is JSON by its content-type, as vLLM does.
+
+    A browser sends other types (forms, plain text) across origins without asking first.
+    """
+    given = text_header(headers, b"content-type") or ""
+    if given.partition(";")[0].strip().lower() != "application/json":
+        found = f"content-type is {given!r}" if given else "no content-type is given"
+        raise BadBody(f"{found}; a body is taken as application/json only")

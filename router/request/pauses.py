@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import structlog
 
@@ -14,10 +14,19 @@ from router.core.errors import DeadlineExceeded, Saturated
 from router.core.pauses import HeldScope, ListedPause, after_catalog, holding
 from router.core.queue.admission import QueueUsage
 
-if TYPE_CHECKING:
-    from router.request.run import RequestRun
-
 log = structlog.get_logger()
+
+
+class PausedRequest(Protocol):
+    """What a pause needs of a request: whose it is, and how to end it."""
+
+    @property
+    def caller(self) -> Caller:
+        """Whose request it is."""
+        ...
+
+    def abort(self) -> None:
+        """End the request at its engine."""
 
 
 class PauseGate:
@@ -32,9 +41,9 @@ class PauseGate:
         self._on_settled = on_settled
         self._clock = clock
         self._pauses: Mapping[str, HeldScope] = MappingProxyType({})
-        self._running: set[RequestRun] = set()
+        self._running: set[PausedRequest] = set()
         # Key of a pause that somebody waits for -> the requests that ran when it began.
-        self._awaited: dict[str, set[RequestRun]] = {}
+        self._awaited: dict[str, set[PausedRequest]] = {}
         self._changed = ChangeSignal()
 
     # --- the pauses -----------------------------------------------------------------------------------------------
@@ -81,21 +90,21 @@ class PauseGate:
         """Key of each pause -> requests of its scope that run."""
         return {key: len(self._covered(held)) for key, held in self._pauses.items()}
 
-    def _covered(self, held: HeldScope) -> "list[RequestRun]":
+    def _covered(self, held: HeldScope) -> list[PausedRequest]:
         """The running requests of a pause's scope."""
         now = self._clock()
         return [run for run in self._running if held.covers(run.caller.tenant, run.caller.namespace, now)]
 
     # --- the requests ---------------------------------------------------------------------------------------------
 
-    def start(self, run: "RequestRun") -> bool:
+    def start(self, run: PausedRequest) -> bool:
         """Count the request as running; False, with nothing done, where a pause holds it. One that runs always may."""
         if self._pauses and run not in self._running and self.holding(run.caller) is not None:
             return False
         self._running.add(run)
         return True
 
-    def end(self, run: "RequestRun") -> None:
+    def end(self, run: PausedRequest) -> None:
         """Count the request as ended. Safe for one that never started."""
         self._running.discard(run)
         if self._awaited:
@@ -105,7 +114,7 @@ class PauseGate:
                     del self._awaited[key]
                     self._on_settled()
 
-    def must_wait(self, run: "RequestRun") -> bool:
+    def must_wait(self, run: PausedRequest) -> bool:
         """Whether a pause holds this request, which has not started."""
         return bool(self._pauses) and run not in self._running and self.holding(run.caller) is not None
 

@@ -32,9 +32,9 @@ from router.core.queue.quota import QuotaGrant
 from router.core.resolve import RequestTarget
 from router.core.schedule.request import HashedRequest
 from router.protocols import sglang_generate
+from router.protocols.aborted import AbortedAnswer, aborted_answer
 from router.protocols.stored_responses import adapter_gone_error, worker_gone_error, worker_of_response
 from router.protocols.usage import EngineUsage
-from router.request.aborts import answer_to_abort
 from router.request.accounting import record_answer, record_failure
 from router.request.dispatched import DispatchedRequest
 from router.request.engine_attempt import AttemptLimits, EngineAttempt, open_attempt
@@ -201,7 +201,21 @@ class RequestRun(msgspec.Struct, eq=False):
         self.is_aborted = True
         attempt = self.attempt or self._opening
         if attempt is not None:
-            attempt.abort(answer_to_abort(self.request, self.dispatched, self.engine_request))
+            attempt.abort(self._answer_to_abort())
+
+    def _answer_to_abort(self) -> AbortedAnswer | None:
+        """The end of the answer after an abort; None: its format has no word for that, or the request was not sent."""
+        request, dispatched = self.request, self.dispatched
+        if dispatched is None or self.engine_request is None:
+            return None
+        return aborted_answer(
+            request.route.path,
+            request.fields,
+            answer_id=request.request_id,
+            model=self.engine_request.engine_model,
+            choices=request.sequences,
+            prompt_tokens=dispatched.hashed.request.prompt_tokens,
+        )
 
     def _begin_attempt(self, attempt: EngineAttempt) -> None:
         """Note the attempt under way; end it at once where a pause has ended the request meanwhile."""

@@ -21,10 +21,10 @@ from router.core.kv.prediction_accuracy import PredictionAccuracy, TrustState
 from router.core.queue.quota import Quotas
 from router.core.schedule.policy import Decision
 from router.core.scheduler import Scheduler
+from router.fleet.background import Background
 from router.fleet.discovery import Discovery
 from router.fleet.usage_report import UsageCounts
 from router.http.engine_pool import EnginePool
-from router.items.background import Background
 from router.kv.feeds import KvFeeds
 from router.request.cold_starts import ColdStarts
 from router.request.pauses import PauseGate

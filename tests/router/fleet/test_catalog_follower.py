@@ -7,7 +7,7 @@ from orchestrator.model.aliases import AliasItem, AliasTarget
 from router.protocols.stored_responses import tagged_response_id
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, AgentDouble, EngineDouble, error_of, fleet, with_sql
-from tests.router.items.test_background import RESPONSES, Keeper
+from tests.router.fleet.test_background import RESPONSES, Keeper
 from tests.serving import serving
 
 CHATS = "/v1/chat/completions"

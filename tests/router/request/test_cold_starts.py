@@ -30,7 +30,7 @@ from router.telemetry.metrics import RouterMetrics
 from tests.patience import patience, until, within
 from tests.router.core.schedule.test_policy import a_replica
 from tests.router.doubles import BASE, CHAT, DIGEST, AgentDouble, EngineDouble, error_of, fleet, with_sql
-from tests.router.items.test_background import Hurried
+from tests.router.fleet.test_background import Hurried
 
 
 def many_adapters(count):

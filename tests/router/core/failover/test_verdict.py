@@ -10,7 +10,7 @@ from router.core.failover.circuit_breaker import COUNTED
 from router.core.failover.exclusions import FailedAttempt, excluded_incarnations
 from router.core.failover.verdict import VERDICTS, reasons_blaming
 from router.core.fleet import EngineReport
-from router.request import attempt_failures
+from router.request import engine_attempt
 from tests.router.core.schedule.test_policy import SQL, a_replica
 
 W0 = ("w0", "one")
@@ -80,7 +80,7 @@ def test_a_failed_attempt_is_tried_again_and_blamed_by_its_reason(reason):
 
 def test_every_reason_of_a_failed_attempt_has_a_verdict():
     assert EXPECTED.keys() == VERDICTS.keys()
-    assert set(attempt_failures.LOSS_MESSAGES) <= set(VERDICTS)
+    assert set(engine_attempt.LOSS_MESSAGES) <= set(VERDICTS)
     assert reasons_blaming("replica") <= COUNTED
     assert COUNTED - reasons_blaming("replica") == {"engine_error", "silent"}
 

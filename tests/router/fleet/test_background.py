@@ -15,9 +15,9 @@ from starlette.routing import Route
 from lorafleet.keys.key_files import hash_key
 from router.core.errors import Saturated
 from router.core.fleet import EngineReport
+from router.fleet.background import Background
 from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchRefused
-from router.items.background import Background
 from tests.patience import until
 from tests.router.core.schedule.test_policy import a_replica
 from tests.router.doubles import BASE, AgentDouble, EngineDouble, error_of, fleet

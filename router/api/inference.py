@@ -14,13 +14,12 @@ from lorafleet.keys.roles import Caller, KeyLimits, check_scope
 from lorafleet.service.http import HttpError
 from lorafleet.service.runs import RUNS, caller_in_run, split_run
 from router.core.errors import RateLimited
-from router.items.completions import serve_completion_batch
-from router.items.generate_batch import GENERATE, serve_generate_batch
+from router.items.item_batch import GENERATE, serve_completion_batch, serve_generate_batch
 from router.items.stored import serve_stored
 from router.protocols import sglang_generate
 from router.protocols.routes import COMPLETIONS, ROUTES, Route, find_route
 from router.request.engine_attempt import AttemptLimits
-from router.request.reader import InferenceRequestReader
+from router.request.parsed_request import InferenceRequestReader
 from router.request.response import ClientResponse
 from router.request.run import RequestRun
 from router.request.services import Services
@@ -186,7 +185,7 @@ class InferenceHandler:
         trace = response.trace
         if trace is not None:
             trace.begin_stage("read")
-        request = self._reader.read(response, response.exchange.body)
+        request = self._reader.read(response.exchange, response.route, trace)
         run = RequestRun(self._services, self._limits, caller, request, trace, granted=response.granted)
         if self._keep_alive_s and request.streamed:
             response.keep_alive(self._keep_alive_s)
