@@ -9,7 +9,7 @@ from benchmarks.placement.ours import LorafleetOrchestrator
 from benchmarks.placement.peers import PEERS
 from benchmarks.placement.workload import PlacementRequest, Scenario, hottest, requests_of
 from benchmarks.placement.world import LOST_AFTER_S, Placer, World
-from orchestrator.model.snapshot import PlacementPolicy
+from orchestrator.model.policy import PlacementPolicy
 
 OURS = "lorafleet"
 RESERVE = "lorafleet, one slot in reserve"

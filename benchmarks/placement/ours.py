@@ -4,13 +4,13 @@ from benchmarks.placement.world import Copy, SimulatedWorker, World
 from orchestrator.core.demand import AdapterQueueing, AdapterUsage, DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     DesiredPlacement,
     Intent,
     ObservedFleet,
     ObservedWorker,
     Pair,
-    PlacementPolicy,
     RegisteredAdapter,
     ReportedAdapter,
     WantedReplicas,

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorafleet.service.json_count import VALUES, has_more
 from lorafleet.service.known_fields import WIRE_HEADER, unknown_fields, unknown_fields_text
 from lorafleet.service.openapi import change_document, describe_errors
-from lorafleet.service.settings import finding_message
+from lorafleet.service.settings import finding_message, is_unknown_field
 from lorafleet.telemetry.request_log import NOTES, RequestNotes, cause_of
 
 log = structlog.get_logger()
@@ -325,7 +325,7 @@ def install_error_handlers(
             return ErrorResponse(400, "invalid_request", message, param="content-type")
         field = ".".join(str(part) for part in first["loc"] if part != "body")
         unknown = unknown_fields_text(request.scope.get("route"), exc.errors())
-        others = [error for error in exc.errors() if error["type"] != "extra_forbidden"]
+        others = [error for error in exc.errors() if not is_unknown_field(error)]
         message = "; ".join(filter(None, (unknown, validation_message(others))))
         return ErrorResponse(400, "invalid_request", message, param=field or None)
 

@@ -159,11 +159,20 @@ def load_or_exit(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
 
 
 # In place of pydantic's messages, which speak of Python to people who write JSON or YAML.
-_PLAIN_MESSAGES = {"extra_forbidden": "there is no such field", "tuple_type": "Input should be a list"}
+_PLAIN_MESSAGES = {"tuple_type": "Input should be a list"}
+_UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")
+"""pydantic's names of an unknown field: of a model, and of a dataclass."""
+
+
+def is_unknown_field(error: Mapping[str, Any]) -> bool:
+    """Whether one of pydantic's findings is a field that does not exist."""
+    return error["type"] in _UNKNOWN_FIELD
 
 
 def finding_message(error: Mapping[str, Any]) -> str:
     """The message of one of pydantic's findings; for our own checks without pydantic's prefix."""
+    if is_unknown_field(error):
+        return "there is no such field"
     if error["type"] in _PLAIN_MESSAGES:
         return _PLAIN_MESSAGES[error["type"]]
     return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
@@ -178,7 +187,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def _problem(error: Mapping[str, Any], known: Iterable[str]) -> str:
     """One of pydantic's findings as a message with the setting's name."""
     name = _flag_name(error["loc"])
-    if error["type"] == "extra_forbidden":
+    if is_unknown_field(error):
         return f"{name}: there is no such setting{did_you_mean(name, map(_kebab, known))}"
     return ": ".join(filter(None, (name, finding_message(error))))
 

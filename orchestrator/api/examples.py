@@ -196,7 +196,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "PauseItem": _PAUSE,
     "PauseList": {"data": [_PAUSE]},
     "PauseSpec": {"mode": "keep", "lease_s": 60},
-    "Policy": {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1},
+    "PlacementPolicy": {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1},
     "PublishSpec": {"source": "/shared/runs/42/step-7", "replicas": "all", "keep_versions": 2},
     "PublishedItem": _PUBLISHED,
     "PublishedList": {"data": [_PUBLISHED], "next": None},

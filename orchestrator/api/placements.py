@@ -18,7 +18,7 @@ from orchestrator.intent.orphans import adopt, orphans
 from orchestrator.intent.registry import AdapterRegistry, changed_policy, new_adapter
 from orchestrator.model.adapters import AdoptRequest, BatchAnswer, OrphanList
 from orchestrator.model.plans import PlacementList, Plan, PlanRequest, SupposedAdapter
-from orchestrator.model.snapshot import Intent, PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import Intent, RegisteredAdapter
 from orchestrator.reconcile.reconciler import Reconciler
 
 PLAN_EXAMPLE = {
@@ -163,7 +163,7 @@ def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
         rates={name: change.requests_per_s for name, change in ask.demand.items() if change.requests_per_s is not None},
         workers_gone=ask.workers_gone,
         workers_more=[(more.like or min(ready), more.count) for more in ask.workers_more],
-        policy=_changed_rules(inputs.policy, ask) if ask.policy else None,
+        policy=changed_policy(inputs.policy, ask.policy) if ask.policy else None,
         adapters=added,
     )
 
@@ -171,12 +171,3 @@ def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
 def _supposed_adapter(spec: SupposedAdapter) -> RegisteredAdapter:
     """The adapter that a plan request adds, with the rank and size it gives."""
     return replace(new_adapter(spec), rank=spec.rank, size_bytes=spec.size_bytes)
-
-
-def _changed_rules(rules: PlacementPolicy, ask: PlanRequest) -> PlacementPolicy:
-    """The global policy as a plan request changes it. Raises OrchestratorRequestError."""
-    try:
-        policy = changed_policy(rules, ask.policy)
-    except OrchestratorRequestError as exc:
-        raise OrchestratorRequestError(f"policy: {exc}", param="policy") from exc
-    return PlacementPolicy(**policy.model_dump())

@@ -25,7 +25,6 @@ from orchestrator.configmaps.mirror import DoubtReason
 from orchestrator.configmaps.objects import (
     FLEET,
     KIND,
-    MODELS,
     STATUS,
     NamedAlias,
     age_order,
@@ -257,7 +256,7 @@ class ObjectEdits:
         known = self._read.get(name)
         if known is None or known[0] is not found:
             try:
-                known = found, parse_declared(found, kind, MODELS[kind])
+                known = found, parse_declared(found, kind)
             except OrchestratorRequestError as exc:
                 known = found, exc
             self._read[name] = known

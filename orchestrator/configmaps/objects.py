@@ -7,23 +7,24 @@ readers.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, TypeVar
+from dataclasses import asdict, fields
+from typing import Any
 
 import msgspec
 import xxhash
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from lorafleet.kube.client import Json
 from lorafleet.service.http import validation_message
 from orchestrator.core.errors import OrchestratorRequestError
-from orchestrator.model.adapters import AdapterSpec, SecretRef
+from orchestrator.model.adapters import AdapterPolicy, AdapterSpec, SecretRef
 from orchestrator.model.aliases import AliasSpec
+from orchestrator.model.changes import reader_of
 from orchestrator.model.names import AliasName
-from orchestrator.model.policy import AdapterPolicy, Policy
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import ServedName, Targets
-from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import RegisteredAdapter
 
 KIND, FLEET = "lorafleet.io/kind", "lorafleet.io/fleet"
 RECORD, STATUS = "lorafleet.io/record", "lorafleet.io/status"
@@ -35,8 +36,6 @@ _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MAX_TEXT_BYTES = 128 * 2**10  # more than all fields need; 1 MiB of brackets would take seconds to parse
 _MAX_DEPTH = 32  # fields need 3; the C loader recurses and crashes the process at 200,000
 
-M = TypeVar("M", bound=BaseModel)
-
 
 class NamedAlias(AliasSpec):
     """The text of an alias's ConfigMap: the body of `PUT /v1/aliases/{name}`, and the name."""
@@ -44,7 +43,7 @@ class NamedAlias(AliasSpec):
     name: AliasName
 
 
-MODELS: Mapping[str, type[BaseModel]] = {"adapter": AdapterSpec, "alias": NamedAlias, "policy": Policy}
+MODELS: Mapping[str, type] = {"adapter": AdapterSpec, "alias": NamedAlias, "policy": PlacementPolicy}
 """kind -> model of its text, as in REST."""
 
 
@@ -175,7 +174,7 @@ def record_of(found: Json, kind: str) -> Record | None:
         return None
 
 
-def parse_declared(found: Json, kind: str, model: type[M]) -> M:
+def parse_declared(found: Json, kind: str) -> Any:
     """The text parsed and checked as in REST. Raises OrchestratorRequestError with the message that REST gives."""
     text, key = text_of(found, kind), f"{kind}.yaml"
     if text is None:
@@ -196,7 +195,7 @@ def parse_declared(found: Json, kind: str, model: type[M]) -> M:
     if not isinstance(body, dict):
         raise OrchestratorRequestError(f"{key} holds {type(body).__name__}, expected fields and values", param=key)
     try:
-        return model.model_validate(body)
+        return reader_of(MODELS[kind]).validate_python(body)
     except ValidationError as exc:
         raise OrchestratorRequestError(validation_message(exc.errors()), param=key) from exc
 
@@ -207,13 +206,12 @@ def differing_fields(found: Json, kind: str, text: str) -> list[str]:
     Raises OrchestratorRequestError for an invalid `text`.
     """
     try:
-        present = parse_declared(found, kind, MODELS[kind])
+        present = parse_declared(found, kind)
     except OrchestratorRequestError:  # accepted by another version of lorafleet
         return []
-    wanted = parse_declared({"data": {f"{kind}.yaml": text}}, kind, MODELS[kind])
-    names = {"adapter": ("policy", "tenants", "secret_ref"), "alias": ("targets",)}.get(kind) or MODELS[
-        kind
-    ].model_fields
+    wanted = parse_declared({"data": {f"{kind}.yaml": text}}, kind)
+    changeable = {"adapter": ("policy", "tenants", "secret_ref"), "alias": ("targets",)}
+    names = changeable.get(kind) or [field.name for field in fields(PlacementPolicy)]
     return [name for name in names if getattr(present, name) != getattr(wanted, name)]
 
 

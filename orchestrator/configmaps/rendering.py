@@ -43,7 +43,8 @@ from orchestrator.configmaps.tables import (
 )
 from orchestrator.configmaps.writer import DesiredObject, WriteKey
 from orchestrator.core.errors import OrchestratorUnavailable, StateConflict
-from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.snapshot import RegisteredAdapter
 
 KINDS = {"adapters": "adapter", "names": "alias", "policy": "policy"}
 Row = tuple[str, str]

@@ -21,8 +21,9 @@ from orchestrator.configmaps.objects import (
 )
 from orchestrator.core.errors import StoreError
 from orchestrator.core.pauses import PauseLease
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import ServedName
-from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.backend import StoreChange, StoredIntent, Tombstone, WorkerIntent, tombstone_lora_id
 
 SCHEMA = 1

@@ -14,6 +14,7 @@ from orchestrator.core.copies import FetchChoice, fetch_choice
 from orchestrator.core.demand import RouterCounts
 from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     UNREACHABLE,
     DesiredPlacement,
@@ -23,7 +24,6 @@ from orchestrator.model.snapshot import (
     ObservedWorker,
     OngoingFetch,
     Pair,
-    PlacementPolicy,
     PlannedLoad,
     RegisteredAdapter,
 )

@@ -12,15 +12,9 @@ from typing import NamedTuple
 from lorafleet.identity import version_id
 from orchestrator.core.failures import ENGINE_REFUSALS
 from orchestrator.core.placement.context import usable_slots
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import NameVersion, Publication, ServedName
-from orchestrator.model.snapshot import (
-    AdapterFailure,
-    Intent,
-    ObservedWorker,
-    Pair,
-    PlacementPolicy,
-    RegisteredAdapter,
-)
+from orchestrator.model.snapshot import AdapterFailure, Intent, ObservedWorker, Pair, RegisteredAdapter
 
 LINGER_S = 5.0
 """A version stays at least this long after its name has left it, and longer while requests for it wait or run: a router

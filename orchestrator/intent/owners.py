@@ -24,8 +24,7 @@ from lorafleet.keys.roles import Caller
 from orchestrator.core.errors import Forbidden, NotFound, OrchestratorRequestError, StateConflict
 from orchestrator.core.pauses import WHOLE_FLEET, PauseScope
 from orchestrator.core.source_rules import digest_problem
-from orchestrator.model.adapters import AdapterPatch, AdapterSpec, SecretRef
-from orchestrator.model.policy import AdapterPolicy
+from orchestrator.model.adapters import AdapterPatch, AdapterPolicy, AdapterSpec, SecretRef
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 

@@ -10,9 +10,8 @@ from typing import Any
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError
 from orchestrator.core.published_names import taken_over
 from orchestrator.intent.registry import AdapterRegistry, policy_of
-from orchestrator.model.adapters import AdapterSpec, SecretRef
+from orchestrator.model.adapters import AdapterPolicy, AdapterSpec, SecretRef
 from orchestrator.model.aliases import AliasSpec, AliasTarget
-from orchestrator.model.policy import AdapterPolicy, Policy
 from orchestrator.model.record import (
     FleetRecord,
     ImportRequest,
@@ -38,7 +37,7 @@ def fleet_record(store: IntentStore) -> FleetRecord:
         adapters=tuple(_recorded(adapter) for adapter in store.adapters.values() if not adapter.is_deleting),
         aliases=tuple(_recorded_alias(name.name, name.targets) for name in store.names.values() if name.targets),
         published=tuple(_recorded_name(name, record) for name, record in published_names(store).items()),
-        policy=Policy.model_validate(asdict(store.rules)),
+        policy=asdict(store.rules),
     )
 
 
@@ -130,7 +129,7 @@ def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
         present = [name for name, adapter in store.adapters.items() if not adapter.is_deleting]
         found += _removals("adapter", present, {adapter.lora_id for adapter in ask.record.adapters})
     if "policy" in parts and ask.record.policy is not None:
-        fields = _changed(asdict(store.rules), ask.record.policy.model_dump(exclude_unset=True))
+        fields = _changed(asdict(store.rules), ask.record.policy)
         if fields:
             found.append(RecordChange(subject="policy", name="", change="change", fields=fields))
     return found
@@ -304,7 +303,7 @@ def import_record(
                     registry.put_alias(change.name, _alias_spec(aliases[change.name]), actor)
                 case _:
                     assert ask.record.policy is not None, "a difference of the policy comes from a record that has one"
-                    registry.patch_policy(ask.record.policy.model_dump(exclude_unset=True), None, actor)
+                    registry.patch_policy(ask.record.policy, None, actor)
         except OrchestratorError as exc:
             return change.model_copy(update={"change": "blocked", "reason": f"{exc.code}: {exc}"})
         return change

@@ -6,8 +6,8 @@ Nothing here calls a worker; the next pass acts on the change.
 import hashlib
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,11 +21,12 @@ from orchestrator.core.errors import (
     StateConflict,
 )
 from orchestrator.core.source_rules import secret_part, without_secrets
-from orchestrator.model.adapters import AdapterPatch, AdapterSpec, SecretRef
+from orchestrator.model.adapters import AdapterPatch, AdapterPolicy, AdapterSpec, SecretRef
 from orchestrator.model.aliases import AliasSpec
-from orchestrator.model.policy import AdapterPolicy, Policy
+from orchestrator.model.changes import with_changes
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import ServedName, Targets
-from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter, foreign_key
+from orchestrator.model.snapshot import RegisteredAdapter, foreign_key
 from orchestrator.reconcile.served_names import NameMover
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.backend import WorkerIntent
@@ -306,15 +307,14 @@ class AdapterRegistry:
         """ETag of the global policy."""
         return _etag(asdict(self._store.rules))
 
-    def policy(self) -> Policy:
-        """The global policy as wire model."""
-        return Policy.model_validate(asdict(self._store.rules))
+    def policy(self) -> PlacementPolicy:
+        """The global policy."""
+        return self._store.rules
 
-    def put_policy(self, policy: Policy, if_match: str | None, actor: str = NOBODY) -> Policy:
+    def put_policy(self, policy: PlacementPolicy, if_match: str | None, actor: str = NOBODY) -> PlacementPolicy:
         """Replace the whole policy; returns it.
 
-        Raises PreconditionFailed when `if_match` names another version, PreconditionRequired when it is None,
-        OrchestratorRequestError when the minimum of replicas is above the maximum.
+        Raises PreconditionFailed when `if_match` names another version, PreconditionRequired when it is None.
         """
         if if_match is None:
             raise PreconditionRequired(
@@ -323,25 +323,18 @@ class AdapterRegistry:
             )
         return self._replace_policy(policy, if_match, actor)
 
-    def patch_policy(self, changes: dict[str, Any], if_match: str | None, actor: str = NOBODY) -> Policy:
+    def patch_policy(self, changes: Mapping[str, Any], if_match: str | None, actor: str = NOBODY) -> PlacementPolicy:
         """Store the policy with these changes; returns it. Raises OrchestratorRequestError, PreconditionFailed."""
         return self._replace_policy(changed_policy(self._store.rules, changes), if_match, actor)
 
-    def _replace_policy(self, policy: Policy, if_match: str | None, actor: str) -> Policy:
-        """Store the policy, with a history entry, if it differs; returns it.
-
-        Raises PreconditionFailed, OrchestratorRequestError.
-        """
+    def _replace_policy(self, policy: PlacementPolicy, if_match: str | None, actor: str) -> PlacementPolicy:
+        """Store the policy, with a history entry, if it differs; returns it. Raises PreconditionFailed."""
         _require_match(if_match, self.policy_etag(), "the policy")
-        if policy.min_replicas > policy.max_replicas:
-            raise OrchestratorRequestError(
-                _BOUNDS.format(policy.min_replicas, policy.max_replicas), param="min_replicas"
-            )
-        before, rules = self._store.rules, PlacementPolicy(**policy.model_dump())
-        if rules != before:
+        before = self._store.rules
+        if policy != before:
             with self._store.together():
-                self._store.put_rules(rules)
-                self._store.record("policy_changed", "", _changed_fields(asdict(before), asdict(rules)), actor)
+                self._store.put_rules(policy)
+                self._store.record("policy_changed", "", _changed_fields(asdict(before), asdict(policy)), actor)
         return policy
 
     def set_worker(
@@ -432,17 +425,12 @@ def policy_of(adapter: RegisteredAdapter) -> AdapterPolicy:
     return AdapterPolicy.model_validate(asdict_policy(adapter))
 
 
-def changed_policy(rules: PlacementPolicy, changes: dict[str, Any]) -> Policy:
-    """The global policy with these changes. Raises OrchestratorRequestError for a bad value or an unknown name."""
-    if unknown := sorted(changes.keys() - Policy.model_fields.keys()):
-        raise OrchestratorRequestError(
-            f"{', '.join(unknown)}: not in the policy; known: {', '.join(Policy.model_fields)}", param=unknown[0]
-        )
+def changed_policy(rules: PlacementPolicy, changes: Mapping[str, Any]) -> PlacementPolicy:
+    """The global policy with these changes. Raises OrchestratorRequestError where they do not fit each other."""
     try:
-        return Policy.model_validate(asdict(rules) | changes)
+        return with_changes(rules, changes)
     except ValidationError as exc:
-        where = ".".join(str(part) for part in exc.errors()[0]["loc"])
-        raise OrchestratorRequestError(validation_message(exc.errors()), param=where) from exc
+        raise OrchestratorRequestError(validation_message(exc.errors()), param="policy") from exc
 
 
 def asdict_policy(adapter: RegisteredAdapter) -> dict[str, Any]:
@@ -509,8 +497,3 @@ def _next_version(lora_id: str) -> str:
     if slash and version.startswith("v") and version[1:].isdigit():
         return f"{name}/v{int(version[1:]) + 1}"
     return f"{lora_id}/v2"
-
-
-assert {f.name for f in fields(PlacementPolicy)} == set(Policy.model_fields), (
-    "core and wire disagree on the policy's fields"
-)

@@ -4,8 +4,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AliasChoices, FailFast, Field, model_validator
 
-from orchestrator.model.names import WIRE, LoraId, ServiceDocument, WrittenDocument
-from orchestrator.model.policy import AdapterPolicy
+from orchestrator.model.documents import WIRE, ServiceDocument, WrittenDocument
+from orchestrator.model.names import LoraId
+from orchestrator.model.policy import Loading
 from workers.wire import AdapterEffectState, IgnoredModules, ReceivedFile
 
 AdapterState = Literal["registered", "inspecting", "loading", "ready", "failed", "deleting"]
@@ -46,6 +47,24 @@ Tenants = Annotated[
     Field(max_length=1000, description="tenants that may use it; null: everyone"),
 ]
 """At most 1000: a Kubernetes object must have room for them twice, in its text and in its record."""
+
+
+class AdapterPolicy(WrittenDocument):
+    """The placement policy of one adapter; None: the global policy's value."""
+
+    loading: Loading | None = None
+    min_replicas: int | None = Field(default=None, ge=0)
+    max_replicas: int | None = Field(default=None, ge=1)
+    pinned: bool = False
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    weight: float = Field(default=1.0, gt=0)
+    ttl_s: float | None = Field(
+        default=None, ge=0, description="unload after so many seconds without a request; 0: never; null: the policy's"
+    )
+    ignored_modules: Literal["accept", "refuse"] | None = Field(
+        default=None,
+        description="what to do where an engine ignores a part of its modules; null: the worker's setting of this name",
+    )
 
 
 class AdapterSpec(WrittenDocument):

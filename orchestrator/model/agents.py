@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from orchestrator.model.names import WIRE, ServiceDocument
+from orchestrator.model.documents import WIRE, ServiceDocument
 from workers.wire import AdapterOperation, AgentIncident, HeldFiles, Metadata
 
 

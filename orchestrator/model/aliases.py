@@ -5,7 +5,8 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from orchestrator.model.names import LoraId, ServiceDocument, WrittenDocument
+from orchestrator.model.documents import ServiceDocument, WrittenDocument
+from orchestrator.model.names import LoraId
 
 
 class AliasTarget(ServiceDocument):

@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator.model.adapters import AdapterSpec
 from orchestrator.model.aliases import AliasTargetSpec
+from orchestrator.model.changes import PolicyChanges
 from orchestrator.model.names import MOST_VERSIONS, AliasName, NameToPublish
-from orchestrator.model.policy import Policy
 
 
 class _WrittenFileModel(BaseModel):
@@ -40,7 +40,7 @@ class FleetFile(_WrittenFileModel):
     adapters: tuple[AdapterSpec, ...] | None = Field(default=None, max_length=20_000)
     aliases: tuple[FileAlias, ...] | None = Field(default=None, max_length=20_000)
     published: tuple[FilePublishedName, ...] | None = Field(default=None, max_length=20_000)
-    policy: Policy | None = None
+    policy: PolicyChanges | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:

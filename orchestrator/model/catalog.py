@@ -4,7 +4,7 @@ from pydantic import Field
 
 from orchestrator.model.adapters import AdapterState
 from orchestrator.model.aliases import AliasItem
-from orchestrator.model.names import WIRE, ServiceDocument
+from orchestrator.model.documents import WIRE, ServiceDocument
 from orchestrator.model.pauses import CatalogPause
 from orchestrator.model.workers import WorkerState
 

@@ -1,6 +1,6 @@
 """The answer of health checks."""
 
-from orchestrator.model.names import WIRE, ServiceDocument
+from orchestrator.model.documents import WIRE, ServiceDocument
 
 
 class Status(ServiceDocument):

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from orchestrator.model.names import ServiceDocument
+from orchestrator.model.documents import ServiceDocument
 
 
 class HistoryItem(ServiceDocument):

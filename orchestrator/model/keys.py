@@ -1,6 +1,6 @@
 """Keys of the key files, as the orchestrator shows them."""
 
-from orchestrator.model.names import ServiceDocument
+from orchestrator.model.documents import ServiceDocument
 
 
 class KeyItem(ServiceDocument):

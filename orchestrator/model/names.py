@@ -1,25 +1,47 @@
-"""Names that people write: lora_ids, aliases and published names, and the bases of every document.
+"""Names that people write: lora_ids, aliases and published names; and what every resource of this folder has.
 
-Bodies that people write refuse unknown keys, so that a typing error is not ignored. Bodies between our own processes
-ignore unknown keys, so that versions may differ.
+A resource is a frozen dataclass whose annotations hold its bounds. Core decides on it, so nothing here imports
+pydantic: pydantic reads the annotations below by its protocol.
 """
 
 import re
-from typing import Annotated
-
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from lorafleet.identity import lora_id_of
 
-WIRE = 1
+RESOURCE = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
+"""`__pydantic_config__` of a resource: unknown keys are refused, and OpenAPI shows the docstring under a field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """In an annotation: pydantic calls `check`, which returns the value or raises ValueError with the rule's text."""
+
+    check: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        # The form of `pydantic_core.core_schema.no_info_after_validator_function`, which core may not import.
+        return {
+            "type": "function-after",
+            "schema": handler(source),
+            "function": {"type": "no-info", "function": self.check},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """In an annotation: pydantic refuses a text that the expression does not match, and shows it in OpenAPI."""
+
+    expression: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {**handler(source), "pattern": self.expression}
 
 
 _LORA_ID_PART = r"[A-Za-z0-9._-]([A-Za-z0-9._:@-]*[A-Za-z0-9._-])?"
-
-
 _LORA_ID = re.compile(rf"{_LORA_ID_PART}(/{_LORA_ID_PART})*")
-
-
 _ROUTE_WORDS = frozenset({"ensure", "retry", "rollout", "history"})
 
 
@@ -52,7 +74,7 @@ def checked_name(name: str, what: str, *, most: int = 200) -> str:
     return name
 
 
-LoraId = Annotated[str, AfterValidator(checked_lora_id)]
+LoraId = Annotated[str, Checked(checked_lora_id)]
 
 
 MOST_VERSIONS = 100
@@ -73,20 +95,8 @@ def _checked_alias(name: str) -> str:
     return checked_name(name, "alias")
 
 
-AliasName = Annotated[str, AfterValidator(_checked_alias)]
+AliasName = Annotated[str, Checked(_checked_alias)]
 
 
-NameToPublish = Annotated[str, AfterValidator(checked_published_name)]
+NameToPublish = Annotated[str, Checked(checked_published_name)]
 """A published name."""
-
-
-class ServiceDocument(BaseModel):
-    """A response, or a body from one of our own processes."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class WrittenDocument(BaseModel):
-    """A body that a person writes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

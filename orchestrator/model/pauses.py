@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from orchestrator.model.names import ServiceDocument, WrittenDocument
+from orchestrator.model.documents import ServiceDocument, WrittenDocument
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of requests that run when a pause begins: they go on, are waited for, or are ended."""

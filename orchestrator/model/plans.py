@@ -1,12 +1,13 @@
 """Placements, plans, and what-if questions."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from orchestrator.model.adapters import AdapterSpec
-from orchestrator.model.names import LoraId, ServiceDocument, WrittenDocument
-from orchestrator.model.policy import AdapterPolicy
+from orchestrator.model.adapters import AdapterPolicy, AdapterSpec
+from orchestrator.model.changes import PolicyChanges
+from orchestrator.model.documents import ServiceDocument, WrittenDocument
+from orchestrator.model.names import LoraId
 
 
 class PlacementItem(ServiceDocument):
@@ -63,7 +64,7 @@ class PlanRequest(WrittenDocument):
     demand: dict[LoraId, DemandChange] = Field(default={}, max_length=10_000)
     workers_gone: tuple[str, ...] = Field(default=(), max_length=10_000)
     workers_more: tuple[MoreWorkers, ...] = Field(default=(), max_length=100)
-    policy: dict[str, Any] = Field(default={}, description="changed fields of the global policy")
+    policy: PolicyChanges = Field(default={}, description="changed fields of the global policy")
     adapter_policies: dict[LoraId, AdapterPolicy] = Field(default={}, max_length=10_000)
     adapters: tuple[SupposedAdapter, ...] = Field(
         default=(), max_length=1000, description="adapters registered in addition"

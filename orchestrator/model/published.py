@@ -4,7 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from orchestrator.model.names import MOST_VERSIONS, ServiceDocument, WrittenDocument
+from orchestrator.model.documents import ServiceDocument, WrittenDocument
+from orchestrator.model.names import MOST_VERSIONS
 
 
 class PublishSpec(WrittenDocument):

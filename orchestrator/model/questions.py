@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from orchestrator.model.names import ServiceDocument
+from orchestrator.model.documents import ServiceDocument
 from orchestrator.model.usage import Name
 
 

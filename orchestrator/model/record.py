@@ -1,21 +1,15 @@
 """The record of a fleet: export, import, sync."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from orchestrator.model.adapters import WITH_SECRETS, Secret, Tenants
+from orchestrator.model.adapters import WITH_SECRETS, AdapterPolicy, Secret, Tenants
 from orchestrator.model.aliases import AliasSpec, AliasTarget
-from orchestrator.model.names import (
-    MOST_VERSIONS,
-    WIRE,
-    AliasName,
-    LoraId,
-    NameToPublish,
-    ServiceDocument,
-    WrittenDocument,
-)
-from orchestrator.model.policy import AdapterPolicy, Policy
+from orchestrator.model.changes import Changes
+from orchestrator.model.documents import WIRE, ServiceDocument, WrittenDocument
+from orchestrator.model.names import MOST_VERSIONS, AliasName, LoraId, NameToPublish
+from orchestrator.model.policy import PlacementPolicy
 
 
 class RecordedAdapter(ServiceDocument):
@@ -75,15 +69,9 @@ class FleetRecord(ServiceDocument):
     adapters: tuple[RecordedAdapter, ...] = Field(default=(), max_length=20_000)
     aliases: tuple[RecordedAlias, ...] = Field(default=(), max_length=20_000)
     published: tuple[RecordedName, ...] = Field(default=(), max_length=20_000)
-    policy: Policy | None = None
+    policy: Annotated[dict[str, Any], Changes(PlacementPolicy, is_lenient=True)] | None = None
     revision: int = 0
     wire: int = WIRE
-
-    @field_validator("policy", mode="before")
-    @classmethod
-    def _drops_unknown_fields(cls, policy: object) -> object:
-        """The policy's fields that this version knows: the record may be that of a newer fleet."""
-        return known_fields(policy, Policy)
 
 
 def known_fields(value: object, model: type[BaseModel]) -> object:

@@ -6,7 +6,8 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from orchestrator.model.aliases import AliasTarget
-from orchestrator.model.names import LoraId, ServiceDocument, WrittenDocument
+from orchestrator.model.documents import ServiceDocument, WrittenDocument
+from orchestrator.model.names import LoraId
 
 
 class RolloutStep(WrittenDocument):

@@ -63,31 +63,6 @@ class RegisteredAdapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementPolicy:
-    """The global placement policy. Its fields are those of `wire.Policy`, which describes them."""
-
-    loading: str = "lazy"
-    min_replicas: int = 1
-    max_replicas: int = 64
-    reserve_slots: int = 0
-    loads_per_worker: int = 1
-    loads_fleet_wide: int = 16
-    load_spread_s: float = 2.0
-    min_residency_s: float = 10.0
-    drain_deadline_s: float = 30.0
-    failure_expiry_s: float = 60.0
-    demand_window_s: float = 60.0
-    target_utilisation: float = 0.7
-    scale_down_after_s: float = 300.0
-    storm_window_s: float = 60.0
-    storm_moves_per_worker: int = 4
-    ttl_s: float = 0.0
-    keep_versions: int = 2
-    max_staleness_s: float = 3600.0
-    unused_name_s: float = 7 * 86400.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
     """The stored intent that placement needs.
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from orchestrator.model.names import ServiceDocument
+from orchestrator.model.documents import ServiceDocument
 from orchestrator.model.usage import RouterNow
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, field_validator
 
-from orchestrator.model.names import WIRE, ServiceDocument
+from orchestrator.model.documents import WIRE, ServiceDocument
 
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from orchestrator.model.names import ServiceDocument, WrittenDocument
+from orchestrator.model.documents import ServiceDocument, WrittenDocument
 
 WorkerState = Literal["starting", "ready", "cordoned", "draining", "unmanaged", "lost"]
 

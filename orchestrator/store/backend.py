@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from orchestrator.core.pauses import PauseLease
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import ServedName
-from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import RegisteredAdapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from lorafleet.service import files
 from lorafleet.service.state_files import FileState, is_read_only, state_text
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.pauses import PauseLease
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import ServedName
-from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.backend import HistoryEntry, StoreChange, StoredIntent, Subject, Tombstone, WorkerIntent
 from orchestrator.store.database_files import DatabaseFiles, copy_into
 from orchestrator.store.typed import parsed, typed

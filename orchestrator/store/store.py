@@ -15,8 +15,9 @@ from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseLease
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import Publication, ServedName, Targets, is_retired_version
-from orchestrator.model.snapshot import Intent, PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import Intent, RegisteredAdapter
 from orchestrator.store.backend import (
     HistoryEntry,
     StoreBackend,

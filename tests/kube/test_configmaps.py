@@ -9,8 +9,8 @@ import yaml
 from orchestrator.configmaps.objects import FLEET, KIND, RECORD, adapter_object_name, alias_object_name
 from orchestrator.core.errors import StateConflict
 from orchestrator.model.adapters import AdapterPatch, AdapterSpec
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import NameVersion, Publication, ServedName
-from orchestrator.model.snapshot import PlacementPolicy
 from tests.kube.stores import FLEET as FLEET_NAME
 from tests.patience import until
 

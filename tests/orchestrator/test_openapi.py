@@ -10,6 +10,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from lorafleet.service.known_fields import WIRE_HEADERS
 from orchestrator.api.examples import EXAMPLES
@@ -63,7 +64,7 @@ def test_every_body_and_response_has_an_example(document):
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_every_example_is_valid(name):
     by_name = {found.__name__: found for found in classes()}
-    by_name[name].model_validate_json(json.dumps(EXAMPLES[name]))
+    TypeAdapter(by_name[name]).validate_json(json.dumps(EXAMPLES[name]))
 
 
 # --- negative testing --------------------------------------------------------------------------------------------

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel, TypeAdapter
 
 import orchestrator.model
 import router.wire
 import workers.wire
-from orchestrator.model.names import WIRE
+from orchestrator.model.documents import WIRE
 
 LAST_RELEASE = Path(__file__).parent / "last_release"
 _FILE = "types.json"
@@ -62,17 +61,17 @@ def classes() -> Iterator[type]:
     parts = pkgutil.iter_modules(orchestrator.model.__path__, f"{orchestrator.model.__name__}.")
     for module in (workers.wire, *(importlib.import_module(part.name) for part in parts), router.wire):
         for name, found in inspect.getmembers(module, inspect.isclass):
-            is_type = issubclass(found, BaseModel | msgspec.Struct)
+            is_type = issubclass(found, BaseModel | msgspec.Struct) or hasattr(found, "__pydantic_config__")
             if is_type and found.__module__ == module.__name__ and not name.startswith("_"):
                 yield found
 
 
 def todays_snapshot() -> WireSnapshot:
     """The snapshot of the code at hand."""
-    models = [found for found in classes() if issubclass(found, BaseModel)]
+    models = [(found, TypeAdapter(found)) for found in classes() if not issubclass(found, msgspec.Struct)]
     structs = [found for found in classes() if issubclass(found, msgspec.Struct)]
-    _, read = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
-    _, sent = models_json_schema([(model, "serialization") for model in models], ref_template=_REF)
+    _, read = TypeAdapter.json_schemas([(model, "validation", it) for model, it in models], ref_template=_REF)
+    _, sent = TypeAdapter.json_schemas([(model, "serialization", it) for model, it in models], ref_template=_REF)
     types = read["$defs"]
     for name, schema in sent["$defs"].items():
         # Computed fields are sent and never read.

@@ -4,7 +4,8 @@ Repairs count, because a fleet whose workers come and go should not be rearrange
 Neither is a load that a request waits for or that an operator asked for over REST.
 """
 
-from orchestrator.model.snapshot import ChurnHistory, PlacementPolicy
+from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.snapshot import ChurnHistory
 
 PlacementStep = tuple[str, str, str]
 """(lora_id, worker_id, load or unload)"""

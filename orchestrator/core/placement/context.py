@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 
 from lorafleet.identity import fleet_digest, rendezvous_score
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     OCCUPYING,
     SERVING,
@@ -14,7 +15,6 @@ from orchestrator.model.snapshot import (
     ObservedFleet,
     ObservedWorker,
     Pair,
-    PlacementPolicy,
     PlannedLoad,
     RegisteredAdapter,
     ReportedAdapter,

@@ -9,7 +9,8 @@ expires. A copy's own clock begins when it is ready, so that a load that no requ
 from collections.abc import Iterable, Mapping
 
 from orchestrator.core.placement.context import PlacementContext, is_placeable
-from orchestrator.model.snapshot import Intent, ObservedWorker, PlacementPolicy, PlannedRemoval, RegisteredAdapter
+from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.snapshot import Intent, ObservedWorker, PlannedRemoval, RegisteredAdapter
 
 
 def ttl_s(adapter: RegisteredAdapter, policy: PlacementPolicy) -> float:

@@ -31,6 +31,7 @@ from orchestrator.core.placement.moves import finished_move_removals, new_moves,
 from orchestrator.core.placement.next_versions import next_version_removals
 from orchestrator.core.placement.targets import ReplicaTarget, replica_targets
 from orchestrator.core.placement.tenant_order import in_tenant_order, wait_bucket
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     OCCUPYING,
     DemandSnapshot,
@@ -41,7 +42,6 @@ from orchestrator.model.snapshot import (
     ObservedWorker,
     Pair,
     PassMemory,
-    PlacementPolicy,
     PlannedInspection,
     PlannedLoad,
     PlannedRemoval,

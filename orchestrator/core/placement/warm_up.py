@@ -6,12 +6,12 @@ from heapq import nsmallest
 
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, is_placeable, usable_slots
 from orchestrator.core.placement.targets import replica_targets
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     DemandSnapshot,
     Intent,
     ObservedFleet,
     ObservedWorker,
-    PlacementPolicy,
     PlannedLoad,
     RegisteredAdapter,
 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff, required_drains
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     OCCUPYING,
     DemandSnapshot,
@@ -18,7 +19,6 @@ from orchestrator.model.snapshot import (
     Intent,
     ObservedFleet,
     ObservedWorker,
-    PlacementPolicy,
     RegisteredAdapter,
     ReportedAdapter,
     WantedReplicas,

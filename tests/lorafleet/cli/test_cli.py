@@ -329,10 +329,10 @@ def test_the_policy_is_shown_and_changed(ask: Run) -> None:
 def test_an_unknown_policy_field_gives_one_line_with_its_name(run: Run, orchestrator: str) -> None:
     result = run("--orchestrator-url", orchestrator, "policy", "set", "lodaing=eager")
     assert result.status == 1
-    assert "lodaing: not in the policy; known: loading, min_replicas" in result.err
+    assert "lodaing: there is no such field; known: loading, min_replicas" in result.err
     assert len(result.err.splitlines()) == 1
     planned = run("--orchestrator-url", orchestrator, "plan", "--policy", "lodaing=eager")
-    assert "policy: lodaing: not in the policy; known: loading" in planned.err
+    assert "policy.lodaing: there is no such field; known: loading" in planned.err
 
 
 def test_an_empty_fleet_has_headings_and_no_rows(ask: Run) -> None:

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from orchestrator.core.demand import AdapterUsage, DemandBook
 from orchestrator.core.plan import SHORT_LOAD_S, AdapterDrain, diff, is_drained, workers_at_once
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     DesiredPlacement,
     LoadFigures,
     ObservedFleet,
     ObservedWorker,
-    PlacementPolicy,
     PlannedLoad,
     PlannedRemoval,
     RegisteredAdapter,

@@ -21,8 +21,9 @@ from orchestrator.core.published_names import (
     with_published_floors,
     without_versions,
 )
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import Publication, ServedName, is_retired_version
-from orchestrator.model.snapshot import Intent, ObservedWorker, PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import Intent, ObservedWorker, RegisteredAdapter
 
 POLICY = PlacementPolicy(keep_versions=2, max_staleness_s=3600.0, unused_name_s=86400.0)
 

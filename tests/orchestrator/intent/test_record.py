@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from orchestrator.intent.record import differences, fleet_record
 from orchestrator.intent.record_file import RecordFile
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.record import ImportRequest
-from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from tests.orchestrator.doubles import digest_of
 from tests.properties import examples

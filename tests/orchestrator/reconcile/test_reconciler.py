@@ -11,8 +11,9 @@ from structlog.testing import capture_logs
 
 from lorafleet.identity import engine_name, rendezvous_score
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import ServedName
-from orchestrator.model.snapshot import PlacementPolicy, WantedReplicas
+from orchestrator.model.snapshot import WantedReplicas
 from tests.orchestrator.doubles import EMPTY_DISK, FakeAgent, digest_of
 from tests.patience import patience, until, within
 from tests.properties import THOROUGH

@@ -9,6 +9,7 @@ import pytest
 from lorafleet.kube.client import connect
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.pauses import PauseLease
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import (
     NameVersion,
     Publication,
@@ -18,7 +19,7 @@ from orchestrator.model.served_names import (
     ServedName,
     WeightStep,
 )
-from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.backend import WorkerIntent
 from orchestrator.store.store import IntentStore
 from tests.kube.conftest import kube  # noqa: F401  (a fixture)

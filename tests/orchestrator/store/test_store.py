@@ -16,8 +16,9 @@ import pytest
 
 from orchestrator.core.errors import LeaseUnreachable, OrchestratorUnavailable, StoreError
 from orchestrator.leadership.file_lease import FileLease
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import ServedName
-from orchestrator.model.snapshot import PlacementPolicy, RegisteredAdapter
+from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.backend import WorkerIntent
 from orchestrator.store.sqlite import SCHEMA, SqliteBackend, no_space
 from orchestrator.store.store import IntentStore

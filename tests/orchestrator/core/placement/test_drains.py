@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from orchestrator.core.placement.place import place
 from orchestrator.intent.registry import MOST_GONE_ORDERS
-from orchestrator.model.snapshot import DemandSnapshot, LoadFigures, PlacementPolicy, WorkerDrainOrder
+from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.snapshot import DemandSnapshot, LoadFigures, WorkerDrainOrder
 from orchestrator.store.backend import WorkerIntent
 from tests.orchestrator.core.placement.test_place import NOW, adapter, fleet, held, intent, worker
 from tests.properties import examples

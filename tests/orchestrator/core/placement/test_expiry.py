@@ -12,7 +12,8 @@ from orchestrator.core.demand import ROUTER_GONE_S, ROUTER_LIVE_S, AdapterQueuei
 from orchestrator.core.placement.context import PlacementContext
 from orchestrator.core.placement.expiry import longest_ttl_s, ttl_s
 from orchestrator.core.placement.place import place
-from orchestrator.model.snapshot import DemandSnapshot, PlacementPolicy, WantedReplicas
+from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.snapshot import DemandSnapshot, WantedReplicas
 from tests.orchestrator.core.placement.test_place import NOW, adapter, applied, fleet, fleets, held, intent, worker
 from tests.orchestrator.doubles import digest_of
 from tests.orchestrator.test_metrics import series

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from orchestrator.core.placement import churn
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.tenant_order import WAIT_BUCKET_S
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     ChurnHistory,
     DemandSnapshot,
     ObservedFleet,
     PassMemory,
-    PlacementPolicy,
     ReportedAdapter,
     StandingTarget,
     WantedReplicas,

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.placement.place import place
-from orchestrator.model.snapshot import DemandSnapshot, PlacementPolicy, WantedReplicas
+from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.snapshot import DemandSnapshot, WantedReplicas
 from tests.orchestrator.core.placement.test_place import NOW, adapter, applied, fleet, fleets, held, intent, worker
 
 RULES, QUIET = PlacementPolicy(), DemandSnapshot()

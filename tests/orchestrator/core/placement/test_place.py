@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from orchestrator.core.placement.place import place, usable_slots
 from orchestrator.core.placement.targets import slot_shares
 from orchestrator.core.placement.victims import PATIENCE_S
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     AdapterFailure,
     DemandSnapshot,
@@ -17,7 +18,6 @@ from orchestrator.model.snapshot import (
     Intent,
     ObservedFleet,
     ObservedWorker,
-    PlacementPolicy,
     RegisteredAdapter,
     ReportedAdapter,
     WantedReplicas,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from orchestrator.core.demand import AdapterUsage, DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.targets import replicas_for_demand, slot_shares, standing_target
-from orchestrator.model.snapshot import DemandSnapshot, ObservedFleet, PassMemory, PlacementPolicy, StandingTarget
+from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.snapshot import DemandSnapshot, ObservedFleet, PassMemory, StandingTarget
 from tests.orchestrator.core.placement.test_place import NOW, adapter, fleet, held, intent, worker
 from tests.properties import examples
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.tenant_order import WAIT_BUCKET_S
-from orchestrator.model.snapshot import DemandSnapshot, PlacementPolicy, WantedReplicas
+from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.snapshot import DemandSnapshot, WantedReplicas
 from tests.orchestrator.core.placement.test_place import NOW, adapter, fleet, intent, worker
 from tests.properties import examples
 

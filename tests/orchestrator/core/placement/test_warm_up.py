@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from orchestrator.core.placement.context import usable_slots
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.warm_up import WARMING, warm_up_loads
-from orchestrator.model.snapshot import DemandSnapshot, PlacementPolicy
+from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.snapshot import DemandSnapshot
 from tests.orchestrator.core.placement.test_place import NOW, adapter, fleet, held, intent, worker
 from tests.orchestrator.doubles import FakeAgent
 from tests.properties import examples

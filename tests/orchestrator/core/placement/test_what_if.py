@@ -9,13 +9,13 @@ import pytest
 
 from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, what_if
 from orchestrator.leadership.file_lease import FileLease
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     DemandSnapshot,
     Intent,
     LoadFigures,
     ObservedFleet,
     ObservedWorker,
-    PlacementPolicy,
     RegisteredAdapter,
     ReportedAdapter,
     WantedReplicas,
