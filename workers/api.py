@@ -25,7 +25,6 @@ from workers.file_routes import file_routes
 from workers.verification.verify import model_folder
 from workers.wire import (
     WORKER_PROOF_PATH,
-    AvailableLora,
     AvailableLoras,
     BeginFileRequest,
     ClaimRequest,
@@ -34,7 +33,6 @@ from workers.wire import (
     InspectRequest,
     InstallUploadRequest,
     LoadAnswer,
-    LoadedLora,
     LoadedLoras,
     LoadRequest,
     LogTail,
@@ -47,6 +45,7 @@ from workers.wire import (
     UnloadAnswer,
     UnloadRequest,
     UploadState,
+    WorkerAdapter,
 )
 
 _MSGPACK = "application/vnd.msgpack"
@@ -119,7 +118,7 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         return AvailableLoras(data=tuple(items[:limit]), next=following)
 
     @api.get("/v1/metadata/loras/{lora_id:path}", dependencies=view)
-    async def lora(lora_id: str) -> AvailableLora | LoadedLora:
+    async def lora(lora_id: str) -> WorkerAdapter:
         """One adapter on disk or in the engine, or that failed to load; `adapter_unknown` for any other."""
         found = next((item for item in agent.report.catalog() if item.lora_id == lora_id), None)
         if found is None:
@@ -198,8 +197,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         # Nor may another name agents: this one sends them its key.
         own = {"from_fleet": False, "neighbours": ()}
         lora = await agent.load(body if epoch is not None else body.model_copy(update=own), by)
-        message = f"{lora.lora_id} is loaded as {lora.engine_name}"
-        return LoadAnswer(**lora.model_dump(), message=message)
+        return LoadAnswer.of(lora)
 
     @api.post("/v1/admin/unload_lora")
     async def unload_lora(
@@ -218,7 +216,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         )
 
     @api.post("/v1/admin/inspect_lora", dependencies=leading)
-    async def inspect_lora(body: InspectRequest, epoch: Epoch) -> AvailableLora:
+    async def inspect_lora(body: InspectRequest, epoch: Epoch) -> WorkerAdapter:
         """Fetch, verify and install an adapter without loading it into the engine. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=False)
         return await agent.inspect(body)
@@ -295,7 +293,7 @@ def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
             raise AgentRequestError("upload_incomplete", message) from exc
 
     @api.post("/v1/uploads/{upload_id}", dependencies=leading)
-    async def install(upload_id: UploadId, body: InstallUploadRequest) -> AvailableLora:
+    async def install(upload_id: UploadId, body: InstallUploadRequest) -> WorkerAdapter:
         """Unpack, verify and install an upload. Bytes that are refused are deleted."""
         return await agent.install_upload(upload_id, body)
 

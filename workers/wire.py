@@ -7,10 +7,11 @@ anybody else (lorafleet/service/known_fields.py).
 import sys
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, FailFast, Field, computed_field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, SerializerFunctionWrapHandler, WrapSerializer
 
 from lorafleet.identity import KV_HASHING, AdapterLocation, FileMark, Tier
 
@@ -49,6 +50,11 @@ AgentEventType = Literal[
     "SUSPECT",
     "TRUSTED",
 ]
+
+
+_LENIENT = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+_KEPT = Field(exclude=True)  # by the worker alone: in no message
+_EMPTY: tuple[object, ...] = (None, "", 0)
 
 
 class _WorkerMessage(BaseModel):
@@ -100,64 +106,79 @@ class Transport(_WorkerMessage):
     kv_ledger: int = 0
 
 
-class AvailableLora(_WorkerMessage):
-    """An adapter whose verified files are on this worker's disk.
-
-    source  the immutable reference of these bytes: the requested one, with a branch resolved to its commit
-    """
-
-    lora_id: str
-    path: str
-    base_model: str
-    rank: int
-    digest: str
-    size_bytes: int = 0
-    state: AdapterState = "on_disk"
-    source: str = ""
-
-
-class IgnoredModules(_WorkerMessage):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IgnoredModules:
     """Modules of an adapter's file that an engine does not have: how many, and the first names."""
+
+    __pydantic_config__ = _LENIENT
 
     count: int
     names: tuple[str, ...] = ()
 
 
-class LoadedLora(_WorkerMessage):
-    """An adapter that is loaded, being loaded, or failed to load (see `error`).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAdapter:
+    """An adapter on a worker: its files, its place in the engine, and what is known of its effect.
 
-    ignored_modules  None: the engine has all of them, or does not say
-    effect        whether the adapter changes the engine's answers: "" not checked; applied: the engine has its modules;
-                  seen: answers differ with it; zero: its weights change nothing; unknown: not proved
-    note          what an operator should know of a ready adapter, as a sentence
-
-    fetched_bytes  of an adapter that is being downloaded: bytes so far; None: not said
-
-    files_digest  of an adapter that another client loaded: digest of the files at its path. `digest` is empty then,
-                  because the engine may have read other bytes
+    The worker's inventory keeps these, writes them to its state folder and reports them. What it keeps for itself is
+    never sent: `is_wanted`, `order`, `secret` and `ignored_policy`.
     """
+
+    __pydantic_config__ = _LENIENT
 
     lora_id: str
     digest: str
-    engine_name: str
-    state: AdapterState
-    location: AdapterLocation
-    rank: int = 0
-    base_model: str = ""
+    """Empty for an adapter that another client loaded: the engine may have read other bytes than are there now."""
+    engine_name: str = ""
+    state: AdapterState = "on_disk"
+    location: AdapterLocation = "disk"
     path: str = ""
     source: str = ""
+    """The reference that was asked for."""
+    pinned_source: str = ""
+    """The immutable reference of these bytes: `source` with a branch resolved to its commit, for example."""
+    base_model: str = ""
+    rank: int = 0
     size_bytes: int = 0
+    files_digest: str = ""
+    """Of an adapter that another client loaded: digest of the files at its path; empty while they are not read."""
     loaded_at: str | None = None
     last_used: str | None = None
-    memory_mb: float = 0.0
     request_count: int = 0
     load_seconds: float | None = None
-    error: str | None = None
-    files_digest: str = ""
+    memory_mb: float = 0.0
     fetched_bytes: int | None = None
+    """Of an adapter that is being downloaded: bytes so far."""
+    error: str | None = None
+    """Why it is not loaded or not readable, or what is wrong with a loaded one."""
     ignored_modules: IgnoredModules | None = None
+    """None: the engine has all of them, or does not say."""
     effect: AdapterEffectState = ""
+    """Whether it changes the engine's answers. Empty: not checked. applied: the engine has its modules. seen: answers
+    differ with it. zero: its weights change nothing. unknown: not proved."""
     note: str = ""
+    """What an operator should know of a ready adapter, as a sentence."""
+    is_wanted: Annotated[bool, _KEPT] = False
+    """The engine should have it loaded; a restarted engine loads it again."""
+    order: Annotated[int, _KEPT] = 0
+    """Load order: a restarted engine loads adapters in ascending order."""
+    secret: Annotated[str, _KEPT] = ""
+    """name/key of the credential for its source."""
+    ignored_policy: Annotated[str, _KEPT] = ""
+    """What the load request said about modules that the engine ignores; empty: the setting decides."""
+
+    @property
+    def weights_mb(self) -> float:
+        """Size of its weights in MB (10^6 bytes)."""
+        return round(self.size_bytes / 1e6, 3)
+
+
+def _brief(adapter: WorkerAdapter, write: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    """The adapter's fields that are not empty: a heartbeat lists a hundred adapters.
+
+    No result type: pydantic would then show it in OpenAPI in place of the adapter's own.
+    """
+    return {name: value for name, value in write(adapter).items() if value not in _EMPTY}
 
 
 class LoraCapacity(_WorkerMessage):
@@ -178,8 +199,8 @@ class LoraCapacity(_WorkerMessage):
 class LoraInfo(_WorkerMessage):
     """A worker's adapters.
 
-    available_loras  the first of `available_count` adapters on its disk; all are at `GET /v1/metadata/loras`, a list
-                     that changes together with `available_digest`
+    available_loras  the first of `available_count` adapters on its disk, without empty fields; all are at
+                     `GET /v1/metadata/loras`, a list that changes together with `available_digest`
     list_age_s       seconds since the engine's own list last agreed with `loaded_loras`; None: not known
     refusal          why this worker accepts no adapters at all; "" if it does
     is_salted        every request for an adapter needs its `cache_salt` (lorafleet/identity.py adapter_salt), because
@@ -190,10 +211,10 @@ class LoraInfo(_WorkerMessage):
     max_loras: int = 0
     max_cpu_loras: int = 0
     max_lora_rank: int = 0
-    available_loras: Annotated[tuple[AvailableLora, ...], FailFast()] = ()
+    available_loras: Annotated[tuple[Annotated[WorkerAdapter, WrapSerializer(_brief)], ...], FailFast()] = ()
     available_count: int = 0
     available_digest: str = ""
-    loaded_loras: Annotated[tuple[LoadedLora, ...], FailFast()] = ()
+    loaded_loras: Annotated[tuple[WorkerAdapter, ...], FailFast()] = ()
     list_age_s: float | None = None
     refusal: str = ""
     is_salted: bool = False
@@ -319,7 +340,7 @@ class UnloadRequest(_WorkerMessage):
 
 
 class InspectRequest(_WorkerMessage):
-    """`POST /v1/admin/inspect_lora`: fetch and verify without loading; answers with the `AvailableLora`.
+    """`POST /v1/admin/inspect_lora`: fetch and verify without loading; answers with the `WorkerAdapter`.
 
     digest  the registered digest. The caller compares it with the answer; a worker that cannot read the adapter's
             files (an engine without an agent) returns it unchecked.
@@ -376,27 +397,24 @@ class DrainAnswer(_WorkerMessage):
 
 
 class LoadedLoras(_WorkerMessage):
-    """`GET /v1/admin/loras`: loaded, loading and failed adapters, and the engine's slots.
+    """`GET /v1/admin/loras`: loaded, loading and failed adapters, and the engine's slots."""
 
-    data  the same as `loaded_loras`; the former name, which a later release will drop
-    """
-
-    loaded_loras: tuple[LoadedLora, ...]
+    loaded_loras: tuple[WorkerAdapter, ...]
     capacity: LoraCapacity = LoraCapacity()
-    next: str | None = None
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def data(self) -> tuple[LoadedLora, ...]:
-        """The same as `loaded_loras`."""
-        return self.loaded_loras
 
 
-class LoadAnswer(LoadedLora):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadAnswer(WorkerAdapter):
     """The answer to `POST /v1/admin/load_lora`: the loaded adapter. `message`: its name at the engine, in words."""
 
     status: Literal["success"] = "success"
     message: str = ""
+
+    @classmethod
+    def of(cls, adapter: WorkerAdapter) -> "LoadAnswer":
+        """The answer about an adapter that is loaded."""
+        told = {field.name: getattr(adapter, field.name) for field in fields(adapter)}
+        return cls(**told, message=f"{adapter.lora_id} is loaded as {adapter.engine_name}")
 
 
 class UnloadAnswer(LoadedLoras):
@@ -416,7 +434,7 @@ class AvailableLoras(_WorkerMessage):
     next  the `cursor` of the next page; None at the end
     """
 
-    data: tuple[AvailableLora | LoadedLora, ...]
+    data: tuple[WorkerAdapter, ...]
     next: str | None = None
 
 
@@ -424,7 +442,7 @@ class AgentEvent(_WorkerMessage):
     """One SSE message of `GET /v1/events`; `id` grows by one within an `agent_boot_id`.
 
     done_bytes, total_bytes  of DOWNLOADING, about once a second; `total_bytes` is None until the source reports it
-    source                   of DOWNLOADED_TO_DISK: as in `AvailableLora`
+    source                   of DOWNLOADED_TO_DISK: the adapter's `pinned_source`
     instance_id              the worker's
     timestamp                the same as `at`
     """
@@ -530,7 +548,7 @@ class UnfinishedUploads(_WorkerMessage):
 
 
 class InstallUploadRequest(_WorkerMessage):
-    """`POST /v1/uploads/{upload_id}`: unpack, verify and install an upload; answers with the `AvailableLora`.
+    """`POST /v1/uploads/{upload_id}`: unpack, verify and install an upload; answers with the `WorkerAdapter`.
 
     Its source is from then on the fleet itself.
 

@@ -30,13 +30,13 @@ from workers.wire import (
     KvRank,
     KvSnapshot,
     Load,
-    LoadedLora,
     LoraInfo,
     Metadata,
     ModelCard,
     ModelFiles,
     RuntimeConfig,
     Transport,
+    WorkerAdapter,
     pack_hashes,
 )
 
@@ -309,7 +309,7 @@ def _metadata(spec: Spec, worker: str, agent_url: str, engine: int) -> Metadata:
         max_model_len=MAX_MODEL_LEN,
     )
     held = tuple(
-        LoadedLora(
+        WorkerAdapter(
             lora_id=lora_id(n),
             digest=digest(n),
             engine_name=engine_name(n),

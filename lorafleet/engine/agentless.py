@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
 from lorafleet.engine.rates import COUNTERS, EngineCounters, EngineRates
-from lorafleet.identity import lora_id_of
+from lorafleet.identity import AdapterLocation, lora_id_of
 from lorafleet.kv.connectors import ConnectorVerdict, EngineSalt, apply_setting, verdict_of_running_engine
 from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
 from lorafleet.service.loops import backoff_s
 from lorafleet.service.urls import is_http, without_secrets
-from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
+from workers.wire import Load, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport, WorkerAdapter
 
 AGENTLESS_BOOT_ID = "none"
 
@@ -309,19 +309,17 @@ def _lora_info(
     """The report's part on adapters: those that the engine lists, or the reason for taking none."""
     refusal = verdict.refusal
     # With more adapters than slots vLLM does not report which are on the device.
-    location = "host" if 0 < metrics.max_loras < len(paths) else "device"
+    location: AdapterLocation = "host" if 0 < metrics.max_loras < len(paths) else "device"
     loaded = tuple(
-        LoadedLora.model_validate(
-            {
-                "lora_id": lora_id_of(name),
-                "digest": "",
-                "engine_name": name,
-                "state": "failed" if refusal else "ready",
-                "location": location,
-                "base_model": base_model,
-                "path": path,
-                "error": refusal or None,
-            }
+        WorkerAdapter(
+            lora_id=lora_id_of(name),
+            digest="",
+            engine_name=name,
+            state="failed" if refusal else "ready",
+            location=location,
+            base_model=base_model,
+            path=path,
+            error=refusal or None,
         )
         for name, path in sorted(paths.items())
     )

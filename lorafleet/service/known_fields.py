@@ -43,7 +43,7 @@ def unknown_fields(route: object, body: bytes) -> tuple[str, str] | None:
     if model is None or not _ignores_fields(model):
         return None
     try:
-        _adapter(model).validate_json(body, extra="forbid")
+        type_adapter(model).validate_json(body, extra="forbid")
     except ValidationError as exc:
         errors = exc.errors(include_url=False, include_context=False, include_input=False)
         first = next((error for error in errors if is_unknown_field(error)), None)
@@ -95,7 +95,7 @@ def _known_at(annotation: Any, path: Sequence[object]) -> list[str]:
 
 
 @cache
-def _adapter(annotation: Any) -> TypeAdapter[Any]:
+def type_adapter(annotation: Any) -> TypeAdapter[Any]:
     """The validator of an annotation; making one takes milliseconds."""
     return TypeAdapter(annotation)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
 
@@ -17,18 +17,17 @@ from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.transport import why_no_answer
 from orchestrator.agentless.canary import AgentlessCanary
 from workers.wire import (
-    AvailableLora,
     ClaimRequest,
     DrainAnswer,
     DrainRequest,
     InspectRequest,
-    LoadedLora,
     LoadRequest,
     LoraCapacity,
     Metadata,
     UndrainRequest,
     UnloadAnswer,
     UnloadRequest,
+    WorkerAdapter,
 )
 
 log = structlog.get_logger()
@@ -151,7 +150,7 @@ class AgentlessEngineDriver:
         self._epoch = max(self._epoch, epoch)
         return await self.metadata()
 
-    async def inspect_lora(self, ask: InspectRequest, _epoch: int) -> AvailableLora:
+    async def inspect_lora(self, ask: InspectRequest, _epoch: int) -> WorkerAdapter:
         """The adapter as registered: its bytes cannot be read. Raises AgentlessRefusal without a registered digest."""
         path = self._allowed_path(ask.source)
         if ask.digest is None:
@@ -161,9 +160,9 @@ class AgentlessEngineDriver:
             )
             raise AgentlessRefusal(422, "source_unsupported", message)
         base_model = ask.base_model or (await self.metadata()).model.base_model
-        return AvailableLora(lora_id=ask.lora_id, path=path, base_model=base_model, rank=0, digest=ask.digest)
+        return WorkerAdapter(lora_id=ask.lora_id, path=path, base_model=base_model, rank=0, digest=ask.digest)
 
-    async def load_lora(self, ask: LoadRequest, _epoch: int) -> LoadedLora:
+    async def load_lora(self, ask: LoadRequest, _epoch: int) -> WorkerAdapter:
         """Load the adapter from the engine's disk, and evict `ask.evict` first if the engine is full.
 
         Loads and unloads of an engine run one at a time; the engine's list decides on success. Raises AgentlessRefusal.
@@ -193,7 +192,7 @@ class AgentlessEngineDriver:
                 return await self._with_shown_effect(held[name], path, report)
         return held[name]
 
-    async def _with_shown_effect(self, lora: LoadedLora, path: str, report: Metadata) -> LoadedLora:
+    async def _with_shown_effect(self, lora: WorkerAdapter, path: str, report: Metadata) -> WorkerAdapter:
         """An adapter that was just loaded, with its effect by the engine's answers.
 
         Unloads it again and raises AgentlessRefusal `adapter_no_effect` if it has none.
@@ -204,7 +203,7 @@ class AgentlessEngineDriver:
             await self._unload(name)
             message = f"load {name}: {shown.refusal}; see `engine_canary` in docs/agentless.md"
             raise AgentlessRefusal(422, "adapter_no_effect", message)
-        return lora.model_copy(update={"effect": shown.effect, "note": shown.note})
+        return replace(lora, effect=shown.effect, note=shown.note)
 
     async def unload_lora(self, ask: UnloadRequest, _epoch: int) -> UnloadAnswer:
         """Unload the adapter in all versions that match the request. Raises AgentlessRefusal if there is none."""
@@ -235,11 +234,10 @@ class AgentlessEngineDriver:
         self._is_draining = False
         return await self.metadata()
 
-    def _with_digest_and_effect(self, lora: LoadedLora, boot_id: str) -> LoadedLora:
+    def _with_digest_and_effect(self, lora: WorkerAdapter, boot_id: str) -> WorkerAdapter:
         """An adapter in the report with its digest, and what the canary found of it."""
         shown = self._canary.effect_of(lora.engine_name, boot_id)
-        found = {"digest": self._known_digest(lora), "effect": shown.effect, "note": shown.note}
-        return lora.model_copy(update=found)
+        return replace(lora, digest=self._known_digest(lora), effect=shown.effect, note=shown.note)
 
     def _log_refusal(self, refusal: str) -> None:
         """Log a refusal of adapters when it is new, and remember it. An empty one is only remembered."""
@@ -247,7 +245,7 @@ class AgentlessEngineDriver:
             log.warning("engine takes no adapters", worker_id=self.worker.id, reason=refusal)
         self._logged_refusal = refusal
 
-    def _known_digest(self, lora: LoadedLora) -> str:
+    def _known_digest(self, lora: WorkerAdapter) -> str:
         """The registered digest if the engine name matches it; else the digest prefix in the engine name."""
         known, prefix = self._digest_of(lora.lora_id), lora.engine_name.removeprefix(lora.lora_id).removeprefix("@")
         return known if known is not None and prefix and known.startswith(prefix) else prefix

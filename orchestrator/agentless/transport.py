@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from lorafleet.engine.agentless import AGENTLESS_BOOT_ID
 from lorafleet.service.http import envelope
+from lorafleet.service.known_fields import type_adapter
 from lorafleet.service.loops import forever
 from lorafleet.service.transport import DirectTransport
 from orchestrator.agentless.engine import AgentlessEngineDriver, AgentlessLoadRules, AgentlessRefusal, AgentlessWorker
@@ -144,7 +145,7 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
         await self._client.aclose()
 
 
-_CALLS: Mapping[str, tuple[type[BaseModel], Callable[[AgentlessEngineDriver, Any, int], Awaitable[BaseModel]]]] = {
+_CALLS: Mapping[str, tuple[type[BaseModel], Callable[[AgentlessEngineDriver, Any, int], Awaitable[object]]]] = {
     "claim": (ClaimRequest, AgentlessEngineDriver.claim),
     "inspect_lora": (InspectRequest, AgentlessEngineDriver.inspect_lora),
     "load_lora": (LoadRequest, AgentlessEngineDriver.load_lora),
@@ -164,9 +165,11 @@ def agent_url_of(report: Metadata) -> str:
     return "" if report.agent_url.startswith(SCHEME) else report.agent_url
 
 
-def _ok_response(answer: BaseModel) -> httpx.Response:
-    """A 200 response with the model as JSON."""
-    return httpx.Response(200, content=answer.model_dump_json(), headers={"content-type": "application/json"})
+def _ok_response(answer: Any) -> httpx.Response:
+    """A 200 response with the message as JSON."""
+    kind: Any = type(answer)
+    content = type_adapter(kind).dump_json(answer)
+    return httpx.Response(200, content=content, headers={"content-type": "application/json"})
 
 
 def _json_response(status: int, body: Mapping[str, Any]) -> httpx.Response:

@@ -23,7 +23,7 @@ from orchestrator.model.workers import WorkerDrainProgress, WorkerFiles, WorkerI
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.worker_reports import KnownWorker, worker_state
 from orchestrator.store.backend import WorkerIntent
-from workers.wire import LoadedLora
+from workers.wire import WorkerAdapter
 
 
 class WireViews:
@@ -39,7 +39,7 @@ class WireViews:
         adapter: RegisteredAdapter,
         *,
         ready: Mapping[str, Sequence[str]] | None = None,
-        copies: Mapping[str, tuple[str, LoadedLora]] | None = None,
+        copies: Mapping[str, tuple[str, WorkerAdapter]] | None = None,
     ) -> AdapterItem:
         """The adapter as wire model.
 

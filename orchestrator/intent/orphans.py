@@ -14,10 +14,10 @@ from orchestrator.model.names import checked_lora_id
 from orchestrator.model.snapshot import OCCUPYING, RegisteredAdapter, foreign_key
 from orchestrator.reconcile.worker_reports import WorkerReports, is_foreign
 from orchestrator.store.store import IntentStore
-from workers.wire import LoadedLora
+from workers.wire import WorkerAdapter
 
 
-def is_orphan(lora: LoadedLora, store: IntentStore) -> bool:
+def is_orphan(lora: WorkerAdapter, store: IntentStore) -> bool:
     """Whether an adapter on a worker is not registered. One whose registration has no digest yet may be meant."""
     if is_foreign(lora):
         return not store.intent.is_deleted(foreign_key(lora.engine_name), _digest_of(lora))
@@ -29,7 +29,7 @@ def is_orphan(lora: LoadedLora, store: IntentStore) -> bool:
 
 def orphans(reports: WorkerReports, store: IntentStore) -> list[OrphanItem]:
     """All orphans, by lora_id and digest, each with the workers that hold it."""
-    found: dict[tuple[str, str, bool], list[tuple[str, LoadedLora]]] = {}
+    found: dict[tuple[str, str, bool], list[tuple[str, WorkerAdapter]]] = {}
     for worker_id, entry in sorted(reports.workers.items()):
         if entry.reach != "lost":
             for lora in entry.report.lora.loaded_loras:
@@ -84,7 +84,7 @@ def _missing_results(asked: Iterable[str], present: set[str]) -> Iterator[BatchR
             yield BatchResult(lora_id=lora_id, status=error.status, code=error.code, error=str(error))
 
 
-def _orphan_item(copies: list[tuple[str, LoadedLora]], versions: int, store: IntentStore) -> OrphanItem:
+def _orphan_item(copies: list[tuple[str, WorkerAdapter]], versions: int, store: IntentStore) -> OrphanItem:
     """One orphan as wire model. `versions`: number of digests under its lora_id."""
     lora = next((lora for _, lora in copies if lora.source), copies[0][1])
     return OrphanItem(
@@ -101,7 +101,7 @@ def _orphan_item(copies: list[tuple[str, LoadedLora]], versions: int, store: Int
     )
 
 
-def _problem(lora: LoadedLora, versions: int, store: IntentStore) -> str | None:
+def _problem(lora: WorkerAdapter, versions: int, store: IntentStore) -> str | None:
     """Why the orphan cannot be registered as it is; None when it can."""
     known, digest = store.adapters.get(lora.lora_id), _digest_of(lora)
     if known is not None and is_foreign(lora) and known.digest == digest and not known.is_deleting:
@@ -128,6 +128,6 @@ def _problem(lora: LoadedLora, versions: int, store: IntentStore) -> str | None:
     return None
 
 
-def _digest_of(lora: LoadedLora) -> str:
+def _digest_of(lora: WorkerAdapter) -> str:
     """The digest of the adapter, or of the files of one that another client loaded; "" while it is not known."""
     return lora.digest or lora.files_digest

@@ -39,12 +39,12 @@ from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.upload_store import UploadStore
 from workers.wire import (
-    AvailableLora,
     BeginFileRequest,
     InspectRequest,
     InstallUploadRequest,
     UnfinishedUpload,
     UploadState,
+    WorkerAdapter,
 )
 
 log = structlog.get_logger()
@@ -110,7 +110,7 @@ class KeptUpload:
     kept_on  workers that keep them; empty with an upload store
     """
 
-    found: AvailableLora
+    found: WorkerAdapter
     source: str
     kept_on: tuple[str, ...]
 
@@ -364,7 +364,7 @@ class AdapterUploads:
         except (WorkerFailed, InvalidAdapter) as exc:
             log.info("upload not forgotten; its worker does so within an hour", worker_id=worker.id, error=str(exc))
 
-    async def _keep_on_workers(self, ask: UploadAsk, found: AvailableLora, holder: UploadWorker) -> tuple[str, ...]:
+    async def _keep_on_workers(self, ask: UploadAsk, found: WorkerAdapter, holder: UploadWorker) -> tuple[str, ...]:
         """Have `fleet_copies` workers keep the files, or all where there are fewer; returns their ids.
 
         Raises OrchestratorUnavailable if too few can.
@@ -396,7 +396,7 @@ class AdapterUploads:
         return tuple(kept.values())
 
     async def _write_to_store(
-        self, store: UploadStore, ask: UploadAsk, found: AvailableLora, holder: UploadWorker
+        self, store: UploadStore, ask: UploadAsk, found: WorkerAdapter, holder: UploadWorker
     ) -> str:
         """Write the files into the store, and have the worker read them there; returns the source.
 

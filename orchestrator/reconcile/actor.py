@@ -36,7 +36,7 @@ from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.audit import AuditLog
 from orchestrator.store.backend import Subject
 from orchestrator.store.store import IntentStore
-from workers.wire import AvailableLora, DrainRequest, InspectRequest, LoadedLora, LoadRequest, Metadata, UnloadRequest
+from workers.wire import DrainRequest, InspectRequest, LoadRequest, Metadata, UnloadRequest, WorkerAdapter
 
 log = structlog.get_logger()
 
@@ -547,7 +547,7 @@ def _inspect_request_for(adapter: RegisteredAdapter) -> InspectRequest:
 _MANIFEST_FIELDS = ("digest", "rank", "base_model", "size_bytes", "pinned_source")
 
 
-def with_manifest(adapter: RegisteredAdapter, found: AvailableLora) -> RegisteredAdapter:
+def with_manifest(adapter: RegisteredAdapter, found: WorkerAdapter) -> RegisteredAdapter:
     """The adapter with what an agent found. Raises InvalidAdapter when the registered digest is another."""
     if adapter.digest is not None and found.digest != adapter.digest:
         message = (
@@ -561,7 +561,7 @@ def with_manifest(adapter: RegisteredAdapter, found: AvailableLora) -> Registere
         rank=found.rank,
         base_model=base_model,
         size_bytes=found.size_bytes or None,
-        pinned_source=found.source if _is_pin(found.source, adapter.source) else None,
+        pinned_source=found.pinned_source if _is_pin(found.pinned_source, adapter.source) else None,
     )
 
 
@@ -570,7 +570,7 @@ def _is_pin(found: str, source: str) -> bool:
     return found != source and found.startswith("hf://") and found.partition("@")[0] == source.partition("@")[0]
 
 
-def _check_loaded(lora: LoadedLora, adapter: RegisteredAdapter) -> None:
+def _check_loaded(lora: WorkerAdapter, adapter: RegisteredAdapter) -> None:
     """Raise InvalidAdapter if the loaded adapter has another digest, WorkerFailed if it is not ready."""
     if lora.digest != adapter.digest:
         message = f"the worker loaded digest {lora.digest}, expected {adapter.digest}"

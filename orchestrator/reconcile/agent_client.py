@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from lorafleet.engine.worker_proofs import AgentProofs, AgentUnproved
 from lorafleet.keys.own_key import OwnKey
-from lorafleet.service.known_fields import WIRE_HEADERS
+from lorafleet.service.known_fields import WIRE_HEADERS, type_adapter
 from lorafleet.service.transport import why_no_answer
 from orchestrator.agentless.transport import SCHEME
 from orchestrator.core.errors import InvalidAdapter, LeaseLost, WorkerFailed
@@ -21,13 +21,11 @@ from orchestrator.reconcile.agent_view import AsOf
 from workers.wire import (
     REPORT_HEADER,
     AdapterFiles,
-    AvailableLora,
     BeginFileRequest,
     ClaimRequest,
     DrainRequest,
     InspectRequest,
     InstallUploadRequest,
-    LoadedLora,
     LoadRequest,
     LogTail,
     MarkFilesRequest,
@@ -37,9 +35,10 @@ from workers.wire import (
     UnfinishedUploads,
     UnloadRequest,
     UploadState,
+    WorkerAdapter,
 )
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M")
 
 _NUMBER_DIGITS = 15
 _MOST_PROOF_BYTES = 16_384
@@ -88,10 +87,10 @@ class AgentClient:
         """Make the agent refuse every older epoch; returns its report. Raises WorkerFailed, LeaseLost."""
         return _parsed(Metadata, await self._post_action(agent_url, "claim", ClaimRequest(), timeout_s=timeout_s))
 
-    async def inspect(self, agent_url: str, ask: InspectRequest, *, timeout_s: float) -> tuple[AvailableLora, AsOf]:
+    async def inspect(self, agent_url: str, ask: InspectRequest, *, timeout_s: float) -> tuple[WorkerAdapter, AsOf]:
         """Fetch and verify the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
         answer = await self._post_action(agent_url, "inspect_lora", ask, timeout_s=timeout_s)
-        return _parsed(AvailableLora, answer), _as_of(answer)
+        return _parsed(WorkerAdapter, answer), _as_of(answer)
 
     async def check_source(self, agent_url: str, source: str, *, timeout_s: float) -> None:
         """Ask whether the worker's settings allow the source.
@@ -102,10 +101,10 @@ class AgentClient:
             "GET", agent_url, f"/v1/admin/source?source={quote(source, safe='')}", timeout_s=timeout_s
         )
 
-    async def load(self, agent_url: str, ask: LoadRequest, *, timeout_s: float) -> tuple[LoadedLora, AsOf]:
+    async def load(self, agent_url: str, ask: LoadRequest, *, timeout_s: float) -> tuple[WorkerAdapter, AsOf]:
         """Load the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
         answer = await self._post_action(agent_url, "load_lora", ask, timeout_s=timeout_s)
-        return _parsed(LoadedLora, answer), _as_of(answer)
+        return _parsed(WorkerAdapter, answer), _as_of(answer)
 
     async def mark_files(self, agent_url: str, ask: MarkFilesRequest, *, timeout_s: float) -> AsOf:
         """Have the agent keep files, or let it delete them again. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
@@ -181,10 +180,10 @@ class AgentClient:
 
     async def install_upload(
         self, agent_url: str, upload_id: str, ask: InstallUploadRequest, *, timeout_s: float
-    ) -> AvailableLora:
+    ) -> WorkerAdapter:
         """Have an upload verified and installed. Raises InvalidAdapter about its bytes, WorkerFailed, LeaseLost."""
         answer = await self._post_action(agent_url, f"/v1/uploads/{upload_id}", ask, timeout_s=timeout_s)
-        return _parsed(AvailableLora, answer)
+        return _parsed(WorkerAdapter, answer)
 
     async def drop_upload(self, agent_url: str, upload_id: str, *, timeout_s: float) -> None:
         """Have what has come of an upload deleted. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
@@ -329,7 +328,9 @@ def _as_of(answer: httpx.Response) -> AsOf:
 
 def _parsed(cls: type[M], answer: httpx.Response) -> M:
     """The response as this model. Raises WorkerFailed."""
+    kind: Any = cls
     try:
-        return cls.model_validate_json(answer.content)
+        message: M = type_adapter(kind).validate_json(answer.content)
     except ValidationError as exc:
         raise WorkerFailed(f"{answer.request.url}: not a {cls.__name__}: {exc}", code="worker_speaks_nonsense") from exc
+    return message

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from orchestrator.model.snapshot import OCCUPYING
-from workers.wire import LoadedLora, LoraInfo, Metadata
+from workers.wire import LoraInfo, Metadata, WorkerAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class AdapterChange:
 
     at: AsOf
     engine_name: str
-    lora: LoadedLora | None = None
+    lora: WorkerAdapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def with_engine_models(view: AgentView, models: frozenset[str]) -> AgentView:
     return _view(with_loaded(view.reported, loaded), changes)
 
 
-def with_loaded(report: Metadata, loaded: tuple[LoadedLora, ...]) -> Metadata:
+def with_loaded(report: Metadata, loaded: tuple[WorkerAdapter, ...]) -> Metadata:
     """The report with these adapters, its slots counted anew."""
     capacity = report.lora.capacity
     total = capacity.loaded_count + capacity.available_slots
@@ -119,6 +119,6 @@ def _view(reported: Metadata, changes: Iterable[AdapterChange]) -> AgentView:
     return AgentView(reported, with_loaded(reported, (*others, *new)), changes)
 
 
-def _occupied_count(loaded: Iterable[LoadedLora]) -> int:
+def _occupied_count(loaded: Iterable[WorkerAdapter]) -> int:
     """Number of these adapters that take a slot."""
     return sum(lora.state in OCCUPYING for lora in loaded)

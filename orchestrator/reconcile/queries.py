@@ -24,7 +24,7 @@ from orchestrator.reconcile.file_copies import HeldFilesBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, is_warming, serving_adapters, worker_state
 from orchestrator.store.store import IntentStore
-from workers.wire import AdapterEffectState, LoadedLora
+from workers.wire import AdapterEffectState, WorkerAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +142,12 @@ class FleetQueries:
                     table.setdefault(lora.lora_id, []).append(worker_id)
         return table
 
-    def copies_with_notes(self, lora_ids: Collection[str] | None = None) -> dict[str, tuple[str, LoadedLora]]:
+    def copies_with_notes(self, lora_ids: Collection[str] | None = None) -> dict[str, tuple[str, WorkerAdapter]]:
         """lora_id -> the worker and its copy that shows least effect, of copies that are ready now.
 
         lora_ids  of these adapters alone; None: of all
         """
-        copies: dict[str, tuple[str, LoadedLora]] = {}
+        copies: dict[str, tuple[str, WorkerAdapter]] = {}
         for worker_id, entry in sorted(self._reports.workers.items()):
             for lora in serving_adapters(entry):
                 if (lora_ids is not None and lora.lora_id not in lora_ids) or not self._is_ready(lora, worker_id):
@@ -157,7 +157,7 @@ class FleetQueries:
                     copies[lora.lora_id] = worker_id, lora
         return copies
 
-    def _is_ready(self, lora: LoadedLora, worker_id: str) -> bool:
+    def _is_ready(self, lora: WorkerAdapter, worker_id: str) -> bool:
         """Whether the adapter on the worker serves requests now: ready, not draining, right digest and base model."""
         if lora.state != "ready" or (lora.lora_id, worker_id) in self._operations.drains:
             return False
@@ -355,7 +355,7 @@ def _adapter_state(
     return "loading" if is_loading else "registered"
 
 
-def _shown_effect(lora: LoadedLora) -> tuple[int, int]:
+def _shown_effect(lora: WorkerAdapter) -> tuple[int, int]:
     """A key that is smaller the less of an adapter shows: by what its agent proved, then by ignored modules."""
     ignored = 0 if lora.ignored_modules is None else lora.ignored_modules.count
     return _EFFECTS.index(lora.effect), -ignored

@@ -33,7 +33,7 @@ from orchestrator.reconcile.agent_view import (
     with_report,
 )
 from orchestrator.store.backend import WorkerIntent
-from workers.wire import LoadedLora, Metadata
+from workers.wire import Metadata, WorkerAdapter
 
 _AGENT_STATES = {"starting": "starting", "engine_down": "starting", "draining": "draining", "ready": "ready"}
 
@@ -175,7 +175,7 @@ class WorkerReports:
         entry.reach = "lost"
         return ReportChange(is_news=True, vanished=tuple(sorted(_ready_ids(entry.report))))
 
-    def record_load(self, worker_id: str, lora: LoadedLora, evicted: str | None, at: AsOf) -> None:
+    def record_load(self, worker_id: str, lora: WorkerAdapter, evicted: str | None, at: AsOf) -> None:
         """Record the answer to a load, without waiting for the next report. No-op for an unknown worker.
 
         evicted  engine name of the victim, which is gone
@@ -318,7 +318,7 @@ class WorkerReports:
         found: dict[str, ReportedAdapter] = {}
         loras = entry.report.lora.loaded_loras
 
-        def order(lora: LoadedLora) -> tuple[bool, bool]:
+        def order(lora: WorkerAdapter) -> tuple[bool, bool]:
             return lora.state not in OCCUPYING, lora.digest != digests(lora.lora_id)
 
         for lora in sorted(loras, key=order):
@@ -332,7 +332,7 @@ class WorkerReports:
                 found[lora.engine_name] = replace(held, lora_id=lora.engine_name)
         return found
 
-    def _reported_adapter(self, entry: KnownWorker, lora: LoadedLora) -> ReportedAdapter:
+    def _reported_adapter(self, entry: KnownWorker, lora: WorkerAdapter) -> ReportedAdapter:
         """One adapter on the worker as placement sees it."""
         since = entry.ready_since.get((lora.lora_id, entry.report.engine_boot_id), self._clock())
         unused_s = self._seconds_since(lora.last_used)
@@ -402,12 +402,12 @@ def _with_kube_place(report: Metadata, found: DiscoveredWorker | None) -> Metada
     return report.model_copy(update=dict(zip(("zone", "node", "pool"), place, strict=True)))
 
 
-def is_foreign(lora: LoadedLora) -> bool:
+def is_foreign(lora: WorkerAdapter) -> bool:
     """Whether another client loaded the adapter: the engine has it under its bare name."""
     return lora.state in OCCUPYING and not lora.digest and lora.engine_name == lora.lora_id
 
 
-def serving_adapters(entry: KnownWorker) -> tuple[LoadedLora, ...]:
+def serving_adapters(entry: KnownWorker) -> tuple[WorkerAdapter, ...]:
     """The adapters that the worker lists; none if it takes no requests."""
     is_used = entry.reach != "lost" and entry.report.state == "ready" and not entry.is_terminating
     return entry.report.lora.loaded_loras if is_used else ()

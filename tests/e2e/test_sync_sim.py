@@ -90,7 +90,7 @@ async def test_a_load_by_a_script_is_adopted_by_the_whole_fleet_and_every_router
         assert sorted(ensured.json()["ready"]) == ["w0", "w1"], ensured.text
 
         async def names_at_w0():
-            loaded = (await fleet.agents["w0"].get("/v1/admin/loras")).json()["data"]
+            loaded = (await fleet.agents["w0"].get("/v1/admin/loras")).json()["loaded_loras"]
             return [lora["engine_name"] for lora in loaded] == [f"mine@{orphan['digest'][:12]}"]
 
         await until(names_at_w0, within_s=40, what="the script's copy has left the engine")

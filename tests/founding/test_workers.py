@@ -60,7 +60,7 @@ def test_load_over_rest_is_idempotent_and_listed(fleet: FoundingFleet) -> None:
         answer = fleet.post(f"{fleet.worker}/v1/admin/load_lora", {"lora_id": LEGAL})
         assert (answer.status_code, answer.json()["lora_id"]) == (200, LEGAL)
     listed = fleet.get(f"{fleet.worker}/v1/admin/loras")
-    assert LEGAL in {item["lora_id"] for item in listed["data"]}
+    assert LEGAL in {item["lora_id"] for item in listed["loaded_loras"]}
 
 
 def test_unload_is_the_orchestrators_alone(fleet: FoundingFleet) -> None:

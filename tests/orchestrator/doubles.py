@@ -255,7 +255,8 @@ class FakeAgent:
             "rank": rank,
             "digest": digest,
             "size_bytes": 1000,
-            "source": self.pins.get(body["source"], body["source"]),
+            "source": body["source"],
+            "pinned_source": self.pins.get(body["source"], body["source"]),
         }
 
     async def load_lora(self, body):

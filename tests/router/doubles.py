@@ -25,13 +25,13 @@ from tests.serving import client_of, serving
 from workers.wire import (
     WORKER_PROOF_PATH,
     Load,
-    LoadedLora,
     LoraInfo,
     Metadata,
     ModelCard,
     ProofRequest,
     RuntimeConfig,
     Transport,
+    WorkerAdapter,
 )
 
 DIGEST = "ab" * 32
@@ -170,7 +170,7 @@ class AgentDouble:
 
     def metadata(self, worker: str) -> Metadata:
         held = tuple(
-            LoadedLora(
+            WorkerAdapter(
                 lora_id=lora_id,
                 digest=DIGEST,
                 engine_name=engine_name(lora_id, DIGEST),

@@ -56,7 +56,7 @@ CONVERSATIONS: Mapping[str, tuple[WireRoute, ...]] = {
         _METADATA,
         WireRoute("POST", "/v1/admin/claim", "ClaimRequest", "Metadata"),
         WireRoute("GET", "/v1/admin/source"),
-        WireRoute("POST", "/v1/admin/inspect_lora", "InspectRequest", "AvailableLora"),
+        WireRoute("POST", "/v1/admin/inspect_lora", "InspectRequest", "WorkerAdapter"),
         _LOAD,
         WireRoute("POST", "/v1/admin/mark_files", "MarkFilesRequest"),
         WireRoute("POST", "/v1/admin/unload_lora", "UnloadRequest", "UnloadAnswer"),

@@ -235,7 +235,7 @@ class KillTrial:
         views = {
             "engine": names,
             "agent": {item["engine_name"] for item in items if item["state"] == "ready"},
-            "record": {record["engine_name"] for record in records if record["is_loaded"]},
+            "record": {record["engine_name"] for record in records if record["is_wanted"]},
         }
         found = [] if len({frozenset(view) for view in views.values()}) == 1 else [str(views)]
         found += [f"in progress: {item}" for item in items if item["state"] in {"loading", "downloading"}]

@@ -224,7 +224,7 @@ async def until_state(client: httpx.AsyncClient, state: str, *, within_s: float 
 
 
 async def loaded(client: httpx.AsyncClient) -> set[str]:
-    items = (await client.get("/v1/admin/loras")).json()["data"]
+    items = (await client.get("/v1/admin/loras")).json()["loaded_loras"]
     return {item["lora_id"] for item in items if item["state"] == "ready"}
 
 

@@ -47,16 +47,15 @@ from workers.wire import (
     AdapterFile,
     AdapterFiles,
     AgentState,
-    AvailableLora,
     DrainAnswer,
     InspectRequest,
     InstallUploadRequest,
-    LoadedLora,
     LoadRequest,
     MarkFilesRequest,
     Metadata,
     Transport,
     UnloadRequest,
+    WorkerAdapter,
 )
 
 log = structlog.get_logger()
@@ -349,7 +348,7 @@ class WorkerAgent:
             )
         self.installed.raise_epoch(epoch)
 
-    async def load(self, request: LoadRequest, by: Requester) -> LoadedLora:
+    async def load(self, request: LoadRequest, by: Requester) -> WorkerAdapter:
         """Load an adapter into the engine; returns at once if it is loaded already. Raises WorkerError.
 
         Refused while the worker drains, is not ready, takes no adapters, or suspects its engine.
@@ -415,11 +414,11 @@ class WorkerAgent:
         """Raises SourceError if this worker's settings forbid the source; fetches nothing."""
         await self.cache.check_source(source)
 
-    async def inspect(self, request: InspectRequest) -> AvailableLora:
+    async def inspect(self, request: InspectRequest) -> WorkerAdapter:
         """Fetch, verify and install an adapter without loading it. Raises WorkerError."""
         return await self._loader.inspect(request)
 
-    async def install_upload(self, upload_id: str, request: InstallUploadRequest) -> AvailableLora:
+    async def install_upload(self, upload_id: str, request: InstallUploadRequest) -> WorkerAdapter:
         """Unpack, verify and install an upload; a second call finds it installed. Raises WorkerError.
 
         An upload whose bytes are refused is deleted.

@@ -20,7 +20,6 @@ from lorafleet.engine.lora_reports import (
 )
 from lorafleet.engine.lora_weights import ZERO_NOTE, has_zero_weights, weights_effect
 from workers.agent.current_engine import CurrentEngine
-from workers.agent.installed_adapters import InstalledAdapter
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
 from workers.engines.base import EngineClient
@@ -36,6 +35,7 @@ from workers.verification.effect import (
     ignored_note,
 )
 from workers.verification.manifest import AdapterDescription
+from workers.wire import IgnoredModules, WorkerAdapter
 
 log = structlog.get_logger()
 
@@ -69,14 +69,14 @@ class EffectCheck:
         """Delete what an earlier engine, or an earlier agent, left of reports."""
         await asyncio.to_thread(forget_all_reports, self._settings.lora_reports)
 
-    async def prepare(self, adapter: InstalledAdapter) -> None:
+    async def prepare(self, adapter: WorkerAdapter) -> None:
         """Ask the engine's processes to report on the adapter when they load it. An error of the disk is logged."""
         try:
             await asyncio.to_thread(ask_for_reports, self._settings.lora_reports, adapter.engine_name)
         except OSError as exc:
             log.warning("the engine cannot report on adapters", folder=str(self._settings.lora_reports), error=str(exc))
 
-    async def check(self, client: EngineClient, adapter: InstalledAdapter) -> InstalledAdapter:
+    async def check(self, client: EngineClient, adapter: WorkerAdapter) -> WorkerAdapter:
         """The adapter, just loaded, with its effect in the engine.
 
         raises  EngineError `adapter_no_effect`, `modules_ignored`
@@ -96,7 +96,7 @@ class EffectCheck:
             log.warning("adapter's effect", lora_id=adapter.lora_id, effect=effect.effect, note=effect.note)
         return with_effect(adapter, effect)
 
-    def _check_table(self, adapter: InstalledAdapter, described: AdapterDescription) -> None:
+    def _check_table(self, adapter: WorkerAdapter, described: AdapterDescription) -> None:
         """Raises EngineError if the adapter must not be served without the modules that its table calls ignored."""
         lost = sum(".experts" in module for module in described.ignored)
         policy = _policy_of(adapter, self._settings.ignored_modules)
@@ -108,7 +108,7 @@ class EffectCheck:
             self._count("table", "refused")
             raise EngineError(exc.code, f"load {adapter.engine_name}: {exc}") from exc
 
-    def _reported_effect(self, adapter: InstalledAdapter) -> AdapterEffect | None:
+    def _reported_effect(self, adapter: WorkerAdapter) -> AdapterEffect | None:
         """The effect of an adapter by the reports of the engine's processes; None without a report of each.
 
         Blocking; deletes the reports. Raises EngineError.
@@ -139,7 +139,7 @@ class EffectCheck:
         count("applied")
         return AdapterEffect("applied")
 
-    async def _shown_effect(self, client: EngineClient, adapter: InstalledAdapter) -> AdapterEffect:
+    async def _shown_effect(self, client: EngineClient, adapter: WorkerAdapter) -> AdapterEffect:
         """The effect of an adapter by the engine's answers. Raises EngineError `adapter_no_effect`."""
         if self._settings.canary == "off":
             return NOT_CHECKED
@@ -156,7 +156,7 @@ class EffectCheck:
             raise EngineError("adapter_no_effect", message)
         return AdapterEffect(shown.effect, shown.note)
 
-    async def _run_canary(self, client: EngineClient, adapter: InstalledAdapter) -> CanaryResult:
+    async def _run_canary(self, client: EngineClient, adapter: WorkerAdapter) -> CanaryResult:
         """Compare the engine's answers with and without the adapter; measured. Base answers are kept for a boot."""
         self._readings = self._readings.of_boot(self._engine.boot_id)
         began_at = self._clock()
@@ -169,7 +169,7 @@ class EffectCheck:
         self._metrics.canary_seconds.observe(self._clock() - began_at)
         return result
 
-    def next_unproved(self, adapters: Iterable[InstalledAdapter]) -> InstalledAdapter | None:
+    def next_unproved(self, adapters: Iterable[WorkerAdapter]) -> WorkerAdapter | None:
         """The next loaded adapter to be checked again by the engine's answers; counts the attempt.
 
         None while the engine has requests, without a canary, and where no further attempt is left.
@@ -196,33 +196,23 @@ def _sentences(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
 
 
-def _is_zero(adapter: InstalledAdapter) -> bool:
+def _is_zero(adapter: WorkerAdapter) -> bool:
     """Whether the adapter's weights are all zero. Blocking, and reads nothing if an earlier load has shown others."""
     return adapter.effect not in {"applied", "seen"} and has_zero_weights(Path(adapter.path))
 
 
-def with_effect(adapter: InstalledAdapter, effect: AdapterEffect) -> InstalledAdapter:
+def with_effect(adapter: WorkerAdapter, effect: AdapterEffect) -> WorkerAdapter:
     """The adapter with an effect, of which the count and the first names of ignored modules are kept."""
-    return replace(
-        adapter,
-        effect=effect.effect,
-        note=effect.note,
-        ignored_count=len(effect.ignored),
-        ignored_names=effect.ignored[:NAMES_SHOWN],
-    )
+    count, names = len(effect.ignored), effect.ignored[:NAMES_SHOWN]
+    ignored = IgnoredModules(count=count, names=names) if count else None
+    return replace(adapter, effect=effect.effect, note=effect.note, ignored_modules=ignored)
 
 
-def with_effect_of(adapter: InstalledAdapter, checked: InstalledAdapter) -> InstalledAdapter:
+def with_effect_of(adapter: WorkerAdapter, checked: WorkerAdapter) -> WorkerAdapter:
     """The adapter with the effect of a checked copy of it."""
-    return replace(
-        adapter,
-        effect=checked.effect,
-        note=checked.note,
-        ignored_count=checked.ignored_count,
-        ignored_names=checked.ignored_names,
-    )
+    return replace(adapter, effect=checked.effect, note=checked.note, ignored_modules=checked.ignored_modules)
 
 
-def _policy_of(adapter: InstalledAdapter, default: IgnoredPolicy) -> IgnoredPolicy:
+def _policy_of(adapter: WorkerAdapter, default: IgnoredPolicy) -> IgnoredPolicy:
     """What to do with an adapter of which modules are ignored: as its load request says, else the setting."""
     return "accept" if adapter.ignored_policy == "accept" else "refuse" if adapter.ignored_policy else default

@@ -1,20 +1,23 @@
 """Adapters that another client loaded into the engine: their files are read, verified and kept, for an adoption."""
 
+import re
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import structlog
 
-from workers.agent.foreign_files import ForeignFiles, source_of
 from workers.agent.inventory import Inventory
 from workers.core.errors import WorkerError
 from workers.sources.base import Source
-from workers.wire import AvailableLora, InspectRequest
+from workers.wire import InspectRequest, WorkerAdapter
 
 log = structlog.get_logger()
 
 _RETRY_S = 60.0
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class ForeignFilesReader:
@@ -24,7 +27,7 @@ class ForeignFilesReader:
         self,
         inventory: Inventory,
         *,
-        inspect: Callable[..., Awaitable[AvailableLora]],
+        inspect: Callable[..., Awaitable[WorkerAdapter]],
         reader_of: Callable[[Path], Source],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -36,6 +39,7 @@ class ForeignFilesReader:
         self._inspect = inspect
         self._reader_of = reader_of
         self._clock = clock
+        self._failed_at: dict[str, float] = {}
 
     async def read_new(self) -> None:
         """Read the files of every foreign adapter that is new or has another path; failures again after a minute.
@@ -44,45 +48,60 @@ class ForeignFilesReader:
         disk whatever happens to the folder. Changes the inventory. A failure is recorded, never raised.
         """
         foreign = self._inventory.foreign_paths()
-        for name in self._inventory.foreign_files.keys() - foreign.keys():
-            del self._inventory.foreign_files[name]
+        for name in self._inventory.foreign_adapters.keys() - foreign.keys():
+            del self._inventory.foreign_adapters[name]
+            self._failed_at.pop(name, None)
         for name, path in foreign.items():
-            known = self._inventory.foreign_files.get(name)
-            is_due = known is None or known.path != path
-            if known is not None and known.problem and self._clock() - known.read_at >= _RETRY_S:
-                is_due = True
-            if is_due:
-                found = await self._read(name, path)
-                if name in self._inventory.foreign_paths():
-                    self._inventory.foreign_files[name] = found
-                    self._inventory.mark_changed()
-                    log.warning(
-                        "the engine has an adapter that another client loaded",
-                        engine_name=name,
-                        path=path,
-                        digest=found.digest,
-                        problem=found.problem,
-                    )
+            if not self._is_due(name, path):
+                continue
+            adapter = await self._read(name, path)
+            if name in self._inventory.foreign_paths():
+                self._inventory.foreign_adapters[name] = adapter
+                self._inventory.mark_changed()
+                log.warning(
+                    "the engine has an adapter that another client loaded",
+                    engine_name=name,
+                    path=path,
+                    digest=adapter.files_digest,
+                    problem=adapter.error,
+                )
 
-    async def _read(self, name: str, path: str) -> ForeignFiles:
-        """The files of one adapter at a path that the engine names."""
+    def _is_due(self, name: str, path: str) -> bool:
+        """Whether the files at a path are to be read: new ones, and after a failure a minute ago."""
+        known = self._inventory.foreign_adapters.get(name)
+        if known is None or known.path != path:
+            return True
+        return known.error is not None and self._clock() - self._failed_at.get(name, -inf) >= _RETRY_S
+
+    async def _read(self, name: str, path: str) -> WorkerAdapter:
+        """The adapter with this engine name, with what is known of its files at the path that the engine names."""
         source = source_of(path)
-        now = self._clock()
+        adapter = WorkerAdapter(lora_id=name, digest="", engine_name=name, path=path, source=source)
+        if not source:
+            return self._failed(adapter, f"the engine names {path!r} as its folder; expected an absolute path")
         if not source.startswith("file://"):
-            # Not downloaded before somebody adopts it.
-            problem = "" if source else f"the engine names {path!r} as its folder; expected an absolute path"
-            return ForeignFiles(path=path, source=source, problem=problem, read_at=now)
+            return adapter  # not downloaded before somebody adopts it
         try:
             ask = InspectRequest(lora_id=name, source=source)
             found = await self._inspect(ask, reader=self._reader_of(Path(path)))
         except WorkerError as exc:
-            return ForeignFiles(path=path, source=source, problem=f"{exc.code}: {exc}", read_at=now)
-        return ForeignFiles(
-            path=path,
-            source=source,
-            digest=found.digest,
+            return self._failed(adapter, f"{exc.code}: {exc}")
+        return replace(
+            adapter,
+            files_digest=found.digest,
             base_model=found.base_model,
             rank=found.rank,
             size_bytes=found.size_bytes,
-            read_at=now,
         )
+
+    def _failed(self, adapter: WorkerAdapter, error: str) -> WorkerAdapter:
+        """The adapter with why its files are not known; they are read again in a minute."""
+        self._failed_at[adapter.engine_name] = self._clock()
+        return replace(adapter, error=error)
+
+
+def source_of(path: str) -> str:
+    """The reference of the folder or hub repository that an engine names as an adapter's path; "" for any other."""
+    if path.startswith("/"):
+        return Path(path).as_uri()
+    return f"hf://{path}" if _HUB_NAME.fullmatch(path) else ""

@@ -8,57 +8,20 @@ import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import structlog
+from pydantic import TypeAdapter
 
 from lorafleet.service.files import make_private_folder, private_opener, write_error_text
 from lorafleet.service.state_files import StateFile, state_text
-from workers.verification.effect import Effect
+from workers.wire import WorkerAdapter
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstalledAdapter:
-    """An adapter whose verified files are on this disk.
-
-    is_loaded  the engine should have it loaded; a restarted engine loads it again
-    """
-
-    lora_id: str
-    digest: str
-    engine_name: str
-    path: str
-    source: str
-    base_model: str
-    rank: int
-    size_bytes: int
-    is_loaded: bool = False
-    loaded_at: str | None = None
-    last_used: str | None = None
-    request_count: int = 0
-    load_seconds: float | None = None
-    pinned_source: str = ""
-    """The immutable reference of these bytes, for example with a branch resolved to its commit. "" in older files."""
-    secret: str = ""
-    """name/key of the credential for its source."""
-    order: int = 0
-    """Load order: a restarted engine loads adapters in ascending order."""
-    ignored_policy: str = ""
-    """What the load request said about modules that the engine ignores; "": the setting decides."""
-    effect: Effect = ""
-    """Its effect in the engine, as in `workers.verification.effect.AdapterEffect`, and the note on it."""
-    note: str = ""
-    ignored_count: int = 0
-    ignored_names: tuple[str, ...] = ()
-    """Modules of its file that the engine does not have: how many, and the first names."""
-
-    @property
-    def memory_mb(self) -> float:
-        """Size of its weights in MB (10^6 bytes)."""
-        return round(self.size_bytes / 1e6, 3)
+_RECORD = TypeAdapter(WorkerAdapter)
 
 
 class InstalledAdapters:
@@ -78,33 +41,33 @@ class InstalledAdapters:
         self._state_folder = StateFile.at(folder)
         self._is_away = False
         self.revision = 0  # grows when an adapter is added or removed
-        self._sorted: tuple[InstalledAdapter, ...] | None = None
+        self._sorted: tuple[WorkerAdapter, ...] | None = None
         self._unwritten: set[Path] = set()
         self._adapters = {adapter.engine_name: adapter for adapter in _read_all(self._folder)}
         self.epoch = _read_epoch(self._epoch_file)
 
-    def get(self, engine_name: str) -> InstalledAdapter | None:
+    def get(self, engine_name: str) -> WorkerAdapter | None:
         """The adapter with this engine name; None if it is not installed."""
         return self._adapters.get(engine_name)
 
-    def all(self) -> tuple[InstalledAdapter, ...]:
+    def all(self) -> tuple[WorkerAdapter, ...]:
         """All installed adapters in load order, oldest load first; sorted once after a change."""
         if self._sorted is None:
             self._sorted = tuple(sorted(self._adapters.values(), key=lambda adapter: adapter.order))
         return self._sorted
 
-    def versions(self, lora_id: str) -> tuple[InstalledAdapter, ...]:
+    def versions(self, lora_id: str) -> tuple[WorkerAdapter, ...]:
         """All versions (digests) of an adapter, oldest load first."""
         return tuple(adapter for adapter in self.all() if adapter.lora_id == lora_id)
 
-    def store(self, adapter: InstalledAdapter) -> InstalledAdapter:
+    def store(self, adapter: WorkerAdapter) -> WorkerAdapter:
         """Add or replace an adapter in memory and write its file; returns it. A failed write is logged, not raised."""
         self.revision += adapter.engine_name not in self._adapters
         self.update_in_memory(adapter)
         self.write_json(self._folder / _file_name(adapter.engine_name), asdict(adapter))
         return adapter
 
-    def remove(self, adapter: InstalledAdapter) -> None:
+    def remove(self, adapter: WorkerAdapter) -> None:
         """Remove an adapter from memory and delete its JSON file; an error of the disk is ignored."""
         self._adapters.pop(adapter.engine_name, None)
         self._sorted = None
@@ -114,7 +77,7 @@ class InstalledAdapters:
         with contextlib.suppress(OSError):  # the next start reads it again, finds no weights and removes it
             path.unlink(missing_ok=True)
 
-    def update_in_memory(self, adapter: InstalledAdapter) -> None:
+    def update_in_memory(self, adapter: WorkerAdapter) -> None:
         """Replace an adapter in memory only, for request counts. The next `store` writes them to disk."""
         self._adapters[adapter.engine_name] = adapter
         self._sorted = None
@@ -145,7 +108,7 @@ class InstalledAdapters:
                 self.write_json(path, asdict(adapter))
 
     @property
-    def _by_file(self) -> dict[Path, InstalledAdapter]:
+    def _by_file(self) -> dict[Path, WorkerAdapter]:
         """The file of each adapter -> the adapter."""
         return {self._folder / _file_name(adapter.engine_name): adapter for adapter in self.all()}
 
@@ -194,15 +157,13 @@ def _file_name(engine_name: str) -> str:
     return hashlib.sha256(engine_name.encode()).hexdigest()[:32] + ".json"
 
 
-def _read_all(folder: Path) -> list[InstalledAdapter]:
+def _read_all(folder: Path) -> list[WorkerAdapter]:
     """Read all JSON files of the folder; damaged ones are logged and left out."""
-    field_names = {field.name for field in fields(InstalledAdapter)}
     adapters = []
     for path in sorted(folder.glob("*.json")):
         try:
-            raw = json.loads(path.read_text())
-            adapters.append(InstalledAdapter(**{key: value for key, value in raw.items() if key in field_names}))
-        except (OSError, ValueError, TypeError, AttributeError) as exc:
+            adapters.append(_RECORD.validate_json(path.read_bytes()))
+        except (OSError, ValueError) as exc:
             # A damaged file costs one adapter's history, not the worker's start.
             log.warning("damaged state file ignored", path=str(path), error=str(exc))
     return adapters

@@ -12,7 +12,6 @@ import structlog
 from lorafleet.identity import engine_name, fleet_digest, fleet_source
 from orchestrator.model.names import checked_lora_id
 from workers.agent.file_fetcher import FileFetcher, is_about_source, no_way_error
-from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.inventory import Inventory
 from workers.core.errors import AgentRequestError, DigestMismatch, SourceError, WrongBytes
 from workers.core.fetch_ways import FetchWay, fetch_ways
@@ -24,7 +23,7 @@ from workers.storage.cache import AdapterCache, is_intact
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
 from workers.verification.manifest import AdapterDescription, Manifest, check_rank, is_same_base
-from workers.wire import InspectRequest, LoadRequest
+from workers.wire import InspectRequest, LoadRequest, WorkerAdapter
 
 log = structlog.get_logger()
 
@@ -77,7 +76,7 @@ class Installer:
         """Keep the files of a digest on this disk. See `FileFetcher.keep`."""
         await self._files.keep(digest, neighbours)
 
-    async def install(self, request: LoadRequest) -> InstalledAdapter:
+    async def install(self, request: LoadRequest) -> WorkerAdapter:
         """Return the requested adapter with verified files on this disk, fetched if needed. Raises WorkerError.
 
         Counts whether the files were on this disk. Raises `no_free_slot` before a fetch that would be useless.
@@ -112,7 +111,7 @@ class Installer:
 
     async def inspect(
         self, request: InspectRequest, *, reader: Source | None = None, digest: str | None = None
-    ) -> InstalledAdapter:
+    ) -> WorkerAdapter:
         """Fetch, verify and install an adapter from its source, even if it is installed already.
 
         Any rank is accepted: the caller gets it in the answer and chooses a worker for it. Raises WorkerError.
@@ -132,7 +131,7 @@ class Installer:
             neighbours=request.neighbours,
         )
 
-    async def reinstall_if_missing(self, adapter: InstalledAdapter) -> Path:
+    async def reinstall_if_missing(self, adapter: WorkerAdapter) -> Path:
         """Fetch an adapter's files again if they are missing or damaged; returns their folder. Raises WorkerError."""
         if not await self._cache.has_intact(adapter.digest):
             pinned = adapter.pinned_source or adapter.source
@@ -161,7 +160,7 @@ class Installer:
         from_fleet: bool = False,
         neighbours: Sequence[str] = (),
         reader: Source | None = None,
-    ) -> InstalledAdapter:
+    ) -> WorkerAdapter:
         """Fetch, verify and install, by the first of `fetch_ways` that has the files; without room, make some once.
 
         base_model  the adapter's base model by the caller; None: by its own config
@@ -204,11 +203,11 @@ class Installer:
     async def _fetch_by(
         self,
         way: FetchWay,
-        fetch: Callable[..., Coroutine[Any, Any, InstalledAdapter]],
+        fetch: Callable[..., Coroutine[Any, Any, WorkerAdapter]],
         lora_id: str,
         digest: str,
         neighbours: Sequence[str],
-    ) -> InstalledAdapter:
+    ) -> WorkerAdapter:
         """Install by one way; on a full disk delete unfinished downloads and half of the idle adapters, and try again.
 
         Raises SourceError.
@@ -257,7 +256,7 @@ class Installer:
         reader: Source | None = None,
         way: FetchWay = "source",
         with_all_weights: bool = False,
-    ) -> InstalledAdapter:
+    ) -> WorkerAdapter:
         """Fetch, verify and install an adapter, record and publish it. May delete idle adapters. Raises WorkerError."""
         loop = asyncio.get_running_loop()
 
@@ -311,7 +310,7 @@ class Installer:
             raise WrongBytes(f"digest {digest}: other workers sent bytes of {manifest.digest}", transfer.served_by)
         return manifest
 
-    async def _known_adapter(self, request: LoadRequest) -> InstalledAdapter | None:
+    async def _known_adapter(self, request: LoadRequest) -> WorkerAdapter | None:
         """The installed adapter that satisfies a request without a fetch: same digest, and no other source named.
 
         None: it must be fetched. A request with neither gets the newest version, unless lora_path has the adapter. The
@@ -361,7 +360,7 @@ class Installer:
         return is_same_base(base_model, rules.base_names, rules.base_check)
 
 
-async def _fetch_by_either_digest(fetch: Callable[..., Coroutine[Any, Any, InstalledAdapter]]) -> InstalledAdapter:
+async def _fetch_by_either_digest(fetch: Callable[..., Coroutine[Any, Any, WorkerAdapter]]) -> WorkerAdapter:
     """Fetch the files that engines read; if their digest is another, all weights, as earlier releases did.
 
     Raises WorkerError.
@@ -382,9 +381,9 @@ def check_lora_id(lora_id: str) -> None:
         raise AgentRequestError("invalid_lora_id", str(exc), param="lora_id") from exc
 
 
-def _installed_adapter(lora_id: str, source: str, pinned: str, manifest: Manifest, path: Path) -> InstalledAdapter:
+def _installed_adapter(lora_id: str, source: str, pinned: str, manifest: Manifest, path: Path) -> WorkerAdapter:
     """The entry of an adapter that was just installed, not loaded yet."""
-    return InstalledAdapter(
+    return WorkerAdapter(
         lora_id=lora_id,
         digest=manifest.digest,
         engine_name=engine_name(lora_id, manifest.digest),

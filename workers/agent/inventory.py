@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Literal
 
 import structlog
 
@@ -13,14 +14,13 @@ from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
 from lorafleet.service.loops import ChangeSignal
 from lorafleet.service.times import utc_text
 from workers.agent.event_log import CORRECTING, RESTORING, AgentEventLog, Requester, UnrecordedHistory
-from workers.agent.foreign_files import ForeignFiles
-from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
+from workers.agent.installed_adapters import InstalledAdapters
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.slots import AdapterSlots
 from workers.metrics import WorkerMetrics
 from workers.sources.base import FetchProgress
-from workers.wire import AgentEventType, LoadedLora, LoadRequest
+from workers.wire import AgentEventType, LoadRequest, WorkerAdapter
 
 log = structlog.get_logger()
 
@@ -37,7 +37,7 @@ class Inventory:
 
     changes    wakes the senders of heartbeats; `version` grows with each change
     kv_connector  what the engine's KV connector allows adapters
-    foreign_files  engine name -> files of an adapter that another client loaded, once they were read
+    foreign_adapters  engine name -> an adapter that another client loaded, once its files were read
     refused_names  engine names that the engine still lists, though their adapters were refused for their effect
     """
 
@@ -59,19 +59,19 @@ class Inventory:
         self._metrics = metrics
         self.history = UnrecordedHistory(timestamp)
         self.listed_at: float | None = None  # by the caller's clock; see `confirm_list`
-        self.foreign_files: dict[str, ForeignFiles] = {}
+        self.foreign_adapters: dict[str, WorkerAdapter] = {}
         self.refused_names: set[str] = set()
         self._listed_paths: Mapping[str, str] = {}
-        self._progress: dict[str, LoadedLora] = {}
-        self._failures: OrderedDict[str, LoadedLora] = OrderedDict()
+        self._progress: dict[str, WorkerAdapter] = {}
+        self._failures: OrderedDict[str, WorkerAdapter] = OrderedDict()
 
     @property
-    def loads_in_progress(self) -> Collection[LoadedLora]:
+    def loads_in_progress(self) -> Collection[WorkerAdapter]:
         """Adapters that are being downloaded or loaded."""
         return self._progress.values()
 
     @property
-    def failed_loads(self) -> Collection[LoadedLora]:
+    def failed_loads(self) -> Collection[WorkerAdapter]:
         """The latest failed load of each adapter, at most 64."""
         return self._failures.values()
 
@@ -111,10 +111,10 @@ class Inventory:
         """
         self.slots = self.slots.after_load(name)
         adapter = self.installed.get(name)
-        if adapter is not None and not adapter.is_loaded:
-            self.installed.store(replace(adapter, is_loaded=True))
+        if adapter is not None and not adapter.is_wanted:
+            self.installed.store(replace(adapter, is_wanted=True))
 
-    def store_installed(self, adapter: InstalledAdapter) -> InstalledAdapter:
+    def store_installed(self, adapter: WorkerAdapter) -> WorkerAdapter:
         """Publish and store an adapter whose files were just installed; an older entry keeps its counts and times."""
         self.events.add(
             "DOWNLOADED_TO_DISK",
@@ -137,18 +137,18 @@ class Inventory:
     def report_download(self, lora_id: str, progress: FetchProgress) -> None:
         """Publish the progress of a fetch as an event, and show it in /metadata."""
         if (shown := self._progress.get(lora_id)) is not None:
-            self._progress[lora_id] = shown.model_copy(update={"fetched_bytes": progress.done_bytes})
+            self._progress[lora_id] = replace(shown, fetched_bytes=progress.done_bytes)
         self.events.add(
             "DOWNLOADING", lora_id=lora_id, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
         )
 
-    def mark_loaded(self, adapter: InstalledAdapter, *, load_seconds: float | None, by: Requester) -> InstalledAdapter:
+    def mark_loaded(self, adapter: WorkerAdapter, *, load_seconds: float | None, by: Requester) -> WorkerAdapter:
         """Record and publish that the engine has loaded the adapter: it is wanted, and last in load order."""
         order = self.installed.next_load_order()
-        adapter = replace(adapter, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
+        adapter = replace(adapter, is_wanted=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
         return self._add_loaded(self.installed.store(adapter), by)
 
-    def mark_reloaded(self, adapter: InstalledAdapter, *, load_seconds: float) -> None:
+    def mark_reloaded(self, adapter: WorkerAdapter, *, load_seconds: float) -> None:
         """Record and publish that a restarted engine has loaded the adapter again.
 
         Writes no file unless its path or its effect changed.
@@ -161,7 +161,7 @@ class Inventory:
             self.installed.update_in_memory(adapter)
         self._add_loaded(adapter, RESTORING)
 
-    def _add_loaded(self, adapter: InstalledAdapter, by: Requester) -> InstalledAdapter:
+    def _add_loaded(self, adapter: WorkerAdapter, by: Requester) -> WorkerAdapter:
         """Add the adapter to the slots, drop its failure and progress, publish the event and wake the heartbeats."""
         self.slots = self.slots.after_load(adapter.engine_name)
         self._failures.pop(adapter.lora_id, None)
@@ -174,7 +174,7 @@ class Inventory:
             lora_id=adapter.lora_id,
             worker_id=self._settings.instance_id,
             duration_sec=adapter.load_seconds,
-            memory_mb=adapter.memory_mb,
+            memory_mb=adapter.weights_mb,
             asked_by=by.name,
             reason=by.reason,
         )
@@ -184,12 +184,12 @@ class Inventory:
             lora_id=adapter.lora_id,
             digest=adapter.digest,
             duration_s=adapter.load_seconds,
-            memory_mb=adapter.memory_mb,
+            memory_mb=adapter.weights_mb,
         )
         self.mark_changed()
         return adapter
 
-    def mark_unloaded(self, adapter: InstalledAdapter, by: Requester) -> None:
+    def mark_unloaded(self, adapter: WorkerAdapter, by: Requester) -> None:
         """Free the adapter's slot and publish its unload; a restarted engine may still load it again."""
         self.slots = self.slots.after_unload(adapter.engine_name)
         self.events.add(
@@ -200,7 +200,7 @@ class Inventory:
         self.history.record_operation("unload", by, lora_id=adapter.lora_id, digest=adapter.digest)
         self.mark_changed()
 
-    def mark_refused(self, adapter: InstalledAdapter) -> None:
+    def mark_refused(self, adapter: WorkerAdapter) -> None:
         """Record that the engine has loaded an adapter that is refused for its effect: it takes no slot.
 
         Its weights stay in the engine's memory as a ghost.
@@ -211,14 +211,14 @@ class Inventory:
     def mark_foreign_unloaded(self, name: str, by: Requester) -> None:
         """Record and publish that the engine has unloaded an adapter that another client had loaded."""
         self.slots = self.slots.after_unload(name)
-        self.foreign_files.pop(name, None)
+        self.foreign_adapters.pop(name, None)
         self.events.add("UNLOADED_FROM_DEVICE", engine_name=name)
         self.history.record_operation("unload", by, lora_id=name, digest="")
         self.mark_changed()
 
-    def mark_unwanted(self, adapter: InstalledAdapter) -> None:
+    def mark_unwanted(self, adapter: WorkerAdapter) -> None:
         """Store that a restarted engine must not load the adapter again; does not unload it."""
-        self.installed.store(replace(self.installed.get(adapter.engine_name) or adapter, is_loaded=False))
+        self.installed.store(replace(self.installed.get(adapter.engine_name) or adapter, is_wanted=False))
 
     def forget_deleted(self, digests: Collection[str]) -> None:
         """Count adapters deleted from the cache, and forget them in the inventory, with events, unless wanted."""
@@ -239,10 +239,14 @@ class Inventory:
         loaded = [
             adapter.digest
             for adapter in self.installed.all()
-            if adapter.is_loaded or self.slots.has(adapter.engine_name)
+            if adapter.is_wanted or self.slots.has(adapter.engine_name)
         ]
         loading = [item.digest for item in self._progress.values() if item.digest]
-        foreign = [files.digest for name, files in self.foreign_files.items() if files.digest and self.slots.has(name)]
+        foreign = [
+            adapter.files_digest
+            for name, adapter in self.foreign_adapters.items()
+            if adapter.files_digest and self.slots.has(name)
+        ]
         return frozenset((*loaded, *loading, *foreign))
 
     def correct_from_list(self, listed: set[str]) -> None:
@@ -252,11 +256,11 @@ class Inventory:
         for name in listed - self.slots.registered:
             self.slots = self.slots.after_load(name)
         for adapter in self.installed.all():
-            if adapter.is_loaded == (adapter.engine_name in listed):
+            if adapter.is_wanted == (adapter.engine_name in listed):
                 continue
             kind: AgentEventType = "LOADED_TO_DEVICE" if adapter.engine_name in listed else "UNLOADED_FROM_DEVICE"
             log.warning("the engine's list differs from the inventory", engine_name=adapter.engine_name, found=kind)
-            self.installed.store(replace(adapter, is_loaded=adapter.engine_name in listed))
+            self.installed.store(replace(adapter, is_wanted=adapter.engine_name in listed))
             self.events.add(kind, lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name)
             self.history.record_operation(
                 "load" if adapter.engine_name in listed else "unload",
@@ -266,7 +270,7 @@ class Inventory:
             )
         self.mark_changed()
 
-    def show_progress(self, lora_id: str, digest: str, state: str) -> None:
+    def show_progress(self, lora_id: str, digest: str, state: Literal["downloading", "loading"]) -> None:
         """Show a load ("downloading" or "loading") in /metadata, unless the engine has the adapter already.
 
         Marks the inventory as changed.
@@ -274,15 +278,13 @@ class Inventory:
         name = engine_name(lora_id, digest) if digest else ""
         if self.slots.has(name):
             return
-        self._progress[lora_id] = LoadedLora.model_validate(
-            {
-                "lora_id": lora_id,
-                "digest": digest,
-                "engine_name": name,
-                "state": state,
-                "location": "remote" if state == "downloading" else "disk",
-                "fetched_bytes": 0 if state == "downloading" else None,
-            }
+        self._progress[lora_id] = WorkerAdapter(
+            lora_id=lora_id,
+            digest=digest,
+            engine_name=name,
+            state=state,
+            location="remote" if state == "downloading" else "disk",
+            fetched_bytes=0 if state == "downloading" else None,
         )
         self.mark_changed()
 
@@ -311,7 +313,7 @@ class Inventory:
         self.events.add("LOAD_FAILED", lora_id=lora_id, digest=digest or None, error=f"{exc.code}: {exc}")
         # Neither a full worker nor a cancelled load says anything about the adapter.
         if exc.code not in {"no_free_slot", "cancelled"} and not self.slots.has(name):
-            self._failures[lora_id] = LoadedLora(
+            self._failures[lora_id] = WorkerAdapter(
                 lora_id=lora_id, digest=digest, engine_name=name, state="failed", location="disk", error=str(exc)
             )
             while len(self._failures) > _FAILURES_KEPT:
@@ -329,7 +331,7 @@ class Inventory:
         """Whether a load finds a free slot, or the victim named by `evict` is loaded."""
         return self.slots.free > 0 or self.named_victim(evict) is not None
 
-    def named_victim(self, evict: str | None) -> InstalledAdapter | None:
+    def named_victim(self, evict: str | None) -> WorkerAdapter | None:
         """The loaded adapter with this lora_id or engine name; None if `evict` is None or names none."""
         return next(
             (adapter for adapter in self.loaded_adapters() if evict in {adapter.engine_name, adapter.lora_id}), None
@@ -350,7 +352,7 @@ class Inventory:
             " or name a victim that is loaded with `evict`",
         )
 
-    def loaded_adapters(self) -> list[InstalledAdapter]:
+    def loaded_adapters(self) -> list[WorkerAdapter]:
         """The installed adapters that the engine has loaded."""
         return [adapter for adapter in self.installed.all() if self.slots.has(adapter.engine_name)]
 
@@ -359,7 +361,7 @@ class Inventory:
         loaded = self.loaded_adapters()
         self._metrics.loaded.set(len(self.slots.registered))
         self._metrics.ghosts.set(self.slots.ghosts)
-        self._metrics.partial_adapters.set(sum(adapter.ignored_count > 0 for adapter in loaded))
+        self._metrics.partial_adapters.set(sum(adapter.ignored_modules is not None for adapter in loaded))
         self._metrics.unproved_adapters.set(sum(adapter.effect == "unknown" for adapter in loaded))
         self._metrics.set_loaded_adapters(
             (adapter.lora_id, adapter.size_bytes, adapter.request_count) for adapter in loaded

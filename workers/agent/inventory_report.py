@@ -3,17 +3,17 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from statistics import median
 
-from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.inventory import Inventory
 from workers.config import WorkerSettings
 from workers.core.errors import sendable
 from workers.engines.kinds import engine_traits
 from workers.storage.cache import AdapterCache
 from workers.storage.local_adapters import LocalAdapters
-from workers.wire import AvailableLora, IgnoredModules, LoadedLora, LoraCapacity, LoraInfo
+from workers.wire import LoraCapacity, LoraInfo, WorkerAdapter
 
 _LOADS_KEPT = 32
 _AVAILABLE_LISTED = 100
@@ -78,47 +78,32 @@ class InventoryReport:
             disk_free_bytes=self._cache.free_bytes,
         )
 
-    def loaded(self) -> tuple[LoadedLora, ...]:
+    def loaded(self) -> tuple[WorkerAdapter, ...]:
         """Adapters that are loaded, being loaded, or failed; names that only the engine knows have no digest."""
         loaded = self._inventory.loaded_adapters()
         names = {adapter.engine_name for adapter in loaded}
-        unknown = [self._foreign_lora(name) for name in sorted(self._inventory.slots.registered - names)]
+        unknown = [self._foreign_adapter(name) for name in sorted(self._inventory.slots.registered - names)]
         return (
-            *map(self.loaded_lora, loaded),
+            *map(self.loaded_adapter, loaded),
             *unknown,
             *self._inventory.loads_in_progress,
             *self._inventory.failed_loads,
         )
 
-    def _foreign_lora(self, name: str) -> LoadedLora:
+    def _foreign_adapter(self, name: str) -> WorkerAdapter:
         """An adapter that another client loaded: its digest is not known, that of the files at its path may be."""
-        lora = LoadedLora(
-            lora_id=name, digest="", engine_name=name, state="ready", location=self._inventory.slots.location(name)
-        )
-        files = self._inventory.foreign_files.get(name)
-        if files is None:
-            return lora
-        return lora.model_copy(
-            update={
-                "path": files.path,
-                "source": files.source,
-                "files_digest": files.digest,
-                "base_model": files.base_model,
-                "rank": files.rank,
-                "size_bytes": files.size_bytes,
-                "error": files.problem or None,
-            }
-        )
+        known = self._inventory.foreign_adapters.get(name) or WorkerAdapter(lora_id=name, digest="", engine_name=name)
+        return replace(known, state="ready", location=self._inventory.slots.location(name))
 
-    def available(self) -> Iterator[AvailableLora]:
+    def available(self) -> Iterator[WorkerAdapter]:
         """Adapters with verified files on this disk: installed ones by latest load, then those only in lora_path."""
         cached = set()
         for adapter in reversed(self._installed.all()):
             cached.add((adapter.lora_id, adapter.digest))
-            yield self.available_lora(adapter)
+            yield self.adapter_on_disk(adapter)
         for item in self._local_adapters.adapters:
             if item.manifest is not None and (item.lora_id, item.manifest.digest) not in cached:
-                yield AvailableLora(
+                yield WorkerAdapter(
                     lora_id=item.lora_id,
                     path=str(item.path),
                     base_model=item.manifest.base_model,
@@ -142,10 +127,10 @@ class InventoryReport:
             self._summary_cache = (revisions, (len(names), digest))
         return self._summary_cache[1]
 
-    def catalog(self) -> tuple[AvailableLora | LoadedLora, ...]:
+    def catalog(self) -> tuple[WorkerAdapter, ...]:
         """One item per lora_id, sorted: a loaded (or loading) adapter before one on disk before a failed one."""
-        items: dict[str, AvailableLora | LoadedLora] = {
-            local_adapter.lora_id: LoadedLora(
+        items: dict[str, WorkerAdapter] = {
+            local_adapter.lora_id: WorkerAdapter(
                 lora_id=local_adapter.lora_id,
                 digest="",
                 engine_name="",
@@ -167,31 +152,17 @@ class InventoryReport:
         measured = [adapter.load_seconds for adapter in self._installed.all() if adapter.load_seconds is not None]
         return median(measured[-_LOADS_KEPT:]) if measured else 0.0
 
-    def loaded_lora(self, adapter: InstalledAdapter) -> LoadedLora:
-        """A loaded adapter as the REST routes show it."""
-        return LoadedLora(
-            lora_id=adapter.lora_id,
-            digest=adapter.digest,
-            engine_name=adapter.engine_name,
+    def loaded_adapter(self, adapter: WorkerAdapter) -> WorkerAdapter:
+        """An adapter that the engine has, with its place there and what is wrong with its source."""
+        return replace(
+            adapter,
             state="ready",
             location=self._inventory.slots.location(adapter.engine_name),
-            rank=adapter.rank,
-            base_model=adapter.base_model,
-            path=adapter.path,
-            source=adapter.source,
-            size_bytes=adapter.size_bytes,
-            loaded_at=adapter.loaded_at,
-            last_used=adapter.last_used,
-            memory_mb=adapter.memory_mb,
-            request_count=adapter.request_count,
-            load_seconds=adapter.load_seconds,
+            memory_mb=adapter.weights_mb,
             error=self._source_changed_error(adapter),
-            ignored_modules=_ignored_modules(adapter),
-            effect=adapter.effect,
-            note=adapter.note,
         )
 
-    def _source_changed_error(self, adapter: InstalledAdapter) -> str | None:
+    def _source_changed_error(self, adapter: WorkerAdapter) -> str | None:
         """An error text if the adapter's folder in lora_path now holds other bytes; else None."""
         local_adapter = self._local_adapters.find(adapter.lora_id)
         if local_adapter is None or local_adapter.manifest is None or local_adapter.manifest.digest == adapter.digest:
@@ -203,22 +174,6 @@ class InventoryReport:
             f" {adapter.digest}; new bytes need a new lora_id"
         )
 
-    def available_lora(self, adapter: InstalledAdapter) -> AvailableLora:
-        """An installed adapter as the REST routes show it."""
-        return AvailableLora(
-            lora_id=adapter.lora_id,
-            path=adapter.path,
-            base_model=adapter.base_model,
-            rank=adapter.rank,
-            digest=adapter.digest,
-            size_bytes=adapter.size_bytes,
-            state="ready" if self._inventory.slots.has(adapter.engine_name) else "on_disk",
-            source=adapter.pinned_source or adapter.source,
-        )
-
-
-def _ignored_modules(adapter: InstalledAdapter) -> IgnoredModules | None:
-    """The modules of an adapter that the engine ignores; None without any."""
-    if not adapter.ignored_count:
-        return None
-    return IgnoredModules(count=adapter.ignored_count, names=tuple(adapter.ignored_names))
+    def adapter_on_disk(self, adapter: WorkerAdapter) -> WorkerAdapter:
+        """An adapter whose verified files are on this disk, and whether the engine has it."""
+        return replace(adapter, state="ready" if self._inventory.slots.has(adapter.engine_name) else "on_disk")

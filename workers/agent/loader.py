@@ -12,7 +12,6 @@ import structlog
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.effect_check import EffectCheck, with_effect_of
 from workers.agent.event_log import CHECKING, PRELOADING, REFETCHING, RESTORING, Requester, gave_back, made_room
-from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.installer import Installer, check_lora_id
 from workers.agent.inventory import Inventory
 from workers.agent.inventory_report import InventoryReport
@@ -23,7 +22,7 @@ from workers.engines.base import EngineClient
 from workers.engines.kinds import refusal_at_start
 from workers.metrics import WorkerMetrics
 from workers.sources.base import Source
-from workers.wire import AvailableLora, InspectRequest, LoadedLora, LoadRequest, UnloadRequest
+from workers.wire import InspectRequest, LoadRequest, UnloadRequest, WorkerAdapter
 
 log = structlog.get_logger()
 
@@ -56,7 +55,7 @@ class Loader:
         # Weak: a lock exists only while somebody holds it or waits for it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def load(self, request: LoadRequest, by: Requester) -> LoadedLora:
+    async def load(self, request: LoadRequest, by: Requester) -> WorkerAdapter:
         """Install and load an adapter; nothing is fetched or loaded if the engine has it already. Raises WorkerError.
 
         A failure is recorded and published. An unload of the same adapter cancels the load until the engine is called.
@@ -69,7 +68,7 @@ class Loader:
                 self._inventory.record_failure(request.lora_id, request.digest or "", exc, by)
             raise
 
-    async def _install_and_load(self, request: LoadRequest, by: Requester) -> LoadedLora:
+    async def _install_and_load(self, request: LoadRequest, by: Requester) -> WorkerAdapter:
         """Install and load under the adapter's lock, publishing progress.
 
         A WorkerError is recorded as a failed load, and raised.
@@ -79,11 +78,11 @@ class Loader:
                 adapter = await self._installer.install(request)
                 adapter = replace(adapter, ignored_policy=request.ignored_modules or "")
                 self._inventory.show_progress(adapter.lora_id, adapter.digest, "loading")
-                return self._report.loaded_lora(await self._load_into_engine(adapter, evict=request.evict, by=by))
+                return self._report.loaded_adapter(await self._load_into_engine(adapter, evict=request.evict, by=by))
 
     async def inspect(
         self, request: InspectRequest, *, reader: Source | None = None, digest: str | None = None
-    ) -> AvailableLora:
+    ) -> WorkerAdapter:
         """Fetch, verify and install an adapter without loading it, even if it is installed; mark the inventory changed.
 
         The parameters are those of `Installer.inspect`. Raises WorkerError.
@@ -91,9 +90,9 @@ class Loader:
         check_lora_id(request.lora_id)
         adapter = await self._operations.run(request.lora_id, None, self._inspect(request, reader, digest))
         self._inventory.mark_changed()
-        return self._report.available_lora(adapter)
+        return self._report.adapter_on_disk(adapter)
 
-    async def _inspect(self, request: InspectRequest, reader: Source | None, digest: str | None) -> InstalledAdapter:
+    async def _inspect(self, request: InspectRequest, reader: Source | None, digest: str | None) -> WorkerAdapter:
         """Fetch, verify and install an adapter under its lock. Raises WorkerError."""
         async with self._lock(request.lora_id):
             return await self._installer.inspect(request, reader=reader, digest=digest)
@@ -170,7 +169,7 @@ class Loader:
         """
         slots = self._inventory.slots
         wanted = [
-            each for each in self._inventory.installed.all() if each.is_loaded and not slots.has(each.engine_name)
+            each for each in self._inventory.installed.all() if each.is_wanted and not slots.has(each.engine_name)
         ]
         for adapter in wanted[slots.free :]:
             log.warning("adapter not loaded again: no free slot", lora_id=adapter.lora_id)
@@ -195,7 +194,7 @@ class Loader:
         if restored := [adapter for adapter in wanted if self._inventory.slots.has(adapter.engine_name)]:
             await self._forget_unlisted(restored)
 
-    async def _restore_one(self, adapter: InstalledAdapter, load_slots: asyncio.Semaphore) -> None:
+    async def _restore_one(self, adapter: WorkerAdapter, load_slots: asyncio.Semaphore) -> None:
         """Fetch lost files and load one adapter again; raises EngineError for a fault of the engine.
 
         A fault of the adapter is recorded, and the adapter is no longer wanted.
@@ -210,12 +209,12 @@ class Loader:
             self._inventory.mark_unwanted(adapter)
             self._inventory.record_failure(adapter.lora_id, adapter.digest, exc, RESTORING)
 
-    async def _ensure_files(self, adapter: InstalledAdapter) -> Path:
+    async def _ensure_files(self, adapter: WorkerAdapter) -> Path:
         """The folder of the adapter's files, fetched again if needed. Raises SourceError."""
         async with self._lock(adapter.lora_id):  # missing files are fetched once
             return await self._installer.reinstall_if_missing(adapter)
 
-    async def _load_again(self, adapter: InstalledAdapter) -> None:
+    async def _load_again(self, adapter: WorkerAdapter) -> None:
         """Load an adapter into the restarted engine and record it. Raises EngineError.
 
         The engine's list is not read afterwards: `restore` does that once, at its end.
@@ -230,7 +229,7 @@ class Loader:
             adapter = await self._check_effect(client, adapter)
             self._inventory.mark_reloaded(adapter, load_seconds=load_seconds)
 
-    async def _forget_unlisted(self, adapters: Collection[InstalledAdapter]) -> None:
+    async def _forget_unlisted(self, adapters: Collection[WorkerAdapter]) -> None:
         """Record reloaded adapters that the engine does not list as unloaded, unwanted and failed.
 
         Raises EngineError.
@@ -253,7 +252,7 @@ class Loader:
         The engine dies when it next reads them.
         """
         for adapter in self._inventory.installed.all():
-            if adapter.digest in digests and adapter.is_loaded:
+            if adapter.digest in digests and adapter.is_wanted:
                 log.error("an adapter in use has lost its files", lora_id=adapter.lora_id, digest=adapter.digest)
                 try:
                     await self._ensure_files(adapter)
@@ -272,7 +271,7 @@ class Loader:
                     raise
                 log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
 
-    async def install_preloads(self) -> list[InstalledAdapter]:
+    async def install_preloads(self) -> list[WorkerAdapter]:
         """Install the adapters of `preload_loras` without loading them; an adapter's fault is logged and recorded."""
         installed = []
         for lora_id in self._settings.preload_loras:
@@ -327,9 +326,7 @@ class Loader:
                     self._engine.forget_adapter_blocks(name)  # loaded by another client, or by a request (SGLang)
                 self._inventory.correct_from_list(listed)
 
-    async def _load_into_engine(
-        self, adapter: InstalledAdapter, *, evict: str | None, by: Requester
-    ) -> InstalledAdapter:
+    async def _load_into_engine(self, adapter: WorkerAdapter, *, evict: str | None, by: Requester) -> WorkerAdapter:
         """The load stage: evict the named victim if no slot is free, load, check the engine's list. Raises EngineError.
 
         A victim is loaded again if the load fails. From here on the load cannot be cancelled.
@@ -341,7 +338,7 @@ class Loader:
             client = self._engine.require_client()
             if self._inventory.slots.has(adapter.engine_name):
                 return (
-                    adapter if adapter.is_loaded else self._inventory.installed.store(replace(adapter, is_loaded=True))
+                    adapter if adapter.is_wanted else self._inventory.installed.store(replace(adapter, is_wanted=True))
                 )
             victim = await self._evict_if_full(client, evict, made_room(by, adapter.lora_id))
             began_at = self._clock()
@@ -375,7 +372,7 @@ class Loader:
         self._inventory.events.add("TRUSTED")
         self._inventory.mark_changed()
 
-    async def _load_and_check(self, client: EngineClient, adapter: InstalledAdapter) -> InstalledAdapter:
+    async def _load_and_check(self, client: EngineClient, adapter: WorkerAdapter) -> WorkerAdapter:
         """Load the adapter, check that the engine lists and uses it, and confirm the inventory if all are listed.
 
         Returns it with its effect. Raises EngineError; an adapter that is refused for its effect is unloaded again.
@@ -389,7 +386,7 @@ class Loader:
             self._inventory.confirm_list(listed_at)
         return await self._check_effect(client, adapter)
 
-    async def _check_effect(self, client: EngineClient, adapter: InstalledAdapter) -> InstalledAdapter:
+    async def _check_effect(self, client: EngineClient, adapter: WorkerAdapter) -> WorkerAdapter:
         """The adapter, just loaded, with its effect. Unloads it again and raises EngineError if it is refused for it.
 
         A failed unload is logged: `reconcile_with_engine_list` tries again, and counts the adapter as not loaded.
@@ -442,7 +439,7 @@ class Loader:
                     self._inventory.installed.store(with_effect_of(current, checked))
                     self._inventory.mark_changed()
 
-    async def _call_load(self, client: EngineClient, adapter: InstalledAdapter) -> None:
+    async def _call_load(self, client: EngineClient, adapter: WorkerAdapter) -> None:
         """Call the engine's load and measure it; a timeout marks the engine as suspect. Raises EngineError."""
         try:
             with self._metrics.load_seconds(adapter.lora_id).time():
@@ -453,7 +450,7 @@ class Loader:
                 self.mark_suspect(reason, patience_s=self._settings.hang_after_s)
             raise
 
-    async def _evict_if_full(self, client: EngineClient, evict: str | None, by: Requester) -> InstalledAdapter | None:
+    async def _evict_if_full(self, client: EngineClient, evict: str | None, by: Requester) -> WorkerAdapter | None:
         """Unload the named victim if no slot is free; returns it, None if there was room.
 
         It stays wanted. Raises EngineError, `no_free_slot` without a victim.
@@ -466,7 +463,7 @@ class Loader:
         await self._call_unload(client, victim, by)  # it stays wanted until the new adapter is loaded
         return victim
 
-    async def _reload_victim(self, client: EngineClient, victim: InstalledAdapter, by: Requester) -> None:
+    async def _reload_victim(self, client: EngineClient, victim: WorkerAdapter, by: Requester) -> None:
         """Load an evicted adapter again, because the load that evicted it failed; another failure is only logged.
 
         A refused one is no longer wanted. Nothing is recorded if the engine was lost meanwhile.
@@ -481,7 +478,7 @@ class Loader:
         if self._engine.client is client:
             self._inventory.mark_loaded(victim, load_seconds=victim.load_seconds, by=by)
 
-    async def _call_unload(self, client: EngineClient, adapter: InstalledAdapter, by: Requester) -> None:
+    async def _call_unload(self, client: EngineClient, adapter: WorkerAdapter, by: Requester) -> None:
         """Call the engine's unload, measure it, and record and publish the result. Raises EngineError."""
         try:
             with self._metrics.unload_seconds(adapter.lora_id).time():
@@ -498,7 +495,7 @@ class Loader:
         self._inventory.mark_unloaded(adapter, by)
 
 
-def _not_listed_error(adapter: InstalledAdapter) -> EngineError:
+def _not_listed_error(adapter: WorkerAdapter) -> EngineError:
     """The error of a load that the engine confirmed, although its list lacks the adapter."""
     message = f"load {adapter.engine_name}: the engine confirmed the load, but does not list it"
     return EngineError("adapter_refused", message)

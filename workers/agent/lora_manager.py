@@ -6,7 +6,7 @@ from pathlib import Path
 from workers.agent.agent import WorkerAgent
 from workers.agent.event_log import PLUGIN
 from workers.plugin import CacheLocation, LoraManager, LoraModel, LoraStatus
-from workers.wire import AvailableLora, LoadedLora, LoadRequest, UnloadRequest
+from workers.wire import LoadRequest, UnloadRequest, WorkerAdapter
 
 
 class AgentLoraManager(LoraManager):
@@ -34,13 +34,12 @@ class AgentLoraManager(LoraManager):
         return next((model for model in self.lora_models() if model.name == name), remote)
 
 
-def _lora_model(item: AvailableLora | LoadedLora) -> LoraModel:
+def _lora_model(item: WorkerAdapter) -> LoraModel:
     """An adapter of the wire as a `LoraModel`."""
-    location = item.location if isinstance(item, LoadedLora) else "disk"
     return LoraModel(
         name=item.lora_id,
         status=LoraStatus(item.state),
-        cache_location=CacheLocation(location),
+        cache_location=CacheLocation(item.location),
         local_path=Path(item.path) if item.path else None,
         base_model=item.base_model,
         size_bytes=item.size_bytes,

@@ -9,7 +9,7 @@ from workers.agent.loader import Loader
 from workers.core.errors import SourceError
 from workers.storage.cache import AdapterCache
 from workers.storage.uploads import Uploads
-from workers.wire import AvailableLora, InspectRequest, InstallUploadRequest
+from workers.wire import InspectRequest, InstallUploadRequest, WorkerAdapter
 
 # Refusals after which the same bytes may still be installed: there is room later, or the request named the base model.
 _WORTH_KEEPING = frozenset({"disk_full", "source_failed", "base_model_mismatch"})
@@ -34,7 +34,7 @@ class UploadedAdapters:
         self._inventory = inventory
         self._cache = cache
 
-    async def install(self, upload_id: str, request: InstallUploadRequest) -> AvailableLora:
+    async def install(self, upload_id: str, request: InstallUploadRequest) -> WorkerAdapter:
         """Unpack, verify and install an upload, with the fleet itself as its source. A second call finds it installed.
 
         Deletes an upload whose bytes are refused. Raises WorkerError.
@@ -44,7 +44,7 @@ class UploadedAdapters:
             # An earlier call has installed it, and its answer was lost.
             before = self._inventory.installed.get(engine_name(request.lora_id, state.digest))
             if before is not None and await self._cache.has_intact(state.digest):
-                return self._report.available_lora(before)
+                return self._report.adapter_on_disk(before)
         ask = InspectRequest(lora_id=request.lora_id, source=_SOURCE, base_model=request.base_model)
         try:
             found = await self._loader.inspect(ask, reader=self._uploads.source(upload_id), digest=request.digest)
@@ -57,4 +57,4 @@ class UploadedAdapters:
         assert adapter is not None, "what was just installed is recorded"
         adapter = installed.store(replace(adapter, source=source, pinned_source=source))
         await self._uploads.finish(upload_id, found.digest)
-        return self._report.available_lora(adapter)
+        return self._report.adapter_on_disk(adapter)

@@ -18,7 +18,7 @@ from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
 from router.fleet.catalog import router_catalog, with_changes
 from tests.patience import patience, until
-from workers.wire import AvailableLora
+from workers.wire import WorkerAdapter
 
 NAMES = ("a", "b", "c", "d")
 STEPS = st.lists(
@@ -141,7 +141,7 @@ async def test_upload_of_an_adapter_that_another_call_deletes_before_it_is_confi
     )
     uploads = AdapterUploads(registry, reconciler, None, agents=NoAgents(), settings=service.settings)
     sent = SentBytes(None, 0, 4, is_resumed=False)
-    found = AvailableLora(lora_id="sql/v1", path="/c", base_model="tiny-qwen", rank=8, digest="a" * 64)
+    found = WorkerAdapter(lora_id="sql/v1", path="/c", base_model="tiny-qwen", rank=8, digest="a" * 64)
     before = (await read_as(service, "r0", service.reconciler.catalog.revision)).json()["revision"]
     ask = UploadAsk(lora_id="sql/v1", owner="me", file="archive", sent=sent)
     registering = asyncio.create_task(uploads.register(ask, KeptUpload(found, "file:///a", ()), "me"))

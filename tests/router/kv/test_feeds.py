@@ -29,12 +29,12 @@ from workers.wire import (
     KvFrame,
     KvRank,
     KvSnapshot,
-    LoadedLora,
     LoraInfo,
     Metadata,
     ModelCard,
     RuntimeConfig,
     Transport,
+    WorkerAdapter,
     pack_hashes,
 )
 
@@ -642,7 +642,7 @@ async def test_an_adapter_that_was_loaded_afresh_has_no_blocks_where_loads_start
         )
 
         def hear(loaded_at):
-            lora = LoadedLora(
+            lora = WorkerAdapter(
                 lora_id="sql", digest="", engine_name="sql@1", state="ready", location="device", loaded_at=loaded_at
             )
             loaded = [lora] if loaded_at else []
@@ -671,7 +671,7 @@ async def test_a_workers_versions_of_long_ago_are_forgotten_with_their_blocks():
 
         def hear(*numbers):
             loaded = [
-                LoadedLora(
+                WorkerAdapter(
                     lora_id=f"sql/{number}", digest="", engine_name=f"sql@{number}", state="ready", location="device",
                     loaded_at="1",
                 )
@@ -707,7 +707,9 @@ async def test_a_name_with_another_path_under_it_at_an_engine_without_an_agent_h
         )
 
         def hear(path, boot):
-            lora = LoadedLora(lora_id="sql", digest="", engine_name="sql", state="ready", location="device", path=path)
+            lora = WorkerAdapter(
+                lora_id="sql", digest="", engine_name="sql", state="ready", location="device", path=path
+            )
             feeds.update_worker("w0", "m", 2, metadata(transport, loaded=[lora] if path else [], boot=boot))
 
         def held():

@@ -88,7 +88,7 @@ async def test_usage_report_counts_once_and_only_for_this_worker(worker):
             return (await client.post("/v1/usage", json=body)).json()["accepted"]
 
         async def count() -> tuple[int, bool]:
-            [one] = (await client.get("/v1/admin/loras")).json()["data"]
+            [one] = (await client.get("/v1/admin/loras")).json()["loaded_loras"]
             return one["request_count"], one["last_used"] is not None
 
         worker_id = (await metadata_of(client)).instance_id
@@ -214,7 +214,7 @@ async def test_state_folder_agent_and_engine_agree_after_many_calls_and_kills(wo
         assert {item.engine_name for item in metadata.lora.loaded_loras if item.state == "ready"} == listed
         assert len(listed) <= 3
         records = [json.loads(path.read_text()) for path in (worker.state_dir / "adapters").glob("*.json")]
-        assert {record["engine_name"] for record in records if record["is_loaded"]} == listed
+        assert {record["engine_name"] for record in records if record["is_wanted"]} == listed
         # The files of an adapter that the killed engine had lost may be read just now.
         await until(lambda: not list(worker.cache_dir.glob(".partial-*")), what="no download is in progress")
 

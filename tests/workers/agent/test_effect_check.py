@@ -4,11 +4,12 @@ import json
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 
 from tests.patience import patience, until
 from tests.workers.changed_adapters import adapter_of_zeros
 from tests.workers.running import RunningWorker, code, metadata_of, post
-from workers.wire import LoadedLora
+from workers.wire import WorkerAdapter
 
 ADAPTER = "sql-expert/v1"
 LAYERS = 4
@@ -16,7 +17,7 @@ NO_MODULE = ("--lora-target-modules", "embed_tokens")
 WITHOUT_MLP = ("--lora-target-modules", "o_proj", "qkv_proj", "q_proj")
 
 
-async def loaded(client: httpx.AsyncClient, lora_id: str = ADAPTER) -> LoadedLora:
+async def loaded(client: httpx.AsyncClient, lora_id: str = ADAPTER) -> WorkerAdapter:
     (found,) = [lora for lora in (await metadata_of(client)).lora.loaded_loras if lora.lora_id == lora_id]
     return found
 
@@ -58,7 +59,7 @@ async def test_partial_effect_is_listed_with_the_adapter_counted_and_kept_over_r
     for _ in range(2):
         async with worker.inside(*engine_args(*WITHOUT_MLP)) as client:
             answer = (await post(client, "load_lora", lora_id=ADAPTER)).raise_for_status().json()
-            for found in (answer, (await loaded(client)).model_dump(mode="json")):
+            for found in (answer, TypeAdapter(WorkerAdapter).dump_python(await loaded(client), mode="json")):
                 assert found["ignored_modules"]["count"] == 3 * LAYERS
                 assert found["ignored_modules"]["names"][0] == "model.layers.0.mlp.down_proj"
                 assert found["effect"] == "applied"

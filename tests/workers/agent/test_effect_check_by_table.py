@@ -6,11 +6,11 @@ from unittest.mock import sentinel
 import pytest
 
 from workers.agent.effect_check import EffectCheck
-from workers.agent.installed_adapters import InstalledAdapter
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
 from workers.metrics import WorkerMetrics
 from workers.verification.manifest import AdapterDescription
+from workers.wire import IgnoredModules, WorkerAdapter
 
 TOWER = ("visual.blocks.0.attn.proj", "visual.blocks.1.attn.proj")
 EXPERTS = ("model.layers.0.mlp.experts", "model.layers.0.mlp.experts.base_layer")
@@ -26,8 +26,8 @@ def check_of(folder: Path, described: AdapterDescription | None, **settings) -> 
     )
 
 
-def adapter(folder: Path, policy: str = "") -> InstalledAdapter:
-    return InstalledAdapter(
+def adapter(folder: Path, policy: str = "") -> WorkerAdapter:
+    return WorkerAdapter(
         lora_id="a",
         digest="d",
         engine_name="a@d",
@@ -48,7 +48,7 @@ def described(ignored=(), experts=0, modules=6) -> AdapterDescription:
 async def test_modules_that_the_table_calls_ignored_are_listed_with_the_adapter(tmp_path):
     check = check_of(tmp_path, described(TOWER))
     found = await check.check(sentinel.client, adapter(tmp_path))
-    assert (found.ignored_count, found.ignored_names) == (2, TOWER)
+    assert found.ignored_modules == IgnoredModules(count=2, names=TOWER)
     assert found.note == f"2 of its 6 modules are ignored; {UNCOMPARED}"
 
 
@@ -57,9 +57,9 @@ async def test_adapter_that_loses_all_its_experts_is_refused_unless_accepted(tmp
     with pytest.raises(EngineError, match="none of its experts") as refused:
         await check.check(sentinel.client, adapter(tmp_path))
     assert refused.value.code == "modules_ignored"
-    assert (await check.check(sentinel.client, adapter(tmp_path, "accept"))).ignored_count == 2
+    assert (await check.check(sentinel.client, adapter(tmp_path, "accept"))).ignored_modules.count == 2
 
 
 async def test_adapter_whose_files_cannot_be_read_again_has_no_note(tmp_path):
     found = await check_of(tmp_path, None).check(sentinel.client, adapter(tmp_path))
-    assert (found.note, found.ignored_count) == ("", 0)
+    assert (found.note, found.ignored_modules) == ("", None)

@@ -6,7 +6,7 @@ from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until
 from tests.serving import client_of
 from tests.workers.running import metadata_of, post
-from workers.wire import AdapterFiles, LoadedLora
+from workers.wire import AdapterFiles, WorkerAdapter
 
 
 async def engine_url(client) -> str:
@@ -19,7 +19,7 @@ async def load_behind_our_back(client, name, path):
         assert answer.is_success, answer.text
 
 
-async def found(client, name, is_done) -> LoadedLora:
+async def found(client, name, is_done) -> WorkerAdapter:
     """The entry of an adapter in /metadata, once it is as it should be."""
     entries = []
 
@@ -49,7 +49,7 @@ async def test_an_adapter_that_a_script_loaded_is_reported_with_the_digest_of_it
         assert {file.name for file in files.files} == {"adapter_config.json", "adapter_model.safetensors"}
 
         answer = await post(client, "unload_lora", lora_id="mine", engine_name="mine")
-        assert [lora for lora in answer.json()["data"] if lora["state"] == "ready"] == []
+        assert [lora for lora in answer.json()["loaded_loras"] if lora["state"] == "ready"] == []
         async with client_of(await engine_url(client)) as engine:
             assert [item["id"] for item in (await engine.get("/v1/models")).json()["data"]] == ["tiny-qwen"]
 

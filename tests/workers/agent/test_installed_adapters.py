@@ -13,14 +13,14 @@ from tests.patience import until, within
 from tests.serving import client_of
 from tests.workers.running import RunningWorker, post
 from workers.agent.adapter_usage import ReportedAdapterUsage
-from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
-from workers.wire import AvailableLoras, Metadata
+from workers.agent.installed_adapters import InstalledAdapters
+from workers.wire import AvailableLoras, Metadata, WorkerAdapter
 
 
-def record(number: int) -> InstalledAdapter:
+def record(number: int) -> WorkerAdapter:
     name = f"tenant-{number % 7}/adapter-{number:04}"
     digest = f"{number:064x}"
-    return InstalledAdapter(
+    return WorkerAdapter(
         lora_id=name,
         digest=digest,
         engine_name=f"{name}@{digest[:12]}",

@@ -100,10 +100,10 @@ async def test_adapters_found_in_an_attached_engine_are_wanted_again(agent_model
             await post(client, "load_lora", lora_id="sql-expert/v1")
         # As left by an agent that is killed between the engine's load and its own record.
         [path] = (worker.state_dir / "adapters").glob("*.json")
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"is_loaded": False}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"is_wanted": False}))
         async with worker.inside() as client:
             assert await loaded(client) == {"sql-expert/v1"}
-            assert json.loads(await asyncio.to_thread(path.read_text))["is_loaded"] is True
+            assert json.loads(await asyncio.to_thread(path.read_text))["is_wanted"] is True
     finally:
         engine.stop()
 

@@ -218,7 +218,7 @@ async def test_worker_without_a_lora_path_loads_a_name_from_the_hub(worker, agen
             answer = await post(client, "load_lora", lora_id="acme/legal")
             assert answer.status_code == 200, answer.text
             available = (await client.get("/metadata")).json()["lora"]["available_loras"]
-            assert [item["source"] for item in available] == [f"plugin://acme/legal@{commit}"]
+            assert [item["pinned_source"] for item in available] == [f"plugin://acme/legal@{commit}"]
             assert code(await post(client, "load_lora", lora_id="legal")) == "source_not_found"
 
 
@@ -333,7 +333,7 @@ async def test_agent_loads_from_a_hub_and_reports_the_commit(worker, agent_adapt
             assert seen["DOWNLOADING"]["total_bytes"] >= seen["DOWNLOADING"]["done_bytes"] > 0
             assert seen["DOWNLOADED_TO_DISK"]["source"] == f"hf://acme/legal@{commit}"
             available = (await client.get("/metadata")).json()["lora"]["available_loras"]
-            assert f"hf://acme/legal@{commit}" in {item["source"] for item in available}
+            assert f"hf://acme/legal@{commit}" in {item["pinned_source"] for item in available}
             # The branch moves and the files are lost: the pinned commit is fetched again.
             hub.push("acme/legal", "main", {"adapter_config.json": b"{}"})
             path = answer.json()["path"]

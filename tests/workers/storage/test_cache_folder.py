@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from lorafleet.local.tiny_model import make_adapter
 from tests.calls import count_calls
@@ -20,7 +21,7 @@ from tests.patience import patience, until, within
 from tests.workers.running import SIM, RunningWorker, code, loaded, post
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.event_log import AgentEventLog
-from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
+from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
 from workers.agent.inventory import Inventory, timestamp
 from workers.app import cache_folder_of
@@ -36,7 +37,7 @@ from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
 from workers.storage.uploads import Uploads
 from workers.verification.manifest import AdapterRules, Manifest
-from workers.wire import AvailableLora, BeginFileRequest, InspectRequest
+from workers.wire import BeginFileRequest, InspectRequest, WorkerAdapter
 
 NOBODY: frozenset[str] = frozenset()
 
@@ -112,7 +113,7 @@ def test_adapters_of_gigabytes_count_with_all_their_bytes_and_make_room_for_each
     assert on.make_room(6 * gib, NOBODY) == ([named("first")], 0)
     assert on.usage() == (12 * gib, 2)
     assert on.make_room(21 * gib, NOBODY) == ([], gib)
-    lora = AvailableLora(
+    lora = WorkerAdapter(
         lora_id="experts",
         path="/x",
         base_model="moe",
@@ -120,7 +121,8 @@ def test_adapters_of_gigabytes_count_with_all_their_bytes_and_make_room_for_each
         digest="d",
         size_bytes=on.adapters(NOBODY)[0].size_bytes,
     )
-    assert AvailableLora.model_validate_json(lora.model_dump_json()) == lora
+    message = TypeAdapter(WorkerAdapter)
+    assert message.validate_json(message.dump_json(lora)) == lora
 
 
 def test_no_adapter_is_deleted_if_it_would_not_be_enough(tmp_path):
@@ -274,7 +276,7 @@ def test_thousands_of_deleted_adapters_are_forgotten_by_some_calls_for_each(tmp_
     digests = [f"{number:064x}" for number in range(5000)]
     for digest in digests:
         holds.installed.update_in_memory(
-            InstalledAdapter(
+            WorkerAdapter(
                 lora_id=digest,
                 digest=digest,
                 engine_name=digest,
