@@ -78,7 +78,7 @@ def keys_new(
 
       lorafleet keys new --scopes worker,drain --note agents --file keys.yaml
     """
-    from lorafleet.keys.key_edits import KeyNaming, add_key, parse_expiry
+    from lorafleet.keys.key_edits import add_key, parse_expiry
 
     wanted_scopes = [scope.strip() for scope in scopes.split(",") if scope.strip()]
     limits = {
@@ -93,8 +93,18 @@ def keys_new(
         if value is not None and not value.strip(" ,"):
             raise CommandFailed(f"{flag}: expected a value, found {value!r}; leave the flag out for none", status=2)
     patterns = tuple(pattern.strip() for pattern in (lora_ids or "").split(",") if pattern.strip())
-    naming = KeyNaming(namespace, patterns, may_shadow_base)
-    typer.echo(add_key(file, tenant, wanted_scopes, note, limits, until, naming=naming))
+    key = add_key(
+        file,
+        tenant,
+        wanted_scopes,
+        note,
+        limits,
+        until,
+        namespace=namespace,
+        lora_ids=patterns,
+        may_shadow_base=may_shadow_base,
+    )
+    typer.echo(key)
 
 
 @keys_app.command("list")
@@ -107,10 +117,14 @@ def keys_list(
 
     Example: lorafleet keys list --file keys.yaml
     """
-    from lorafleet.keys.key_edits import list_keys
-    from lorafleet.keys.whoami import who_is
+    from pydantic import TypeAdapter
 
-    rows = [who_is(key.caller).model_dump() | {"note": key.note} for key in list_keys(file)]
+    from lorafleet.keys.key_edits import list_keys
+    from lorafleet.keys.roles import ANYONE
+    from lorafleet.keys.whoami import KeyItem, key_item
+
+    items = TypeAdapter(list[KeyItem])
+    rows = items.dump_python([key_item(caller, reader=ANYONE) for caller in list_keys(file)], mode="json")
     print_list(_view(datetime.now(UTC)), rows, output, as_json)
 
 
@@ -128,15 +142,15 @@ def _view(now: datetime) -> ListView:
     return ListView(
         (
             Column("id", "key_id"),
-            Column("tenant", form=lambda tenant: "all tenants" if tenant is None else tenant),
-            Column("scopes"),
-            Column("limits", form=limits_text),
-            Column("expires", form=expiry_text),
-            Column("namespace", shown=Shown.wide),
-            Column("may register", "lora_ids", shown=Shown.wide),
-            Column("in place of base models", "may_shadow_base", shown=Shown.wide),
-            Column("all scopes", "may", shown=Shown.wide),
-            Column("note"),
+            Column("tenant", "spec.tenant", form=lambda tenant: "all tenants" if tenant is None else tenant),
+            Column("scopes", "spec.scopes"),
+            Column("limits", "spec.limits", form=limits_text),
+            Column("expires", "spec.expires_at", form=expiry_text),
+            Column("namespace", "spec.namespace", shown=Shown.wide),
+            Column("may register", "spec.lora_ids", shown=Shown.wide),
+            Column("in place of base models", "spec.may_shadow_base", shown=Shown.wide),
+            Column("all scopes", "status.may", shown=Shown.wide),
+            Column("note", "spec.note"),
         ),
         names=("key_id",),
     )

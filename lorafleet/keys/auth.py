@@ -3,7 +3,6 @@
 import ipaddress
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, AnyStr
@@ -24,11 +23,10 @@ from lorafleet.keys.key_files import (
     read_key_file,
     read_key_files,
 )
-from lorafleet.keys.roles import ANYONE, SCOPES, Caller, check_scope
+from lorafleet.keys.roles import ANYONE, SCOPES, Caller, check_scope, expiry_text
 from lorafleet.service.files import Stamp, stamp_of
 from lorafleet.service.http import HttpError
 from lorafleet.service.runs import RUN, caller_in_run
-from lorafleet.service.times import utc_text
 from lorafleet.telemetry.request_log import NOTES, RequestNotes
 
 log = structlog.get_logger()
@@ -155,11 +153,10 @@ class ApiKeys:
     def _require_valid_now(self, caller: Caller) -> None:
         """Raises HttpError 401 `expired_api_key` if the caller's key has expired."""
         if self._has_expired(caller):
-            assert caller.expires_at is not None
             raise HttpError(
                 401,
                 "expired_api_key",
-                f"this API key (key {caller.key_id}) expired at {_time_text(caller.expires_at)}: ask the operator for"
+                f"this API key (key {caller.key_id}) expired at {expiry_text(caller.expires_at)}: ask the operator for"
                 " another, which `lorafleet keys rotate` makes",
             )
 
@@ -343,11 +340,6 @@ def check_host(host: str | bytes) -> None:
         f"{name!r} is not a name of this machine: without keys only requests to localhost or an address are answered;"
         " give --key-files FILE, or --allow-open if something else guards it",
     )
-
-
-def _time_text(at: float) -> str:
-    """Unix seconds as ISO 8601 text in UTC."""
-    return utc_text(datetime.fromtimestamp(at, UTC), "seconds")
 
 
 def _is_loopback(host: str) -> bool:

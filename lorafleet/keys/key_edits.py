@@ -5,7 +5,6 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -35,27 +34,6 @@ _MOST_DURATION = timedelta(days=36_500)  # so that the time is one of the calend
 _LEAST_ID_DIGITS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ListedKey:
-    """A key of a key file, without its hash."""
-
-    key_id: str
-    caller: Caller
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class KeyNaming:
-    """Which names a key uses and may register; the fields are those of `Caller`."""
-
-    namespace: str | None = None
-    lora_ids: tuple[str, ...] = ()
-    may_shadow_base: bool = False
-
-
-NO_NAMING = KeyNaming()
-
-
 def add_key(
     path: Path,
     tenant: str | None,
@@ -64,7 +42,9 @@ def add_key(
     limits: Mapping[str, float | None] = MappingProxyType({}),
     expires: datetime | None = None,
     *,
-    naming: KeyNaming = NO_NAMING,
+    namespace: str | None = None,
+    lora_ids: Sequence[str] = (),
+    may_shadow_base: bool = False,
 ) -> str:
     """Create a key, append its hash to the file, and return the key. The file is replaced atomically.
 
@@ -74,7 +54,7 @@ def add_key(
     limit that no service takes, or a file that is not a key file.
     """
     _check_scopes(tenant, scopes)
-    if (trouble := naming_trouble(naming.namespace, naming.lora_ids or None, naming.may_shadow_base)) is not None:
+    if (trouble := naming_trouble(namespace, tuple(lora_ids) or None, may_shadow_base)) is not None:
         raise CommandFailed(f"--{trouble.replace('_', '-', 2)}", status=2)
     given = {name: value for name, value in limits.items() if value is not None}
     for name, value in given.items():
@@ -90,22 +70,19 @@ def add_key(
         "note": note,
         "limits": given,
         "expires": expires,
-        "namespace": naming.namespace,
-        "lora_ids": list(naming.lora_ids),
-        "may_shadow_base": naming.may_shadow_base,
+        "namespace": namespace,
+        "lora_ids": list(lora_ids),
+        "may_shadow_base": may_shadow_base,
     }
     with _edited(path, may_create=True) as file:
         file.text = with_entry(file.text, {name: value for name, value in entry.items() if value})
     return key
 
 
-def list_keys(path: Path) -> list[ListedKey]:
-    """The keys of the file, in its order. Raises CommandFailed if it is not a key file."""
+def list_keys(path: Path) -> list[Caller]:
+    """The callers of the file's keys, in its order. Raises CommandFailed if it is not a key file."""
     with _failures(path):
-        callers = read_key_files([path])
-        entries = yamls.read_yaml(path)["keys"]
-    found = [(callers[entry["sha256"]], str(entry.get("note") or "")) for entry in entries]
-    return [ListedKey(caller.key_id, caller, note) for caller, note in found]
+        return list(read_key_files([path]).values())
 
 
 def revoke_key(path: Path, key_id: str) -> str:

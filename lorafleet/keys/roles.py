@@ -2,10 +2,15 @@
 
 import re
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from typing import Annotated
+
+from pydantic import Field, PlainSerializer
 
 from lorafleet.service.http import HttpError
+from lorafleet.service.times import utc_text
 
 # Required scope -> scopes that satisfy it.
 _SATISFIED_BY = {
@@ -58,9 +63,19 @@ class KeyLimits:
     concurrent_requests: int | None = None
 
 
+def given_limits(limits: KeyLimits | None) -> dict[str, float]:
+    """The limits that a key has, by name."""
+    return {} if limits is None else {name: limit for name, limit in asdict(limits).items() if limit is not None}
+
+
+def expiry_text(expires_at: float | None) -> str | None:
+    """Unix seconds as UTC text; None for never."""
+    return None if expires_at is None else utc_text(datetime.fromtimestamp(expires_at, UTC), "seconds")
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A caller's tenant and scopes. `tenant` is None for an operator.
+    """Who calls: what a key file says of the key, which answers show as it is here. `tenant` is None for an operator.
 
     name        for quotas and histories
     key_id      the first digits of the key's hash; empty if no key is needed
@@ -74,15 +89,15 @@ class Caller:
     """
 
     tenant: str | None
-    scopes: frozenset[str]
-    key_id: str = ""
-    limits: KeyLimits | None = None
-    expires_at: float | None = None
+    scopes: Annotated[frozenset[str], PlainSerializer(sorted, return_type=list[str])]
+    key_id: Annotated[str, Field(exclude=True)] = ""
+    limits: Annotated[KeyLimits | None, PlainSerializer(given_limits, return_type=dict[str, float])] = None
+    expires_at: Annotated[float | None, PlainSerializer(expiry_text, return_type=str | None)] = None
     namespace: str = ""
     lora_ids: tuple[str, ...] = ()
     may_shadow_base: bool = False
     note: str = ""
-    program: str = ""
+    program: Annotated[str, Field(exclude=True)] = ""
 
     @property
     def name(self) -> str:

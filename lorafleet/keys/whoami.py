@@ -1,55 +1,78 @@
-"""`GET /v1/whoami`: what the caller's key stands for."""
+"""A key as answers show it, and `GET /v1/whoami`: what the caller's key stands for."""
 
-from datetime import UTC, datetime
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from pydantic.config import JsonDict
 
 from lorafleet.keys.auth import ApiKeys, KeyCheck
-from lorafleet.keys.key_files import LIMITS
 from lorafleet.keys.roles import SCOPES, Caller
-from lorafleet.service.times import utc_text
 
 _EXAMPLE: JsonDict = {
     "key_id": "2c26b46b68ff",
-    "tenant": "acme",
-    "scopes": ["tenant-admin"],
-    "may": ["infer", "view", "tenant-admin", "register"],
-    "is_confined_to_tenant": True,
-    "limits": {"requests_per_minute": 600},
-    "expires": "2027-01-31T00:00:00Z",
-    "wire": 1,
+    "spec": {
+        "tenant": "acme",
+        "scopes": ["tenant-admin"],
+        "limits": {"requests_per_minute": 600},
+        "expires_at": "2027-01-31T00:00:00Z",
+        "namespace": "",
+        "lora_ids": [],
+        "may_shadow_base": False,
+        "note": "",
+    },
+    "status": {
+        "may": ["infer", "view", "tenant-admin", "register"],
+        "is_confined_to_tenant": True,
+    },
 }
 
 
-class WhoAmI(BaseModel):
-    """A key's tenant, scopes and limits; never the key or its hash.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyStatus:
+    """What a key's scopes come to."""
 
-    key_id   the first digits of the key's hash, as in logs and histories; empty where no key is needed
-    tenant   null: above tenants
-    scopes   as the key file has them
-    may      all scopes that these include
-    is_confined_to_tenant  whether reads and changes concern the tenant's own objects alone
-    limits   those that the key has, by name
-    expires  UTC; null: never
-    namespace, lora_ids, may_shadow_base  as the key file has them
-    """
+    __pydantic_config__: ClassVar[ConfigDict] = {"use_attribute_docstrings": True}
 
-    model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra={"examples": [_EXAMPLE]})
+    may: tuple[str, ...]
+    """all scopes that the key's own include"""
+    is_confined_to_tenant: bool
+    """whether reads and changes concern the tenant's own objects alone"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyItem:
+    """A key: what the key file says of it, and what that comes to; never the key or its hash."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = {
+        "use_attribute_docstrings": True,
+        "json_schema_extra": {"examples": [_EXAMPLE]},
+    }
 
     key_id: str
-    tenant: str | None
-    scopes: tuple[str, ...]
-    may: tuple[str, ...]
-    is_confined_to_tenant: bool
-    limits: dict[str, float]
-    expires: str | None
-    namespace: str = ""
-    lora_ids: tuple[str, ...] = ()
-    may_shadow_base: bool = False
-    wire: int = 1
+    """the first digits of the key's hash, as in logs and histories; empty where no key is needed"""
+    spec: Caller
+    status: KeyStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyList:
+    """The keys of the key files."""
+
+    data: tuple[KeyItem, ...]
+    next: str | None = None
+
+
+def key_item(caller: Caller, reader: Caller) -> KeyItem:
+    """The caller's key, for an answer. Its note is the operators' comment, for readers above tenants alone."""
+    status = KeyStatus(
+        may=tuple(scope for scope in SCOPES if caller.may(scope)),
+        is_confined_to_tenant=caller.only_tenant is not None,
+    )
+    return KeyItem(
+        key_id=caller.key_id, spec=caller if reader.only_tenant is None else replace(caller, note=""), status=status
+    )
 
 
 def whoami_routes(keys: ApiKeys) -> APIRouter:
@@ -57,26 +80,8 @@ def whoami_routes(keys: ApiKeys) -> APIRouter:
     api = APIRouter(tags=["health"])
 
     @api.get("/v1/whoami")
-    async def whoami(caller: Annotated[Caller, Depends(KeyCheck(keys))]) -> WhoAmI:
+    async def whoami(caller: Annotated[Caller, Depends(KeyCheck(keys))]) -> KeyItem:
         """The tenant, scopes, limits and expiry of the caller's key."""
-        return who_is(caller)
+        return key_item(caller, caller)
 
     return api
-
-
-def who_is(caller: Caller) -> WhoAmI:
-    """The caller as wire model."""
-    limits = {name: getattr(caller.limits, name) for name in LIMITS} if caller.limits is not None else {}
-    expires_at = caller.expires_at
-    return WhoAmI(
-        key_id=caller.key_id,
-        tenant=caller.tenant,
-        scopes=tuple(sorted(caller.scopes)),
-        may=tuple(scope for scope in SCOPES if caller.may(scope)),
-        is_confined_to_tenant=caller.only_tenant is not None,
-        limits={name: limit for name, limit in limits.items() if limit is not None},
-        expires=None if expires_at is None else utc_text(datetime.fromtimestamp(expires_at, UTC), "seconds"),
-        namespace=caller.namespace,
-        lora_ids=caller.lora_ids,
-        may_shadow_base=caller.may_shadow_base,
-    )

@@ -374,18 +374,6 @@ EXAMPLES |= {
     "RelayedRequests": {"data": [_REQUEST], "next": None, "missing": []},
     "RouterQuestions": {"data": [{"id": "9f2c-4", "kind": "decisions", "body": {"limit": 50}, "tenant": None}]},
     "RouterReply": {"router_id": "router-0", "id": "9f2c-4", "status": 200, "body": {"data": [_DECISION]}},
-    "KeyList": {
-        "data": [
-            {
-                "key_id": "2c26b46b68ff",
-                "tenant": "acme",
-                "scopes": ["infer"],
-                "limits": {"requests_per_minute": 600},
-                "expires": None,
-            }
-        ],
-        "next": None,
-    },
 }
 
 

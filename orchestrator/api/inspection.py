@@ -6,10 +6,9 @@ from fastapi import APIRouter, Depends, Query
 
 from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.keys.roles import Caller
-from lorafleet.keys.whoami import who_is
+from lorafleet.keys.whoami import KeyList, key_item
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound, OrchestratorUnavailable, WorkerFailed
-from orchestrator.model.keys import KeyItem, KeyList
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports
 from workers.wire import LogTail, Metadata
@@ -46,13 +45,10 @@ def inspection_routes(keys: ApiKeys, reports: WorkerReports, agents: AgentClient
 
         A tenant's reader sees its own key, without the note: that is the operators' comment.
         """
-        items = []
-        for caller in keys.callers():
-            if reader.only_tenant is not None and caller != reader:
-                continue
-            note = caller.note if reader.only_tenant is None else ""
-            items.append(KeyItem.model_validate(who_is(caller).model_dump() | {"note": note}))
-        return KeyList(data=tuple(items))
+        callers = keys.callers()
+        if reader.only_tenant is not None:
+            callers = [caller for caller in callers if caller == reader]
+        return KeyList(data=tuple(key_item(caller, reader) for caller in callers))
 
     return api
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.keys.key_edits import KeyNaming, add_key
+from lorafleet.keys.key_edits import add_key
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.e2e.small_fleets import small_fleet
 from tests.patience import patience, until
@@ -152,7 +152,7 @@ async def test_runs_of_two_teams_use_one_name_and_one_of_them_the_base_models(tm
         path = tmp_path / "fleet/keys.yaml"
 
         def headers(tenant, namespace, **naming):
-            key = add_key(path, tenant, ["infer", "register"], naming=KeyNaming(namespace, **naming))
+            key = add_key(path, tenant, ["infer", "register"], namespace=namespace, **naming)
             return {"headers": {"authorization": f"Bearer {key}"}}
 
         team, rival = headers("acme", "team-a", may_shadow_base=True), headers("globex", "team-b")

@@ -81,7 +81,7 @@ export async function whoami() {
   try {
     me.set(await get("/v1/whoami"));
     needsKey.set(false);
-    if (may("view")) get("/v1/keys").then((list) => keyNotes.set(new Map(list.data.filter((one) => one.note).map((one) => [one.key_id, one.note]))), () => {});
+    if (may("view")) get("/v1/keys").then((list) => keyNotes.set(new Map(list.data.filter((one) => one.spec.note).map((one) => [one.key_id, one.spec.note]))), () => {});
   } catch (error) {
     if (error.status !== 401) problem.set(error.message);
   }
@@ -90,7 +90,7 @@ export async function whoami() {
 // Whether the reader's key may do this for the fleet; a hint for what to show, the server decides.
 export function may(scope) {
   const mine = me.get();
-  return mine !== null && mine.may.includes(scope);
+  return mine !== null && mine.status.may.includes(scope);
 }
 
 // What a component shows: loaded again after `deps` change, after every slice, and after changes in the fleet.

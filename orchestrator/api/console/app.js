@@ -62,12 +62,12 @@ function Side({ path }) {
   const waiting = fleet ? sum(fleet.waiting) + sum(fleet.held) : 0;
   const counts = { workers: workers === null ? "" : lost ? `${lost} lost` : workers, requests: waiting ? `${waiting} wait` : "" };
   return html`<aside class="side"><div class="top"><${Link} to="" class="brand"><img src="/ui/assets/icon.svg" alt=""/>lorafleet<//></div>
-    <nav aria-label="Pages"><ul>${NAV.filter(([to]) => !(mine?.is_confined_to_tenant && FLEET_ONLY.has(to))).map(([to, label, icon]) => html`<li key=${to}><${Link} to=${to} aria-current=${(path.split("/")[0].replace("published", "aliases") === to) ? "page" : undefined}>
+    <nav aria-label="Pages"><ul>${NAV.filter(([to]) => !(mine?.status.is_confined_to_tenant && FLEET_ONLY.has(to))).map(([to, label, icon]) => html`<li key=${to}><${Link} to=${to} aria-current=${(path.split("/")[0].replace("published", "aliases") === to) ? "page" : undefined}>
       <svg viewBox="0 0 16 16" aria-hidden="true"><path d=${ICONS[icon]}/></svg>${label}${counts[icon] ? html`<span class="count ${icon === "workers" && lost ? "bad" : ""}">${counts[icon]}</span>` : ""}<//></li>`)}</ul></nav>
     <div class="foot"><div class="row"><span class="live ${trouble || !fleet ? "off" : ""}" role="status">${trouble || (fleet ? "live" : "connecting")}</span><${Theme}/></div>
-      <div class="row who">${mine && html`${mine.key_id ? html`<span>${notes.get(mine.key_id) ? `${notes.get(mine.key_id)}, key ` : "key "}${mine.key_id}</span><span>${mine.tenant ? `tenant ${mine.tenant}` : ""} ${mine.scopes.join(", ")}</span><button type="button" class="link" onClick=${() => setKey("", false)}>Sign out</button>` : html`<span>open: no key needed</span>`}`}</div>
+      <div class="row who">${mine && html`${mine.key_id ? html`<span>${notes.get(mine.key_id) ? `${notes.get(mine.key_id)}, key ` : "key "}${mine.key_id}</span><span>${mine.spec.tenant ? `tenant ${mine.spec.tenant}` : ""} ${mine.spec.scopes.join(", ")}</span><button type="button" class="link" onClick=${() => setKey("", false)}>Sign out</button>` : html`<span>open: no key needed</span>`}`}</div>
       <div class="row">times in ${ZONE}</div>
-      <div class="row who">${fleet && html`<span>epoch ${fleet.epoch}</span>${!mine?.is_confined_to_tenant && html`<span>${fleet.routers} ${fleet.routers === 1 ? "router" : "routers"}</span>`}`}</div></div></aside>`;
+      <div class="row who">${fleet && html`<span>epoch ${fleet.epoch}</span>${!mine?.status.is_confined_to_tenant && html`<span>${fleet.routers} ${fleet.routers === 1 ? "router" : "routers"}</span>`}`}</div></div></aside>`;
 }
 const sum = (counts) => Object.values(counts || {}).reduce((whole, count) => whole + count, 0);
 
@@ -102,7 +102,7 @@ function App() {
   const at = useStore(place), locked = useStore(needsKey), mine = useStore(me);
   if (locked) return html`<${Login}/>`;
   return html`<a class="skip" href="#main">Skip to the page</a><div class="frame"><${Side} path=${at.path}/><div class="work"><main id="main" tabindex="-1">
-    ${mine === null ? "" : !may("view") ? html`<h1>lorafleet</h1><p class="notice bad" role="alert">This key may not read the fleet: it has ${mine.scopes.join(", ") || "no scopes"}. The console needs a key with scope view.</p>` : page(at.path)}</main></div></div><${Toasts}/>`;
+    ${mine === null ? "" : !may("view") ? html`<h1>lorafleet</h1><p class="notice bad" role="alert">This key may not read the fleet: it has ${mine.spec.scopes.join(", ") || "no scopes"}. The console needs a key with scope view.</p>` : page(at.path)}</main></div></div><${Toasts}/>`;
 }
 
 try {

@@ -2,6 +2,7 @@ import contextlib
 import os
 import resource
 import time
+from typing import Any
 
 import pytest
 from fastapi import Depends, FastAPI
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from lorafleet.keys.auth import RECHECK_S, SETTLE_S, ApiKeys, check_host, host_check, refuse_open_server, requires
-from lorafleet.keys.key_edits import KeyNaming, add_key
+from lorafleet.keys.key_edits import add_key
 from lorafleet.keys.key_files import FIRST_LINE, KeyFileError, hash_key, new_key, read_key_files, with_marks
 from lorafleet.keys.roles import ANYONE, SCOPES, TENANT_SCOPES, Caller, KeyLimits
 from lorafleet.service.failure import CommandFailed
@@ -488,11 +489,11 @@ async def test_errors_of_every_kind_come_in_one_envelope(tmp_path):
     assert answers["/admin"].headers["www-authenticate"] == "Bearer"
 
 
-NAMING = KeyNaming("team-a", ("team-a/*", "shared/x"), may_shadow_base=True)
+NAMING: dict[str, Any] = {"namespace": "team-a", "lora_ids": ("team-a/*", "shared/x"), "may_shadow_base": True}
 
 
 def test_key_has_the_namespace_and_names_of_its_file(tmp_path):
-    key = add_key(tmp_path / "k", "acme", ["infer", "register"], naming=NAMING)
+    key = add_key(tmp_path / "k", "acme", ["infer", "register"], **NAMING)
 
     caller = ApiKeys([tmp_path / "k"]).caller(f"Bearer {key}")
 

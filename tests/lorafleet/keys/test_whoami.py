@@ -23,12 +23,12 @@ async def test_whoami_tells_any_valid_key_what_it_may_do_and_never_the_key(tmp_p
 
         answer = await who("mine")
         found = answer.json()
-        assert found["tenant"] == "acme"
-        assert found["scopes"] == ["tenant-admin"]
-        assert set(found["may"]) == {"infer", "view", "tenant-admin", "register"}
-        assert found["is_confined_to_tenant"]
-        assert found["limits"] == {"bytes_per_minute": 5}
-        assert found["expires"] is None
+        assert found["spec"]["tenant"] == "acme"
+        assert found["spec"]["scopes"] == ["tenant-admin"]
+        assert set(found["status"]["may"]) == {"infer", "view", "tenant-admin", "register"}
+        assert found["status"]["is_confined_to_tenant"]
+        assert found["spec"]["limits"] == {"bytes_per_minute": 5}
+        assert found["spec"]["expires_at"] is None
         assert hash_key("mine") not in answer.text
-        assert (await who("page")).json()["expires"] == "2999-01-01T00:00:00Z"
+        assert (await who("page")).json()["spec"]["expires_at"] == "2999-01-01T00:00:00Z"
         assert (await who("other")).status_code == 401

@@ -35,8 +35,8 @@ async def test_keys_are_listed_by_id_and_never_shown(open_service, tmp_path):
     answer = await service.http.get("/v1/keys", headers={"authorization": f"Bearer {secret}"})
     found = {item["key_id"]: item for item in answer.json()["data"]}
     assert found.keys() == {hash_key(secret)[:12], hash_key("lf-acme")[:12]}
-    assert found[hash_key("lf-acme")[:12]]["limits"] == {"requests_per_minute": 60}
-    assert found[hash_key(secret)[:12]]["note"] == "Ann, on call"
+    assert found[hash_key("lf-acme")[:12]]["spec"]["limits"] == {"requests_per_minute": 60}
+    assert found[hash_key(secret)[:12]]["spec"]["note"] == "Ann, on call"
     assert secret not in answer.text
     assert hash_key(secret) not in answer.text
 
@@ -56,6 +56,6 @@ async def test_a_tenants_key_learns_no_workers_load_and_of_keys_its_own_alone(op
     service.http.headers["authorization"] = "Bearer acme"
     assert (await service.http.get("/v1/workers/w0")).json()["load"] is None
     (item,) = (await service.http.get("/v1/keys")).json()["data"]
-    assert (item["key_id"], item["note"]) == (hash_key("acme")[:12], "")
+    assert (item["key_id"], item["spec"]["note"]) == (hash_key("acme")[:12], "")
     for path_ in ("/v1/workers/w0/report", "/v1/workers/w0/log", "/v1/routers"):
         assert (await service.http.get(path_)).status_code == 403, path_

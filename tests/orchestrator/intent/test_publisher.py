@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from lorafleet.identity import engine_name
-from lorafleet.keys.key_edits import KeyNaming, add_key
+from lorafleet.keys.key_edits import add_key
 from tests.orchestrator.doubles import digest_of
 from tests.patience import patience, within
 
@@ -491,7 +491,7 @@ async def keyed(open_service, tmp_path):
     admin = {"authorization": f"Bearer {add_key(path, None, ['admin'])}"}
 
     def headers(tenant, namespace=None, **naming):
-        key = add_key(path, tenant, ["infer", "register"], naming=KeyNaming(namespace, **naming))
+        key = add_key(path, tenant, ["infer", "register"], namespace=namespace, **naming)
         return {"authorization": f"Bearer {key}"}
 
     team, rival, shadow = (

@@ -275,7 +275,7 @@ async def test_calls_below_a_runs_base_url_reach_the_orchestrator_below_it(scene
         assert (await router.request(method, f"/runs/r1{path}", json=BODY)).status_code == 200, path
     assert (await router.delete("/runs/r1/v1/published/policy")).status_code == 204
     assert (await router.get("/runs/r1/health")).status_code == 200
-    assert (await router.get("/runs/r1/v1/whoami")).json()["namespace"] == "r1"
+    assert (await router.get("/runs/r1/v1/whoami")).json()["spec"]["namespace"] == "r1"
     assert orchestrator.runs == ["r1"] * 5
 
     for path in ("/runs/%2e%2e/v1/load_lora_adapter", "/runs/a%2fb/v1/load_lora_adapter"):

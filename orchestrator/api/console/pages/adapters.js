@@ -108,7 +108,7 @@ export function AdapterPage({ id }) {
         <${Panel} title="Names that lead here"><${Names} id=${id} aliases=${aliases.data} published=${published.data}/><//></div>`}<//>
     <${Loaded} of=${series} shape="charts">${(one) => html`<${WhySlow} total=${one.total} workers=${(found.data?.[4].data || []).filter((each) => adapter?.workers.includes(each.id))}/><${Totals} total=${one.total} rangeS=${rangeS}/><${TrafficCharts} found=${one}/>`}<//>
     <div class="grid two"><${SharesPanel} title="By worker" kind="adapter" name=${id} by="worker" rangeS=${rangeS}/>
-      ${!me.get()?.is_confined_to_tenant && html`<${SharesPanel} title="By tenant" kind="adapter" name=${id} by="tenant" rangeS=${rangeS}/>`}</div>
+      ${!me.get()?.status.is_confined_to_tenant && html`<${SharesPanel} title="By tenant" kind="adapter" name=${id} by="tenant" rangeS=${rangeS}/>`}</div>
     <div class="grid two"><${Panel} title="History"><${Loaded} of=${history}>${(page) => html`<${HistoryLines} entries=${page.data}/>`}<//><//><${Panel} title="Events"><${EventLines} most=${20} about=${id}/><//></div>`;
 }
 

@@ -15,7 +15,7 @@ export const totals = (kind, rangeS, signal) => get(`/v1/traffic/totals?kind=${k
 const sum = (counts) => Object.values(counts || {}).reduce((whole, count) => whole + count, 0);
 
 export function FleetPage() {
-  return me.get()?.is_confined_to_tenant ? html`<${OwnPage} tenant=${me.get().tenant}/>` : html`<${WholeFleetPage}/>`;
+  return me.get()?.status.is_confined_to_tenant ? html`<${OwnPage} tenant=${me.get().spec.tenant}/>` : html`<${WholeFleetPage}/>`;
 }
 
 // What a key of one tenant sees first: its own traffic and adapters.

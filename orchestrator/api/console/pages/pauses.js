@@ -37,7 +37,7 @@ function waits(pause, fleet) {
 // Whether the reader's own calls concern this pause; another's takes scope operate.
 function isOwn(pause) {
   const mine = me.get();
-  return pause.tenant === mine?.tenant && pause.namespace === (mine?.namespace || "");
+  return pause.tenant === mine?.spec.tenant && pause.namespace === (mine?.spec.namespace || "");
 }
 
 function EndButton({ pause, waiting, leftS }) {
@@ -49,9 +49,9 @@ function EndButton({ pause, waiting, leftS }) {
 
 function PauseButton() {
   const mine = useStore(me), [mode, setMode] = useState("keep"), [leaseS, setLease] = useState(300);
-  const of = mine?.tenant ? `tenant ${mine.tenant}${mine.namespace ? `, namespace ${mine.namespace}` : ""}` : ALL;
+  const of = mine?.spec.tenant ? `tenant ${mine.spec.tenant}${mine.spec.namespace ? `, namespace ${mine.spec.namespace}` : ""}` : ALL;
   const runs = { keep: "Those under way go on.", wait: "Those under way go on, and this waits until they are over.", abort: "Those under way are ended." }[mode];
-  return html`<${Act} label="Pause requests" title=${`Pause the requests of ${of}`} verb="Pause" scope=${mine?.tenant ? "register" : "admin"} tone=${mode === "abort" ? "danger" : ""} ready=${leaseS > 0} what=${`Routers hold every new request of ${of} for ${span(leaseS)}, unless it is ended before. ${runs} Clients see no error: their requests wait.`}
+  return html`<${Act} label="Pause requests" title=${`Pause the requests of ${of}`} verb="Pause" scope=${mine?.spec.tenant ? "register" : "admin"} tone=${mode === "abort" ? "danger" : ""} ready=${leaseS > 0} what=${`Routers hold every new request of ${of} for ${span(leaseS)}, unless it is ended before. ${runs} Clients see no error: their requests wait.`}
     run=${() => call("POST", "/v1/pauses", { body: { mode, lease_s: leaseS } })} undo=${() => call("DELETE", "/v1/pauses")} done="The pause is in force at every router.">
     <${Field} label="Meanwhile"><${Choice} label="What happens to requests that run" value=${mode} options=${MODES} onChange=${setMode}/><//>
     <${Field} label="Seconds"><input type="number" min="1" max="3600" value=${leaseS} onInput=${(event) => setLease(Number(event.target.value) || 0)}/><//><//>`;

@@ -21,13 +21,13 @@ export function RequestsPage() {
   const [paused, setPaused] = useState(false), [limit, setLimit] = useState(50);
   const found = useLoad((signal) => lastRequests(asked, chosen, limit, signal), [asked, ...Object.values(chosen), paused, limit], { follow: paused ? "none" : "ticks" });
   const names = useLoad((signal) => Promise.all([get("/v1/workers?limit=1000", { signal }).catch(() => ({ data: [] })), get("/v1/keys", { signal })]), []);
-  const [workers, keys] = names.data || [{ data: [] }, { data: [] }], tenants = [...new Set(keys.data.map((one) => one.tenant).filter(Boolean))].sort();
+  const [workers, keys] = names.data || [{ data: [] }, { data: [] }], tenants = [...new Set(keys.data.map((one) => one.spec.tenant).filter(Boolean))].sort();
   const filter = (name, label, any, options) => html`<${Choice} label=${label} value=${chosen[name]} options=${[["", any], ...withChosen(options, chosen[name])]} onChange=${(value) => setQuery({ [name]: value })}/>`;
   const isFiltered = asked || Object.values(chosen).some(Boolean);
   return html`<${Head} title="Requests"><button type="button" class="action" aria-pressed=${paused} onClick=${() => setPaused(!paused)}>${paused ? "Go on" : "Pause"}</button><//>
     <div class="bar"><${Search} value=${adapter} label="Adapter, base, or a request's id" placeholder="An adapter's name, base, or an x-request-id" onInput=${(text) => setQuery({ adapter: text })}/>
       <${Choice} label="Answer" value=${chosen.status} options=${STATUSES} onChange=${(value) => setQuery({ status: value })}/>
-      ${filter("tenant", "Tenant", "any tenant", tenants.map((one) => [one, one]))}${filter("key", "Key", "any key", keys.data.map((one) => [one.key_id, one.note || one.key_id]))}${filter("worker", "Worker", "any worker", workers.data.map((one) => [one.id, one.id]))}</div>
+      ${filter("tenant", "Tenant", "any tenant", tenants.map((one) => [one, one]))}${filter("key", "Key", "any key", keys.data.map((one) => [one.key_id, one.spec.note || one.key_id]))}${filter("worker", "Worker", "any worker", workers.data.map((one) => [one.id, one.id]))}</div>
     <${Waiting}/>
     <${Panel} title="The last requests" note=${`of all routers, refused ones included; times in ${ZONE}`}><${Loaded} of=${found} rows=${12}>${(list) => html`
       ${list.missing?.length > 0 && html`<p class="notice">${list.missing.length} of the routers did not answer: ${list.missing.join(", ")}</p>`}
