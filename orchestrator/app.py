@@ -260,12 +260,16 @@ def build(
             keys=keys,
             registry=registry,
             reconciler=reconciler,
-            relay=_file_relay(settings, client, reconciler, agents),
             agents=agents,
             book=book,
             mailbox=service.mailbox,
             uploads=AdapterUploads(
-                registry, reconciler, upload_store(settings.upload_store), agents=agents, settings=settings
+                registry,
+                reconciler,
+                upload_store(settings.upload_store),
+                agents=agents,
+                relay=_file_relay(settings, client, reconciler, agents),
+                settings=settings,
             ),
             metrics=metrics,
             is_stopping=lambda: service.is_stopping,

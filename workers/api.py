@@ -31,7 +31,6 @@ from workers.wire import (
     DrainAnswer,
     DrainRequest,
     InspectRequest,
-    InstallUploadRequest,
     LoadAnswer,
     LoadedLoras,
     LoadRequest,
@@ -293,7 +292,7 @@ def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
             raise AgentRequestError("upload_incomplete", message) from exc
 
     @api.post("/v1/uploads/{upload_id}", dependencies=leading)
-    async def install(upload_id: UploadId, body: InstallUploadRequest) -> WorkerAdapter:
+    async def install(upload_id: UploadId, body: InspectRequest) -> WorkerAdapter:
         """Unpack, verify and install an upload. Bytes that are refused are deleted."""
         return await agent.install_upload(upload_id, body)
 

@@ -342,8 +342,10 @@ class UnloadRequest(_WorkerMessage):
 class InspectRequest(_WorkerMessage):
     """`POST /v1/admin/inspect_lora`: fetch and verify without loading; answers with the `WorkerAdapter`.
 
+    `POST /v1/uploads/{upload_id}` does so with what has come of an upload, whose source is then the fleet itself.
+
     digest  the registered digest. The caller compares it with the answer; a worker that cannot read the adapter's
-            files (an engine without an agent) returns it unchecked.
+            files (an engine without an agent) returns it unchecked. Of an upload: the digest that its bytes must have
     neighbours  as in `LoadRequest`, for a source of the fleet's own files (`fleet:<digest>`)
     """
 
@@ -506,14 +508,23 @@ class ReceivedFile(_WorkerMessage):
 
 
 class UploadState(_WorkerMessage):
-    """`/v1/uploads/{upload_id}`: the files of an adapter that a client sends, as far as they have come.
+    """`/v1/uploads/{upload_id}`: an adapter that a client sends, its files as far as they have come.
 
-    digest  of the adapter once it is verified and installed here; then it needs no more bytes
+    lora_id  of the adapter; `tenant`: whose quota it counts for
+    digest   of the adapter once it is verified and installed here; then it needs no more bytes
     """
 
+    upload_id: str
+    lora_id: str = ""
+    tenant: str = ""
     files: Annotated[tuple[ReceivedFile, ...], FailFast()] = ()
     digest: str = ""
     wire: int = WIRE
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files as announced, or as many as have come where they are more."""
+        return sum(max(file.total_bytes or 0, file.received_bytes) for file in self.files)
 
 
 class BeginFileRequest(_WorkerMessage):
@@ -531,33 +542,10 @@ class BeginFileRequest(_WorkerMessage):
     wire: int = WIRE
 
 
-class UnfinishedUpload(_WorkerMessage):
-    """An upload that is not installed yet. `size_bytes`: as announced, or as many as have come where they are more."""
-
-    upload_id: str
-    lora_id: str = ""
-    tenant: str = ""
-    size_bytes: int = Field(ge=0)
-
-
 class UnfinishedUploads(_WorkerMessage):
     """`GET /v1/uploads`: the uploads that are not installed yet, and that no hour without growth has ended."""
 
-    data: Annotated[tuple[UnfinishedUpload, ...], FailFast()] = ()
-    wire: int = WIRE
-
-
-class InstallUploadRequest(_WorkerMessage):
-    """`POST /v1/uploads/{upload_id}`: unpack, verify and install an upload; answers with the `WorkerAdapter`.
-
-    Its source is from then on the fleet itself.
-
-    digest  that the bytes must have; None: any
-    """
-
-    lora_id: str
-    base_model: str | None = None
-    digest: str | None = None
+    data: Annotated[tuple[UploadState, ...], FailFast()] = ()
     wire: int = WIRE
 
 

@@ -36,7 +36,6 @@ from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.intent.uploads import AdapterUploads
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import AgentClient
-from orchestrator.reconcile.file_copies import FileRelay
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.questions import RouterMailbox
@@ -47,7 +46,6 @@ def build_router(
     keys: ApiKeys,
     registry: AdapterRegistry,
     reconciler: Reconciler,
-    relay: FileRelay,
     agents: AgentClient,
     book: TrafficBook,
     mailbox: RouterMailbox,
@@ -84,7 +82,7 @@ def build_router(
         history_routes(keys, reconciler.store),
         heartbeat_routes(keys, reconciler),
         fleet_routes(keys, registry, reconciler, views),
-        record_routes(keys, registry, reconciler, relay),
+        record_routes(keys, registry, reconciler, uploads.relay),
         pause_routes(keys, reconciler, is_stopping),
         placement_routes(keys, registry, reconciler, views, clock),
     )

@@ -1,9 +1,8 @@
 """Routes that take an adapter's bytes: in one request, or in several that go on where a broken one ended."""
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect
 
 from lorafleet.identity import fleet_source
@@ -12,11 +11,11 @@ from lorafleet.keys.roles import Caller
 from lorafleet.service.openapi import UPLOAD_SCHEMA
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
-from orchestrator.core.copies import UPLOAD_FILES, sent_bytes
+from orchestrator.core.copies import sent_bytes, upload_id
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.intent import owners
 from orchestrator.intent.publisher import NamePublisher
-from orchestrator.intent.uploads import AdapterUploads, UploadAsk, missing_of
+from orchestrator.intent.uploads import AdapterUploads, UploadAsk, UploadQuery, missing_of
 from orchestrator.model.adapters import AdapterSpec, UploadedAdapter, UploadProgress
 from orchestrator.model.names import LoraId, checked_lora_id, checked_published_name
 from orchestrator.model.published import PublishedItem, PublishSpec
@@ -38,21 +37,6 @@ _BODY = {
     "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": UPLOAD_SCHEMA}}},
 }
 _PUBLISH_S = 110.0  # the most that a publish takes
-UploadFile = Literal["archive", "adapter_config.json", "adapter_model.safetensors"]
-assert get_args(UploadFile) == UPLOAD_FILES
-
-
-class UploadQuery(BaseModel):
-    """What an upload is, and what becomes of it."""
-
-    file: UploadFile = Field(default="archive", description="what the body is: an archive, or one of the two files")
-    digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="that the adapter must have")
-    base_model: str | None = Field(default=None, description="its name in the fleet; default: by its config")
-    tenant: tuple[str, ...] | None = Field(
-        default=None, description="tenants that may use it; default: the key's own, else all"
-    )
-    publish: bool = Field(default=False, description="publish the bytes as the next version of a published name")
-    expected_version: int | None = Field(default=None, ge=0, description="as of a publish; with `publish` alone")
 
 
 def upload_routes(
@@ -86,13 +70,10 @@ def upload_routes(
         ask = UploadAsk(
             lora_id=whole,
             owner=owners.upload_owner(caller),
-            file=wanted.file,
-            sent=sent_bytes(request.headers.get("content-range"), request.headers.get("content-length")),
-            base_model=wanted.base_model,
-            digest=wanted.digest,
-            tenants=_owned_tenants(store, caller, whole, wanted),
-            is_published=wanted.publish,
             tenant=caller.tenant or owners.upload_owner(caller),
+            wanted=wanted,
+            sent=sent_bytes(request.headers.get("content-range"), request.headers.get("content-length")),
+            tenants=_owned_tenants(store, caller, whole, wanted),
         )
         known = None if wanted.publish else uploads.registered_already(ask)
         if known is not None:
@@ -116,7 +97,7 @@ def upload_routes(
                     expected_version=wanted.expected_version,
                 )
                 item = await publisher.publish(ask.lora_id, spec, caller)
-                await uploads.forget(ask)
+                await uploads.forget(ask.upload_id, wanted.base_model)
                 return item
             # Another call may have taken the name meanwhile.
             _owned_tenants(store, caller, whole, wanted)
@@ -143,7 +124,7 @@ def upload_routes(
     @api.delete("/v1/uploads/{lora_id:path}", status_code=204, response_class=Response)
     async def drop(lora_id: LoraId, caller: Annotated[Caller, Depends(registrar)]) -> Response:
         """Forget this key's unfinished upload of the adapter; 204 also without one."""
-        await uploads.drop(owners.upload_owner(caller), caller.whole_name(lora_id))
+        await uploads.forget(upload_id(owners.upload_owner(caller), caller.whole_name(lora_id)))
         return Response(status_code=204)
 
     return api

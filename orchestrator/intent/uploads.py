@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Literal, get_args
 from weakref import WeakValueDictionary
 
 import httpx
 import structlog
+from pydantic import BaseModel, Field
 
 from lorafleet.identity import fleet_source, rendezvous_order
 from orchestrator.agentless.transport import agent_url_of
@@ -36,13 +38,13 @@ from orchestrator.model.adapters import AdapterSpec
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.actor import with_manifest
 from orchestrator.reconcile.agent_client import AgentClient
+from orchestrator.reconcile.file_copies import FileRelay
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.upload_store import UploadStore
 from workers.wire import (
+    AdapterFiles,
     BeginFileRequest,
     InspectRequest,
-    InstallUploadRequest,
-    UnfinishedUpload,
     UploadState,
     WorkerAdapter,
 )
@@ -55,42 +57,57 @@ _STALL_S = 60.0
 """A worker that takes no byte for so long is given up, as a client that sends none."""
 _QUOTA_RETRY_S = 5.0
 _HOW_TO_RESUME = "GET /v1/uploads/{0} says how many bytes have come; send the rest with Content-Range"
-_NO_BYTES = SentBytes(None, 0, None, is_resumed=True)
 # The agent's errors about the request, which the client can mend.
 _CLIENT_CODES = frozenset({"upload_offset", "upload_superseded", "upload_incomplete", "upload_file_unknown"})
 
 
+UploadFile = Literal["archive", "adapter_config.json", "adapter_model.safetensors"]
+assert get_args(UploadFile) == UPLOAD_FILES
+
+
+class UploadQuery(BaseModel):
+    """What an upload is, and what becomes of it."""
+
+    file: UploadFile = Field(default="archive", description="what the body is: an archive, or one of the two files")
+    digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="that the adapter must have")
+    base_model: str | None = Field(default=None, description="its name in the fleet; default: by its config")
+    tenant: tuple[str, ...] | None = Field(
+        default=None, description="tenants that may use it; default: the key's own, else all"
+    )
+    publish: bool = Field(default=False, description="publish the bytes as the next version of a published name")
+    expected_version: int | None = Field(default=None, ge=0, description="as of a publish; with `publish` alone")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadAsk:
-    """What a request sends, and of which adapter.
+    """A request that sends bytes of an adapter.
 
     owner    the caller: another caller's bytes for the same name are another upload
     tenant   whose quota the upload counts for
-    file     one of UPLOAD_FILES
-    digest   that the adapter must have; None: any
     tenants  that may use the adapter; None: all
-    is_published  the bytes are a version of the published name `lora_id`
     """
 
     lora_id: str
     owner: str
-    file: str
+    tenant: str
+    wanted: UploadQuery
     sent: SentBytes
-    base_model: str | None = None
-    digest: str | None = None
     tenants: tuple[str, ...] | None = None
-    is_published: bool = False
-    tenant: str = ""
 
     @property
     def upload_id(self) -> str:
         """The id of the upload at agents."""
         return upload_id(self.owner, self.lora_id)
 
-    @property
-    def lora_id_at_agents(self) -> str:
-        """The name under which agents install the bytes: a version's number is not known yet."""
-        return f"upload/{self.upload_id}" if self.is_published else self.lora_id
+    def inspection(self, source: str = "upload") -> InspectRequest:
+        """The request to verify its bytes, which this upload has, or that source.
+
+        A version's number is not known yet, so that agents install it under the upload's name.
+        """
+        lora_id = f"upload/{self.upload_id}" if self.wanted.publish else self.lora_id
+        return InspectRequest(
+            lora_id=lora_id, source=source, base_model=self.wanted.base_model, digest=self.wanted.digest
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +133,10 @@ class KeptUpload:
 
 
 class AdapterUploads:
-    """Passes uploads on to workers and registers what they have verified."""
+    """Passes uploads on to workers and registers what they have verified.
+
+    relay  reads files by digest
+    """
 
     def __init__(
         self,
@@ -125,6 +145,7 @@ class AdapterUploads:
         store: UploadStore | None,
         *,
         agents: AgentClient,
+        relay: FileRelay,
         settings: OrchestratorSettings,
     ) -> None:
         """`store`: where bytes are kept; None: on workers."""
@@ -132,6 +153,7 @@ class AdapterUploads:
         self._reconciler = reconciler
         self._store = store
         self._agents = agents
+        self.relay = relay
         self._settings = settings
         self._quota = UploadQuota(settings.max_unfinished_uploads, settings.max_unfinished_upload_bytes)
         # Weak: a lock exists only while somebody holds it or waits for it.
@@ -148,7 +170,7 @@ class AdapterUploads:
         if (announced := max(ask.sent.total or 0, ask.sent.length or 0)) > most:
             message = f"the upload has {announced} bytes; at most {most} are allowed, see max_upload_bytes"
             raise UploadTooLarge(message)
-        holders = await self._holders(ask)
+        holders = await self._holders(ask.upload_id, ask.wanted.base_model)
         if ask.sent.is_resumed:
             worker, state = self._holder_of(ask, holders)
             if ask.sent.start is None:
@@ -162,7 +184,7 @@ class AdapterUploads:
             return await self._agents.send_file(
                 worker.agent_url,
                 ask.upload_id,
-                ask.file,
+                ask.wanted.file,
                 ask.sent.start or 0,
                 _bounded(chunks, most),
                 length=ask.sent.length,
@@ -173,28 +195,24 @@ class AdapterUploads:
 
     async def state(self, owner: str, lora_id: str) -> UploadState:
         """What has come of the caller's unfinished upload of the adapter. Raises NotFound `upload_unknown`."""
-        ask = UploadAsk(lora_id=lora_id, owner=owner, file="", sent=_NO_BYTES)
-        holders = await self._holders(ask)
+        holders = await self._holders(upload_id(owner, lora_id))
         if not holders:
             raise NotFound(f"no upload of {lora_id!r} is unfinished; PUT /v1/adapters/{lora_id}", code="upload_unknown")
         return holders[0][1]
-
-    async def drop(self, owner: str, lora_id: str) -> None:
-        """Delete what has come of the caller's unfinished upload of the adapter, on every worker that has some."""
-        await self.forget(UploadAsk(lora_id=lora_id, owner=owner, file="", sent=_NO_BYTES))
 
     def registered_already(self, ask: UploadAsk) -> RegisteredAdapter | None:
         """The registered adapter if it has the very digest that the request names; None if bytes are needed.
 
         Raises StateConflict where the name is taken, or the adapter has another digest or is being deleted.
         """
-        known = self._registry.uploadable(ask.lora_id, ask.digest)
-        return known if known is not None and ask.digest is not None and known.digest == ask.digest else None
+        digest = ask.wanted.digest
+        known = self._registry.uploadable(ask.lora_id, digest)
+        return known if known is not None and digest is not None and known.digest == digest else None
 
     async def _check_quota(self, ask: UploadAsk) -> None:
         """Raises TooManyUploads if the tenant has as much unfinished as one may. A silent worker's do not count."""
 
-        async def unfinished(worker: UploadWorker) -> tuple[UnfinishedUpload, ...]:
+        async def unfinished(worker: UploadWorker) -> tuple[UploadState, ...]:
             """The worker's unfinished uploads."""
             try:
                 return await self._agents.unfinished_uploads(worker.agent_url, timeout_s=self._settings.probe_timeout_s)
@@ -216,22 +234,22 @@ class AdapterUploads:
         """The worker that can go on with the file, and what it has. Raises StateConflict."""
         for worker, state in holders:
             for file in state.files:
-                if file.name == ask.file and ask.sent.total in (None, file.total_bytes):
+                if file.name == ask.wanted.file and ask.sent.total in (None, file.total_bytes):
                     return worker, state
-        known = [file for _, state in holders for file in state.files if file.name == ask.file]
+        known = [file for _, state in holders for file in state.files if file.name == ask.wanted.file]
         have = f"what has come is of a file of {known[0].total_bytes} bytes" if known else "nothing of it has come"
         message = f"upload of {ask.lora_id!r} cannot go on: {have}; send it from the first byte, without Content-Range"
         raise StateConflict(message, code="upload_unknown", param="Content-Range")
 
-    async def _holders(self, ask: UploadAsk) -> list[tuple[UploadWorker, UploadState]]:
+    async def _holders(self, upload: str, base_model: str | None = None) -> list[tuple[UploadWorker, UploadState]]:
         """The workers that have some of the upload, and what; those with the most bytes first."""
-        workers = self._able_workers(ask)[:_ASKED]
+        workers = self._able_workers(upload, base_model)[:_ASKED]
 
         async def probe(worker: UploadWorker) -> UploadState | None:
             """What the worker has; None if it has nothing or does not answer."""
             timeout_s = self._settings.probe_timeout_s
             try:
-                return await self._agents.upload_state(worker.agent_url, ask.upload_id, timeout_s=timeout_s)
+                return await self._agents.upload_state(worker.agent_url, upload, timeout_s=timeout_s)
             except (WorkerFailed, InvalidAdapter):
                 return None
 
@@ -246,14 +264,14 @@ class AdapterUploads:
         Raises OrchestratorUnavailable if none takes it, OrchestratorRequestError if it is too large for them.
         """
         first = {worker.id for worker in holders}
-        workers = sorted(self._able_workers(ask), key=lambda worker: worker.id not in first)
+        able = self._able_workers(ask.upload_id, ask.wanted.base_model)
+        workers = sorted(able, key=lambda worker: worker.id not in first)
         refused: WorkerFailed | None = None
         announced = BeginFileRequest(total_bytes=ask.sent.total, lora_id=ask.lora_id, tenant=ask.tenant)
+        file, timeout_s = ask.wanted.file, self._settings.probe_timeout_s
         for worker in workers[:_ASKED]:
             try:
-                await self._agents.begin_file(
-                    worker.agent_url, ask.upload_id, ask.file, announced, timeout_s=self._settings.probe_timeout_s
-                )
+                await self._agents.begin_file(worker.agent_url, ask.upload_id, file, announced, timeout_s=timeout_s)
             except InvalidAdapter as exc:
                 raise _upload_error(exc, ask, worker.id) from exc
             except WorkerFailed as exc:
@@ -265,14 +283,14 @@ class AdapterUploads:
         if refused is not None:
             message = f"no worker takes the upload of {ask.lora_id!r}: {refused}"
             raise OrchestratorUnavailable(message, code=refused.code, retry_after_s=5) from refused
-        base = f" of base model {ask.base_model}" if ask.base_model else ""
+        base = f" of base model {ask.wanted.base_model}" if ask.wanted.base_model else ""
         message = f"an upload is verified by a worker with an agent, and no such worker{base} is ready"
         raise OrchestratorUnavailable(message, retry_after_s=5)
 
-    def _able_workers(self, ask: UploadAsk) -> list[UploadWorker]:
-        """Workers with the adapter's base model, in the order in which uploads try them."""
-        able = [worker for worker in self._ready_workers() if ask.base_model in (None, worker.base_model)]
-        return rendezvous_order(ask.upload_id, able)
+    def _able_workers(self, upload: str, base_model: str | None) -> list[UploadWorker]:
+        """Workers with the adapter's base model (None: any), in the order in which an upload tries them."""
+        able = [worker for worker in self._ready_workers() if base_model in (None, worker.base_model)]
+        return rendezvous_order(upload, able)
 
     def _ready_workers(self) -> list[UploadWorker]:
         """All ready workers with agents."""
@@ -297,17 +315,18 @@ class AdapterUploads:
         if missing_of(state):
             yield None
             return
-        holder = next((worker for worker, held in await self._holders(ask) if not missing_of(held)), None)
+        holders = await self._holders(ask.upload_id, ask.wanted.base_model)
+        holder = next((worker for worker, held in holders if not missing_of(held)), None)
         if holder is None:
             raise _interrupted(ask, "the worker that has it does not answer")
-        install = InstallUploadRequest(lora_id=ask.lora_id_at_agents, base_model=ask.base_model, digest=ask.digest)
         try:
-            found = await self._agents.install_upload(
-                holder.agent_url, ask.upload_id, install, timeout_s=self._settings.inspect_timeout_s
+            found, at = await self._agents.install_upload(
+                holder.agent_url, ask.upload_id, ask.inspection(), timeout_s=self._settings.inspect_timeout_s
             )
         except (WorkerFailed, InvalidAdapter) as exc:
             raise _upload_error(exc, ask, holder.id) from exc
-        if self._store is not None and not ask.is_published:
+        self._reconciler.files.note(holder.id, found.digest, at)
+        if self._store is not None and not ask.wanted.publish:
             yield KeptUpload(found, await self._write_to_store(self._store, ask, found, holder), ())
             return
         with self._reconciler.copies.arriving(found.digest):
@@ -321,13 +340,13 @@ class AdapterUploads:
         """
         known = self._registry.uploadable(ask.lora_id, kept.found.digest)
         if known is not None and known.digest is not None:
-            await self.forget(ask)
+            await self.forget(ask.upload_id, ask.wanted.base_model)
             return known, False
         source = kept.source if known is None else known.source
         spec = AdapterSpec(
             lora_id=ask.lora_id,
             source=source,
-            base_model=ask.base_model or kept.found.base_model or None,
+            base_model=ask.wanted.base_model or kept.found.base_model or None,
             digest=kept.found.digest,
             tenants=ask.tenants if known is None else known.tenants,
         )
@@ -338,7 +357,7 @@ class AdapterUploads:
             verified = with_manifest(adapter, kept.found)
             store.put_adapter(replace(verified, pinned_source=None))
         await self._reconciler.publish_change(("adapters", ask.lora_id))
-        await self.forget(ask)
+        await self.forget(ask.upload_id, ask.wanted.base_model)
         return self._registry.adapter(ask.lora_id), is_new
 
     def note_on_copies(self, kept: KeptUpload) -> str:
@@ -349,13 +368,13 @@ class AdapterUploads:
         count = f"{len(kept.kept_on)} worker{'s' if len(kept.kept_on) > 1 else ''}"
         return f"kept on {count} alone, because the fleet's workers have no other disks; fleet_copies is {wanted}"
 
-    async def forget(self, ask: UploadAsk) -> None:
+    async def forget(self, upload: str, base_model: str | None = None) -> None:
         """Delete what has come of an upload, on every worker that may have some.
 
         A worker that does not answer forgets it by itself.
         """
-        workers = self._able_workers(ask)[:_ASKED]
-        await asyncio.gather(*(self._drop(worker, ask.upload_id) for worker in workers))
+        workers = self._able_workers(upload, base_model)[:_ASKED]
+        await asyncio.gather(*(self._drop(worker, upload) for worker in workers))
 
     async def _drop(self, worker: UploadWorker, name: str) -> None:
         """Have a worker forget an upload; a failure is logged."""
@@ -405,16 +424,10 @@ class AdapterUploads:
         source = store.source(found.digest)
         try:
             async with asyncio.timeout(self._settings.inspect_timeout_s):
-                for name in await self._agents.file_names(
-                    holder.agent_url, found.digest, timeout_s=self._settings.probe_timeout_s
-                ):
-                    async with self._agents.reading_file(
-                        holder.agent_url, found.digest, name, timeout_s=_STALL_S
-                    ) as chunks:
-                        await store.write(found.digest, name, chunks)
-            again = InspectRequest(lora_id=ask.lora_id_at_agents, source=source, base_model=ask.base_model)
+                await self._copy_to_store(store, found.digest)
+            again = ask.inspection(source)
             there, _ = await self._agents.inspect(holder.agent_url, again, timeout_s=self._settings.inspect_timeout_s)
-        except (WorkerFailed, InvalidAdapter, httpx.HTTPError, TimeoutError) as exc:
+        except (WorkerFailed, InvalidAdapter, NotFound, httpx.HTTPError, TimeoutError) as exc:
             message = f"worker {holder.id} cannot read the upload store's {source}: {exc!s}; see upload_store"
             raise OrchestratorUnavailable(message, code="upload_store_failed", retry_after_s=5) from exc
         if there.digest != found.digest:
@@ -424,6 +437,17 @@ class AdapterUploads:
             )
             raise OrchestratorUnavailable(message, code="upload_store_failed", retry_after_s=5)
         return source
+
+    async def _copy_to_store(self, store: UploadStore, digest: str) -> None:
+        """Write the files of a digest into the store, from a worker that has them.
+
+        Raises NotFound, OrchestratorUnavailable, httpx.HTTPError.
+        """
+        async with self.relay.reading(digest, "") as listed:
+            files = AdapterFiles.model_validate_json(b"".join([chunk async for chunk in listed])).files
+        for file in files:
+            async with self.relay.reading(digest, file.name) as chunks:
+                await store.write(digest, file.name, chunks)
 
 
 def missing_of(state: UploadState) -> tuple[str, ...]:
@@ -463,6 +487,3 @@ def _upload_error(exc: WorkerFailed | InvalidAdapter, ask: UploadAsk, worker_id:
     if exc.code == "disk_full":
         return OrchestratorUnavailable(f"worker {worker_id}: {exc}", code="disk_full", retry_after_s=5)
     return _interrupted(ask, str(exc))
-
-
-__all__ = ["UPLOAD_FILES", "AdapterUploads", "KeptUpload", "UploadAsk", "missing_of"]

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -20,18 +19,15 @@ from orchestrator.core.failures import FINAL_CODES
 from orchestrator.reconcile.agent_view import AsOf
 from workers.wire import (
     REPORT_HEADER,
-    AdapterFiles,
     BeginFileRequest,
     ClaimRequest,
     DrainRequest,
     InspectRequest,
-    InstallUploadRequest,
     LoadRequest,
     LogTail,
     MarkFilesRequest,
     Metadata,
     UndrainRequest,
-    UnfinishedUpload,
     UnfinishedUploads,
     UnloadRequest,
     UploadState,
@@ -144,7 +140,7 @@ class AgentClient:
             UploadState, await self._send_request("GET", agent_url, f"/v1/uploads/{upload_id}", timeout_s=timeout_s)
         )
 
-    async def unfinished_uploads(self, agent_url: str, *, timeout_s: float) -> tuple[UnfinishedUpload, ...]:
+    async def unfinished_uploads(self, agent_url: str, *, timeout_s: float) -> tuple[UploadState, ...]:
         """The uploads on a worker that are not installed yet. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         answer = await self._send_request("GET", agent_url, "/v1/uploads", timeout_s=timeout_s)
         return _parsed(UnfinishedUploads, answer).data
@@ -179,41 +175,16 @@ class AgentClient:
         return _parsed(UploadState, answer)
 
     async def install_upload(
-        self, agent_url: str, upload_id: str, ask: InstallUploadRequest, *, timeout_s: float
-    ) -> WorkerAdapter:
+        self, agent_url: str, upload_id: str, ask: InspectRequest, *, timeout_s: float
+    ) -> tuple[WorkerAdapter, AsOf]:
         """Have an upload verified and installed. Raises InvalidAdapter about its bytes, WorkerFailed, LeaseLost."""
         answer = await self._post_action(agent_url, f"/v1/uploads/{upload_id}", ask, timeout_s=timeout_s)
-        return _parsed(WorkerAdapter, answer)
+        return _parsed(WorkerAdapter, answer), _as_of(answer)
 
     async def drop_upload(self, agent_url: str, upload_id: str, *, timeout_s: float) -> None:
         """Have what has come of an upload deleted. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         headers = await self._action_headers(agent_url)
         await self._request("DELETE", agent_url, f"/v1/uploads/{upload_id}", headers, timeout_s=timeout_s)
-
-    async def file_names(self, agent_url: str, digest: str, *, timeout_s: float) -> tuple[str, ...]:
-        """Names of an installed adapter's files. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
-        answer = await self._send_request("GET", agent_url, f"/v1/files/{digest}", timeout_s=timeout_s)
-        return tuple(file.name for file in _parsed(AdapterFiles, answer).files)
-
-    @asynccontextmanager
-    async def reading_file(
-        self, agent_url: str, digest: str, name: str, *, timeout_s: float
-    ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The bytes of one of these files, for the time of the block. Raises WorkerFailed, InvalidAdapter, LeaseLost.
-
-        The bytes raise httpx.HTTPError when the agent breaks off, or sends none for `timeout_s`.
-        """
-        url = f"{agent_url.rstrip('/')}/v1/files/{digest}/{quote(name)}"
-        headers = await self.key_headers(agent_url) | {"accept-encoding": "identity"}
-        try:
-            async with self._client.stream("GET", url, headers=headers, timeout=timeout_s) as answer:
-                if not answer.is_success:
-                    await answer.aread()
-                    raise _error_of_response("GET", url, answer)
-                yield answer.aiter_raw()
-        except (httpx.ConnectError, httpx.InvalidURL) as exc:
-            self.proofs.forget(agent_url)
-            raise WorkerFailed(f"GET {url}: {why_no_answer(exc)}", code="worker_unreachable") from exc
 
     async def _action_headers(self, agent_url: str) -> dict[str, str]:
         """The headers of an action: our epoch and our key. Raises LeaseLost when we may not act, WorkerFailed."""

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from urllib.parse import quote
@@ -467,6 +467,18 @@ class FileRelay:
                 code="fleet_unknown",
                 param="fleet",
             )
+
+    @asynccontextmanager
+    async def reading(self, digest: str, name: str) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The bytes of the list of a digest's files (`name` ""), or of one of them, from a worker here.
+
+        Raises as `open_file`; the bytes raise httpx.HTTPError when the worker breaks off.
+        """
+        file = await self.open_file(digest, name, "", {})
+        try:
+            yield file.body()
+        finally:
+            await file.close()
 
     async def open_file(self, digest: str, name: str, fleet: str, headers: Mapping[str, str]) -> RelayedFile:
         """The list of a digest's files (`name` ""), or one of them, from the first place that has it.

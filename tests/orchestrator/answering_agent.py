@@ -62,4 +62,7 @@ class AnsweringAgent:
 
     def _answer(self, request: Request) -> Response:
         files = tuple(self.uploads[request.path_params["id"]].values())
-        return Response(UploadState(files=files).model_dump_json(), media_type="application/json")
+        return Response(
+            UploadState(upload_id=request.path_params["id"], files=files).model_dump_json(),
+            media_type="application/json",
+        )

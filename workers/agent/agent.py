@@ -49,7 +49,6 @@ from workers.wire import (
     AgentState,
     DrainAnswer,
     InspectRequest,
-    InstallUploadRequest,
     LoadRequest,
     MarkFilesRequest,
     Metadata,
@@ -418,7 +417,7 @@ class WorkerAgent:
         """Fetch, verify and install an adapter without loading it. Raises WorkerError."""
         return await self._loader.inspect(request)
 
-    async def install_upload(self, upload_id: str, request: InstallUploadRequest) -> WorkerAdapter:
+    async def install_upload(self, upload_id: str, request: InspectRequest) -> WorkerAdapter:
         """Unpack, verify and install an upload; a second call finds it installed. Raises WorkerError.
 
         An upload whose bytes are refused is deleted.

@@ -9,11 +9,10 @@ from workers.agent.loader import Loader
 from workers.core.errors import SourceError
 from workers.storage.cache import AdapterCache
 from workers.storage.uploads import Uploads
-from workers.wire import InspectRequest, InstallUploadRequest, WorkerAdapter
+from workers.wire import InspectRequest, WorkerAdapter
 
 # Refusals after which the same bytes may still be installed: there is room later, or the request named the base model.
 _WORTH_KEEPING = frozenset({"disk_full", "source_failed", "base_model_mismatch"})
-_SOURCE = "upload"  # in messages, before the digest is known
 
 
 class UploadedAdapters:
@@ -34,7 +33,7 @@ class UploadedAdapters:
         self._inventory = inventory
         self._cache = cache
 
-    async def install(self, upload_id: str, request: InstallUploadRequest) -> WorkerAdapter:
+    async def install(self, upload_id: str, request: InspectRequest) -> WorkerAdapter:
         """Unpack, verify and install an upload, with the fleet itself as its source. A second call finds it installed.
 
         Deletes an upload whose bytes are refused. Raises WorkerError.
@@ -45,9 +44,8 @@ class UploadedAdapters:
             before = self._inventory.installed.get(engine_name(request.lora_id, state.digest))
             if before is not None and await self._cache.has_intact(state.digest):
                 return self._report.adapter_on_disk(before)
-        ask = InspectRequest(lora_id=request.lora_id, source=_SOURCE, base_model=request.base_model)
         try:
-            found = await self._loader.inspect(ask, reader=self._uploads.source(upload_id), digest=request.digest)
+            found = await self._loader.inspect(request, reader=self._uploads.source(upload_id), digest=request.digest)
         except SourceError as exc:
             if exc.code not in _WORTH_KEEPING:
                 await self._uploads.drop(upload_id)

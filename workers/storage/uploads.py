@@ -1,8 +1,7 @@
 """Adapters whose bytes clients send: received in pieces, kept while unfinished, then a source like any other.
 
     .partial-<agent>-again-<upload>/        one upload, in the cache folder; deleted after an hour without growth
-    .partial-<agent>-again-<upload>/.files  JSON: the expected sizes of its files, and the digest once it is installed;
-                                            whose upload it is, and of which adapter
+    .partial-<agent>-again-<upload>/.files  its `UploadState` as JSON; how many bytes have come is read from the disk
 
 From its announcement on, room is kept on the disk for all that has not come of an upload, and as much again for an
 archive, which is unpacked beside itself. The room is free again once the upload is installed, dropped or too old.
@@ -14,11 +13,9 @@ whose files may have holes.
 import asyncio
 import contextlib
 import errno
-import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
 from weakref import WeakValueDictionary
@@ -31,83 +28,17 @@ from workers.sources.base import Limits, Transfer
 from workers.storage.cache_folder import UPLOAD_NOTE, CacheFolder, boot_id
 from workers.verification.adapter_files import WEIGHTS_NAME
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
-from workers.wire import BeginFileRequest, ReceivedFile, UnfinishedUpload, UploadState
+from workers.wire import BeginFileRequest, ReceivedFile, UploadState
 
 ARCHIVE = "archive"
 """Name of a tar or zip file as a part of an upload."""
 UPLOADED_FILES = (ARCHIVE, CONFIG_NAME, WEIGHTS_NAME)
 _PACKED = ".packed"
-_OF_UPLOAD = ("upload_id", "lora_id", "tenant")
 # A tar file has up to 10 KiB around its members, and each member's header.
 _ARCHIVE_OVERHEAD_BYTES = 1 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _ReceivedFiles:
-    """One upload as its note says. `total_bytes`: file -> its size, None where the client did not say."""
-
-    folder: Path
-    total_bytes: dict[str, int | None] = field(default_factory=dict)
-    digest: str = ""
-    upload_id: str = ""
-    lora_id: str = ""
-    tenant: str = ""
-
-    @classmethod
-    def read(cls, folder: Path) -> "_ReceivedFiles":
-        """Read the note; an upload without a valid one has nothing."""
-        try:
-            raw = json.loads((folder / UPLOAD_NOTE).read_text())
-            files = {name: raw["files"][name] for name in UPLOADED_FILES if name in raw["files"]}
-            return cls(folder, files, raw["digest"], **{name: str(raw.get(name, "")) for name in _OF_UPLOAD})
-        except (OSError, ValueError, KeyError, TypeError):
-            return cls(folder)
-
-    def write(self) -> None:
-        """Write the note. Raises OSError."""
-        make_private_folder(self.folder)
-        partial = self.folder / f"{UPLOAD_NOTE}.new"
-        of_upload = {name: getattr(self, name) for name in _OF_UPLOAD}
-        partial.write_text(json.dumps({"files": self.total_bytes, "digest": self.digest} | of_upload))
-        partial.replace(self.folder / UPLOAD_NOTE)
-
-    def path(self, name: str) -> Path:
-        """Where the received bytes of a file are."""
-        return self.folder / (_PACKED if name == ARCHIVE else name)
-
-    def received_bytes(self, name: str) -> int:
-        """Bytes of a file that are here. All of them once the upload is installed, which deletes them."""
-        if self.digest:
-            return self.total_bytes[name] or 0
-        try:
-            return self.path(name).stat().st_size
-        except OSError:
-            return 0
-
-    def reserved_bytes(self, *, but: str = "") -> int:
-        """Room that the rest of the upload needs, a file of the name `but` left out."""
-        if self.digest:
-            return 0
-        files = [(name, total) for name, total in self.total_bytes.items() if total is not None and name != but]
-        return sum(max(0, _needed_bytes(name, total) - self.received_bytes(name)) for name, total in files)
-
-    def unfinished(self) -> UnfinishedUpload:
-        """The upload as the list of unfinished ones shows it."""
-        sizes = (max(total or 0, self.received_bytes(name)) for name, total in self.total_bytes.items())
-        return UnfinishedUpload(
-            upload_id=self.upload_id, lora_id=self.lora_id, tenant=self.tenant, size_bytes=sum(sizes)
-        )
-
-    def state(self) -> UploadState:
-        """The upload as the wire shows it."""
-        files = (
-            ReceivedFile(name=name, received_bytes=self.received_bytes(name), total_bytes=total)
-            for name, total in self.total_bytes.items()
-        )
-        return UploadState(files=tuple(files), digest=self.digest)
 
 
 class Uploads:
@@ -124,13 +55,14 @@ class Uploads:
     async def state(self, upload_id: str) -> UploadState:
         """What has come of an upload. Raises AgentRequestError `upload_unknown` if nothing has."""
         upload = await asyncio.to_thread(self._read, upload_id)
-        if not upload.total_bytes:
+        if not upload.files:
             raise AgentRequestError("upload_unknown", f"no byte of upload {upload_id} is on this worker")
-        return upload.state()
+        return upload
 
-    async def unfinished(self) -> tuple[UnfinishedUpload, ...]:
+    async def unfinished(self) -> tuple[UploadState, ...]:
         """All uploads of this agent that are not installed yet."""
-        return tuple(upload.unfinished() for upload in await asyncio.to_thread(self._all) if not upload.digest)
+        uploads = await asyncio.to_thread(self._all)
+        return tuple(upload for upload in uploads.values() if not upload.digest)
 
     async def begin(self, upload_id: str, name: str, ask: BeginFileRequest) -> UploadState:
         """Begin a file of an upload, from its first byte; a former attempt at the file is deleted.
@@ -152,13 +84,14 @@ class Uploads:
         self._check_name(name)
         async with self._only_writer(upload_id, name):
             upload = await asyncio.to_thread(self._read, upload_id)
-            if name not in upload.total_bytes or upload.digest:
+            known = _file_of(upload, name)
+            if known is None or upload.digest:
                 raise AgentRequestError("upload_unknown", f"upload {upload_id} has no unfinished file {name}; begin it")
-            if start > (received := upload.received_bytes(name)):
+            if start > known.received_bytes:
+                received = known.received_bytes
                 message = f"bytes from {start} on were sent, but {received} are here; send from {received} on"
                 raise AgentRequestError("upload_offset", message, param="start")
-            total = upload.total_bytes[name]
-            path = upload.path(name)
+            total, path = known.total_bytes, _part_path(self._path(upload_id), name)
             file = await self._on_disk(lambda: _open_unshared(path))
             try:
                 await asyncio.to_thread(_truncate, file, start)
@@ -171,7 +104,7 @@ class Uploads:
                     await self._on_disk(lambda data=chunk: file.write(data))  # type: ignore[misc]
             finally:
                 await finish_even_if_cancelled(self._on_disk(file.close))
-            return upload.state()
+            return await asyncio.to_thread(self._read, upload_id)
 
     def source(self, upload_id: str) -> "UploadSource":
         """The upload as a source of one adapter."""
@@ -183,11 +116,11 @@ class Uploads:
         raises  AgentRequestError `upload_unknown`, `upload_incomplete`; SourceError
         """
         upload = await asyncio.to_thread(self._read, upload_id)
-        if not upload.total_bytes or upload.digest:
+        if not upload.files or upload.digest:
             raise AgentRequestError("upload_unknown", f"no byte of upload {upload_id} is on this worker; send it again")
-        for name, total in upload.total_bytes.items():
-            if total is not None and (received := upload.received_bytes(name)) != total:
-                message = f"of {name} {received} of {total} bytes have come; send the rest"
+        for file in upload.files:
+            if file.total_bytes not in {None, file.received_bytes}:
+                message = f"of {file.name} {file.received_bytes} of {file.total_bytes} bytes have come; send the rest"
                 raise AgentRequestError("upload_incomplete", message)
         await finish_even_if_cancelled(
             asyncio.to_thread(self._unpack, upload, ref, into, transfer), on_cancel=transfer.cancel
@@ -208,50 +141,59 @@ class Uploads:
         """The folder of an upload."""
         return self._folder.resumable_folder(f"upload {upload_id} {boot_id()}")
 
-    def _read(self, upload_id: str) -> _ReceivedFiles:
-        """The upload as it is on the disk. Blocking."""
-        return _ReceivedFiles.read(self._path(upload_id))
+    def _read(self, upload_id: str) -> UploadState:
+        """The upload as it is on the disk; without files where there is none. Blocking."""
+        return _read_note(self._path(upload_id)) or UploadState(upload_id=upload_id)
 
-    def _all(self) -> list[_ReceivedFiles]:
-        """All uploads of this agent. Blocking."""
-        notes = self._folder.upload_notes()
-        return [upload for upload in (_ReceivedFiles.read(note.parent) for note in notes) if upload.total_bytes]
+    def _write(self, upload: UploadState) -> None:
+        """Write the upload's note. Blocking. Raises OSError."""
+        folder = self._path(upload.upload_id)
+        make_private_folder(folder)
+        partial = folder / f"{UPLOAD_NOTE}.new"
+        partial.write_text(upload.model_dump_json())
+        partial.replace(folder / UPLOAD_NOTE)
+
+    def _all(self) -> dict[Path, UploadState]:
+        """The folder of each of this agent's uploads, and what has come of it. Blocking."""
+        read = {note.parent: _read_note(note.parent) for note in self._folder.upload_notes()}
+        return {folder: upload for folder, upload in read.items() if upload is not None}
 
     def _begin(self, upload_id: str, name: str, ask: BeginFileRequest) -> UploadState:
         """As `begin`, blocking. Raises OSError."""
-        upload = self._read(upload_id)
-        if upload.digest or (name == ARCHIVE) != (ARCHIVE in upload.total_bytes):
+        upload, folder = self._read(upload_id), self._path(upload_id)
+        if upload.digest or (name == ARCHIVE) != (_file_of(upload, ARCHIVE) is not None):
             # Installed already, or of another form: all of it is begun anew.
-            shutil.rmtree(upload.folder, ignore_errors=True)
-            upload = _ReceivedFiles(upload.folder)
-        upload.path(name).unlink(missing_ok=True)
-        others = sum(each.reserved_bytes() for each in self._all() if each.folder != upload.folder)
-        needed = _needed_bytes(name, ask.total_bytes or 0) + upload.reserved_bytes(but=name)
+            shutil.rmtree(folder, ignore_errors=True)
+            upload = UploadState(upload_id=upload_id)
+        _part_path(folder, name).unlink(missing_ok=True)
+        begun = ReceivedFile(name=name, received_bytes=0, total_bytes=ask.total_bytes)
+        files = sorted((begun, *(file for file in upload.files if file.name != name)), key=_place_of)
+        upload = UploadState(upload_id=upload_id, lora_id=ask.lora_id, tenant=ask.tenant, files=tuple(files))
+        others = sum(_reserved_bytes(each) for each_folder, each in self._all().items() if each_folder != folder)
+        needed = _reserved_bytes(upload)
         if others + needed > self._folder.free_bytes():
             raise _NoRoom(f"the upload needs {needed} bytes, and {others} are kept for others that are unfinished")
-        upload.total_bytes[name] = ask.total_bytes
-        upload.upload_id, upload.lora_id, upload.tenant = upload_id, ask.lora_id, ask.tenant
-        upload.write()
-        return upload.state()
+        self._write(upload)
+        return upload
 
     def _finish(self, upload_id: str, digest: str) -> None:
         """As `finish`, blocking. Raises OSError."""
         upload = self._read(upload_id)
-        sizes: dict[str, int | None] = {name: upload.received_bytes(name) for name in upload.total_bytes}
-        upload.total_bytes, upload.digest = sizes, digest
-        upload.write()
-        for name in sizes:
-            upload.path(name).unlink(missing_ok=True)
+        files = tuple(file.model_copy(update={"total_bytes": file.received_bytes}) for file in upload.files)
+        self._write(upload.model_copy(update={"files": files, "digest": digest}))
+        for file in files:
+            _part_path(self._path(upload_id), file.name).unlink(missing_ok=True)
 
-    def _unpack(self, upload: _ReceivedFiles, ref: str, into: Path, transfer: Transfer) -> None:
+    def _unpack(self, upload: UploadState, ref: str, into: Path, transfer: Transfer) -> None:
         """Link or copy the upload's files into the folder, and unpack its archive there. Raises SourceError."""
-        for name in upload.total_bytes:
-            _link_or_copy(upload.path(name), into / upload.path(name).name)
+        folder = self._path(upload.upload_id)
+        for file in upload.files:
+            _link_or_copy(_part_path(folder, file.name), _part_path(into, file.name))
         limits = self._limits
-        if ARCHIVE in upload.total_bytes:
+        if _file_of(upload, ARCHIVE) is not None:
             unpack(into / _PACKED, into, ref, limits.max_bytes, transfer, allow_pickle=limits.allow_pickle)
         else:
-            transfer.choose_files(list(upload.total_bytes), allow_pickle=False)
+            transfer.choose_files([file.name for file in upload.files], allow_pickle=False)
 
     @contextlib.asynccontextmanager
     async def _only_writer(self, upload_id: str, name: str) -> AsyncIterator[None]:
@@ -325,9 +267,48 @@ class UploadSource:
         await self._uploads.unpack(self._upload_id, ref, into, transfer)
 
 
-def _needed_bytes(name: str, total_bytes: int) -> int:
-    """Bytes on the disk that a file of this size needs: an archive is unpacked beside itself."""
-    return total_bytes * (2 if name == ARCHIVE else 1)
+def _read_note(folder: Path) -> UploadState | None:
+    """The upload in a folder; None without a valid note. Blocking."""
+    try:
+        upload = UploadState.model_validate_json((folder / UPLOAD_NOTE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if upload.digest:
+        return upload  # its installation has deleted the bytes
+    known = [file for file in upload.files if file.name in UPLOADED_FILES]
+    files = (file.model_copy(update={"received_bytes": _size_of(_part_path(folder, file.name))}) for file in known)
+    return upload.model_copy(update={"files": tuple(files)})
+
+
+def _part_path(folder: Path, name: str) -> Path:
+    """Where the bytes of a file of an upload are."""
+    return folder / (_PACKED if name == ARCHIVE else name)
+
+
+def _size_of(path: Path) -> int:
+    """Size of a file; 0 without one. Blocking."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _file_of(upload: UploadState, name: str) -> ReceivedFile | None:
+    """The upload's file of this name; None before it is begun."""
+    return next((file for file in upload.files if file.name == name), None)
+
+
+def _place_of(file: ReceivedFile) -> int:
+    """Place of a file in the order of `UPLOADED_FILES`."""
+    return UPLOADED_FILES.index(file.name)
+
+
+def _reserved_bytes(upload: UploadState) -> int:
+    """Room on the disk that the rest of an upload needs, as announced: an archive is unpacked beside itself."""
+    if upload.digest:
+        return 0
+    needed = ((file, (file.total_bytes or 0) * (2 if file.name == ARCHIVE else 1)) for file in upload.files)
+    return sum(max(0, size_bytes - file.received_bytes) for file, size_bytes in needed)
 
 
 def _truncate(file: IO[bytes], start: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.core.copies import SentBytes
 from orchestrator.core.errors import NotFound, StoreError
 from orchestrator.intent.registry import AdapterRegistry
-from orchestrator.intent.uploads import AdapterUploads, KeptUpload, UploadAsk
+from orchestrator.intent.uploads import AdapterUploads, KeptUpload, UploadAsk, UploadQuery
 from orchestrator.model.catalog import Catalog
 from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
@@ -139,11 +139,11 @@ async def test_upload_of_an_adapter_that_another_call_deletes_before_it_is_confi
     registry = AdapterRegistry(
         service.store, reconciler.reports, reconciler.names, forget_failures=lambda lora_id: None
     )
-    uploads = AdapterUploads(registry, reconciler, None, agents=NoAgents(), settings=service.settings)
+    uploads = AdapterUploads(registry, reconciler, None, agents=NoAgents(), relay=None, settings=service.settings)
     sent = SentBytes(None, 0, 4, is_resumed=False)
     found = WorkerAdapter(lora_id="sql/v1", path="/c", base_model="tiny-qwen", rank=8, digest="a" * 64)
     before = (await read_as(service, "r0", service.reconciler.catalog.revision)).json()["revision"]
-    ask = UploadAsk(lora_id="sql/v1", owner="me", file="archive", sent=sent)
+    ask = UploadAsk(lora_id="sql/v1", owner="me", tenant="me", wanted=UploadQuery(), sent=sent)
     registering = asyncio.create_task(uploads.register(ask, KeptUpload(found, "file:///a", ()), "me"))
     registered = await changed_revision(service, before)
     deleting = asyncio.create_task(service.http.delete("/v1/adapters/sql/v1"))

@@ -46,7 +46,9 @@ async def send(client, data: bytes, name=ARCHIVE, *, start=None):
 
 
 async def install(client, lora_id="up/v1", **more):
-    return await client.post(f"/v1/uploads/{UPLOAD}", json={"lora_id": lora_id, **more}, headers=LEADER)
+    return await client.post(
+        f"/v1/uploads/{UPLOAD}", json={"lora_id": lora_id, "source": "upload", **more}, headers=LEADER
+    )
 
 
 def leftovers(worker) -> list[str]:
@@ -139,8 +141,11 @@ async def test_files_that_are_no_part_of_an_adapter_and_too_many_bytes_are_refus
 async def test_a_replaced_leader_sends_nothing_any_more(worker):
     async with worker.together() as client:
         await client.post(f"/v1/uploads/{UPLOAD}/{ARCHIVE}", json={}, headers={"x-lorafleet-epoch": "2"})
-        for method, path in (("POST", "/archive"), ("PUT", "/archive"), ("POST", ""), ("DELETE", "")):
-            stale = await client.request(method, f"/v1/uploads/{UPLOAD}{path}", json={"lora_id": "a"}, headers=LEADER)
+        for method, path, more in (
+            ("POST", "/archive", {}), ("PUT", "/archive", {}), ("POST", "", {"source": "upload"}), ("DELETE", "", {}),
+        ):  # fmt: skip
+            body = {"lora_id": "a"} | more
+            stale = await client.request(method, f"/v1/uploads/{UPLOAD}{path}", json=body, headers=LEADER)
             assert code(stale) == "stale_epoch"
 
 
