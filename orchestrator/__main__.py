@@ -2,7 +2,7 @@
 
 import sys
 
-from lorafleet.service.lean_start import lean_imports
+from lorafleet.service.process import lean_imports
 
 with lean_imports():
     from lorafleet.http_server import serve

@@ -22,13 +22,13 @@ from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
 from lorafleet.keys.auth import ApiKeys, check_route_scopes, refuse_open_server, route_of
 from lorafleet.keys.own_key import OwnKey
+from lorafleet.keys.runs import path_behind_run
 from lorafleet.kube.client import KubeClient, connect
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
+from lorafleet.service.http.openapi import change_document, documented_app
 from lorafleet.service.loops import forever
-from lorafleet.service.openapi import change_document, documented_app
-from lorafleet.service.runs import path_behind_run
-from lorafleet.service.transport import DirectTransport
+from lorafleet.service.network.transport import DirectTransport
 from lorafleet.telemetry.request_log import RequestLog
 from orchestrator.agentless.engine import AgentlessLoadRules, AgentlessWorker
 from orchestrator.agentless.transport import SCHEME, AgentlessTransport

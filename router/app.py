@@ -30,7 +30,7 @@ from lorafleet.keys.whoami import whoami_routes
 from lorafleet.kube.errors import KubeConfigError
 from lorafleet.service.files import make_folder
 from lorafleet.service.http import add_routes, install_error_handlers
-from lorafleet.service.openapi import change_document, documented_app
+from lorafleet.service.http.openapi import change_document, documented_app
 from lorafleet.service.settings import load_or_exit
 from lorafleet.service.tasks import BackgroundTasks
 from lorafleet.telemetry import logs

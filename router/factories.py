@@ -21,7 +21,7 @@ from lorafleet.kube.access import ACCOUNT, find_access_source
 from lorafleet.kube.client import open_client
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.errors import KubeConfigError, KubeError
-from lorafleet.service.known_fields import WIRE_HEADERS
+from lorafleet.service.http.known_fields import WIRE_HEADERS
 from lorafleet.service.tasks import BackgroundTasks
 from lorafleet.telemetry.repeats import RepeatLimiter
 from orchestrator.model.usage import RouterNow

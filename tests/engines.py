@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lorafleet.service.sockets import bind_socket
+from lorafleet.service.network.sockets import bind_socket
 from tests.patience import patience
 from workers.engines.launch import CPU_ENVIRONMENT
 

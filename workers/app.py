@@ -24,9 +24,9 @@ from lorafleet.keys.own_key import OwnKey
 from lorafleet.kv.connectors import ConnectorVerdict
 from lorafleet.service.files import make_folder, write_atomically
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
+from lorafleet.service.http.openapi import documented_app
 from lorafleet.service.loops import forever
-from lorafleet.service.openapi import documented_app
-from lorafleet.service.transport import DirectTransport
+from lorafleet.service.network.transport import DirectTransport
 from lorafleet.telemetry import logs
 from lorafleet.telemetry.request_log import RequestLog
 from workers.agent.agent import WorkerAgent

@@ -13,8 +13,8 @@ from pydantic_settings import SettingsConfigDict
 
 from lorafleet.engine.canary import CanaryMode
 from lorafleet.kv.connectors import EngineSalt
+from lorafleet.service.network.sockets import UNIX_PATH_BYTES
 from lorafleet.service.settings import ServiceSettings, Url, checked_url
-from lorafleet.service.sockets import UNIX_PATH_BYTES
 from workers.engines.base import UNSUPPORTED_ENGINES
 
 

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from lorafleet.service.urls import checked_key
+from lorafleet.service.network.urls import checked_key
 
 # Routers receive news of a drain within a second; requests that they had already sent arrive within this time.
 _ROUTERS_REACT_S = 2.0

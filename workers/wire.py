@@ -1,7 +1,7 @@
 """The agent's wire format: requests, answers, events and KV frames.
 
 Unknown fields are ignored between services, so that neighbouring versions work together; the routes refuse them from
-anybody else (lorafleet/service/known_fields.py).
+anybody else (lorafleet.service.http.known_fields.py).
 """
 
 import sys

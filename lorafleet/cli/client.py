@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import httpx
 
 from lorafleet.service.failure import CommandFailed, printable
-from lorafleet.service.urls import checked_key, is_http, without_secrets
+from lorafleet.service.network.urls import checked_key, is_http, without_secrets
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from lorafleet.cli.bench import command as bench
 from lorafleet.cli.changes import apply, plan, record
 from lorafleet.cli.context import FleetAddress
 from lorafleet.cli.decisions import commands as decisions
-from lorafleet.cli.local import logs, monitoring, push, services, up
+from lorafleet.cli.local import folders, logs, monitoring, services, up
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import is_full
 
@@ -96,8 +96,8 @@ def set_fleet_address(
     context.obj = FleetAddress(orchestrator_url, router_url, token)
 
 
-adapters.adapters_app.command("push")(push.adapters_push)
-adapters.adapters_app.command("rename-modules")(push.adapters_rename_modules)
+adapters.adapters_app.command("push")(folders.adapters_push)
+adapters.adapters_app.command("rename-modules")(folders.adapters_rename_modules)
 for name, group in (
     ("adapters", adapters.adapters_app),
     ("orphans", adapters.orphans_app),

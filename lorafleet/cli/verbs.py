@@ -23,7 +23,7 @@ from lorafleet.cli.output import (
     print_item,
     print_list,
 )
-from lorafleet.service.urls import url_path
+from lorafleet.service.network.urls import url_path
 
 if TYPE_CHECKING:
     from lorafleet.cli.client import RestClient

@@ -14,7 +14,7 @@ from lorafleet.client.archive import AdapterArchive
 from lorafleet.client.errors import FleetError
 from lorafleet.client.results import Published, Pushed, PushProgress
 from lorafleet.service.failure import CommandFailed
-from lorafleet.service.urls import url_path
+from lorafleet.service.network.urls import url_path
 
 T = TypeVar("T")
 Folder: TypeAlias = str | PathLike[str]

@@ -20,7 +20,7 @@ from lorafleet.identity import AdapterLocation, lora_id_of
 from lorafleet.kv.connectors import ConnectorVerdict, EngineSalt, apply_setting, verdict_of_running_engine
 from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
 from lorafleet.service.loops import backoff_s
-from lorafleet.service.urls import is_http, without_secrets
+from lorafleet.service.network.urls import is_http, without_secrets
 from workers.wire import Load, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport, WorkerAdapter
 
 AGENTLESS_BOOT_ID = "none"

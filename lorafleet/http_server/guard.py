@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet.http_server.cross_site import CheckSite, SiteCheck, site_check
 from lorafleet.keys.auth import ApiKeys, host_check
+from lorafleet.keys.runs import RunPaths
 from lorafleet.service.http import HostCheckMiddleware, HttpError, error_response
-from lorafleet.service.runs import RunPaths
 from lorafleet.telemetry.request_log import ID_HEADER, NOTES, RequestLine, RequestLog, RequestNotes, put_request_id
 
 log = structlog.get_logger()

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp
 from lorafleet.http_server.descriptors import backlog, descriptor_limit
 from lorafleet.http_server.intake import ClientLimits, UploadBytes
 from lorafleet.http_server.listener import listener_for_app
-from lorafleet.service import signals
-from lorafleet.service.sockets import bind_socket
+from lorafleet.service.network.sockets import bind_socket
+from lorafleet.service.process import stop_signals
 from lorafleet.telemetry.request_log import RequestLog
 
 log = structlog.get_logger()
@@ -96,7 +96,7 @@ async def serve(
     server = DrainingServer(uvicorn_config(app, grace_s=grace_s, http=http), on_stop, drain_s)
     if port_file is not None:
         write_port_file(port_file, sock.getsockname()[1])
-    if signal.SIGHUP in signals.stop_signals():  # uvicorn itself handles the others
+    if signal.SIGHUP in stop_signals():  # uvicorn itself handles the others
         signal.signal(signal.SIGHUP, server.handle_exit)
     await server.serve(sockets=[sock])
 

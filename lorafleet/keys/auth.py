@@ -24,9 +24,9 @@ from lorafleet.keys.key_files import (
     read_key_files,
 )
 from lorafleet.keys.roles import ANYONE, SCOPES, Caller, check_scope, expiry_text
+from lorafleet.keys.runs import RUN, caller_in_run
 from lorafleet.service.files import Stamp, stamp_of
 from lorafleet.service.http import HttpError
-from lorafleet.service.runs import RUN, caller_in_run
 from lorafleet.telemetry.request_log import NOTES, RequestNotes
 
 log = structlog.get_logger()

@@ -10,7 +10,7 @@ import structlog
 from lorafleet.keys.auth import RECHECK_S
 from lorafleet.keys.key_files import KeyFileError
 from lorafleet.service.files import stamp_of
-from lorafleet.service.urls import checked_key
+from lorafleet.service.network.urls import checked_key
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ import structlog
 from lorafleet.kube.access import ACCOUNT, AccessSource, ApiServerAccess, find_access_source
 from lorafleet.kube.errors import KubeConfigError, KubeError, KubeUnreachable, error_of_answer
 from lorafleet.service.decoding import DECODE_ERRORS
-from lorafleet.service.transport import DirectTransport, why_no_answer
+from lorafleet.service.network.transport import DirectTransport, why_no_answer
 
 log = structlog.get_logger()
 

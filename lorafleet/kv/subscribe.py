@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import structlog
 import zmq
 
-from lorafleet.service.turns import LoopTurns
+from lorafleet.kv.turns import LoopTurns
 
 log = structlog.get_logger()
 

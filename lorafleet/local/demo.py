@@ -15,8 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 from lorafleet.local import smollm2
-from lorafleet.service.event_streams import json_events
 from lorafleet.service.failure import CommandFailed, printable
+from lorafleet.service.http.event_streams import json_events
 
 # Several blocks of 32 tokens, so that a cache hit shows.
 _SHOP_TABLES = (

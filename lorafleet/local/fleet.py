@@ -22,14 +22,13 @@ import yaml
 from lorafleet.engine.output import last_error
 from lorafleet.keys.key_files import hash_key, new_key
 from lorafleet.keys.roles import PROGRAM_HEADER, UP
-from lorafleet.local import adapter_folders, browser, commands, demo, notices, welcome
-from lorafleet.local.incidents import IncidentPrinter
+from lorafleet.local import adapter_folders, browser, commands, demo, notices
 from lorafleet.local.options import FleetOptions, lora_roots
 from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, lines_of, tail_of
 from lorafleet.local.progress import StartProgress
 from lorafleet.service import files
 from lorafleet.service.failure import CommandFailed
-from lorafleet.service.sockets import socket_folder
+from lorafleet.service.network.sockets import socket_folder
 
 _POLL_S = 0.05
 # Per worker. vLLM takes 25-60 s on an idle machine; after ten minutes it is stuck.
@@ -134,13 +133,13 @@ class LocalFleet:
             await self._wait_until_ready(client, "router")
         self.is_ready = True
         self.steps.close()
-        printer = IncidentPrinter(
+        printer = notices.IncidentPrinter(
             self.url("orchestrator"), self._auth_headers(), self.steps.say, since=datetime.now(UTC)
         )
         assert self._group is not None, "run_until_cancelled sets it"
         self._keep_tasks.append(self._group.create_task(printer.run()))
         has_keys = self.options.key_file is not None
-        welcome.print_ready(
+        notices.print_ready(
             self.url("router"),
             self.url("orchestrator"),
             self._folder / "logs",

@@ -1,10 +1,26 @@
-"""Lines that `lorafleet up` prints while it starts: settings in force, adapters of earlier runs, states of workers."""
+"""What `lorafleet up` prints: settings in force, adapters of earlier runs, workers, addresses, and incidents."""
 
-from collections.abc import Collection, Mapping
+# ruff: noqa: T201  (people and scripts read this on standard output)
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from lorafleet.local import demo
 from lorafleet.local.options import SERVICES, FleetOptions, prefix_of, unknown_variables
+from lorafleet.service.failure import printable
+from lorafleet.service.loops import backoff_s
 
 _MOST_NAMED = 5
+_NEWEST = 50
+_FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.2, 5.0
+# The stream has a comment at least so often: `keep_alive_s` of the orchestrator, with time to spare.
+_SILENCE_S = 60.0
 
 
 def startup_notices(options: FleetOptions, environment: Mapping[str, str]) -> list[str]:
@@ -79,3 +95,100 @@ def starting_status(engine: str, now: str) -> str:
     """The status of a worker that is not up yet; `now` is its state, with a reason if there is one."""
     reason = now.splitlines()[0].removeprefix("starting").removeprefix(": ")
     return f"starting {engine} ({reason})" if reason else f"starting {engine}"
+
+
+def print_ready(
+    router: str, orchestrator: str, logs: Path, base_model: str, lora_ids: Sequence[str], *, has_keys: bool
+) -> None:
+    """Print the line `ready router=... orchestrator=...`, then addresses and commands to paste."""
+    print(f"ready router={router} orchestrator={orchestrator}")
+    rows = [
+        ("router", f"{router}/v1", "base URL for OpenAI clients"),
+        ("models", f"{router}/v1/models", "the base model and the adapters"),
+        ("console", f"{orchestrator}/ui", "the fleet in a browser: traffic, adapters, workers, decisions"),
+        ("orchestrator", f"{orchestrator}/docs", "REST API: adapters, placements, workers, policy"),
+        ("metrics", f"{router}/metrics", f"Prometheus{', with a key of scope metrics' if has_keys else ''}"),
+        ("logs", str(logs), "one file for each process"),
+    ]
+    width = max(len(address) for _, address, _ in rows)
+    for name, address, purpose in rows:
+        print(f"  {name:<13} {address:<{width}}  {purpose}")
+    print("\nTry:")
+    for line in curl_lines(router, base_model, lora_ids, has_keys=has_keys):
+        print(f"  {line}")
+    print(flush=True)
+
+
+def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_keys: bool) -> list[str]:
+    """Commands to paste: a request to the base model, one to an adapter, and the explanation of a routing decision."""
+    key = ' -H "authorization: Bearer $KEY"' if has_keys else ""
+    script = demo.script_for(lora_ids)
+    adapters = script.lora_ids[:1]
+
+    def line(path: str, model: str, extra_fields: str = "") -> str:
+        """A curl command that POSTs the demo's question for a model."""
+        message = f'"messages": [{{"role": "user", "content": "{script.question}"}}]'
+        body = f'{{"model": "{model}", {message}{extra_fields}}}'
+        return f"curl -s {router}{path}{key} -H 'content-type: application/json' -d '{body}'"
+
+    return [
+        *(
+            line("/v1/chat/completions", model, f', "max_tokens": {script.max_tokens}')
+            for model in (base_model, *adapters)
+        ),
+        line("/v1/route", *(adapters or [base_model])),
+    ]
+
+
+class IncidentPrinter:
+    """Follows the orchestrator's events, and prints each incident once, oldest first."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], say: Callable[[str], None], *, since: datetime) -> None:
+        """`since`: incidents before this time are not printed."""
+        self._url = url
+        self._headers = dict(headers)
+        self._say = say
+        self._since = since
+        self._last_id = 0
+
+    async def run(self) -> None:
+        """Print incidents until cancelled; an orchestrator that is away is asked again."""
+        failures = 0
+        timeout = httpx.Timeout(10, read=_SILENCE_S)
+        async with httpx.AsyncClient(timeout=timeout, trust_env=False, headers=self._headers) as client:
+            while True:
+                with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
+                    async for _ in self._news(client):
+                        await self._print_new(client)
+                        failures = 0
+                failures += 1
+                await asyncio.sleep(backoff_s(failures, _FIRST_BACKOFF_S, _MOST_BACKOFF_S))
+
+    async def _news(self, client: httpx.AsyncClient) -> AsyncIterator[None]:
+        """One item once the orchestrator's events are followed, and one after each incident. Raises httpx.HTTPError."""
+        async with client.stream("GET", f"{self._url}/v1/events") as events:
+            events.raise_for_status()
+            yield None
+            async for line in events.aiter_lines():
+                if line == "event: incident":
+                    yield None
+
+    async def _print_new(self, client: httpx.AsyncClient) -> None:
+        """Print the incidents that have not been. Raises httpx.HTTPError, ValueError, KeyError."""
+        asked: dict[str, str | int] = {"kind": "incident", "limit": _NEWEST, "since": self._since.isoformat()}
+        answer = await client.get(f"{self._url}/v1/history", params=asked)
+        answer.raise_for_status()
+        new = [item for item in answer.json()["data"] if item["id"] > self._last_id]
+        for item in sorted(new, key=lambda item: item["id"]):
+            self._last_id = item["id"]
+            for line in incident_lines(item):
+                self._say(line)
+
+
+def incident_lines(item: Mapping[str, Any]) -> list[str]:
+    """An incident in a line, and the next step in another if there is one. A cause may hold an engine's own words."""
+    at = datetime.fromisoformat(item["at"]).astimezone(UTC)
+    what = item["kind"].replace("_", " ")
+    cause = printable(str(item["body"].get("cause", "")).partition("\n")[0])
+    lines = [f"{at:%H:%M:%S} {printable(item['subject'] or 'fleet')}: {what}{f': {cause}' if cause else ''}"]
+    return lines + ([f"         next: {item['next_step']}"] if item["next_step"] else [])

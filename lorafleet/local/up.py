@@ -15,9 +15,9 @@ from lorafleet.keys.key_files import KeyFileError
 from lorafleet.local import adapter_folders, commands
 from lorafleet.local.fleet import LocalFleet
 from lorafleet.local.options import FleetOptions
-from lorafleet.service import signals
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import make_private_folder
+from lorafleet.service.process import stop_signals
 
 
 def run(options: FleetOptions) -> int:
@@ -128,7 +128,7 @@ async def _run_fleet(options: FleetOptions) -> int:
             os._exit(130)
         stopping.set()
 
-    for number in signals.stop_signals():
+    for number in stop_signals():
         loop.add_signal_handler(number, on_signal)
     try:
         live = asyncio.create_task(fleet.run_until_cancelled())

@@ -20,7 +20,7 @@ from pydantic_settings import (
 from pydantic_settings.exceptions import SettingsError as Unparsed
 
 from lorafleet.service import yamls
-from lorafleet.service.urls import checked_key, is_http, without_secrets
+from lorafleet.service.network.urls import checked_key, is_http, without_secrets
 from lorafleet.telemetry.request_log import AccessLogMode
 
 S = TypeVar("S", bound="ServiceSettings")

@@ -20,7 +20,7 @@ from lorafleet.engine.canary import (
     shown_effect,
 )
 from lorafleet.engine.lora_weights import weights_effect
-from lorafleet.service.transport import why_no_answer
+from lorafleet.service.network.transport import why_no_answer
 
 
 class AgentlessCanary:

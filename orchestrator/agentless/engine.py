@@ -14,7 +14,7 @@ from lorafleet.engine.canary import CanaryMode
 from lorafleet.engine.vllm_errors import is_engine_stopping
 from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import EngineSalt
-from lorafleet.service.transport import why_no_answer
+from lorafleet.service.network.transport import why_no_answer
 from orchestrator.agentless.canary import AgentlessCanary
 from workers.wire import (
     ClaimRequest,

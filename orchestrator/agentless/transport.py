@@ -19,9 +19,9 @@ from pydantic import BaseModel
 
 from lorafleet.engine.agentless import AGENTLESS_BOOT_ID
 from lorafleet.service.http import envelope
-from lorafleet.service.known_fields import type_adapter
+from lorafleet.service.http.known_fields import type_adapter
 from lorafleet.service.loops import forever
-from lorafleet.service.transport import DirectTransport
+from lorafleet.service.network.transport import DirectTransport
 from orchestrator.agentless.engine import AgentlessEngineDriver, AgentlessLoadRules, AgentlessRefusal, AgentlessWorker
 from workers.wire import (
     REPORT_HEADER,

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect
 from lorafleet.identity import fleet_source
 from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.keys.roles import Caller
-from lorafleet.service.openapi import UPLOAD_SCHEMA
+from lorafleet.service.http.openapi import UPLOAD_SCHEMA
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.copies import sent_bytes, upload_id

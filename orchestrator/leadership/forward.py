@@ -16,11 +16,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lorafleet.keys.runs import RUN, path_in_run
 from lorafleet.service.http import error_response
+from lorafleet.service.http.openapi import DOCS_ASSETS
 from lorafleet.service.loops import run_watched
-from lorafleet.service.openapi import DOCS_ASSETS
-from lorafleet.service.runs import RUN, path_in_run
-from lorafleet.service.transport import why_no_answer
+from lorafleet.service.network.transport import why_no_answer
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.leadership import Leadership

@@ -11,8 +11,8 @@ from pydantic_core import from_json
 
 from lorafleet.engine.worker_proofs import AgentProofs, AgentUnproved
 from lorafleet.keys.own_key import OwnKey
-from lorafleet.service.known_fields import WIRE_HEADERS, type_adapter
-from lorafleet.service.transport import why_no_answer
+from lorafleet.service.http.known_fields import WIRE_HEADERS, type_adapter
+from lorafleet.service.network.transport import why_no_answer
 from orchestrator.agentless.transport import SCHEME
 from orchestrator.core.errors import InvalidAdapter, LeaseLost, WorkerFailed
 from orchestrator.core.failures import FINAL_CODES

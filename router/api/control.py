@@ -17,7 +17,7 @@ from lorafleet.identity import lora_id_of
 from lorafleet.keys.auth import AuthFirstRoute, metrics_dependencies, requires
 from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
-from lorafleet.service.openapi import Json
+from lorafleet.service.http.openapi import Json
 from lorafleet.telemetry.request_log import request_id
 from router.api.explain import decision_answer, replay_answer, tenants_answer, undecided_answer
 from router.api.openapi import openapi_paths

@@ -9,8 +9,8 @@ import msgspec
 from fastapi import Request
 
 from lorafleet.keys.auth import KEY_HEADERS, authorization_of
+from lorafleet.keys.runs import RUN, path_in_run
 from lorafleet.service.decoding import DECODE_ERRORS
-from lorafleet.service.runs import RUN, path_in_run
 from router.request.services import Services
 
 _RETRY_S = 0.25

@@ -12,12 +12,12 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from lorafleet.keys.auth import KEY_HEADERS, ApiKeys, requires
+from lorafleet.keys.runs import RUN, path_behind_run, path_in_run
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError
-from lorafleet.service.openapi import UPLOAD_SCHEMA
-from lorafleet.service.runs import RUN, path_behind_run, path_in_run
-from lorafleet.service.transport import DirectTransport
-from lorafleet.service.urls import url_path
+from lorafleet.service.http.openapi import UPLOAD_SCHEMA
+from lorafleet.service.network.transport import DirectTransport
+from lorafleet.service.network.urls import url_path
 from lorafleet.telemetry.request_log import ID_HEADER
 
 LoraIdPath = Annotated[str, Path(description="an adapter's lora_id, which may contain slashes")]

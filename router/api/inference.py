@@ -11,8 +11,8 @@ from lorafleet.http_server.exchange import Handler, HttpExchange
 from lorafleet.http_server.guard import trimmed
 from lorafleet.keys.auth import authorization_of, host_check
 from lorafleet.keys.roles import Caller, KeyLimits, check_scope
+from lorafleet.keys.runs import RUNS, caller_in_run, split_run
 from lorafleet.service.http import HttpError
-from lorafleet.service.runs import RUNS, caller_in_run, split_run
 from router.core.errors import RateLimited
 from router.items.item_batch import GENERATE, serve_completion_batch, serve_generate_batch
 from router.items.stored import serve_stored

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lorafleet.service.openapi import ERROR_SCHEMA, Json
+from lorafleet.service.http.openapi import ERROR_SCHEMA, Json
 from router.protocols import sglang_generate
 from router.protocols.routes import COMPLETIONS, GENERATE_TOKENS, ROUTES, Route
 

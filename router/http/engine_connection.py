@@ -17,7 +17,7 @@ from typing import Protocol
 import httptools
 
 from lorafleet.http_server.outbox import Outbox
-from lorafleet.service.sockets import keep_alive
+from lorafleet.service.network.sockets import keep_alive
 
 _MAX_HEAD_BYTES = 64 * 2**10
 _NEVER = float("inf")

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from lorafleet.engine.agentless import StatusRefused
-from lorafleet.service.known_fields import WIRE_HEADER
+from lorafleet.service.http.known_fields import WIRE_HEADER
 from router.http.engine_connection import EngineConnection, EngineLost, Headers, Origin
 from router.http.engine_pool import EnginePool
 

@@ -15,8 +15,8 @@ import zmq
 from lorafleet.identity import KV_HASHING, TIERS, BlockHash, Tier
 from lorafleet.kv.ledger import MAX_KEPT_RATIO, TRAITS, BlockLedger
 from lorafleet.kv.subscribe import RankEndpoint, RankSubscriber, SubscriberHub
+from lorafleet.kv.turns import LoopTurns
 from lorafleet.service.loops import backoff_s, forever
-from lorafleet.service.turns import LoopTurns
 from router.core.kv.index import IndexDraft, KvIndex, WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.http.engine_pool import EnginePool

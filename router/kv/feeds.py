@@ -15,8 +15,8 @@ from lorafleet.engine.agentless import process_boot_id
 from lorafleet.identity import BlockHash
 from lorafleet.kv.ledger import TRAITS
 from lorafleet.kv.subscribe import SubscriberHub
+from lorafleet.kv.turns import LoopTurns
 from lorafleet.service.loops import forever
-from lorafleet.service.turns import LoopTurns
 from router.core.fleet import Replica
 from router.core.kv.estimate import CacheEstimate, PredictedCache
 from router.core.kv.index import KvIndex, WorkerId

@@ -27,9 +27,9 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet.http_server import serve
-from lorafleet.service import signals
 from lorafleet.service.loops import backoff_s
-from lorafleet.service.sockets import socket_folder
+from lorafleet.service.network.sockets import socket_folder
+from lorafleet.service.process import stop_signals
 from router.processes.shared_quotas import shared_memory
 
 log = structlog.get_logger()
@@ -279,7 +279,7 @@ class _Supervisor:
         That is 0 after a clean stop, 1 if a process failed, or the status of processes that never started.
         """
         loop = asyncio.get_running_loop()
-        for sig in signals.stop_signals():
+        for sig in stop_signals():
             loop.add_signal_handler(sig, self._on_stop_signal, sig)
         log.info("serving", host=self._host, port=self._port, processes=self._processes)
         await asyncio.gather(*(self._keep_slot_running(slot) for slot in range(self._processes)))

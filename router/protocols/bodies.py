@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lorafleet.service.json_count import has_more
+from lorafleet.service.http.json_count import has_more
 from router.core.errors import BadBody
 
 # The byte order mark that some clients put before a body; vLLM accepts it.

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from lorafleet.service.memory import release_free_memory
+from lorafleet.service.process import release_free_memory
 from lorafleet.tokenizer.encoding import ThreadWork
 
 # Of the threads: they get a third of the event loop's share of a core that both want.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 import structlog
 
-from lorafleet.service.memory import release_free_memory
+from lorafleet.service.process import release_free_memory
 from lorafleet.telemetry.repeats import RepeatLimiter
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from lorafleet.tokenizer.messages import HasMedia, Untokenizable, has_media

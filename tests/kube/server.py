@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 from aiohttp import web
 
-from lorafleet.service.sockets import bind_socket
+from lorafleet.service.network.sockets import bind_socket
 from tests.kube import certificates
 from tests.kube.faults import ServerFaults
 from tests.kube.handlers import ApiServerRequest, RequestHandlers

@@ -178,7 +178,7 @@ def test_an_unwritable_port_file_ends_a_service_without_a_traceback(tmp_path, fo
 
 @pytest.mark.parametrize(("under", "hears"), [((), True), (("nohup",), False)])
 def test_a_terminals_hang_up_stops_a_service_unless_under_nohup(under, hears):
-    code = "import signal; from lorafleet.service import signals; print(signal.SIGHUP in signals.stop_signals())"
+    code = "import signal; from lorafleet.service import process; print(signal.SIGHUP in process.stop_signals())"
     done = subprocess.run(
         [*under, sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(30), check=True
     )

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from lorafleet.service.known_fields import WIRE_HEADERS
+from lorafleet.service.http.known_fields import WIRE_HEADERS
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.orchestrator.doubles import FakeAgent

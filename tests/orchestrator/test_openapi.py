@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from lorafleet.service.known_fields import WIRE_HEADERS
+from lorafleet.service.http.known_fields import WIRE_HEADERS
 from orchestrator.api.examples import EXAMPLES
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings

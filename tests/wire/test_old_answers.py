@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.local.tiny_model import make_adapters, make_model
-from lorafleet.service.known_fields import WIRE_HEADERS
+from lorafleet.service.http.known_fields import WIRE_HEADERS
 from lorafleet.tokenizer.chat import read_files
 from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings

@@ -8,7 +8,7 @@ import httpx
 import structlog
 
 from lorafleet.keys.own_key import OwnKey
-from lorafleet.service.known_fields import WIRE_HEADERS
+from lorafleet.service.http.known_fields import WIRE_HEADERS
 from lorafleet.service.loops import backoff_s
 from orchestrator.model.agents import Heartbeat, HeartbeatAnswer
 from workers.agent.agent import WorkerAgent

@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from lorafleet.engine.arguments import value_of
-from lorafleet.service.sockets import bind_socket
+from lorafleet.service.network.sockets import bind_socket
 from workers.agent.agent import WorkerAgent
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError

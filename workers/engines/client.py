@@ -10,7 +10,7 @@ import httpx
 
 from lorafleet.engine.canary import EngineSilent, Fingerprint, ReadNumbers, answered_numbers
 from lorafleet.engine.probes import PROBE_REQUESTS
-from lorafleet.service.transport import DirectTransport
+from lorafleet.service.network.transport import DirectTransport
 from workers.core.errors import EngineError
 
 MODELS_TIMEOUT_S = 10.0

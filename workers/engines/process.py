@@ -18,7 +18,7 @@ import structlog
 
 from lorafleet.engine.output import error_in
 from lorafleet.service.files import private_opener
-from lorafleet.service.sockets import bind_socket
+from lorafleet.service.network.sockets import bind_socket
 from workers.engines.launch import LaunchCommand
 
 log = structlog.get_logger()

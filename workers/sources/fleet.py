@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from lorafleet.identity import fleet_digest, rendezvous_score
 from lorafleet.keys.own_key import OwnKey
-from lorafleet.service.transport import DirectTransport
+from lorafleet.service.network.transport import DirectTransport
 from workers.core.errors import SourceError
 from workers.core.references import parse_reference, redacted, scheme
 from workers.sources.base import (

@@ -7,7 +7,7 @@ from ssl import SSLContext
 
 import httpx
 
-from lorafleet.service.transport import DirectTransport
+from lorafleet.service.network.transport import DirectTransport
 from workers.core.addresses import Network, is_allowed
 from workers.core.errors import SourceError
 

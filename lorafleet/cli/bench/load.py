@@ -12,7 +12,7 @@ import httpx
 
 from lorafleet.cli.bench.plan import PlannedRequest
 from lorafleet.cli.bench.report import RequestOutcome
-from lorafleet.service.event_streams import json_events
+from lorafleet.service.http.event_streams import json_events
 
 _CONNECT_S = 10.0
 

@@ -2,7 +2,7 @@
 
 import io
 
-from lorafleet.local.incidents import incident_lines
+from lorafleet.local.notices import incident_lines
 from lorafleet.local.progress import StartProgress
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.local import commands, welcome
+from lorafleet.local import commands, notices
 from lorafleet.local import fleet as local_fleet
 from lorafleet.local.fleet import LocalFleet, model_name
 from lorafleet.local.notices import earlier_adapter_notices, held_back_notice, starting_status
@@ -141,7 +141,7 @@ def test_the_engine_is_padded_to_the_largest_rank_that_an_agent_takes(
 
 
 def test_the_lines_to_try_are_commands_with_json_bodies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    welcome.print_ready("http://r", "http://o", tmp_path, "tiny", ["sql/v1"], has_keys=True)
+    notices.print_ready("http://r", "http://o", tmp_path, "tiny", ["sql/v1"], has_keys=True)
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "ready router=http://r orchestrator=http://o"
     curls = [line.strip() for line in out.splitlines() if line.strip().startswith("curl")]
@@ -153,7 +153,7 @@ def test_the_lines_to_try_are_commands_with_json_bodies(capsys: pytest.CaptureFi
 
 
 def test_without_adapters_no_command_is_repeated() -> None:
-    lines = welcome.curl_lines("http://r", "tiny", [], has_keys=False)
+    lines = notices.curl_lines("http://r", "tiny", [], has_keys=False)
     assert len(lines) == len(set(lines)) == 2
 
 

@@ -7,7 +7,7 @@ import ssl
 
 import pytest
 
-from lorafleet.service.sockets import KEEP_ALIVE
+from lorafleet.service.network.sockets import KEEP_ALIVE
 from router.http.engine_connection import EngineConnection, EngineLost, Origin
 from router.http.engine_pool import EnginePool
 from tests.patience import patience, until

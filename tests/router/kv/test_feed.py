@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from lorafleet.identity import KV_HASHING
-from lorafleet.service.turns import LoopTurns
+from lorafleet.kv.turns import LoopTurns
 from tests.patience import until
 from tests.router.kv.test_feeds import following, source
 from tests.serving import serving

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from lorafleet.identity import KV_HASHING, block_hashes, root_hash
-from lorafleet.service.sockets import bind_socket
+from lorafleet.service.network.sockets import bind_socket
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.core.schedule.request import PrefixMatch
 from router.http.engine_pool import EnginePool

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.local.renames import rename
+from lorafleet.cli.local.folders import rename
 from lorafleet.service.failure import CommandFailed
 from tests.adapters.recorded import FOLDER, CorpusFamily, read_all, read_family
 from tests.adapters.test_corpus import rules_of, write_header

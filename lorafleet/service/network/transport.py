@@ -9,7 +9,7 @@ from typing import cast
 import httpcore
 import httpx
 
-from lorafleet.service.sockets import KEEP_ALIVE
+from lorafleet.service.network.sockets import KEEP_ALIVE
 from lorafleet.service.tasks import finish_even_if_cancelled
 
 _WAITS: dict[type[Exception], str] = {

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from lorafleet.service.event_streams import json_events
+from lorafleet.service.http.event_streams import json_events
 
 
 async def events_of(pieces: list[bytes]) -> list[dict[str, object]]:

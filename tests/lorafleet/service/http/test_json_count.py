@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lorafleet.service.json_count import ITEMS, VALUES, has_more
+from lorafleet.service.http.json_count import ITEMS, VALUES, has_more
 from orchestrator.model.agents import Heartbeat
 from orchestrator.model.usage import AdapterUse, UsageReport
 from tests.lorafleet.http_server.test_cross_site import agent, orchestrator

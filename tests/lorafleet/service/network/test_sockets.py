@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from lorafleet.service.sockets import KEEP_ALIVE, bind_socket, keep_alive, socket_folder
+from lorafleet.service.network.sockets import KEEP_ALIVE, bind_socket, keep_alive, socket_folder
 
 
 @pytest.mark.parametrize("depth", [1, 60, 75, 90, 200])

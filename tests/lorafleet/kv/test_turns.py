@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.service.turns import LoopTurns, turn_budget_s
+from lorafleet.kv.turns import LoopTurns, turn_budget_s
 
 
 class SteppedClock:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from lorafleet.service.transport import DirectTransport, why_no_answer
+from lorafleet.service.network.transport import DirectTransport, why_no_answer
 from tests.patience import within
 from tests.serving import serving
 

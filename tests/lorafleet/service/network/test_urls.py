@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lorafleet.http_server.guard import trimmed
 from lorafleet.service.failure import CommandFailed
-from lorafleet.service.urls import url_path
+from lorafleet.service.network.urls import url_path
 from orchestrator.model.names import checked_lora_id, checked_published_name
 from tests.lorafleet.http_server.test_cross_site import agent, orchestrator
 from tests.lorafleet.http_server.test_lenient import asking

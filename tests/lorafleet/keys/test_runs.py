@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.keys.roles import ANYONE, Caller
+from lorafleet.keys.runs import caller_in_run, path_behind_run, path_in_run, split_run
 from lorafleet.service.http import HttpError
-from lorafleet.service.runs import caller_in_run, path_behind_run, path_in_run, split_run
 
 NAMES = st.from_regex(r"[A-Za-z0-9._-]{1,40}", fullmatch=True).filter(lambda name: name not in {".", ".."})
 PATHS = st.from_regex(r"(/[a-z0-9%._-]{1,8}){1,4}", fullmatch=True)

@@ -8,7 +8,7 @@ import pytest
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 
-from lorafleet.service.known_fields import WIRE_HEADERS, unknown_fields
+from lorafleet.service.http.known_fields import WIRE_HEADERS, unknown_fields
 from router.app import build
 from router.config import RouterSettings
 from tests.lorafleet.http_server.test_cross_site import agent, orchestrator
