@@ -51,8 +51,7 @@ from workers.plugin import LoraDownloaderBase
 from workers.report_header import ReportHeaderMiddleware
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source
 from workers.sources.file_system import FileSystemCalls
-from workers.sources.fleet import FLEET_SCHEMES, FleetSource
-from workers.sources.fleet_agents import FleetAgents
+from workers.sources.fleet import FLEET_SCHEMES, FleetAgents, FleetSource
 from workers.sources.guard import GuardedTransport
 from workers.sources.hub import HubSource
 from workers.sources.local import LocalSource

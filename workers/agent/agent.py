@@ -19,7 +19,6 @@ from orchestrator.model.usage import UsageReport
 from workers.agent.adapter_usage import ReportedAdapterUsage
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.event_log import AgentEventLog, Requester
-from workers.agent.file_uploads import FileUploads
 from workers.agent.foreign_reader import ForeignFilesReader
 from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
@@ -130,9 +129,6 @@ class WorkerAgent:
         )
         self._uploaded = UploadedAdapters(
             uploads, loader=self._loader, inventory=self.inventory, report=self.report, cache=cache
-        )
-        self.uploads = FileUploads(
-            most=settings.max_uploads, bytes_per_s=settings.upload_bytes_per_s, metrics=metrics, clock=clock
         )
         calls = FileSystemCalls(timeout_s=settings.source_timeout_s)
         self._foreign_reader = ForeignFilesReader(

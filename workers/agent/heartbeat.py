@@ -12,7 +12,7 @@ from lorafleet.service.http.known_fields import WIRE_HEADERS
 from lorafleet.service.loops import backoff_s
 from orchestrator.model.agents import Heartbeat, HeartbeatAnswer
 from workers.agent.agent import WorkerAgent
-from workers.sources.fleet_agents import FleetAgents
+from workers.sources.fleet import FleetAgents
 from workers.wire import MOST_DIGESTS
 
 log = structlog.get_logger()

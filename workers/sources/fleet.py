@@ -7,8 +7,8 @@ key for that fleet (`peer_fleets`), so workers need neither a way there nor a ke
 import asyncio
 import contextlib
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,7 +28,6 @@ from workers.sources.base import (
     too_big_error,
     with_retries,
 )
-from workers.sources.fleet_agents import FleetAgents
 from workers.sources.web import RETRIED_STATUSES, download_file, retry_after_s, tag_file_of
 from workers.verification.adapter_files import WEIGHTS_NAME, is_stored_file
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
@@ -43,6 +42,30 @@ _ENOUGH = 4
 """Workers with the files are enough."""
 _PROBES = 16
 """Workers asked at a time whether they have a digest."""
+
+
+class FleetAgents:
+    """The fleet's other agents, as the leading orchestrator last named them: asked for files while it is away.
+
+    Only the leader's answers to heartbeats name them: this worker sends them its key.
+    """
+
+    def __init__(self, own_url: str) -> None:
+        """`own_url` is left out."""
+        self._own_url = own_url
+        self._urls: tuple[str, ...] = ()
+        self.digest = ""
+        """The orchestrator's digest of the list; "" before the first."""
+
+    def replace(self, urls: Iterable[str], digest: str) -> None:
+        """Replace the list by the orchestrator's."""
+        self._urls = tuple(url for url in urls if url.startswith("http") and url != self._own_url)
+        self.digest = digest
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of the other agents."""
+        return self._urls
 
 
 class FleetSource:
@@ -61,32 +84,39 @@ class FleetSource:
         orchestrator_urls: Sequence[str],
         own_key: OwnKey,
         agents: FleetAgents,
+        only: Sequence[str] | None = None,
     ) -> None:
+        """`only`: places that are asked, and no others; None: agents and orchestrators as known."""
         self.agents = agents
         self._limits = limits
         self._urls = tuple(orchestrator_urls)
         self._own_key = own_key
+        self._only = only
 
-    def at(self, urls: Sequence[str]) -> "NeighbourSource":
+    def at(self, urls: Sequence[str]) -> "FleetSource":
         """The source of own files at these agents alone."""
-        return NeighbourSource(self, urls)
+        return FleetSource(
+            self._limits, orchestrator_urls=self._urls, own_key=self._own_key, agents=self.agents, only=tuple(urls)
+        )
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         """Download the files of a digest. See `Source.fetch`."""
         fleet, digest = fleet_and_digest(ref)
+        async with self._client() as client:
+            # Agents know nothing of other fleets.
+            query = f"?fleet={quote(fleet, safe='')}" if fleet and self._only is None else ""
+            places = self._only
+            if places is None:
+                places = await self._places(client, ref, digest, is_own=not fleet)
+            urls = tuple(url.rstrip("/") for url in places)
+            await _Fetch(client, ref, digest, query, urls, into, transfer, self._limits).run()
+
+    async def _places(self, client: httpx.AsyncClient, ref: str, digest: str, *, is_own: bool) -> list[str]:
+        """URLs to ask for the files of a digest, the best first. Raises SourceError without an orchestrator."""
         if not self._urls:
             message = f"source {redacted(ref)}: this worker has no orchestrator to fetch it through: orchestrator_url"
             raise SourceError("source_unsupported", message)
-        async with self._client() as client:
-            places = [] if fleet else await self._agents_with(client, digest)
-            places += self._urls
-            await _Fetch(client, ref, digest, fleet, places, into, transfer, self._limits).run()
-
-    async def fetch_from(self, urls: Sequence[str], ref: str, into: Path, transfer: Transfer) -> None:
-        """Download the files of a digest from these agents, each in turn. See `Source.fetch`."""
-        _, digest = fleet_and_digest(ref)
-        async with self._client() as client:
-            await _Fetch(client, ref, digest, "", urls, into, transfer, self._limits).run()
+        return [*(await self._agents_with(client, digest) if is_own else ()), *self._urls]
 
     async def recheck(self, url: str, digest: str) -> None:
         """Have an agent read its files of a digest again, because it sent wrong bytes. Failures are ignored."""
@@ -122,20 +152,7 @@ class FleetSource:
         return found
 
 
-class NeighbourSource:
-    """The source of own files at the agents that a request names."""
-
-    resumes = True
-
-    def __init__(self, fleet: FleetSource, urls: Sequence[str]) -> None:
-        self._fleet = fleet
-        self._urls = tuple(urls)
-
-    async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """Download the files of a digest. See `Source.fetch`."""
-        await self._fleet.fetch_from(self._urls, ref, into, transfer)
-
-
+@dataclass(slots=True)
 class _Fetch:
     """One download of a digest's files from several places, each in turn.
 
@@ -143,42 +160,29 @@ class _Fetch:
     often as the limits allow attempts.
     """
 
-    def __init__(  # noqa: PLR0917  (the parts of one download)
-        self,
-        client: httpx.AsyncClient,
-        ref: str,
-        digest: str,
-        fleet: str,
-        places: Sequence[str],
-        into: Path,
-        transfer: Transfer,
-        limits: Limits,
-    ) -> None:
-        self._client = client
-        self._ref = ref
-        self._digest = digest
-        self._query = f"?fleet={quote(fleet, safe='')}" if fleet else ""
-        self._places = tuple(url.rstrip("/") for url in places)
-        self._into = into
-        self._transfer = transfer
-        self._limits = limits
-        # One attempt a place: the next place is the better second attempt.
-        self._once = replace(limits, retry=replace(limits.retry, attempts=1))
-        self._done: set[str] = set()
-        self._lists: dict[str, AdapterFiles] = {}
+    client: httpx.AsyncClient
+    ref: str
+    digest: str
+    query: str
+    places: tuple[str, ...]
+    into: Path
+    transfer: Transfer
+    limits: Limits
+    done: set[str] = field(default_factory=set)
+    lists: dict[str, AdapterFiles] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Fetch all files. Raises SourceError: that of a place that refuses, `source_failed` if one is silent."""
-        weights = self._into / WEIGHTS_NAME
-        await asyncio.to_thread(clear_folder, self._into, {weights.name, tag_file_of(weights).name})
-        await with_retries(self._try_all, self._ref, self._limits)
+        weights = self.into / WEIGHTS_NAME
+        await asyncio.to_thread(clear_folder, self.into, {weights.name, tag_file_of(weights).name})
+        await with_retries(self._try_all, self.ref, self.limits)
 
     async def _try_all(self) -> None:
         """One round over the places. Raises TransientSourceError if a place may still answer, else SourceError."""
         began_bytes = await asyncio.to_thread(self._received_bytes)
         refused: SourceError | None = None
         failed: TransientSourceError | None = None
-        for place in self._places:
+        for place in self.places:
             try:
                 await self._fetch_from(place)
             except TransientSourceError as exc:
@@ -186,7 +190,7 @@ class _Fetch:
             except SourceError as exc:
                 if exc.code == "source_failed":
                     failed = TransientSourceError(f"{place}: {exc}", wait_s=exc.retry_after_s or 0.0)
-                elif len(self._places) == 1:
+                elif len(self.places) == 1:
                     raise
                 else:
                     refused = exc
@@ -195,42 +199,42 @@ class _Fetch:
         if failed is not None:
             failed.has_moved = await asyncio.to_thread(self._received_bytes) > began_bytes
             raise failed
-        raise refused or SourceError("source_not_found", f"source {redacted(self._ref)}: no worker to fetch it from")
+        raise refused or SourceError("source_not_found", f"source {redacted(self.ref)}: no worker to fetch it from")
 
     async def _fetch_from(self, place: str) -> None:
         """Fetch what is missing from one place. Raises TransientSourceError, SourceError."""
-        base = f"{place}/v1/files/{self._digest}"
-        files = self._lists.get(place) or _checked_files(self._ref, await self._answer(place, base))
-        self._lists[place] = files
-        left = self._limits.max_bytes
+        base = f"{place}/v1/files/{self.digest}"
+        files = self.lists.get(place) or _checked_files(self.ref, await self._answer(place, base))
+        self.lists[place] = files
+        # One attempt a place: the next place is the better second attempt.
+        once = replace(self.limits, retry=replace(self.limits.retry, attempts=1))
+        left = self.limits.max_bytes
         if (total := sum(file.size_bytes for file in files.files)) > left:
-            raise too_big_error(self._ref, total, self._limits)
+            raise too_big_error(self.ref, total, self.limits)
         for file in sorted(files.files, key=lambda file: file.name):
             limit = min(left, MAX_CONFIG_BYTES) if file.name == CONFIG_NAME else left
             left -= file.size_bytes
-            if file.name in self._done:
+            if file.name in self.done:
                 continue
-            url = f"{base}/{quote(file.name)}{self._query}"
-            self._transfer.served_by.add(place)
-            counted = self._transfer.progress.done_bytes
+            url = f"{base}/{quote(file.name)}{self.query}"
+            self.transfer.served_by.add(place)
+            counted = self.transfer.progress.done_bytes
             try:
-                await download_file(
-                    self._client, self._ref, url, self._into / file.name, limit, self._transfer, self._once
-                )
+                await download_file(self.client, self.ref, url, self.into / file.name, limit, self.transfer, once)
             except SourceError:
                 # The next place goes on with this file, and counts what is here of it.
-                self._transfer.advance(counted - self._transfer.progress.done_bytes)
+                self.transfer.advance(counted - self.transfer.progress.done_bytes)
                 raise
-            self._done.add(file.name)
+            self.done.add(file.name)
 
     def _received_bytes(self) -> int:
         """Bytes of the files in the folder. Blocking."""
-        return sum(path.stat().st_size for path in self._into.iterdir())
+        return sum(path.stat().st_size for path in self.into.iterdir())
 
     async def _answer(self, place: str, base: str) -> httpx.Response:
         """The place's answer to the list of files. Raises TransientSourceError."""
         try:
-            answer = await self._client.get(base + self._query)
+            answer = await self.client.get(base + self.query)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise TransientSourceError(f"{place} does not answer: {type(exc).__name__}") from exc
         if answer.status_code in RETRIED_STATUSES:

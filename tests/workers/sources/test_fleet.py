@@ -11,8 +11,7 @@ from tests.serving import serving
 from workers.core.errors import SourceError
 from workers.core.retry import RetryPolicy
 from workers.sources.base import Limits, Transfer
-from workers.sources.fleet import FleetSource, fleet_and_digest
-from workers.sources.fleet_agents import FleetAgents
+from workers.sources.fleet import FleetAgents, FleetSource, fleet_and_digest
 
 DIGEST = "d" * 64
 WEIGHTS = bytes(range(256)) * 16384
