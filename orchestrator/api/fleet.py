@@ -1,6 +1,6 @@
 """Routes for workers: heartbeats, cordons, drains."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Depends
 
@@ -104,7 +104,7 @@ def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         return await _set_worker(worker_id, "draining", actor, deadline_s=body.deadline_s)
 
     async def _set_worker(
-        worker_id: str, state: str | None, actor: str, *, deadline_s: float | None = None
+        worker_id: str, state: Literal["cordoned", "draining"] | None, actor: str, *, deadline_s: float | None = None
     ) -> WorkerItem:
         """Store the operator's order, start or take back a drain, publish the change; returns the worker."""
         is_changed = registry.set_worker(worker_id, state, deadline_s=deadline_s, actor=actor)

@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
@@ -16,11 +16,9 @@ from starlette.background import BackgroundTask
 from lorafleet.keys.auth import ApiKeys, requires
 from orchestrator.api.parameters import Limit
 from orchestrator.api.tenancy import TenantView, tenant_view_of
-from orchestrator.api.views import timestamp
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS, Severity
-from orchestrator.model.history import HistoryItem, HistoryList
-from orchestrator.store.backend import HistoryEntry
+from orchestrator.model.history import HistoryEntry, HistoryList
 from orchestrator.store.store import KINDS, IntentStore
 
 BACKUP_TYPES = {".db": "application/vnd.sqlite3", ".json": "application/vnd.lorafleet.backup+json"}
@@ -164,7 +162,7 @@ def history_page(
             before = None
             break
     return HistoryList(
-        data=tuple(_history_item(entry, seen) for entry in page), next=None if before is None else str(before)
+        data=tuple(_shown_entry(entry, seen) for entry in page), next=None if before is None else str(before)
     )
 
 
@@ -181,14 +179,11 @@ def _unix_time(at: datetime | None, otherwise: float) -> float:
     return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
 
 
-def _history_item(entry: HistoryEntry, seen: TenantView) -> HistoryItem:
+def _shown_entry(entry: HistoryEntry, seen: TenantView) -> HistoryEntry:
     """A history entry as the caller may see it; an incident with its severity and the next step."""
     incident = KINDS_OF_INCIDENTS.get(entry.kind)
-    return HistoryItem(
-        id=entry.id,
-        at=timestamp(entry.at),
-        kind=entry.kind,
-        subject=entry.subject,
+    return replace(
+        entry,
         actor=seen.actor(entry.actor),
         body=seen.body(entry.body),
         severity=None if incident is None else incident.severity,

@@ -16,7 +16,7 @@ from orchestrator.model.apply import ApplyRequest
 from orchestrator.model.record import FleetRecord, ImportAnswer, ImportRequest, RecordChange
 from orchestrator.reconcile.file_copies import FileRelay, RelayedFile
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.store.backend import Subject
+from orchestrator.store.tables import Subject
 
 IMPORT_EXAMPLE = {
     "record": {

@@ -26,11 +26,11 @@ from orchestrator.intent import owners
 from orchestrator.model.adapters import AdapterItem, EnsureAnswer
 from orchestrator.model.aliases import AliasItem, AliasTarget
 from orchestrator.model.catalog import FleetEvent
+from orchestrator.model.history import HistoryEntry
 from orchestrator.model.plans import ActionItem, Plan, PlanCost
 from orchestrator.model.rollouts import RolloutItem
 from orchestrator.model.workers import WorkerItem
 from orchestrator.reconcile.catalog import Tenants
-from orchestrator.store.backend import HistoryEntry
 from orchestrator.store.store import IntentStore
 
 _ABOUT_THE_FLEET = frozenset(

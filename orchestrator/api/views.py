@@ -18,11 +18,10 @@ from orchestrator.intent.registry import policy_of
 from orchestrator.metrics import Counts
 from orchestrator.model.adapters import AdapterItem, EnsureAnswer, FileCopiesItem, Replicas, SecretRef
 from orchestrator.model.plans import ActionItem, PlacementItem, Plan, PlanCost, TargetChange
-from orchestrator.model.snapshot import OCCUPYING, DesiredPlacement, RegisteredAdapter
+from orchestrator.model.snapshot import OCCUPYING, DesiredPlacement, RegisteredAdapter, WorkerIntent
 from orchestrator.model.workers import WorkerDrainProgress, WorkerFiles, WorkerItem, WorkerLoad
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.worker_reports import KnownWorker, worker_state
-from orchestrator.store.backend import WorkerIntent
 from workers.wire import WorkerAdapter
 
 

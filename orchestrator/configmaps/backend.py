@@ -15,22 +15,39 @@ from lorafleet.kube.errors import KubeError
 from lorafleet.kube.watch import list_and_watch
 from orchestrator.configmaps.journal import HistoryJournal
 from orchestrator.configmaps.mirror import ConfigMapMirror
-from orchestrator.configmaps.objects import FLEET, kind_of, text_mark, text_of, uid_of, version_of
-from orchestrator.configmaps.rendering import KINDS, AcceptedText, ObjectRendering
+from orchestrator.configmaps.objects import (
+    FLEET,
+    KIND_OF_TABLE,
+    kind_of,
+    text_mark,
+    text_of,
+    uid_of,
+    version_of,
+)
+from orchestrator.configmaps.rendering import AcceptedText, ObjectRendering
 from orchestrator.configmaps.tables import (
-    SHARDS,
+    KNOWN,
+    STATE_TABLES,
     RememberedAdapter,
     StoreTables,
-    counters_in_object,
     remembered_in_object,
-    row_in_record,
-    shard_of,
+    require_layout,
+    row_shard,
+    state_objects,
     tables_from_objects,
-    tombstone_shard,
 )
 from orchestrator.configmaps.writer import ObjectWriter, WriteKey
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StateConflict, StoreError
-from orchestrator.store.backend import HistoryEntry, StoreChange, StoredIntent, Subject
+from orchestrator.model.history import HistoryEntry
+from orchestrator.store.tables import (
+    ADAPTERS,
+    COUNTERS,
+    NAMES,
+    TOMBSTONES,
+    StoreChange,
+    StoredRows,
+    Subject,
+)
 
 _HISTORY_AFTER_S = 2.0  # a burst of loads becomes one write; a crash loses at most so many seconds of history
 
@@ -94,14 +111,14 @@ class ConfigMapBackend:
 
     # -- Backend --------------------------------------------------------------------------------------------------
 
-    def read(self) -> StoredIntent:
+    def read(self) -> StoredRows:
         """The stored intent. Unless we write, the tables are rebuilt first if the mirror has changed."""
         if not self._is_writing and self._tables_edition != self.mirror.edition:
             self.rendering.tables, self._tables_edition = (
                 tables_from_objects(self.mirror, self.fleet),
                 self.mirror.edition,
             )
-        return self.tables.stored_intent()
+        return self.tables.intent()
 
     def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
         """Apply the changes to the tables at once and queue their objects' writes; history is written seconds later.
@@ -112,14 +129,14 @@ class ConfigMapBackend:
             raise OrchestratorUnavailable("this orchestrator does not lead, so it writes nothing", code="not_leading")
         for change in changes:
             row = change.table, change.key
-            if change.value is not None and row in self._undone_rows:
+            if change.row is not None and row in self._undone_rows:
                 message = f"{change.table} {change.key!r}: the change before this one was refused; look, and ask again"
                 raise OrchestratorUnavailable(message, code="store_unreachable")
         for change in changes:
             row = change.table, change.key
-            if change.table in ("adapters", "names") and change.value is None:
+            if change.row is None and change.table in (ADAPTERS.name, NAMES.name):
                 self.rendering.mark_deleted(change.table, change.key)
-            elif change.table in KINDS and row not in self.tables.object_names:
+            elif change.table in KIND_OF_TABLE and row not in self.tables.object_names:
                 self.rendering.unwritten.add(row)
         self.tables.apply_changes(changes)
         self.writer.mark_dirty({key for change in changes for key in _write_keys(change)})
@@ -132,7 +149,7 @@ class ConfigMapBackend:
     async def wait_durable(self, about: Collection[Subject] | None = None) -> None:
         """Wait until the API server has the writes of these subjects (None: all). Raises a refused write's error."""
         await self.writer.wait_durable(
-            None if about is None else {key for remembered in about for key in _write_keys(StoreChange(*remembered, 0))}
+            None if about is None else {key for subject in about for key in _write_keys(StoreChange(*subject, 0))}
         )
 
     async def catch_up(self) -> None:
@@ -144,12 +161,12 @@ class ConfigMapBackend:
         if not self.mirror.is_synced:
             raise OrchestratorUnavailable("the ConfigMaps have not been listed yet", code="starting")
         try:
-            found = await self.writer.read_object(self.tables.state_name("counters"))
+            found = await self.writer.read_object(name := self.tables.state_name(COUNTERS.name))
         except KubeError as exc:
             raise OrchestratorUnavailable(f"the store's ConfigMaps: {exc}", code="store_unreachable") from exc
         if found is None:
-            self.mirror.forget(self.tables.state_name("counters"))
-        counters_in_object(found)
+            self.mirror.forget(name)
+        require_layout(found)
         self.end_term()
         self.rendering.term_mark = secrets.token_hex(8)
         self.read()
@@ -306,23 +323,21 @@ class ConfigMapBackend:
 
     def absorb(self, table: str, key: str, value: Any, name: str) -> None:
         """Take over a row that an earlier leader has written: into the tables, without a write."""
-        if table in KINDS:
+        if table in KIND_OF_TABLE:
             self.tables.object_names.setdefault((table, key), name)
-        self.tables.apply_changes([StoreChange(table, key, value)])  # type: ignore[arg-type]
+        self.tables.apply_changes([StoreChange(table, key, value)])
 
     def reload_remembered(self) -> None:
         """Reload remembered adapters from shards that another process or a restore has written."""
-        for shard in SHARDS:
-            name = self.tables.state_name(f"adapters-{shard}")
-            if name in self.mirror.changed:
+        for table, shard in state_objects():
+            name = self.tables.state_name(table, shard)
+            if table == KNOWN.name and name in self.mirror.changed:
                 self.mirror.changed.discard(name)
-                reloaded = remembered_in_object(self.mirror.objects.get(name))
-                kept = {
-                    lora_id: remembered
-                    for lora_id, remembered in self.tables.remembered.items()
-                    if shard_of(lora_id) != shard
+                others = {
+                    key: row for key, row in self.tables.rows.of(KNOWN).items() if row_shard(KNOWN.name, key) != shard
                 }
-                self.tables.remembered = kept | reloaded
+                reloaded = remembered_in_object(self.mirror.objects.get(name))
+                self.tables.rows.replace(KNOWN, others | reloaded)
 
     def recreate_object(self, table: str, key: str) -> None:
         """Have the row's object created again by its next write: it is gone, and no deletion was seen."""
@@ -334,8 +349,8 @@ class ConfigMapBackend:
 
     def forget_adapter(self, lora_id: str) -> None:
         """Stop remembering the adapter for the detection of its deletion, and queue that write."""
-        if self.tables.remembered.pop(lora_id, None) is not None:
-            self.writer.mark_dirty([WriteKey(2, "known", shard_of(lora_id))], is_promised=False)
+        if self.tables.rows.of(KNOWN).pop(lora_id, None) is not None:
+            self.writer.mark_dirty([_memory_key(lora_id)], is_promised=False)
 
     def is_pending(self, table: str, key: str) -> bool:
         """Whether a write of the row is pending."""
@@ -350,15 +365,16 @@ class ConfigMapBackend:
 
         No write if nothing changed.
         """
-        adapter, name = self.tables.adapters[lora_id], self.tables.object_name("adapters", lora_id)
+        adapter, name = self.tables.rows.of(ADAPTERS)[lora_id], self.tables.object_name(ADAPTERS.name, lora_id)
         known = RememberedAdapter(name, uid_of(self.mirror.objects[name]), adapter.digest)
-        if self.tables.remembered.get(lora_id) != known:
-            self.tables.remembered[lora_id] = known
-            self.writer.mark_dirty([WriteKey(2, "known", shard_of(lora_id))], is_promised=False)
+        remembered = self.tables.rows.of(KNOWN)
+        if remembered.get(lora_id) != known:
+            remembered[lora_id] = known
+            self.writer.mark_dirty([_memory_key(lora_id)], is_promised=False)
 
     def _on_mirror_news(self) -> None:
         """After a list or watch event: update `is_caught_up`, and wake `wait_for_changes`."""
-        name = self.tables.state_name("counters")
+        name = self.tables.state_name(COUNTERS.name)
         # Our first write of the counters comes back by the watch after all earlier writes. After a restore of the
         # cluster it does not come back at that version.
         has_come = self.mirror.watched.get(name, 0) >= self._barrier or name in self.mirror.doubtful
@@ -368,20 +384,20 @@ class ConfigMapBackend:
     def _on_object_written(self, key: WriteKey) -> None:
         """After a successful write: update the bookkeeping, remember the adapter, set the barrier of the counters."""
         row = key.table, key.name
-        if key.table in KINDS:
+        if key.table in KIND_OF_TABLE:
             self.rendering.on_written(row)
-        if key.table == "adapters" and key.name in self.tables.adapters:
+        if key.table == ADAPTERS.name and self.tables.has_row(row):
             if self.tables.object_name(*row) in self.mirror.objects:
                 self.remember_adapter(key.name)
-        elif key.table == "counters" and not self._barrier:
-            self._barrier = version_of(self.mirror.objects[self.tables.state_name("counters")])
+        elif key.table == COUNTERS.name and not self._barrier:
+            self._barrier = version_of(self.mirror.objects[self.tables.state_name(COUNTERS.name)])
             self._on_mirror_news()
 
     def _on_proven_object(self, name: str) -> None:
         """Queue another write of a state object, whose memory proves deletions from now on."""
-        prefix = self.tables.state_name("adapters-")
+        prefix = f"{self.tables.state_name(KNOWN.name)}-"
         if self._is_writing and name.startswith(prefix):
-            self.writer.mark_dirty([WriteKey(2, "known", name.removeprefix(prefix))], is_promised=False)
+            self.writer.mark_dirty([WriteKey(2, KNOWN.name, name.removeprefix(prefix))], is_promised=False)
 
     def _on_write_refused(self, key: WriteKey, error: OrchestratorError) -> None:
         """Take back a row whose write was refused: the row becomes what its object in the API server holds.
@@ -393,16 +409,17 @@ class ConfigMapBackend:
         row = key.table, key.name
         self.rendering.accepting.pop(row, None)
         self.rendering.deleting.pop(row, None)
-        if key.table in KINDS:
+        if key.table in KIND_OF_TABLE:
             self._restore_row(key.table, key.name, again_s)
-        elif key.table == "tombstones":
+        elif key.table == TOMBSTONES.name:
             # An object is deleted only after its deletion is written down.
-            for table, lora_id in [row for row in self.rendering.deleting if shard_of(row[1]) == key.name]:
-                if table == "adapters":
+            for table, lora_id in [row for row in self.rendering.deleting if row_shard(KNOWN.name, row[1]) == key.name]:
+                if table == ADAPTERS.name:
                     self.rendering.deleting.pop((table, lora_id))
                     self._restore_row(table, lora_id, again_s)
-        elif key.table in ("workers", "pauses", "counters"):
-            setattr(self.tables, key.table, getattr(tables_from_objects(self.mirror, self.fleet), key.table))
+        elif key.table in STATE_TABLES and key.table != KNOWN.name:
+            own = STATE_TABLES[key.table]
+            self.tables.rows.replace(own, tables_from_objects(self.mirror, self.fleet).rows.of(own))
         else:  # no caller waits for the others
             asyncio.get_running_loop().call_later(_AGAIN_S, self._retry_write, key)
             return
@@ -421,12 +438,12 @@ class ConfigMapBackend:
         Without an object the row is deleted.
         """
         name = self.tables.object_name(table, key)
-        stands = row_in_record(self.mirror.accepted_record(name))
-        is_there = stands is not None and stands[:2] == (table, key)
-        self.tables.apply_changes([StoreChange(table, key, stands[2] if stands is not None and is_there else None)])
+        record = self.mirror.accepted_record(name)
+        stands = None if record is None or record.subject != (table, key) else record
+        self.tables.apply_changes([StoreChange(table, key, None if stands is None else stands.row)])
         self._undone_rows.add((table, key))
         self.rendering.unwritten.discard((table, key))
-        if is_there:
+        if stands is not None:
             self.tables.object_names[table, key] = name
         else:
             self.tables.object_names.pop((table, key), None)
@@ -459,26 +476,20 @@ def _mark_of(found: Json) -> str:
     return text_mark(text_of(found, kind_of(found)))
 
 
+def _write_keys(change: StoreChange) -> Iterable[WriteKey]:
+    """The write keys of a change; for a removed adapter also its tombstone shard's."""
+    table, key = change.table, change.key
+    yield WriteKey(0, table, row_shard(table, key)) if table in STATE_TABLES else _row_key(table, key)
+    if table == ADAPTERS.name and change.row is None:
+        yield WriteKey(0, TOMBSTONES.name, row_shard(KNOWN.name, key))
+
+
 def _row_key(table: str, key: str) -> WriteKey:
     """The write key of a row with an object of its own."""
     # Names first: a version that no name knows would never be retired.
-    return WriteKey(0 if table == "names" else 1, table, key)
+    return WriteKey(0 if table == NAMES.name else 1, table, key)
 
 
-def _write_keys(change: StoreChange) -> Iterable[WriteKey]:
-    """The write keys of a change; for a removed adapter also its tombstone shard's."""
-    match change.table:
-        case "adapters":
-            yield _row_key("adapters", change.key)
-            if change.value is None:
-                yield WriteKey(0, "tombstones", shard_of(change.key))
-        case "names":
-            yield _row_key("names", change.key)
-        case "tombstones":
-            yield WriteKey(0, "tombstones", tombstone_shard(change.key))
-        case "policy":
-            yield _row_key("policy", "")
-        case "workers" | "pauses" as table:
-            yield WriteKey(0, table, "")
-        case "counters":
-            yield WriteKey(0, "counters", "")
+def _memory_key(lora_id: str) -> WriteKey:
+    """The write key of the memory of an adapter's object: after the object itself."""
+    return WriteKey(2, KNOWN.name, row_shard(KNOWN.name, lora_id))

@@ -26,7 +26,9 @@ from orchestrator.configmaps.objects import (
     FLEET,
     KIND,
     STATUS,
+    TABLE_OF_KIND,
     NamedAlias,
+    Record,
     age_order,
     annotation,
     kind_of,
@@ -35,13 +37,13 @@ from orchestrator.configmaps.objects import (
     text_of,
     uid_of,
 )
-from orchestrator.configmaps.tables import row_in_record, shard_of
+from orchestrator.configmaps.tables import KNOWN, row_shard
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError, StateConflict
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.adapters import AdapterSpec
 from orchestrator.model.snapshot import RegisteredAdapter
-from orchestrator.store.backend import StoreChange
 from orchestrator.store.store import IntentStore
+from orchestrator.store.tables import ADAPTERS, NAMES, POLICY, TABLES, StoreChange
 
 log = structlog.get_logger()
 
@@ -50,7 +52,6 @@ _GATHER_S = 0.05  # so that an apply of many objects takes few rounds
 _AGAIN_S = 1.0  # until a failed read is repeated
 _AT_ONCE = 16
 _REFUSED = "refused: "
-_TABLES = {"adapter": "adapters", "alias": "names", "policy": "policy"}
 
 
 class ObjectEdits:
@@ -119,7 +120,7 @@ class ObjectEdits:
         for name in sorted(names & self._mirror.objects.keys(), key=self._apply_order):
             self._apply_or_refuse(name)
         for lora_id in sorted(self._deleted):
-            if self._backend.tables.object_names.get(("adapters", lora_id)) in self._mirror.objects:
+            if self._backend.tables.object_names.get((ADAPTERS.name, lora_id)) in self._mirror.objects:
                 self._deleted.discard(lora_id)
             else:
                 self._delete_adapter(lora_id)
@@ -135,7 +136,7 @@ class ObjectEdits:
         self._epoch = self._store.epoch
         self._refused.clear()
         self._deleted.clear()
-        for lora_id, known in self._backend.tables.remembered.items():
+        for lora_id, known in self._backend.tables.rows.of(KNOWN).items():
             found = self._mirror.objects.get(known.object_name)
             if found is None or (uid_of(found) != known.uid and lora_id not in self._store.adapters):
                 self._mirror.doubtful.setdefault(known.object_name, DoubtReason.MISSING)
@@ -165,8 +166,7 @@ class ObjectEdits:
         """
         found = self._mirror.objects[name]
         kind = kind_of(found)
-        table = _TABLES.get(kind)
-        if table is None:
+        if kind not in TABLE_OF_KIND:
             if kind not in ("state", ""):
                 message = f"label {KIND} is {kind!r}, expected adapter, alias or policy"
                 self._events.warn(found, "UnknownKind", message)
@@ -176,47 +176,47 @@ class ObjectEdits:
         if self._backend.is_deleting(name):
             return  # the object is about to be deleted, with any edit of it
         record = self._mirror.accepted_record(name)
-        row = row_in_record(record)
-        if row is not None and record is not None:
-            self._adopt_accepted(name, *row)
+        if record is not None:
+            self._adopt_accepted(name, record)
             # While another text's record is to be written, the one before it is a new edit.
-            is_written = self._backend.acceptance(*row[:2]).text is None
+            is_written = self._backend.acceptance(*record.subject).text is None
             is_as_accepted = is_written and record.of == text_mark(text_of(found, kind))
-            if is_as_accepted and self._is_object_of_row(name, *row[:2]):
+            if is_as_accepted and self._is_object_of_row(name, record):
                 self._refused.discard(name)
                 if annotation(found, STATUS).startswith(_REFUSED):  # an edit that was taken back
-                    self._backend.finish_acceptance(*row[:2], name)
+                    self._backend.finish_acceptance(*record.subject, name)
                 return
-        self._accept_edit(name, found, kind, table)
+        self._accept_edit(name, found, kind)
 
-    def _is_object_of_row(self, name: str, table: str, key: str) -> bool:
-        """Whether the tables name this object as the row's."""
-        return self._backend.tables.object_names.get((table, key)) == name
+    def _is_object_of_row(self, name: str, record: Record[Any]) -> bool:
+        """Whether the tables name this object as that of the record's row."""
+        return self._backend.tables.object_names.get(record.subject) == name
 
-    def _adopt_accepted(self, name: str, table: Any, key: str, value: Any) -> None:
+    def _adopt_accepted(self, name: str, record: Record[Any]) -> None:
         """Take over a row that another leader accepted, or that a restored cluster holds, and remember the adapter.
 
         Logged. Does nothing if another object has the row, or a write of ours is pending.
         """
-        backend = self._backend
-        known, home = getattr(backend.tables, table).get(key), backend.tables.object_names.get((table, key))
+        backend, (table, key), value = self._backend, record.subject, record.row
+        known = backend.tables.rows.of(TABLES[table]).get(key)
+        home = backend.tables.object_names.get(record.subject)
         if home not in (None, name) or backend.is_pending(table, key):
             return
-        if table == "adapters" and known is not None:
+        if table == ADAPTERS.name and known is not None:
             value = _with_inspection_of(value, known)
         if value != known:
             backend.absorb(table, key, value, name)
             self._store.absorb(StoreChange(table, key, value))
             log.info("row taken over", object=name, table=table, key=key)
-        if table == "adapters":
+        if table == ADAPTERS.name:
             backend.remember_adapter(key)
 
-    def _accept_edit(self, name: str, found: Json, kind: str, table: str) -> None:
+    def _accept_edit(self, name: str, found: Json, kind: str) -> None:
         """Apply the object's text to the intent. Raises OrchestratorError for a text that is to be refused.
 
         A text that is accepted already is not applied over what REST has asked for since.
         """
-        key, former = "", Acceptance(None, None)
+        table, key, former = TABLE_OF_KIND[kind].name, "", Acceptance(None, None)
         try:
             key, write = self._edit_of(name, found, kind)
             former = self._backend.acceptance(table, key)
@@ -265,10 +265,9 @@ class ObjectEdits:
     def _refuse_edit(self, name: str, found: Json, exc: OrchestratorError) -> None:
         """Set the object's status to the refusal and queue an Event; the object is checked again later."""
         self._refused.add(name)
-        row = row_in_record(self._mirror.accepted_record(name))
-        stays = (
-            "" if row is None or not self._is_object_of_row(name, *row[:2]) else "; it stays as it was accepted before"
-        )
+        record = self._mirror.accepted_record(name)
+        is_kept = record is not None and self._is_object_of_row(name, record)
+        stays = "; it stays as it was accepted before" if is_kept else ""
         self._backend.set_status(name, f"{_REFUSED}{exc}{stays}")
         self._events.warn(found, reason_of(exc.code), f"{exc}{stays}")
 
@@ -314,12 +313,12 @@ class ObjectEdits:
             if found is not None and kind_of(found) == "state" and doubt in {DoubtReason.MISSING, DoubtReason.DELETED}:
                 mirror.forget(name)
         homes = {home: row for row, home in tables.object_names.items()}
-        remembered = {known.object_name: lora_id for lora_id, known in tables.remembered.items()}
+        remembered = {known.object_name: lora_id for lora_id, known in tables.rows.of(KNOWN).items()}
         for name in missing:
             doubt, lora_id = mirror.doubtful.get(name), remembered.get(name)
             if doubt is None or (doubt is DoubtReason.ASKED and self._is_followed(name)):
                 continue  # it exists after all, or the watch will show its deletion
-            memory = "" if lora_id is None else tables.state_name(f"adapters-{shard_of(lora_id)}")
+            memory = "" if lora_id is None else tables.state_name(KNOWN.name, row_shard(KNOWN.name, lora_id))
             if memory in mirror.doubtful:
                 continue  # the remembering object could not be read yet
             is_explicit = doubt is DoubtReason.DELETED or (lora_id is not None and memory not in mirror.unproven)
@@ -343,11 +342,11 @@ class ObjectEdits:
 
         Logged.
         """
-        if table == "policy" or not is_explicit or self._store.publication_of(key) is not None:
+        if table == POLICY.name or not is_explicit or self._store.publication_of(key) is not None:
             log.warning("object gone without a deletion, created again", object=name)
             self._backend.recreate_object(table, key)
             self._backend.finish_acceptance(table, key, name)
-        elif table == "adapters":
+        elif table == ADAPTERS.name:
             self._backend.mark_lost(name)
             self._deleted.add(key)
         else:
@@ -355,7 +354,7 @@ class ObjectEdits:
 
     def _record_deletion(self, lora_id: str) -> None:
         """Record, and log, the deletion of an adapter whose object was deleted while no orchestrator led; forget it."""
-        digest = self._backend.tables.remembered[lora_id].digest
+        digest = self._backend.tables.rows.of(KNOWN)[lora_id].digest
         log.info("adapter was deleted while no orchestrator led", lora_id=lora_id)
         self._store.record_deletion(lora_id, digest, ACTOR)
         self._backend.forget_adapter(lora_id)
@@ -373,7 +372,7 @@ class ObjectEdits:
             self._registry.delete_adapter(lora_id, ACTOR)
         except OrchestratorError as exc:
             for alias in (name.name for name in self._store.names.values() if lora_id in dict(name.targets)):
-                home = self._backend.tables.object_names.get(("names", alias))
+                home = self._backend.tables.object_names.get((NAMES.name, alias))
                 if home is not None and (found := self._mirror.objects.get(home)) is not None:
                     self._events.warn(found, "TargetDeleted", f"the ConfigMap of its target is deleted: {exc}")
         else:

@@ -15,7 +15,7 @@ import msgspec
 from lorafleet.kube.client import Json
 from orchestrator.configmaps.objects import name_of, new_object
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
-from orchestrator.store.backend import HistoryEntry
+from orchestrator.model.history import HistoryEntry
 
 RINGS = ("changes", "loads", "incidents", "publishes")
 PARTS = 8

@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 
 from lorafleet.kube.client import Json
 from orchestrator.configmaps.objects import (
-    KINDS,
+    TABLE_OF_KIND,
     Record,
     is_applied,
     kind_of,
@@ -62,7 +63,7 @@ class ConfigMapMirror:
         self._brought = 0  # the highest version that the watch has brought since the last list, or that list
         self._ours: dict[str, Json] = {}  # name -> as it is being written by us, until a state after that is seen
         self._deleted: dict[str, str] = {}  # name -> uid of a deleted object that the watch may still show
-        self._records: dict[str, tuple[Json, Record | None]] = {}
+        self._records: dict[str, tuple[Json, Record[Any] | None]] = {}
         self.on_news = on_news
         self.on_proven = on_proven
 
@@ -174,7 +175,7 @@ class ConfigMapMirror:
         self.applied.discard(name)
         self._check_proven()
 
-    def accepted_record(self, name: str) -> Record | None:
+    def accepted_record(self, name: str) -> Record[Any] | None:
         """The accepted record in an object, parsed once per version and kept; None if there is no such object."""
         found = self.objects.get(name)
         if found is None:
@@ -186,7 +187,7 @@ class ConfigMapMirror:
 
     def people_object_names(self) -> list[str]:
         """Names of the objects of adapters, aliases and the policy."""
-        return [name for name, found in self.objects.items() if kind_of(found) in KINDS]
+        return [name for name, found in self.objects.items() if kind_of(found) in TABLE_OF_KIND]
 
     def _record_seen(self, found: Json) -> None:
         """Store an object from a list or watch event, unless it is older than the known one; ends its doubt.

@@ -8,7 +8,7 @@ readers.
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import xxhash
@@ -23,18 +23,23 @@ from orchestrator.model.aliases import AliasSpec
 from orchestrator.model.changes import reader_of
 from orchestrator.model.names import AliasName
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.served_names import ServedName, Targets
+from orchestrator.model.served_names import Targets
 from orchestrator.model.snapshot import RegisteredAdapter
+from orchestrator.store.tables import ADAPTERS, NAMES, POLICY, Table
 
 KIND, FLEET = "lorafleet.io/kind", "lorafleet.io/fleet"
 RECORD, STATUS = "lorafleet.io/record", "lorafleet.io/status"
-KINDS = ("adapter", "alias", "policy")
+KIND_OF_TABLE: Mapping[str, str] = {ADAPTERS.name: "adapter", NAMES.name: "alias", POLICY.name: "policy"}
+"""People's tables -> kind of their objects, as in the label."""
+TABLE_OF_KIND: Mapping[str, Table[Any]] = {"adapter": ADAPTERS, "alias": NAMES, "policy": POLICY}
 _RELEASE = "meta.helm.sh/release-name"
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MAX_TEXT_BYTES = 128 * 2**10  # more than all fields need; 1 MiB of brackets would take seconds to parse
 _MAX_DEPTH = 32  # fields need 3; the C loader recurses and crashes the process at 200,000
+
+R = TypeVar("R")
 
 
 class NamedAlias(AliasSpec):
@@ -47,29 +52,22 @@ MODELS: Mapping[str, type] = {"adapter": AdapterSpec, "alias": NamedAlias, "poli
 """kind -> model of its text, as in REST."""
 
 
-class AdapterRecord(msgspec.Struct, frozen=True):
-    """An accepted adapter. `of`: mark of the text that it was accepted from."""
+class Record(msgspec.Struct, Generic[R], frozen=True):
+    """An accepted row, as its object has it. `of`: mark of the text that it was accepted from."""
 
     of: str
-    adapter: RegisteredAdapter
+    table: str
+    key: str
+    row: R
+
+    @property
+    def subject(self) -> tuple[str, str]:
+        """(table, key) of the row."""
+        return self.table, self.key
 
 
-class NameRecord(msgspec.Struct, frozen=True):
-    """An accepted alias, or a published name, with all that belongs to it. `of`: as in `AdapterRecord`."""
-
-    of: str
-    name: ServedName
-
-
-class PolicyRecord(msgspec.Struct, frozen=True):
-    """The accepted policy. `of`: as in `AdapterRecord`."""
-
-    of: str
-    rules: PlacementPolicy
-
-
-Record = AdapterRecord | NameRecord | PolicyRecord
-_RECORDS: Mapping[str, type[Record]] = {"adapter": AdapterRecord, "alias": NameRecord, "policy": PolicyRecord}
+_GENERIC_RECORD: Any = Record
+_RECORDS: Mapping[str, Any] = {kind: _GENERIC_RECORD[table.row] for kind, table in TABLE_OF_KIND.items()}
 
 
 def adapter_object_name(lora_id: str) -> str:
@@ -130,7 +128,7 @@ def is_applied(found: Json) -> bool:
 
     found   with `metadata.managedFields`
     """
-    texts = {f"f:{kind}.yaml" for kind in KINDS}
+    texts = {f"f:{kind}.yaml" for kind in TABLE_OF_KIND}
     return any(
         entry.get("operation") == "Apply" and texts & (entry.get("fieldsV1") or {}).get("f:data", {}).keys()
         for entry in found["metadata"].get("managedFields") or ()
@@ -163,15 +161,16 @@ def text_mark(text: str | None) -> str:
     return "" if text is None else xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def record_of(found: Json, kind: str) -> Record | None:
+def record_of(found: Json, kind: str) -> Record[Any] | None:
     """The accepted record in an object; None without a readable one."""
     text = annotation(found, RECORD)
     if not text or kind not in _RECORDS:
         return None
     try:
-        return msgspec.json.decode(text, type=_RECORDS[kind])
+        record: Record[Any] = msgspec.json.decode(text, type=_RECORDS[kind])
     except msgspec.MsgspecError:
         return None
+    return record if record.table == TABLE_OF_KIND[kind].name else None
 
 
 def parse_declared(found: Json, kind: str) -> Any:
@@ -264,7 +263,7 @@ def as_yaml(body: Mapping[str, Any]) -> str:
     return str(yaml.dump(dict(body), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
-def with_record(found: Json, kind: str, *, text: str | None, record: Record, status: str) -> Json:
+def with_record(found: Json, kind: str, *, text: str | None, record: Record[Any], status: str) -> Json:
     """The object with this text (None: unchanged), record and status; all else stays."""
     changed = with_annotations(found, {RECORD: msgspec.json.encode(record).decode(), STATUS: status})
     if text is not None and text != text_of(found, kind):

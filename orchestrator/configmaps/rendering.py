@@ -1,7 +1,7 @@
 """Rendering: each ConfigMap as it is to be, from the tables and the object's present content."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -10,10 +10,8 @@ from lorafleet.kube.client import Json
 from orchestrator.configmaps.journal import HistoryJournal
 from orchestrator.configmaps.mirror import ConfigMapMirror
 from orchestrator.configmaps.objects import (
+    KIND_OF_TABLE,
     STATUS,
-    AdapterRecord,
-    NameRecord,
-    PolicyRecord,
     Record,
     adapter_text,
     alias_text,
@@ -33,20 +31,20 @@ from orchestrator.configmaps.objects import (
     with_record,
 )
 from orchestrator.configmaps.tables import (
+    KNOWN,
+    LAYOUT,
+    STATE_TABLES,
     StoreTables,
-    counters_data,
-    counters_in_object,
-    pauses_data,
-    row_in_record,
-    shard_data,
-    workers_data,
+    row_shard,
+    state_objects,
+    state_rows,
 )
 from orchestrator.configmaps.writer import DesiredObject, WriteKey
 from orchestrator.core.errors import OrchestratorUnavailable, StateConflict
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import RegisteredAdapter
+from orchestrator.store.tables import ADAPTERS, COUNTERS, NAMES, POLICY, TOMBSTONES
 
-KINDS = {"adapters": "adapter", "names": "alias", "policy": "policy"}
 Row = tuple[str, str]
 """(table, key)"""
 
@@ -112,15 +110,15 @@ class ObjectRendering:
         self.unwritten.discard(row)
         self.lost.discard(name)
         self.tables.object_names.pop((table, key), None)
-        if table == "adapters":
-            self.tables.remembered.pop(key, None)
+        if table == ADAPTERS.name:
+            self.tables.rows.of(KNOWN).pop(key, None)
 
     def _is_object_of(self, found: Json, row: Row) -> bool:
         """Whether the row was accepted from or written to this object, and not to a later one of the same name."""
         if self._has_record_of(found, row):
             return True
         taken = self.accepting.get(row)
-        return taken is not None and taken.mark == text_mark(text_of(found, KINDS[row[0]]))
+        return taken is not None and taken.mark == text_mark(text_of(found, KIND_OF_TABLE[row[0]]))
 
     def fix_accepted_values(self, row: Row) -> None:
         """Store the row's present values as those that its text asks for; later differences come from REST.
@@ -135,14 +133,14 @@ class ObjectRendering:
         """The row's values as a caller asked for them."""
         table, key = row
         match table:
-            case "adapters":
-                adapter = self.tables.adapters.get(key)
+            case ADAPTERS.name:
+                adapter = self.tables.rows.of(ADAPTERS).get(key)
                 return adapter and changeable_values(adapter)
-            case "names":
-                name = self.tables.names.get(key)
+            case NAMES.name:
+                name = self.tables.rows.of(NAMES).get(key)
                 return name and name.asked_targets
             case _:
-                return self.tables.policy.get("", PlacementPolicy())
+                return self.tables.rows.of(POLICY).get("", PlacementPolicy())
 
     def on_written(self, row: Row) -> None:
         """After a write of the row: end its acceptance and its deletion, if the object shows that they are done.
@@ -151,12 +149,11 @@ class ObjectRendering:
         """
         name = self.tables.object_name(*row)
         record = self.mirror.accepted_record(name)
-        row_in_object = row_in_record(record)
-        if record is not None and row_in_object is not None and row_in_object[:2] == row:
+        if record is not None and record.subject == row:
             self.unwritten.discard(row)
             if self.rendered.pop(row, None) == (self.accepting.get(row), record.of):
                 del self.accepting[row]
-        if row[1] in getattr(self.tables, row[0]) or self.pending_deletion(*row) is None:
+        if self.tables.has_row(row) or self.pending_deletion(*row) is None:
             self.deleting.pop(row, None)
 
     def is_deleting(self, name: str) -> bool:
@@ -164,8 +161,8 @@ class ObjectRendering:
         found = self.mirror.objects.get(name)
         if found is None or not self.deleting:
             return False
-        row_in_object = row_in_record(self.mirror.accepted_record(name))
-        rows = self.deleting if row_in_object is None else (row_in_object[:2],)
+        record = self.mirror.accepted_record(name)
+        rows = self.deleting if record is None else (record.subject,)
         return any(self.deleting.get(row) == (name, uid_of(found)) for row in rows)
 
     def pending_deletion(self, table: str, key: str) -> DesiredObject | None:
@@ -182,11 +179,11 @@ class ObjectRendering:
         raises  StateConflict after a change by others, OrchestratorUnavailable after the end of our term
         """
         match key.table:
-            case "adapters":
+            case ADAPTERS.name:
                 return self._render_adapter(key.name)
-            case "names":
+            case NAMES.name:
                 return self._render_name(key.name)
-            case "policy":
+            case POLICY.name:
                 return self._render_policy()
             case "status":
                 return self._render_status(key.name)
@@ -194,52 +191,50 @@ class ObjectRendering:
                 ring, _, part = key.name.rpartition("-")
                 name = self.journal.name(ring, int(part))
                 return DesiredObject(name, self.journal.part_object(key.name, self.mirror.objects.get(name)))
-            case "tombstones" | "known":
-                self.on_state()
-                return self._render_shard(key.name)
-            case "counters":
+            case COUNTERS.name:
                 return self._render_counters()
-            case table:
-                data = workers_data if table == "workers" else pauses_data
-                return self._render_state(table, lambda _: data(self.tables))
+            case _:
+                return self._render_state(key.table, key.name)
 
-    def _render_shard(self, shard: str) -> DesiredObject:
-        """A shard of remembered adapters and tombstones, with the object's uid, without which it proves no deletion."""
-        state_name = f"adapters-{shard}"
-        is_proven = self.tables.state_name(state_name) not in self.mirror.unproven
-        return self._render_state(
-            state_name, lambda known: shard_data(self.tables, shard, known if is_proven else None)
-        )
+    def _render_state(self, table: str, shard: str) -> DesiredObject:
+        """The object of a table of our own state, or of a shard of it.
 
-    def _render_state(self, state_name: str, data: Callable[[Json | None], dict[str, str]]) -> DesiredObject:
-        """The object of a part of our own state. `data` gets the present object, None without one."""
-        name = self.tables.state_name(state_name)
+        One that remembers adapters has its own uid, without which it proves no deletion.
+        """
+        is_memory = table in (TOMBSTONES.name, KNOWN.name)
+        if is_memory:
+            self.on_state()
+        name = self.tables.state_name(table, shard)
         known = self.mirror.objects.get(name)
         found = known if known is not None else new_object(self.fleet, "state", name)
-        return DesiredObject(name, {**found, "data": data(known)})
+        uid = "" if known is None or name in self.mirror.unproven else uid_of(known)
+        data = self.tables.state_data(table, shard) | ({"uid": uid} if is_memory else {})
+        return DesiredObject(name, {**found, "data": data})
 
-    def _render_counters(self) -> DesiredObject | None:
+    def _render_counters(self) -> DesiredObject:
         """The object of the counters. Raises OrchestratorUnavailable if another process has taken our epoch."""
-        wish = self._render_state("counters", lambda _: counters_data(self.tables) | {"writer": self.term_mark})
+        wish = self._render_state(COUNTERS.name, "")
         known = self.mirror.objects.get(wish.name)
-        epoch, writer = counters_in_object(known).get("epoch", 0), ((known or {}).get("data") or {}).get("writer")
-        if writer != self.term_mark and epoch >= self.tables.counters.get("epoch", 0) > 0:
+        epoch, writer = state_rows(known, COUNTERS).get("epoch", 0), ((known or {}).get("data") or {}).get("writer")
+        if writer != self.term_mark and epoch >= self.tables.rows.of(COUNTERS).get("epoch", 0) > 0:
             raise OrchestratorUnavailable(
                 f"another process has written epoch {epoch}, so we do not lead", code="not_leading"
             )
+        assert wish.body is not None
+        wish.body["data"] |= {"layout": str(LAYOUT), "writer": self.term_mark}
         return wish
 
     def _render_adapter(self, lora_id: str) -> DesiredObject | None:
         """The object of an adapter, or its deletion; None: nothing to write. Raises StateConflict."""
-        adapter = self.tables.adapters.get(lora_id)
+        adapter = self.tables.rows.of(ADAPTERS).get(lora_id)
         if adapter is None:
-            return self.pending_deletion("adapters", lora_id)
-        name = self.tables.object_name("adapters", lora_id)
+            return self.pending_deletion(ADAPTERS.name, lora_id)
+        name = self.tables.object_name(ADAPTERS.name, lora_id)
         if name in self.lost:
             return None
+        row = ADAPTERS.name, lora_id
         record = self.mirror.accepted_record(name)
-        was = record.adapter if isinstance(record, AdapterRecord) and record.adapter.lora_id == lora_id else None
-        row = "adapters", lora_id
+        was = None if record is None or record.subject != row else record.row
         if was is None and adapter.is_deleting and row not in self.unwritten | self.accepting.keys():
             return None  # another object of the name was created; it waits until this row is deleted
         return self._render_row(
@@ -247,41 +242,43 @@ class ObjectRendering:
             name,
             is_asked=was is None or changeable_values(was) != changeable_values(adapter),
             text=lambda: adapter_text(adapter),
-            record=lambda of: AdapterRecord(of, adapter),
+            record=lambda of: Record(of, *row, adapter),
             status=_status_of(adapter),
         )
 
     def _render_name(self, key: str) -> DesiredObject | None:
         """The object of an alias or published name, or its deletion; None: nothing to write. Raises StateConflict."""
-        name = self.tables.names.get(key)
+        row = NAMES.name, key
+        name = self.tables.rows.of(NAMES).get(key)
         if name is None:
-            return self.pending_deletion("names", key)
-        object_name = self.tables.object_name("names", key)
+            return self.pending_deletion(*row)
+        object_name = self.tables.object_name(*row)
         if object_name in self.lost:
             return None
         record = self.mirror.accepted_record(object_name)
-        was = record.name.asked_targets if isinstance(record, NameRecord) and record.name.name == key else None
+        was = None if record is None or record.subject != row else record.row.asked_targets
         rollout = name.rollout
         return self._render_row(
-            ("names", key),
+            row,
             object_name,
             is_asked=was != name.asked_targets,
             text=lambda: alias_text(key, name.asked_targets),
-            record=lambda of: NameRecord(of, name),
+            record=lambda of: Record(of, *row, name),
             status="accepted" if rollout is None else f"{rollout.phase}: {rollout.reason}".removesuffix(": "),
         )
 
     def _render_policy(self) -> DesiredObject | None:
         """The object of the global policy; None: nothing to write. Raises StateConflict."""
-        rules = self.tables.policy.get("", PlacementPolicy())
-        name = self.tables.object_name("policy", "")
+        row = POLICY.name, ""
+        rules = self.tables.rows.of(POLICY).get("", PlacementPolicy())
+        name = self.tables.object_name(*row)
         record = self.mirror.accepted_record(name)
         return self._render_row(
-            ("policy", ""),
+            row,
             name,
-            is_asked=not isinstance(record, PolicyRecord) or record.rules != rules,
+            is_asked=record is None or record.row != rules,
             text=lambda: policy_text(rules),
-            record=lambda of: PolicyRecord(of, rules),
+            record=lambda of: Record(of, *row, rules),
             status="accepted",
         )
 
@@ -292,7 +289,7 @@ class ObjectRendering:
         *,
         is_asked: bool,
         text: Callable[[], str],
-        record: Callable[[str], Record],
+        record: Callable[[str], Record[Any]],
         status: str,
     ) -> DesiredObject | None:
         """The object of a row, or None: nothing to write.
@@ -304,7 +301,7 @@ class ObjectRendering:
 
         Raises StateConflict when a person has changed the text too.
         """
-        kind = KINDS[row[0]]
+        kind = KIND_OF_TABLE[row[0]]
         known = self.mirror.objects.get(name)
         if known is None and row not in self.unwritten:
             return None
@@ -346,8 +343,8 @@ class ObjectRendering:
 
     def _has_record_of(self, found: Json, row: Row) -> bool:
         """Whether the object has an accepted record of this row."""
-        row_in_object = row_in_record(self.mirror.accepted_record(name_of(found)))
-        return row_in_object is not None and row_in_object[:2] == row
+        record = self.mirror.accepted_record(name_of(found))
+        return record is not None and record.subject == row
 
     def _is_owned(self, name: str, found: Json) -> bool:
         """Whether Helm or a server-side apply owns the text: rewriting it would make their next upgrade fail."""
@@ -370,27 +367,25 @@ class ObjectRendering:
 
     def backup_objects(self) -> list[Json]:
         """All objects for a backup, without deletions and drains: a restore must remove nothing from a fleet."""
-        copies: list[Json] = []
-        for lora_id, adapter in sorted(self.tables.adapters.items()):
+        tables, copies = self.tables.backup(), []
+        for lora_id, adapter in tables.rows.of(ADAPTERS).items():
             text = adapter_text(adapter)
-            record = AdapterRecord(text_mark(text), replace(adapter, is_deleting=False))
-            copies.append(self._backup_object("adapters", lora_id, text, record))
-        for key, name in sorted(self.tables.names.items()):
+            copies.append(self._backup_object(text, Record(text_mark(text), ADAPTERS.name, lora_id, adapter)))
+        for key, name in tables.rows.of(NAMES).items():
             text = alias_text(key, name.targets)
-            copies.append(
-                self._backup_object("names", key, text, NameRecord(text_mark(text), replace(name, rollout=None)))
-            )
-        if (rules := self.tables.policy.get("")) is not None:
+            copies.append(self._backup_object(text, Record(text_mark(text), NAMES.name, key, name)))
+        for key, rules in tables.rows.of(POLICY).items():
             text = policy_text(rules)
-            copies.append(self._backup_object("policy", "", text, PolicyRecord(text_mark(text), rules)))
-        workers = {name: order for name, order in self.tables.workers.items() if order.state != "draining"}
-        state = new_object(self.fleet, "state", self.tables.state_name("workers"))
-        copies.append({**state, "data": workers_data(StoreTables(self.fleet, workers=workers))})
+            copies.append(self._backup_object(text, Record(text_mark(text), POLICY.name, key, rules)))
+        for table, shard in state_objects():
+            if any(row_shard(table, key) == shard for key in tables.rows.of(STATE_TABLES[table])):
+                found = new_object(self.fleet, "state", tables.state_name(table, shard))
+                copies.append({**found, "data": tables.state_data(table, shard)})
         return copies
 
-    def _backup_object(self, table: str, key: str, text: str, record: Record) -> Json:
+    def _backup_object(self, text: str, record: Record[Any]) -> Json:
         """The backup of one object. An owned object keeps its owner's text: a restore takes no field from them."""
-        name, kind = self.tables.object_name(table, key), KINDS[table]
+        name, kind = self.tables.object_name(*record.subject), KIND_OF_TABLE[record.table]
         found, was = self.mirror.objects.get(name), self.mirror.accepted_record(name)
         if found is None or was is None or not self._is_owned(name, found):
             found = new_object(self.fleet, kind, name)

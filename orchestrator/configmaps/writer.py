@@ -19,8 +19,9 @@ from lorafleet.kube.errors import KubeConflict as Collision
 from lorafleet.kube.errors import KubeError, KubeForbidden, KubeNotFound, KubeUnreachable
 from lorafleet.service.loops import backoff_s
 from orchestrator.configmaps.mirror import ConfigMapMirror
-from orchestrator.configmaps.objects import name_of, without_managed_fields
+from orchestrator.configmaps.objects import KIND_OF_TABLE, name_of, without_managed_fields
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StoreError
+from orchestrator.store.tables import TOMBSTONES
 
 log = structlog.get_logger()
 
@@ -46,7 +47,7 @@ class WriteKey(NamedTuple):
     @property
     def is_of_people(self) -> bool:
         """Whether people write the object too, and may delete it."""
-        return self.table in ("adapters", "names", "policy", "status")
+        return self.table in KIND_OF_TABLE or self.table == "status"
 
 
 class RenderObject(Protocol):
@@ -80,7 +81,7 @@ class _PendingWrite:
 
     def errors_about(self, keys: Collection[WriteKey]) -> list[OrchestratorError]:
         """Errors of these keys, and of tombstones written with them."""
-        return [error for key, error in self.errors.items() if key in keys or key.table == "tombstones"]
+        return [error for key, error in self.errors.items() if key in keys or key.table == TOMBSTONES.name]
 
     def settle(self, key: WriteKey, error: OrchestratorError | None = None) -> None:
         """Record the result of one key; after the last key, wake the waiting callers."""

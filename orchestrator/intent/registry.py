@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -26,10 +26,9 @@ from orchestrator.model.aliases import AliasSpec
 from orchestrator.model.changes import with_changes
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import ServedName, Targets
-from orchestrator.model.snapshot import RegisteredAdapter, foreign_key
+from orchestrator.model.snapshot import RegisteredAdapter, WorkerIntent, foreign_key
 from orchestrator.reconcile.served_names import NameMover
 from orchestrator.reconcile.worker_reports import WorkerReports
-from orchestrator.store.backend import WorkerIntent
 from orchestrator.store.store import NOBODY, IntentStore
 
 _IMMUTABLE = ("source", "digest", "base_model")
@@ -338,7 +337,12 @@ class AdapterRegistry:
         return policy
 
     def set_worker(
-        self, worker_id: str, state: str | None, *, deadline_s: float | None = None, actor: str = NOBODY
+        self,
+        worker_id: str,
+        state: Literal["cordoned", "draining"] | None,
+        *,
+        deadline_s: float | None = None,
+        actor: str = NOBODY,
     ) -> bool:
         """Store an operator's order for a worker, with a history entry: cordoned or draining; None takes it back.
 
@@ -355,7 +359,7 @@ class AdapterRegistry:
             return False
         now = self._wall()
         until = None if deadline_s is None else now + deadline_s
-        intent = None if state is None else WorkerIntent(state, until, since=now, deadline_s=deadline_s)
+        intent = None if state is None else WorkerIntent(state=state, since=now, until=until, deadline_s=deadline_s)
         if intent is not None and order is not None and order.state == intent.state:  # a drain with a new deadline
             intent = replace(intent, moves=order.moves, move_bytes=order.move_bytes)
         with self._store.together():
@@ -371,7 +375,7 @@ class AdapterRegistry:
         """
         orders = self._store.workers
         gone = [worker_id for worker_id in orders if worker_id not in self._reports.workers]
-        gone.sort(key=lambda worker_id: orders[worker_id].since or 0.0)
+        gone.sort(key=lambda worker_id: orders[worker_id].since)
         for worker_id in gone[:-MOST_GONE_ORDERS]:
             self._store.put_worker(worker_id, None)
 

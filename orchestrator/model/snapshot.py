@@ -121,6 +121,24 @@ def lora_id_of_held(held: ReportedAdapter) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIntent:
+    """An operator's order for a worker, as it is stored. Times are Unix times: an order outlives its leader.
+
+    since       when it was given
+    until       when a drain stops waiting for moves, at the earliest; None: not computed yet
+    deadline_s  seconds for moves, as the operator named them; None: they follow what must be moved
+    moves       adapters that had to be moved when the drain began, and their bytes; None: not counted yet
+    """
+
+    state: Literal["cordoned", "draining"]
+    since: float
+    until: float | None = None
+    deadline_s: float | None = None
+    moves: int | None = None
+    move_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDrainOrder:
     """An operator's order to drain a worker.
 

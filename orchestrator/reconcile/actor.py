@@ -34,8 +34,8 @@ from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.audit import AuditLog
-from orchestrator.store.backend import Subject
 from orchestrator.store.store import IntentStore
+from orchestrator.store.tables import Subject
 from workers.wire import DrainRequest, InspectRequest, LoadRequest, Metadata, UnloadRequest, WorkerAdapter
 
 log = structlog.get_logger()

@@ -49,8 +49,8 @@ from orchestrator.reconcile.queries import FleetQueries, LastPass
 from orchestrator.reconcile.served_names import NameMover, VersionRetention
 from orchestrator.reconcile.worker_reports import WorkerReports, worker_state
 from orchestrator.store.audit import AuditLog
-from orchestrator.store.backend import Subject
 from orchestrator.store.store import NOBODY, IntentStore
+from orchestrator.store.tables import Subject
 
 log = structlog.get_logger()
 

@@ -19,6 +19,7 @@ from orchestrator.model.snapshot import (
     Pair,
     ReportedAdapter,
     WorkerDrainOrder,
+    WorkerIntent,
     foreign_key,
 )
 from orchestrator.reconcile.agent_view import (
@@ -32,7 +33,6 @@ from orchestrator.reconcile.agent_view import (
     with_place,
     with_report,
 )
-from orchestrator.store.backend import WorkerIntent
 from workers.wire import Metadata, WorkerAdapter
 
 _AGENT_STATES = {"starting": "starting", "engine_down": "starting", "draining": "draining", "ready": "ready"}
@@ -302,10 +302,9 @@ class WorkerReports:
         ahead_s = self._clock() - self._wall()
         deadline = None if intent.until is None else intent.until + ahead_s
         return WorkerDrainOrder(
-            began_at=self._clock() if intent.since is None else intent.since + ahead_s,
+            began_at=intent.since + ahead_s,
             deadline=deadline,
-            # An order of an older version has no `since`, and its deadline was fixed.
-            is_fixed=intent.since is None or intent.deadline_s is not None,
+            is_fixed=intent.deadline_s is not None,
             moves=intent.moves,
             move_bytes=intent.move_bytes,
         )

@@ -1,14 +1,11 @@
 """The store backend in one SQLite file (WAL): a write is durable when the call returns."""
 
-import json
 import os
 import shutil
 import sqlite3
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import astuple, fields
-from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -18,61 +15,29 @@ import msgspec
 from lorafleet.service import files
 from lorafleet.service.state_files import FileState, is_read_only, state_text
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
-from orchestrator.core.pauses import PauseLease
-from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.served_names import ServedName
-from orchestrator.model.snapshot import RegisteredAdapter
-from orchestrator.store.backend import HistoryEntry, StoreChange, StoredIntent, Subject, Tombstone, WorkerIntent
+from orchestrator.model.history import HistoryEntry
 from orchestrator.store.database_files import DatabaseFiles, copy_into
-from orchestrator.store.typed import parsed, typed
+from orchestrator.store.tables import COUNTERS, TABLES, StoreChange, StoredRows, Subject, backup_rows
 
-_MIGRATIONS: tuple[str, ...] = (
-    """
-    CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
-    CREATE TABLE adapters (
-        lora_id TEXT PRIMARY KEY, source TEXT NOT NULL, base_model TEXT, digest TEXT, rank INTEGER, size_bytes INTEGER,
-        policy TEXT NOT NULL, tenants TEXT, quarantine TEXT, is_deleting INTEGER NOT NULL DEFAULT 0
+LAYOUT = 1
+"""The file's `user_version`. New stored tables and new fields of their rows leave it as it is."""
+_APPLICATION_ID = 0x4C6F5241
+"""Says that a database is a store of ours; "LoRA" in ASCII."""
+_CREATE = f"""
+    CREATE TABLE intent (
+        table_name TEXT NOT NULL, key TEXT NOT NULL, json TEXT NOT NULL, PRIMARY KEY (table_name, key)
     ) STRICT;
-    CREATE TABLE names (name TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
-    CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL) STRICT;
-    CREATE TABLE workers (id TEXT PRIMARY KEY, state TEXT NOT NULL, until REAL) STRICT;
-    CREATE TABLE tombstones (lora_id TEXT PRIMARY KEY, digest TEXT NOT NULL, at REAL NOT NULL) STRICT;
-    """,
-    """
     CREATE TABLE history (
         id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL,
         actor TEXT NOT NULL, body TEXT NOT NULL
     ) STRICT;
     CREATE INDEX history_by_kind ON history (kind, id);
     CREATE INDEX history_by_subject ON history (subject, id);
-    """,
-    """
-    ALTER TABLE adapters ADD COLUMN secret TEXT;
-    ALTER TABLE adapters ADD COLUMN pinned_source TEXT;
-    """,
-    """
-    ALTER TABLE workers ADD COLUMN since REAL;
-    ALTER TABLE workers ADD COLUMN deadline_s REAL;
-    ALTER TABLE workers ADD COLUMN moves INTEGER;
-    ALTER TABLE workers ADD COLUMN move_bytes INTEGER NOT NULL DEFAULT 0;
-    """,
-    """
-    CREATE TABLE pauses (scope TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
-    """,
-)
-SCHEMA = len(_MIGRATIONS)
-_POLICY_FIELDS = ("loading", "min_replicas", "max_replicas", "pinned", "priority", "weight", "ttl_s", "ignored_modules")
-_ADAPTER_COLUMNS = (
-    "lora_id", "source", "base_model", "digest", "rank", "size_bytes", "quarantine", "secret", "pinned_source",
-)  # fmt: skip
-_KEYS = {
-    "adapters": "lora_id",
-    "names": "name",
-    "workers": "id",
-    "tombstones": "lora_id",
-    "pauses": "scope",
-    "counters": "name",
-}
+    PRAGMA application_id = {_APPLICATION_ID};
+    PRAGMA user_version = {LAYOUT}
+"""
+_READ_INTENT = "SELECT table_name, key, json FROM intent"
+_READ_HISTORY = "SELECT id, at, kind, subject, actor, body FROM history"
 _TRIM_EVERY = 64
 _BUSY_S = 5.0
 _BUSY_PAUSE_S = 0.02
@@ -103,7 +68,7 @@ _NEXT_STEPS: dict[FileState, str] = {
 class SqliteBackend:
     """A `StoreBackend`; each `write` is one transaction.
 
-    Raises StoreError when the file is no store of ours, damaged, or of a newer version without columns of ours.
+    Raises StoreError when the file is no store of ours, damaged, or of another layout.
     Raises OrchestratorUnavailable while another process holds the write lock.
 
     history_kept   entries of each kind; older ones go, so that many loads push out no change of policy
@@ -111,7 +76,7 @@ class SqliteBackend:
     """
 
     def __init__(self, path: Path | str, *, history_kept: int = 10_000) -> None:
-        """Open the file, creating or migrating it. Raises StoreError."""
+        """Open the file, and create it if it is missing. Raises StoreError."""
         self._path = str(path)
         self._history_kept = history_kept
         self._recorded: dict[str, int] = {}
@@ -195,9 +160,9 @@ class SqliteBackend:
             self._mended = f"store {self._path}: {state_text(state)}; it is written again, with all that it held"
 
     def _try_write(self) -> None:
-        """Write the schema's number again after a write that failed, and set `trouble` by the result."""
+        """Write the layout's number again after a write that failed, and set `trouble` by the result."""
         try:
-            self._db.execute(f"PRAGMA user_version = {_schema_version(self._db)}")
+            self._db.execute(f"PRAGMA user_version = {LAYOUT}")
         except sqlite3.Error as exc:
             self.trouble = self._failure_text(exc)
         else:
@@ -213,40 +178,12 @@ class SqliteBackend:
         if self.trouble:
             raise StoreError(self.trouble)
 
-    def read(self) -> StoredIntent:
+    def read(self) -> StoredRows:
         """Read the whole stored intent from the file. Raises StoreError when it cannot be read."""
         try:
-            return self._read()
+            return _read_rows(self._db)
         except (sqlite3.Error, ValueError) as exc:
             raise _unreadable_error(self._path, exc) from exc
-
-    def _read(self) -> StoredIntent:
-        """Read the whole stored intent. Raises sqlite3.Error, ValueError."""
-        rows = self._db.execute
-        rules = PlacementPolicy()
-        for (body,) in rows("SELECT body FROM policy"):
-            rules = typed(parsed(body, "policy"), PlacementPolicy, "policy")
-        return StoredIntent(
-            adapters={row["lora_id"]: _adapter_of_row(row) for row in rows("SELECT * FROM adapters")},
-            names={
-                name: typed(parsed(body, f"name {name!r}"), ServedName, f"name {name!r}")
-                for name, body in rows("SELECT name, body FROM names")
-            },
-            workers={
-                row["id"]: typed(dict(row), WorkerIntent, f"worker {row['id']!r}")
-                for row in rows("SELECT * FROM workers")
-            },
-            tombstones={
-                lora_id: Tombstone(typed(digest, str, lora_id), typed(at, float, f"deletion of {lora_id!r}"))
-                for lora_id, digest, at in rows("SELECT lora_id, digest, at FROM tombstones")
-            },
-            pauses={
-                scope: typed(parsed(body, f"pause {scope}"), PauseLease, f"pause {scope}")
-                for scope, body in rows("SELECT scope, body FROM pauses")
-            },
-            rules=rules,
-            counters={name: typed(value, int, name) for name, value in rows("SELECT name, value FROM counters")},
-        )
 
     def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
         """Write changes and history in one transaction, durable on return; after an error none is written.
@@ -292,26 +229,23 @@ class SqliteBackend:
         So a leader that was paused past its lease writes nothing after another term began, and no two terms have one
         epoch.
         """
-        (stored,) = self._db.execute("SELECT max(value) FROM counters WHERE name = 'epoch'").fetchone()
+        query = "SELECT CAST(json AS INTEGER) FROM intent WHERE table_name = ? AND key = 'epoch'"
+        (stored,) = self._db.execute(query, (COUNTERS.name,)).fetchone() or (None,)
         new = _epoch_in(changes)
         if stored is not None and ((self._epoch is not None and stored > self._epoch) or (new and stored >= new)):
             raise OrchestratorUnavailable(_NOT_LEADING, code="not_leading")
 
     def _write_change(self, change: StoreChange) -> None:
         """Replace or delete one row in the open transaction."""
-        if change.value is None:
-            key = _KEYS[change.table]
-            self._db.execute(f"DELETE FROM {change.table} WHERE {key} = ?", (change.key,))  # noqa: S608  (our own names)
+        if change.row is None:
+            self._db.execute("DELETE FROM intent WHERE table_name = ? AND key = ?", (change.table, change.key))
         else:
-            row = _row_of_change(change)
-            marks = ",".join("?" * len(row))
-            # By name: in a store of a newer version the table may have further columns.
-            names = ", ".join(_own_columns()[change.table])
-            self._db.execute(f"REPLACE INTO {change.table} ({names}) VALUES ({marks})", row)  # noqa: S608
+            row = (change.table, change.key, TABLES[change.table].encode(change.row))
+            self._db.execute("REPLACE INTO intent (table_name, key, json) VALUES (?,?,?)", row)
 
     def _add_history(self, entry: HistoryEntry) -> None:
         """Insert one entry in the open transaction; now and then delete the oldest of its kind."""
-        row = (entry.at, entry.kind, entry.subject, entry.actor, json.dumps(dict(entry.body)))
+        row = (entry.at, entry.kind, entry.subject, entry.actor, msgspec.json.encode(entry.body).decode())
         self._db.execute("INSERT INTO history (at, kind, subject, actor, body) VALUES (?,?,?,?,?)", row)
         count = self._recorded.get(entry.kind, _TRIM_EVERY)
         self._recorded[entry.kind] = (count + 1) % _TRIM_EVERY if count < _TRIM_EVERY else 1
@@ -334,17 +268,14 @@ class SqliteBackend:
         if subject is not None:
             wheres.append("subject = ?")
             values.append(subject)
-        query = f"SELECT * FROM history WHERE {' AND '.join(wheres)} ORDER BY id DESC LIMIT ?"  # noqa: S608
+        query = f"{_READ_HISTORY} WHERE {' AND '.join(wheres)} ORDER BY id DESC LIMIT ?"
         try:
             return [_history_entry(row) for row in self._db.execute(query, (*values, limit))]
         except (sqlite3.Error, ValueError) as exc:
             raise _unreadable_error(self._path, exc) from exc
 
     def backup(self, path: Path) -> None:
-        """Write a copy without deletions, drains, rollouts and pauses. Raises StoreError, also if the path exists.
-
-        A restored store must not remove or shift anything: an adapter deleted then may be registered again by now.
-        """
+        """Write a copy with `backup_rows` and the history. Raises StoreError, also if the path exists."""
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except OSError as exc:
@@ -353,20 +284,25 @@ class SqliteBackend:
         try:
             copy_into(self._db, path)
             with closing(sqlite3.connect(path)) as copy, copy:
-                copy.execute("DELETE FROM tombstones")
-                copy.execute("UPDATE names SET body = json_remove(body, '$.rollout')")
-                copy.execute("DELETE FROM pauses")
-                copy.execute("UPDATE adapters SET is_deleting = 0")
-                copy.execute("DELETE FROM workers WHERE state = 'draining'")
-        except sqlite3.Error as exc:
-            message = no_space(exc, path) or str(exc)
+                rows = backup_rows(_read_rows(copy))
+                copy.executemany("DELETE FROM intent WHERE table_name = ?", [(name,) for name in TABLES])
+                copy.executemany(
+                    "INSERT INTO intent (table_name, key, json) VALUES (?,?,?)",
+                    (
+                        (name, key, table.encode(row))
+                        for name, table in TABLES.items()
+                        for key, row in rows.of(table).items()
+                    ),
+                )
+        except (sqlite3.Error, ValueError) as exc:
+            message = (isinstance(exc, sqlite3.Error) and no_space(exc, path)) or str(exc)
             path.unlink(missing_ok=True)
             raise StoreError(f"backup {path}: {message}") from exc
 
 
 def _epoch_in(changes: Sequence[StoreChange]) -> int | None:
     """The epoch of a term that the changes begin; None without one."""
-    found = (change.value for change in changes if change[:2] == ("counters", "epoch"))
+    found = (change.row for change in changes if change[:2] == (COUNTERS.name, "epoch"))
     return next((value for value in found if isinstance(value, int)), None)
 
 
@@ -392,7 +328,7 @@ def _free_bytes(folder: Path) -> float:
 
 
 def _open_store(path: str) -> sqlite3.Connection:
-    """Open the file, creating it if it is missing, check it and bring its schema up to date. Raises StoreError."""
+    """Open the file, and create it if it is missing. Raises StoreError for any other file than a store of ours."""
     try:
         if path != ":memory:":
             with suppress(OSError):  # SQLite says what is wrong
@@ -404,8 +340,7 @@ def _open_store(path: str) -> sqlite3.Connection:
         _check_file(db, path)
         _use_wal(db)
         db.execute("PRAGMA synchronous = FULL")
-        _migrate(db)
-        _check_columns(db, path)
+        _create_tables(db)
     except sqlite3.Error as exc:
         full = no_space(exc, path)
         db.close()
@@ -420,62 +355,41 @@ def _open_store(path: str) -> sqlite3.Connection:
 
 
 def _check_file(db: sqlite3.Connection, path: str) -> None:
-    """Raise StoreError for a damaged file, another program's database, or a newer schema that lacks columns of ours.
-
-    A newer version that only added columns and tables can be rolled back.
-    """
+    """Raise StoreError for a damaged file, another program's database, or a store of another layout."""
     found = [row[0] for row in db.execute("PRAGMA quick_check(1)")]
     if found != ["ok"]:
         raise StoreError(f"store {path} is damaged ({found[0]}); restore it from a backup, it was not changed")
-    version = _schema_version(db)
-    tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if tables and not {"counters", "adapters", "policy"} <= tables:
-        found_there = ", ".join(sorted(tables))
+    tables = sorted(row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'"))
+    if not tables:
+        return
+    if _number(db, "application_id") != _APPLICATION_ID:
         raise StoreError(
-            f"store {path} is another program's database (tables {found_there}); name another file, it was not changed"
+            f"store {path} is another program's database (tables {', '.join(tables)}); name another file, it was not"
+            " changed"
         )
-    if version > SCHEMA and (lacking := _lacking_columns(db)):
+    if (layout := _number(db, "user_version")) != LAYOUT:
         raise StoreError(
-            f"store {path} has schema {version} without {'; '.join(lacking)}, and this version knows {SCHEMA};"
-            " start the newer version, the file was not changed"
+            f"store {path} has layout {layout}, and this version reads layout {LAYOUT}: start the version that wrote"
+            " it; or save its fleet with that version's `lorafleet export FILE`, name a new file here, and run"
+            " `lorafleet import FILE`. The file was not changed"
         )
+    try:
+        for query in (_READ_INTENT, _READ_HISTORY):
+            db.execute(f"{query} LIMIT 0")
+    except sqlite3.OperationalError as exc:
+        raise StoreError(f"store {path} is damaged ({exc}); restore it from a backup, it was not changed") from exc
 
 
-def _check_columns(db: sqlite3.Connection, path: str) -> None:
-    """Raise StoreError when a table lacks columns of this version's schema."""
-    if lacking := _lacking_columns(db):
-        raise StoreError(
-            f"store {path} is damaged ({'; '.join(lacking)} missing); restore it from a backup, it was not changed"
-        )
+def _read_rows(db: sqlite3.Connection) -> StoredRows:
+    """The rows of all tables. Those of a table that only a newer version knows stay in the file.
 
-
-def _lacking_columns(db: sqlite3.Connection) -> list[str]:
-    """The tables and columns of this version's schema that the file has not, in words."""
-    found = _columns(db)
-    return [
-        f"table {table}"
-        if table not in found
-        else f"columns {', '.join(sorted(set(columns) - found[table].keys()))} of {table}"
-        for table, columns in sorted(_own_columns().items())
-        if set(columns) - found.get(table, {}).keys()
-    ]
-
-
-@cache
-def _own_columns() -> dict[str, tuple[str, ...]]:
-    """table -> names of its columns in this version's schema, in the order of the rows that are written."""
-    with closing(sqlite3.connect(":memory:")) as new:
-        _migrate(new)
-        return {table: tuple(columns) for table, columns in _columns(new).items()}
-
-
-def _columns(db: sqlite3.Connection) -> dict[str, dict[str, None]]:
-    """table -> names of its columns, in order."""
-    tables = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    return {
-        table: dict.fromkeys(row[1] for row in db.execute("SELECT * FROM pragma_table_info(?)", (table,)))
-        for table in tables
-    }
+    Raises sqlite3.Error, ValueError.
+    """
+    tables: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
+    for name, key, text in db.execute(_READ_INTENT):
+        if name in TABLES:
+            tables[name][key] = TABLES[name].decode(text, key)
+    return StoredRows(tables)
 
 
 def _unreadable_error(path: str, exc: Exception) -> StoreError:
@@ -510,69 +424,28 @@ def _use_wal(db: sqlite3.Connection) -> None:
             return
 
 
-def _migrate(db: sqlite3.Connection) -> None:
-    """Bring the schema up to date in one transaction; two orchestrators may start on one new file together.
-
-    Does nothing if it is, or is newer.
-    """
-    if _schema_version(db) >= SCHEMA:
+def _create_tables(db: sqlite3.Connection) -> None:
+    """Create the tables in one transaction, unless they are there: two orchestrators may start on one new file."""
+    if _number(db, "user_version"):
         return
     db.execute("BEGIN IMMEDIATE")
-    for script in _MIGRATIONS[_schema_version(db) :]:  # read again: another process may have migrated meanwhile
-        for statement in script.split(";"):
+    if not _number(db, "user_version"):  # read again: another process may have created them meanwhile
+        for statement in _CREATE.split(";"):
             db.execute(statement)
-    db.execute(f"PRAGMA user_version = {SCHEMA}")
     db.commit()
 
 
-def _schema_version(db: sqlite3.Connection) -> int:
-    """The number of the file's schema."""
-    return int(db.execute("PRAGMA user_version").fetchone()[0])
-
-
-def _row_of_change(change: StoreChange) -> tuple[Any, ...]:
-    """The table row of a change."""
-    match change.value:
-        case RegisteredAdapter() as adapter:
-            return _adapter_row(adapter)
-        case ServedName() | PauseLease() as record:
-            return change.key, msgspec.json.encode(record).decode()
-        case WorkerIntent() as intent:
-            return change.key, *astuple(intent)
-        case Tombstone(digest, at):
-            return change.key, digest, at
-        case PlacementPolicy() as rules:
-            return 1, json.dumps({f.name: getattr(rules, f.name) for f in fields(PlacementPolicy)})
-        case value:
-            return change.key, value
+def _number(db: sqlite3.Connection, pragma: str) -> int:
+    """A number in the file's head: `application_id` or `user_version`."""
+    return int(db.execute(f"PRAGMA {pragma}").fetchone()[0])
 
 
 def _history_entry(row: Mapping[str, Any]) -> HistoryEntry:
     """The history entry of a row. Raises ValueError."""
+    try:
+        body = msgspec.json.decode(row["body"], type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise ValueError(f"history {row['id']}: {exc}") from exc
     return HistoryEntry(
-        id=row["id"],
-        at=row["at"],
-        kind=row["kind"],
-        subject=row["subject"],
-        actor=row["actor"],
-        body=typed(parsed(row["body"], f"history {row['id']}"), dict[str, Any], f"history {row['id']}"),
+        id=row["id"], at=row["at"], kind=row["kind"], subject=row["subject"], actor=row["actor"], body=body
     )
-
-
-def _adapter_of_row(row: Mapping[str, Any]) -> RegisteredAdapter:
-    """The adapter of a row. Raises ValueError."""
-    label, tenants = f"adapter {row['lora_id']!r}", row["tenants"]
-    policy = typed(parsed(row["policy"], f"{label}: policy"), dict[str, Any], f"{label}: policy")
-    body = {name: row[name] for name in _ADAPTER_COLUMNS} | {
-        "tenants": None if tenants is None else parsed(tenants, f"{label}: tenants"),
-        "is_deleting": bool(row["is_deleting"]),
-    }
-    return typed({name: policy[name] for name in _POLICY_FIELDS if name in policy} | body, RegisteredAdapter, label)
-
-
-def _adapter_row(a: RegisteredAdapter) -> tuple[Any, ...]:
-    """The table row of an adapter."""
-    policy = json.dumps({name: getattr(a, name) for name in _POLICY_FIELDS})
-    tenants = None if a.tenants is None else json.dumps(a.tenants)
-    known = (a.lora_id, a.source, a.base_model, a.digest, a.rank, a.size_bytes)
-    return (*known, policy, tenants, a.quarantine, int(a.is_deleting), a.secret, a.pinned_source)

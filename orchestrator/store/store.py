@@ -8,28 +8,36 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
-
-from sortedcontainers import SortedDict  # type: ignore[import-untyped]
+from typing import Any, TypeVar, cast
 
 from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseLease
+from orchestrator.model.history import HistoryEntry
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import Publication, ServedName, Targets, is_retired_version
-from orchestrator.model.snapshot import Intent, RegisteredAdapter
-from orchestrator.store.backend import (
-    HistoryEntry,
-    StoreBackend,
+from orchestrator.model.snapshot import Intent, RegisteredAdapter, WorkerIntent
+from orchestrator.store.backend import StoreBackend
+from orchestrator.store.sqlite import SqliteBackend
+from orchestrator.store.tables import (
+    ADAPTERS,
+    COUNTERS,
+    NAMES,
+    PAUSES,
+    POLICY,
+    TABLES,
+    TOMBSTONES,
+    WORKERS,
     StoreChange,
-    StoredIntent,
+    StoredRows,
     Subject,
+    Table,
     Tombstone,
-    WorkerIntent,
     tombstone_key,
     tombstone_lora_id,
 )
-from orchestrator.store.sqlite import SqliteBackend
+
+R = TypeVar("R")
 
 MOST_TOMBSTONES = 20_000
 """Tombstones kept; of more the oldest go, some at a time. A trainer that names each step anew deletes one a step."""
@@ -41,6 +49,8 @@ _RESERVED = 1000
 NOBODY = "lorafleet"
 """The actor of the orchestrator's own actions."""
 
+_USUAL_RULES = PlacementPolicy()
+
 KINDS = (
     "adapter_registered", "adapter_adopted", "adapter_changed", "adapter_deleted", "adapter_retried",
     "alias_set", "alias_deleted", "alias_rollout", "name_published", "name_deleted", "policy_changed",
@@ -50,7 +60,7 @@ KINDS = (
 
 
 class IntentStore:
-    """The stored intent. Raises StoreError when the backend is no store of ours, damaged, or of a newer version."""
+    """The stored intent. Raises StoreError when the backend is no store of ours, damaged, or of another layout."""
 
     def __init__(self, where: Path | str | StoreBackend, *, wall: Callable[[], float] = time.time) -> None:
         """Open the backend (a path: an SQLite file) and read the stored intent. Raises StoreError."""
@@ -60,25 +70,14 @@ class IntentStore:
         self._changes: list[StoreChange] = []
         self._entries: list[HistoryEntry] = []
         self._is_undone = False
-        self.adapters: MutableMapping[str, RegisteredAdapter] = SortedDict()
-        self.names: MutableMapping[str, ServedName] = SortedDict()
-        self.next_numbers: dict[str, int] = {}  # published name -> number of its next version
-        self._version_names: dict[str, str] = {}  # lora_id of a version -> its published name
-        self.workers: dict[str, WorkerIntent] = {}
-        self.tombstones: dict[str, frozenset[str]] = {}  # lora_id -> digests of its deleted versions
-        self._stones: dict[str, Tombstone] = {}
-        self.pauses: dict[str, PauseLease] = {}  # by the key of their scope
-        self.rules = PlacementPolicy()
         self.writes = 0  # number of changes of intent
         self._tenants: tuple[int, frozenset[str]] = (-1, frozenset())  # `writes` then, and `tenants`
         self.epoch = self.revision = self.routers = self._reserved = 0
         try:
-            stored = self._backend.read()
+            self.reload()
         except BaseException:
             self._backend.close()
             raise
-        self._replace_intent(stored)
-        self._raise_counters(stored)
 
     def close(self) -> None:
         """Close the backend; writes that are not durable yet are given up."""
@@ -94,14 +93,14 @@ class IntentStore:
         The epoch is then at least the stored one; the caller raises it above that.
         """
         stored = self._backend.read()
-        self._replace_intent(stored)
-        self._raise_counters(stored)
+        self._use_rows(stored)
+        self._raise_counters(stored.of(COUNTERS))
 
     def refresh(self) -> None:
         """Replace the intent in memory by the stored one. Raises StoreError, OrchestratorUnavailable."""
         if not self._backend.is_read:
             raise OrchestratorUnavailable("the store has not been read yet", code="starting")
-        self._replace_intent(self._backend.read())
+        self._use_rows(self._backend.read())
 
     async def wait_durable(self, about: Collection[Subject] | None = None) -> None:
         """Wait until all changes of these subjects (None: of all) are durable.
@@ -160,10 +159,10 @@ class IntentStore:
             assert not self._is_undone, "an error of a nested block was caught; writes before it are lost"
             if self._depth == 1 and (self._changes or self._entries):
                 self._backend.write(self._changes, self._entries)
-                self.writes += any(change.table != "counters" for change in self._changes)
+                self.writes += any(change.table != COUNTERS.name for change in self._changes)
         except BaseException:
             self._changes, self._entries, self._is_undone = [], [], True
-            self._replace_intent(self._backend.read())  # memory must agree with the backend
+            self._use_rows(self._backend.read())  # memory must agree with the backend
             raise
         finally:
             self._depth -= 1
@@ -183,6 +182,11 @@ class IntentStore:
     ) -> list[HistoryEntry]:
         """History entries, newest first, with ids below `before`, of these kinds (empty: all)."""
         return self._backend.history(kinds=kinds, subject=subject, before=before, limit=limit)
+
+    @property
+    def rules(self) -> PlacementPolicy:
+        """The global policy."""
+        return self._rows.of(POLICY).get("", _USUAL_RULES)
 
     @property
     def adapter_ids(self) -> Sequence[str]:
@@ -215,34 +219,27 @@ class IntentStore:
         self.revision += 1
         if self.revision >= self._reserved:
             self._reserved = self.revision + _RESERVED
-            with self.together():
-                self._queue_change("counters", "revision", self._reserved)
+            self._put(COUNTERS, "revision", self._reserved)
         return self.revision
 
     def raise_epoch(self, above: int) -> None:
         """Raise our epoch above this one, which an agent has obeyed, and store it; unchanged if it is above already."""
         if above >= self.epoch:
             self.epoch = above + 1
-            with self.together():
-                self._queue_change("counters", "epoch", self.epoch)
+            self._put(COUNTERS, "epoch", self.epoch)
 
     def put_routers(self, count: int) -> None:
         """Store how many routers follow this leader, for the next one. No-op for the stored number."""
         if count != self.routers:
-            with self.together():
-                self._queue_change("counters", "routers", count)
+            self._put(COUNTERS, "routers", count)
             self.routers = count
 
     def put_adapter(self, adapter: RegisteredAdapter) -> None:
         """Insert or replace the adapter, and drop the tombstone of its bytes. Those of its other versions stay."""
         with self.together():
-            self._queue_change("adapters", adapter.lora_id, adapter)
-            self.adapters[adapter.lora_id] = adapter
+            self._put(ADAPTERS, adapter.lora_id, adapter)
             if not adapter.is_deleting and adapter.digest is not None:
-                self._drop_tombstone(tombstone_key(adapter.lora_id, adapter.digest))
-                older = self._stones.get(adapter.lora_id)
-                if older is not None and older.digest == adapter.digest:
-                    self._drop_tombstone(adapter.lora_id)
+                self._put(TOMBSTONES, tombstone_key(adapter.lora_id, adapter.digest), None)
 
     def compare_and_set(self, seen: RegisteredAdapter, adapter: RegisteredAdapter) -> bool:
         """Replace the adapter if it is unchanged since it was read as `seen`; returns whether it was."""
@@ -257,32 +254,20 @@ class IntentStore:
         Without a known digest there is no tombstone, nor for a version of a published name, whose number is used.
         """
         with self.together():
-            adapter = self.adapters.pop(lora_id)
-            self._queue_change("adapters", lora_id, None)
+            adapter = self.adapters[lora_id]
+            self._put(ADAPTERS, lora_id, None)
             if adapter.digest is not None and not is_retired_version(lora_id, self.next_numbers, self.adapters):
                 self.put_tombstone(lora_id, adapter.digest)
 
     def put_tombstone(self, lora_id: str, digest: str) -> None:
         """Store that workers must unload this version of the adapter, also those that are away now."""
         with self.together():
-            key, stone = tombstone_key(lora_id, digest), Tombstone(digest, self._wall())
-            self._queue_change("tombstones", key, stone)
-            self._stones[key] = stone
-            self.tombstones[lora_id] = self.tombstones.get(lora_id, frozenset()) | {digest}
-            if len(self._stones) >= MOST_TOMBSTONES + _TOMBSTONES_SPARE:
-                oldest = sorted(self._stones, key=lambda key: self._stones[key].at)[:-MOST_TOMBSTONES]
+            self._put(TOMBSTONES, tombstone_key(lora_id, digest), Tombstone(digest, self._wall()))
+            stones = self._rows.of(TOMBSTONES)
+            if len(stones) >= MOST_TOMBSTONES + _TOMBSTONES_SPARE:
+                oldest = sorted(stones, key=lambda key: stones[key].at)[:-MOST_TOMBSTONES]
                 for old in oldest:
-                    self._drop_tombstone(old)
-
-    def _drop_tombstone(self, key: str) -> None:
-        """Delete the tombstone with this key, if there is one."""
-        stone = self._stones.pop(key, None)
-        if stone is not None:
-            self._queue_change("tombstones", key, None)
-            lora_id = tombstone_lora_id(key)
-            left = self.tombstones.pop(lora_id, frozenset()) - {stone.digest}
-            if left:
-                self.tombstones[lora_id] = left
+                    self._put(TOMBSTONES, old, None)
 
     def record_deletion(self, lora_id: str, digest: str | None, actor: str) -> None:
         """Leave a tombstone and a history entry for an adapter whose object was deleted while no orchestrator led."""
@@ -293,34 +278,35 @@ class IntentStore:
 
     def absorb(self, change: StoreChange) -> None:
         """Take a change of an earlier leader into memory, and count it as a write; the backend has it already."""
-        match change.value:
-            case RegisteredAdapter() as adapter:
-                self.adapters[change.key] = adapter
-            case PlacementPolicy() as rules:
-                self.rules = rules
-            case name:
-                self._set_name(change.key, cast("ServedName", name))
+        self._set_row(TABLES[change.table], change.key, change.row)
         self.writes += 1
 
     def expire_tombstones(self, kept_s: float) -> None:
         """Delete tombstones older than `kept_s` seconds: workers that return later keep those adapters as orphans."""
         oldest = self._wall() - kept_s
         with self.together():
-            for key in [key for key, stone in self._stones.items() if stone.at < oldest]:
-                self._drop_tombstone(key)
+            for key in [key for key, stone in self._rows.of(TOMBSTONES).items() if stone.at < oldest]:
+                self._put(TOMBSTONES, key, None)
 
     def put_name(self, name: ServedName) -> None:
         """Store a served name: its targets, rollout, versions and retention."""
-        with self.together():
-            self._queue_change("names", name.name, name)
-            self._set_name(name.name, name)
+        self._put(NAMES, name.name, name)
 
     def drop_name(self, name: str) -> None:
         """Delete the name with all that belongs to it. No-op for a name that is not there."""
-        with self.together():
-            if name in self.names:
-                self._queue_change("names", name, None)
-                self._set_name(name, None)
+        self._put(NAMES, name, None)
+
+    def put_rules(self, rules: PlacementPolicy) -> None:
+        """Store the global policy."""
+        self._put(POLICY, "", rules)
+
+    def put_worker(self, worker_id: str, intent: WorkerIntent | None) -> None:
+        """Store an operator's order for a worker; None takes it back."""
+        self._put(WORKERS, worker_id, intent)
+
+    def put_pause(self, key: str, lease: PauseLease | None) -> None:
+        """Store a pause under the key of its scope; None ends it."""
+        self._put(PAUSES, key, lease)
 
     def published_as(self, lora_id: str) -> str | None:
         """The published name that the adapter is a version of; None for any other adapter."""
@@ -332,66 +318,62 @@ class IntentStore:
         found = frozenset().union(*self.tombstones.values(), *retired)
         return found - {adapter.digest for adapter in self.adapters.values() if not adapter.is_deleting}
 
-    def _set_name(self, name: str, found: ServedName | None) -> None:
-        """Set or drop a name in memory, with the indices of its versions."""
-        before = self.names.pop(name, None)
-        for version in before.published.versions if before is not None and before.published is not None else ():
-            self._version_names.pop(version.lora_id, None)
-        self.next_numbers.pop(name, None)
-        if found is not None:
-            self.names[name] = found
-        if found is not None and found.published is not None:
-            self.next_numbers[name] = found.published.next_number
-            self._version_names |= dict.fromkeys(found.published.lora_ids, name)
-
-    def put_rules(self, rules: PlacementPolicy) -> None:
-        """Store the global policy."""
+    def _put(self, table: Table[R], key: str, row: R | None) -> None:
+        """Write a row in memory, and with the outermost `together` block in the backend; None deletes it."""
         with self.together():
-            self._queue_change("policy", "", rules)
-            self.rules = rules
+            if row is not None or key in self._rows.of(table):
+                self._changes.append(StoreChange(table.name, key, row))
+                self._set_row(table, key, row)
 
-    def put_worker(self, worker_id: str, intent: WorkerIntent | None) -> None:
-        """Store an operator's order for a worker; None takes it back."""
-        with self.together():
-            self._queue_change("workers", worker_id, intent)
-            if intent is None:
-                self.workers.pop(worker_id, None)
-            else:
-                self.workers[worker_id] = intent
+    def _set_row(self, table: Table[R], key: str, row: R | None) -> None:
+        """Write or delete a row in memory, with the indices of its table."""
+        before = self._rows.of(table).get(key)
+        self._rows.apply([StoreChange(table.name, key, row)])
+        for each in (before, row):
+            if isinstance(each, ServedName) and each.published is not None:
+                self._index_versions(key, each.published, is_there=each is row)
+            elif isinstance(each, Tombstone):
+                self._index_tombstone(key, each, is_there=each is row)
 
-    def put_pause(self, key: str, lease: PauseLease | None) -> None:
-        """Store a pause under the key of its scope; None ends it."""
-        with self.together():
-            self._queue_change("pauses", key, lease)
-            if lease is None:
-                self.pauses.pop(key, None)
-            else:
-                self.pauses[key] = lease
+    def _index_versions(self, name: str, published: Publication, *, is_there: bool) -> None:
+        """Add the versions of a published name to the indices, or take them out."""
+        if is_there:
+            self.next_numbers[name] = published.next_number
+            self._version_names |= dict.fromkeys(published.lora_ids, name)
+        else:
+            self.next_numbers.pop(name, None)
+            for lora_id in published.lora_ids:
+                self._version_names.pop(lora_id, None)
 
-    def _queue_change(self, *change: Any) -> None:
-        """Add a change to those that the outermost `together` block sends to the backend."""
-        self._changes.append(StoreChange(*change))
+    def _index_tombstone(self, key: str, stone: Tombstone, *, is_there: bool) -> None:
+        """Add the digest of a deleted version to the index, or take it out."""
+        lora_id = tombstone_lora_id(key)
+        digests = self.tombstones.pop(lora_id, frozenset())
+        digests = digests | {stone.digest} if is_there else digests - {stone.digest}
+        if digests:
+            self.tombstones[lora_id] = digests
 
-    def _replace_intent(self, stored: StoredIntent) -> None:
+    def _use_rows(self, stored: StoredRows) -> None:
         """Replace the intent in memory by the stored one; counters stay."""
+        self._rows = stored
+        self.adapters: MutableMapping[str, RegisteredAdapter] = stored.of(ADAPTERS)
+        self.names: MutableMapping[str, ServedName] = stored.of(NAMES)
+        self.workers: MutableMapping[str, WorkerIntent] = stored.of(WORKERS)
+        self.pauses: MutableMapping[str, PauseLease] = stored.of(PAUSES)  # by the key of their scope
         self._tenants = (-1, frozenset())
-        self.adapters = SortedDict(stored.adapters)
-        self.names, self.next_numbers, self._version_names = SortedDict(), {}, {}
-        for name, found in stored.names.items():
-            self._set_name(name, found)
-        self.workers = dict(stored.workers)
-        self.pauses = dict(stored.pauses)
-        self._stones = dict(stored.tombstones)
-        digests: dict[str, set[str]] = {}
-        for key, stone in self._stones.items():
-            digests.setdefault(tombstone_lora_id(key), set()).add(stone.digest)
-        self.tombstones = {lora_id: frozenset(each) for lora_id, each in digests.items()}
-        self.rules = stored.rules
+        self.next_numbers: dict[str, int] = {}  # published name -> number of its next version
+        self._version_names: dict[str, str] = {}  # lora_id of a version -> its published name
+        for key, name in self.names.items():
+            if name.published is not None:
+                self._index_versions(key, name.published, is_there=True)
+        self.tombstones: dict[str, frozenset[str]] = {}  # lora_id -> digests of its deleted versions
+        for key, stone in stored.of(TOMBSTONES).items():
+            self._index_tombstone(key, stone, is_there=True)
 
-    def _raise_counters(self, stored: StoredIntent) -> None:
+    def _raise_counters(self, counters: Mapping[str, int]) -> None:
         """Raise revision and epoch to at least the stored ones."""
         # The clock lifts the revision above all that routers saw, even after an old backup was restored.
-        self.revision = max(self.revision, stored.counters.get("revision", 0) + 1, int(self._wall() * 1000))
+        self.revision = max(self.revision, counters.get("revision", 0) + 1, int(self._wall() * 1000))
         self._reserved = self.revision  # the first new revision reserves the next ones
-        self.epoch = max(self.epoch, stored.counters.get("epoch", 0))
-        self.routers = stored.counters.get("routers", 0)
+        self.epoch = max(self.epoch, counters.get("epoch", 0))
+        self.routers = counters.get("routers", 0)

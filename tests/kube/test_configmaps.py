@@ -46,7 +46,7 @@ async def test_inspection_results_are_written_to_annotations_that_apply_leaves_a
     await instance.store.wait_durable()
     now = await manifests.get("my-sql")
     assert now["data"] == found["data"]
-    assert json.loads(now["metadata"]["annotations"][RECORD])["adapter"]["digest"] == "d" * 64
+    assert json.loads(now["metadata"]["annotations"][RECORD])["row"]["digest"] == "d" * 64
     assert await manifests.status("my-sql") == "accepted, and verified"
     await manifests.apply("my-sql", SQL | {"tenants": ["acme"]})
     await until(lambda: instance.store.adapters["sql/v1"].tenants)
@@ -255,7 +255,7 @@ async def test_the_object_of_a_published_name_comes_back_with_its_versions(insta
 
     await until(is_made_again)
     again = await manifests.get(alias_object_name("run"))
-    assert json.loads(again["metadata"]["annotations"][RECORD])["name"]["published"]["next_number"] == 2
+    assert json.loads(again["metadata"]["annotations"][RECORD])["row"]["published"]["next_number"] == 2
     assert instance.store.names["run"] == run
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.configmaps.journal import HistoryJournal
-from orchestrator.store.backend import HistoryEntry
+from orchestrator.model.history import HistoryEntry
 
 
 @pytest.mark.parametrize("kind", ["load", "unload", "name_published", "engine_died"])

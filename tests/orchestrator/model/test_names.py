@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.identity import asked_version, engine_name, lora_id_of
-from orchestrator.configmaps.tables import shard_of, tombstone_shard
+from orchestrator.configmaps.tables import KNOWN, row_shard
 from orchestrator.model.names import checked_lora_id
 from orchestrator.model.snapshot import foreign_key
-from orchestrator.store.backend import tombstone_key, tombstone_lora_id
+from orchestrator.store.tables import TOMBSTONES, tombstone_key, tombstone_lora_id
 
 DIGEST = "0123456789ab" * 5 + "cdef"
 NAMES = st.text("ab0_-./:@", min_size=1, max_size=12)
@@ -39,7 +39,7 @@ def test_a_lora_id_comes_back_from_every_key_that_is_made_of_it(name):
     assert lora_id_of(name) == name
     assert asked_version(engine_name(name, DIGEST)) == (name, DIGEST[:12])
     assert tombstone_lora_id(tombstone_key(name, DIGEST)) == name
-    assert tombstone_shard(tombstone_key(name, DIGEST)) == shard_of(name)
+    assert row_shard(TOMBSTONES.name, tombstone_key(name, DIGEST)) == row_shard(KNOWN.name, name)
 
 
 @given(st.text("ab0:@/", min_size=1, max_size=12))

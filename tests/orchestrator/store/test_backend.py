@@ -19,8 +19,7 @@ from orchestrator.model.served_names import (
     ServedName,
     WeightStep,
 )
-from orchestrator.model.snapshot import RegisteredAdapter
-from orchestrator.store.backend import WorkerIntent
+from orchestrator.model.snapshot import RegisteredAdapter, WorkerIntent
 from orchestrator.store.store import IntentStore
 from tests.kube.conftest import kube  # noqa: F401  (a fixture)
 from tests.kube.stores import StoreInstances
@@ -151,7 +150,7 @@ async def test_all_intent_survives_a_restart(stores):
     store.put_name(SQL)
     store.put_name(RUN)
     store.put_rules(PlacementPolicy(loading="weighted", loads_per_worker=3))
-    store.put_worker("w0", WorkerIntent("draining", 17.5))
+    store.put_worker("w0", WorkerIntent(state="draining", since=7.5, until=17.5))
     store.put_pause(PAUSE.scope.key, PAUSE)
     store.put_adapter(RegisteredAdapter(lora_id="old", source="x", digest="e" * 64))
     await store.wait_durable()
@@ -165,7 +164,7 @@ async def test_all_intent_survives_a_restart(stores):
     assert dict(again.names) == {"sql": SQL, "run@3": RUN}
     assert (again.published_as("run@3/v2"), again.next_numbers) == ("run@3", {"run@3": 3})
     assert again.rules == PlacementPolicy(loading="weighted", loads_per_worker=3)
-    assert again.workers == {"w0": WorkerIntent("draining", 17.5)}
+    assert again.workers == {"w0": WorkerIntent(state="draining", since=7.5, until=17.5)}
     assert again.pauses == {PAUSE.scope.key: PAUSE}
     assert again.tombstones == {"old": {"e" * 64}}
     assert again.epoch >= 7
@@ -339,8 +338,8 @@ async def test_a_backup_leaves_out_deletions_drains_rollouts_and_pauses(stores, 
     store.put_name(SQL)
     store.put_name(RUN)
     store.put_rules(PlacementPolicy(loading="eager"))
-    store.put_worker("w0", WorkerIntent("draining", 17.5))
-    store.put_worker("w1", WorkerIntent("cordoned"))
+    store.put_worker("w0", WorkerIntent(state="draining", since=7.5, until=17.5))
+    store.put_worker("w1", WorkerIntent(state="cordoned", since=7.5))
     store.put_pause(PAUSE.scope.key, PAUSE)
     path = tmp_path / store.backup_name
     store.backup(path)
@@ -352,6 +351,6 @@ async def test_a_backup_leaves_out_deletions_drains_rollouts_and_pauses(stores, 
     assert (copy.adapters["sql/v1"], copy.tombstones, copy.pauses) == (ADAPTER, {}, {})
     assert not copy.adapters["going"].is_deleting
     assert dict(copy.names) == {"sql": replace(SQL, rollout=None), "run@3": RUN}
-    assert copy.workers == {"w1": WorkerIntent("cordoned")}
+    assert copy.workers == {"w1": WorkerIntent(state="cordoned", since=7.5)}
     assert copy.rules == PlacementPolicy(loading="eager")
     await stores.close(copy)

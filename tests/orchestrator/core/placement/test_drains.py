@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from orchestrator.core.placement.place import place
 from orchestrator.intent.registry import MOST_GONE_ORDERS
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.snapshot import DemandSnapshot, LoadFigures, WorkerDrainOrder
-from orchestrator.store.backend import WorkerIntent
+from orchestrator.model.snapshot import DemandSnapshot, LoadFigures, WorkerDrainOrder, WorkerIntent
 from tests.orchestrator.core.placement.test_place import NOW, adapter, fleet, held, intent, worker
 from tests.properties import examples
 
@@ -183,10 +182,11 @@ async def test_an_adapter_that_fits_nowhere_is_shown_with_the_reason(service):
     assert "rank 8 is above" in shown["stuck"]["a00/v1"]
 
 
-async def test_a_drain_of_an_older_version_keeps_its_deadline(service, clock):
+async def test_a_drain_keeps_the_deadline_that_the_operator_named_before_this_leader(service, clock):
     agent = await service.worker("w0", slots=64)
     await _loaded(service, 2, load_s=50.0)
-    service.store.put_worker("w0", WorkerIntent("draining", until=1_800_000_000.0 + clock.now + 20))
+    began_at = 1_800_000_000.0 + clock.now
+    service.store.put_worker("w0", WorkerIntent(state="draining", since=began_at, until=began_at + 20, deadline_s=20.0))
     await service.turn()
     assert (await service.http.get("/v1/workers/w0")).json()["drain"]["deadline_in_s"] == 20.0
     clock.now += 20
@@ -197,11 +197,11 @@ async def test_a_drain_of_an_older_version_keeps_its_deadline(service, clock):
 async def test_the_oldest_orders_for_workers_that_are_gone_are_forgotten(service):
     await service.worker("w0")
     await service.worker("w1")
-    service.store.put_worker("w0", WorkerIntent("cordoned"))
+    service.store.put_worker("w0", WorkerIntent(state="cordoned", since=7.5))
     with service.store.together():
         for number in range(MOST_GONE_ORDERS + 2):
-            service.store.put_worker(f"gone-{number}", WorkerIntent("draining", since=100.0 + number))
-        service.store.put_worker("gone-older-version", WorkerIntent("draining"))
+            service.store.put_worker(f"gone-{number}", WorkerIntent(state="draining", since=100.0 + number))
+        service.store.put_worker("gone-long-ago", WorkerIntent(state="draining", since=99.0))
     assert (await service.http.post("/v1/workers/w1/cordon")).json()["state"] == "cordoned"
     kept = [f"gone-{number}" for number in range(2, MOST_GONE_ORDERS + 2)]
     assert set(service.store.workers) == {"w0", "w1", *kept}
