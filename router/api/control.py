@@ -19,7 +19,7 @@ from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
 from lorafleet.service.http.openapi import Json
 from lorafleet.telemetry.request_log import request_id
-from router.api.explain import decision_answer, replay_answer, tenants_answer, undecided_answer
+from router.api.explain import decision_answer, dispatched_answer, replay_answer, tenants_answer, undecided_answer
 from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
 from router.core.fleet import ReplicaState, RoutableAdapter, RouterFleet
@@ -27,7 +27,8 @@ from router.core.resolve import usable_adapters, whole_name
 from router.processes.aggregate import Answer, WorkerProcesses
 from router.protocols.routes import likely_route
 from router.request.parsed_request import parse_request
-from router.request.services import RequestRecord, Services
+from router.request.record import DispatchedRequest
+from router.request.services import Services
 from router.request.stages import hash_prompt, resolve_target, tokenize
 from router.wire import DecisionList, ReplayBody, RouteAnswer
 
@@ -83,7 +84,7 @@ async def _decisions(services: Services, wanted: _DecisionFilter) -> _Items:
     ]
     items: _Items = []
     for record in found[: wanted.limit]:
-        answer = _shown_to(services, wanted.tenant, decision_answer(record, services.accuracy.state))
+        answer = _shown_to(services, wanted.tenant, dispatched_answer(record, services.accuracy.state))
         items.append((record.at, msgspec.Raw(answer.model_dump_json().encode())))
         # A few milliseconds each with 64 replicas: relayed streams get their turn in between.
         await asyncio.sleep(0)
@@ -187,8 +188,12 @@ async def explain_request(
     if tried := _half_open(services, target.base_model):
         notes.append(f"half-open, so that one request at a time tries: {', '.join(tried)}")
     answer = decision_answer(
-        RequestRecord(question.request_id, time.time(), tokens.source, decision, trust),
+        decision,
         services.accuracy.state,
+        request_id=question.request_id,
+        at=time.time(),
+        tokens_from=tokens.source,
+        winner_trust=trust,
         note="; ".join(notes) or None,
     )
     return _shown_to(services, caller.only_tenant, answer)
@@ -304,7 +309,7 @@ def _half_open(services: Services, base_model: str) -> list[str]:
     return [replica.id for replica in replicas if services.scheduler.breaker.state(replica, now) == "half_open"]
 
 
-def _is_about(record: RequestRecord, adapter: str | None, worker: str | None, request: str | None) -> bool:
+def _is_about(record: DispatchedRequest, adapter: str | None, worker: str | None, request: str | None) -> bool:
     """Whether a record passes these filters; None passes all. `adapter`: a lora_id, an engine name, or `base`."""
     name = record.decision.request.engine_name or "base"
     return (

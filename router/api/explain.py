@@ -13,7 +13,7 @@ from router.core.schedule.policy import Decision
 from router.core.schedule.record import record_of, replay_decision
 from router.core.schedule.request import RoutingRequest
 from router.core.schedule.snapshot import length_rejection
-from router.request.services import RequestRecord
+from router.request.record import DispatchedRequest
 from router.tokenizing.tokens import Source
 from router.wire import RejectedItem, ReplayBody, RouteAnswer, ScoreItem
 
@@ -21,28 +21,54 @@ from router.wire import RejectedItem, ReplayBody, RouteAnswer, ScoreItem
 _RECORD_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
 
 
-def decision_answer(record: RequestRecord, trust: Callable[[WorkerId], str], *, note: str | None = None) -> RouteAnswer:
+def dispatched_answer(dispatched: DispatchedRequest, trust: Callable[[WorkerId], str]) -> RouteAnswer:
+    """The decision of a dispatched request, and its outcome. `trust`: see `decision_answer`."""
+    return decision_answer(
+        dispatched.decision,
+        trust,
+        request_id=dispatched.request_id,
+        at=dispatched.at,
+        tokens_from=dispatched.tokens_from,
+        winner_trust=dispatched.trust,
+        engine_cached_tokens=dispatched.cached_tokens,
+        waited_s=dispatched.waited_s,
+        first_data_s=dispatched.first_data_s,
+    )
+
+
+def decision_answer(
+    decision: Decision,
+    trust: Callable[[WorkerId], str],
+    *,
+    request_id: str,
+    at: float,
+    tokens_from: Source,
+    winner_trust: str | None,
+    engine_cached_tokens: int | None = None,
+    waited_s: float = 0.0,
+    first_data_s: float | None = None,
+    note: str | None = None,
+) -> RouteAnswer:
     """A decision with every replica's cost terms, the filter that each other replica failed, and the outcome.
 
-    trust   accuracy of each worker's predictions now; the record has the winner's at its time
+    trust         accuracy of each worker's predictions now; `winner_trust`: the winner's at the decision
     """
-    decision = record.decision
     request, snapshot = decision.request, decision.snapshot
     passed_over_ids = _without_slot(decision)
     return RouteAnswer(
-        request_id=record.request_id,
-        at=_iso(record.at),
+        request_id=request_id,
+        at=_iso(at),
         base_model=request.base_model,
         adapter=request.engine_name or "base",
         policy=decision.policy,
         worker_id=decision.replica.id,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=decision.score.cached_tokens,
-        engine_cached_tokens=record.cached_tokens,
-        tokens_from=record.tokens_from,
-        trust=record.trust,
-        waited_s=record.waited_s,
-        first_data_s=record.first_data_s,
+        engine_cached_tokens=engine_cached_tokens,
+        tokens_from=tokens_from,
+        trust=winner_trust,
+        waited_s=waited_s,
+        first_data_s=first_data_s,
         kappa=decision.kappa,
         rho=snapshot.rho,
         scores=tuple(
@@ -141,17 +167,15 @@ def replay_answer(body: ReplayBody) -> RouteAnswer:
     trust = {WorkerId(score.worker_id): score.trust for score in body.scores}
     try:
         decision = replay_decision(record)
-        made = RequestRecord(
+        return decision_answer(
+            decision,
+            lambda worker: trust.get(worker, "unknown"),
             request_id=body.request_id,
             at=body.at.timestamp() if body.at else 0.0,
             tokens_from=body.tokens_from,
-            decision=decision,
-            trust="estimate",
+            winner_trust=trust.get(decision.replica.id),
+            note="made again from its record; nothing was sent",
         )
-        answer = decision_answer(
-            made, lambda worker: trust.get(worker, "unknown"), note="made again from its record; nothing was sent"
-        )
-        return answer.model_copy(update={"trust": trust.get(decision.replica.id)})
     except NoReplica as exc:
         raise BadBody(f"nothing can be chosen from this record: {exc}", param="record") from exc
     except _RECORD_ERRORS as exc:

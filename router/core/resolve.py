@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from lorafleet.identity import asked_version, split_version_id
 from router.core.errors import AdapterFailed, AdapterInspecting, BadBody, ModelNotFound, without_places
-from router.core.fleet import RoutableAdapter, RouterFleet
+from router.core.fleet import Incarnation, RoutableAdapter, RouterFleet
 
 Visible = Callable[[RoutableAdapter], bool]
 
@@ -22,12 +22,14 @@ class RequestTarget(msgspec.Struct, frozen=True):
     """The base model and adapter to run. `asked` is the model name in the answer, as the client wrote it.
 
     digest  beginning of the digest that the request names (`name@digest12`): no other bytes may answer; empty: any
+    only    the one engine that may run it, such as that which keeps an earlier response; None: any
     """
 
     base_model: str
     adapter: RoutableAdapter | None
     asked: str
     digest: str = ""
+    only: Incarnation | None = None
 
     @property
     def weights(self) -> str:
@@ -41,7 +43,7 @@ class RequestTarget(msgspec.Struct, frozen=True):
             return self
         if not (adapter.digest or "").startswith(self.digest):
             raise ModelNotFound(f"adapter {adapter.lora_id!r} has other bytes now: {adapter.engine_name}")
-        return RequestTarget(adapter.base_model or self.base_model, adapter, self.asked, self.digest)
+        return RequestTarget(adapter.base_model or self.base_model, adapter, self.asked, self.digest, self.only)
 
 
 def resolve(

@@ -21,27 +21,6 @@ _MOST_ROWS = 5000
 _MOST_CODES = 50
 
 
-@dataclass(slots=True)
-class EndedRequest:
-    """What a request's end says about it. Fields as in wire.TrafficRow; None: not known, or there was none."""
-
-    adapter: str = ""
-    base_model: str = ""
-    worker: str = ""
-    tenant: str = ""
-    key: str = ""
-    code: str = ""
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    predicted_tokens: int = 0
-    cached_tokens: int | None = None
-    waited_s: float = 0.0
-    cold_s: float = 0.0
-    first_token_s: float | None = None
-    whole_s: float | None = None
-    decode_tokens: int = 0
-
-
 _RowKey = tuple[str, str, str, str, str]
 
 
@@ -75,31 +54,37 @@ class TrafficCounts:
         self.first_token: dict[int, int] = {}
         self.whole: dict[int, int] = {}
 
-    def add(self, ended: EndedRequest) -> None:
-        """Count one request that ended."""
+    def add_error(self, code: str) -> None:
+        """Count one request that ended in this error."""
         self.requests += 1
-        self.prompt_tokens += ended.prompt_tokens
-        self.output_tokens += ended.output_tokens
-        self.waited_s += ended.waited_s
-        if ended.code:
-            code = ended.code if ended.code in self.codes or len(self.codes) < _MOST_CODES else "other"
-            self.codes[code] = self.codes.get(code, 0) + 1
-        if ended.cached_tokens is not None:
-            self.predicted_tokens += ended.predicted_tokens
-            self.cached_tokens += ended.cached_tokens
-            self.compared_tokens += ended.prompt_tokens
-        if ended.cold_s:
-            self.cold_starts += 1
-            self.cold_s += ended.cold_s
-        if ended.first_token_s is not None:
-            bucket = bucket_of(ended.first_token_s)
+        known = code if code in self.codes or len(self.codes) < _MOST_CODES else "other"
+        self.codes[known] = self.codes.get(known, 0) + 1
+
+    def add_cold_start(self, cold_s: float) -> None:
+        """Add a request's wait for its adapter."""
+        self.cold_starts += 1
+        self.cold_s += cold_s
+
+    def add_tokens(self, prompt: int, output: int, predicted: int, cached: int | None) -> None:
+        """Add a request's tokens; `cached` is None where the prediction was not compared."""
+        self.prompt_tokens += prompt
+        self.output_tokens += output
+        if cached is not None:
+            self.predicted_tokens += predicted
+            self.cached_tokens += cached
+            self.compared_tokens += prompt
+
+    def add_times(self, first_token_s: float | None, whole_s: float | None, *, decode_tokens: int) -> None:
+        """Add the seconds from a request to its first token and to its whole answer; None: there was none."""
+        if first_token_s is not None:
+            bucket = bucket_of(first_token_s)
             self.first_token[bucket] = self.first_token.get(bucket, 0) + 1
-            self.first_token_sum_s += ended.first_token_s
-            if ended.whole_s is not None and ended.decode_tokens:
-                self.decode_s += max(0.0, ended.whole_s - ended.first_token_s)
-                self.decode_tokens += ended.decode_tokens
-        if ended.whole_s is not None:
-            bucket = bucket_of(ended.whole_s)
+            self.first_token_sum_s += first_token_s
+            if whole_s is not None and decode_tokens:
+                self.decode_s += max(0.0, whole_s - first_token_s)
+                self.decode_tokens += decode_tokens
+        if whole_s is not None:
+            bucket = bucket_of(whole_s)
             self.whole[bucket] = self.whole.get(bucket, 0) + 1
 
     def merge(self, other: "TrafficCounts") -> None:
@@ -154,21 +139,30 @@ class TrafficLog:
     _unsent: deque[_Batch] = field(default_factory=deque)
     _numbered: int = 0
 
-    def record_end(self, ended: EndedRequest, now: float) -> None:
-        """Count one request that ended: two dict look-ups and a dozen additions."""
+    def counts_of(
+        self,
+        now: float,
+        *,
+        adapter: str = "",
+        base_model: str = "",
+        worker: str = "",
+        tenant: str = "",
+        key: str = "",
+    ) -> TrafficCounts:
+        """The counts to which a request that ended just now is added: those of its row, in the present batch."""
         if now >= self._ends_at:
             self._close_batch()
         if not self._rows:
             self._ends_at = ((now + self.offset_s) // BATCH_S + 1) * BATCH_S - self.offset_s
-        key = (ended.adapter, ended.base_model, ended.worker, ended.tenant, ended.key)
-        counts = self._rows.get(key)
+        row = (adapter, base_model, worker, tenant, key)
+        counts = self._rows.get(row)
         if counts is None:
             if len(self._rows) >= _MOST_ROWS:
-                key = ("", ended.base_model, ended.worker, ended.tenant, "")
-                counts = self._rows.get(key)
+                row = ("", base_model, worker, tenant, "")
+                counts = self._rows.get(row)
             if counts is None:
-                counts = self._rows[key] = TrafficCounts()
-        counts.add(ended)
+                counts = self._rows[row] = TrafficCounts()
+        return counts
 
     def batches(self, now: float, *, is_last: bool = False) -> tuple[TrafficBatch, ...]:
         """All batches that were not accepted yet, the oldest first; closes the present one when its time is over.

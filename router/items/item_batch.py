@@ -15,6 +15,7 @@ from router.protocols.bodies import ItemAnswer, check_items
 from router.protocols.completion_batch import check_not_streamed, join_completions, split_completions
 from router.protocols.routes import ROUTES, Route
 from router.request.accounting import count_run, record, record_error, record_usage
+from router.request.dispatched import record_whole_answer
 from router.request.engine_attempt import AttemptLimits
 from router.request.parsed_request import InferenceRequestReader, ParsedRequest, check_coding
 from router.request.response import ClientResponse, within_deadline
@@ -117,24 +118,21 @@ async def _item_answer(run: RequestRun, slots: asyncio.Semaphore) -> ItemAnswer:
         try:
             status, code, limit = 499, "", ""
             try:
-                await run.reach_engine()
+                dispatched, answer = await run.reach_engine()
             except RouterError as exc:
                 status, code, limit = exc.status, exc.code, exc.limit
                 record_error(run, exc)
                 raise
-            assert run.attempt is not None
-            assert run.dispatched is not None
-            assert run.engine_request is not None
-            target, model, status = run.dispatched.target, run.engine_request.engine_model, run.attempt.status
-            answer = ModelRenamer(model, target.asked).whole(run.attempt.first)
+            target, model, status = dispatched.target, answer.message.engine_model, answer.status
+            body = ModelRenamer(model, target.asked).whole(answer.first)
             if status >= 400:
-                raise _ItemRefused(status, answer)
-            run.dispatched.record_whole_answer()
-            record_usage(run)
-            return ItemAnswer(answer, target.weights)
+                raise _ItemRefused(status, body)
+            record_whole_answer(run.services, dispatched)
+            record_usage(run, dispatched, answer)
+            return ItemAnswer(body, target.weights)
         finally:
             record(run)
-            count_run(run.services, run, status, code, limit)
+            count_run(run, status, code, limit)
 
 
 class _ItemRefused(Exception):

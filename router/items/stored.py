@@ -7,7 +7,7 @@ from router.http.sse import AnswerRewriter, StoredAnswerRewriter
 from router.protocols.routes import response_id_of
 from router.protocols.stored_responses import worker_gone_error, worker_of_response
 from router.request.engine_attempt import AttemptLimits, open_attempt
-from router.request.engine_request import EngineRequest, endpoint_of
+from router.request.engine_request import EngineMessage, endpoint_of
 from router.request.parsed_request import TIMEOUT_NAME, parse_request, text_header
 from router.request.response import ClientResponse, content_headers, within_deadline
 from router.request.run import no_answer_in_time
@@ -29,7 +29,7 @@ async def serve_stored(services: Services, limits: AttemptLimits, caller: Caller
     timeout = text_header(exchange.headers, TIMEOUT_NAME)
     request = parse_request(services, response.request_id, route, b"", target=target, timeout=timeout)
     endpoint = endpoint_of(replica, services.config.engine_key)
-    outgoing = EngineRequest(route, endpoint.origin, endpoint.request(request, b""), "", "", worker, False)
+    outgoing = EngineMessage(route, endpoint.origin, endpoint.request(request, b""), "", "", worker, False)
     rewriter = StoredAnswerRewriter(replica.model_name, replica.base_model)
     await within_deadline(services, request, _relay_stored(services, limits, outgoing, response, rewriter))
 
@@ -37,7 +37,7 @@ async def serve_stored(services: Services, limits: AttemptLimits, caller: Caller
 async def _relay_stored(
     services: Services,
     limits: AttemptLimits,
-    outgoing: EngineRequest,
+    outgoing: EngineMessage,
     response: ClientResponse,
     rewriter: AnswerRewriter,
 ) -> None:

@@ -1,190 +1,211 @@
 """A request at a replica, from dispatch to end: its load, and its predicted cached tokens against the reported ones."""
 
+from collections.abc import Hashable, Iterator
 from time import time
 
-from router.core.kv.estimate import PredictedCache
-from router.core.kv.index import PendingBlocks
+import structlog
+
+from lorafleet.keys.roles import Caller
+from router.core.failover.poison import PoisonRequests
 from router.core.resolve import RequestTarget
 from router.core.schedule.policy import Decision
 from router.core.schedule.request import HashedRequest
 from router.protocols.usage import EngineUsage
-from router.request.services import RequestRecord, Services
-from router.tokenizing.tokens import Source
+from router.request.parsed_request import ParsedRequest, request_digest
+from router.request.record import DispatchedRequest
+from router.request.services import Services
+from router.tokenizing.tokens import NO_TOKENS, Tokens
+
+log = structlog.get_logger()
 
 # Seconds of queue: behind a shorter one the request began with the cache as it was when it was decided.
 _PROMPT_START_S = 0.1
 
 
-class DispatchedRequest:
-    """A request at a replica: its load entry, pending blocks and usage count, each given back exactly once.
+def begin_dispatched(  # noqa: PLR0917  (for each request, and names take time)
+    services: Services,
+    request_id: str,
+    tenant: str,
+    target: RequestTarget,
+    hashed: HashedRequest,
+    tokens: Tokens,
+    asked_at: float,
+    is_streamed: bool,
+    decision: Decision,
+) -> DispatchedRequest:
+    """Count the request at its replica (load, pending blocks, usage, metrics), and add its decision to those kept.
 
-    replica           of the decision
-    hashes            block hashes of the prompt, by that replica's block size and salt
-    predicted_tokens  of the prompt, predicted to be cached at the replica; 0 for an approximate prompt
-    record            what is kept of it when it is over
-    load              its entry in the load book
+    asked_at  by Services.clock, when it was ready to be sent: since then it has waited
     """
-
-    __slots__ = (
-        "_estimate",
-        "_hold",
-        "_index",
-        "_services",
-        "_use",
-        "decision",
-        "hashed",
-        "hashes",
-        "load",
-        "predicted_tokens",
-        "record",
-        "replica",
-        "target",
-    )
-
-    def __init__(  # noqa: PLR0917  (for each request, and names take time)
-        self,
-        services: Services,
-        request_id: str,
-        target: RequestTarget,
-        hashed: HashedRequest,
-        tokens_from: Source,
-        asked_at: float,
-        is_streamed: bool,
-        decision: Decision,
-    ) -> None:
-        """Count the request at its replica (load, pending blocks, usage, metrics), and add its decision to those kept.
-
-        asked_at  by Services.clock, when it was ready to be sent: since then it has waited
-        """
-        now = decision.snapshot.now
-        replica, score, routing = decision.replica, decision.score, hashed.request
-        worker, waited_s = replica.id, now - asked_at
-        # First, because it runs the shadow policies: one that fails must leave nothing to give back.
-        self.load = services.scheduler.record_dispatch(decision, now)
-        self.load.is_streamed = is_streamed
-        self._services = services
-        self.target = target
-        self.hashed = hashed
-        self.decision = decision
-        self.replica = replica
-        is_approximate = routing.is_approximate
-        trust = "estimate" if is_approximate else services.accuracy.state(worker)
-        self.record = RequestRecord(request_id, time(), tokens_from, decision, trust, waited_s)
-        services.decisions.add(self.record, now)
-        self.hashes = hashed.chain(worker, replica.block_size) if replica.caches_prefixes else ()
-        self._hold: PendingBlocks | None = None
-        if self.hashes:
-            self._index = services.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)
-            ranks = decision.snapshot.ranks
-            member = services.feeds.member_name(worker, ranks.get(worker)) if ranks else worker
-            self._hold = self._index.add_pending(member, self.hashes)
-        is_known = bool(hashed.chains) and not is_approximate
-        prompt_tokens = routing.prompt_tokens if is_known else 0
-        self.predicted_tokens = score.cached_tokens if is_known else 0
+    now = decision.snapshot.now
+    replica, score, routing = decision.replica, decision.score, hashed.request
+    worker, waited_s, scheduler = replica.id, now - asked_at, services.scheduler
+    # First, because it runs the shadow policies: one that fails must leave nothing to give back.
+    load = scheduler.record_dispatch(decision, now)
+    load.is_streamed = is_streamed
+    is_hashed, is_approximate = bool(hashed.chains), routing.is_approximate
+    is_known = is_hashed and not is_approximate
+    prompt_tokens = routing.prompt_tokens if is_known else 0
+    dispatched = DispatchedRequest(
+        request_id,
+        tenant,
+        target,
+        decision,
+        replica,
+        time(),
+        tokens.source,
+        "estimate" if is_approximate else services.accuracy.state(worker),
+        waited_s,
+        load,
         # By the engine's name of the model.
-        self._use = services.usage.record_dispatch(worker, routing.engine_name or target.base_model, prompt_tokens, now)
-        self._estimate: PredictedCache | None = None
-        metrics = services.metrics
-        metrics.waited.observe(waited_s)
-        metrics.live_cost.value += score.cost_s
-        metrics.predicted_tokens.value += self.predicted_tokens
-        metrics.prompt_tokens.value += prompt_tokens
+        services.usage.record_dispatch(worker, routing.engine_name or target.base_model, prompt_tokens, now),
+        scheduler.breaker.is_trial(replica, load),
+        score.cached_tokens if is_known else 0,
+        is_hashed,
+        tokens,
+        hashed.chain(worker, replica.block_size) if replica.caches_prefixes else (),
+    )
+    services.decisions.add(dispatched, now)
+    if dispatched.hashes:
+        index = services.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)
+        ranks = decision.snapshot.ranks
+        member = services.feeds.member_name(worker, ranks.get(worker)) if ranks else worker
+        dispatched.index, dispatched.pending = index, index.add_pending(member, dispatched.hashes)
+    metrics = services.metrics
+    metrics.waited.observe(waited_s)
+    metrics.live_cost.value += score.cost_s
+    metrics.predicted_tokens.value += dispatched.predicted_tokens
+    metrics.prompt_tokens.value += prompt_tokens
+    return dispatched
 
-    def record_first_token(self) -> None:
-        """Record a stream's first token: end its prefill in the load book, and wake the queue.
 
-        Also sets the record's `first_data_s` and hands over the pending blocks, see `_record_prefilled`.
-        """
-        services, now = self._services, self._services.clock()
-        services.scheduler.load.record_first_token(self.load, now)
-        services.queue.poke()
-        self._record_prefilled(now)
+def record_first_token(services: Services, dispatched: DispatchedRequest) -> None:
+    """Record a stream's first token: end its prefill in the load book, and wake the queue.
 
-    def record_whole_answer(self) -> None:
-        """Record that a whole answer has come; `end` follows, which ends its prefill in the load book.
+    Also sets `first_data_s` and hands over the pending blocks, see `record_whole_answer`.
+    """
+    services.scheduler.load.record_first_token(dispatched.load, services.clock())
+    services.queue.poke()
+    record_whole_answer(services, dispatched)
 
-        Sets the record's `first_data_s` and hands over the pending blocks, see `_record_prefilled`.
-        """
-        self._record_prefilled(self._services.clock())
 
-    def _record_prefilled(self, now: float) -> None:
-        """Set `first_data_s`, and have the pending blocks removed a little later: the engine's own events follow.
+def record_whole_answer(services: Services, dispatched: DispatchedRequest) -> None:
+    """Record that a whole answer has come; `end_dispatched` follows, which ends its prefill in the load book.
 
-        For an estimated cache, or an approximate prompt, record the blocks as cached in the feeds.
-        """
-        services, record, began_at = self._services, self.record, self.load.began_at
-        record.first_data_s = now - began_at
-        is_approximate = self.hashed.request.is_approximate
-        if record.trust == "estimate" and not is_approximate:
-            self._estimate = services.feeds.record_served(self.replica.id, self.hashes, began_at=began_at, now=now)
-        if self._hold is not None:
-            if is_approximate:
-                name = self._hold.worker
-                services.feeds.record_served_approximate(self.replica, name, self.hashes, began_at=began_at, now=now)
-            services.speculations.add(self._index.remove_pending, self._hold)
-            self._hold = None
+    Sets `first_data_s`, and has the pending blocks removed a little later: the engine's own events follow. For an
+    estimated cache, or an approximate prompt, records the blocks as cached in the feeds.
+    """
+    now, began_at, feeds = services.clock(), dispatched.load.began_at, services.feeds
+    dispatched.first_data_s = now - began_at
+    replica, hashes, pending = dispatched.replica, dispatched.hashes, dispatched.pending
+    is_approximate = dispatched.decision.request.is_approximate
+    if dispatched.trust == "estimate" and not is_approximate:
+        dispatched.estimate = feeds.record_served(replica.id, hashes, began_at=began_at, now=now)
+    if pending is not None and dispatched.index is not None:
+        if is_approximate:
+            feeds.record_served_approximate(replica, pending.worker, hashes, began_at=began_at, now=now)
+        services.speculations.add(dispatched.index.remove_pending, pending)
+        dispatched.pending = None
 
-    def compare(self, usage: EngineUsage, *, is_one_of_many: bool = False) -> bool | None:
-        """Compare predicted cached tokens with those in the engine's usage: update accuracy, feed, metrics and record.
 
-        Returns whether they agree; None if nothing follows for the prompt's ids. Nothing is compared if the engine
-        reports none, or the prompt was not hashed; of an approximate one only the record changes.
+def compare_usage(
+    services: Services, dispatched: DispatchedRequest, usage: EngineUsage, *, is_one_of_many: bool = False
+) -> bool | None:
+    """Compare predicted cached tokens with those in the engine's usage: update accuracy, feed, metrics and record.
 
-        is_one_of_many  the engine prefilled the prompt several times, and reports one of them, not the first
-        """
-        cached = usage.cached_tokens
-        if cached is None:
-            return None
-        if self.target.adapter is not None and not is_one_of_many:
-            adapters = self._services.metrics.adapters
-            adapters.of(self.target.adapter.lora_id).add_tokens(usage.prompt_tokens, cached)
-        if not self.hashed.chains:
-            return None
-        if self.hashed.request.is_approximate:
-            # Shown only: blocks of an approximate prompt are not the engine's, so nothing was predicted.
-            self.record.cached_tokens = None if is_one_of_many else cached
-            return None
-        services, score = self._services, self.decision.score
+    Returns whether they agree; None if nothing follows for the prompt's ids. Nothing is compared if the engine
+    reports none, or the prompt was not hashed; of an approximate one only the record changes.
+
+    is_one_of_many  the engine prefilled the prompt several times, and reports one of them, not the first
+    """
+    cached, adapter, score = usage.cached_tokens, dispatched.target.adapter, dispatched.decision.score
+    if cached is None:
+        return None
+    if adapter is not None and not is_one_of_many:
+        services.metrics.adapters.of(adapter.lora_id).add_tokens(usage.prompt_tokens, cached)
+    if not dispatched.is_hashed:
+        return None
+    is_approximate = dispatched.decision.request.is_approximate
+    if not is_approximate:
         services.metrics.cached_tokens.value += cached
-        if is_one_of_many:
-            return None
-        self.record.cached_tokens = cached
-        predicted = score.cached_tokens
-        # Behind a queue a full cache may have lost the prefix by then: that says nothing about the index.
-        agrees = None
-        if predicted <= cached or score.queue_s <= _PROMPT_START_S:
-            agrees = services.accuracy.record_comparison(
-                self.replica.id, predicted, cached, usage.prompt_tokens, services.clock()
+    if is_one_of_many:
+        return None
+    dispatched.cached_tokens = cached
+    if is_approximate:
+        # Shown only: blocks of an approximate prompt are not the engine's, so nothing was predicted.
+        return None
+    predicted, agrees = score.cached_tokens, None
+    # Behind a queue a full cache may have lost the prefix by then: that says nothing about the index.
+    if predicted <= cached or score.queue_s <= _PROMPT_START_S:
+        agrees = services.accuracy.record_comparison(
+            dispatched.replica.id, predicted, cached, usage.prompt_tokens, services.clock()
+        )
+    if dispatched.estimate is not None:
+        services.feeds.correct_estimate(dispatched.estimate, cached // dispatched.replica.block_size)
+    return agrees
+
+
+def end_dispatched(
+    services: Services,
+    dispatched: DispatchedRequest,
+    *,
+    is_error: bool = False,
+    is_streamed: bool = False,
+    output_tokens: int = 0,
+) -> float:
+    """Give back the load entry, pending blocks and usage count, and wake the queue. Safe to call twice.
+
+    Returns the request's share of the engine's seconds of decoding; 0.0: not known.
+
+    is_error       the engine failed the request
+    is_streamed    the first data of the answer was its first token
+    output_tokens  generated tokens, as far as is known
+    """
+    load, first_data_s = dispatched.load, dispatched.first_data_s
+    if load.ended:
+        return 0.0
+    now, decode_s = services.clock(), 0.0
+    if first_data_s is None:
+        dispatched.use.record_end(0.0, 0, None, now, is_error)
+    else:
+        report = dispatched.replica.report
+        if report.decode_tokens_per_s:
+            # A step decodes one token of each running request, so each is charged its share.
+            decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
+        work_s = dispatched.decision.score.prefill_s + decode_s
+        dispatched.use.record_end(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error)
+    services.scheduler.load.remove(load, now, is_answered=first_data_s is not None)
+    services.queue.poke()
+    if dispatched.pending is not None and dispatched.index is not None:
+        dispatched.index.remove_pending(dispatched.pending)
+    dispatched.prompt, dispatched.hashes, dispatched.pending, dispatched.estimate = NO_TOKENS, (), None, None
+    return decode_s
+
+
+def record_death(services: Services, request: ParsedRequest, caller: Caller, dispatched: DispatchedRequest) -> bool:
+    """Record in the poison books that an engine died with this request, and log a hold; whether it is held back now."""
+    engine, is_held_back = dispatched.replica.incarnation, False
+    for book, suspect in suspects(services, request, dispatched):
+        held_s = book.record_death(suspect, engine, services.clock(), sent_at=dispatched.load.began_at)
+        if held_s:
+            is_held_back = True
+            log.warning(
+                "engines died while this was in them; it is held back",
+                what="adapter" if book is services.poison_adapters else "request",
+                request_id=request.request_id,
+                adapter=dispatched.decision.request.engine_name or "base",
+                worker=engine[0],
+                key=caller.name,
+                held_s=round(held_s, 1),
             )
-        if self._estimate is not None:
-            services.feeds.correct_estimate(self._estimate, cached // self.replica.block_size)
-        return agrees
+    return is_held_back
 
-    def end(self, *, is_error: bool = False, is_streamed: bool = False, output_tokens: int = 0) -> float:
-        """Give back the load entry, pending blocks and usage count, and wake the queue. Safe to call twice.
 
-        Returns the request's share of the engine's seconds of decoding; 0.0: not known.
-
-        is_error       the engine failed the request
-        is_streamed    the first data of the answer was its first token
-        output_tokens  generated tokens, as far as is known
-        """
-        if self.load.ended:
-            return 0.0
-        services, first_data_s = self._services, self.record.first_data_s
-        now, decode_s = services.clock(), 0.0
-        if first_data_s is None:
-            self._use.record_end(0.0, 0, None, now, is_error)
-        else:
-            report = self.replica.report
-            if report.decode_tokens_per_s:
-                # A step decodes one token of each running request, so each is charged its share.
-                decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
-            work_s = self.decision.score.prefill_s + decode_s
-            self._use.record_end(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error)
-        services.scheduler.load.remove(self.load, now, is_answered=first_data_s is not None)
-        services.queue.poke()
-        if self._hold is not None:
-            self._index.remove_pending(self._hold)
-            self._hold = None
-        return decode_s
+def suspects(
+    services: Services, request: ParsedRequest, dispatched: DispatchedRequest
+) -> Iterator[tuple[PoisonRequests, Hashable]]:
+    """The request and its adapter, each with the book that has its kind."""
+    yield services.poison_requests, request_digest(request)
+    engine_name = dispatched.decision.request.engine_name
+    if engine_name:
+        yield services.poison_adapters, engine_name

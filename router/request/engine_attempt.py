@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -29,7 +30,7 @@ from router.http.sse import (
 from router.protocols.aborted import AbortedAnswer
 from router.protocols.routes import has_only_early_events
 from router.protocols.usage import EngineUsage, UsageFilter, usage_of, usage_of_events
-from router.request.engine_request import EngineRequest
+from router.request.engine_request import EngineMessage
 
 _EVENT_STREAM = b"text/event-stream"
 # The usage event is the last but `[DONE]`, and each may come in a chunk of its own; a third chunk for an event without
@@ -60,6 +61,10 @@ LOSS_MESSAGES = {
 }
 
 
+def _ignore_notice() -> None:
+    """Do nothing: nobody waits yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptLimits:
     """Seconds and bytes that bound one attempt.
@@ -73,39 +78,44 @@ class AttemptLimits:
     longer: Callable[[float], float] | None = None
 
 
+AttemptState = Literal["waiting", "decided", "relaying", "over"]
+"""
+waiting   nothing of the answer is decided: the engine may still turn out to be lost, or to refuse
+decided   its first `data:` event has come, or its whole body, or it has failed; the client has no part of it
+relaying  its events go to the client
+over      the relay has ended, or the attempt is closed
+"""
+
+
 class EngineAttempt(msgspec.Struct, eq=False):
     """One request at an engine, and its answer as it comes. The client gets no part of it before `relay`.
 
-    An attempt is decided when its first `data:` event has come, or its whole body, or when it has failed.
-
-    notify          called when the attempt is decided; during `relay`, when that is over
+    streamed        the answer is a stream: the engine decides that
+    notify          called when the attempt is decided, or is to be sent again; during `relay`, when that is over
     status, content_type, retry_after  of the answer
     first           the answer's whole body; of a stream nothing
     metadata        header that describes an answer of bytes (vLLM 0.32)
-    streamed        the answer is a stream: the engine decides that
     in_band_error   a stream whose first event was an error: `status` and `first` are that error's
     events          events of a stream that were sent on: about one a token
     failure         why there is no answer, or no more of it
     fault           the engine's own error, of a fault of its, that ended a stream in the middle; the client has it
-    is_stale        the engine closed an idle connection just as it was used again. That says nothing about engine or
-                    request: it is sent once more, on a new connection
+    is_done_sent    the last event of the stream was sent on, so that the client lacks nothing
     """
 
-    _request: EngineRequest
+    message: EngineMessage
     _limits: AttemptLimits
-    notify: Callable[[], None]
     streamed: bool
+    notify: Callable[[], None] = _ignore_notice
+    state: AttemptState = "waiting"
     connection: EngineConnection | None = None
     _sent_at: float = 0.0
-    _is_decided: bool = False
     _exchange: HttpExchange | None = None
     _rewriter: AnswerRewriter | None = None
     _hidden: UsageFilter | None = None
-    _relays_as_is: bool = False
     _got: list[bytes] = []
     _size: int = 0
     _tail: deque[bytes] | None = None
-    _has_ended: bool = False
+    _ends: frozenset[bytes] = frozenset()
     status: int = 0
     content_type: bytes = b"application/json"
     retry_after: bytes | None = None
@@ -115,15 +125,52 @@ class EngineAttempt(msgspec.Struct, eq=False):
     events: int = 0
     failure: Exception | None = None
     fault: bytes = b""
-    is_stale: bool = False
+    is_done_sent: bool = False
+
+    async def open(self, pool: EnginePool) -> None:
+        """Send the request, and wait until it is decided; once more, on a new connection, where an idle one was stale.
+
+        Leaves the batch where it must connect. vLLM sends a streamed 200 head long before its first token, so the head
+        decides nothing.
+        raises  ReplicaUnreachable, see `check`
+        """
+        may_be_idle = True
+        while self.state == "waiting":
+            decided = Signal()
+            self.notify = decided.set
+            connection = pool.take_idle(self.message.origin) if may_be_idle else None
+            may_be_idle = False
+            if connection is None:
+                connection = await self._connect(pool)
+            if decided.is_set:  # a pause has ended it meanwhile
+                connection.close()
+            else:
+                self.begin(connection)
+            try:
+                await decided
+            except BaseException:
+                self.close()
+                raise
+        self.check()
+
+    async def _connect(self, pool: EnginePool) -> EngineConnection:
+        """A new connection to the engine. Raises ReplicaUnreachable."""
+        await leave_batch()
+        try:
+            return await pool.connect(self.message.origin)
+        except EngineLost as exc:
+            stale = self.failure
+            # An engine that has just broken off and no longer listens has died.
+            why = stale if isinstance(stale, EngineLost) and exc.reason == "connection" else exc
+            raise unreachable(self.message, why) from why
 
     def begin(self, connection: EngineConnection) -> None:
         """Send the request, on a connection fresh from the pool, and start the deadline of the answer's first data."""
-        self.connection = connection
+        self.connection, self.failure = connection, None
         self._sent_at = now = connection.loop.time()
         connection.deadline = now + self._limits.first_data_s
         connection.longer = self._limits.longer
-        connection.send(self._request.request, self)
+        connection.send(self.message.data, self)
 
     def can_move(self, served_elsewhere: Container[str]) -> bool:
         """Whether another replica may answer instead.
@@ -132,9 +179,9 @@ class EngineAttempt(msgspec.Struct, eq=False):
 
         served_elsewhere  engine names of the adapters on the other replicas
         """
-        request = self._request
-        is_served = not request.engine_name or request.engine_name in served_elsewhere
-        return is_served and not self._is_decided and request.route.state == "none"
+        message = self.message
+        is_served = not message.engine_name or message.engine_name in served_elsewhere
+        return is_served and self.state == "waiting" and message.route.state == "none"
 
     def check(self) -> None:
         """Return where a decided attempt has the client's answer; `first` of an error gets its route's envelope then.
@@ -142,20 +189,20 @@ class EngineAttempt(msgspec.Struct, eq=False):
         Closes the connection where it raises because of the answer's status.
         raises  ReplicaUnreachable where another replica may do better, see `retry_reason` and core.failover.verdict
         """
-        failure, request = self.failure, self._request
+        failure, message = self.failure, self.message
         if failure is not None:
             # The engine may break off in the read that decided the attempt: the client has got nothing then.
             lost = failure.__cause__ if isinstance(failure, StreamBroken) else failure
-            raise unreachable(request, lost) if isinstance(lost, EngineLost) else failure
+            raise unreachable(message, lost) if isinstance(lost, EngineLost) else failure
         if self.status != 200:
-            reason = retry_reason(self.status, self.first, request, in_band_error=self.in_band_error)
+            reason = retry_reason(self.status, self.first, message, in_band_error=self.in_band_error)
             if reason is not None:
                 self.close()
-                what = f"replica {request.replica}: {self.status} {self.first[:200]!r}"
+                what = f"replica {message.replica}: {self.status} {self.first[:200]!r}"
                 if reason == "engine_unauthorized":
                     what += "; it does not take this router's key (see engine_key, of engines without an agent)"
                 raise ReplicaUnreachable(what, reason=reason)
-            self.first = enveloped(self.status, self.first, request.route.errors)
+            self.first = enveloped(self.status, self.first, message.route.errors)
 
     def start_relay(
         self,
@@ -172,9 +219,9 @@ class EngineAttempt(msgspec.Struct, eq=False):
         hidden  see `relay`
         """
         self._rewriter, self._hidden, self.notify = rewriter, hidden, on_over
-        self._relays_as_is = not self._request.route.final_events
         self._tail = deque(maxlen=_TAIL_CHUNKS)
-        self._exchange = exchange
+        self._ends = self.message.route.final_events
+        self._exchange, self.state = exchange, "relaying"
         exchange.on_pause, exchange.on_resume = self._pause, self._resume
         if exchange.is_paused:
             self._pause()  # because of a response written in the tick in which this request came
@@ -210,14 +257,9 @@ class EngineAttempt(msgspec.Struct, eq=False):
         """Whether the answer has come to its end, and not to an error of the engine's."""
         return self.connection is None and self.failure is None and not self.fault
 
-    @property
-    def is_done_sent(self) -> bool:
-        """Whether the last event of the stream was sent on, so that the client lacks nothing."""
-        return self._has_ended
-
     def usage(self) -> EngineUsage | None:
         """The usage in a complete answer; None: it has none. Parses at each call."""
-        kind = self._request.route.usage
+        kind = self.message.route.usage
         if self._tail is None:
             return usage_of(kind, self.first if self.metadata is None else self.metadata)
         assert self._rewriter is not None
@@ -231,34 +273,36 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self.connection = None
         if self._exchange is not None:
             self._detach_client()
+        self.state = "over"
 
     def abort(self, answer: AbortedAnswer | None) -> None:
         """End the answer with this, and close the engine's connection: the engine aborts the request.
 
-        Does nothing for an answer that is whole. None: the client gets an error instead.
+        Does nothing for an answer that is whole. One that was not sent is not sent any more.
+        None: the client gets an error instead.
         """
-        is_relayed = self._exchange is not None
-        if self.connection is None or (self._is_decided and not is_relayed and not self.streamed):
+        connection, state = self.connection, self.state
+        if state == "over" or (state == "decided" and (connection is None or not self.streamed)):
             return
-        self.connection.close()
-        self.connection = None
+        if connection is not None:
+            connection.close()
+            self.connection = None
         error = EndedByPause("a pause with mode abort ended this request; send it again")
-        if is_relayed:
+        if state == "relaying":
             self._abort_relay(answer, error)
-            return
-        if self._is_decided:  # a stream whose relay is about to begin
+        elif state == "decided":  # a stream whose relay is about to begin
             got = b"".join(self._got)
             self._got = [got[: end_of_events(got)] + (b"" if answer is None else answer.events)]
             if answer is None:
                 self._break(StreamBroken(str(error)), error)
-            return
-        if answer is None:
-            self.failure = error
         else:
-            self.status, self.first = 200, b"" if self.streamed else answer.body
-            self.content_type = _EVENT_STREAM if self.streamed else b"application/json"
-            self._got = [answer.events] if self.streamed else []
-        self._decide()
+            if answer is None:
+                self.failure = error
+            else:
+                self.status, self.first = 200, b"" if self.streamed else answer.body
+                self.content_type = _EVENT_STREAM if self.streamed else b"application/json"
+                self._got = [answer.events] if self.streamed else []
+            self._decide()
 
     def _abort_relay(self, answer: AbortedAnswer | None, error: EndedByPause) -> None:
         """End a relay with this answer's last events, or break it off with an error."""
@@ -293,7 +337,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             return
         self._got.append(data)
         self._size += len(data)
-        if self._is_decided:
+        if self.state != "waiting":
             return  # the relay is about to begin
         if not self.streamed:
             if self._size > self._limits.answer_bytes:
@@ -303,7 +347,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
                 )
             return
         got = data if len(self._got) == 1 else b"".join(self._got)
-        if has_first_event(got) and not has_only_early_events(self._request.route, got):
+        if has_first_event(got) and not has_only_early_events(self.message.route, got):
             self._got = [got]
             self._begin_stream(got)
         elif self._size > MAX_EVENT_BYTES:
@@ -315,9 +359,9 @@ class EngineAttempt(msgspec.Struct, eq=False):
         Lets go of the connection.
         """
         self.connection = None
-        if self._exchange is not None:
+        if self.state == "relaying":
             self._end_relay()
-        elif not self._is_decided:
+        elif self.state == "waiting":
             if self.streamed:
                 self.lost(EngineLost("no_answer", "the stream ended before its first event"))
                 return
@@ -326,45 +370,49 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._decide()
 
     def lost(self, exc: EngineLost) -> None:
-        """The connection is lost: fail an undecided attempt, which may be stale; break off a relay.
+        """The connection is lost: fail an attempt that waits, unless it is to be sent again; break off a relay.
 
         Behind the last event the relay just ends.
         """
         connection, self.connection = self.connection, None
-        if self._has_ended:
+        if self.is_done_sent:
             self._end_relay()
             return
-        if self._is_decided:
+        if self.state != "waiting":
             how = "broke off"
             if exc.reason == "no_answer_in_time":
                 how = f"paused for {self._limits.idle_s:g} s (idle_timeout_s), and was given up,"
-            self._break(StreamBroken(f"replica {self._request.replica} {how} in the middle of its answer"), exc)
+            self._break(StreamBroken(f"replica {self.message.replica} {how} in the middle of its answer"), exc)
             return
         if exc.reason == "no_answer" and self._has_only_begun():
             exc = EngineLost("begun_only", str(exc))
         self.failure = exc
-        self.is_stale = (
+        if connection is not None and not self.status and self._is_stale(connection, exc):
+            self.notify()  # still waiting: `open` sends it again
+        else:
+            self._decide()
+
+    def _is_stale(self, connection: EngineConnection, exc: EngineLost) -> bool:
+        """Whether the engine closed an idle connection just as it was used again: it can't have read the request."""
+        return (
             exc.reason == "no_answer"
-            and not self.status
-            and connection is not None
             and connection.was_idle
             and connection.is_silent
             and connection.loop.time() - self._sent_at <= STALE_WITHIN_S
         )
-        self._decide()
 
     def _has_only_begun(self) -> bool:
         """Whether a stream broke off behind events that come before any work: that says little of the engine.
 
         vLLM 0.32 breaks off so for a schema that it can't take, and behind the head alone for `"truncation": null`.
         """
-        if not (self.streamed and self.status == 200 and self._request.route.early_events):
+        if not (self.streamed and self.status == 200 and self.message.route.early_events):
             return False
-        return not self._got or has_only_early_events(self._request.route, b"".join(self._got))
+        return not self._got or has_only_early_events(self.message.route, b"".join(self._got))
 
     def _decide(self) -> None:
         """Mark the attempt as decided, and wake its waiter."""
-        self._is_decided = True
+        self.state = "decided"
         self.notify()
 
     def _begin_stream(self, got: bytes) -> None:
@@ -396,7 +444,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         exchange, tail, hidden = self._exchange, self._tail, self._hidden
         if exchange is None or tail is None or not ready:
             return
-        is_usual = self._relays_as_is and not self._has_ended and (hidden is None or not hidden.pending)
+        is_usual = not self._ends and not self.is_done_sent and (hidden is None or not hidden.pending)
         if is_usual and is_plain(ready):
             # Most events by far: `_send` without what it does about usage and ends.
             tail.append(ready)
@@ -404,7 +452,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             exchange.relay(ready)
             return
         self._send(ready)
-        if self._has_ended:
+        if self.is_done_sent:
             self._end_behind_last_event(ready)
 
     def _end_behind_last_event(self, ready: bytes) -> None:
@@ -434,8 +482,8 @@ class EngineAttempt(msgspec.Struct, eq=False):
         assert self._tail is not None
         self._tail.append(ready)
         self.events += ready.count(b"\n\n")
-        ends = self._request.route.final_events
-        self._has_ended = says_done(ready) or (bool(ends) and (self._has_ended or last_type(ready) in ends))
+        ends = self._ends
+        self.is_done_sent = says_done(ready) or (bool(ends) and (self.is_done_sent or last_type(ready) in ends))
         if self._hidden is not None:
             ready = self._hidden.events(ready)
         exchange.send(ready)
@@ -443,7 +491,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     def _fail(self, reason: str, what: str) -> None:
         """Close the connection, and decide the attempt as failed because of its answer."""
         self.close()
-        self.failure = ReplicaUnreachable(f"replica {self._request.replica}: {what}", reason=reason)
+        self.failure = ReplicaUnreachable(f"replica {self.message.replica}: {what}", reason=reason)
         self._decide()
 
     def _break(self, broken: StreamBroken, cause: Exception | None = None) -> None:
@@ -475,17 +523,17 @@ class EngineAttempt(msgspec.Struct, eq=False):
 
     def _check_end(self) -> None:
         """Set `fault` where an ended stream's last event is an error, and `failure` where it is not complete."""
-        route, last = self._request.route, b"".join(self._tail or ())
+        route, last = self.message.route, b"".join(self._tail or ())
         if (found := last_error(last)) is not None:
             self.fault = found[1] if is_fault(found[0]) else b""
-        elif not (self._has_ended or not route.streams or has_finish_reason(last)):
-            self.failure = StreamBroken(f"replica {self._request.replica} ended its stream in the middle of its answer")
+        elif not (self.is_done_sent or not route.streams or has_finish_reason(last)):
+            self.failure = StreamBroken(f"replica {self.message.replica} ended its stream in the middle of its answer")
 
     def _detach_client(self) -> None:
         """Let go of the client's exchange: nothing more is sent on it, and its pauses have no effect here."""
-        assert self._exchange is not None
-        self._exchange.on_pause = self._exchange.on_resume = None
-        self._exchange = None
+        if self._exchange is not None:
+            self._exchange.on_pause = self._exchange.on_resume = None
+        self._exchange, self.state = None, "over"
 
     def _pause(self) -> None:
         """Stop reading from the engine, because the client reads too slowly."""
@@ -498,84 +546,31 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self.connection.resume()
 
 
-def _ignore_begin(_: EngineAttempt) -> None:
-    """Do nothing with an attempt that begins."""
-
-
-async def open_attempt(
-    pool: EnginePool,
-    request: EngineRequest,
-    limits: AttemptLimits,
-    on_begin: Callable[[EngineAttempt], None] = _ignore_begin,
-) -> EngineAttempt:
-    """Send one request and wait until it is decided; once more, on a new connection, where an idle one was stale.
-
-    Leaves the batch where it must connect. vLLM sends a streamed 200 head long before its first token, so the head
-    decides nothing.
-    on_begin  called with each attempt whose request was sent
-    raises  ReplicaUnreachable, see EngineAttempt.check
-    """
-    lost: EngineLost | None = None
-    connection = pool.take_idle(request.origin)
-    if connection is not None:
-        attempt = await _attempt_on(connection, request, limits, on_begin)
-        if not attempt.is_stale:
-            attempt.check()
-            return attempt
-        assert isinstance(attempt.failure, EngineLost)
-        lost = attempt.failure
-    await leave_batch()
-    try:
-        connection = await pool.connect(request.origin)
-    except EngineLost as exc:
-        # An engine that has just broken off and no longer listens has died.
-        why = lost if lost is not None and exc.reason == "connection" else exc
-        raise unreachable(request, why) from why
-    attempt = await _attempt_on(connection, request, limits, on_begin)
-    attempt.check()
+async def open_attempt(pool: EnginePool, message: EngineMessage, limits: AttemptLimits) -> EngineAttempt:
+    """Send one message and wait until its attempt is decided. Raises ReplicaUnreachable, see EngineAttempt.check."""
+    attempt = EngineAttempt(message, limits, message.streamed)
+    await attempt.open(pool)
     return attempt
 
 
-async def _attempt_on(
-    connection: EngineConnection,
-    request: EngineRequest,
-    limits: AttemptLimits,
-    on_begin: Callable[[EngineAttempt], None],
-) -> EngineAttempt:
-    """Send the request on this connection, and return the attempt once it is decided.
-
-    Closed where the wait is cancelled.
-    """
-    decided = Signal()
-    attempt = EngineAttempt(request, limits, decided.set, request.streamed)
-    attempt.begin(connection)
-    on_begin(attempt)
-    try:
-        await decided
-    except BaseException:
-        attempt.close()
-        raise
-    return attempt
-
-
-def unreachable(request: EngineRequest, lost: EngineLost) -> ReplicaUnreachable:
+def unreachable(message: EngineMessage, lost: EngineLost) -> ReplicaUnreachable:
     """The failure of an attempt whose engine was lost before the client got anything."""
     # The message of the loss names addresses, which only the log may have.
-    failure = ReplicaUnreachable(f"replica {request.replica}: {LOSS_MESSAGES[lost.reason]}", reason=lost.reason)
+    failure = ReplicaUnreachable(f"replica {message.replica}: {LOSS_MESSAGES[lost.reason]}", reason=lost.reason)
     failure.__cause__ = lost
     return failure
 
 
-def retry_reason(status: int, first: bytes, request: EngineRequest, *, in_band_error: bool) -> str | None:
+def retry_reason(status: int, first: bytes, message: EngineMessage, *, in_band_error: bool) -> str | None:
     """Why another replica may do better (a reason of core.failover.verdict); None: the client gets this answer."""
     if status in (502, 503):
         return "engine_unavailable"
     if status in _KEY_REFUSALS and not in_band_error and _ROUTE_IS_OFF not in first:
         return "engine_unauthorized"
     # A 404 for an unknown model names the model; any other (a route that the engine lacks) is the client's.
-    if status == 404 and request.engine_name and request.engine_model.encode() in first:
+    if status == 404 and message.engine_name and message.engine_model.encode() in first:
         return "adapter_missing"
-    if status == 400 and request.engine_name and any(said in first for said in _NOT_LOADED):
+    if status == 400 and message.engine_name and any(said in first for said in _NOT_LOADED):
         return "adapter_missing"
     if status == 500 and _SHUTTING_DOWN in first:
         return "engine_draining"

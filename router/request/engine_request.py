@@ -1,4 +1,4 @@
-"""open: the HTTP request that an engine gets: its address, headers and body."""
+"""open: the HTTP message that an engine gets: its address, headers and body."""
 
 from functools import lru_cache
 from secrets import token_hex
@@ -10,11 +10,10 @@ from router.http.engine_connection import Origin
 from router.protocols.routes import Route
 from router.protocols.sglang_logprobs import check_for_completions
 from router.protocols.stored_responses import tagged_response_id
-from router.request.dispatched import DispatchedRequest
 from router.request.engine_body import EngineOptions, dialect_of, may_send_ids, salt_for, sglang_native_body
 from router.request.parsed_request import ParsedRequest
+from router.request.record import DispatchedRequest
 from router.request.services import Services
-from router.tokenizing.tokens import Tokens
 
 # An item of `/generate` at an SGLang: its own call, which alone gives token ids and log-probabilities there.
 SGLANG_ITEM = Route(path="/generate", summary="A text continued", generates=True, streams=True, usage="sglang")
@@ -22,21 +21,23 @@ SGLANG_ITEM = Route(path="/generate", summary="A text continued", generates=True
 _MIN_SENT_IDS = 256
 
 
-class EngineRequest(msgspec.Struct, frozen=True):
-    """One request as an engine gets it.
+class EngineMessage(msgspec.Struct, frozen=True):
+    """The HTTP message that an engine gets, and what it says.
 
-    request       all bytes: head and body
+    data          all bytes: head and body
     engine_model  the model's name in the body
     engine_name   the adapter's name, as replicas report it; "": no adapter
+    response_id   the id that the engine gives a response which it keeps; "": it chooses one
     """
 
     route: Route
     origin: Origin
-    request: bytes
+    data: bytes
     engine_model: str
     engine_name: str
     replica: str
     streamed: bool
+    response_id: str = ""
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True):
@@ -79,16 +80,16 @@ def _endpoint(engine_url: str, key: str) -> EngineEndpoint:
     )
 
 
-def engine_request(
-    services: Services, request: ParsedRequest, dispatched: DispatchedRequest, tokens: Tokens, response_id: str = ""
-) -> EngineRequest:
+def engine_message(
+    services: Services, request: ParsedRequest, dispatched: DispatchedRequest, response_id: str = ""
+) -> EngineMessage:
     """The request in the dialect of its replica's engine.
 
     response_id  the id that the engine gives its response, see `new_response_id`
     raises       ReplicaUnreachable, `unknown_dialect`: this engine cannot be given an adapter
                  BadBody, see `dialect_of` and `salt_for`
     """
-    route, replica, routing = request.route, dispatched.replica, dispatched.hashed.request
+    route, replica, routing = request.route, dispatched.replica, dispatched.decision.request
     dialect = dialect_of(replica.dialect, routing.engine_name, route.path)
     model = dialect.model(replica.model_name, routing.engine_name)
     may_repeat = services.feeds.may_repeat
@@ -97,7 +98,7 @@ def engine_request(
         route.generates and services.accuracy.state(replica.id) == "degraded" and may_repeat(replica.id),
         response_id,
         route.prompt,
-        tokens.ids if _sends_ids(services, request, dispatched, tokens) else None,
+        dispatched.prompt.ids if _sends_ids(services, request, dispatched) else None,
         salt_for(route, routing.engine_name, request.decoded.get("cache_salt")) if replica.is_salted else "",
         routing.engine_name,
     )
@@ -109,10 +110,10 @@ def engine_request(
             request = msgspec.structs.replace(request, target=route.path.encode())
             body = sglang_native_body(native, request.fields["prompt"], routing.engine_name, request.request_id)
             head = endpoint.request(request, body, dispatched.decision.rank)
-            return EngineRequest(route, endpoint.origin, head, model, routing.engine_name, replica.id, request.streamed)
+            return EngineMessage(route, endpoint.origin, head, model, routing.engine_name, replica.id, request.streamed)
         check_for_completions(native, replica.dialect)
     body = dialect.body(request.fields, model, options)
-    return EngineRequest(
+    return EngineMessage(
         route,
         endpoint.origin,
         endpoint.request(request, body, dispatched.decision.rank),
@@ -120,16 +121,14 @@ def engine_request(
         routing.engine_name,
         replica.id,
         request.streamed,
+        response_id,
     )
 
 
-def _sends_ids(services: Services, request: ParsedRequest, dispatched: DispatchedRequest, tokens: Tokens) -> bool:
+def _sends_ids(services: Services, request: ParsedRequest, dispatched: DispatchedRequest) -> bool:
     """Whether the engine gets our token ids in place of the prompt's text."""
-    route, prompt_tokens, setting = (
-        request.route,
-        dispatched.hashed.request.prompt_tokens,
-        services.config.send_prompt_ids,
-    )
+    route, tokens, setting = request.route, dispatched.prompt, services.config.send_prompt_ids
+    prompt_tokens = dispatched.decision.request.prompt_tokens
     return (
         tokens.source == "local"
         and prompt_tokens > _MIN_SENT_IDS

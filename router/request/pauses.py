@@ -32,6 +32,7 @@ class PausedRequest(Protocol):
 class PauseGate:
     """Holds the new requests of paused callers. A request has started once `start` was true for it.
 
+    in_force  the pauses by their keys; mostly empty
     held     requests that wait here, with their bytes
     on_settled  called when the last request has ended that a pause waits for
     """
@@ -40,7 +41,7 @@ class PauseGate:
         self.held = room
         self._on_settled = on_settled
         self._clock = clock
-        self._pauses: Mapping[str, HeldScope] = MappingProxyType({})
+        self.in_force: Mapping[str, HeldScope] = MappingProxyType({})
         self._running: set[PausedRequest] = set()
         # Key of a pause that somebody waits for -> the requests that ran when it began.
         self._awaited: dict[str, set[PausedRequest]] = {}
@@ -53,9 +54,9 @@ class PauseGate:
 
         Ends running requests where a new pause says so, and lets held ones go where their pause has ended.
         """
-        known, now = self._pauses, self._clock()
+        known, now = self.in_force, self._clock()
         found, new = after_catalog(known, map(_listed, listed), now)
-        self._pauses = found
+        self.in_force = found
         for held in new:
             self._begin(held, is_known=held.pause.key in known)
         for key in known.keys() - found.keys():
@@ -78,17 +79,17 @@ class PauseGate:
 
     def holding(self, caller: Caller) -> HeldScope | None:
         """The pause that holds this caller's new requests; None: there is none."""
-        return holding(self._pauses, caller.tenant, caller.namespace, self._clock()) if self._pauses else None
+        return holding(self.in_force, caller.tenant, caller.namespace, self._clock()) if self.in_force else None
 
     @property
     def count(self) -> int:
         """Pauses in force at this router."""
         now = self._clock()
-        return sum(now < held.until for held in self._pauses.values())
+        return sum(now < held.until for held in self.in_force.values())
 
     def running_counts(self) -> dict[str, int]:
         """Key of each pause -> requests of its scope that run."""
-        return {key: len(self._covered(held)) for key, held in self._pauses.items()}
+        return {key: len(self._covered(held)) for key, held in self.in_force.items()}
 
     def _covered(self, held: HeldScope) -> list[PausedRequest]:
         """The running requests of a pause's scope."""
@@ -99,7 +100,7 @@ class PauseGate:
 
     def start(self, run: PausedRequest) -> bool:
         """Count the request as running; False, with nothing done, where a pause holds it. One that runs always may."""
-        if self._pauses and run not in self._running and self.holding(run.caller) is not None:
+        if self.in_force and run not in self._running and self.holding(run.caller) is not None:
             return False
         self._running.add(run)
         return True
@@ -116,7 +117,7 @@ class PauseGate:
 
     def must_wait(self, run: PausedRequest) -> bool:
         """Whether a pause holds this request, which has not started."""
-        return bool(self._pauses) and run not in self._running and self.holding(run.caller) is not None
+        return bool(self.in_force) and run not in self._running and self.holding(run.caller) is not None
 
     async def wait(self, caller: Caller, size_bytes: int, deadline_at: float | None) -> None:
         """Wait until no pause holds this caller's requests. Leaves the batch.

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from math import inf
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import structlog
 
@@ -27,25 +27,19 @@ class Displaced(Exception):
     """Every replica that could serve a queued request has gone away; others may come, or these come back."""
 
 
-class CountedRequest(Protocol):
-    """A request that was sent, and counts as load until `end`."""
-
-    def end(self) -> object:
-        """Give back the load that the request counts as."""
-
-
-S = TypeVar("S", bound=CountedRequest)
+S = TypeVar("S")
 
 
 class _Waiter(Generic[S]):
     """The coroutine that waits with one queued request.
 
-    begin  makes the dispatched request of a decision
+    begin  makes the dispatched request of a decision, which counts as load until `end`
     sent   resolves to it
     """
 
-    def __init__(self, begin: Callable[[Decision], S]) -> None:
+    def __init__(self, begin: Callable[[Decision], S], end: Callable[[S], object]) -> None:
         self.begin = begin
+        self.end = end
         self.sent: asyncio.Future[S] = asyncio.get_running_loop().create_future()
 
     def resolve(self, outcome: Decision | NoReplica) -> None:
@@ -65,7 +59,7 @@ class _Waiter(Generic[S]):
     def undo(self) -> None:
         """End a dispatched request whose coroutine has left at the moment in which it was sent."""
         if self.sent.done() and not self.sent.cancelled() and self.sent.exception() is None:
-            self.sent.result().end()
+            self.end(self.sent.result())
 
 
 def _left_s(deadline_at: float, now: float) -> float:
@@ -105,27 +99,33 @@ class RequestQueue:
         self._is_occupied = asyncio.Event()
         scheduler.queue.usage = QueueUsage(QueueLimits(most_waiting, most_waiting_bytes, tenant_share))
 
-    async def admit(self, queued: QueuedRequest, begin: Callable[[Decision], S]) -> S:
-        """The dispatched request that `begin` makes of the decision, as soon as there is room: mostly at once.
+    def decide_or_enqueue(self, queued: QueuedRequest) -> Decision | None:
+        """The decision, if this request may be sent now; else None, and it is queued: `wait` follows at once.
 
-        Counts waits and refusals in `holds`.
-
-        raises  at once: NoReplica, DeadlineExceeded; Saturated where it may not wait, or would wait too long
-                later: Displaced, Saturated and DeadlineExceeded
+        raises  NoReplica, DeadlineExceeded; Saturated where it may not wait, or would wait too long
         """
-        waiting, began_at = self._scheduler.queue, self._clock()
+        began_at = self._clock()
         queued.most_wait_s = self._most_wait_s
         if queued.deadline_at is not None:
             queued.most_wait_s = min(self._most_wait_s, _left_s(queued.deadline_at, began_at))
         try:
-            decision = waiting.decide_or_enqueue(queued, began_at)
+            decision = self._scheduler.queue.decide_or_enqueue(queued, began_at)
         except Saturated:
             self._holds.record_shed(queued.adapter, began_at)
             raise
         self._metrics.decide.observe(self._clock() - began_at)
-        if decision is not None:
-            return begin(decision)
-        waiter = _Waiter(begin)
+        return decision
+
+    async def wait(self, queued: QueuedRequest, begin: Callable[[Decision], S], end: Callable[[S], object]) -> S:
+        """The dispatched request that `begin` makes of a queued request's decision, as soon as there is room.
+
+        Counts waits and refusals in `holds`.
+
+        end     gives back what a dispatched request counts as, where its coroutine has left meanwhile
+        raises  Displaced, Saturated, DeadlineExceeded
+        """
+        waiting, began_at = self._scheduler.queue, queued.enqueued_at
+        waiter = _Waiter(begin, end)
         queued.payload = waiter
         self._holds.start_wait(queued.adapter, began_at)
         try:

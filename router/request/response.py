@@ -21,9 +21,10 @@ from router.http.sse import AnswerRewriter, CumulativeRewriter, ModelRenamer, We
 from router.protocols.routes import Route
 from router.protocols.usage import UsageFilter
 from router.request.accounting import count_refusal, count_run, record, record_error, record_usage, sender_of
-from router.request.dispatched import DispatchedRequest
+from router.request.dispatched import record_first_token, record_whole_answer
 from router.request.engine_attempt import EngineAttempt
 from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest
+from router.request.record import DispatchedRequest
 from router.request.run import RequestRun
 from router.request.services import Services
 from router.telemetry.trace import Trace
@@ -114,43 +115,39 @@ class ClientResponse(msgspec.Struct, eq=False):
 
     async def _serve(self, run: RequestRun) -> None:
         """Run the stages from resolve to the end of the answer, and record its usage. Raises RouterError."""
-        await run.reach_engine()
+        dispatched, answer = await run.reach_engine()
         await next_stage()
-        await self._relay(run)
+        await self._relay(run, dispatched, answer)
         await next_stage()
-        record_usage(run)
+        record_usage(run, dispatched, answer)
 
-    async def _relay(self, run: RequestRun) -> None:
+    async def _relay(self, run: RequestRun, dispatched: DispatchedRequest, answer: EngineAttempt) -> None:
         """relay: record the first token, stop keep-alives, and send the engine's answer, whole or as a stream."""
-        attempt, dispatched = run.attempt, run.dispatched
-        assert attempt is not None
-        assert dispatched is not None
-        assert run.engine_request is not None
         if self.trace is not None:
             self.trace.begin_stage("relay")
         # An engine has not prefilled a request that it refuses, or only queued.
-        is_prefilled = attempt.status < 400 and (attempt.streamed or not run.background_id)
-        if is_prefilled and attempt.streamed:
-            dispatched.record_first_token()
+        is_prefilled = answer.status < 400 and (answer.streamed or not run.is_in_background)
+        if is_prefilled and answer.streamed:
+            record_first_token(self.services, dispatched)
         elif is_prefilled:
-            dispatched.record_whole_answer()
+            record_whole_answer(self.services, dispatched)
         if self.next_keep_alive is not None:
             self.next_keep_alive.cancel()
-        target, model = dispatched.target, run.engine_request.engine_model
+        target, model = dispatched.target, answer.message.engine_model
         self.services.metrics.first_data.labels(target.base_model).observe(self.services.clock() - run.request.read_at)
         # Without the check a repeated prompt would tell its tenant whether a neighbour's is cached.
         cached_tokens = disclosed_cached_tokens(self.services, run.caller, dispatched) if is_prefilled else 0
-        headers = _answer_headers(attempt, dispatched, cached_tokens)
+        headers = _answer_headers(answer, dispatched, cached_tokens)
         if run.granted is not None:
             headers += header_lines(self.services.quotas.headers(run.granted, self.services.clock()))
         rewriter: AnswerRewriter = ModelRenamer(model, target.asked if run.request.route.echoes_model else model)
         signs_weights = run.request.names_weights and run.request.route.signs
         if signs_weights:
             rewriter = WeightSigner(model, target.asked, target.weights)
-        if attempt.metadata is not None:
-            headers += f"metadata: {rewriter.whole(attempt.metadata).decode('latin-1')}\r\n"
-        if not attempt.streamed:
-            self.send_whole(attempt.status, headers, rewriter.whole(attempt.first))
+        if answer.metadata is not None:
+            headers += f"metadata: {rewriter.whole(answer.metadata).decode('latin-1')}\r\n"
+        if not answer.streamed:
+            self.send_whole(answer.status, headers, rewriter.whole(answer.first))
             return
         if run.cumulative is not None:
             run.cumulative.weights = target.weights
@@ -160,9 +157,9 @@ class ClientResponse(msgspec.Struct, eq=False):
             # A signed stream has a fingerprint in each event already.
             signatures = self.services.signatures if run.request.route.signs and not signs_weights else None
             usage_filter = UsageFilter(signatures, dispatched.replica.id)
-        self.send_head(attempt.status, headers)
-        await attempt.relay(self.exchange, rewriter, hidden=usage_filter)
-        self.finish_stream(attempt)
+        self.send_head(answer.status, headers)
+        await answer.relay(self.exchange, rewriter, hidden=usage_filter)
+        self.finish_stream(answer)
 
     def keep_alive(self, every_s: float) -> None:
         """Send a comment every so many seconds until the first event. The first one commits status 200."""
@@ -214,7 +211,7 @@ class ClientResponse(msgspec.Struct, eq=False):
         In a stream it is the last event. If the client has the stream's last event already, the answer is only ended.
         """
         run = self.run
-        if run is not None and run.attempt is not None and run.attempt.is_done_sent:
+        if run is not None and run.answer is not None and run.answer.is_done_sent:
             self.exchange.finish()
             return
         self.code, self.cause = exc.code, cause_of(exc)
@@ -250,7 +247,7 @@ class ClientResponse(msgspec.Struct, eq=False):
         status = self.exchange.status or 499
         self.services.metrics.requests.labels(self.route.path, status, self.code).inc()
         if run is not None:
-            count_run(self.services, run, status, self.code, self.limit)
+            count_run(run, status, self.code, self.limit)
         elif status >= 400 or self.code:
             count_refusal(self.services, self.exchange, status, self.code, self.limit)
         requests = self.services.requests
@@ -312,7 +309,7 @@ def disclosed_cached_tokens(services: Services, caller: Caller, dispatched: Disp
     Records the prompt as sent by the tenant. A hit on another tenant's prompt would disclose that prompt.
     """
     cached_tokens = dispatched.predicted_tokens
-    if caller.tenant is None or dispatched.hashed.request.is_approximate:
+    if caller.tenant is None or dispatched.decision.request.is_approximate:
         return cached_tokens
     own_blocks = services.cache_disclosure.disclosed_depth(caller.tenant, dispatched.hashes)
     services.cache_disclosure.record_prompt(caller.tenant, dispatched.hashes)
@@ -372,7 +369,7 @@ def record_line(response: ClientResponse, run: RequestRun | None, status: int) -
 
 def _add_stages(line: RequestLine, run: RequestRun, received_at: float, now: float) -> None:
     """Add what the stages found: adapter, worker, attempts, times and tokens; the cause of an engine's own error."""
-    target, dispatched, attempt, usage = run.target, run.dispatched, run.attempt, run.usage
+    target, dispatched, answer = run.target, run.dispatched, run.answer
     line.read_s, line.streamed = max(0.0, run.request.read_at - received_at), run.request.streamed
     line.paused_s, line.queued_s, line.failed_s = run.paused_s, run.queued_s, run.failed_s
     line.held_s = run.cold_s + run.away_s
@@ -385,17 +382,18 @@ def _add_stages(line: RequestLine, run: RequestRun, received_at: float, now: flo
         line.asked, line.base_model = named if isinstance(named, str) and named else target.asked, target.base_model
         line.adapter = "base" if adapter is None else adapter.engine_name or adapter.lora_id
     line.attempts = run.attempts
-    line.worker = run.last_worker if dispatched is None else dispatched.replica.id
+    line.worker = (run.last_failed_worker or "") if dispatched is None else dispatched.replica.id
     sent_at = now if dispatched is None else dispatched.load.began_at
     line.waited_s = max(0.0, sent_at - run.request.read_at)
     if dispatched is not None:
-        line.first_data_s, line.queued_for = dispatched.record.first_data_s, dispatched.record.queued_for
-        line.queued_s += dispatched.record.waited_s
-    if attempt is not None and attempt.status >= 400 and not line.code:
-        line.cause = f"the engine answered {attempt.status}{error_type(attempt.first)}"
-    if usage is not None:
-        line.prompt_tokens, line.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-        line.cached_tokens = usage.cached_tokens
+        line.first_data_s, line.queued_for = dispatched.first_data_s, dispatched.queued_for
+        line.queued_s += dispatched.waited_s
+        if dispatched.usage is not None:
+            line.prompt_tokens = dispatched.usage.prompt_tokens
+            line.completion_tokens = dispatched.usage.completion_tokens
+            line.cached_tokens = dispatched.usage.cached_tokens
+    if answer is not None and answer.status >= 400 and not line.code:
+        line.cause = f"the engine answered {answer.status}{error_type(answer.first)}"
 
 
 def _asked_for(body: bytes) -> str:
@@ -408,16 +406,9 @@ def _asked_for(body: bytes) -> str:
 
 
 def _stage(run: RequestRun) -> str:
-    """The stage in which a request ended, by what it has: the names are those of `router.request`."""
-    if run.target is None:
-        return "hold" if run.is_held else "resolve"
-    if run.tokens is None:
-        return "tokenize"
-    if run.attempt is not None:
-        return "relay"
-    if run.dispatched is not None:
-        return "open"
-    return "hold" if run.is_held or (run.away_s and not run.queued_s) else "decide"
+    """The stage in which a request ended, or `hold`: the names are those of `router.request`."""
+    is_held = run.is_held or (run.stage == "decide" and run.away_s and not run.queued_s)
+    return "hold" if is_held else run.stage
 
 
 def _held_for(run: RequestRun) -> str:

@@ -21,11 +21,13 @@ from router.core.schedule.request import NOTHING, HashChains, HashedRequest, Pre
 from router.core.schedule.snapshot import length_rejection
 from router.core.scheduler import first_blocks
 from router.kv.feeds import KvFeeds
-from router.request.dispatched import DispatchedRequest
+from router.protocols.stored_responses import adapter_gone_error, worker_gone_error, worker_of_response
+from router.request.dispatched import begin_dispatched, end_dispatched
 from router.request.parsed_request import ParsedRequest, reads_prefix_cache
+from router.request.record import DispatchedRequest
 from router.request.services import Services
 from router.tokenizing.approximate import approximate_prompt, approximate_root
-from router.tokenizing.tokens import NO_TOKENS, Source, Tokens
+from router.tokenizing.tokens import NO_TOKENS, Tokens
 
 # Each step of an adapter's priority doubles its share of its tenant's time, up to this many steps.
 _MAX_PRIORITY = 3
@@ -79,6 +81,27 @@ def whole_names(fleet: RouterFleet, caller: Caller, model: object, lora_id: obje
     return whole(model, may_shadow_base=may_shadow), whole(lora_id, may_shadow_base=False)
 
 
+def keeper_of_previous(
+    services: Services, caller: Caller, request: ParsedRequest, target: RequestTarget
+) -> Incarnation | None:
+    """The engine that keeps the earlier response, read from `previous_response_id`; None: the request names none.
+
+    raises  ResponseNotFound: no router made the id, it is another tenant's, or its worker or adapter is gone
+    """
+    previous = request.decoded.get("previous_response_id")
+    if not isinstance(previous, str):
+        return None  # none, or one that its engine refuses
+    worker = worker_of_response(previous, tenant=caller.tenant, param="previous_response_id")
+    for replica in services.discovery.fleet.roster(target.base_model).replicas:
+        if replica.id == worker:
+            adapter = target.adapter
+            if adapter is not None and adapter.engine_name and adapter.engine_name not in replica.residents:
+                # Nothing loads the adapter there for this request, so that sending it again would not help.
+                raise adapter_gone_error(previous, worker, adapter.lora_id, param="previous_response_id")
+            return replica.incarnation
+    raise worker_gone_error(previous, worker, param="previous_response_id")
+
+
 async def tokenize(services: Services, target: RequestTarget, request: ParsedRequest) -> Tokens:
     """The prompt's token ids, or an approximation where only its engine can tokenize. May leave the batch, to wait."""
     kind = request.route.prompt
@@ -112,47 +135,65 @@ def _or_approximation(services: Services, request: ParsedRequest, found: Tokens,
     return found
 
 
+def servable_now(
+    services: Services, target: RequestTarget, request: ParsedRequest, tokens: Tokens, excluded: Excluded
+) -> RequestTarget | None:
+    """The target, with its adapter as the catalog has it now, where a replica may serve it; None: it must wait.
+
+    excluded  the replicas that may not get this request now, see `exclusions`
+    """
+    roster, adapter = services.discovery.fleet.roster(target.base_model), target.adapter
+    unfit = excluded | _too_short(roster, target, request, tokens) if roster.is_uneven else excluded
+    if adapter is None:
+        # A base model that failed the request waits for its replica to come back, see `wait_for_adapter`.
+        return target if not excluded and _has_able(roster, unfit) else None
+    resident = services.cold_starts.resident(adapter.lora_id, unfit)
+    # Other bytes than the request names are an error that `wait_for_adapter` raises.
+    has_other_bytes = resident is not None and not (resident.digest or "").startswith(target.digest)
+    return None if resident is None or has_other_bytes else target.with_adapter(resident)
+
+
 async def wait_for_adapter(
     services: Services,
     caller: Caller,
     target: RequestTarget,
     request: ParsedRequest,
+    tokens: Tokens,
     excluded: Callable[[], Excluded],
     *,
-    tokens: Tokens | None = None,
     is_displaced: bool = False,
 ) -> RequestTarget:
     """The target, once a replica that may serve it holds its adapter: waits for a cold start, or a starting replica.
 
     A request that must wait leaves its batch.
 
+    tokens        of the prompt: a replica that takes fewer does not count
     excluded      the replicas that may not get this request now, see `exclusions`
-    tokens        of the prompt, where they are known: a replica that takes fewer does not count
     is_displaced  every replica went away while the request was queued
     raises        see `ColdStarts.until_resident` and `until_started`
     """
+    if not (is_displaced and target.adapter is None):
+        servable = servable_now(services, target, request, tokens, excluded())
+        if servable is not None:
+            return servable
 
     def unfit() -> Excluded:
         """The excluded replicas, and those too short for this request."""
-        return excluded() | _too_short(services, target, request, tokens)
+        roster = services.discovery.fleet.roster(target.base_model)
+        return excluded() | _too_short(roster, target, request, tokens)
 
+    await leave_batch()
     if target.adapter is None:
         was_admitted = is_displaced or bool(excluded())
-        if was_admitted or not _has_able(services.discovery.fleet.roster(target.base_model), unfit):
-            await leave_batch()
-            await services.cold_starts.until_started(
-                target.base_model,
-                unfit,
-                tenant=caller.tenant or "",
-                size_bytes=request.size_bytes,
-                deadline_at=request.deadline_at,
-                grace_s=services.config.failover_wait_s if was_admitted else 0.0,
-            )
+        await services.cold_starts.until_started(
+            target.base_model,
+            unfit,
+            tenant=caller.tenant or "",
+            size_bytes=request.size_bytes,
+            deadline_at=request.deadline_at,
+            grace_s=services.config.failover_wait_s if was_admitted else 0.0,
+        )
         return target
-    adapter = services.cold_starts.resident(target.adapter.lora_id, unfit())
-    if adapter is not None:
-        return target.with_adapter(adapter)
-    await leave_batch()
     adapter = await services.cold_starts.until_resident(
         target.adapter.lora_id,
         unfit,
@@ -164,13 +205,10 @@ async def wait_for_adapter(
     return target.with_adapter(adapter)
 
 
-def _has_able(roster: Roster, unfit: Callable[[], Excluded]) -> bool:
+def _has_able(roster: Roster, unfit: Excluded) -> bool:
     """Whether some replica may serve the base model to this request."""
     able = roster.able("")
-    if not able or not roster.is_uneven:
-        return bool(able)
-    barred = unfit()
-    return any(roster.replicas[i].incarnation not in barred for i in able)
+    return any(roster.replicas[i].incarnation not in unfit for i in able) if unfit else bool(able)
 
 
 async def wait_for_inspection(services: Services, caller: Caller, lora_id: str, request: ParsedRequest) -> None:
@@ -180,10 +218,10 @@ async def wait_for_inspection(services: Services, caller: Caller, lora_id: str, 
     )
 
 
-def _too_short(services: Services, target: RequestTarget, request: ParsedRequest, tokens: Tokens | None) -> Excluded:
+def _too_short(roster: Roster, target: RequestTarget, request: ParsedRequest, tokens: Tokens) -> Excluded:
     """Replicas whose `max_model_len` is too short for this request, where a longer one exists."""
-    roster, adapter = services.discovery.fleet.roster(target.base_model), target.adapter
-    if tokens is None or tokens.ids is None or not roster.is_uneven:
+    adapter = target.adapter
+    if tokens.ids is None or not roster.is_uneven:
         return frozenset()
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
     ask = RoutingRequest(
@@ -198,12 +236,10 @@ def hash_prompt(
     request: ParsedRequest,
     tokens: Tokens,
     excluded: Excluded = frozenset(),
-    only: Incarnation | None = None,
 ) -> HashedRequest:
     """hash: the routing request, with block hashes of the prompt for every block size in the fleet.
 
     excluded  replicas that may not get the request
-    only      the one engine that may get it; None: any
     """
     adapter, approximated = target.adapter, tokens.approximation
     roster = services.discovery.fleet.roster(target.base_model)
@@ -233,7 +269,7 @@ def hash_prompt(
         excluded,
         request.session,
         conversation or first_blocks(chains),
-        only,
+        target.only,
         request.sequences,
         total_tokens,
         approximated is not None,
@@ -331,7 +367,7 @@ async def dispatch(  # noqa: PLR0917  (for each request, and names take time)
     target: RequestTarget,
     request: ParsedRequest,
     prompt: HashedRequest,
-    tokens_from: Source,
+    tokens: Tokens,
     began_at: float,
     *,
     is_again: bool = False,
@@ -342,27 +378,29 @@ async def dispatch(  # noqa: PLR0917  (for each request, and names take time)
 
     began_at  by Services.clock: now
     is_again  an attempt failed before: the request has waited its turn, and is not queued again
-    raises    NoReplica, Saturated and Displaced, see RequestQueue.admit
+    raises    NoReplica, Saturated and Displaced, see RequestQueue
     """
+    tenant, adapter = caller.tenant or "", target.adapter
     begin = partial(
-        DispatchedRequest, services, request.request_id, target, prompt, tokens_from, began_at, request.streamed
+        begin_dispatched, services, request.request_id, tenant, target, prompt, tokens, began_at, request.streamed
     )
     if is_again or not request.route.computes:
         return begin(services.scheduler.decide(prompt, began_at))
-    adapter = target.adapter
     ticket = QueuedRequest(
         hashed=prompt,
-        tenant=caller.tenant or "",
+        tenant=tenant,
         adapter=adapter.lora_id if adapter else "",
         weight=fair_weight(adapter),
         priority=request.priority,
         size_bytes=request.size_bytes,
         deadline_at=request.deadline_at,
     )
-    dispatched = await services.queue.admit(ticket, begin)
-    if ticket.enqueued_at:
-        what = "an adapter slot" if ticket.wants_slot else "room"
-        dispatched.record.queued_for = f"{what} at worker {dispatched.replica.id}"
+    decision = services.queue.decide_or_enqueue(ticket)
+    if decision is not None:
+        return begin(decision)
+    dispatched: DispatchedRequest = await services.queue.wait(ticket, begin, partial(end_dispatched, services))
+    what = "an adapter slot" if ticket.wants_slot else "room"
+    dispatched.queued_for = f"{what} at worker {dispatched.replica.id}"
     return dispatched
 
 

@@ -11,8 +11,7 @@ from starlette.routing import Route
 
 from lorafleet.keys.key_files import hash_key
 from router.core.schedule.request import HashedRequest
-from router.request.dispatched import DispatchedRequest
-from router.request.services import Decisions
+from router.request.record import Decisions
 from router.tokenizing.tokenizers import Tokenizers
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, EngineDouble, chunk, echo, error_of, fleet, with_sql
@@ -59,9 +58,8 @@ async def test_decisions_kept_for_explaining_hold_no_prompts():
     async with fleet(EngineDouble("w0")) as (client, _, parts):
         await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(1000))})
         (kept,) = parts.decisions
-        assert not any(
-            isinstance(getattr(kept, name), DispatchedRequest | HashedRequest) for name in kept.__struct_fields__
-        )
+        assert not any(isinstance(getattr(kept, name), HashedRequest) for name in kept.__struct_fields__)
+        assert (kept.prompt.ids, kept.hashes, kept.pending, kept.estimate) == (None, (), None, None)
         answer = await client.get("/v1/decisions")
         assert len(answer.content) < 3000
         (told,) = answer.json()["data"]

@@ -8,7 +8,7 @@ import time
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
-from router.fleet.traffic import BATCH_S, EndedRequest, TrafficLog
+from router.fleet.traffic import BATCH_S, TrafficLog
 from tests.patience import until
 from tests.router.doubles import CHAT, EngineDouble, chunk, fleet, with_sql
 
@@ -91,10 +91,10 @@ async def test_base_model_and_refused_requests_count_too():
 
 def test_a_batch_is_sent_until_it_is_accepted_and_then_never_again():
     log = TrafficLog(offset_s=0.0)
-    log.record_end(EndedRequest(adapter="sql/v1"), 101.0)
+    log.counts_of(101.0, adapter="sql/v1").requests += 1
     assert log.batches(104.9) == ()
     first = log.batches(105.0)
-    log.record_end(EndedRequest(adapter="sql/v1"), 110.0)
+    log.counts_of(110.0, adapter="sql/v1").requests += 1
     both = log.batches(116.0)
     assert [batch.number for batch in both] == [first[0].number, first[0].number + 1]
     assert both[0].age_s == 116.0 - 102.5
@@ -106,7 +106,7 @@ def test_batches_are_of_the_same_five_seconds_in_every_router():
     for offset_s in (0.0, 1.7, 1_800_000_003.25):
         log = TrafficLog(offset_s=offset_s)
         for now in (100.0, 101.3, 107.0, 109.9):
-            log.record_end(EndedRequest(adapter="sql/v1"), now)
+            log.counts_of(now, adapter="sql/v1").requests += 1
         batches = log.batches(120.0)
         middles = [(120.0 - batch.age_s + offset_s) % BATCH_S for batch in batches]
         assert middles == pytest.approx([BATCH_S / 2] * len(batches))
@@ -116,7 +116,7 @@ def test_batches_are_of_the_same_five_seconds_in_every_router():
 def test_batches_of_a_long_silence_are_merged_and_lose_nothing():
     log, hours = TrafficLog(), 3
     for second in range(0, 3600 * hours, 5):
-        log.record_end(EndedRequest(adapter="sql/v1", code="503 no_replica", whole_s=0.1), float(second))
+        log.counts_of(float(second), adapter="sql/v1").add_error("503 no_replica")
         log.batches(float(second) + BATCH_S)
     batches = log.batches(3600.0 * hours, is_last=True)
     assert len(batches) <= 60
@@ -127,7 +127,7 @@ def test_batches_of_a_long_silence_are_merged_and_lose_nothing():
 def test_rows_of_one_batch_are_bounded_and_lose_no_request():
     log = TrafficLog()
     for number in range(6000):
-        log.record_end(EndedRequest(adapter=f"a{number}", base_model="qwen", worker="w0", key=f"k{number}"), 0.0)
+        log.counts_of(0.0, adapter=f"a{number}", base_model="qwen", worker="w0", key=f"k{number}").requests += 1
     (batch,) = log.batches(BATCH_S, is_last=True)
     assert len(batch.rows) <= 5001
     assert sum(row.requests for row in batch.rows) == 6000
@@ -135,8 +135,14 @@ def test_rows_of_one_batch_are_bounded_and_lose_no_request():
 
 def test_counting_a_request_takes_few_calls():
     log, counts = TrafficLog(), []
-    ended = EndedRequest(adapter="sql/v1", first_token_s=0.2, whole_s=1.0, prompt_tokens=9, cached_tokens=3)
-    log.record_end(ended, 0.0)
+
+    def count_one(now):
+        row = log.counts_of(now, adapter="sql/v1")
+        row.requests += 1
+        row.add_tokens(9, 2, 3, 3)
+        row.add_times(0.2, 1.0, decode_tokens=1)
+
+    count_one(0.0)
 
     def count(_frame, event, _arg):
         nonlocal calls
@@ -145,11 +151,12 @@ def test_counting_a_request_takes_few_calls():
     for _ in range(5):  # a garbage collection has calls of its own, now and then
         calls = 0
         sys.setprofile(count)
-        log.record_end(ended, 0.1)
+        count_one(0.1)
         sys.setprofile(None)
         counts.append(calls)
-    # record_end, add, and for each of two durations a bucket (itself, log2, ceil, min) and a look-up.
-    assert min(counts) <= 16
+    # The row, tokens and times, for each of two durations a bucket (itself, log2, ceil, min) and a look-up; and one for
+    # count_one itself.
+    assert min(counts) <= 16 + 1
 
 
 async def test_a_report_that_does_not_arrive_is_repeated():

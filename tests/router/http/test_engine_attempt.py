@@ -13,7 +13,8 @@ from router.http.sse import MAX_EVENT_BYTES, ModelRenamer
 from router.protocols.routes import ROUTES
 from router.protocols.usage import EngineUsage
 from router.request import engine_attempt
-from router.request.engine_attempt import AttemptLimits, EngineAttempt, EngineRequest, open_attempt
+from router.request.engine_attempt import AttemptLimits, EngineAttempt, open_attempt
+from router.request.engine_request import EngineMessage
 from tests.patience import patience, until
 from tests.serving import serving
 from tests.wires import RawEngine, finished
@@ -64,7 +65,7 @@ class RecordingClient:
 def call_to(url, *, streamed):
     origin = Origin.parse(url)
     request = b"POST /v1/x HTTP/1.1\r\nhost: %b\r\ncontent-length: 2\r\n\r\n{}" % origin.host_header
-    return EngineRequest(CHAT, origin, request, engine_model="m", engine_name="", replica="w0", streamed=streamed)
+    return EngineMessage(CHAT, origin, request, engine_model="m", engine_name="", replica="w0", streamed=streamed)
 
 
 async def usage_of(answer, *, streamed):
@@ -147,7 +148,7 @@ async def test_stale_connection_is_replaced_unless_the_engine_is_gone(then):
     pool = EnginePool(connect_s=patience(2))
     try:
         async with RawEngine(script) as engine:
-            call = EngineRequest(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
+            call = EngineMessage(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
             (await open_attempt(pool, call, LIMITS)).close()
             if then == "answers":
                 attempt = await open_attempt(pool, call, LIMITS)
@@ -176,7 +177,7 @@ async def test_connection_lost_during_work_or_answer_is_not_replaced(works_s, sa
     pool = EnginePool(connect_s=patience(2))
     try:
         async with RawEngine(script) as engine:
-            call = EngineRequest(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
+            call = EngineMessage(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
             (await open_attempt(pool, call, LIMITS)).close()
             with pytest.raises(ReplicaUnreachable) as lost:
                 await open_attempt(pool, call, LIMITS)
@@ -193,7 +194,7 @@ async def test_a_new_connection_that_breaks_off_is_not_tried_again():
     pool = EnginePool(connect_s=patience(2))
     try:
         async with RawEngine(script) as engine:
-            call = EngineRequest(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
+            call = EngineMessage(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
             with pytest.raises(ReplicaUnreachable):
                 await open_attempt(pool, call, LIMITS)
             assert len(engine.requests) == 1
@@ -334,7 +335,7 @@ async def test_bytes_before_the_relay_begins_are_sent_on_in_order(ends):
     try:
         async with RawEngine(script) as engine:
             call = call_to(engine.url, streamed=True)
-            attempt = EngineAttempt(call, LIMITS, lambda: decided.append(attempt.status), True)
+            attempt = EngineAttempt(call, LIMITS, True, lambda: decided.append(attempt.status))
             attempt.begin(await pool.connect(call.origin))
             await until(lambda: decided)
             more.set()
@@ -397,8 +398,8 @@ async def test_a_streams_usage_is_kept_however_many_reads_its_last_event_takes()
 )
 def test_what_waits_may_go_to_those_who_can_answer_it(path, engine_name, served, moves):
     route = next(route for route in ROUTES.values() if route.path == path)
-    call = EngineRequest(route, Origin.parse("http://e"), b"", "m", engine_name, "w0", streamed=True)
-    attempt = EngineAttempt(call, LIMITS, lambda: None, True)
+    call = EngineMessage(route, Origin.parse("http://e"), b"", "m", engine_name, "w0", streamed=True)
+    attempt = EngineAttempt(call, LIMITS, True)
     assert attempt.can_move(served) is moves
     attempt.head(200, {b"content-type": b"text/event-stream"})
     assert attempt.can_move(served) is moves  # vLLM sends that long before its first token

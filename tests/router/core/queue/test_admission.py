@@ -296,7 +296,7 @@ class QueueUnderTest:
 
     def send_at_once(self, queued=None):
         """The request that was sent, or None where it would have waited; it has left the queue then."""
-        admission = self.room.admit(queued or self.queued(), self.begin)
+        admission = self.admit_one(queued or self.queued(), self.begin)
         try:
             admission.send(None)
         except StopIteration as done:
@@ -305,7 +305,12 @@ class QueueUnderTest:
         return None
 
     async def admit(self, *args, **more):
-        return await self.room.admit(self.queued(*args, **more), self.begin)
+        return await self.admit_one(self.queued(*args, **more), self.begin)
+
+    async def admit_one(self, queued, begin):
+        """The sent request, at once or after its wait, as the stage `decide` does it."""
+        decision = self.room.decide_or_enqueue(queued)
+        return begin(decision) if decision is not None else await self.room.wait(queued, begin, SentDecision.end)
 
 
 async def test_request_with_room_is_sent_without_waiting():
@@ -314,7 +319,7 @@ async def test_request_with_room_is_sent_without_waiting():
     assert hall.send_at_once() is None
     assert not len(hall.fleet.scheduler.queue)
     queued = hall.queued()
-    waiting = asyncio.create_task(hall.room.admit(queued, hall.begin))
+    waiting = asyncio.create_task(hall.admit_one(queued, hall.begin))
     await asyncio.sleep(0)
     assert queued.is_waiting
     waiting.cancel()
@@ -328,7 +333,7 @@ async def test_request_tried_at_once_waits_once_and_is_sent_once():
     queued = hall.queued()
     assert hall.send_at_once(queued) is None
     running = asyncio.create_task(hall.room.run())
-    waiting = asyncio.create_task(hall.room.admit(queued, hall.begin))
+    waiting = asyncio.create_task(hall.admit_one(queued, hall.begin))
     await asyncio.sleep(0)
     assert len(hall.fleet.scheduler.queue) == 1
     first.end()
@@ -390,7 +395,7 @@ async def test_client_leaving_as_its_request_is_sent_counts_nowhere(is_sent):
         asyncio.get_running_loop().call_soon(waiting.cancel)
         return begun[-1]
 
-    waiting = asyncio.create_task(hall.room.admit(hall.queued(), begin))
+    waiting = asyncio.create_task(hall.admit_one(hall.queued(), begin))
     await asyncio.sleep(0)
     assert len(hall.fleet.scheduler.queue) == 1
     first.end()
@@ -415,7 +420,7 @@ async def test_request_sent_at_the_moment_of_its_timeout_counts_nowhere():
         begun.append(hall.begin(decision))
         return begun[-1]
 
-    waiting = asyncio.create_task(hall.room.admit(hall.queued(seconds=0.1), begin))
+    waiting = asyncio.create_task(hall.admit_one(hall.queued(seconds=0.1), begin))
     await asyncio.sleep(0)
     first.end()
     hall.room.poke()
@@ -436,7 +441,7 @@ async def test_request_that_fails_to_begin_gets_its_error_and_blocks_no_other():
     def begin(decision):
         raise RuntimeError("cannot")
 
-    broken = asyncio.create_task(hall.room.admit(hall.queued(seconds=0.01), begin))
+    broken = asyncio.create_task(hall.admit_one(hall.queued(seconds=0.01), begin))
     behind = asyncio.create_task(hall.admit(seconds=0.01))
     await asyncio.sleep(0)
     assert len(hall.fleet.scheduler.queue) == 2
