@@ -27,7 +27,7 @@ from router.core.errors import (
     RoutingOutcome,
 )
 from router.core.failover.circuit_breaker import is_fault
-from router.core.failover.exclusions import FailedAttempt, excluded_incarnations
+from router.core.failover.exclusions import AttemptFailure, excluded_incarnations
 from router.core.failover.verdict import MAX_DEATHS, VERDICTS
 from router.core.fleet import Excluded, Incarnation
 from router.core.kv.index import WorkerId
@@ -70,7 +70,7 @@ class _HeldByPause(Exception):
 _PROGRESS_CHECK_S = 5.0
 # Finding an adapter that is loaded takes microseconds, its load tenths of a second.
 _LEAST_COLD_S = 0.005
-_NO_FAILURES: Mapping[Incarnation, FailedAttempt] = MappingProxyType({})
+_NO_FAILURES: Mapping[Incarnation, AttemptFailure] = MappingProxyType({})
 
 
 class RequestRun(msgspec.Struct, eq=False):
@@ -110,7 +110,7 @@ class RequestRun(msgspec.Struct, eq=False):
     dispatched: DispatchedRequest | None = None
     attempt: EngineAttempt | None = None
     attempts: int = 0
-    failures: Mapping[Incarnation, FailedAttempt] = _NO_FAILURES
+    failures: Mapping[Incarnation, AttemptFailure] = _NO_FAILURES
     excluded: Excluded = frozenset()
     deaths: int = 0
     is_held: bool = False
@@ -465,7 +465,7 @@ class RequestRun(msgspec.Struct, eq=False):
         self.deaths += verdict.retry == "alone"
         self._record_failure(exc, dispatched)
         self.dispatched, self.attempt, self.stage = None, None, "decide"
-        failure = FailedAttempt(exc.reason, services.clock(), has_start_time(replica.engine_boot_id))
+        failure = AttemptFailure(exc.reason, services.clock(), has_start_time(replica.engine_boot_id))
         others = {incarnation: old for incarnation, old in self.failures.items() if incarnation != replica.incarnation}
         self.excluded |= {replica.incarnation}
         self.failures = {**others, replica.incarnation: failure}

@@ -9,7 +9,7 @@ from router.core.fleet import Excluded, Incarnation, Replica
 from router.core.kv.index import WorkerId
 
 
-class FailedAttempt(NamedTuple):
+class AttemptFailure(NamedTuple):
     """One failed attempt at a replica.
 
     at           when it failed, by the router's clock
@@ -22,7 +22,7 @@ class FailedAttempt(NamedTuple):
 
 
 def excluded_incarnations(
-    failures: Mapping[Incarnation, FailedAttempt],
+    failures: Mapping[Incarnation, AttemptFailure],
     replicas: Mapping[WorkerId, Replica],
     served_at: Callable[[Replica], float],
 ) -> Excluded:
@@ -42,7 +42,7 @@ def excluded_incarnations(
     return frozenset(found)
 
 
-def _is_over(failure: FailedAttempt, replica: Replica, served_at: Callable[[Replica], float]) -> bool:
+def _is_over(failure: AttemptFailure, replica: Replica, served_at: Callable[[Replica], float]) -> bool:
     """Whether the replica has given the sign after which it may get the failed request again; see `Sign`."""
     if replica.state != "ready":
         return False

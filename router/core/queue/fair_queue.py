@@ -83,6 +83,35 @@ class _TenantFlows:
 
 
 @dataclass(slots=True)
+class _StayingRequests:
+    """The requests of one pass that stay in their lines, for those behind them.
+
+    ahead_s       seconds of their work, by likely replica
+    without_slot  replicas at which one of them waits for nothing but an adapter slot
+    """
+
+    ahead_s: dict[WorkerId, float] = field(default_factory=dict)
+    without_slot: set[WorkerId] = field(default_factory=set)
+
+    def add(self, queued: QueuedRequest) -> None:
+        """Count a request that stays in its line."""
+        worker = queued.likely_worker
+        assert worker is not None, "a queued request has a line"
+        if queued.wants_slot:
+            self.without_slot.add(worker)
+        else:
+            self.ahead_s[worker] = self.ahead_s.get(worker, 0.0) + queued.work_s
+
+    def is_slot_wanted(self, decision: Decision) -> bool:
+        """Whether this request would take an adapter slot for which a request waits at its replica.
+
+        Another adapter request, even of a running adapter, would keep the slot from the one that waits for it. Requests
+        of the base model take no slot.
+        """
+        return decision.replica.id in self.without_slot and bool(decision.request.engine_name)
+
+
+@dataclass(slots=True)
 class FairQueue:
     """The queued requests, and the order in which they are decided.
 
@@ -397,52 +426,74 @@ class FairQueue:
     def take_admissible(self, now: float) -> Iterator[tuple[QueuedRequest, Decision | NoReplica]]:
         """Take the requests that can be sent now out of the queue, in fair order, each with its decision.
 
-        The same ones as if all were decided again. A request is decided only if its decision may be an engine with
-        room, and each half second; else it keeps its likely replica. See EngineRooms.
-        Requests that no replica can serve any more come with NoReplica. Those that were decided get their new likely
-        replica; service rates go on. Record each dispatch before asking for the next request: it changes what has room.
+        Requests that no replica can serve any more come with NoReplica. Those that were decided and stay get their new
+        likely replica; service rates go on. Record each dispatch before asking for the next request: it changes what
+        has room.
+
+        The requests are the same as if each was decided. But one is decided only if its decision may be an engine with
+        room, see EngineRooms; each half second all are.
         """
+        self._begin_pass(now)
+        rooms = None if self._is_time_for_all(now) else self.rooms
+        if rooms is not None and not rooms.is_any(self._by_model, now):
+            return
+        staying = _StayingRequests()
+        for queued in self._candidates():
+            if rooms is not None and not self._may_be_sent(queued, rooms, staying, now):
+                staying.add(queued)
+                continue
+            decision = self._decide_safely(queued, staying, now)
+            if isinstance(decision, NoReplica):
+                self.remove(queued)
+                yield queued, decision
+            elif not self._may_go(decision, staying):
+                if rooms is None or not rooms.keeps_line(queued, decision, now):
+                    self._unassign(queued)
+                    self._assign(queued, decision, is_behind_slot=staying.is_slot_wanted(decision))
+                staying.add(queued)
+            else:
+                self._record_sent(queued, decision, now)
+                self.remove(queued)
+                yield queued, decision
+                if rooms is not None and not rooms.is_any(self._by_model, now):
+                    return
+
+    def _begin_pass(self, now: float) -> None:
+        """Bring the service rates up to now, and forget which base models were full."""
         self.rates.advance(self._backlog_s, now)
         tenants = [name for name, tenant in self._tenants.items() if tenant.waiting]
         for rates in self.tenant_rates:
             rates.advance(tenants, now)
-        ahead: dict[WorkerId, float] = {}
-        without_slot: set[WorkerId] = set()
         self._full.clear()
-        rooms = None if self._is_time_for_all(now) else self.rooms
-        if rooms is not None and not rooms.is_any(self._by_model, now):
-            return
-        for queued in self._candidates():
-            base_model = queued.hashed.request.base_model
-            if rooms is not None and (base_model in self._full or not rooms.may_be_sent(queued, ahead, now)):
-                _count_ahead(queued, ahead, without_slot)
-                continue
-            try:
-                decision = self.decide(queued, ahead, now)
-            except Exception as exc:  # noqa: BLE001  (an unexpected error must not stop all requests behind this one)
-                self.remove(queued)
-                yield queued, exc if isinstance(exc, NoReplica) else _undecided_error(exc)
-                continue
-            worker = decision.replica.id
-            # Another adapter request, even of a running adapter, would keep the slot from the one that waits for it.
-            # Requests of the base model take no slot.
-            is_behind_slot = worker in without_slot and bool(decision.request.engine_name)
-            if is_behind_slot or worker in ahead or not self.has_room(decision) or self._is_model_full(decision):
-                if rooms is None or not rooms.keeps_line(queued, decision, now):
-                    self._unassign(queued)
-                    self._assign(queued, decision, is_behind_slot=is_behind_slot)
-                _count_ahead(queued, ahead, without_slot)
-                continue
-            work_s = _work_s(decision)
-            self._serve(queued, work_s)
-            self.rates.record_served(worker, work_s)
-            for rates in self.tenant_rates:
-                rates.record_served(queued.tenant, work_s)
-            self.wait_margin.record_wait(queued.tenant, queued.expected_s, now - queued.enqueued_at, is_over=True)
-            self.remove(queued)
-            yield queued, decision
-            if rooms is not None and not rooms.is_any(self._by_model, now):
-                return
+
+    def _may_be_sent(self, queued: QueuedRequest, rooms: EngineRooms, staying: _StayingRequests, now: float) -> bool:
+        """Whether this request's decision may be an engine with room; False only where it certainly is not."""
+        is_full = queued.hashed.request.base_model in self._full
+        return not is_full and rooms.may_be_sent(queued, staying.ahead_s, now)
+
+    def _decide_safely(self, queued: QueuedRequest, staying: _StayingRequests, now: float) -> Decision | NoReplica:
+        """The decision behind the staying requests; NoReplica also for an unexpected error, which stops no other."""
+        try:
+            return self.decide(queued, staying.ahead_s, now)
+        except NoReplica as exc:
+            return exc
+        except Exception as exc:  # noqa: BLE001  (it is logged by whoever takes the request)
+            return _undecided_error(exc)
+
+    def _may_go(self, decision: Decision, staying: _StayingRequests) -> bool:
+        """Whether a request with this decision may be sent: its replica has room, and no staying one waits for that."""
+        if staying.is_slot_wanted(decision) or decision.replica.id in staying.ahead_s:
+            return False
+        return self.has_room(decision) and not self._is_model_full(decision)
+
+    def _record_sent(self, queued: QueuedRequest, decision: Decision, now: float) -> None:
+        """Count a queued request that is about to be sent: as served, in the service rates and in the wait margin."""
+        work_s = _work_s(decision)
+        self._serve(queued, work_s)
+        self.rates.record_served(decision.replica.id, work_s)
+        for rates in self.tenant_rates:
+            rates.record_served(queued.tenant, work_s)
+        self.wait_margin.record_wait(queued.tenant, queued.expected_s, now - queued.enqueued_at, is_over=True)
 
     def _is_time_for_all(self, now: float) -> bool:
         """Whether this pass must decide all of its requests again; if so, the next half second begins."""
@@ -553,16 +604,6 @@ def _line_key(queued: QueuedRequest) -> _LineKey:
     """The line of an assigned request: its likely replica, and whether it waits for a slot."""
     assert queued.likely_worker is not None
     return queued.likely_worker, queued.wants_slot
-
-
-def _count_ahead(queued: QueuedRequest, ahead: dict[WorkerId, float], without_slot: set[WorkerId]) -> None:
-    """Count a request that stays in its line, for the later ones of this pass: ahead of them, or for a slot."""
-    worker = queued.likely_worker
-    assert worker is not None
-    if queued.wants_slot:
-        without_slot.add(worker)
-    else:
-        ahead[worker] = ahead.get(worker, 0.0) + queued.work_s
 
 
 def _charged_s(served_s: float, virtual_s: float, work_s: float, *, is_waiting: bool) -> float:

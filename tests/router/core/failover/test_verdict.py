@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from router.core.failover.circuit_breaker import COUNTED
-from router.core.failover.exclusions import FailedAttempt, excluded_incarnations
+from router.core.failover.exclusions import AttemptFailure, excluded_incarnations
 from router.core.failover.verdict import VERDICTS, reasons_blaming
 from router.core.fleet import EngineReport
 from router.request import engine_attempt
@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[4] / "docs" / "operations.md"
 
 def is_excluded(reason, *, tells_start=True, served_at=-inf, **more):
     replica = a_replica("w0", residents=[SQL], engine_boot_id="one", **more)
-    failures = {W0: FailedAttempt(reason, 10.0, tells_start)}
+    failures = {W0: AttemptFailure(reason, 10.0, tells_start)}
     found = excluded_incarnations(failures, {replica.id: replica}, lambda _: served_at)
     assert found in (frozenset(), {W0})
     return bool(found)
@@ -38,7 +38,7 @@ def test_a_replica_is_excluded_until_its_own_sign_and_by_no_other(reason):
     for sign, shown in signs.items():
         assert is_excluded(reason, **shown) == (sign != VERDICTS[reason].back_after or sign == "restarted")
         assert is_excluded(reason, **shown, state="starting")
-    failures = {W0: FailedAttempt(reason, 10.0)}
+    failures = {W0: AttemptFailure(reason, 10.0)}
     again = a_replica("w0", engine_boot_id="two")
     assert again.incarnation not in excluded_incarnations(failures, {"w0": again}, lambda _: inf)
 
