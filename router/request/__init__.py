@@ -11,7 +11,7 @@ The stages, in order. Each takes the result of the one before, and returns its o
     match         stages.match                     -> PrefixMatch: cached blocks of each replica
     decide        stages.dispatch                  -> DispatchedRequest: at a replica, at once or from the queue
     open          EngineAttempt.open               the attempt, until its first event decides it
-    relay         ClientResponse._relay            the answer to the client
+    relay         ClientResponse._relay            the stream to the client; a whole answer is sent at once
     record        accounting.record                load, quota, circuits, poison books, trace, traffic
 
 The eight classes of a request and their lives:

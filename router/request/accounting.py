@@ -80,12 +80,12 @@ def record_error(run: RequestRun, exc: RouterError | HttpError) -> None:
         run.services.metrics.adapters.of(exc.lora_id).outcomes["error"] += 1
 
 
-def _record_outcome(run: RequestRun, target: RequestTarget, answer: EngineAttempt | None) -> None:
+def _record_outcome(run: RequestRun, lora_id: str, answer: EngineAttempt | None) -> None:
     """Count the request under its adapter, and the latency of a whole answer."""
     outcome = run.outcome or _outcome(run, answer)
-    if target.adapter is None or outcome is None or outcome == "uncounted":
+    if outcome is None or outcome == "uncounted":
         return
-    counts = run.services.metrics.adapters.of(target.adapter.lora_id)
+    counts = run.services.metrics.adapters.of(lora_id)
     counts.outcomes[outcome] += 1
     if outcome == "success" and answer is not None and answer.status < 400 and answer.is_whole:
         counts.observe_latency(run.services.clock() - run.request.read_at)
@@ -110,8 +110,8 @@ def record(run: RequestRun) -> None:
     """
     answer, dispatched, services = run.answer, run.dispatched, run.services
     services.pauses.end(run)
-    if run.target is not None:
-        _record_outcome(run, run.target, answer)
+    if run.target is not None and run.target.adapter is not None:
+        _record_outcome(run, run.target.adapter.lora_id, answer)
     if run.is_in_background:
         if dispatched is not None and _hand_to_background(run, dispatched):
             return

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Container
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -65,8 +64,7 @@ def _ignore_notice() -> None:
     """Do nothing: nobody waits yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptLimits:
+class AttemptLimits(msgspec.Struct, frozen=True):
     """Seconds and bytes that bound one attempt.
 
     longer  called when `first_data_s` has passed, for the next deadline by the event loop's clock; None: no longer

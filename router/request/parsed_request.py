@@ -138,6 +138,7 @@ def parse_request(
             sequences = 1  # vLLM 0.32 runs a request for each token of each beam, and counts none of them
     streamed = route.streams and decoded.get("stream") is True
     user, priority = decoded.get("user"), decoded.get("priority")
+    named = session or (user if isinstance(user, str) else "")
     return ParsedRequest(
         name,
         route,
@@ -150,7 +151,7 @@ def parse_request(
         read_at,
         sequences,
         len(raw),
-        _session_key(session or (user if isinstance(user, str) else "")),
+        _session_key(named) if named else "",
         priority if isinstance(priority, int | float) else 0.0,
         None if timeout is None else read_at + _timeout_s(timeout),
         forwarded,
@@ -261,8 +262,8 @@ class InferenceRequestReader:
             name,
             route,
             body,
-            session=text_header(headers, self._session_header),
-            timeout=text_header(headers, TIMEOUT_NAME),
+            session=text_header(headers, self._session_header) if self._session_header in headers else None,
+            timeout=text_header(headers, TIMEOUT_NAME) if TIMEOUT_NAME in headers else None,
             forwarded=_forwarded(headers, trace),
             names_weights=names_weights,
         )

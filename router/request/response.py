@@ -111,20 +111,27 @@ class ClientResponse(msgspec.Struct, eq=False):
         raises  RouterError
         """
         self.run = run
-        return within_deadline(self.services, run.request, self._serve(run))
+        work = self._serve(run)
+        return work if run.request.deadline_at is None else within_deadline(self.services, run.request, work)
 
     async def _serve(self, run: RequestRun) -> None:
         """Run the stages from resolve to the end of the answer, and record its usage. Raises RouterError."""
         dispatched, answer = await run.reach_engine()
         await next_stage()
-        await self._relay(run, dispatched, answer)
+        if self.trace is not None:
+            self.trace.begin_stage("relay")
+        headers, rewriter = self._begin_answer(run, dispatched, answer)
+        if answer.streamed:
+            await self._relay(run, dispatched, answer, headers, rewriter)
+        else:
+            self.send_whole(answer.status, headers, rewriter.whole(answer.first))
         await next_stage()
         record_usage(run, dispatched, answer)
 
-    async def _relay(self, run: RequestRun, dispatched: DispatchedRequest, answer: EngineAttempt) -> None:
-        """relay: record the first token, stop keep-alives, and send the engine's answer, whole or as a stream."""
-        if self.trace is not None:
-            self.trace.begin_stage("relay")
+    def _begin_answer(
+        self, run: RequestRun, dispatched: DispatchedRequest, answer: EngineAttempt
+    ) -> tuple[str, AnswerRewriter]:
+        """Record the first token, and stop keep-alives; the header lines of the answer, and what rewrites its body."""
         # An engine has not prefilled a request that it refuses, or only queued.
         is_prefilled = answer.status < 400 and (answer.streamed or not run.is_in_background)
         if is_prefilled and answer.streamed:
@@ -141,22 +148,32 @@ class ClientResponse(msgspec.Struct, eq=False):
         if run.granted is not None:
             headers += header_lines(self.services.quotas.headers(run.granted, self.services.clock()))
         rewriter: AnswerRewriter = ModelRenamer(model, target.asked if run.request.route.echoes_model else model)
-        signs_weights = run.request.names_weights and run.request.route.signs
-        if signs_weights:
+        if run.request.names_weights and run.request.route.signs:
             rewriter = WeightSigner(model, target.asked, target.weights)
         if answer.metadata is not None:
             headers += f"metadata: {rewriter.whole(answer.metadata).decode('latin-1')}\r\n"
-        if not answer.streamed:
-            self.send_whole(answer.status, headers, rewriter.whole(answer.first))
-            return
+        return headers, rewriter
+
+    async def _relay(
+        self,
+        run: RequestRun,
+        dispatched: DispatchedRequest,
+        answer: EngineAttempt,
+        headers: str,
+        rewriter: AnswerRewriter,
+    ) -> None:
+        """relay: send the engine's stream, event by event."""
         if run.cumulative is not None:
-            run.cumulative.weights = target.weights
+            run.cumulative.weights = dispatched.target.weights
             rewriter = CumulativeRewriter(run.cumulative.events)
         usage_filter = None
         if run.request.hides_usage:
+            route = run.request.route
             # A signed stream has a fingerprint in each event already.
-            signatures = self.services.signatures if run.request.route.signs and not signs_weights else None
-            usage_filter = UsageFilter(signatures, dispatched.replica.id)
+            is_signed = run.request.names_weights and route.signs
+            usage_filter = UsageFilter(
+                self.services.signatures if route.signs and not is_signed else None, dispatched.replica.id
+            )
         self.send_head(answer.status, headers)
         await answer.relay(self.exchange, rewriter, hidden=usage_filter)
         self.finish_stream(answer)
@@ -258,7 +275,7 @@ class ClientResponse(msgspec.Struct, eq=False):
 
     def _all_headers(self, headers: str) -> bytes:
         """All header lines of the response: these, the request's id, and `extra_headers`."""
-        return f"x-request-id: {self.request_id}\r\n{headers}{self.extra_headers}".encode("latin-1")
+        return f"x-request-id: {self.exchange.request_id}\r\n{headers}{self.extra_headers}".encode("latin-1")
 
 
 def header_lines(headers: Mapping[str, str]) -> str:
@@ -341,7 +358,7 @@ def record_line(response: ClientResponse, run: RequestRun | None, status: int) -
     exchange, services = response.exchange, response.services
     now, requests, (key, tenant) = services.clock(), services.requests, sender_of(exchange)
     line = RequestLine(
-        request_id=response.request_id,
+        request_id=exchange.request_id,
         method=exchange.method,
         path=response.route.path,
         status=status,

@@ -5,7 +5,6 @@ The last three stages run again, at another replica, while that may help.
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Literal
@@ -159,7 +158,8 @@ class RequestRun(msgspec.Struct, eq=False):
             await leave_batch()
             target = await self._resolve_inspected()
         self.target = target
-        self._check_poison(target)
+        if services.poison_requests.suspects or services.poison_adapters.suspects:
+            self._check_poison(target)
         if request.route.state == "makes":
             target = self.target = self._enter_stored_response(target)
         self.stage = "tokenize"
@@ -514,14 +514,17 @@ class RequestRun(msgspec.Struct, eq=False):
     def _attempt_limits(self, dispatched: DispatchedRequest) -> AttemptLimits:
         """The limits of this attempt: longer for whole answers and client deadlines, shorter for a trial."""
         limits, config, request = self.limits, self.services.config, self.request
-        # A whole answer arrives all at once, which may take long where all is well.
+        first_data_s, longer = limits.first_data_s, None
         if not request.streamed:
-            return replace(
-                limits, first_data_s=self._first_data_s(), longer=partial(self._deadline_at_work, dispatched)
-            )
-        if dispatched.is_trial:
-            return replace(limits, first_data_s=min(limits.first_data_s, config.trial_timeout_s))
-        return limits if request.deadline_at is None else replace(limits, first_data_s=self._first_data_s())
+            # A whole answer arrives all at once, which may take long where all is well.
+            first_data_s, longer = self._first_data_s(), partial(self._deadline_at_work, dispatched)
+        elif dispatched.is_trial:
+            first_data_s = min(first_data_s, config.trial_timeout_s)
+        elif request.deadline_at is None:
+            return limits
+        else:
+            first_data_s = self._first_data_s()
+        return AttemptLimits(first_data_s, limits.idle_s, limits.answer_bytes, longer)
 
     def _first_data_s(self) -> float:
         """Seconds to wait for the first token, or the whole answer: more where the client waits longer, in bounds."""

@@ -466,13 +466,13 @@ async def test_only_engine_is_retried_after_it_has_answered_again(lora_id, is_he
     named = {} if lora_id is None else {"lora_id": lora_id}
     wait_s = patience(20) if is_heard else 0.5
     async with faulty_fleet(1, control=control, failover_wait_s=wait_s, cold_start_timeout_s=wait_s) as router:
-        admit, admitted = router.parts.queue.admit, []
+        decide, admitted = router.parts.queue.decide_or_enqueue, []
 
-        async def noted_admit(queued, begin):
+        def noted_decide(queued):
             admitted.append(queued)
-            return await admit(queued, begin)
+            return decide(queued)
 
-        monkeypatch.setattr(router.parts.queue, "admit", noted_admit)
+        monkeypatch.setattr(router.parts.queue, "decide_or_enqueue", noted_decide)
         await router.connect()
         answer = await router.ask("once", *[saying(b"", "reset")] * 2, **named)
         if not is_heard:
