@@ -137,14 +137,14 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     @api.get("/v1/events", dependencies=view)
     async def events(last_event_id: Annotated[str | None, Header()] = None) -> EventStream:
         """The agent's events after Last-Event-ID as server-sent events; without that header the events from now on."""
-        after = agent.events.position_after(last_event_id)
-        stream = agent.events.stream(after, keep_alive_s=agent.settings.keep_alive_s)
+        after = agent.context.events.position_after(last_event_id)
+        stream = agent.context.events.stream(after, keep_alive_s=agent.context.settings.keep_alive_s)
         return EventStream(stream)
 
     @api.get("/v1/model/files", dependencies=view)
     def model_files() -> ModelFiles:
         """Read the base model's tokenizer files from this disk; `model_files_unavailable` without them."""
-        model = agent.settings.model
+        model = agent.context.settings.model
         try:
             folder = model_folder(model)
             files = read_files(folder) if folder is not None else {}
@@ -257,7 +257,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     """Routes for the leader, which hands on what clients send; scope `agent`, and an epoch."""
     api = APIRouter(dependencies=[Depends(requires(keys, "agent"))])
-    uploads = agent.incoming
+    uploads = agent.context.uploads
 
     def check_epoch(epoch: Epoch) -> None:
         """Raises AgentRequestError for a stale epoch."""
@@ -321,11 +321,13 @@ def _proof_routes(agent: WorkerAgent, own_key: OwnKey) -> APIRouter:
                 " KEYS` makes one for --token-file"
             )
             raise AgentRequestError("worker_key_missing", message)
-        if body.url.rstrip("/") not in _own_urls(agent.agent_url, request):
-            message = f"{body.url[:200]} is not this agent's address, which is {agent.agent_url}: see --advertise-url"
+        if body.url.rstrip("/") not in _own_urls(agent.context.agent_url, request):
+            message = (
+                f"{body.url[:200]} is not this agent's address, which is {agent.context.agent_url}: see --advertise-url"
+            )
             raise AgentRequestError("address_not_mine", message, param="url")
         key_hash = hash_key(own_key.key)
-        proved = ProvedAgent(agent.settings.instance_id, agent.boot_id, key_id_of(key_hash))
+        proved = ProvedAgent(agent.context.settings.instance_id, agent.context.boot_id, key_id_of(key_hash))
         return ProofAnswer(
             instance_id=proved.instance_id,
             agent_boot_id=proved.agent_boot_id,
@@ -365,6 +367,6 @@ def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
     async def metrics() -> Response:
         """Update the gauges and return the agent's metrics for Prometheus."""
         agent.update_gauges()
-        return Response(agent.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(agent.context.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return api

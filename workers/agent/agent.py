@@ -7,40 +7,29 @@ The Installer puts files on disk, the Loader loads them into the engine, the Inv
 """
 
 import asyncio
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
-from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict, apply_setting
+from lorafleet.kv.connectors import NO_CONNECTOR, apply_setting
 from orchestrator.model.usage import UsageReport
 from workers.agent.adapter_usage import ReportedAdapterUsage
+from workers.agent.context import AgentContext
 from workers.agent.current_engine import CurrentEngine
-from workers.agent.event_log import AgentEventLog, Requester
+from workers.agent.event_log import Requester
 from workers.agent.foreign_reader import ForeignFilesReader
-from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
 from workers.agent.inventory import Inventory, timestamp
 from workers.agent.inventory_report import InventoryReport
 from workers.agent.kv_ledger import KvLedgers
 from workers.agent.loader import Loader
 from workers.agent.uploaded_adapters import UploadedAdapters
-from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import EngineClient
 from workers.engines.kinds import engine_traits
 from workers.engines.vllm_tables import with_version
-from workers.metrics import WorkerMetrics
-from workers.sources.file_system import FileSystemCalls
-from workers.sources.fleet import FleetSource
-from workers.sources.local import LocalSource
-from workers.storage.cache import AdapterCache
-from workers.storage.credentials import Credentials
-from workers.storage.local_adapters import LocalAdapters
-from workers.storage.uploads import Uploads
-from workers.verification.base_model import NO_ENGINE, EngineFacts
 from workers.verification.verify import base_model_or_none, model_folder
 from workers.wire import (
     AdapterFile,
@@ -62,93 +51,36 @@ log = structlog.get_logger()
 class WorkerAgent:
     """One worker's adapters and engine, as the REST routes use them. The event loop is the only writer."""
 
-    def __init__(
-        self,
-        *,
-        settings: WorkerSettings,
-        cache: AdapterCache,
-        local_adapters: LocalAdapters,
-        installed: InstalledAdapters,
-        events: AgentEventLog,
-        metrics: WorkerMetrics,
-        boot_id: str,
-        agent_url: str,
-        connector: ConnectorVerdict | None = None,
-        facts: EngineFacts = NO_ENGINE,
-        timers: AgentTimers = TIMERS,
-        clock: Callable[[], float] = time.monotonic,
-        fleet: FleetSource | None = None,
-        uploads: Uploads,
-    ) -> None:
-        """
-        connector  the KV connector that the engine's command names; None: ask the engine
-        facts      what is known of the engine by its command
-        fleet      fetches adapters by digest from the fleet's other workers; None without an orchestrator
-        uploads    what clients send
-        """
-        self.incoming = uploads
-        self._connector = connector
-        self._facts = facts
-        self.settings = settings
-        self.cache = cache
-        self.local_adapters = local_adapters
-        self.installed = installed
-        self.events = events
-        self.metrics = metrics
-        self.boot_id = boot_id
-        self.agent_url = agent_url
-        self.timers = timers
+    def __init__(self, context: AgentContext) -> None:
+        self.context = context
+        self.engine = CurrentEngine(context.settings, context.metrics, clock=context.clock)
+        self.inventory = Inventory(
+            settings=context.settings, installed=context.installed, events=context.events, metrics=context.metrics
+        )
+        self.report = InventoryReport(context, self.inventory)
+        self.usage = ReportedAdapterUsage(
+            context.settings.state / "usage.json",
+            context.installed,
+            worker_id=context.settings.instance_id,
+            now=timestamp,
+        )
+        self._installer = Installer(context, inventory=self.inventory, engine=self.engine)
+        self._loader = Loader(
+            context, engine=self.engine, installer=self._installer, inventory=self.inventory, report=self.report
+        )
+        self._uploaded = UploadedAdapters(context, loader=self._loader, report=self.report)
+        self._foreign_reader = ForeignFilesReader(context, self.inventory, self._loader)
+        self._facts = context.facts
+        self.inventory.kv_connector = apply_setting(context.settings.engine_salt, context.connector or NO_CONNECTOR)
         self._state: AgentState = "starting"
         self._state_reason = ""
-        self.engine = CurrentEngine(settings, metrics, clock=clock)
-        self.inventory = Inventory(settings=settings, installed=installed, events=events, metrics=metrics)
-        self.report = InventoryReport(
-            self.inventory, settings=settings, cache=cache, local_adapters=local_adapters, clock=clock
-        )
-        self.usage = ReportedAdapterUsage(
-            settings.state / "usage.json", installed, worker_id=settings.instance_id, now=timestamp
-        )
-        self._installer = Installer(
-            cache=cache,
-            local_adapters=local_adapters,
-            inventory=self.inventory,
-            metrics=metrics,
-            credentials=Credentials(settings.secrets_dir),
-            engine_digests=self.engine.digests_in_use,
-            base_model_name=lambda: self.engine.model_card().base_model,
-            fleet=fleet,
-        )
-        self._loader = Loader(
-            settings=settings,
-            engine=self.engine,
-            installer=self._installer,
-            inventory=self.inventory,
-            report=self.report,
-            metrics=metrics,
-            clock=clock,
-        )
-        self._uploaded = UploadedAdapters(
-            uploads, loader=self._loader, inventory=self.inventory, report=self.report, cache=cache
-        )
-        calls = FileSystemCalls(timeout_s=settings.source_timeout_s)
-        self._foreign_reader = ForeignFilesReader(
-            self.inventory,
-            inspect=self._loader.inspect,
-            reader_of=lambda folder: LocalSource(
-                [folder], max_bytes=settings.max_adapter_bytes, allow_pickle=settings.allow_pickle, calls=calls
-            ),
-            clock=clock,
-        )
-        self.inventory.kv_connector = apply_setting(settings.engine_salt, connector or NO_CONNECTOR)
-        self._clock = clock
-        self._is_draining = False
-        self._is_stopping = False
+        self._drain_state: Literal["serving", "draining", "stopping"] = "serving"
         self._warming: asyncio.Event | None = None
 
     @property
     def _takes_loads(self) -> bool:
         """Whether the engine loads and unloads adapters while it runs."""
-        return engine_traits(self.settings.engine).takes_adapters == "while running"
+        return engine_traits(self.context.settings.engine).takes_adapters == "while running"
 
     @property
     def is_warming(self) -> bool:
@@ -158,7 +90,7 @@ class WorkerAgent:
     @property
     def state(self) -> AgentState:
         """The worker's state in /metadata: "draining" in place of "ready" during a drain."""
-        return "draining" if self._is_draining and self._state == "ready" else self._state
+        return "draining" if self._drain_state != "serving" and self._state == "ready" else self._state
 
     @property
     def state_reason(self) -> str:
@@ -179,12 +111,12 @@ class WorkerAgent:
         connector that mixes adapters is logged, and no adapter is loaded.
         """
         await self.engine.attach(client, boot_id=engine_boot_id, transport=transport)
-        self.cache.folder.engine_url = transport.engine_url
+        self.context.cache.folder.engine_url = transport.engine_url
         self.inventory.mark_changed()
         self.engine.version = await client.version()
         await self._read_base_model(self.engine.version)
-        reported = await client.kv_connector() if self._connector is None else self._connector
-        connector = self.inventory.kv_connector = apply_setting(self.settings.engine_salt, reported)
+        reported = await client.kv_connector() if self.context.connector is None else self.context.connector
+        connector = self.inventory.kv_connector = apply_setting(self.context.settings.engine_salt, reported)
         if connector.reason:
             log.info("KV connector", separation=connector.separation, reason=connector.reason)
         if connector.refusal:
@@ -192,13 +124,13 @@ class WorkerAgent:
             self.inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)
         else:
             await self._load_wanted_adapters()
-        if not self.local_adapters.has_scanned.is_set():
+        if not self.context.local_adapters.has_scanned.is_set():
             self.set_state("starting", "the adapters in lora_path are read")
-            await self.local_adapters.has_scanned.wait()
+            await self.context.local_adapters.has_scanned.wait()
         if self.engine.client is not client:
             raise EngineError("engine_down", "the engine was lost while its adapters were loaded")
-        self.metrics.engine_up.set(1)
-        self.events.add("ENGINE_UP")
+        self.context.metrics.engine_up.set(1)
+        self.context.events.add("ENGINE_UP")
         self.set_state("ready")
         adapters = len(self.inventory.slots.registered)
         log.info("ready", engine=client.url, engine_boot_id=engine_boot_id, adapters=adapters)
@@ -230,24 +162,25 @@ class WorkerAgent:
         The hub cache is incomplete before the engine has started.
         """
         facts = with_version(self._facts, version) if self._facts.table else self._facts
-        if not self.settings.check_shapes or (self.cache.rules.base is not None and facts == self._facts):
+        is_known = self.context.cache.rules.base is not None and facts == self._facts
+        if is_known or not self.context.settings.check_shapes:
             return
-        folder = await asyncio.to_thread(model_folder, self.settings.model)
+        folder = await asyncio.to_thread(model_folder, self.context.settings.model)
         if folder is None:
             return
         if self._facts.table and facts.table is None:
             log.warning("this version of the engine has no table of its modules", version=version)
         base = await asyncio.to_thread(base_model_or_none, folder, facts)
         self._facts = facts
-        self.cache.rules = replace(self.cache.rules, base=base)
-        self.local_adapters.use_rules(self.cache.rules)
+        self.context.cache.rules = replace(self.context.cache.rules, base=base)
+        self.context.local_adapters.use_rules(self.context.cache.rules)
 
     async def _wait_until_warm(self) -> None:
         """Wait until the orchestrator has loaded a new worker's share of hot adapters, at most `warm_deadline_s`.
 
         Sets the state to "starting"; a passed deadline is logged. No-op without an orchestrator or deadline.
         """
-        settings = self.settings
+        settings = self.context.settings
         if not settings.orchestrator_url or not settings.warm_deadline_s:
             return
         self._warming = asyncio.Event()
@@ -272,7 +205,7 @@ class WorkerAgent:
         The health route of a hanging engine still answers, so a stalled engine must compute, or return a token on
         request.
         """
-        engine, timeout_s = self.engine, self.settings.health_timeout_s
+        engine, timeout_s = self.engine, self.context.settings.health_timeout_s
         was_suspect, stalled_s = bool(engine.suspicion), engine.stalled_s()
         if not was_suspect and not engine.has_stalled:
             return await client.is_healthy(timeout_s=timeout_s)
@@ -284,7 +217,7 @@ class WorkerAgent:
             return True
         if not was_suspect:
             reason = f"the engine has requests, and has computed nothing for {stalled_s:.0f} s"
-            self._loader.mark_suspect(reason, patience_s=self.settings.stuck_after_s)
+            self._loader.mark_suspect(reason, patience_s=self.context.settings.stuck_after_s)
         return False
 
     def mark_down(self, reason: str) -> None:
@@ -300,10 +233,10 @@ class WorkerAgent:
         self.mark_down(reason)  # before the first await
         await self.engine.detach(reason)
         self.inventory.reset_slots()
-        self.metrics.engine_up.set(0)
-        self.metrics.engine_suspect.set(0)
+        self.context.metrics.engine_up.set(0)
+        self.context.metrics.engine_suspect.set(0)
         if was_up:
-            self.events.add("ENGINE_DOWN", error=reason)
+            self.context.events.add("ENGINE_DOWN", error=reason)
         self.set_state("engine_down", reason)
 
     def kv_ledgers(self) -> KvLedgers:
@@ -312,12 +245,12 @@ class WorkerAgent:
 
     def stop(self) -> None:
         """Drain for good, cancel loads and scans, and end all streams, because the process stops. Ends no engine."""
-        self._is_stopping = True
-        self.cache.is_stopping = True
+        self.context.cache.is_stopping = True
         self._begin_drain()
+        self._drain_state = "stopping"
         self._loader.cancel_all()
-        self.local_adapters.stop()
-        self.events.close()
+        self.context.local_adapters.stop()
+        self.context.events.close()
         self.engine.end_kv_streams()
 
     # --- REST commands -------------------------------------------------------------------------------------------
@@ -329,26 +262,26 @@ class WorkerAgent:
                 without an epoch where there is an orchestrator
         """
         if epoch is None:
-            if is_destructive and self.settings.orchestrator_url:
+            if is_destructive and self.context.settings.orchestrator_url:
                 raise AgentRequestError(
                     "epoch_required",
                     "this worker belongs to an orchestrator: only it may unload or evict (header x-lorafleet-epoch);"
                     " without an epoch a load may take a free slot",
                 )
             return
-        if epoch < self.installed.epoch:
+        if epoch < self.context.installed.epoch:
             raise AgentRequestError(
                 "stale_epoch",
-                f"epoch {epoch} is over: epoch {self.installed.epoch} has been seen; read the lease again",
+                f"epoch {epoch} is over: epoch {self.context.installed.epoch} has been seen; read the lease again",
             )
-        self.installed.raise_epoch(epoch)
+        self.context.installed.raise_epoch(epoch)
 
     async def load(self, request: LoadRequest, by: Requester) -> WorkerAdapter:
         """Load an adapter into the engine; returns at once if it is loaded already. Raises WorkerError.
 
         Refused while the worker drains, is not ready, takes no adapters, or suspects its engine.
         """
-        if self._is_draining:
+        if self._drain_state != "serving":
             raise EngineError("draining", "this worker is draining; load on another one", retry_after_s=30)
         if self.state != "ready" and not self.is_warming:
             reason = f": {self.state_reason}" if self.state_reason else ""
@@ -358,8 +291,8 @@ class WorkerAgent:
         if not self._takes_loads and not self.inventory.has_loaded(request.lora_id, request.digest):
             raise EngineError(
                 "adapters_refused",
-                f"{self.settings.engine} takes adapters at its start alone: add {request.lora_id!r} to preload_loras"
-                " and restart this worker, or load on another one",
+                f"{self.context.settings.engine} takes adapters at its start alone: add {request.lora_id!r} to"
+                " preload_loras and restart this worker, or load on another one",
             )
         if self.engine.suspicion:
             message = f"this worker takes no loads: {self.engine.suspicion}; load on another one"
@@ -378,10 +311,10 @@ class WorkerAgent:
 
         is_recheck  as in `AdapterCache.has_intact`; files found damaged are reported as gone
         """
-        if is_recheck and not await self.cache.has_intact(digest, is_recheck=True):
+        if is_recheck and not await self.context.cache.has_intact(digest, is_recheck=True):
             log.error("files of an adapter are damaged", digest=digest)
             self.inventory.mark_changed()
-        sizes = await self.cache.files(digest)
+        sizes = await self.context.cache.files(digest)
         if not sizes:
             raise AgentRequestError("files_not_found", f"digest {digest}: no intact files on this worker's disk")
         files = tuple(AdapterFile(name=name, size_bytes=size) for name, size in sorted(sizes.items()))
@@ -392,7 +325,7 @@ class WorkerAgent:
         files = await self.adapter_files(digest)
         if name not in {file.name for file in files.files}:
             raise AgentRequestError("files_not_found", f"digest {digest}: has no file {name[:100]!r}", param="name")
-        return self.cache.path(digest) / name
+        return self.context.cache.path(digest) / name
 
     async def mark_files(self, request: MarkFilesRequest) -> None:
         """Keep files on this disk, fetched from other workers if needed, or let them be deleted. Raises SourceError."""
@@ -401,13 +334,13 @@ class WorkerAgent:
                 for digest in request.digests:
                     await self._installer.keep(digest, request.neighbours)
             else:
-                await self.cache.release(request.digests, is_dropped=request.mark == "gone")
+                await self.context.cache.release(request.digests, is_dropped=request.mark == "gone")
         finally:
             self.inventory.mark_changed()
 
     async def check_source(self, source: str) -> None:
         """Raises SourceError if this worker's settings forbid the source; fetches nothing."""
-        await self.cache.check_source(source)
+        await self.context.cache.check_source(source)
 
     async def inspect(self, request: InspectRequest) -> WorkerAdapter:
         """Fetch, verify and install an adapter without loading it. Raises WorkerError."""
@@ -426,23 +359,23 @@ class WorkerAgent:
         The drain lasts until `undrain`.
         """
         self._begin_drain()
-        quiet_s = max(self.timers.quiet_s, 2 * self.engine.full_step_s())
+        quiet_s = max(self.context.timers.quiet_s, 2 * self.engine.full_step_s())
         return await self.engine.wait_until_idle(deadline_s=deadline_s, quiet_s=quiet_s)
 
     def _begin_drain(self) -> None:
         """Refuse loads from now on, with an event and a heartbeat; no-op during a drain."""
-        if not self._is_draining:
-            self._is_draining = True
-            self.events.add("DRAINING")
+        if self._drain_state == "serving":
+            self._drain_state = "draining"
+            self.context.events.add("DRAINING")
             self.inventory.mark_changed()
 
     def undrain(self) -> None:
         """End a drain, with an event and a heartbeat. Raises EngineError `draining` if the process stops."""
-        if self._is_stopping:
+        if self._drain_state == "stopping":
             raise EngineError("draining", "this agent is stopping; it cannot serve again", retry_after_s=30)
-        if self._is_draining:
-            self._is_draining = False
-            self.events.add("UNDRAINED")
+        if self._drain_state == "draining":
+            self._drain_state = "serving"
+            self.context.events.add("UNDRAINED")
             self.inventory.mark_changed()
 
     def count_usage(self, report: UsageReport) -> bool:
@@ -459,8 +392,8 @@ class WorkerAgent:
         Checks the effect of one adapter again where it is not proved yet.
         The list is ignored while the agent is neither ready nor draining, or its KV connector is refused.
         """
-        await self.cache.update_free_bytes()
-        if await self.local_adapters.scan():
+        await self.context.cache.update_free_bytes()
+        if await self.context.local_adapters.scan():
             self.inventory.mark_changed()
         # An engine that takes no adapters gets no requests for them: ignore its list.
         if not self.inventory.kv_connector.refusal:
@@ -478,10 +411,10 @@ class WorkerAgent:
 
         Fetches the lost files of loaded adapters again.
         """
-        installed_digests = frozenset(adapter.digest for adapter in self.installed.all())
-        self.installed.retry_writes()
+        installed_digests = frozenset(adapter.digest for adapter in self.context.installed.all())
+        self.context.installed.retry_writes()
         self.usage.save()
-        lost_files, deleted = await self.cache.sweep(
+        lost_files, deleted = await self.context.cache.sweep(
             self.inventory.wanted_digests(), installed_digests, self._installer.digests_in_use
         )
         self.inventory.forget_deleted(deleted)
@@ -491,18 +424,18 @@ class WorkerAgent:
         """Set all gauges that are not set as their values change."""
         self.engine.update_gauges()
         self.inventory.update_gauges()
-        self.metrics.cache_used_bytes.set(self.cache.used_bytes)
-        self.metrics.cache_held_bytes.set(self.cache.held_bytes)
-        self.metrics.cache_limit_bytes.set(self.cache.folder.max_bytes)
-        self.metrics.cache_adapters.set(self.cache.adapters)
-        self.metrics.disk_free_bytes.set(self.cache.free_bytes)
-        self.metrics.kept_adapters.set(self.cache.held.kept_count)
+        self.context.metrics.cache_used_bytes.set(self.context.cache.used_bytes)
+        self.context.metrics.cache_held_bytes.set(self.context.cache.held_bytes)
+        self.context.metrics.cache_limit_bytes.set(self.context.cache.folder.max_bytes)
+        self.context.metrics.cache_adapters.set(self.context.cache.adapters)
+        self.context.metrics.disk_free_bytes.set(self.context.cache.free_bytes)
+        self.context.metrics.kept_adapters.set(self.context.cache.held.kept_count)
 
     # --- reports -------------------------------------------------------------------------------------------------
 
     def metadata(self) -> Metadata:
         """The worker's state as `GET /metadata` and heartbeats have it."""
-        settings = self.settings
+        settings = self.context.settings
         return Metadata(
             instance_id=settings.instance_id,
             namespace=settings.namespace,
@@ -510,7 +443,7 @@ class WorkerAgent:
             state_reason=self.state_reason,
             is_suspect=bool(self.engine.suspicion),
             is_warming=self.is_warming,
-            agent_url=self.agent_url,
+            agent_url=self.context.agent_url,
             pool=settings.pool,
             zone=settings.zone,
             node=settings.node,
@@ -519,15 +452,15 @@ class WorkerAgent:
             engine_version=self.engine.version,
             lora=self.report.info(),
             load=self.engine.load_figures(load_seconds=self.report.load_seconds()),
-            agent_boot_id=self.boot_id,
+            agent_boot_id=self.context.boot_id,
             engine_boot_id=self.engine.boot_id,
-            epoch=self.installed.epoch,
+            epoch=self.context.installed.epoch,
             report_number=self._report_number,
         )
 
     def as_of(self) -> str:
         """The value of `REPORT_HEADER` now."""
-        return f"{self.boot_id}/{self._report_number}"
+        return f"{self.context.boot_id}/{self._report_number}"
 
     @property
     def _report_number(self) -> int:

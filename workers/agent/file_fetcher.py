@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import structlog
 
 from lorafleet.identity import fleet_source
+from workers.agent.context import AgentContext
 from workers.agent.inventory import Inventory
 from workers.core.errors import SourceError, WrongBytes
 from workers.core.fetch_ways import FetchWay
 from workers.core.references import redacted, scheme
-from workers.metrics import WorkerMetrics, source_kind
+from workers.metrics import source_kind
 from workers.sources.base import Source, Transfer
-from workers.sources.fleet import FleetSource
-from workers.storage.cache import AdapterCache, is_intact
+from workers.storage.cache import is_intact
 
 log = structlog.get_logger()
 
@@ -28,19 +28,13 @@ class FileFetcher:
     """Fetches into the cache's temporary folders, and counts what came from where."""
 
     def __init__(
-        self,
-        *,
-        cache: AdapterCache,
-        inventory: Inventory,
-        metrics: WorkerMetrics,
-        fleet: FleetSource | None,
-        digests_in_use: Callable[[], Awaitable[frozenset[str]]],
+        self, context: AgentContext, inventory: Inventory, *, digests_in_use: Callable[[], Awaitable[frozenset[str]]]
     ) -> None:
-        """`fleet`, `digests_in_use`: as in `Installer`."""
-        self._cache = cache
+        """`digests_in_use`: as in `Installer`."""
+        self._cache = context.cache
         self._inventory = inventory
-        self._metrics = metrics
-        self._fleet = fleet
+        self._metrics = context.metrics
+        self._fleet = context.fleet
         self._digests_in_use = digests_in_use
 
     @asynccontextmanager

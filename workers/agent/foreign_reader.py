@@ -1,17 +1,19 @@
 """Adapters that another client loaded into the engine: their files are read, verified and kept, for an adoption."""
 
 import re
-import time
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 import structlog
 
+from workers.agent.context import AgentContext
 from workers.agent.inventory import Inventory
+from workers.agent.loader import Loader
 from workers.core.errors import WorkerError
 from workers.sources.base import Source
+from workers.sources.file_system import FileSystemCalls
+from workers.sources.local import LocalSource
 from workers.wire import InspectRequest, WorkerAdapter
 
 log = structlog.get_logger()
@@ -23,22 +25,12 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 class ForeignFilesReader:
     """Reads the files of adapters that another client loaded, one adapter at a time."""
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        *,
-        inspect: Callable[..., Awaitable[WorkerAdapter]],
-        reader_of: Callable[[Path], Source],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        inspect    copies, verifies and installs an adapter with `reader`, without loading it; may raise WorkerError
-        reader_of  a source for one folder: the engine has read it already, so it need not be below `lora_roots`
-        """
+    def __init__(self, context: AgentContext, inventory: Inventory, loader: Loader) -> None:
         self._inventory = inventory
-        self._inspect = inspect
-        self._reader_of = reader_of
-        self._clock = clock
+        self._loader = loader
+        self._settings = context.settings
+        self._clock = context.clock
+        self._calls = FileSystemCalls(timeout_s=context.settings.source_timeout_s)
         self._failed_at: dict[str, float] = {}
 
     async def read_new(self) -> None:
@@ -83,7 +75,7 @@ class ForeignFilesReader:
             return adapter  # not downloaded before somebody adopts it
         try:
             ask = InspectRequest(lora_id=name, source=source)
-            found = await self._inspect(ask, reader=self._reader_of(Path(path)))
+            found = await self._loader.inspect(ask, reader=self._source_at(Path(path)))
         except WorkerError as exc:
             return self._failed(adapter, f"{exc.code}: {exc}")
         return replace(
@@ -92,6 +84,13 @@ class ForeignFilesReader:
             base_model=found.base_model,
             rank=found.rank,
             size_bytes=found.size_bytes,
+        )
+
+    def _source_at(self, folder: Path) -> Source:
+        """A source for one folder: the engine has read it already, so it need not be below `lora_roots`."""
+        settings = self._settings
+        return LocalSource(
+            [folder], max_bytes=settings.max_adapter_bytes, allow_pickle=settings.allow_pickle, calls=self._calls
         )
 
     def _failed(self, adapter: WorkerAdapter, error: str) -> WorkerAdapter:

@@ -38,10 +38,10 @@ class HeartbeatSender:
         self._agent = agent
         self._client = client
         self._rng = rng
-        settings = agent.settings
+        settings = agent.context.settings
         self._urls = [f"{url}/v1/workers/register" for url in settings.orchestrator_urls]
         self._url_index = 0
-        self._timeout_s = agent.timers.heartbeat_answer_s
+        self._timeout_s = agent.context.timers.heartbeat_answer_s
         self._own_key = own
         self._own_interval_s = settings.heartbeat_s
         self._every_s = settings.heartbeat_s or _FIRST_INTERVAL_S
@@ -69,7 +69,7 @@ class HeartbeatSender:
                 failures = 0
             except Exception as exc:  # noqa: BLE001  (top of a loop: without heartbeats the worker counts as lost)
                 failures += 1
-                self._agent.metrics.heartbeat_failures.inc()
+                self._agent.context.metrics.heartbeat_failures.inc()
                 if failures > len(self._urls):
                     self._agent.end_warming()  # no orchestrator can place adapters
                 if failures in {1, 10} or failures % 100 == 0:
@@ -97,7 +97,7 @@ class HeartbeatSender:
 
         Raises at any failure.
         """
-        disk_id = await self._agent.cache.disk_id()
+        disk_id = await self._agent.context.cache.disk_id()
         # From here to the body without an `await`: all of it is of one moment, that of the report's number.
         version = self._agent.inventory.version
         metadata = self._agent.metadata()
@@ -106,7 +106,7 @@ class HeartbeatSender:
             metadata=metadata,
             operations=history.operations(),
             incidents=history.incidents(),
-            files=self._agent.cache.held.changes_since(self._files_seen, disk_id, most=MOST_DIGESTS),
+            files=self._agent.context.cache.held.changes_since(self._files_seen, disk_id, most=MOST_DIGESTS),
             agents_digest=self._agents.digest,
         ).model_dump_json()
         headers = {"content-type": "application/json", **WIRE_HEADERS, **self._own_key.headers}
@@ -119,7 +119,7 @@ class HeartbeatSender:
         self._acknowledged_version = version
         reply = HeartbeatAnswer.model_validate_json(answer.content)
         # The orchestrator that answers heartbeats is the leader: refuse commands of older epochs from now on.
-        self._agent.installed.raise_epoch(reply.epoch)
+        self._agent.context.installed.raise_epoch(reply.epoch)
         if self._own_interval_s is None:
             self._every_s = min(max(_LEAST_INTERVAL_S, reply.interval_s), _MOST_INTERVAL_S)
         self._agent.engine.set_requests_in_flight(reply.in_flight)
@@ -135,7 +135,7 @@ class HeartbeatSender:
 
         Where an answer has confirmed others than the last, what is left follows at once.
         """
-        self._has_more = seen != self._files_seen and seen < self._agent.cache.held.revision
+        self._has_more = seen != self._files_seen and seen < self._agent.context.cache.held.revision
         self._files_seen = seen
 
     async def _wait_until_due(self, sent_version: int, failures: int) -> None:

@@ -1,7 +1,7 @@
 """resolve -> fetch -> verify -> install: from a lora_id to verified files in the cache folder."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +11,16 @@ import structlog
 
 from lorafleet.identity import engine_name, fleet_digest, fleet_source
 from orchestrator.model.names import checked_lora_id
+from workers.agent.context import AgentContext
+from workers.agent.current_engine import CurrentEngine
 from workers.agent.file_fetcher import FileFetcher, is_about_source, no_way_error
 from workers.agent.inventory import Inventory
 from workers.core.errors import AgentRequestError, DigestMismatch, SourceError, WrongBytes
 from workers.core.fetch_ways import FetchWay, fetch_ways
 from workers.core.references import scheme
-from workers.metrics import WorkerMetrics
 from workers.sources.base import PLUGIN_SCHEME, FetchProgress, Source, Transfer
-from workers.sources.fleet import FleetSource
-from workers.storage.cache import AdapterCache, is_intact
+from workers.storage.cache import is_intact
 from workers.storage.credentials import Credentials
-from workers.storage.local_adapters import LocalAdapters
 from workers.verification.manifest import AdapterDescription, Manifest, check_rank, is_same_base
 from workers.wire import InspectRequest, LoadRequest, WorkerAdapter
 
@@ -31,35 +30,16 @@ log = structlog.get_logger()
 class Installer:
     """Installs adapters. Callers hold the lock of the lora_id."""
 
-    def __init__(
-        self,
-        *,
-        cache: AdapterCache,
-        local_adapters: LocalAdapters,
-        inventory: Inventory,
-        metrics: WorkerMetrics,
-        credentials: Credentials,
-        engine_digests: Callable[[], Awaitable[frozenset[str]]],
-        base_model_name: Callable[[], str],
-        fleet: FleetSource | None = None,
-    ) -> None:
-        """
-        fleet            fetches by digest from the fleet's other workers; None without an orchestrator
-        engine_digests   digests in the engine's own list; raises EngineError if the engine does not answer
-        base_model_name  the base model's name in the fleet; "" while it is not known
-        """
-        self._cache = cache
-        self._local_adapters = local_adapters
+    def __init__(self, context: AgentContext, *, inventory: Inventory, engine: CurrentEngine) -> None:
+        self._cache = context.cache
+        self._local_adapters = context.local_adapters
         self._inventory = inventory
         self._installed = inventory.installed
-        self._metrics = metrics
-        self._credentials = credentials
-        self._engine_digests = engine_digests
-        self._base_model_name = base_model_name
-        self._has_fleet = fleet is not None
-        self._files = FileFetcher(
-            cache=cache, inventory=inventory, metrics=metrics, fleet=fleet, digests_in_use=self.digests_in_use
-        )
+        self._metrics = context.metrics
+        self._credentials = Credentials(context.settings.secrets_dir)
+        self._engine = engine
+        self._has_fleet = context.fleet is not None
+        self._files = FileFetcher(context, inventory, digests_in_use=self.digests_in_use)
 
     def describe(self, folder: Path) -> AdapterDescription | None:
         """What the engine's table says of an installed adapter; None if it cannot be read. Blocking."""
@@ -70,7 +50,7 @@ class Installer:
 
         Raises EngineError.
         """
-        return self._inventory.wanted_digests() | await self._engine_digests()
+        return self._inventory.wanted_digests() | await self._engine.digests_in_use()
 
     async def keep(self, digest: str, neighbours: Sequence[str]) -> None:
         """Keep the files of a digest on this disk. See `FileFetcher.keep`."""
@@ -273,7 +253,9 @@ class Installer:
             with self._metrics.timed("verify"):
                 verified = await self._verified(folder, digest, base_model, transfer, allow_any_rank, way)
                 # The adapter fits this worker's base model, so it gets that name, not the trainer's path.
-                manifest = replace(verified, base_model=self._base_model_name() or base_model or verified.base_model)
+                manifest = replace(
+                    verified, base_model=self._engine.model_card().base_model or base_model or verified.base_model
+                )
                 if way != "disk":
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
                 _check_digest(lora_id, manifest.digest, digest, transfer.left_out)

@@ -1,18 +1,15 @@
 """The inventory as REST routes, heartbeats and events show it."""
 
 import hashlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from statistics import median
 
+from workers.agent.context import AgentContext
 from workers.agent.inventory import Inventory
-from workers.config import WorkerSettings
 from workers.core.errors import sendable
 from workers.engines.kinds import engine_traits
-from workers.storage.cache import AdapterCache
-from workers.storage.local_adapters import LocalAdapters
 from workers.wire import LoraCapacity, LoraInfo, WorkerAdapter
 
 _LOADS_KEPT = 32
@@ -22,21 +19,13 @@ _AVAILABLE_LISTED = 100
 class InventoryReport:
     """Read-only views of an inventory, its cache and the adapters in lora_path."""
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        *,
-        settings: WorkerSettings,
-        cache: AdapterCache,
-        local_adapters: LocalAdapters,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, context: AgentContext, inventory: Inventory) -> None:
         self._inventory = inventory
         self._installed = inventory.installed
-        self._settings = settings
-        self._cache = cache
-        self._local_adapters = local_adapters
-        self._clock = clock
+        self._settings = context.settings
+        self._cache = context.cache
+        self._local_adapters = context.local_adapters
+        self._clock = context.clock
         self._summary_cache: tuple[tuple[int, int], tuple[int, str]] = ((-1, -1), (0, ""))
 
     @property

@@ -1,7 +1,6 @@
 """load -> announce, and unload: changes to the engine's adapters, one at a time."""
 
 import asyncio
-import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from workers.agent.context import AgentContext
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.effect_check import EffectCheck, with_effect_of
 from workers.agent.event_log import CHECKING, PRELOADING, REFETCHING, RESTORING, Requester, gave_back, made_room
@@ -16,11 +16,9 @@ from workers.agent.installer import Installer, check_lora_id
 from workers.agent.inventory import Inventory
 from workers.agent.inventory_report import InventoryReport
 from workers.agent.operations import AgentOperations
-from workers.config import WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError
 from workers.engines.base import EngineClient
 from workers.engines.kinds import refusal_at_start
-from workers.metrics import WorkerMetrics
 from workers.sources.base import Source
 from workers.wire import InspectRequest, LoadRequest, UnloadRequest, WorkerAdapter
 
@@ -32,24 +30,26 @@ class Loader:
 
     def __init__(
         self,
+        context: AgentContext,
         *,
-        settings: WorkerSettings,
         engine: CurrentEngine,
         installer: Installer,
         inventory: Inventory,
         report: InventoryReport,
-        metrics: WorkerMetrics,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = settings
+        self._settings = context.settings
         self._engine = engine
         self._installer = installer
         self._inventory = inventory
         self._report = report
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics = context.metrics
+        self._clock = context.clock
         self._effects = EffectCheck(
-            settings=settings, engine=engine, metrics=metrics, describe=installer.describe, clock=clock
+            settings=context.settings,
+            engine=engine,
+            metrics=context.metrics,
+            describe=installer.describe,
+            clock=context.clock,
         )
         self._operations = AgentOperations()
         # Weak: a lock exists only while somebody holds it or waits for it.

@@ -8,9 +8,8 @@ import contextlib
 import os
 import signal
 import socket
-import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +19,6 @@ import structlog
 from lorafleet.engine.arguments import value_of
 from lorafleet.service.network.sockets import bind_socket
 from workers.agent.agent import WorkerAgent
-from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.restarts import RestartBackoff
 from workers.engines.base import EngineClient
@@ -43,21 +41,19 @@ class Supervisor:
 
     def __init__(
         self,
-        settings: WorkerSettings,
         agent: WorkerAgent,
         *,
         own_command: Sequence[str] = (),
         echo: Echo | None = None,
         rng: Random,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts nothing; see `run`. `echo` receives each line of the engine's output."""
-        self._settings = settings
+        settings = self._settings = agent.context.settings
         self._agent = agent
         self._own_command = tuple(own_command)
         self._echo = echo
         self._rng = rng
-        self._clock = clock
+        self._clock = agent.context.clock
         self._port = _port_of((*own_command, *settings.engine_args)) or settings.engine_port
         self._reserved: socket.socket | None = None  # reserves the engine's port if no setting names one
         self._process: EngineProcess | None = None
@@ -123,7 +119,7 @@ class Supervisor:
         if self._restarts.is_loop:
             reason = f"crash loop ({self._restarts.failures} failures in a row, next try in {delay_s:.0f} s): {reason}"
         log.error("engine down", reason=reason, failures=self._restarts.failures, retry_s=round(delay_s, 2))
-        self._agent.metrics.engine_restarts.inc()
+        self._agent.context.metrics.engine_restarts.inc()
         await self._agent.detach_engine(reason)
         if self._process is not None:
             await self._process.end()
@@ -236,7 +232,7 @@ class Supervisor:
         """Watch the engine; returns why it must be restarted: it exited, hangs, or (attached) has restarted."""
         healthy_at = self._clock()
         while True:
-            if await self._exited_within(self._agent.timers.watch_s):
+            if await self._exited_within(self._agent.context.timers.watch_s):
                 return await self._exit_reason("the engine exited")
             is_trusted = await self._agent.check_trust(client)
             # We cannot restart an attached engine: while its health route answers, it only stays suspect.
@@ -257,7 +253,7 @@ class Supervisor:
     def _patience_s(self) -> float:
         """Seconds without health before a restart; short for an attached engine, which is only detached."""
         if self._process is None:
-            return self._agent.timers.attached_s
+            return self._agent.context.timers.attached_s
         return self._agent.engine.patience_s if self._agent.engine.suspicion else self._settings.hang_after_s
 
     async def _exited_within(self, seconds: float) -> bool:

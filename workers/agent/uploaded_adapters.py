@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 from lorafleet.identity import engine_name, fleet_source
-from workers.agent.inventory import Inventory
+from workers.agent.context import AgentContext
 from workers.agent.inventory_report import InventoryReport
 from workers.agent.loader import Loader
 from workers.core.errors import SourceError
-from workers.storage.cache import AdapterCache
-from workers.storage.uploads import Uploads
 from workers.wire import InspectRequest, WorkerAdapter
 
 # Refusals after which the same bytes may still be installed: there is room later, or the request named the base model.
@@ -18,20 +16,12 @@ _WORTH_KEEPING = frozenset({"disk_full", "source_failed", "base_model_mismatch"}
 class UploadedAdapters:
     """Installs uploads."""
 
-    def __init__(
-        self,
-        uploads: Uploads,
-        *,
-        loader: Loader,
-        inventory: Inventory,
-        report: InventoryReport,
-        cache: AdapterCache,
-    ) -> None:
-        self._uploads = uploads
-        self._report = report
+    def __init__(self, context: AgentContext, *, loader: Loader, report: InventoryReport) -> None:
+        self._uploads = context.uploads
+        self._installed = context.installed
+        self._cache = context.cache
         self._loader = loader
-        self._inventory = inventory
-        self._cache = cache
+        self._report = report
 
     async def install(self, upload_id: str, request: InspectRequest) -> WorkerAdapter:
         """Unpack, verify and install an upload, with the fleet itself as its source. A second call finds it installed.
@@ -41,7 +31,7 @@ class UploadedAdapters:
         state = await self._uploads.state(upload_id)
         if state.digest and request.digest in {None, state.digest}:
             # An earlier call has installed it, and its answer was lost.
-            before = self._inventory.installed.get(engine_name(request.lora_id, state.digest))
+            before = self._installed.get(engine_name(request.lora_id, state.digest))
             if before is not None and await self._cache.has_intact(state.digest):
                 return self._report.adapter_on_disk(before)
         try:
@@ -50,9 +40,9 @@ class UploadedAdapters:
             if exc.code not in _WORTH_KEEPING:
                 await self._uploads.drop(upload_id)
             raise
-        installed, source = self._inventory.installed, fleet_source(found.digest)
-        adapter = installed.get(engine_name(found.lora_id, found.digest))
+        source = fleet_source(found.digest)
+        adapter = self._installed.get(engine_name(found.lora_id, found.digest))
         assert adapter is not None, "what was just installed is recorded"
-        adapter = installed.store(replace(adapter, source=source, pinned_source=source))
+        adapter = self._installed.store(replace(adapter, source=source, pinned_source=source))
         await self._uploads.finish(upload_id, found.digest)
         return self._report.adapter_on_disk(adapter)

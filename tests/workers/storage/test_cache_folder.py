@@ -18,23 +18,22 @@ from pydantic import TypeAdapter
 from lorafleet.local.tiny_model import make_adapter
 from tests.calls import count_calls
 from tests.patience import patience, until, within
+from tests.workers.contexts import agent_context
+from tests.workers.contexts import installer_of as plain_installer
 from tests.workers.running import SIM, RunningWorker, code, loaded, post
-from workers.agent.current_engine import CurrentEngine
 from workers.agent.event_log import AgentEventLog
 from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
 from workers.agent.inventory import Inventory, timestamp
-from workers.app import cache_folder_of
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, SourceError
 from workers.core.eviction import CachedAdapter, adapters_to_delete
+from workers.factories import cache_folder_of
 from workers.metrics import WorkerMetrics
 from workers.sources.base import Limits
 from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
-from workers.storage.credentials import Credentials
-from workers.storage.local_adapters import LocalAdapters
 from workers.storage.uploads import Uploads
 from workers.verification.manifest import AdapterRules, Manifest
 from workers.wire import BeginFileRequest, InspectRequest, WorkerAdapter
@@ -440,29 +439,7 @@ def installer_of(mine: CacheFolder, tmp_path: Path, filling: Path) -> tuple[Inst
     source = FullDiskSource(LocalSource([tmp_path], max_bytes=1 << 30), filling)
     rules = AdapterRules(64, frozenset(), "off")
     cache = AdapterCache(mine, sources={"file": source}, rules=rules, fetch_deadline_s=10)
-    metrics, local_adapters, installed = (
-        WorkerMetrics(),
-        LocalAdapters(None, rules),
-        InstalledAdapters(tmp_path / "state"),
-    )
-    settings = WorkerSettings(model="/models/m")
-    events = AgentEventLog(boot_id="b", size=10, now=timestamp)
-    inventory = Inventory(
-        settings=settings,
-        installed=installed,
-        events=events,
-        metrics=metrics,
-    )
-    engine = CurrentEngine(settings, metrics)
-    installer = Installer(
-        cache=cache,
-        local_adapters=local_adapters,
-        inventory=inventory,
-        metrics=metrics,
-        credentials=Credentials(None),
-        engine_digests=engine.digests_in_use,
-        base_model_name=lambda: settings.base_name,
-    )
+    installer = plain_installer(agent_context(cache, tmp_path / "state"))
     return installer, source
 
 

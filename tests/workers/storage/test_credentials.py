@@ -7,21 +7,15 @@ import httpx
 import pytest
 
 from lorafleet.local.tiny_model import make_adapter
+from tests.workers.contexts import agent_context, installer_of
 from tests.workers.sources.test_base import ADAPTER, HubStore, WebFiles, limits
-from workers.agent.current_engine import CurrentEngine
-from workers.agent.event_log import AgentEventLog
 from workers.agent.installed_adapters import InstalledAdapters
-from workers.agent.installer import Installer
-from workers.agent.inventory import Inventory, timestamp
-from workers.config import WorkerSettings
 from workers.core.errors import SourceError
-from workers.metrics import WorkerMetrics
 from workers.sources.base import Transfer
 from workers.sources.web import WebSource
 from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.credentials import Credentials
-from workers.storage.local_adapters import LocalAdapters
 from workers.verification.manifest import AdapterRules
 from workers.wire import InspectRequest, LoadRequest
 
@@ -129,33 +123,17 @@ async def test_fetch_uses_the_requests_secret_even_after_a_restart(tmp_path):
     rules = AdapterRules(64, frozenset(), "off")
     disk = CacheFolder(tmp_path / "cache", agent_id="a", grace_s=10.0, lease_s=100.0)
     cache = AdapterCache(disk, sources={"hf": source}, rules=rules, fetch_deadline_s=10)
-    settings, metrics, local_adapters = WorkerSettings(model="/models/m"), WorkerMetrics(), LocalAdapters(None, rules)
-    events = AgentEventLog(boot_id="b", size=10, now=timestamp)
 
-    def installer(installed):
-        inventory = Inventory(
-            settings=settings,
-            installed=installed,
-            events=events,
-            metrics=metrics,
-        )
-        return Installer(
-            cache=cache,
-            local_adapters=local_adapters,
-            inventory=inventory,
-            metrics=metrics,
-            credentials=Credentials(tmp_path / "secrets"),
-            engine_digests=CurrentEngine(settings, metrics).digests_in_use,
-            base_model_name=lambda: settings.base_name,
-        )
+    def installer():
+        return installer_of(agent_context(cache, tmp_path / "state", secrets=tmp_path / "secrets"))
 
-    first = installer(InstalledAdapters(tmp_path / "state"))
+    first = installer()
     with pytest.raises(SourceError, match="who are you"):
         await first.inspect(InspectRequest(lora_id="a/v1", source="hf://acme/a"))
     await first.inspect(InspectRequest(lora_id="a/v1", source="hf://acme/a", secret="acme-hub/token"))
     found = await first.install(LoadRequest(lora_id="b/v1", source="hf://acme/b", secret="acme-hub/token"))
     shutil.rmtree(disk.path(found.digest))
     installed = InstalledAdapters(tmp_path / "state")
-    await installer(installed).reinstall_if_missing(installed.versions("b/v1")[0])
+    await installer().reinstall_if_missing(installed.versions("b/v1")[0])
     assert source.shown == ["", TOKEN, TOKEN, TOKEN]
     assert TOKEN not in "".join(path.read_text() for path in (tmp_path / "state").rglob("*.json"))

@@ -7,18 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.local.tiny_model import make_adapter
-from workers.agent.event_log import AgentEventLog
-from workers.agent.installed_adapters import InstalledAdapters
-from workers.agent.installer import Installer
-from workers.agent.inventory import Inventory, timestamp
-from workers.config import WorkerSettings
+from tests.workers.contexts import agent_context, installer_of, inventory_of
 from workers.core.errors import SourceError
-from workers.metrics import WorkerMetrics
 from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
-from workers.storage.credentials import Credentials
-from workers.storage.local_adapters import LocalAdapters
 from workers.verification.adapter_files import adapter_file_names, folder_description
 from workers.verification.manifest import AdapterRules, digest
 from workers.verification.verify import read_file_entry
@@ -69,30 +62,13 @@ class InstallerOnDisk:
     """An installer of adapters in one folder, with its cache and its log of installed adapters."""
 
     def __init__(self, root: Path) -> None:
-        settings, metrics = WorkerSettings(model="/models/m"), WorkerMetrics()
         self.disk = CacheFolder(root / "cache", agent_id="a", grace_s=10.0, lease_s=100.0)
         self.cache = AdapterCache(
             self.disk, sources={"file": LocalSource([root], max_bytes=1 << 30)}, rules=RULES, fetch_deadline_s=10
         )
-        self.inventory = Inventory(
-            settings=settings,
-            installed=InstalledAdapters(root / "state"),
-            events=AgentEventLog(boot_id="b", size=10, now=timestamp),
-            metrics=metrics,
-        )
-        self.installer = Installer(
-            cache=self.cache,
-            local_adapters=LocalAdapters(None, RULES),
-            inventory=self.inventory,
-            metrics=metrics,
-            credentials=Credentials(root / "secrets"),
-            engine_digests=_no_digests,
-            base_model_name=lambda: settings.base_name,
-        )
-
-
-async def _no_digests() -> frozenset[str]:
-    return frozenset()
+        context = agent_context(self.cache, root / "state", secrets=root / "secrets")
+        self.inventory = inventory_of(context)
+        self.installer = installer_of(context, self.inventory)
 
 
 def adapter_beside_its_merged_model(root: Path) -> Path:
