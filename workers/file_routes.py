@@ -28,8 +28,10 @@ _BURST_S = 0.25
 def file_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     """Routes that read files (scope `worker`, `export` or `agent`), and the one that marks them (`agent`)."""
     api = APIRouter()
-    settings = agent.settings
-    bounds = FileSending(most=settings.max_uploads, bytes_per_s=settings.upload_bytes_per_s, metrics=agent.metrics)
+    settings = agent.context.settings
+    bounds = FileSending(
+        most=settings.max_uploads, bytes_per_s=settings.upload_bytes_per_s, metrics=agent.context.metrics
+    )
     # Other agents, other fleets, and orchestrators. No key of publishers: a digest would show it others' adapters.
     readers = [Depends(requires(keys, "worker", "export", "agent"))]
     leading = [Depends(requires(keys, "agent"))]
