@@ -78,9 +78,11 @@ class HeldFilesBook:
 
     disks    worker_id -> disk
     holders  digest -> workers that have it; `keepers`: that keep it
+    changed  wakes those that wait for files
     """
 
     def __init__(self) -> None:
+        self.changed = ChangeSignal()
         self.disks: dict[str, ReportedDisk] = {}
         self.holders: dict[str, set[str]] = {}
         self.keepers: dict[str, set[str]] = {}
@@ -116,7 +118,7 @@ class HeldFilesBook:
         """Record an answer (or report) by which a worker has the files of a digest, without waiting for a heartbeat."""
         if (disk := self.disks.get(worker_id)) is not None:
             disk.answer(at, (digest,))
-            self._put(worker_id, digest, disk.files.get(digest, False))
+            self._put_all(worker_id, [(digest, disk.files.get(digest, False))])
 
     def note_mark(self, worker_id: str, digests: Collection[str], mark: FileMark, at: AsOf) -> None:
         """Record an answer by which a worker has marked its files of these digests."""
@@ -137,8 +139,11 @@ class HeldFilesBook:
             disk.seen, disk.is_whole = 0, False
 
     def _put_all(self, worker_id: str, states: Iterable[tuple[str, bool | None]]) -> bool:
-        """Record several digests; returns whether any is news."""
-        return sum(self._put(worker_id, digest, state) for digest, state in states) > 0
+        """Record several digests; returns whether any is news, which wakes those that wait."""
+        news = sum(self._put(worker_id, digest, state) for digest, state in states) > 0
+        if news:
+            self.changed.notify()
+        return news
 
     def _put(self, worker_id: str, digest: str, state: bool | None) -> bool:
         """Record that a worker keeps a digest (True), has it (False) or not (None); returns whether that is news."""
@@ -167,8 +172,7 @@ def _set(index: dict[str, set[str]], digest: str, worker_id: str, *, is_in: bool
 class FileCopies:
     """Keeps `fleet_copies` copies of the files that only the fleet has.
 
-    states   digest -> state, of those that are not simply kept
-    changed  wakes those that wait for copies
+    states  digest -> state, of those that are not simply kept
     """
 
     def __init__(
@@ -205,7 +209,6 @@ class FileCopies:
         self._releasing: set[str] = set()
         self._dropping: set[tuple[str, str]] = set()
         self.states: Mapping[str, CopyState] = {}
-        self.changed = ChangeSignal()
 
     # --- a pass --------------------------------------------------------------------------------------------------
 
@@ -254,12 +257,8 @@ class FileCopies:
         The adapter must be registered with the fleet's own source, or the copies be made by the caller.
         """
         self._request_pass()
-        await self.changed.until(lambda: len(self.kept_by(digest)) >= copies, timeout_s=timeout_s)
+        await self._files.changed.until(lambda: len(self.kept_by(digest)) >= copies, timeout_s=timeout_s)
         return self.kept_by(digest)
-
-    def on_report(self) -> None:
-        """Wake those that wait for copies, because a report has come."""
-        self.changed.notify()
 
     def clear(self) -> None:
         """Forget failures, calls under way and states at the end of a term; the next leader reports the copies."""
@@ -363,7 +362,6 @@ class FileCopies:
             log.info("copy kept", digest=pair[0], worker_id=step.worker_id)
         finally:
             self._under_way.discard(pair)
-            self.changed.notify()
             self._request_pass()
 
     async def _release(self, step: MarkStep) -> None:

@@ -76,8 +76,6 @@ class HeartbeatMonitor:
         )  # when it was listed, the list, its digest
         self._refused: dict[str, int] = {}  # worker_id -> our epoch that it refused last
         self._clock = clock
-        self.on_files: Callable[[], None] = lambda: None
-        """Called when a worker's files have changed."""
 
     async def require_proof(self, report: Metadata, key_id: str) -> None:
         """Have the agent prove the address of its heartbeat, unless it has; raises StateConflict `worker_unproved`.
@@ -134,7 +132,6 @@ class HeartbeatMonitor:
             disk = self._files.disks.get(report.instance_id)
             return 0 if disk is None else disk.seen
         if self._files.record(report, files):
-            self.on_files()
             self._request_pass()
         return self._files.disks[report.instance_id].seen
 

@@ -186,7 +186,6 @@ class Reconciler:
             rng=self._rng,
             clock=clock,
         )
-        self.monitor.on_files = self.copies.on_report
         metrics.observe_usage(self._usage_by_adapter)
         metrics.observe_term(
             failed=queries.failed_count,

@@ -6,11 +6,11 @@ memory is bounded by the adapters, workers and keys in use.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 
+from lorafleet.service.numbered_log import NumberedLog
 from lorafleet.telemetry.histogram import bucket_of
 from orchestrator.model.usage import RouterNow, TrafficBatch, TrafficRow
 
@@ -136,8 +136,7 @@ class TrafficLog:
     offset_s: float = field(default_factory=lambda: time.time() - time.monotonic())
     _rows: dict[_RowKey, TrafficCounts] = field(default_factory=dict)
     _ends_at: float = inf
-    _unsent: deque[_Batch] = field(default_factory=deque)
-    _numbered: int = 0
+    _unaccepted: NumberedLog[_Batch] = field(default_factory=NumberedLog)
 
     def counts_of(
         self,
@@ -171,24 +170,24 @@ class TrafficLog:
         """
         if self._rows and (is_last or now >= self._ends_at):
             self._close_batch()
-        return tuple(batch.wire(now) for batch in self._unsent)
+        return tuple(batch.wire(now) for batch in self._unaccepted.after(0))
 
     def _close_batch(self) -> None:
         """Close the present batch; merges the oldest ones where there are too many."""
-        self._numbered += 1
-        self._unsent.append(_Batch(self._numbered, self._ends_at - BATCH_S, self._ends_at, self._rows))
+        number = self._unaccepted.next_number
+        self._unaccepted.add(_Batch(number, self._ends_at - BATCH_S, self._ends_at, self._rows))
         self._rows, self._ends_at = {}, inf
-        while len(self._unsent) > _MOST_BATCHES:
+        while len(self._unaccepted) > _MOST_BATCHES:
             self._merge_oldest()
 
     def accept(self, batches: Iterable[TrafficBatch]) -> None:
-        """Drop batches that the orchestrator has accepted."""
-        numbers = {batch.number for batch in batches}
-        self._unsent = deque(batch for batch in self._unsent if batch.number not in numbers)
+        """Drop batches that the orchestrator has accepted, as `batches` returned them."""
+        self._unaccepted.forget_up_to(max((batch.number for batch in batches), default=0))
 
     def _merge_oldest(self) -> None:
         """Merge the two oldest batches into one, under the number of the later one."""
-        first, second = self._unsent.popleft(), self._unsent[0]
+        first = self._unaccepted.drop_oldest()
+        (second,) = self._unaccepted.after(0, most=1)
         for key, counts in first.rows.items():
             known = second.rows.setdefault(key, TrafficCounts())
             known.merge(counts)
