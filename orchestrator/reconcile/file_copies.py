@@ -1,12 +1,10 @@
 """Files by digest in the fleet: the workers that have them, the copies that are kept, and the relay of their bytes."""
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from random import Random
 from urllib.parse import quote
 
 import httpx
@@ -15,9 +13,7 @@ import structlog
 from lorafleet.identity import FileMark, fleet_digest
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.loops import ChangeSignal
-from lorafleet.service.tasks import BackgroundTasks
 from orchestrator.agentless.transport import agent_url_of
-from orchestrator.config import OrchestratorSettings
 from orchestrator.core.copies import CopyFacts, CopyPlan, CopyState, MarkStep, WorkerDisk, plan_copies
 from orchestrator.core.errors import (
     InvalidAdapter,
@@ -28,11 +24,10 @@ from orchestrator.core.errors import (
     WorkerFailed,
 )
 from orchestrator.core.failures import LONGEST_S, FailureBook
-from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.agent_view import AsOf, as_of
+from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, worker_state
-from orchestrator.store.store import IntentStore
 from workers.wire import HeldFiles, MarkFilesRequest, Metadata
 
 log = structlog.get_logger()
@@ -175,34 +170,12 @@ class FileCopies:
     states  digest -> state, of those that are not simply kept
     """
 
-    def __init__(
-        self,
-        *,
-        settings: OrchestratorSettings,
-        store: IntentStore,
-        reports: WorkerReports,
-        files: HeldFilesBook,
-        agents: AgentClient,
-        metrics: OrchestratorMetrics,
-        tasks: BackgroundTasks,
-        claim: Callable[[str], Awaitable[None]],
-        request_pass: Callable[[], None],
-        on_lease_lost: Callable[[str], None],
-        rng: Random,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._reports = reports
+    def __init__(self, context: PassContext, files: HeldFilesBook, *, claim: Callable[[str], Awaitable[None]]) -> None:
+        """`claim`: makes a worker's agent refuse older leaders; raises WorkerFailed, LeaseLost."""
+        self._context = context
+        self._store = context.store
         self._files = files
-        self._agents = agents
-        self._metrics = metrics
-        self._tasks = tasks
         self._claim = claim
-        self._request_pass = request_pass
-        self._on_lease_lost = on_lease_lost
-        self._rng = rng
-        self._clock = clock
         self._failures = FailureBook()
         self._under_way: set[tuple[str, str]] = set()
         self._arriving: Counter[str] = Counter()
@@ -214,7 +187,7 @@ class FileCopies:
 
     def run(self) -> None:
         """Decide, and start what is to be done, each call in a task of its own."""
-        now = self._clock()
+        now = self._context.clock()
         self._failures.drop_expired(now)
         needs = self._needs()
         plan = self._plan(needs, now)
@@ -225,12 +198,12 @@ class FileCopies:
         self.states = plan.states
         for keep in plan.keeps:
             self._under_way.add((keep.digests[0], keep.worker_id))
-            self._tasks.spawn(self._keep(keep))
+            self._context.tasks.spawn(self._keep(keep))
         for release in plan.releases:
             if release.worker_id not in self._releasing:
                 self._releasing.add(release.worker_id)
-                self._tasks.spawn(self._release(release))
-        self._metrics.set_copies(len(needs), Counter(state.status for state in plan.states.values()))
+                self._context.tasks.spawn(self._release(release))
+        self._context.metrics.set_copies(len(needs), Counter(state.status for state in plan.states.values()))
 
     def lost(self) -> dict[str, str]:
         """lora_id -> reason, of registered adapters whose files are lost."""
@@ -256,7 +229,7 @@ class FileCopies:
 
         The adapter must be registered with the fleet's own source, or the copies be made by the caller.
         """
-        self._request_pass()
+        self._context.request_pass()
         await self._files.changed.until(lambda: len(self.kept_by(digest)) >= copies, timeout_s=timeout_s)
         return self.kept_by(digest)
 
@@ -267,7 +240,7 @@ class FileCopies:
         self._releasing.clear()
         self._dropping.clear()
         self.states = {}
-        self._metrics.set_copies(0, {})
+        self._context.metrics.set_copies(0, {})
 
     @contextmanager
     def arriving(self, digest: str) -> Iterator[None]:
@@ -295,14 +268,14 @@ class FileCopies:
         self._dropping = {pair for pair in self._dropping if pair[0] in deleted}
         disks = [
             self._disk(entry, self._files.disks[worker_id], now)
-            for worker_id, entry in self._reports.workers.items()
+            for worker_id, entry in self._context.reports.workers.items()
             if worker_id in self._files.disks and agent_url_of(entry.report)
         ]
         facts = CopyFacts(
             needs=needs,
             disks=disks,
             keepers=self._files.keepers,
-            copies=self._settings.fleet_copies,
+            copies=self._context.settings.fleet_copies,
             under_way=self._under_way,
             blocked=self._failures.by_pair.keys(),
             deleted=deleted,
@@ -348,29 +321,35 @@ class FileCopies:
         pair = step.digests[0], step.worker_id
         try:
             await self._claim(step.worker_id)
-            await self._mark(step, self._settings.load_timeout_s)
+            await self._mark(step, self._context.settings.load_timeout_s)
         except LeaseLost as exc:
-            self._on_lease_lost(str(exc))
+            self._context.on_lease_lost(str(exc))
         except (InvalidAdapter, WorkerFailed) as exc:
             log.warning("copy not made", digest=pair[0], worker_id=step.worker_id, error=str(exc))
             expiry_s = self._store.rules.failure_expiry_s
             self._failures.record_failure(
-                pair, exc.code, str(exc), first_s=expiry_s, most_s=LONGEST_S, now=self._clock(), rng=self._rng
+                pair,
+                exc.code,
+                str(exc),
+                first_s=expiry_s,
+                most_s=LONGEST_S,
+                now=self._context.clock(),
+                rng=self._context.rng,
             )
         else:
             self._failures.record_success(pair)
             log.info("copy kept", digest=pair[0], worker_id=step.worker_id)
         finally:
             self._under_way.discard(pair)
-            self._request_pass()
+            self._context.request_pass()
 
     async def _release(self, step: MarkStep) -> None:
         """Let a worker delete files again; a failure is logged, and the next pass tries again."""
         try:
             await self._claim(step.worker_id)
-            await self._mark(step, self._settings.unload_timeout_s)
+            await self._mark(step, self._context.settings.unload_timeout_s)
         except LeaseLost as exc:
-            self._on_lease_lost(str(exc))
+            self._context.on_lease_lost(str(exc))
         except (InvalidAdapter, WorkerFailed) as exc:
             log.warning("copies not released", worker_id=step.worker_id, error=str(exc))
         else:
@@ -383,12 +362,12 @@ class FileCopies:
         """Have a worker mark files, and record the answer. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
         urls = tuple(filter(None, map(self._agent_url, step.neighbours)))
         ask = MarkFilesRequest(mark=step.mark, digests=step.digests, neighbours=urls)
-        at = await self._agents.mark_files(self._agent_url(step.worker_id), ask, timeout_s=timeout_s)
+        at = await self._context.agents.mark_files(self._agent_url(step.worker_id), ask, timeout_s=timeout_s)
         self._files.note_mark(step.worker_id, step.digests, step.mark, at)
 
     def _agent_url(self, worker_id: str) -> str:
         """URL of a worker's agent; "" without one."""
-        entry = self._reports.workers.get(worker_id)
+        entry = self._context.reports.workers.get(worker_id)
         return "" if entry is None else agent_url_of(entry.report)
 
 

@@ -40,6 +40,7 @@ from orchestrator.reconcile.actor import ActionRunner
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.confirmations import RouterConfirmations
+from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.file_copies import FileCopies, HeldFilesBook
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
 from orchestrator.reconcile.incidents import IncidentRecorder
@@ -102,6 +103,18 @@ class Reconciler:
         self._started_at = self._term_began_at = clock()
         self._due = asyncio.Event()
         self._tasks = BackgroundTasks()
+        context = PassContext(
+            settings=settings,
+            store=store,
+            reports=reports,
+            agents=agents,
+            metrics=metrics,
+            tasks=self._tasks,
+            request_pass=self.request_pass,
+            on_lease_lost=leadership.on_newer_leader,
+            rng=self._rng,
+            clock=clock,
+        )
         self.audit = AuditLog(store)
         self.incidents = IncidentRecorder(
             store=store, reports=reports, catalog=catalog, metrics=metrics, leadership=leadership, wall=wall
@@ -172,20 +185,7 @@ class Reconciler:
             clock=clock,
         )
         metrics.observe_pauses(lambda: len(self.pauses.in_force()))
-        self.copies = FileCopies(
-            settings=settings,
-            store=store,
-            reports=reports,
-            files=files,
-            agents=agents,
-            metrics=metrics,
-            tasks=self._tasks,
-            claim=self.monitor.claim_worker,
-            request_pass=self.request_pass,
-            on_lease_lost=leadership.on_newer_leader,
-            rng=self._rng,
-            clock=clock,
-        )
+        self.copies = FileCopies(context, files, claim=self.monitor.claim_worker)
         metrics.observe_usage(self._usage_by_adapter)
         metrics.observe_term(
             failed=queries.failed_count,
