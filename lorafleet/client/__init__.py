@@ -3,8 +3,7 @@
 It speaks to a router or an orchestrator. It imports httpx and lorafleet.identity, and nothing of the services.
 """
 
-from lorafleet.client.errors import FleetError
 from lorafleet.client.fleet import AsyncFleet, Fleet
-from lorafleet.client.results import Published, Pushed, PushProgress
+from lorafleet.client.results import FleetError, Published, Pushed, PushProgress
 
 __all__ = ["AsyncFleet", "Fleet", "FleetError", "Published", "PushProgress", "Pushed"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lorafleet.client.errors import FleetError
+from lorafleet.client.results import FleetError
 from lorafleet.identity import FileEntry, files_digest
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -11,8 +11,7 @@ from time import monotonic
 from typing import Any, TypeAlias, TypeVar
 
 from lorafleet.client.archive import AdapterArchive
-from lorafleet.client.errors import FleetError
-from lorafleet.client.results import Published, Pushed, PushProgress
+from lorafleet.client.results import FleetError, Published, Pushed, PushProgress
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.network.urls import url_path
 

@@ -11,7 +11,7 @@ import httpx
 
 from lorafleet.client import calls
 from lorafleet.client.calls import Answer, Call, Operation, Pause
-from lorafleet.client.errors import FleetError
+from lorafleet.client.results import FleetError
 from lorafleet.service.network.transport import why_no_answer
 
 T = TypeVar("T")

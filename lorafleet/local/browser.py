@@ -28,13 +28,13 @@ def no_browser_reason(environment: Mapping[str, str], platform: str) -> str:
 async def open_page(url: str, environment: Mapping[str, str], *, platform: str = sys.platform) -> str:
     """Open the page in the default browser; returns one line that says so, or why not. Never fails."""
     reason = no_browser_reason(environment, platform)
-    if not reason and await _is_opened(url, environment):
+    if not reason and await _try_open(url, environment):
         return f"console: opened {url} in a browser"
     return f"console: no browser is opened ({reason or 'none was found'}); open {url}"
 
 
-async def _is_opened(url: str, environment: Mapping[str, str]) -> bool:
-    """Whether a browser was started. One that runs in the foreground counts as started after `_WITHIN_S`."""
+async def _try_open(url: str, environment: Mapping[str, str]) -> bool:
+    """Start a browser; False if none was. One that runs in the foreground counts as started after `_WITHIN_S`."""
     quiet = asyncio.subprocess.DEVNULL
     try:
         opener = await asyncio.create_subprocess_exec(

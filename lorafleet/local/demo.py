@@ -79,7 +79,7 @@ class DemoRow:
     text: str
 
 
-async def run(router_url: str, token: str, base_model: str, lora_ids: Sequence[str]) -> list[DemoRow]:
+async def run_demo(router_url: str, token: str, base_model: str, lora_ids: Sequence[str]) -> list[DemoRow]:
     """Send the prompt to base model, some adapters and base model again, and print and return the results.
 
     Raises CommandFailed with the router's message.
@@ -88,12 +88,12 @@ async def run(router_url: str, token: str, base_model: str, lora_ids: Sequence[s
     models = [None, *script.lora_ids, None]
     headers = {"authorization": f"Bearer {token}"} if token else {}
     async with httpx.AsyncClient(base_url=router_url, headers=headers, timeout=300, trust_env=False) as client:
-        rows = [await ask(client, base_model, lora_id, script) for lora_id in models]
+        rows = [await send_question(client, base_model, lora_id, script) for lora_id in models]
     _print_result(rows, script)
     return rows
 
 
-async def ask(
+async def send_question(
     client: httpx.AsyncClient, base_model: str, lora_id: str | None, script: DemoScript = TINY_SCRIPT
 ) -> DemoRow:
     """Send one streamed chat completion at temperature 0 and wait for its end.
@@ -101,14 +101,16 @@ async def ask(
     Raises CommandFailed with the router's message, or with what has ended the answer.
     """
     try:
-        return await _ask(client, base_model, lora_id, script)
+        return await _stream_answer(client, base_model, lora_id, script)
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as exc:
         message = f"demo: the request to {lora_id or base_model} failed: {printable(str(exc) or repr(exc))}"
         raise CommandFailed(message) from exc
 
 
-async def _ask(client: httpx.AsyncClient, base_model: str, lora_id: str | None, script: DemoScript) -> DemoRow:
-    """As `ask`. Raises httpx.HTTPError, and ValueError, KeyError or TypeError for an answer that is no stream."""
+async def _stream_answer(
+    client: httpx.AsyncClient, base_model: str, lora_id: str | None, script: DemoScript
+) -> DemoRow:
+    """As `send_question`. Raises httpx.HTTPError, or ValueError, KeyError, TypeError for an answer without a stream."""
     body = {
         "model": base_model,
         "messages": script.messages,

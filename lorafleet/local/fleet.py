@@ -117,7 +117,7 @@ class LocalFleet:
 
     async def _bring_up(self) -> None:
         """Start everything, wait until it is ready, print the ready line and run the demo. Raises CommandFailed."""
-        base, adapters = await asyncio.to_thread(self._prepare)
+        base, adapters = await asyncio.to_thread(self._make_files)
         async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._auth_headers()) as client:
             await self._start_service("orchestrator", self._orchestrator_command)
             registered = await self._register_adapters(client, adapters)
@@ -157,13 +157,13 @@ class LocalFleet:
     async def _run_demo(self, base_model: str, registered: Sequence[str]) -> None:
         """Run the demo; print its failure, for the fleet can be used all the same. With `once`: raise CommandFailed."""
         try:
-            await demo.run(self.url("router"), self.token, base_model, registered)
+            await demo.run_demo(self.url("router"), self.token, base_model, registered)
         except CommandFailed as exc:
             if self.options.once:
                 raise
             self.steps.say(str(exc))
 
-    def _prepare(self) -> tuple[commands.LocalBaseModel, dict[str, Path]]:
+    def _make_files(self) -> tuple[commands.LocalBaseModel, dict[str, Path]]:
         """Create folders, the fleet's key, and the demo's model and adapters if no model is given; prints notices.
 
         returns  the base model, and adapter folders by lora_id

@@ -20,11 +20,11 @@ from lorafleet.service.files import make_private_folder
 from lorafleet.service.process import stop_signals
 
 
-def run(options: FleetOptions) -> int:
+def run_fleet(options: FleetOptions) -> int:
     """Start the fleet, run until a signal, stop it; returns the exit status. Raises CommandFailed."""
-    check(options)
+    require_startable(options)
     with _lock_state_dir(options.state_dir):
-        return asyncio.run(_run_fleet(options))
+        return asyncio.run(_run_until_signal(options))
 
 
 def is_installed(module: str) -> bool:
@@ -32,7 +32,7 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def check(options: FleetOptions, *, has: Callable[[str], bool] = is_installed) -> None:
+def require_startable(options: FleetOptions, *, has: Callable[[str], bool] = is_installed) -> None:
     """Raise CommandFailed for options that cannot work. `has` reports whether a module can be imported."""
     if options.engine == "vllm" and not has("vllm"):
         raise CommandFailed(
@@ -112,7 +112,7 @@ def _lock_state_dir(state_dir: Path) -> Iterator[None]:
         os.close(handle)
 
 
-async def _run_fleet(options: FleetOptions) -> int:
+async def _run_until_signal(options: FleetOptions) -> int:
     """Run the fleet until it ends or a signal comes, and stop it; 0, or 130 if stopped before it was ready.
 
     A second signal kills the fleet and ends this process at once.

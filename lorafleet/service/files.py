@@ -48,7 +48,7 @@ def make_folder(folder: Path, setting: str, *, is_private: bool = False) -> None
             make_private_folder(folder)
             for entry in os.scandir(folder):
                 if entry.is_file(follow_symlinks=False):
-                    _restrict(Path(entry.path), _PRIVATE_FILE)
+                    _restrict_mode(Path(entry.path), _PRIVATE_FILE)
         else:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -67,7 +67,7 @@ def make_private_folder(folder: Path) -> None:
         if not folder.is_dir():
             raise
         if not folder.stat().st_mode & stat.S_ISVTX:
-            _restrict(folder, _PRIVATE_FOLDER)
+            _restrict_mode(folder, _PRIVATE_FOLDER)
 
 
 def make_private_file(path: Path) -> None:
@@ -80,7 +80,7 @@ def make_private_file(path: Path) -> None:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE_FILE))
     for suffix in ("", "-wal", "-shm", "-journal"):
         with contextlib.suppress(FileNotFoundError):
-            _restrict(path.with_name(path.name + suffix), _PRIVATE_FILE)
+            _restrict_mode(path.with_name(path.name + suffix), _PRIVATE_FILE)
 
 
 def private_opener(path: str, flags: int) -> int:
@@ -88,7 +88,7 @@ def private_opener(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, _PRIVATE_FILE)
 
 
-def _restrict(path: Path, most: int) -> None:
+def _restrict_mode(path: Path, most: int) -> None:
     """Take the rights beyond `most` from a file or folder of this user. Raises OSError."""
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)

@@ -129,7 +129,7 @@ def up(
     """
     from lorafleet.engine.devices import visible_gpus
     from lorafleet.local.options import fleet_options
-    from lorafleet.local.up import run
+    from lorafleet.local.up import run_fleet
 
     options = fleet_options(
         engine=engine and engine.value,
@@ -152,4 +152,4 @@ def up(
         once=once,
         opens_console=open_console,
     )
-    raise typer.Exit(run(options))
+    raise typer.Exit(run_fleet(options))

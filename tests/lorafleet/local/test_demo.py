@@ -52,7 +52,7 @@ async def test_a_demo_that_fails_says_what_the_router_said(answer, says: str) ->
     app = Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])
     async with serving(app) as url:
         with pytest.raises(CommandFailed, match=f"demo: the request to tiny-qwen failed: .*{says}"):
-            await demo.run(url, "", "tiny-qwen", [])
+            await demo.run_demo(url, "", "tiny-qwen", [])
 
 
 async def _fail(*_: object) -> None:
@@ -62,7 +62,7 @@ async def _fail(*_: object) -> None:
 async def test_a_failed_demo_is_printed_and_ends_only_a_fleet_that_is_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "run", _fail)
+    monkeypatch.setattr(demo, "run_demo", _fail)
     for once in (False, True):
         fleet = LocalFleet(options(tmp_path, state_dir=tmp_path, once=once, demo=True))
         try:

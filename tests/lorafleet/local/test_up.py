@@ -21,7 +21,7 @@ from lorafleet.local.notices import earlier_adapter_notices, held_back_notice, s
 from lorafleet.local.options import FleetOptions
 from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, kill_marked, marked_processes
 from lorafleet.local.progress import StartProgress
-from lorafleet.local.up import check, run
+from lorafleet.local.up import require_startable, run_fleet
 from lorafleet.service.failure import CommandFailed
 from tests.patience import until, wait_until
 from tests.workers.running import is_running
@@ -42,7 +42,7 @@ def test_a_port_in_use_gives_one_line_that_names_the_flag(tmp_path: Path, flag: 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(CommandFailed) as failure:
-            run(options(tmp_path, **{flag.removeprefix("--").replace("-", "_"): port}))
+            run_fleet(options(tmp_path, **{flag.removeprefix("--").replace("-", "_"): port}))
     assert flag in str(failure.value)
     assert str(port) in str(failure.value)
     assert "\n" not in str(failure.value)
@@ -62,22 +62,22 @@ def test_a_wrong_flag_is_refused_by_name_before_anything_starts(
     tmp_path: Path, changes: dict[str, object], named: str
 ) -> None:
     with pytest.raises(CommandFailed, match=named) as failure:
-        run(options(tmp_path, **changes))
+        run_fleet(options(tmp_path, **changes))
     assert failure.value.status == 2
 
 
 def test_a_hub_name_as_model_gives_the_download_command(tmp_path: Path) -> None:
     with pytest.raises(CommandFailed, match=r"`hf download Qwen/Qwen2.5-0.5B-Instruct` fetches"):
-        check(options(tmp_path, model=Path("Qwen/Qwen2.5-0.5B-Instruct")))
+        require_startable(options(tmp_path, model=Path("Qwen/Qwen2.5-0.5B-Instruct")))
     with pytest.raises(CommandFailed, match=r"give the folder of a Hugging Face model$"):
-        check(options(tmp_path, model=tmp_path))
+        require_startable(options(tmp_path, model=tmp_path))
 
 
 def test_a_missing_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
     with pytest.raises(CommandFailed, match="make install"):
-        run(options(tmp_path, engine="vllm"))
+        run_fleet(options(tmp_path, engine="vllm"))
 
 
 def test_adapters_of_earlier_runs_are_reported() -> None:
@@ -279,5 +279,5 @@ def test_a_released_guard_cleans_up_and_ends(tmp_path: Path) -> None:
 )
 def test_a_package_that_is_not_installed_is_named_with_what_installs_it(tmp_path, changes, missing, says):
     with pytest.raises(CommandFailed, match=says):
-        check(options(tmp_path, **changes), has=lambda module: module != missing)
-    check(options(tmp_path), has=lambda module: module in ("numpy", "safetensors"))
+        require_startable(options(tmp_path, **changes), has=lambda module: module != missing)
+    require_startable(options(tmp_path), has=lambda module: module in ("numpy", "safetensors"))
