@@ -59,8 +59,8 @@ def aliases_set(
         body = {"targets": [_parse_alias_target(target) for target in targets]}
         item = api.call("PUT", ALIASES.path(name), body)
     typer.echo(f"{name} -> {', '.join(targets)}")
-    if item["pending"]:
-        typer.echo(f"  pending; the former targets stay until then: {pending_text(item['pending'])}")
+    if pending := item["status"]["pending"]:
+        typer.echo(f"  pending; the former targets stay until then: {pending_text(pending)}")
 
 
 def _parse_alias_target(text: str) -> dict[str, Any]:
@@ -112,9 +112,14 @@ def rollout_start(
         if not wait:
             return
         ended = follow(
-            api, path, item, line=rollout_line, is_over=lambda it: it["state"] in _EXIT_STATUS, every_s=_POLL_S
+            api,
+            path,
+            item,
+            line=rollout_line,
+            is_over=lambda it: it["status"]["state"] in _EXIT_STATUS,
+            every_s=_POLL_S,
         )
-    if status := _EXIT_STATUS[ended["state"]]:
+    if status := _EXIT_STATUS[ended["status"]["state"]]:
         raise typer.Exit(status)
 
 

@@ -67,11 +67,14 @@ ADAPTERS = Resource(
 )
 
 
-def _targets_text(item: Item | None) -> str | None:
-    """The targets of an alias with their weights; None for no alias."""
-    if item is None:
-        return None
-    return ", ".join(f"{target['lora_id']} ({target['weight']:g})" for target in item["targets"])
+def _targets_text(targets: Sequence[Item]) -> str:
+    """The targets of an alias with their weights."""
+    return ", ".join(f"{target['lora_id']} ({target['weight']:g})" for target in targets)
+
+
+def _pending_targets_text(alias: Item) -> str | None:
+    """The targets that an alias is about to get; None for one that has them."""
+    return _targets_text(alias["spec"]["targets"]) if alias["status"]["pending"] else None
 
 
 def pending_text(pending: Item | None) -> str | None:
@@ -93,9 +96,9 @@ ALIASES = Resource(
     view=ListView(
         (
             Column("alias", "name"),
-            Column("targets (weight)", _targets_text),
-            Column("pending", form=_targets_text, shown=Shown.wide),
-            Column("waits for", "pending", form=pending_text, shown=Shown.wide),
+            Column("targets (weight)", "status.targets", form=_targets_text),
+            Column("pending", _pending_targets_text, shown=Shown.wide),
+            Column("waits for", "status.pending", form=pending_text, shown=Shown.wide),
         ),
         names=("name",),
     ),
@@ -131,17 +134,16 @@ COMPARISON = ListView(
 
 def rollout_line(item: Item) -> str:
     """A rollout's state in one line."""
-    to = ", ".join(target["lora_id"] for target in item["to"])
-    state = "paused" if item["paused"] else item["state"]
-    line = (
-        f"{item['alias']} -> {to}: {state}, step {item['step'] + 1} of {len(item['steps'])}, weight {item['weight']:g}"
-    )
-    return line + "".join(f" ({detail})" for detail in (_lacks_text(item["lacks"]), item["reason"]) if detail)
+    now = item["status"]
+    to = ", ".join(target["lora_id"] for target in now["to"])
+    state = "paused" if now["paused"] else now["state"]
+    line = f"{item['name']} -> {to}: {state}, step {now['step'] + 1} of {len(now['steps'])}, weight {now['weight']:g}"
+    return line + "".join(f" ({detail})" for detail in (_lacks_text(now["lacks"]), now["reason"]) if detail)
 
 
 def _rollout_story(item: Item) -> Sequence[str]:
     """A rollout's state, and the traffic of both versions."""
-    return [rollout_line(item), *(f"  {name}: {_counts_text(item[name])}" for name in ("old", "new"))]
+    return [rollout_line(item), *(f"  {name}: {_counts_text(item['status'][name])}" for name in ("old", "new"))]
 
 
 def _counts_text(counts: Item) -> str:
@@ -187,16 +189,18 @@ PUBLISHED = Resource(
     view=ListView(
         (
             Column("name"),
-            Column("points at", "lora_id"),
-            Column("digest", short=_DIGEST_DIGITS),
-            Column("workers"),
-            Column("kept", "versions", form=len),
-            Column("of at most", "keep_versions"),
-            Column("tenant"),
-            Column("all versions", "versions", lambda kept: [each["lora_id"] for each in kept or ()], Shown.wide),
-            Column("replicas", shown=Shown.wide),
-            Column("max staleness s", "max_staleness_s", shown=Shown.wide),
-            Column("in place of the base model", "shadows_base", shown=Shown.wide),
+            Column("points at", "status.lora_id"),
+            Column("digest", "status.digest", short=_DIGEST_DIGITS),
+            Column("workers", "status.workers"),
+            Column("kept", "status.versions", form=len),
+            Column("of at most", "status.keep_versions"),
+            Column("tenant", "spec.tenant"),
+            Column(
+                "all versions", "status.versions", lambda kept: [each["lora_id"] for each in kept or ()], Shown.wide
+            ),
+            Column("replicas", "spec.replicas", shown=Shown.wide),
+            Column("max staleness s", "status.max_staleness_s", shown=Shown.wide),
+            Column("in place of the base model", "status.shadows_base", shown=Shown.wide),
         ),
         names=("name",),
     ),

@@ -67,11 +67,12 @@ class Published:
     @classmethod
     def read(cls, item: Mapping[str, Any]) -> "Published":
         """The name in an answer. Raises KeyError, TypeError for an answer that is another's."""
+        status = item["status"]
         return cls(
             str(item["name"]),
-            str(item["lora_id"]),
-            str(item["digest"]),
-            int(item["version"]),
-            bool(item.get("is_new", False)),
-            tuple(item.get("workers", ())),
+            str(status["lora_id"]),
+            str(status["digest"]),
+            int(status["version"]),
+            bool(status.get("is_new", False)),
+            tuple(status.get("workers", ())),
         )

@@ -7,14 +7,14 @@ from fastapi import APIRouter, Body, Depends, Response
 from lorafleet.keys.auth import ApiKeys, requires
 from orchestrator.api.history import ALIAS_KINDS, HistoryCursor, history_page
 from orchestrator.api.parameters import Cursor, IfMatch, Limit, WhoCalls, page_after
-from orchestrator.api.rollouts import pending_of
+from orchestrator.api.rollouts import alias_item
 from orchestrator.api.tenancy import TenantView, tenant_view_of
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
-from orchestrator.model.aliases import AliasItem, AliasList, AliasSpec
+from orchestrator.model.aliases import AliasItem, AliasList
 from orchestrator.model.history import HistoryList
 from orchestrator.model.names import AliasName
-from orchestrator.reconcile.catalog import alias_item
+from orchestrator.model.served_names import AliasSpec
 from orchestrator.reconcile.reconciler import Reconciler
 
 ALIAS_EXAMPLE = {"targets": [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_id": "sql-expert/v2", "weight": 1}]}
@@ -33,8 +33,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
 
     def item(name: str) -> AliasItem:
         """The alias with its pending targets, as wire model. Raises NotFound: a change may wait while others delete."""
-        found = registry.alias(name)
-        return alias_item(found).model_copy(update={"pending": pending_of(found, reconciler.names)})
+        return alias_item(registry.alias(name), reconciler.names)
 
     def item_with_etag(name: str, response: Response, seen: TenantView) -> AliasItem:
         """The alias as the caller may see it; sets the response's ETag."""
@@ -59,14 +58,14 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     ) -> AliasItem:
         """Point a name at adapters: 201 when new, 200 when it does, 202 while the new ones are being placed.
 
-        Until the new targets have replicas like the old ones, the alias keeps its targets; `pending` says which are
-        missing. 404 if another call has deleted the alias before every router went by the change.
+        Until the new targets have replicas like the old ones, the alias keeps its targets; `status.pending` says which
+        are missing. 404 if another call has deleted the alias before every router went by the change.
         """
         owners.require_alias(store, caller, name, [target.lora_id for target in spec.targets], "give")
         is_new = registry.put_alias(name, spec, caller.name, if_match=if_match)
         await reconciler.publish_change(("names", name))
         found = item_with_etag(name, response, seen)
-        is_pending = found.pending is not None and found.pending.state == "placing"
+        is_pending = found.status.pending is not None and found.status.pending.state == "placing"
         response.status_code = 201 if is_new else 202 if is_pending else 200
         return found
 

@@ -20,7 +20,7 @@ _ADAPTER = _SPEC | {
     "replicas": {"desired": 2, "ready": 2},
     "workers": ["w0", "w1"],
 }
-_ALIAS = {"name": "sql-expert", "targets": _TARGETS}
+_ALIAS = {"name": "sql-expert", "spec": {"targets": _TARGETS}, "status": {"targets": _TARGETS}}
 _WORKER = {
     "id": "w0",
     "agent_url": "http://10.0.0.7:8090",
@@ -42,24 +42,28 @@ _PLACEMENT = {
 }
 _PUBLISHED = {
     "name": "rollout-policy",
-    "lora_id": "rollout-policy/v7",
-    "digest": _DIGEST,
-    "version": 7,
-    "versions": [
-        {"lora_id": "rollout-policy/v7", "version": 7, "digest": _DIGEST, "published_at": _AT},
-        {
-            "lora_id": "rollout-policy/v6",
-            "version": 6,
-            "digest": "b" * 64,
-            "published_at": _AT,
-            "superseded_at": _AT,
-        },
-    ],
-    "workers": ["w0", "w1"],
-    "is_new": True,
-    "replicas": "all",
-    "keep_versions": 2,
-    "max_staleness_s": 3600,
+    "spec": {"replicas": "all", "keep_versions": 2},
+    "status": {
+        "lora_id": "rollout-policy/v7",
+        "digest": _DIGEST,
+        "version": 7,
+        "versions": [
+            {"lora_id": "rollout-policy/v7", "version": 7, "digest": _DIGEST, "published_at": _AT},
+            {
+                "lora_id": "rollout-policy/v6",
+                "version": 6,
+                "digest": "b" * 64,
+                "published_at": _AT,
+                "superseded_at": _AT,
+            },
+        ],
+        "workers": ["w0", "w1"],
+        "is_new": True,
+        "keep_versions": 2,
+        "max_staleness_s": 3600,
+        "shadows_base": False,
+        "revision": 1794900000000,
+    },
 }
 _HISTORY = {
     "id": 41,
@@ -89,7 +93,7 @@ _RECORD = {
             "rank": 16,
         }
     ],
-    "aliases": [{"name": "sql-expert", "targets": [{"lora_id": "sql-expert/v1"}]}],
+    "names": [{"name": "sql-expert", "targets": [{"lora_id": "sql-expert/v1"}]}],
     "revision": 1794900000000,
 }
 _TALLY = {"requests": 400, "errors": 1, "error_rate": 0.0025, "first_tokens": 399, "mean_first_token_s": 0.21}
@@ -150,7 +154,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
                 "state": "ready",
             }
         ],
-        "aliases": [_ALIAS],
+        "aliases": [{"name": "sql-expert", "targets": _TARGETS}],
         "workers": [{"id": "w0", "agent_url": "http://10.0.0.7:8090", "state": "ready"}],
     },
     "EnsureAnswer": {
@@ -208,19 +212,22 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "received_bytes": 1048576,
     },
     "RolloutItem": {
-        "alias": "sql-expert",
-        "before": [{"lora_id": "sql-expert/v1", "weight": 1}],
-        "to": [{"lora_id": "sql-expert/v2", "weight": 1}],
-        "steps": [{"weight": 0.05, "for_s": 300}, {"weight": 1.0, "for_s": 300}],
-        "state": "watching",
-        "paused": False,
-        "step": 0,
-        "weight": 0.05,
-        "began_at": _AT,
-        "since": _AT,
-        "old": _TALLY,
-        "new": _TALLY,
-        "needed": 50,
+        "name": "sql-expert",
+        "spec": {"to": "sql-expert/v2", "steps": [{"weight": 0.05}, {"weight": 1.0, "for_s": 0}]},
+        "status": {
+            "before": [{"lora_id": "sql-expert/v1", "weight": 1}],
+            "to": [{"lora_id": "sql-expert/v2", "weight": 1}],
+            "steps": [{"weight": 0.05, "for_s": 300}, {"weight": 1.0, "for_s": 300}],
+            "state": "watching",
+            "paused": False,
+            "step": 0,
+            "weight": 0.05,
+            "began_at": _AT,
+            "since": _AT,
+            "old": _TALLY,
+            "new": _TALLY,
+            "needed": 50,
+        },
     },
     "RolloutPatch": {"paused": True},
     "RolloutSpec": {"to": "sql-expert/v2", "steps": [{"weight": 0.05, "for_s": 300}, {"weight": 1.0}]},

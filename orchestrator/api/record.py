@@ -28,7 +28,7 @@ IMPORT_EXAMPLE = {
                 "digest": "3f9a1c2b77aa" + "0" * 52,
             }
         ],
-        "aliases": [{"name": "sql", "targets": [{"lora_id": "sql-expert/v1"}]}],
+        "names": [{"name": "sql", "targets": [{"lora_id": "sql-expert/v1"}]}],
     },
     "from_fleet": "https://orchestrator.eu.example",
 }

@@ -16,10 +16,25 @@ from orchestrator.core.rollout import current_targets, regression_so_far
 from orchestrator.core.traffic import TrafficSums
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
-from orchestrator.model.aliases import AliasPending, AliasTarget
+from orchestrator.model.aliases import (
+    AliasItem,
+    AliasPending,
+    AliasStatus,
+    RolloutItem,
+    RolloutPatch,
+    RolloutStatus,
+    RolloutTally,
+)
 from orchestrator.model.names import AliasName
-from orchestrator.model.rollouts import RolloutItem, RolloutPatch, RolloutSpec, RolloutStep, RolloutTally
-from orchestrator.model.served_names import RequestTally, Rollout, RolloutGuard, ServedName, Targets, WeightStep
+from orchestrator.model.served_names import (
+    AliasSpec,
+    RequestTally,
+    Rollout,
+    RolloutSpec,
+    ServedName,
+    Targets,
+    weight_pairs,
+)
 from orchestrator.model.traffic import AliasComparison, ComparedTarget
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.served_names import NameMover
@@ -59,13 +74,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         """Move the alias to another version in steps: 201; 200 when this rollout is in progress already."""
         owners.require_alias(store, caller, name, [spec.to], "change")
         registry.require_rollout_target(name, spec.to)
-        guard = RolloutGuard(
-            max_error_rate_increase=spec.max_error_rate_increase,
-            max_first_token_ratio=spec.max_first_token_ratio,
-            min_requests=spec.min_requests,
-        )
-        steps = [WeightStep(step.weight, step.for_s) for step in spec.steps]
-        rollout, is_new = mover.start_rollout(name, spec.to, steps, guard, caller.name, place_s=spec.place_s)
+        rollout, is_new = mover.start_rollout(name, spec, caller.name)
         await reconciler.publish_change(("names", name))
         response.status_code = 201 if is_new else 200
         return seen.rollout(item(name, rollout))
@@ -101,7 +110,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         found = await book.totals("adapter", range_s)
         traffic = {
             lora_id: found.get(lora_id, TrafficSums())
-            for lora_id, _ in targets
+            for lora_id in (target.lora_id for target in targets)
             if seen.sees_traffic("adapter", lora_id)
         }
         return _comparison(name, targets, traffic, range_s)
@@ -111,7 +120,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
 def _comparison(name: str, targets: Targets, traffic: Mapping[str, TrafficSums], range_s: float) -> AliasComparison:
     """The comparison as wire model; a target that `traffic` lacks has no figures."""
-    whole, worse = sum(weight for _, weight in targets), worse_targets(targets, traffic)
+    whole, worse = sum(target.weight for target in targets), worse_targets(targets, traffic)
     return AliasComparison(
         name=name,
         range_s=range_s,
@@ -125,61 +134,59 @@ def _comparison(name: str, targets: Targets, traffic: Mapping[str, TrafficSums],
                 total=traffic_total(lora_id, traffic[lora_id], range_s) if lora_id in traffic else None,
                 worse=worse.get(lora_id, ""),
             )
-            for lora_id, weight in targets
+            for lora_id, weight in weight_pairs(targets)
         ),
     )
 
 
 def rollout_item(name: ServedName, rollout: Rollout, mover: NameMover) -> RolloutItem:
-    """A rollout as wire model, with its present weights, counts and missing replicas."""
-    shares = dict(current_targets(rollout))
-    total = sum(shares.values())
-    return RolloutItem.model_validate(
-        {
-            "alias": name.name,
-            "before": _wire_targets(rollout.before),
-            "to": _wire_targets(rollout.after),
-            "steps": [RolloutStep(weight=step.weight, for_s=step.for_s) for step in rollout.steps],
-            "state": rollout.phase,
-            "paused": rollout.paused_at is not None,
-            "step": rollout.step,
-            "weight": round(sum(shares.get(lora_id, 0.0) for lora_id in rollout.new_ids) / total, 6),
-            "began_at": timestamp(rollout.began_at),
-            "since": timestamp(rollout.since),
-            "lacks": mover.missing_for(name),
-            "old": _wire_tally(rollout.old),
-            "new": _wire_tally(rollout.new),
-            "needed": rollout.guard.min_requests if rollout.guard is not None else 0,
-            "reason": rollout.reason,
-            "worse": regression_so_far(rollout) or "",
-        }
+    """A rollout of the name as REST answers it, with its present weights, counts and missing replicas."""
+    shares = dict(weight_pairs(current_targets(rollout)))
+    new_share = sum(shares.get(lora_id, 0.0) for lora_id in rollout.new_ids) / sum(shares.values())
+    status = RolloutStatus(
+        before=rollout.before,
+        to=rollout.after,
+        state=rollout.phase,
+        paused=rollout.paused_at is not None,
+        steps=rollout.steps,
+        step=rollout.step,
+        weight=round(new_share, 6),
+        began_at=timestamp(rollout.began_at),
+        since=timestamp(rollout.since),
+        lacks=dict(mover.missing_for(name)),
+        old=_tally(rollout.old),
+        new=_tally(rollout.new),
+        needed=rollout.spec.min_requests if rollout.spec is not None else 0,
+        reason=rollout.reason,
+        worse=regression_so_far(rollout) or "",
     )
+    return RolloutItem(name=name.name, spec=rollout.spec or _switch_spec(rollout), status=status)
 
 
-def pending_of(name: ServedName, mover: NameMover) -> AliasPending | None:
-    """A switch that waits for its targets or has failed; None for any other rollout."""
+def alias_item(name: ServedName, mover: NameMover) -> AliasItem:
+    """The name as REST answers it: what was asked for, and where its requests go now."""
     rollout = name.rollout
-    if rollout is None or rollout.guard is not None or rollout.phase not in ("placing", "failed"):
-        return None
-    return AliasPending.model_validate(
-        {
-            "targets": _wire_targets(rollout.after),
-            "state": rollout.phase,
-            "since": timestamp(rollout.began_at),
-            "deadline": timestamp(rollout.began_at + rollout.place_s),
-            "lacks": mover.missing_for(name),
-            "error": rollout.reason or None,
-        }
-    )
+    is_switch = rollout is not None and rollout.spec is None
+    spec = _switch_spec(rollout) if rollout is not None and is_switch else AliasSpec(targets=name.asked_targets)
+    pending = None
+    if rollout is not None and is_switch and rollout.phase in ("placing", "failed"):
+        pending = AliasPending(
+            state="placing" if rollout.phase == "placing" else "failed",
+            since=timestamp(rollout.began_at),
+            deadline=timestamp(rollout.began_at + rollout.place_s),
+            lacks=dict(mover.missing_for(name)),
+            error=rollout.reason or None,
+        )
+    return AliasItem(name=name.name, spec=spec, status=AliasStatus(targets=name.targets, pending=pending))
 
 
-def _wire_targets(targets: Targets) -> tuple[AliasTarget, ...]:
-    """An alias's targets as wire models."""
-    return tuple(AliasTarget(lora_id=lora_id, weight=weight) for lora_id, weight in targets)
+def _switch_spec(rollout: Rollout) -> AliasSpec:
+    """The change of the alias that this rollout makes."""
+    return AliasSpec(targets=rollout.after, place_s=rollout.place_s)
 
 
-def _wire_tally(tally: RequestTally) -> RolloutTally:
-    """A rollout's request counts as wire model."""
+def _tally(tally: RequestTally) -> RolloutTally:
+    """A rollout's request counts, as REST answers them."""
     return RolloutTally(
         requests=round(tally.requests),
         errors=round(tally.errors),

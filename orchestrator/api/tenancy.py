@@ -8,6 +8,7 @@ is decided in `orchestrator/intent/owners.py`.
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import PurePosixPath
 from typing import Any
@@ -24,11 +25,11 @@ from orchestrator.core.pauses import PauseScope
 from orchestrator.core.traffic import SeriesKind
 from orchestrator.intent import owners
 from orchestrator.model.adapters import AdapterItem, EnsureAnswer
-from orchestrator.model.aliases import AliasItem, AliasTarget
+from orchestrator.model.aliases import AliasItem, RolloutItem
 from orchestrator.model.catalog import FleetEvent
 from orchestrator.model.history import HistoryEntry
 from orchestrator.model.plans import ActionItem, Plan, PlanCost
-from orchestrator.model.rollouts import RolloutItem
+from orchestrator.model.served_names import AliasSpec, RolloutSpec, Targets
 from orchestrator.model.workers import WorkerItem
 from orchestrator.reconcile.catalog import Tenants
 from orchestrator.store.store import IntentStore
@@ -73,7 +74,7 @@ class TenantView:
             return True
         published = self._store.publication_of(entry.subject)
         if entry.kind.startswith("name_") and published is not None:
-            return published.tenant in {None, self.tenant}
+            return published.spec.tenant in {None, self.tenant}
         return self.sees_alias(entry.subject) if entry.kind.startswith("alias_") else self.sees_adapter(entry.subject)
 
     def known_tenants(self, tenants: Sequence[str]) -> Sequence[str]:
@@ -186,31 +187,39 @@ class TenantView:
         """The alias with the targets that the caller sees."""
         if self.tenant is None:
             return item
-        pending = item.pending
+        pending = item.status.pending
         if pending is not None:
             pending = pending.model_copy(
                 update={
-                    "targets": self._targets(pending.targets),
                     "lacks": self._by_adapter(pending.lacks),
                     "error": pending.error and self.text(pending.error),
                 }
             )
-        return item.model_copy(update={"targets": self._targets(item.targets), "pending": pending})
+        status = item.status.model_copy(update={"targets": self._targets(item.status.targets), "pending": pending})
+        return item.model_copy(update={"spec": self._alias_spec(item.spec), "status": status})
 
     def rollout(self, item: RolloutItem) -> RolloutItem:
         """The rollout with the targets that the caller sees."""
         if self.tenant is None:
             return item
-        return item.model_copy(
-            update={
-                "before": self._targets(item.before),
-                "to": self._targets(item.to),
-                "lacks": self._by_adapter(item.lacks),
-                "reason": self.text(item.reason),
-            }
-        )
+        spec, status = item.spec, item.status
+        if isinstance(spec, RolloutSpec):
+            spec = spec if self.sees_adapter(spec.to) else replace(spec, to=OTHER)
+        else:
+            spec = self._alias_spec(spec)
+        seen = {
+            "before": self._targets(status.before),
+            "to": self._targets(status.to),
+            "lacks": self._by_adapter(status.lacks),
+            "reason": self.text(status.reason),
+        }
+        return item.model_copy(update={"spec": spec, "status": status.model_copy(update=seen)})
 
-    def _targets(self, targets: Sequence[AliasTarget]) -> tuple[AliasTarget, ...]:
+    def _alias_spec(self, spec: AliasSpec) -> AliasSpec:
+        """The spec with the targets that the caller sees."""
+        return replace(spec, targets=self._targets(spec.targets))
+
+    def _targets(self, targets: Targets) -> Targets:
         """The targets that the caller sees."""
         return tuple(target for target in targets if self.sees_adapter(target.lora_id))
 

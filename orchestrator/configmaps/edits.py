@@ -27,7 +27,6 @@ from orchestrator.configmaps.objects import (
     KIND,
     STATUS,
     TABLE_OF_KIND,
-    NamedAlias,
     Record,
     age_order,
     annotation,
@@ -41,6 +40,7 @@ from orchestrator.configmaps.tables import KNOWN, row_shard
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError, StateConflict
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.adapters import AdapterSpec
+from orchestrator.model.served_names import NamedAlias
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from orchestrator.store.tables import ADAPTERS, NAMES, POLICY, TABLES, StoreChange
@@ -371,7 +371,9 @@ class ObjectEdits:
         try:
             self._registry.delete_adapter(lora_id, ACTOR)
         except OrchestratorError as exc:
-            for alias in (name.name for name in self._store.names.values() if lora_id in dict(name.targets)):
+            for alias, name in self._store.names.items():
+                if all(target.lora_id != lora_id for target in name.targets):
+                    continue
                 home = self._backend.tables.object_names.get((NAMES.name, alias))
                 if home is not None and (found := self._mirror.objects.get(home)) is not None:
                     self._events.warn(found, "TargetDeleted", f"the ConfigMap of its target is deleted: {exc}")

@@ -19,11 +19,9 @@ from lorafleet.kube.client import Json
 from lorafleet.service.http import validation_message
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.model.adapters import AdapterPolicy, AdapterSpec, SecretRef
-from orchestrator.model.aliases import AliasSpec
 from orchestrator.model.changes import reader_of
-from orchestrator.model.names import AliasName
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.served_names import Targets
+from orchestrator.model.served_names import NamedAlias, Targets, weight_pairs
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.tables import ADAPTERS, NAMES, POLICY, Table
 
@@ -40,12 +38,6 @@ _MAX_TEXT_BYTES = 128 * 2**10  # more than all fields need; 1 MiB of brackets wo
 _MAX_DEPTH = 32  # fields need 3; the C loader recurses and crashes the process at 200,000
 
 R = TypeVar("R")
-
-
-class NamedAlias(AliasSpec):
-    """The text of an alias's ConfigMap: the body of `PUT /v1/aliases/{name}`, and the name."""
-
-    name: AliasName
 
 
 MODELS: Mapping[str, type] = {"adapter": AdapterSpec, "alias": NamedAlias, "policy": PlacementPolicy}
@@ -248,7 +240,8 @@ def adapter_text(adapter: RegisteredAdapter) -> str:
 
 def alias_text(name: str, targets: Targets) -> str:
     """The name and its targets as the YAML text of its object."""
-    rows = [{"lora_id": lora_id} | ({"weight": weight} if weight != 1 else {}) for lora_id, weight in targets]
+    pairs = weight_pairs(targets)
+    rows = [{"lora_id": lora_id} | ({"weight": weight} if weight != 1 else {}) for lora_id, weight in pairs]
     return as_yaml({"name": name, "targets": rows})
 
 

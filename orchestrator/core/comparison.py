@@ -4,15 +4,15 @@ from collections.abc import Mapping
 
 from orchestrator.core.rollout import regression_reason
 from orchestrator.core.traffic import TrafficSums
-from orchestrator.model.served_names import RequestTally, RolloutGuard, Targets
+from orchestrator.model.served_names import RequestTally, RolloutSpec, Targets
 
-GUARD = RolloutGuard()
+GUARD = RolloutSpec(to="any")
 """The limits of a rollout that names none."""
 
 
 def baseline_of(targets: Targets) -> str:
     """The target with the largest weight, of equal ones the first."""
-    return max(targets, key=lambda target: target[1])[0]
+    return max(targets, key=lambda target: target.weight).lora_id
 
 
 def tally_of(sums: TrafficSums) -> RequestTally:
@@ -34,7 +34,7 @@ def worse_targets(targets: Targets, traffic: Mapping[str, TrafficSums]) -> dict[
     if old.requests < least:
         return {}
     found = {}
-    for lora_id, _ in targets:
+    for lora_id in (target.lora_id for target in targets):
         if lora_id != baseline and lora_id in traffic:
             reason = regression_reason(GUARD, old, tally_of(traffic[lora_id]))
             if reason is not None:

@@ -13,7 +13,7 @@ from lorafleet.identity import version_id
 from orchestrator.core.failures import ENGINE_REFUSALS
 from orchestrator.core.placement.context import usable_slots
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.served_names import NameVersion, Publication, ServedName
+from orchestrator.model.served_names import AliasTarget, NameVersion, Publication, Replicas, ServedName
 from orchestrator.model.snapshot import AdapterFailure, Intent, ObservedWorker, Pair, RegisteredAdapter
 
 LINGER_S = 5.0
@@ -40,12 +40,13 @@ a second or two of its beginning."""
 
 def kept_count(record: Publication, policy: PlacementPolicy) -> int:
     """Newest versions that stay: the name's own number, else the policy's."""
-    return policy.keep_versions if record.keep_versions is None else record.keep_versions
+    return policy.keep_versions if record.spec.keep_versions is None else record.spec.keep_versions
 
 
 def stale_after_s(record: Publication, policy: PlacementPolicy) -> float:
     """How long a superseded version stays: the name's own time, else the policy's. 0: no limit."""
-    return policy.max_staleness_s if record.max_staleness_s is None else record.max_staleness_s
+    own = record.spec.max_staleness_s
+    return policy.max_staleness_s if own is None else own
 
 
 def with_next_version(
@@ -75,7 +76,7 @@ def after_pointing(name: ServedName, lora_id: str, now: float) -> ServedName:
     record = name.published or Publication()
     versions = tuple(map(after, record.versions))
     pointed = replace(record, versions=versions, published_at=now, deleted_at=None)
-    return replace(name, targets=((lora_id, 1.0),), rollout=None, published=pointed)
+    return replace(name, targets=(AliasTarget(lora_id),), rollout=None, published=pointed)
 
 
 def after_deletion(name: ServedName, now: float) -> ServedName:
@@ -96,7 +97,7 @@ def taken_over(theirs: Publication, here: ServedName, registered: Container[str]
     here  the name as it is here; it need not be published
     """
     known = {version.lora_id: version for version in (here.published.versions if here.published is not None else ())}
-    current = {lora_id for lora_id, _ in here.targets}
+    current = {target.lora_id for target in here.targets}
 
     def version_here(version: NameVersion) -> NameVersion:
         """The version as it is here, or as one that the name has had here since now."""
@@ -179,11 +180,11 @@ def is_trained(record: Publication, policy: PlacementPolicy, now: float) -> bool
 
 def current_versions(names: Iterable[ServedName]) -> dict[str, str]:
     """Published name -> lora_id of the version that its requests get, of the names that have one."""
-    return {name.name: name.targets[0][0] for name in names if name.published is not None and name.targets}
+    return {name.name: name.targets[0].lora_id for name in names if name.published is not None and name.targets}
 
 
 def meant_workers(
-    workers: Iterable[ObservedWorker], base_model: str | None, rank: int, replicas: int | None
+    workers: Iterable[ObservedWorker], base_model: str | None, rank: int, replicas: Replicas
 ) -> tuple[frozenset[str], int]:
     """Workers that may get a version, and how many of them must have it before its name may point at it."""
 
@@ -192,7 +193,12 @@ def meant_workers(
         return worker.has_agent and worker.drain is None and worker.can_accept(base_model, rank)
 
     able = frozenset(worker.id for worker in workers if is_open(worker))
-    return able, len(able) if replicas is None else min(replicas, len(able))
+    return able, _needed_count(replicas, len(able))
+
+
+def _needed_count(replicas: Replicas, able: int) -> int:
+    """How many of these workers must have a version before its name may point at it."""
+    return able if replicas == "all" else min(replicas, able)
 
 
 def with_published_floors(
@@ -286,7 +292,7 @@ class _NeededVersion(NamedTuple):
 
     adapter: RegisteredAdapter
     name: str
-    replicas: int | None
+    replicas: Replicas
     is_awaited: bool
 
 
@@ -298,12 +304,12 @@ def _needed_versions(
         for version in record.versions:
             is_awaited = version.pointed_at is None or version.lora_id in awaited
             if is_awaited and (found := intent.adapters.get(version.lora_id)) is not None:
-                yield _NeededVersion(found, name.name, record.replicas, is_awaited=True)
+                yield _NeededVersion(found, name.name, record.spec.replicas, is_awaited=True)
     for name, record in order:
         own = {version.lora_id for version in record.versions if version.pointed_at is not None}
-        for lora_id, _weight in name.targets:
-            if lora_id in own and (found := intent.adapters.get(lora_id)) is not None:
-                yield _NeededVersion(found, name.name, record.replicas, is_awaited=False)
+        for target in name.targets:
+            if target.lora_id in own and (found := intent.adapters.get(target.lora_id)) is not None:
+                yield _NeededVersion(found, name.name, record.spec.replicas, is_awaited=False)
 
 
 # -- what a publish waits for ------------------------------------------------------------------------------------
@@ -335,7 +341,7 @@ class LoadProgress:
 def load_progress(
     lora_id: str,
     able: Collection[str],
-    replicas: int | None,
+    replicas: Replicas,
     ready: Collection[str],
     failures: Mapping[Pair, AdapterFailure],
     content_codes: Collection[str],
@@ -343,12 +349,12 @@ def load_progress(
     """How far the loads of a version are on the workers that may have it.
 
     able           workers that may have it: those that were there when the publish began, and still are
-    replicas       how many of them must have it; None: all
+    replicas       how many of them must have it
     content_codes  codes about an adapter's bytes: other workers have the same bytes
     """
     counted = frozenset(able)
     found = counted.intersection(ready)
-    needed = len(counted) if replicas is None else min(replicas, len(counted))
+    needed = _needed_count(replicas, len(counted))
     refusals = (failures.get((lora_id, worker_id)) for worker_id in ("", *sorted(counted - found)))
     refused = next(
         (

@@ -2,7 +2,7 @@
 
 Make before break: before each step the targets that gain weight get replicas in proportion to their share of what the
 old ones had, but no more than there are workers that can hold them. Only then does the alias shift. A switch is a
-rollout of one step without a guard. All times are Unix times, because a rollout outlives the process that began it.
+rollout of one step without a limits. All times are Unix times, because a rollout outlives the process that began it.
 
 A new version is worse when, with at least `min_requests` of its requests over since the last shift,
 
@@ -20,12 +20,13 @@ from dataclasses import dataclass, field, replace
 from math import ceil, floor, sqrt
 
 from orchestrator.model.served_names import (
+    AliasTarget,
     Phase,
     RequestTally,
     Rollout,
-    RolloutGuard,
+    RolloutSpec,
+    RolloutStep,
     Targets,
-    WeightStep,
     traffic_shares,
 )
 
@@ -58,9 +59,10 @@ class RolloutObservation:
     new: RequestTally = field(default_factory=RequestTally)
 
 
-def with_last_step(steps: tuple[WeightStep, ...]) -> tuple[WeightStep, ...]:
-    """The steps; a last step of weight 1 and duration 0 is added where it is missing."""
-    return steps if steps and steps[-1].weight >= 1 else (*steps, WeightStep(1.0, 0.0))
+def with_last_step(spec: RolloutSpec) -> RolloutSpec:
+    """The spec; a last step of weight 1 and duration 0 is added where it is missing."""
+    steps = spec.steps
+    return spec if steps[-1].weight >= 1 else replace(spec, steps=(*steps, RolloutStep(1.0, 0.0)))
 
 
 def targets_at(rollout: Rollout, step: int) -> Targets:
@@ -73,9 +75,14 @@ def targets_at(rollout: Rollout, step: int) -> Targets:
     old, new = traffic_shares(rollout.before), traffic_shares(rollout.after)
     former_share = sum(share for name, share in old.items() if name in new)
     if weight <= former_share:
-        return tuple(old.items())
+        return _targets_of(old)
     rest = (1 - weight) / (1 - former_share)
-    return tuple((name, new[name] * weight if name in new else old[name] * rest) for name in old | new)
+    return _targets_of({name: new[name] * weight if name in new else old[name] * rest for name in old | new})
+
+
+def _targets_of(shares: Mapping[str, float]) -> Targets:
+    """Targets with these weights."""
+    return tuple(AliasTarget(lora_id, weight) for lora_id, weight in shares.items())
 
 
 def current_targets(rollout: Rollout) -> Targets:
@@ -121,29 +128,29 @@ def missing_by_adapter(rollout: Rollout, seen: RolloutObservation) -> dict[str, 
     return lacks
 
 
-def regression_reason(guard: RolloutGuard, old: RequestTally, new: RequestTally) -> str | None:
+def regression_reason(limits: RolloutSpec, old: RequestTally, new: RequestTally) -> str | None:
     """Why the new version is worse than the old one; None when it is not, or with too few requests to tell."""
-    least = max(guard.min_requests, _LEAST_REQUESTS)
+    least = max(limits.min_requests, _LEAST_REQUESTS)
     if new.requests >= least:
         increase = new.error_rate - old.error_rate
-        if increase > guard.max_error_rate_increase and _is_more_than_chance(old, new):
+        if increase > limits.max_error_rate_increase and _is_more_than_chance(old, new):
             return (
                 f"error rate {new.error_rate:.1%} of {new.requests:.0f} requests, against"
                 f" {old.error_rate:.1%} of {old.requests:.0f}"
             )
     was, is_ = old.mean_first_token_s, new.mean_first_token_s
-    if guard.max_first_token_ratio is None or was is None or is_ is None:
+    if limits.max_first_token_ratio is None or was is None or is_ is None:
         return None
-    if min(old.first_tokens, new.first_tokens) >= least and is_ > was * guard.max_first_token_ratio:
+    if min(old.first_tokens, new.first_tokens) >= least and is_ > was * limits.max_first_token_ratio:
         return f"first token after {is_:.3g} s on average, against {was:.3g} s"
     return None
 
 
 def regression_so_far(rollout: Rollout) -> str | None:
     """Why the new version is worse since the last shift, whether or not the step's requests are complete; None: not."""
-    if rollout.guard is None:
+    if rollout.spec is None:
         return None
-    return regression_reason(replace(rollout.guard, min_requests=0), rollout.old, rollout.new)
+    return regression_reason(replace(rollout.spec, min_requests=0), rollout.old, rollout.new)
 
 
 def advance(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
@@ -213,7 +220,7 @@ def _advance_watching(rollout: Rollout, seen: RolloutObservation, now: float) ->
     if rollout.paused_at is not None or now - rollout.since < step.for_s:
         return rollout
     # A step of duration 0 needs no minimum of requests.
-    if rollout.guard is not None and step.for_s > 0 and rollout.new.requests < rollout.guard.min_requests:
+    if rollout.spec is not None and step.for_s > 0 and rollout.new.requests < rollout.spec.min_requests:
         return rollout
     if rollout.step + 1 == len(rollout.steps):
         return replace(rollout, phase="done", since=now)
@@ -230,11 +237,11 @@ def _unusable_reason(rollout: Rollout, seen: RolloutObservation) -> str | None:
 
 
 def _regression_so_far(rollout: Rollout) -> str | None:
-    """Why the new version is worse since the last shift; None when it is not, or the rollout has no guard."""
-    if rollout.guard is None or (rollout.phase == "placing" and rollout.step == 0):
+    """Why the new version is worse since the last shift; None when it is not, or the rollout has no limits."""
+    if rollout.spec is None or (rollout.phase == "placing" and rollout.step == 0):
         return None
-    has_enough = rollout.old.requests >= max(rollout.guard.min_requests, _LEAST_REQUESTS)
-    return regression_reason(rollout.guard, rollout.old if has_enough else rollout.old + rollout.baseline, rollout.new)
+    has_enough = rollout.old.requests >= max(rollout.spec.min_requests, _LEAST_REQUESTS)
+    return regression_reason(rollout.spec, rollout.old if has_enough else rollout.old + rollout.baseline, rollout.new)
 
 
 def _rolled_back(rollout: Rollout, why: str, now: float) -> tuple[Rollout, Targets | None]:

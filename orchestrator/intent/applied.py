@@ -1,12 +1,13 @@
 """A file that a person wrote, as the record whose import gives this fleet what the file says, and nothing else."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pydantic import ValidationError
 
 from lorafleet.service.http import validation_message
 from orchestrator.core.errors import OrchestratorRequestError
-from orchestrator.intent.record import fleet_record, published_names
+from orchestrator.intent.record import fleet_record
 from orchestrator.model.adapters import AdapterSpec, SecretRef
 from orchestrator.model.apply import ApplyRequest, FilePublishedName
 from orchestrator.model.record import (
@@ -14,11 +15,8 @@ from orchestrator.model.record import (
     ImportRequest,
     RecordChange,
     RecordedAdapter,
-    RecordedAlias,
-    RecordedName,
-    RecordedVersion,
 )
-from orchestrator.model.served_names import Publication
+from orchestrator.model.served_names import Publication, ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 
@@ -29,38 +27,36 @@ def import_of_file(ask: ApplyRequest, store: IntentStore) -> tuple[ImportRequest
     What a prune must keep is part of the import: sections that the file does not have, versions of published names that
     stay, and what is blocked. Raises OrchestratorRequestError for a name that is written twice.
     """
-    file, here, published = ask.file, fleet_record(store), published_names(store)
+    file, here = ask.file, fleet_record(store)
     blocked = [*_conflicts(ask, store), *_unknown_names(ask, store)]
     stopped = {(change.subject, change.name) for change in blocked}
     adapters = [_recorded(spec) for spec in file.adapters or () if ("adapter", spec.lora_id) not in stopped]
-    names = [
-        _recorded_name(name, published[name.name])
-        for name in file.published or ()
-        if ("alias", name.name) not in stopped
-    ]
-    aliases = [RecordedAlias(name=alias.name, targets=alias.targets) for alias in file.aliases or ()]
+    published = [each for each in file.published or () if ("alias", each.name) not in stopped]
+    _require_once([each.name for each in file.aliases or ()])
+    _require_once([each.name for each in published])
+    names = {each.name: ServedName(name=each.name, targets=each.targets) for each in file.aliases or ()}
+    for each in published:
+        named = names.get(each.name, ServedName(name=each.name))
+        names[each.name] = replace(named, published=_with_spec(store.names[each.name].published, each))
     if ask.prune:
-        named = {name.name for name in names}
-        kept = [name for name in here.published if file.published is None and name.name not in named]
-        # With all their versions: also one whose publish is in progress.
-        names += [_recorded_name(FilePublishedName(name=name.name), published[name.name]) for name in kept]
-        versions = {version.lora_id for name in names for version in name.versions}
+        for name in here.names:
+            is_kept = (file.aliases if name.published is None else file.published) is None
+            if is_kept and name.name not in names:
+                # With all its versions: also one whose publish is in progress.
+                names[name.name] = replace(name, targets=(), published=store.names[name.name].published)
+        versions = {each.lora_id for name in names.values() if name.published for each in name.published.versions}
         written = {adapter.lora_id for adapter in adapters}
         for adapter in here.adapters:
             is_kept = file.adapters is None or adapter.lora_id in versions or ("adapter", adapter.lora_id) in stopped
             if is_kept and adapter.lora_id not in written:
                 adapters.append(adapter)
-        if file.aliases is None:
-            aliases += [alias for alias in here.aliases if alias.name not in published]
     parts = ["adapters"] if file.adapters is not None else []
     parts += ["aliases"] if file.aliases is not None or file.published is not None else []
     parts += ["policy"] if file.policy is not None else []
     if not parts:
         return None, blocked
     try:
-        record = FleetRecord(
-            adapters=tuple(adapters), aliases=tuple(aliases), published=tuple(names), policy=file.policy
-        )
+        record = FleetRecord(adapters=tuple(adapters), names=tuple(names.values()), policy=file.policy)
         return ImportRequest.model_validate({"record": record, "parts": parts, "prune": ask.prune}), blocked
     except ValidationError as exc:
         raise OrchestratorRequestError(validation_message(exc.errors()), param="file") from exc
@@ -72,18 +68,17 @@ def _recorded(spec: AdapterSpec) -> RecordedAdapter:
     return RecordedAdapter(**named)
 
 
-def _recorded_name(written: FilePublishedName, here: Publication) -> RecordedName:
-    """The published name as it is here, with the fields that the file names."""
-    named = {name: getattr(written, name) for name in written.model_fields_set}
-    if named.get("replicas") == "all":
-        named["replicas"] = None
-    kept = {name: getattr(here, name) for name in ("tenant", "replicas", "keep_versions", "max_staleness_s")}
-    versions = tuple(
-        RecordedVersion(lora_id=each.lora_id, version=each.number, digest=each.digest) for each in here.versions
-    )
-    return RecordedName(
-        next_version=here.next_number, versions=versions, shadows_base=here.shadows_base, **(kept | named)
-    )
+def _with_spec(here: Publication | None, written: FilePublishedName) -> Publication:
+    """The published name as it is here, kept as the file says."""
+    named = {name: getattr(written, name) for name in written.model_fields_set - {"name"}}
+    record = here or Publication()
+    return replace(record, spec=replace(record.spec, **named))
+
+
+def _require_once(names: list[str]) -> None:
+    """Raise OrchestratorRequestError for a name that is written twice."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise OrchestratorRequestError(f"{twice[0]!r} is in the file twice; expected once", param="file")
 
 
 def _conflicts(ask: ApplyRequest, store: IntentStore) -> Iterator[RecordChange]:
@@ -110,8 +105,8 @@ def _conflict(spec: AdapterSpec, here: RegisteredAdapter) -> str | None:
 
 def _unknown_names(ask: ApplyRequest, store: IntentStore) -> Iterator[RecordChange]:
     """Published names that nobody has published yet: the fleet keeps a name only with a version."""
-    published = published_names(store)
     for name in ask.file.published or ():
-        if name.name not in published:
+        here = store.publication_of(name.name)
+        if here is None or here.deleted_at is not None:
             reason = f"nothing is published under it; POST /v1/published/{name.name} publishes a first version"
             yield RecordChange(subject="alias", name=name.name, change="blocked", is_published=True, reason=reason)

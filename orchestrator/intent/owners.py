@@ -53,7 +53,7 @@ def _adapter_owner(store: IntentStore, lora_id: str, _caller: Caller) -> Owner:
         return _only_tenant([adapter]) or OPERATORS
     version = split_version_id(lora_id)
     record = store.publication_of(version[0]) if version is not None else None
-    return NOBODY if record is None else Owner(record.tenant)
+    return NOBODY if record is None else Owner(record.spec.tenant)
 
 
 def _alias_owner(store: IntentStore, name: str, caller: Caller) -> Owner:
@@ -62,14 +62,14 @@ def _alias_owner(store: IntentStore, name: str, caller: Caller) -> Owner:
     if found is None:
         return NOBODY
     if found.published is not None:
-        return Owner(found.published.tenant)
-    return _alias_owner_of(store, name, [lora_id for lora_id, _ in found.targets], caller)
+        return Owner(found.published.spec.tenant)
+    return _alias_owner_of(store, name, [target.lora_id for target in found.targets], caller)
 
 
 def _published_owner(store: IntentStore, name: str, _caller: Caller) -> Owner:
     """Who may publish under the name, and delete it."""
     record = store.publication_of(name)
-    return NOBODY if record is None else Owner(record.tenant)
+    return NOBODY if record is None else Owner(record.spec.tenant)
 
 
 def _alias_owner_of(store: IntentStore, name: str, targets: Iterable[str], caller: Caller) -> Owner:
@@ -118,14 +118,14 @@ def sees_adapter(store: IntentStore, caller: Caller, lora_id: str) -> bool:
 
 def sees_alias(store: IntentStore, caller: Caller, name: str) -> bool:
     """Whether the caller sees this alias: it may use one of its targets, or the name is its own."""
-    targets = (lora_id for lora_id, _ in store.targets_of(name))
-    return has_name(caller, name) or any(sees_adapter(store, caller, lora_id) for lora_id in targets)
+    targets = store.targets_of(name)
+    return has_name(caller, name) or any(sees_adapter(store, caller, target.lora_id) for target in targets)
 
 
 def sees_published(store: IntentStore, caller: Caller, name: str) -> bool:
     """Whether the published name exists for the caller."""
     record = store.publication_of(name)
-    return record is not None and record.deleted_at is None and _sees_owner(caller, record.tenant)
+    return record is not None and record.deleted_at is None and _sees_owner(caller, record.spec.tenant)
 
 
 def _sees_owner(caller: Caller, tenant: str | None) -> bool:
@@ -176,7 +176,9 @@ def _sees_what_has(store: IntentStore, caller: Caller, name: str) -> bool:
     found = store.names.get(name)
     if found is None:
         return sees_adapter(store, caller, name)
-    return sees_alias(store, caller, name) if found.published is None else _sees_owner(caller, found.published.tenant)
+    if found.published is None:
+        return sees_alias(store, caller, name)
+    return _sees_owner(caller, found.published.spec.tenant)
 
 
 def require_alias(store: IntentStore, caller: Caller, name: str, targets: Sequence[str], act: Act) -> None:

@@ -38,8 +38,8 @@ from orchestrator.intent.bytes_copier import BytesCopier, PublishDeadline
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.model.names import checked_published_name
-from orchestrator.model.published import PublishedItem, PublishSpec
-from orchestrator.model.served_names import NameVersion, Publication, ServedName
+from orchestrator.model.published import PublishedItem, PublishedStatus, PublishedVersion, PublishSpec
+from orchestrator.model.served_names import AliasTarget, NameVersion, Publication, PublishedSpec, ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.store import IntentStore
@@ -96,7 +96,7 @@ class NamePublisher:
             self._metrics.publishes.labels("unfinished" if is_late else "refused" if is_refused else "failed").inc()
             log.warning("name not published", name=name, code=exc.code, error=str(exc), asked_by=caller.name)
             raise
-        self._metrics.publishes.labels("new" if item.is_new else "same").inc()
+        self._metrics.publishes.labels("new" if item.status.is_new else "same").inc()
         self._metrics.publish_seconds.observe(self._clock() - began_at)
         return item
 
@@ -136,7 +136,7 @@ class NamePublisher:
         users = [
             each.name
             for each in self._store.names.values()
-            if each.name != name and any(lora_id in record.lora_ids for lora_id, _ in each.targets)
+            if each.name != name and any(target.lora_id in record.lora_ids for target in each.targets)
         ]
         if users:
             message = f"versions of {name!r} are targets of alias {', '.join(map(repr, users))}; change that first"
@@ -162,23 +162,19 @@ class NamePublisher:
         """
         found, rules = self._store.names[name], self._store.rules
         record, current = found.published or Publication(), found.current_version
-        return PublishedItem.model_validate(
-            {
-                "name": name,
-                "lora_id": current and current.lora_id,
-                "digest": current and current.digest,
-                "version": current and current.number,
-                "versions": [_version_fields(version) for version in reversed(record.versions)],
-                "workers": self._reconciler.queries.ready_workers(current.lora_id) if current else (),
-                "is_new": is_new,
-                "tenant": record.tenant,
-                "replicas": "all" if record.replicas is None else record.replicas,
-                "keep_versions": kept_count(record, rules),
-                "max_staleness_s": stale_after_s(record, rules),
-                "shadows_base": record.shadows_base,
-                "revision": self._reconciler.catalog.revision if revision is None else revision,
-            }
+        status = PublishedStatus(
+            lora_id=current and current.lora_id,
+            digest=current and current.digest,
+            version=current and current.number,
+            versions=tuple(map(_version_item, reversed(record.versions))),
+            workers=tuple(self._reconciler.queries.ready_workers(current.lora_id)) if current else (),
+            is_new=is_new,
+            keep_versions=kept_count(record, rules),
+            max_staleness_s=stale_after_s(record, rules),
+            shadows_base=record.shadows_base,
+            revision=self._reconciler.catalog.revision if revision is None else revision,
         )
+        return PublishedItem(name=name, spec=record.spec, status=status)
 
     # -- stages ------------------------------------------------------------------------------------------------
 
@@ -252,8 +248,8 @@ class NamePublisher:
         now = self._wall()
         shadows = caller.short_name(name) in self._reconciler.reports.base_model_names()
         present = self._store.names.get(name) or ServedName(name=name)
-        record = present.published or Publication(tenant=caller.tenant)
-        record = replace(_with_settings(record, spec), shadows_base=shadows, deleted_at=None)
+        record = present.published or Publication(spec=PublishedSpec(tenant=caller.tenant))
+        record = replace(record, spec=_with_settings(record.spec, spec), shadows_base=shadows, deleted_at=None)
         version, is_new = record.version_of(found.digest), False
         if version is not None and self._is_usable(version):
             record = replace(record, versions=tuple(_renewed(record.versions, version, now)))
@@ -270,7 +266,7 @@ class NamePublisher:
                     pinned_source=None,
                     # Copies of a version that no name points at may make room: its name's settings alone count.
                     loading="lazy",
-                    tenants=None if record.tenant is None else (record.tenant,),
+                    tenants=None if record.spec.tenant is None else (record.spec.tenant,),
                 )
                 self._store.put_adapter(adapter)
         self._reconciler.on_intent_changed()
@@ -296,7 +292,7 @@ class NamePublisher:
             progress = load_progress(
                 lora_id,
                 able,
-                record.replicas,
+                record.spec.replicas,
                 reconciler.queries.ready_workers(lora_id),
                 reconciler.operations.failures.by_pair,
                 CONTENT_CODES,
@@ -346,7 +342,7 @@ class NamePublisher:
         if adapter is None:
             return frozenset()
         workers = self._reconciler.queries.observe().workers.values()
-        return meant_workers(workers, adapter.base_model, adapter.rank or 0, None)[0]
+        return meant_workers(workers, adapter.base_model, adapter.rank or 0, "all")[0]
 
     async def _take_back(self, name: str, version: NameVersion) -> None:
         """Delete a version that cannot be used, unless the name points at it."""
@@ -361,7 +357,7 @@ class NamePublisher:
 
         Older versions stay: `VersionRetention` retires them in a pass. Raises LeaseLost, and what the store raises.
         """
-        if self._store.targets_of(name) != ((version.lora_id, 1.0),):
+        if self._store.targets_of(name) != (AliasTarget(version.lora_id),):
             await self._reconciler.leadership.confirm_leading()
             self._reconciler.names.point_at_version(name, version, caller.name, is_new=is_new)
         return await self._reconciler.publish_change(("names", name))
@@ -386,12 +382,10 @@ def _publications(store: IntentStore) -> Iterator[Publication]:
     return (name.published for name in store.names.values() if name.published is not None)
 
 
-def _with_settings(record: Publication, spec: PublishSpec) -> Publication:
-    """The record with the settings that the spec names."""
-    if spec.replicas is not None:
-        record = replace(record, replicas=None if spec.replicas == "all" else int(spec.replicas))
-    given = spec.model_fields_set & {"keep_versions", "max_staleness_s"}
-    return replace(record, **{field: getattr(spec, field) for field in given})
+def _with_settings(kept: PublishedSpec, spec: PublishSpec) -> PublishedSpec:
+    """How the name is kept, with the settings that the publish names."""
+    given = {field: getattr(spec, field) for field in spec.model_fields_set & {"keep_versions", "max_staleness_s"}}
+    return replace(kept, replicas=spec.replicas or kept.replicas, **given)
 
 
 def _renewed(versions: tuple[NameVersion, ...], version: NameVersion, now: float) -> Iterator[NameVersion]:
@@ -401,12 +395,12 @@ def _renewed(versions: tuple[NameVersion, ...], version: NameVersion, now: float
         yield replace(each, registered_at=now) if is_renewed else each
 
 
-def _version_fields(version: NameVersion) -> dict[str, object]:
-    """The fields of a version's wire model."""
-    return {
-        "lora_id": version.lora_id,
-        "version": version.number,
-        "digest": version.digest,
-        "published_at": None if version.pointed_at is None else unix_text(version.pointed_at),
-        "superseded_at": None if version.superseded_at is None else unix_text(version.superseded_at),
-    }
+def _version_item(version: NameVersion) -> PublishedVersion:
+    """A version as REST answers it."""
+    return PublishedVersion(
+        lora_id=version.lora_id,
+        version=version.number,
+        digest=version.digest,
+        published_at=None if version.pointed_at is None else unix_text(version.pointed_at),
+        superseded_at=None if version.superseded_at is None else unix_text(version.superseded_at),
+    )

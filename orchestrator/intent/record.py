@@ -3,25 +3,21 @@
 `differences` decides and changes nothing; `import_record` makes those changes through the registry, one by one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError
 from orchestrator.core.published_names import taken_over
 from orchestrator.intent.registry import AdapterRegistry, policy_of
 from orchestrator.model.adapters import AdapterPolicy, AdapterSpec, SecretRef
-from orchestrator.model.aliases import AliasSpec, AliasTarget
 from orchestrator.model.record import (
     FleetRecord,
     ImportRequest,
     RecordChange,
     RecordedAdapter,
-    RecordedAlias,
-    RecordedName,
-    RecordedVersion,
 )
-from orchestrator.model.served_names import NameVersion, Publication, ServedName
+from orchestrator.model.served_names import AliasSpec, Publication, ServedName, weight_pairs
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.served_names import VersionRetention
 from orchestrator.store.store import IntentStore
@@ -35,8 +31,7 @@ def fleet_record(store: IntentStore) -> FleetRecord:
     return FleetRecord(
         revision=store.revision,
         adapters=tuple(_recorded(adapter) for adapter in store.adapters.values() if not adapter.is_deleting),
-        aliases=tuple(_recorded_alias(name.name, name.targets) for name in store.names.values() if name.targets),
-        published=tuple(_recorded_name(name, record) for name, record in published_names(store).items()),
+        names=tuple(recorded_name(name) for name in store.names.values() if not _is_deleted(name)),
         policy=asdict(store.rules),
     )
 
@@ -56,49 +51,18 @@ def _recorded(adapter: RegisteredAdapter) -> RecordedAdapter:
     )
 
 
-def _recorded_alias(name: str, targets: Iterable[tuple[str, float]]) -> RecordedAlias:
-    """The alias as the record has it."""
-    return RecordedAlias(name=name, targets=tuple(AliasTarget(lora_id=to, weight=weight) for to, weight in targets))
+def recorded_name(name: ServedName) -> ServedName:
+    """The name as the record has it: without a rollout, times of its own, and versions that it never pointed at."""
+    record = name.published
+    if record is not None:
+        pointed = tuple(version for version in record.versions if version.pointed_at is not None)
+        record = replace(record, versions=pointed, published_at=0.0, used_at=0.0, dropped=())
+    return replace(name, rollout=None, published=record)
 
 
-def published_names(store: IntentStore) -> dict[str, Publication]:
-    """Published names and what the store has of them, without deleted ones."""
-    found = ((name.name, name.published) for name in store.names.values())
-    return {name: record for name, record in found if record is not None and record.deleted_at is None}
-
-
-def _recorded_name(name: str, record: Publication) -> RecordedName:
-    """The published name as the record has it, without versions that its name was never pointed at."""
-    return RecordedName(
-        name=name,
-        tenant=record.tenant,
-        next_version=record.next_number,
-        versions=tuple(
-            RecordedVersion(lora_id=version.lora_id, version=version.number, digest=version.digest)
-            for version in record.versions
-            if version.pointed_at is not None
-        ),
-        replicas=record.replicas,
-        keep_versions=record.keep_versions,
-        max_staleness_s=record.max_staleness_s,
-        shadows_base=record.shadows_base,
-    )
-
-
-def _publication_of(recorded: RecordedName) -> Publication:
-    """The published name that the record has; without times, which are this fleet's own."""
-    return Publication(
-        tenant=recorded.tenant,
-        next_number=recorded.next_version,
-        versions=tuple(
-            NameVersion(lora_id=each.lora_id, number=each.version, digest=each.digest, registered_at=0.0)
-            for each in recorded.versions
-        ),
-        replicas=recorded.replicas,
-        keep_versions=recorded.keep_versions,
-        max_staleness_s=recorded.max_staleness_s,
-        shadows_base=recorded.shadows_base,
-    )
+def _is_deleted(name: ServedName) -> bool:
+    """Whether the published name was deleted, and its last versions are about to go."""
+    return name.published is not None and name.published.deleted_at is not None
 
 
 def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
@@ -116,18 +80,17 @@ def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
         found += _adapter_changes(store, ask)
     if "aliases" in parts:
         blocked = {change.name for change in found if change.change == "blocked"}
-        found += _alias_changes(store, ask, blocked)
-        if ask.prune:
-            # A published name's alias goes with the name.
-            plain = [name for name, found in store.names.items() if found.published is None]
-            found += _removals("alias", plain, {alias.name for alias in ask.record.aliases})
         found += _name_changes(store, ask, blocked)
         if ask.prune:
-            gone = _removals("alias", published_names(store), {name.name for name in ask.record.published})
-            found += [change.model_copy(update={"is_published": True}) for change in gone]
+            there = {name.name for name in ask.record.names}
+            for name in store.names.values():
+                if name.name not in there and not _is_deleted(name):
+                    found.append(_removal("alias", name.name, is_published=name.published is not None))
     if "adapters" in parts and ask.prune:
-        present = [name for name, adapter in store.adapters.items() if not adapter.is_deleting]
-        found += _removals("adapter", present, {adapter.lora_id for adapter in ask.record.adapters})
+        ids = {adapter.lora_id for adapter in ask.record.adapters}
+        for lora_id, adapter in store.adapters.items():
+            if lora_id not in ids and not adapter.is_deleting:
+                found.append(_removal("adapter", lora_id))
     if "policy" in parts and ask.record.policy is not None:
         fields = _changed(asdict(store.rules), ask.record.policy)
         if fields:
@@ -135,11 +98,10 @@ def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
     return found
 
 
-def _removals(subject: Any, here: Iterable[str], there: set[str]) -> Iterator[RecordChange]:
-    """The removals of what only this fleet has."""
-    for name in here:
-        if name not in there:
-            yield RecordChange(subject=subject, name=name, change="remove", reason="the record does not have it")
+def _removal(subject: Literal["adapter", "alias"], name: str, *, is_published: bool = False) -> RecordChange:
+    """The removal of what only this fleet has."""
+    reason = "the record does not have it"
+    return RecordChange(subject=subject, name=name, change="remove", is_published=is_published, reason=reason)
 
 
 def _adapter_changes(store: IntentStore, ask: ImportRequest) -> Iterator[RecordChange]:
@@ -194,53 +156,52 @@ def _sorted(tenants: Sequence[str] | None) -> list[str] | None:
     return None if tenants is None else sorted(set(tenants))
 
 
-def _alias_changes(store: IntentStore, ask: ImportRequest, blocked: set[str]) -> Iterator[RecordChange]:
-    """The changes of aliases, by name. An alias that is about to shift to the record's targets needs none."""
-    for alias in sorted(ask.record.aliases, key=lambda alias: alias.name):
-        wanted = tuple((target.lora_id, target.weight) for target in alias.targets)
-        present = store.names.get(alias.name) or ServedName(name=alias.name)
-        here, going = present.targets, present.active_rollout
-        if wanted in (here, here if going is None else going.after):
-            continue
-        fields = {"targets": [dict(here) or None, dict(wanted)]}
-        missing = sorted({to for to, _ in wanted if to in blocked})
-        if missing:
-            reason = f"its target {missing[0]!r} cannot be taken over"
-            yield RecordChange(subject="alias", name=alias.name, change="blocked", fields=fields, reason=reason)
-        else:
-            change = "change" if here else "add"
-            yield RecordChange.model_validate(
-                {"subject": "alias", "name": alias.name, "change": change, "fields": fields}
-            )
-
-
 def _name_changes(store: IntentStore, ask: ImportRequest, blocked: set[str]) -> Iterator[RecordChange]:
-    """The changes of published names, by name. A version counts once its adapter is there, or about to be."""
+    """The changes of names, in order. A version counts once its adapter is there, or about to be.
+
+    A name that is about to shift to the record's targets needs no change of these.
+    """
     adapters = {adapter.lora_id for adapter in ask.record.adapters} if "adapters" in ask.parts else set[str]()
     registered = (adapters | store.adapters.keys()) - blocked
-    for recorded in sorted(ask.record.published, key=lambda name: name.name):
-        here = store.publication_of(recorded.name)
-        present = store.names.get(recorded.name) or ServedName(name=recorded.name)
-        after = taken_over(_publication_of(recorded), present, registered, 0.0).published
-        fields = _changed({} if here is None else _name_fields(here), {} if after is None else _name_fields(after))
-        if recorded.name in store.adapters:
-            reason = "an adapter has this name here"
-            change = RecordChange(subject="alias", name=recorded.name, change="blocked", fields=fields, reason=reason)
-            yield change.model_copy(update={"is_published": True})
-        elif fields or (here is not None and here.deleted_at is not None):
-            yield RecordChange(
-                subject="alias",
-                name=recorded.name,
-                change="add" if here is None else "change",
-                is_published=True,
-                fields=fields,
-            )
+    for theirs in sorted(ask.record.names, key=lambda name: name.name):
+        here = store.names.get(theirs.name) or ServedName(name=theirs.name)
+        going = here.active_rollout
+        fields: dict[str, list[Any]] = {}
+        if theirs.targets and theirs.targets not in (here.targets, here.targets if going is None else going.after):
+            ours, wanted = (dict(weight_pairs(targets)) for targets in (here.targets, theirs.targets))
+            fields["targets"] = [ours or None, wanted]
+        if theirs.published is not None:
+            after = taken_over(theirs.published, here, registered, 0.0).published
+            fields |= _changed(_published_fields(here.published), _published_fields(after))
+        is_back = theirs.published is not None and _is_deleted(here)
+        if not fields and not is_back:
+            continue
+        change = RecordChange(
+            subject="alias",
+            name=theirs.name,
+            change="add" if theirs.name not in store.names else "change",
+            is_published=theirs.published is not None,
+            fields=fields,
+        )
+        reason = _blocked_name_reason(store, theirs, blocked)
+        yield change if reason is None else change.model_copy(update={"change": "blocked", "reason": reason})
 
 
-def _name_fields(record: Publication) -> dict[str, Any]:
-    """The fields of a published name that fleets share."""
-    kept = ("tenant", "next_number", "replicas", "keep_versions", "max_staleness_s", "shadows_base")
-    return {name: getattr(record, name) for name in kept} | {"versions": [each.lora_id for each in record.versions]}
+def _blocked_name_reason(store: IntentStore, theirs: ServedName, blocked: set[str]) -> str | None:
+    """Why the name cannot be taken over; None when it can."""
+    if theirs.name in store.adapters:
+        return "an adapter has this name here"
+    missing = sorted({target.lora_id for target in theirs.targets} & blocked)
+    return f"its target {missing[0]!r} cannot be taken over" if missing else None
+
+
+def _published_fields(record: Publication | None) -> dict[str, Any]:
+    """The fields of a published name that fleets share; empty for any other name."""
+    if record is None:
+        return {}
+    versions = [each.lora_id for each in record.versions]
+    shared = {"next_number": record.next_number, "shadows_base": record.shadows_base, "versions": versions}
+    return asdict(record.spec) | shared
 
 
 def _changed(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -277,9 +238,8 @@ def import_record(
     All are written together: ten thousand writes would hold up the event loop for longer than the lease. A second
     import of the same record changes nothing. Raises OrchestratorRequestError as `differences`, and StoreError.
     """
-    names = {name.name: name for name in ask.record.published}
+    names = {name.name: name for name in ask.record.names}
     adapters = {adapter.lora_id: adapter for adapter in ask.record.adapters}
-    aliases = {alias.name: alias for alias in ask.record.aliases}
 
     def made(change: RecordChange) -> RecordChange:
         """The change once it is made; blocked, with the reason, if it cannot be."""
@@ -295,12 +255,14 @@ def import_record(
                     registry.apply_spec(_spec_here(adapters[change.name], store.adapters[change.name]), actor)
                 case "alias", "remove" if change.is_published:
                     retention.delete_name(change.name, actor, "the record does not have it")
-                case "alias", _ if change.is_published:
-                    retention.take_over(change.name, _publication_of(names[change.name]), actor)
                 case "alias", "remove":
                     registry.delete_alias(change.name, actor)
                 case "alias", _:
-                    registry.put_alias(change.name, _alias_spec(aliases[change.name]), actor)
+                    theirs = names[change.name]
+                    if "targets" in change.fields:
+                        registry.put_alias(change.name, AliasSpec(targets=theirs.targets), actor)
+                    if theirs.published is not None:
+                        retention.take_over(change.name, theirs.published, actor)
                 case _:
                     assert ask.record.policy is not None, "a difference of the policy comes from a record that has one"
                     registry.patch_policy(ask.record.policy, None, actor)
@@ -310,11 +272,6 @@ def import_record(
 
     with store.together():
         return [made(change) for change in differences(store, ask)]
-
-
-def _alias_spec(alias: RecordedAlias) -> AliasSpec:
-    """The alias of the record as `PUT /v1/aliases` takes it."""
-    return AliasSpec.model_validate({"targets": [target.model_dump() for target in alias.targets]})
 
 
 def _spec_here(there: RecordedAdapter, here: RegisteredAdapter) -> AdapterSpec:

@@ -22,10 +22,9 @@ from orchestrator.core.errors import (
 )
 from orchestrator.core.source_rules import secret_part, without_secrets
 from orchestrator.model.adapters import AdapterPatch, AdapterPolicy, AdapterSpec, SecretRef
-from orchestrator.model.aliases import AliasSpec
 from orchestrator.model.changes import with_changes
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.served_names import ServedName, Targets
+from orchestrator.model.served_names import AliasSpec, ServedName, weight_pairs
 from orchestrator.model.snapshot import RegisteredAdapter, WorkerIntent, foreign_key
 from orchestrator.reconcile.served_names import NameMover
 from orchestrator.reconcile.worker_reports import WorkerReports
@@ -239,7 +238,7 @@ class AdapterRegistry:
             self._require_target(target.lora_id, "targets")
         if not sum(target.weight for target in spec.targets) > 0:
             raise OrchestratorRequestError("at least one target needs a weight above 0", param="targets")
-        self._mover.point_alias(name, _spec_targets(spec), actor, place_s=spec.place_s)
+        self._mover.point_alias(name, spec.targets, actor, place_s=spec.place_s)
         return is_new
 
     def require_rollout_target(self, name: str, to: str) -> None:
@@ -259,7 +258,7 @@ class AdapterRegistry:
         if found is None or not found.targets:
             return None
         going = found.active_rollout
-        return _etag([name, found.targets, None if going is None else going.after])
+        return _etag([name, weight_pairs(found.targets), None if going is None else weight_pairs(going.after)])
 
     def alias(self, name: str) -> ServedName:
         """The name, if it points at adapters. Raises NotFound."""
@@ -280,7 +279,7 @@ class AdapterRegistry:
             raise StateConflict(message, code="name_published", param="name")
         with self._store.together():
             self._store.drop_name(name)
-            self._store.record("alias_deleted", name, {"was": present.targets}, actor)
+            self._store.record("alias_deleted", name, {"was": weight_pairs(present.targets)}, actor)
 
     def require_free(self, name: str, param: str) -> None:
         """Raise StateConflict when the name is an alias, a published name, an adapter or a base model.
@@ -440,11 +439,6 @@ def changed_policy(rules: PlacementPolicy, changes: Mapping[str, Any]) -> Placem
 def asdict_policy(adapter: RegisteredAdapter) -> dict[str, Any]:
     """field -> value of the adapter's own policy."""
     return {name: getattr(adapter, name) for name in AdapterPolicy.model_fields}
-
-
-def _spec_targets(spec: AliasSpec) -> Targets:
-    """(lora_id, weight) of each target of the spec."""
-    return tuple((target.lora_id, target.weight) for target in spec.targets)
 
 
 def _etag(value: object) -> str:

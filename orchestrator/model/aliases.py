@@ -1,60 +1,20 @@
-"""Aliases: names whose requests are shared between adapters."""
+"""Aliases and their rollouts, as REST takes and answers them."""
 
-from math import isfinite
 from typing import Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import Field
 
 from orchestrator.model.documents import ServiceDocument, WrittenDocument
-from orchestrator.model.names import LoraId
-
-
-class AliasTarget(ServiceDocument):
-    """One target of an alias, with its share relative to the other targets."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-    lora_id: LoraId
-    weight: float = Field(default=1.0, ge=0)
-
-
-class AliasTargetSpec(AliasTarget):
-    """The same as a person writes it: unknown keys are refused. In the catalog they are ignored, as routers need."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class AliasSpec(WrittenDocument):
-    """`PUT /v1/aliases/{name}`."""
-
-    targets: tuple[AliasTargetSpec, ...] = Field(min_length=1, max_length=16)
-    place_s: float = Field(
-        default=300.0,
-        ge=0,
-        le=86400,
-        description="how long to wait for the new targets' replicas; 0 shifts at once, placed or not",
-    )
-
-    @field_validator("targets")
-    @classmethod
-    def _weights_are_valid(cls, targets: tuple[AliasTargetSpec, ...]) -> tuple[AliasTargetSpec, ...]:
-        """Raises ValueError for a target that is named twice, or weights whose sum is not finite."""
-        names = [target.lora_id for target in targets]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{twice[0]!r} is named twice; name it once, with the weight of both")
-        if not isfinite(sum(target.weight for target in targets)):
-            raise ValueError("the weights add up to more than a number can be; only their proportions count")
-        return targets
+from orchestrator.model.served_names import AliasSpec, Phase, RolloutSpec, RolloutStep, Targets
 
 
 class AliasPending(ServiceDocument):
-    """The targets that an alias is about to get.
+    """A change of the targets to those of the spec that has not been made.
 
     state   placing: waits for `lacks`; failed: the alias keeps its targets, `error` says why
     lacks   lora_id -> what is missing before the alias shifts
     """
 
-    targets: tuple[AliasTarget, ...]
     state: Literal["placing", "failed"]
     since: str
     deadline: str
@@ -62,14 +22,74 @@ class AliasPending(ServiceDocument):
     error: str | None = None
 
 
+class AliasStatus(ServiceDocument):
+    """Where requests for the alias go. `targets`: now; `pending`: why these are not those of the spec yet."""
+
+    targets: Targets
+    pending: AliasPending | None = None
+
+
 class AliasItem(ServiceDocument):
-    """One alias. `targets`: those that routers use now; `pending`: those that it is about to get."""
+    """One alias. `spec`: the targets last asked for; a rollout leads to them in steps."""
 
     name: str
-    targets: tuple[AliasTarget, ...]
-    pending: AliasPending | None = None
+    spec: AliasSpec
+    status: AliasStatus
 
 
 class AliasList(ServiceDocument):
     data: tuple[AliasItem, ...]
     next: str | None = None
+
+
+class RolloutPatch(WrittenDocument):
+    """`PATCH /v1/aliases/{name}/rollout`: pause or resume it."""
+
+    paused: bool
+
+
+class RolloutTally(ServiceDocument):
+    """Finished requests of one version since the last shift."""
+
+    requests: int
+    errors: int
+    error_rate: float
+    first_tokens: int
+    mean_first_token_s: float | None
+
+
+class RolloutStatus(ServiceDocument):
+    """A rollout, in progress or over.
+
+    state      placing (a step waits for its replicas), watching, done, rolled_back, aborted, failed (nothing shifted)
+    steps      all steps, the last of weight 1; `step`: index of the present one
+    weight     the new version's present share
+    lacks      lora_id -> what is missing before the step's shift
+    old, new   requests since the last shift; `needed`: requests of the new version that the step waits for
+    worse      why the new version is worse so far, by the rollout's own limits, before `needed` is reached; "": it is
+               not, or there are too few requests to tell
+    """
+
+    before: Targets
+    to: Targets
+    state: Phase
+    paused: bool
+    steps: tuple[RolloutStep, ...]
+    step: int
+    weight: float
+    began_at: str
+    since: str
+    lacks: dict[str, str] = Field(default_factory=dict)
+    old: RolloutTally
+    new: RolloutTally
+    needed: int
+    reason: str = ""
+    worse: str = ""
+
+
+class RolloutItem(ServiceDocument):
+    """A rollout of the alias `name`. `spec`: of a change of the alias, which has no steps, the alias's own."""
+
+    name: str
+    spec: RolloutSpec | AliasSpec
+    status: RolloutStatus

@@ -1,24 +1,17 @@
 """`POST /v1/apply`: what a fleet should have, as a person writes it. Unknown fields are refused."""
 
-from typing import Annotated, Literal, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator.model.adapters import AdapterSpec
-from orchestrator.model.aliases import AliasTargetSpec
 from orchestrator.model.changes import PolicyChanges
-from orchestrator.model.names import MOST_VERSIONS, AliasName, NameToPublish
+from orchestrator.model.names import MOST_VERSIONS, NameToPublish
+from orchestrator.model.served_names import NamedAlias, Replicas
 
 
 class _WrittenFileModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class FileAlias(_WrittenFileModel):
-    """An alias and its targets, each with its share of the sessions."""
-
-    name: AliasName
-    targets: tuple[AliasTargetSpec, ...] = Field(min_length=1, max_length=16)
 
 
 class FilePublishedName(_WrittenFileModel):
@@ -29,7 +22,7 @@ class FilePublishedName(_WrittenFileModel):
 
     name: NameToPublish
     tenant: str | None = None
-    replicas: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+    replicas: Replicas = "all"
     keep_versions: int | None = Field(default=None, ge=1, le=MOST_VERSIONS)
     max_staleness_s: float | None = Field(default=None, ge=0)
 
@@ -38,7 +31,7 @@ class FleetFile(_WrittenFileModel):
     """The sections of a file. A section that is missing says nothing; a field that is left out stays as it is."""
 
     adapters: tuple[AdapterSpec, ...] | None = Field(default=None, max_length=20_000)
-    aliases: tuple[FileAlias, ...] | None = Field(default=None, max_length=20_000)
+    aliases: tuple[NamedAlias, ...] | None = Field(default=None, max_length=20_000)
     published: tuple[FilePublishedName, ...] | None = Field(default=None, max_length=20_000)
     policy: PolicyChanges | None = None
 

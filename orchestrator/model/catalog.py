@@ -3,9 +3,9 @@
 from pydantic import Field
 
 from orchestrator.model.adapters import AdapterState
-from orchestrator.model.aliases import AliasItem
 from orchestrator.model.documents import WIRE, ServiceDocument
 from orchestrator.model.pauses import CatalogPause
+from orchestrator.model.served_names import Targets
 from orchestrator.model.workers import WorkerState
 
 
@@ -23,6 +23,13 @@ class CatalogAdapter(ServiceDocument):
     priority: int = 0
     secret: str | None = Field(default=None, description="name/key of the credentials for `source`")
     published_as: str | None = Field(default=None, description="published name that it is a version of")
+
+
+class CatalogAlias(ServiceDocument):
+    """A name in the catalog, and what requests for it get."""
+
+    name: str
+    targets: Targets
 
 
 class CatalogWorker(ServiceDocument):
@@ -55,7 +62,7 @@ class Catalog(ServiceDocument):
     revision: int
     since: int | None = Field(default=None, description="the revision that these are the changes to; null: all")
     adapters: tuple[CatalogAdapter, ...] = ()
-    aliases: tuple[AliasItem, ...] = ()
+    aliases: tuple[CatalogAlias, ...] = ()
     gone_adapters: tuple[str, ...] = Field(default=(), description="lora_ids that there are no longer")
     gone_aliases: tuple[str, ...] = Field(default=(), description="alias names that there are no longer")
     draining: tuple[Draining, ...] = ()

@@ -1,11 +1,12 @@
 """Published names: each a name whose newest version is served."""
 
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from orchestrator.model.documents import ServiceDocument, WrittenDocument
 from orchestrator.model.names import MOST_VERSIONS
+from orchestrator.model.served_names import PublishedSpec, Replicas
 
 
 class PublishSpec(WrittenDocument):
@@ -24,7 +25,7 @@ class PublishSpec(WrittenDocument):
         " `source` count as not visible yet",
     )
     base_model: str | None = Field(default=None, max_length=500)
-    replicas: int | Literal["all"] | None = Field(
+    replicas: Replicas | None = Field(
         default=None, description='workers that must have a version before the name points at it; at first "all"'
     )
     keep_versions: int | None = Field(default=None, ge=1, le=MOST_VERSIONS, description="null: the policy's")
@@ -41,11 +42,9 @@ class PublishSpec(WrittenDocument):
 
     @model_validator(mode="after")
     def _names_bytes(self) -> Self:
-        """Raises ValueError without a source and a digest, and for less than one replica."""
+        """Raises ValueError without a source and a digest."""
         if self.source is None and self.digest is None:
             raise ValueError("name `source`, where the bytes are, or `digest`, of bytes that the fleet has")
-        if isinstance(self.replicas, int) and self.replicas < 1:
-            raise ValueError(f'replicas must be at least 1, or "all"; found {self.replicas}')
         return self
 
 
@@ -63,31 +62,36 @@ class PublishedVersion(ServiceDocument):
     superseded_at: str | None = None
 
 
-class PublishedItem(ServiceDocument):
-    """A published name.
+class PublishedStatus(ServiceDocument):
+    """What a published name points at.
 
-    lora_id, digest, version  what it points at; null before its first version is ready
-    versions      all that are kept, the newest first
-    workers       workers on which that version is ready
-    is_new        whether this call made the version; false where its bytes were there already, and for reads
-    replicas      workers that must have a version before the name points at it
-    shadows_base  whether keys that may shadow base models get it in place of the base model of this name
-    revision      of the catalog that says all this; 0 from an older orchestrator
+    lora_id, digest, version  the version that it points at; null before its first version is ready
+    versions         all that are kept, the newest first
+    workers          workers on which that version is ready
+    is_new           whether this call made the version; false where its bytes were there already, and for reads
+    keep_versions    newest versions that stay: the spec's, else the policy's; so `max_staleness_s`
+    shadows_base     whether keys that may shadow base models get it in place of the base model of this name
+    revision         of the catalog that says all this
     """
 
-    name: str
     lora_id: str | None
     digest: str | None
     version: int | None
     versions: tuple[PublishedVersion, ...]
     workers: tuple[str, ...]
     is_new: bool = False
-    tenant: str | None = None
-    replicas: int | Literal["all"] = "all"
     keep_versions: int
     max_staleness_s: float
-    shadows_base: bool = False
-    revision: int = 0
+    shadows_base: bool
+    revision: int
+
+
+class PublishedItem(ServiceDocument):
+    """A published name. `spec`: how it is kept, as written."""
+
+    name: str
+    spec: PublishedSpec
+    status: PublishedStatus
 
 
 class PublishedList(ServiceDocument):

@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from orchestrator.model.adapters import WITH_SECRETS, AdapterPolicy, Secret, Tenants
-from orchestrator.model.aliases import AliasSpec, AliasTarget
-from orchestrator.model.changes import Changes
+from orchestrator.model.changes import Changes, reader_of
 from orchestrator.model.documents import WIRE, ServiceDocument, WrittenDocument
-from orchestrator.model.names import MOST_VERSIONS, AliasName, LoraId, NameToPublish
+from orchestrator.model.names import LoraId, checked_published_name
 from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.served_names import AliasSpec, ServedName
 
 
 class RecordedAdapter(ServiceDocument):
@@ -32,34 +32,6 @@ class RecordedAdapter(ServiceDocument):
         return known_fields(policy, AdapterPolicy)
 
 
-class RecordedAlias(ServiceDocument):
-    """An alias in a fleet's record."""
-
-    name: AliasName
-    targets: tuple[AliasTarget, ...] = Field(min_length=1, max_length=16)
-
-
-class RecordedVersion(ServiceDocument):
-    """A version of a published name in a fleet's record."""
-
-    lora_id: LoraId
-    version: int = Field(ge=1)
-    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
-
-
-class RecordedName(ServiceDocument):
-    """A published name in a fleet's record. Its alias and its versions are recorded as any others, too."""
-
-    name: NameToPublish
-    tenant: str | None = None
-    next_version: int = Field(default=1, ge=1)
-    versions: tuple[RecordedVersion, ...] = Field(default=(), max_length=10_000)
-    replicas: int | None = Field(default=None, ge=1, description="null: all workers")
-    keep_versions: int | None = Field(default=None, ge=1, le=MOST_VERSIONS)
-    max_staleness_s: float | None = Field(default=None, ge=0)
-    shadows_base: bool = False
-
-
 class FleetRecord(ServiceDocument):
     """`GET /v1/export`: a fleet's intent as one document. `revision`: of the fleet that wrote it.
 
@@ -67,11 +39,16 @@ class FleetRecord(ServiceDocument):
     """
 
     adapters: tuple[RecordedAdapter, ...] = Field(default=(), max_length=20_000)
-    aliases: tuple[RecordedAlias, ...] = Field(default=(), max_length=20_000)
-    published: tuple[RecordedName, ...] = Field(default=(), max_length=20_000)
+    names: tuple[ServedName, ...] = Field(default=(), max_length=20_000)
     policy: Annotated[dict[str, Any], Changes(PlacementPolicy, is_lenient=True)] | None = None
     revision: int = 0
     wire: int = WIRE
+
+    @field_validator("names", mode="before")
+    @classmethod
+    def _reads_names_leniently(cls, names: object) -> object:
+        """The names without fields that this version does not know: the record may be that of a newer fleet."""
+        return reader_of(tuple[ServedName, ...]).validate_python(names, extra="ignore")
 
 
 def known_fields(value: object, model: type[BaseModel]) -> object:
@@ -104,13 +81,15 @@ class ImportRequest(WrittenDocument):
     @model_validator(mode="after")
     def _can_be_written(self) -> Self:
         """Raises ValueError for what no fleet writes: a file may have been edited by hand."""
-        for alias in self.record.aliases:
-            AliasSpec.model_validate({"targets": [target.model_dump() for target in alias.targets]})
+        for name in self.record.names:
+            if name.targets:
+                AliasSpec(targets=name.targets)
+            if name.published is not None:
+                checked_published_name(name.name)
         for adapter in self.record.adapters:
             if adapter.secret_ref is not None and not adapter.source.startswith(WITH_SECRETS):
                 raise ValueError(f"{adapter.lora_id}: secret_ref counts for hf:// and https:// sources")
-        names = [adapter.lora_id for adapter in self.record.adapters], [alias.name for alias in self.record.aliases]
-        for rows in (*names, [name.name for name in self.record.published]):
+        for rows in ([each.lora_id for each in self.record.adapters], [each.name for each in self.record.names]):
             if len(set(rows)) < len(rows):
                 twice = next(name for name in rows if rows.count(name) > 1)
                 raise ValueError(f"{twice!r} is in the record twice; expected once")

@@ -5,35 +5,98 @@ All times are Unix times, because a name outlives the process that moves it.
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from math import isfinite
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Len, Lt
 
 from lorafleet.identity import split_version_id
+from orchestrator.model.names import MOST_VERSIONS, RESOURCE, AliasName, LoraId, Pattern
 
-Targets = tuple[tuple[str, float], ...]
-"""(lora_id, weight) each."""
 Phase = Literal["placing", "watching", "done", "rolled_back", "aborted", "failed"]
 
 ACTIVE: frozenset[Phase] = frozenset({"placing", "watching"})
 
 
+Replicas = Annotated[int, Ge(1)] | Literal["all"]
+
+
 @dataclass(frozen=True, slots=True)
-class WeightStep:
-    """One step of a rollout: the new targets' share of the name (0 < weight <= 1), for at least `for_s` seconds.
+class AliasTarget:
+    """One target of a name, with its share relative to the other targets."""
 
-    New targets that the name points at already keep a higher share.
-    """
+    __pydantic_config__ = RESOURCE
 
-    weight: float
-    for_s: float
+    lora_id: LoraId
+    weight: Annotated[float, Ge(0)] = 1.0
+
+
+Targets = tuple[AliasTarget, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutGuard:
-    """The thresholds of a regression. `max_first_token_ratio`: None compares errors only."""
+class AliasSpec:
+    """`PUT /v1/aliases/{name}`."""
 
-    max_error_rate_increase: float = 0.02
-    max_first_token_ratio: float | None = 1.5
-    min_requests: int = 50
+    __pydantic_config__ = RESOURCE
+
+    targets: Annotated[Targets, Len(1, 16)]
+    place_s: Annotated[float, Ge(0), Le(86400)] = 300.0
+    """how long to wait for the new targets' replicas; 0 shifts at once, placed or not"""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a target that is named twice, or weights whose sum is not finite."""
+        names = [target.lora_id for target in self.targets]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]!r} is named twice; name it once, with the weight of both")
+        if not isfinite(sum(target.weight for target in self.targets)):
+            raise ValueError("the weights add up to more than a number can be; only their proportions count")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedAlias(AliasSpec):
+    """An alias as people write it into a file or a ConfigMap."""
+
+    __pydantic_config__ = RESOURCE
+
+    name: AliasName
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStep:
+    """One step of a rollout. New targets that the name points at already keep a higher share."""
+
+    __pydantic_config__ = RESOURCE
+
+    weight: Annotated[float, Gt(0), Le(1)]
+    """share of the alias's sessions that go to the new version"""
+    for_s: Annotated[float, Ge(0), Le(30 * 86400)] = 300.0
+    """shortest duration; with 0 `min_requests` does not count"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSpec:
+    """`POST /v1/aliases/{name}/rollout`. A last step of weight 1 is added where it is missing."""
+
+    __pydantic_config__ = RESOURCE
+
+    to: LoraId
+    steps: Annotated[tuple[RolloutStep, ...], Len(1, 32)] = (RolloutStep(0.05), RolloutStep(0.25), RolloutStep(1.0))
+    max_error_rate_increase: Annotated[float, Ge(0), Lt(1)] = 0.02
+    """roll back when the error rate exceeds the old version's by more than this"""
+    max_first_token_ratio: Annotated[float, Ge(1)] | None = 1.5
+    """roll back when the mean first-token time is above this factor of the old version's; null: never"""
+    min_requests: Annotated[int, Ge(0)] = 50
+    """finished requests of the new version in each step before it is compared"""
+    place_s: Annotated[float, Gt(0), Le(86400)] = 300.0
+    """how long each step may wait for its replicas"""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless each step's weight is above the one before."""
+        weights = [step.weight for step in self.steps]
+        if any(later <= earlier for earlier, later in pairwise(weights)):
+            raise ValueError(f"weights must rise from step to step, found {weights}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +131,10 @@ class RequestTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A name's way to other targets, in steps. A switch is a rollout of one step without a guard.
+    """A name's way to other targets. A switch is a rollout of one step that is not watched.
 
     before, after   old and new targets of the name, with their weights as written
-    steps           rising weights, the last 1
-    guard           None: a switch, which is not watched
+    spec            as it was asked for, with a last step of weight 1; None: a switch
     place_s         how long a step may wait for its replicas
     step            index of the step that is placed or watched; `since`: when that began
     paused_at       since when it is paused; None while it runs
@@ -83,8 +145,7 @@ class Rollout:
 
     before: Targets
     after: Targets
-    steps: tuple[WeightStep, ...] = (WeightStep(1.0, 0.0),)
-    guard: RolloutGuard | None = None
+    spec: RolloutSpec | None = None
     place_s: float = 300.0
     began_at: float
     since: float
@@ -96,6 +157,11 @@ class Rollout:
     new: RequestTally = RequestTally()
     baseline: RequestTally = RequestTally()
     reason: str = ""
+
+    @property
+    def steps(self) -> tuple[RolloutStep, ...]:
+        """Rising weights, the last 1."""
+        return self.spec.steps if self.spec is not None else (RolloutStep(1.0, 0.0),)
 
     @property
     def is_active(self) -> bool:
@@ -121,39 +187,49 @@ class NameVersion:
     superseded_at  when the name was pointed elsewhere; None while it is the name's target
     """
 
-    lora_id: str
-    number: int
-    digest: str
+    lora_id: LoraId
+    number: Annotated[int, Ge(1)]
+    digest: Annotated[str, Pattern(r"^[0-9a-f]{64}$")]
     registered_at: float
     pointed_at: float | None = None
     superseded_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedSpec:
+    """How a published name is kept."""
+
+    __pydantic_config__ = RESOURCE
+
+    tenant: str | None = None
+    """tenant that may publish under the name and use it; null: operators publish, everyone uses"""
+    replicas: Replicas = "all"
+    """workers that must have a version before the name points at it"""
+    keep_versions: Annotated[int, Ge(1), Le(MOST_VERSIONS)] | None = None
+    """newest versions that stay; null: the policy's"""
+    max_staleness_s: Annotated[float, Ge(0)] | None = None
+    """how long a superseded version stays, 0: no limit; null: the policy's"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
     """What a published name has beyond its targets: the versions that a trainer publishes, and how they are kept.
 
-    tenant           tenant that may publish under the name and use it; None: operators publish, everyone uses
-    next_number      number of the next version; numbers are never used twice
-    versions         registered versions, the oldest first
-    published_at     when it was last published
-    used_at          when a request for it was last noted; more recent ones may be known
-    replicas         workers that must have a version before the name points at it; None: all
-    keep_versions    newest versions that stay; None: the policy's
-    max_staleness_s  how long a superseded version stays; None: the policy's
-    shadows_base     whether keys that may shadow a base model get the name in place of the base model of this name
-    dropped          digests of the versions retired last, whose files workers may delete at once
-    deleted_at       when the name was deleted, and its versions are about to go; None while the name exists
+    spec          how the name is kept, as written
+    next_number   number of the next version; numbers are never used twice
+    versions      registered versions, the oldest first
+    published_at  when it was last published
+    used_at       when a request for it was last noted; more recent ones may be known
+    shadows_base  whether keys that may shadow a base model get the name in place of the base model of this name
+    dropped       digests of the versions retired last, whose files workers may delete at once
+    deleted_at    when the name was deleted, and its versions are about to go; None while the name exists
     """
 
-    tenant: str | None = None
-    next_number: int = 1
-    versions: tuple[NameVersion, ...] = ()
+    spec: PublishedSpec = PublishedSpec()
+    next_number: Annotated[int, Ge(1)] = 1
+    versions: Annotated[tuple[NameVersion, ...], Len(0, 10_000)] = ()
     published_at: float = 0.0
     used_at: float = 0.0
-    replicas: int | None = None
-    keep_versions: int | None = None
-    max_staleness_s: float | None = None
     shadows_base: bool = False
     dropped: tuple[str, ...] = ()
     deleted_at: float | None = None
@@ -177,8 +253,8 @@ class ServedName:
     published  versions and retention of a published name; None: an alias
     """
 
-    name: str
-    targets: Targets = ()
+    name: AliasName
+    targets: Annotated[Targets, Len(0, 16)] = ()
     rollout: Rollout | None = None
     published: Publication | None = None
 
@@ -196,21 +272,26 @@ class ServedName:
     def needed_ids(self) -> frozenset[str]:
         """lora_ids that the name points at, or that its rollout in progress leads from or to."""
         going = self.active_rollout
-        ids = frozenset(lora_id for lora_id, _ in self.targets)
+        ids = frozenset(target.lora_id for target in self.targets)
         return ids if going is None else ids | going.old_ids | going.new_ids
 
     @property
     def current_version(self) -> NameVersion | None:
         """The version that a published name points at; None before its first is ready, and for an alias."""
-        ids = {lora_id for lora_id, _ in self.targets}
+        ids = {target.lora_id for target in self.targets}
         versions = () if self.published is None else self.published.versions
         return next((each for each in versions if each.lora_id in ids and each.pointed_at is not None), None)
 
 
 def traffic_shares(targets: Targets) -> dict[str, float]:
     """lora_id -> share of the name's traffic, without targets of weight 0, or too small a weight for any share."""
-    total = sum(weight for _, weight in targets)
-    return {lora_id: weight / total for lora_id, weight in targets if weight > 0 and weight / total > 0}
+    total = sum(target.weight for target in targets)
+    return {each.lora_id: each.weight / total for each in targets if each.weight > 0 and each.weight / total > 0}
+
+
+def weight_pairs(targets: Targets) -> list[tuple[str, float]]:
+    """(lora_id, weight) of each target: how the history and ETags have them."""
+    return [(target.lora_id, target.weight) for target in targets]
 
 
 def is_retired_version(lora_id: str, next_numbers: Mapping[str, int], registered: Container[str]) -> bool:

@@ -11,10 +11,8 @@ from typing import Literal
 from lorafleet.service.numbered_log import NumberedLog
 from lorafleet.service.times import utc_text
 from orchestrator.core.errors import EventsExpired
-from orchestrator.model.aliases import AliasItem, AliasTarget
-from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker, Draining, FleetEvent
+from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogAlias, CatalogWorker, Draining, FleetEvent
 from orchestrator.model.pauses import CatalogPause
-from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 
@@ -33,7 +31,7 @@ class CatalogBook:
         self._most_changes = buffer
         self._adapters: dict[str, CatalogAdapter] = {}
         self._sources: dict[str, tuple[RegisteredAdapter, str, str | None]] = {}
-        self._aliases: dict[str, AliasItem] = {}
+        self._aliases: dict[str, CatalogAlias] = {}
         self._workers: dict[str, CatalogWorker] = {}
         self._draining: tuple[Draining, ...] = ()
         self._pauses: dict[str, CatalogPause] = {}
@@ -160,7 +158,7 @@ class CatalogBook:
         for name, found in self._store.names.items():
             if not found.targets:
                 continue
-            item = alias_item(found)
+            item = CatalogAlias(name=name, targets=found.targets)
             if self._aliases.get(name) != item:
                 changed = self.emit_event("alias_changed", message=name)
                 self._aliases[name] = item
@@ -243,9 +241,3 @@ class CatalogBook:
                     yield f"id: {event.id}\nevent: {event.type}\ndata: {visible.model_dump_json()}\n\n"
             if not events:
                 yield ": still here\n\n"
-
-
-def alias_item(name: ServedName) -> AliasItem:
-    """The wire model of a name that points at adapters."""
-    targets = tuple(AliasTarget(lora_id=lora_id, weight=weight) for lora_id, weight in name.targets)
-    return AliasItem(name=name.name, targets=targets)

@@ -35,14 +35,15 @@ from orchestrator.core.rollout import (
     with_last_step,
 )
 from orchestrator.model.served_names import (
+    AliasTarget,
     NameVersion,
     Publication,
     RequestTally,
     Rollout,
-    RolloutGuard,
+    RolloutSpec,
     ServedName,
     Targets,
-    WeightStep,
+    weight_pairs,
 )
 from orchestrator.model.snapshot import DemandSnapshot, Intent, ObservedWorker, RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
@@ -122,7 +123,7 @@ class NameMover:
         """
         present = self._store.names.get(name) or ServedName(name=name)
         was, going = present.targets, present.active_rollout
-        if going is not None and going.guard is not None:
+        if going is not None and going.spec is not None:
             raise StateConflict(
                 f"a rollout of {name!r} is under way; wait for its end or abort it"
                 f" (DELETE /v1/aliases/{name}/rollout), then change the alias",
@@ -140,7 +141,8 @@ class NameMover:
             elif targets != was or present.rollout is not None:
                 self._store.put_name(replace(present, targets=targets, rollout=None))
             if is_at_once and targets != was:
-                self._store.record("alias_set", name, {"targets": targets, "was": was or None}, actor)
+                body = {"targets": weight_pairs(targets), "was": weight_pairs(was) or None}
+                self._store.record("alias_set", name, body, actor)
         if not is_at_once:
             self._advance_now(name)
 
@@ -152,36 +154,33 @@ class NameMover:
         present = self._store.names[name]
         with self._store.together():
             self._store.put_name(after_pointing(present, version.lora_id, self._wall()))
-            was = present.targets or None
+            was = weight_pairs(present.targets) or None
             body = {"lora_id": version.lora_id, "digest": version.digest, "was": was, "is_new": is_new}
             self._store.record("name_published", name, body, actor)
 
-    def start_rollout(
-        self, alias: str, to: str, steps: Sequence[WeightStep], guard: RolloutGuard, actor: str, *, place_s: float
-    ) -> tuple[Rollout, bool]:
+    def start_rollout(self, alias: str, spec: RolloutSpec, actor: str) -> tuple[Rollout, bool]:
         """Store a new rollout and advance it; returns it, and whether it is new: the same one again changes nothing.
-
-        place_s  how long each step may wait for its replicas
 
         Raises StateConflict while another rollout or change of the alias is in progress, OrchestratorRequestError when
         the alias has only this target already.
         """
         present = self._store.names[alias]
         before, known = present.targets, present.active_rollout
-        after, way = ((to, 1.0),), with_last_step(tuple(steps))
+        whole = with_last_step(spec)
         if known is not None:
-            if (known.after, known.steps, known.guard, known.place_s) == (after, way, guard, place_s):
+            if known.spec == whole:
                 return known, False
-            kind = "a rollout" if known.guard is not None else "a change"
+            kind = "a rollout" if known.spec is not None else "a change"
             raise StateConflict(
                 f"{kind} of {alias!r} is under way; wait for its end or abort it (DELETE /v1/aliases/{alias}/rollout)",
                 code="rollout_running",
                 param="name",
             )
-        if [lora_id for lora_id, weight in before if weight > 0] == [to]:
-            raise OrchestratorRequestError(f"alias {alias!r} points at {to!r} alone already", param="to")
+        if [target.lora_id for target in before if target.weight > 0] == [spec.to]:
+            raise OrchestratorRequestError(f"alias {alias!r} points at {spec.to!r} alone already", param="to")
         now = self._wall()
-        rollout = Rollout(before=before, after=after, steps=way, guard=guard, place_s=place_s, began_at=now, since=now)
+        after = (AliasTarget(spec.to),)
+        rollout = Rollout(before=before, after=after, spec=whole, place_s=spec.place_s, began_at=now, since=now)
         counted = {lora_id: self._finished_requests(lora_id, self._requests_in_flight()) for lora_id in rollout.old_ids}
         rollout = replace(rollout, baseline=sum(counted.values(), RequestTally()))
         with self._store.together():
@@ -246,7 +245,12 @@ class NameMover:
         self._store.record(
             "alias_rollout",
             name.name,
-            {"what": "began", "from": rollout.before, "to": rollout.after, "watched": rollout.guard is not None},
+            {
+                "what": "began",
+                "from": weight_pairs(rollout.before),
+                "to": weight_pairs(rollout.after),
+                "watched": rollout.spec is not None,
+            },
             actor,
         )
 
@@ -282,9 +286,9 @@ class NameMover:
     ) -> None:
         """Store the rollout's new state and the alias's new targets, with log and event.
 
-        History is written only for a changed phase, step or pause. A switch (no guard) that is done is removed.
+        History is written only for a changed phase, step or pause. A switch that is done is removed.
         """
-        is_over_switch = after.phase == "done" and after.guard is None
+        is_over_switch = after.phase == "done" and after.spec is None
         present = self._store.names[alias]
         moved = replace(
             present,
@@ -295,12 +299,12 @@ class NameMover:
             self._store.put_name(moved)
             if moved.targets != present.targets:
                 why = after.reason or f"rollout: {progress}"
-                body = {"targets": moved.targets, "was": present.targets, "why": why}
+                body = {"targets": weight_pairs(moved.targets), "was": weight_pairs(present.targets), "why": why}
                 self._store.record("alias_set", alias, body, actor)
             is_step = (before.phase, before.step, before.paused_at) != (after.phase, after.step, after.paused_at)
-            if is_step and (after.guard is not None or after.phase != "watching"):
+            if is_step and (after.spec is not None or after.phase != "watching"):
                 self._store.record("alias_rollout", alias, {"what": progress, "why": after.reason}, actor)
-        log.info("rollout", alias=alias, progress=progress, why=after.reason, targets=targets)
+        log.info("rollout", alias=alias, progress=progress, why=after.reason, targets=targets and weight_pairs(targets))
         self._catalog.emit_event(
             "alias_rollout", message=f"{alias}: {progress}" + (f": {after.reason}" if after.reason else "")
         )

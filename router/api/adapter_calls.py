@@ -58,9 +58,15 @@ class UnloadCall(msgspec.Struct, frozen=True):
 
 
 class _CatalogRevision(msgspec.Struct, frozen=True):
-    """The part of a publish's answer that this router needs: the catalog revision with the new version."""
+    """The catalog revision that has a new version."""
 
     revision: int = 0
+
+
+class _PublishAnswer(msgspec.Struct, frozen=True):
+    """The part of a publish's answer that this router needs."""
+
+    status: _CatalogRevision = _CatalogRevision()
 
 
 class _Refusal(Exception):
@@ -160,7 +166,7 @@ class _FleetPublisher:
         The orchestrator does not wait for a router that it holds for cut off, and this one may be.
         """
         discovery = self._services.discovery
-        revision = msgspec.json.decode(answer.content, type=_CatalogRevision).revision
+        revision = msgspec.json.decode(answer.content, type=_PublishAnswer).status.revision
         left_s = deadline - self._services.clock()
         if not await discovery.changes.until(lambda: discovery.fleet.revision >= revision, timeout_s=left_s):
             message = (

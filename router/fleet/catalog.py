@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from lorafleet.identity import engine_name
-from orchestrator.model.aliases import AliasItem
-from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker
+from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogAlias, CatalogWorker
 from orchestrator.model.names import checked_lora_id
 from orchestrator.model.pauses import CatalogPause
 from router.core.fleet import AdapterAlias, RoutableAdapter
@@ -83,7 +82,7 @@ def _routable(adapter: CatalogAdapter) -> RoutableAdapter:
     )
 
 
-def _alias(alias: AliasItem) -> AdapterAlias:
+def _alias(alias: CatalogAlias) -> AdapterAlias:
     """The alias as requests are resolved by it."""
     return AdapterAlias(alias.name, tuple((target.lora_id, target.weight) for target in alias.targets))
 

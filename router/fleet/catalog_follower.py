@@ -155,7 +155,7 @@ class CatalogFollower:
 
     def _adopt_answer(self, content: bytes) -> None:
         """Put a catalog or its changes in force, and save them. Raises ValueError for invalid ones."""
-        answer = Catalog.model_validate_json(content)
+        answer = Catalog.model_validate_json(content, extra="ignore")
         if answer.since is None:
             self._adopt(router_catalog(answer))
             if self._saved is not None:

@@ -92,7 +92,7 @@ class SavedCatalog:
         A change that is broken, or that does not follow from those before it, is left out, and logged.
         """
         try:
-            catalog = router_catalog(Catalog.model_validate_json(self.file.read_bytes()))
+            catalog = router_catalog(Catalog.model_validate_json(self.file.read_bytes(), extra="ignore"))
             lines = self.changes_file.read_bytes().splitlines() if self.changes_file.exists() else []
         except FileNotFoundError:
             return None
@@ -102,7 +102,7 @@ class SavedCatalog:
         unused = 0
         for line in lines:
             try:
-                changed = with_changes(catalog, Catalog.model_validate_json(line))
+                changed = with_changes(catalog, Catalog.model_validate_json(line, extra="ignore"))
             except ValidationError:
                 changed = None  # cut off while it was written
             # Not the end: another process's next line may say the same from an earlier revision on.

@@ -48,7 +48,7 @@ async def undo(page) -> None:
 
 
 def published(scene: ConsoleScene) -> dict:
-    return scene.call("GET", "/v1/published/policy").json()
+    return scene.call("GET", "/v1/published/policy").json()["status"]
 
 
 async def test_a_pause_says_who_paused_and_what_waits_and_is_ended_and_renewed(scene, page):
@@ -106,14 +106,14 @@ async def test_what_a_name_keeps_is_set_and_taken_back(scene, page):
 
 
 async def test_a_new_alias_takes_no_name_that_leads_somewhere_already(scene, page):
-    before = scene.call("GET", "/v1/aliases/sql").json()["targets"]
+    before = scene.call("GET", "/v1/aliases/sql").json()["status"]["targets"]
     await visit(page, "/aliases")
     await page.click("button:text-is('New alias')")
     await page.fill("dialog .form label:has-text('Alias') input", "sql")
     await page.fill("dialog input[aria-label='Target 1']", "legal/v2")
     await page.click("dialog button:text-is('Make it')")
     await page.wait_for_selector("dialog [role=alert]:has-text('sql is an alias already')")
-    assert scene.call("GET", "/v1/aliases/sql").json()["targets"] == before
+    assert scene.call("GET", "/v1/aliases/sql").json()["status"]["targets"] == before
 
 
 async def test_a_pin_changes_nothing_that_others_have_changed_since_the_page_was_read(scene, page):

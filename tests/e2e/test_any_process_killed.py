@@ -85,7 +85,7 @@ def intent(fleet: RunningFleet) -> dict[str, Any]:
     return {
         "policy": fleet.get(f"{url}/v1/policy"),
         "adapters": {one["lora_id"]: (one["digest"], one["source"], one["policy"]) for one in adapters},
-        "aliases": {one["name"]: one["targets"] for one in aliases},
+        "aliases": {one["name"]: one["status"]["targets"] for one in aliases},
     }
 
 

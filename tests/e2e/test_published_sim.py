@@ -178,7 +178,7 @@ async def test_runs_of_two_teams_use_one_name_and_one_of_them_the_base_models(tm
         assert (cards[0]["id"], cards[0]["root"]) == ("tiny-qwen", "team-a/tiny-qwen/v1")
         assert "trl-policy-v1" in {card["id"] for card in cards}
         listed = (await fleet.http.get("/v1/published/tiny-qwen", **team)).json()
-        assert listed["shadows_base"]
+        assert listed["status"]["shadows_base"]
 
 
 VERSIONS = 12

@@ -65,6 +65,6 @@ def test_no_answer_is_of_another_version_while_processes_are_killed(
         assert not kinds, "each kind was killed"
         assert trainer.status() == 0, trainer.output()
     assert f"{steps} steps: 0 answers of another version, 0 cache hits across versions" in trainer.output()
-    published = fleet.get(f"{fleet.orchestrator}/v1/published/{name}")
+    published = fleet.get(f"{fleet.orchestrator}/v1/published/{name}")["status"]
     until(lambda: len(fleet.held_by(published["lora_id"])) == 2, within_s=30, what="both workers have the last version")
     assert fleet.ask(model=name).headers["x-lorafleet-adapter"].startswith(f"{published['lora_id']}@")

@@ -76,7 +76,7 @@ def traffic(fleet: RunningFleet, alias: str) -> Iterator[AliasTraffic]:
 
 
 def rolled_out(fleet: RunningFleet, alias: str, to: str, **limits: float) -> tuple[dict, AliasTraffic]:
-    """The rollout at its end, and the traffic that went on before, while and after it ran."""
+    """The rollout's state at its end, and the traffic that went on before, while and after it ran."""
     url = f"{fleet.orchestrator}/v1/aliases/{alias}"
     assert fleet.http("PUT", url, json={"targets": [{"lora_id": V1}]}).status_code == 201
     until(lambda: fleet.ask(model=alias).status_code == 200, within_s=10, what="the router knows the alias")
@@ -85,8 +85,8 @@ def rolled_out(fleet: RunningFleet, alias: str, to: str, **limits: float) -> tup
         body = {"to": to, "steps": STEPS, "min_requests": 20, "place_s": 10} | limits
         assert fleet.http("POST", f"{url}/rollout", json=body).status_code == 201
         ends = ("done", "rolled_back", "failed")
-        until(lambda: fleet.get(f"{url}/rollout")["state"] in ends, within_s=30, what="the rollout ends")
-        (last,) = [target["lora_id"] for target in fleet.get(url)["targets"]]
+        until(lambda: fleet.get(f"{url}/rollout")["status"]["state"] in ends, within_s=30, what="the rollout ends")
+        (last,) = [target["lora_id"] for target in fleet.get(url)["status"]["targets"]]
         until(lambda: fleet.ask(model=alias).headers["x-lorafleet-adapter"].startswith(last), within_s=10, what=last)
         before = {user: len(found) for user, found in going.served.items()}
         until(
@@ -94,7 +94,7 @@ def rolled_out(fleet: RunningFleet, alias: str, to: str, **limits: float) -> tup
             within_s=10,
             what="everybody was served after it",
         )
-    return fleet.get(f"{url}/rollout"), going
+    return fleet.get(f"{url}/rollout")["status"], going
 
 
 def test_a_sound_version_arrives_without_one_failed_request_and_no_user_goes_back_and_forth(

@@ -74,7 +74,7 @@ async def test_a_published_versions_bytes_are_asked_for_by_their_digest_while_th
         spec = {"source": sources[step], "keep_versions": 2}
         published = await fleet.http.post(f"/v1/published/{quote(name, safe='')}", json=spec)
         assert published.status_code == 200, published.text
-        digests.append(published.json()["digest"][:12])
+        digests.append(published.json()["status"]["digest"][:12])
     assert await asked(fleet, name) == (200, f"{name}/v3@{digests[2]}")
     assert await asked(fleet, f"{name}@{digests[2]}") == (200, f"{name}/v3@{digests[2]}")
     assert await asked(fleet, f"{name}@{digests[1]}") == (200, f"{name}/v2@{digests[1]}")

@@ -175,4 +175,4 @@ def test_record_is_exported_as_one_document(fleet: FoundingFleet) -> None:
     record = fleet.get(f"{fleet.orchestrator}/v1/export")
     adapters = {item["lora_id"]: item for item in record["adapters"]}
     assert len(adapters[SQL]["digest"]) == 64
-    assert {"aliases", "policy"} <= record.keys()
+    assert {"names", "policy"} <= record.keys()

@@ -7,7 +7,7 @@ import yaml
 
 from orchestrator.configmaps.objects import STATUS
 from orchestrator.model.adapters import AdapterPatch
-from orchestrator.model.aliases import AliasSpec
+from orchestrator.model.served_names import AliasSpec, AliasTarget
 from tests.helm.rendering import CHART, RELEASE
 from tests.kube.api import connected
 from tests.kube.stores import FLEET
@@ -118,11 +118,11 @@ async def test_a_text_that_is_applied_on_the_server_stays_its_owners(release, in
         await manifests.apply(f"sql-{number}", {"lora_id": f"sql/v{number}", "source": f"hf://acme/sql-{number}"})
     await apply("sql/v1")
     await until(lambda: instance.store.targets_of("sql"))
-    instance.registry.put_alias("sql", AliasSpec.model_validate({"targets": [{"lora_id": "sql/v2"}]}), "me")
+    instance.registry.put_alias("sql", AliasSpec(targets=(AliasTarget("sql/v2"),)), "me")
     await instance.store.wait_durable()
     await manifests.said("sql", "set over REST, beside the text of the client that applies it: targets")
     assert "sql/v1" in (await manifests.get("sql"))["data"]["alias.yaml"]
     await apply("sql/v1")
-    assert instance.store.targets_of("sql") == (("sql/v2", 1.0),)
+    assert instance.store.targets_of("sql") == (AliasTarget("sql/v2", 1.0),)
     await apply("sql/v3")
-    await until(lambda: instance.store.targets_of("sql") == (("sql/v3", 1.0),))
+    await until(lambda: instance.store.targets_of("sql") == (AliasTarget("sql/v3", 1.0),))

@@ -10,7 +10,7 @@ from orchestrator.configmaps.objects import FLEET, KIND, RECORD, adapter_object_
 from orchestrator.core.errors import StateConflict
 from orchestrator.model.adapters import AdapterPatch, AdapterSpec
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.served_names import NameVersion, Publication, ServedName
+from orchestrator.model.served_names import AliasTarget, NameVersion, Publication, ServedName
 from tests.kube.stores import FLEET as FLEET_NAME
 from tests.patience import until
 
@@ -243,7 +243,9 @@ async def test_an_alias_may_be_applied_before_its_adapters(instance, manifests):
 
 async def test_the_object_of_a_published_name_comes_back_with_its_versions(instance, manifests):
     version = NameVersion(lora_id="run/v1", number=1, digest="d" * 64, registered_at=1.0, pointed_at=1.0)
-    run = ServedName(name="run", targets=(("run/v1", 1.0),), published=Publication(next_number=2, versions=(version,)))
+    run = ServedName(
+        name="run", targets=(AliasTarget("run/v1", 1.0),), published=Publication(next_number=2, versions=(version,))
+    )
     instance.store.put_name(run)
     await instance.store.wait_durable()
     first = await manifests.get(alias_object_name("run"))

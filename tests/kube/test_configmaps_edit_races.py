@@ -9,9 +9,11 @@ import copy
 import pytest
 import yaml
 
-from orchestrator.configmaps.objects import NamedAlias, adapter_object_name, alias_object_name
+from orchestrator.configmaps.objects import adapter_object_name, alias_object_name
 from orchestrator.core.errors import StateConflict
 from orchestrator.model.adapters import AdapterPatch, AdapterSpec
+from orchestrator.model.changes import reader_of
+from orchestrator.model.served_names import NamedAlias
 from tests.patience import until
 
 SQL = {"lora_id": "sql/v1", "source": "hf://acme/sql"}
@@ -31,7 +33,7 @@ def _policy(loading):
 
 KINDS = {
     "adapter": (_adapter, lambda store: store.adapters["sql/v1"].tenants[0]),
-    "alias": (_alias, lambda store: store.targets_of("best")[0][0].removesuffix("/v1")),
+    "alias": (_alias, lambda store: store.targets_of("best")[0].lora_id.removesuffix("/v1")),
     "policy": (_policy, lambda store: {"lazy": "a", "eager": "b"}[store.rules.loading]),
 }
 
@@ -200,9 +202,13 @@ async def test_an_edit_beside_the_rewriting_of_its_text_is_kept(slow, kube):
 async def test_our_own_deletion_seen_before_its_answer_deletes_no_new_row(slow, manifests, kind):
     registry, store = slow.instance.registry, slow.store
     body, value = KINDS[kind]
+    alias_of = reader_of(NamedAlias).validate_python
     put, name = {
         "adapter": (lambda said: registry.register(AdapterSpec.model_validate(said)), adapter_object_name("sql/v1")),
-        "alias": (lambda said: registry.put_alias("best", NamedAlias.model_validate(said)), alias_object_name("best")),
+        "alias": (
+            lambda said: registry.put_alias("best", alias_of(said)),
+            alias_object_name("best"),
+        ),
     }[kind]
     for target in "ab":
         registry.register(AdapterSpec(lora_id=f"{target}/v1", source="x"))

@@ -10,7 +10,7 @@ from lorafleet.kube.errors import KubeError
 from orchestrator.configmaps.objects import RECORD, adapter_object_name, alias_object_name
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.model.adapters import AdapterSpec
-from orchestrator.model.served_names import ServedName
+from orchestrator.model.served_names import AliasTarget, ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from tests.patience import patience, until, within
 
@@ -108,7 +108,7 @@ async def test_an_object_deleted_before_a_new_leader_reads_it_stays_deleted(inst
     before = await instances.lead()
     before.store.put_adapter(SQL)
     if is_alias:
-        before.store.put_name(ServedName(name="prod", targets=(("sql/v1", 1.0),)))
+        before.store.put_name(ServedName(name="prod", targets=(AliasTarget("sql/v1", 1.0),)))
     await before.store.wait_durable()
     await instances.close(before)
     instance = await instances.lead(is_looking=False)
@@ -168,14 +168,14 @@ async def test_an_object_with_an_annotation_that_cannot_be_read_holds_up_no_othe
     await manifests.patch("b-prod", {"annotations": {RECORD: '{"of": "another release"}'}})
     await manifests.apply("c-late", {"name": "late", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
     await until(lambda: instance.store.targets_of("late"))
-    assert instance.store.targets_of("prod") == (("sql/v1", 1.0),)
+    assert instance.store.targets_of("prod") == (AliasTarget("sql/v1", 1.0),)
 
     async def is_written_again():
         return (await manifests.get("b-prod"))["metadata"]["annotations"][RECORD] == record
 
     await until(is_written_again)
     await manifests.patch("b-prod", {"annotations": {RECORD: changed}})
-    await until(lambda: instance.store.targets_of("prod") == (("sql/v1", 2.0),))
+    await until(lambda: instance.store.targets_of("prod") == (AliasTarget("sql/v1", 2.0),))
 
 
 async def test_a_fault_of_ours_at_one_object_holds_up_no_other(instance, manifests, monkeypatch):
@@ -328,7 +328,7 @@ async def test_restoring_a_cluster_from_before_an_adapter_deletes_it_nowhere(ins
 async def test_losing_all_configmaps_removes_nothing_from_the_fleet(instance, instances, kube, seed):
     kube.faults.slow_down(random.Random(seed), requests_s=0.02, answers_s=0.04)
     instance.store.put_adapter(SQL)
-    instance.store.put_name(ServedName(name="sql", targets=(("sql/v1", 1.0),)))
+    instance.store.put_name(ServedName(name="sql", targets=(AliasTarget("sql/v1", 1.0),)))
     await instance.store.wait_durable()
     await remembered(kube, "sql/v1")
     server = kube.ours

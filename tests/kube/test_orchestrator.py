@@ -107,7 +107,7 @@ async def test_kubectl_apply_serves_an_adapter_and_kubectl_delete_removes_it(
 
     async def has_shifted():
         answer = (await process.http.get("/v1/aliases/sql-expert")).json()
-        return [target["lora_id"] for target in answer["targets"]] == ["sql-expert/v2"]
+        return [target["lora_id"] for target in answer["status"]["targets"]] == ["sql-expert/v2"]
 
     await until(has_shifted)
     assert "sql-expert/v2" in worker.loaded

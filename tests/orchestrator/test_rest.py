@@ -128,7 +128,8 @@ async def test_an_alias_needs_existing_targets_and_protects_them_from_deletion(s
     body = {"targets": [{"lora_id": "sql/v1", "weight": 2.0}]}
     assert (await service.http.put("/v1/aliases/sql", json=body)).status_code == 201
     assert (await service.http.put("/v1/aliases/sql", json=body)).status_code == 200
-    assert (await service.http.get("/v1/aliases")).json()["data"] == [{"name": "sql", "pending": None} | body]
+    (item,) = (await service.http.get("/v1/aliases")).json()["data"]
+    assert item == {"name": "sql", "spec": body | {"place_s": 300.0}, "status": body | {"pending": None}}
     answer = await service.http.delete("/v1/adapters/sql/v1")
     assert (answer.status_code, code(answer)) == (409, "in_use")
     assert (await service.http.delete("/v1/aliases/sql")).status_code == 204

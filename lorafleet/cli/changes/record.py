@@ -59,7 +59,7 @@ def export_record(
         files.write_atomically(file, json.dumps(record, indent=2).encode() + b"\n")
     except OSError as exc:
         raise CommandFailed(f"{file}: {files.write_error_text(exc, file.absolute().parent)}") from exc
-    typer.echo(f"{file}: {len(record['adapters'])} adapters, {len(record['aliases'])} aliases and the policy")
+    typer.echo(f"{file}: {len(record['adapters'])} adapters, {len(record['names'])} names and the policy")
 
 
 @app.command("import")

@@ -42,6 +42,9 @@ const READ_MS = 60000;  // a page whose call hangs would never be loaded again; 
 
 const hung = (error, what) => error.name === "TimeoutError" ? new CallError(`${what}: no answer within ${READ_MS / 1000} s; is the orchestrator up?`, 0, "") : error;
 
+// A resource is {names, spec, status}: pages read its fields side by side, and what is observed before what was written.
+const flat = (item) => item?.spec && item.status ? { ...item.spec, ...item.status, ...item } : item;
+
 export async function call(method, path, { body, headers, signal, raw } = {}) {
   const sent = { ...(key ? { authorization: "Bearer " + key } : {}), ...headers };
   if (body !== undefined) sent["content-type"] = raw ? "application/octet-stream" : "application/json";
@@ -56,7 +59,8 @@ export async function call(method, path, { body, headers, signal, raw } = {}) {
     throw new CallError(error.message || `${method} ${path}: HTTP ${answer.status}`, answer.status, error.code || "");
   }
   if (answer.status === 204) return null;
-  const parsed = await answer.json().catch((error) => { if (error instanceof DOMException) throw hung(error, `${method} ${path}`); return null; });
+  const whole = await answer.json().catch((error) => { if (error instanceof DOMException) throw hung(error, `${method} ${path}`); return null; });
+  const parsed = Array.isArray(whole?.data) ? { ...whole, data: whole.data.map(flat) } : flat(whole);
   const etag = answer.headers.get("etag");
   if (etag && parsed && typeof parsed === "object") Object.defineProperty(parsed, "etag", { value: etag });
   return parsed;

@@ -40,7 +40,7 @@ def test_a_record_goes_from_fleet_to_file_and_by_sync_to_another_fleet(
     assert run(*source, "aliases", "set", "sql", "sql/v1").status == 0
 
     file = tmp_path / "fleet.json"
-    assert "1 adapters, 1 aliases" in run(*source, "export", str(file)).out
+    assert "1 adapters, 1 names" in run(*source, "export", str(file)).out
     record = json.loads(file.read_text())
     record["adapters"][0]["digest"] = DIGEST
     file.write_text(json.dumps(record))

@@ -208,17 +208,20 @@ def test_one_worker_is_shown_for_people_and_for_programs(run: Run) -> None:
 
 COUNTS = {"requests": 3, "errors": 0, "error_rate": 0.0, "mean_first_token_s": None}
 ROLLOUT = {
-    "alias": "sql",
-    "to": [{"lora_id": "sql/v2", "weight": 1.0}],
-    "state": "running",
-    "paused": False,
-    "step": 0,
-    "steps": [{"weight": 0.5}],
-    "weight": 0.5,
-    "reason": "",
-    "lacks": {},
-    "old": COUNTS,
-    "new": COUNTS,
+    "name": "sql",
+    "spec": {"to": "sql/v2", "steps": [{"weight": 0.5}]},
+    "status": {
+        "to": [{"lora_id": "sql/v2", "weight": 1.0}],
+        "state": "running",
+        "paused": False,
+        "step": 0,
+        "steps": [{"weight": 0.5}],
+        "weight": 0.5,
+        "reason": "",
+        "lacks": {},
+        "old": COUNTS,
+        "new": COUNTS,
+    },
 }
 
 

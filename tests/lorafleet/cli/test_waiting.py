@@ -12,10 +12,11 @@ from lorafleet.cli.changes import record
 from lorafleet.cli.client import NoAnswer, RestClient, RestError, read_patiently
 from tests.lorafleet.cli.conftest import Run
 
-ROLLOUT = {
-    "alias": "sql", "to": [{"lora_id": "sql/v2"}], "state": "running", "paused": False, "step": 0, "steps": [{}],
-    "weight": 0.1, "lacks": {}, "reason": "",
+_PROGRESS = {
+    "to": [{"lora_id": "sql/v2"}], "state": "running", "paused": False, "step": 0, "steps": [{}], "weight": 0.1,
+    "lacks": {}, "reason": "",
 }  # fmt: skip
+ROLLOUT = {"name": "sql", "spec": {"to": "sql/v2"}, "status": _PROGRESS}
 DRAIN = {"phase": "moving", "moves": 1, "moved": 0, "left": ["a"], "left_bytes": 0, "requests": 0, "stuck": {},
          "expected_s": 1.0, "deadline_in_s": None}  # fmt: skip
 _NOT_LEADER = httpx.Response(503, json={"error": {"message": "another one leads", "code": "not_leader"}})
@@ -45,7 +46,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_a_rollout_is_waited_for_through_a_change_of_the_leader(run: Run, answer: Callable[..., None]) -> None:
-    answer(ROLLOUT, httpx.ConnectError("refused"), _NOT_LEADER, ROLLOUT | {"state": "done"})
+    answer(ROLLOUT, httpx.ConnectError("refused"), _NOT_LEADER, ROLLOUT | {"status": _PROGRESS | {"state": "done"}})
     result = run("rollout", "start", "sql", "sql/v2", "--wait")
     assert (result.status, result.err) == (0, "")
     assert "sql/v2: done" in result.out

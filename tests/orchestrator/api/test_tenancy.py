@@ -15,7 +15,7 @@ from lorafleet.keys.roles import Caller
 from orchestrator.api.routers import EventStream
 from orchestrator.api.tenancy import TenantView
 from orchestrator.core.pauses import PauseScope
-from orchestrator.model.served_names import ServedName
+from orchestrator.model.served_names import AliasTarget, ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from tests.orchestrator.doubles import digest_of
@@ -159,7 +159,7 @@ async def test_a_tenant_sees_its_own_and_what_it_may_use(fleet):
         "open/all": None,
     }
     aliases = (await ask(fleet, "acme-view", "GET", "/v1/aliases")).json()["data"]
-    assert {item["name"]: [target["lora_id"] for target in item["targets"]] for item in aliases} == {
+    assert {item["name"]: [target["lora_id"] for target in item["status"]["targets"]] for item in aliases} == {
         "acme/prod": ["acme/mine"],
         "mixed": ["acme/mine"],
     }
@@ -339,8 +339,8 @@ def test_a_text_keeps_its_words_and_loses_hidden_names(parts):
             ("both", ("acme", "globexzq")),
         ):
             store.put_adapter(RegisteredAdapter(lora_id=lora_id, source="s", tenants=tenants))
-        store.put_name(ServedName(name="zq-alias", targets=(("zq", 1.0),)))
-        store.put_name(ServedName(name="mixed", targets=(("open", 1.0), ("zq", 1.0))))
+        store.put_name(ServedName(name="zq-alias", targets=(AliasTarget("zq", 1.0),)))
+        store.put_name(ServedName(name="mixed", targets=(AliasTarget("open", 1.0), AliasTarget("zq", 1.0))))
         view, whole = (TenantView(Caller(tenant, frozenset({"view"})), store) for tenant in ("acme", None))
         text = "; ".join(pattern.format(one, other) for pattern, one, other in parts)
         assert whole.text(text) == text

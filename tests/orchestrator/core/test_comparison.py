@@ -10,6 +10,7 @@ from lorafleet.telemetry.histogram import bucket_of
 from orchestrator.core.comparison import GUARD, baseline_of, tally_of, worse_targets
 from orchestrator.core.rollout import regression_reason
 from orchestrator.core.traffic import TrafficSums
+from orchestrator.model.served_names import AliasTarget
 
 
 def sums(requests, *, errors=0, refusals=0, first_token_s=0.1):
@@ -33,8 +34,10 @@ _SUMS = st.builds(
 
 @given(st.lists(_SUMS, min_size=2, max_size=4), st.lists(st.integers(1, 9), min_size=4, max_size=4))
 def test_a_target_is_worse_exactly_where_a_rollout_would_go_back(traffic, weights):
-    targets = tuple((f"v{n}", float(weight)) for n, weight in zip(range(len(traffic)), weights, strict=False))
-    by_name = {name: one for (name, _), one in zip(targets, traffic, strict=True)}
+    targets = tuple(
+        AliasTarget(f"v{n}", float(weight)) for n, weight in zip(range(len(traffic)), weights, strict=False)
+    )
+    by_name = {target.lora_id: one for target, one in zip(targets, traffic, strict=True)}
     found, baseline = worse_targets(targets, by_name), baseline_of(targets)
     old = tally_of(by_name[baseline])
     for name, one in by_name.items():

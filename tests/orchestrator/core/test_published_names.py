@@ -22,7 +22,7 @@ from orchestrator.core.published_names import (
     without_versions,
 )
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.served_names import Publication, ServedName, is_retired_version
+from orchestrator.model.served_names import AliasTarget, Publication, PublishedSpec, ServedName, is_retired_version
 from orchestrator.model.snapshot import Intent, ObservedWorker, RegisteredAdapter
 
 POLICY = PlacementPolicy(keep_versions=2, max_staleness_s=3600.0, unused_name_s=86400.0)
@@ -30,7 +30,7 @@ POLICY = PlacementPolicy(keep_versions=2, max_staleness_s=3600.0, unused_name_s=
 
 def published(*digests, at=100.0, step_s=10.0, **settings):
     """A name under which these bytes were published, one every `step_s` seconds."""
-    record = Publication(**settings)
+    record = Publication(spec=PublishedSpec(**settings))
     for number, digest in enumerate(digests):
         record, version = with_next_version("policy", record, digest, (), at + number * step_s)
         record = pointed(record, version.lora_id, at + number * step_s)
@@ -40,7 +40,7 @@ def published(*digests, at=100.0, step_s=10.0, **settings):
 def pointed(record, lora_id, at):
     """The record after its name was pointed at the version."""
     name = after_pointing(ServedName(name="policy", published=record), lora_id, at)
-    assert name.targets == ((lora_id, 1.0),)
+    assert name.targets == (AliasTarget(lora_id, 1.0),)
     return name.published
 
 
@@ -53,7 +53,7 @@ steps = st.lists(st.tuples(st.sampled_from("abcde"), st.floats(1, 2000)), min_si
 
 @given(steps=steps, keep=st.integers(1, 4), stale_s=st.sampled_from([0.0, 60.0, 3600.0]))
 def test_current_version_is_never_retired_and_others_are_bounded(steps, keep, stale_s):
-    record, now, numbers = Publication(keep_versions=keep, max_staleness_s=stale_s), 0.0, []
+    record, now, numbers = Publication(spec=PublishedSpec(keep_versions=keep, max_staleness_s=stale_s)), 0.0, []
     for digest, wait_s in steps:
         now += wait_s
         version = record.version_of(digest)
@@ -140,7 +140,7 @@ def floors(names, workers, targets, **more):
 
 
 def test_a_version_that_its_name_has_left_is_wanted_again_while_a_publish_waits_for_it():
-    names, targets = {"policy": published("a", "b")}, {"policy": (("policy/v2", 1.0),)}
+    names, targets = {"policy": published("a", "b")}, {"policy": (AliasTarget("policy/v2", 1.0),)}
     assert floors(names, [worker("w0")], targets) == ({"policy/v2": 1}, {"policy/v1"})
     again = floors(names, [worker("w0")], targets, awaited={"policy/v1"})
     assert again == ({"policy/v1": 1, "policy/v2": 1}, frozenset())
@@ -149,11 +149,15 @@ def test_a_version_that_its_name_has_left_is_wanted_again_while_a_publish_waits_
 def test_current_and_unfinished_versions_are_wanted_on_all_workers_that_may_have_them():
     record, _ = with_next_version("policy", published("a", "b"), "c", (), 300.0)
     workers = [worker("w0"), worker("w1"), worker("w2", has_agent=False)]
-    assert meant_workers(workers, "tiny", 8, None) == (frozenset({"w0", "w1"}), 2)
-    assert meant_workers(workers, "tiny", 32, None) == (frozenset(), 0)
-    minima, superseded = floors({"policy": record}, workers, {"policy": (("policy/v2", 1.0),)})
+    assert meant_workers(workers, "tiny", 8, "all") == (frozenset({"w0", "w1"}), 2)
+    assert meant_workers(workers, "tiny", 32, "all") == (frozenset(), 0)
+    minima, superseded = floors({"policy": record}, workers, {"policy": (AliasTarget("policy/v2", 1.0),)})
     assert (minima, superseded) == ({"policy/v2": 2, "policy/v3": 2}, {"policy/v1"})
-    minima, _ = floors({"policy": replace(record, replicas=1)}, workers, {"policy": (("policy/v2", 1.0),)})
+    minima, _ = floors(
+        {"policy": replace(record, spec=PublishedSpec(replicas=1))},
+        workers,
+        {"policy": (AliasTarget("policy/v2", 1.0),)},
+    )
     assert minima == {"policy/v2": 1, "policy/v3": 1}
 
 
@@ -163,7 +167,7 @@ def test_more_names_than_slots_leave_a_minimum_to_those_used_last():
         name: replace(record, versions=tuple(replace(v, lora_id=f"{name}/v1") for v in record.versions))
         for name, record in names.items()
     }
-    targets = {name: ((f"{name}/v1", 1.0),) for name in names}
+    targets = {name: (AliasTarget(f"{name}/v1", 1.0),) for name in names}
     minima, _ = floors(names, [worker("w0")], targets)
     assert minima == {"n3/v1": 1, "n2/v1": 1}
     # Slots that the policy keeps free are not theirs, and idle names take none: neither is a slot refused to others.
@@ -179,7 +183,7 @@ def named(name, *digests, **more):
     """A name with versions of its own, and what it points at."""
     record = published(*digests, **more)
     versions = tuple(replace(version, lora_id=version_id(name, version.number)) for version in record.versions)
-    return replace(record, versions=versions), ((versions[-1].lora_id, 1.0),)
+    return replace(record, versions=versions), (AliasTarget(versions[-1].lora_id),)
 
 
 def fleet_of(**records):
@@ -215,14 +219,14 @@ def test_names_with_few_replicas_take_the_slots_of_as_many_workers():
     workers = [worker(f"w{n}") for n in range(4)]
     minima, _ = floors(names, workers, targets)
     assert minima == {f"n{n}/v1": 1 for n in range(1, 9)}, "eight slots, and n0 was used first"
-    names["n8"] = replace(names["n8"], replicas=None)
+    names["n8"] = replace(names["n8"], spec=PublishedSpec())
     minima, _ = floors(names, workers, targets)
     assert minima == {"n8/v1": 4, "n7/v1": 1}, "where others are on one worker, n8 finds no slot there"
 
 
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
-    replicas=st.lists(st.one_of(st.none(), st.integers(1, 5)), min_size=1, max_size=9),
+    replicas=st.lists(st.one_of(st.just("all"), st.integers(1, 5)), min_size=1, max_size=9),
     data=st.data(),
 )
 def test_minimums_of_names_can_be_met_wherever_the_copies_of_others_are(sizes, replicas, data):

@@ -23,29 +23,45 @@ from orchestrator.core.rollout import (
     targets_at,
     with_last_step,
 )
-from orchestrator.model.served_names import RequestTally, Rollout, RolloutGuard, ServedName, WeightStep
+from orchestrator.model.served_names import (
+    AliasTarget,
+    RequestTally,
+    Rollout,
+    RolloutSpec,
+    RolloutStep,
+    ServedName,
+    weight_pairs,
+)
 from orchestrator.store.tables import NAMES
 from tests.properties import examples
 
 OLD, NEW = "sql/v1", "sql/v2"
-GUARD = RolloutGuard(max_error_rate_increase=0.02, max_first_token_ratio=1.5, min_requests=50)
+GUARD = RolloutSpec(to=NEW, max_error_rate_increase=0.02, max_first_token_ratio=1.5, min_requests=50)
 GOOD = RequestTally(100, 0, 100, 10.0)
 BAD = RequestTally(100, 30, 100, 10.0)
 SLOW = RequestTally(100, 0, 100, 40.0)
 BOTH = frozenset({OLD, NEW})
 
 
-def a_rollout(*steps, guard=GUARD, **more):
-    steps = with_last_step(steps or (WeightStep(0.1, 60), WeightStep(0.5, 60)))
+def whole(*steps):
+    """The steps, and the last one."""
+    return with_last_step(replace(GUARD, steps=steps)).steps
+
+
+def a_rollout(*steps, is_watched=True, **more):
+    spec = with_last_step(replace(GUARD, steps=steps or (RolloutStep(0.1, 60), RolloutStep(0.5, 60))))
     return Rollout(
-        before=((OLD, 1.0),),
-        after=((NEW, 1.0),),
-        steps=steps,
-        guard=guard,
+        before=(AliasTarget(OLD, 1.0),),
+        after=(AliasTarget(NEW, 1.0),),
+        spec=spec if is_watched else None,
         began_at=0.0,
         since=0.0,
         **more,
     )
+
+
+def weights(targets):
+    return dict(weight_pairs(targets))
 
 
 def seen(old=4, new=0, *, tally=GOOD, **more):
@@ -60,7 +76,7 @@ def walked(rollout, looks):
             rollout, targets = advance(
                 rollout, replace(look, old=RequestTally(), new=RequestTally()) if turn else look, now
             )
-            said += [dict(targets)] if targets is not None else []
+            said += [weights(targets)] if targets is not None else []
     return rollout, said
 
 
@@ -108,7 +124,7 @@ def test_a_step_lasts_until_it_has_enough_requests():
 
 def test_an_unplaceable_version_fails_with_a_reason():
     look = seen(4, 1, unplaced={NEW: "no free slot on 3 workers"})
-    rollout, said = walked(a_rollout(WeightStep(1.0, 0)), [(0, look), (299, look)])
+    rollout, said = walked(a_rollout(RolloutStep(1.0, 0)), [(0, look), (299, look)])
     assert (rollout.phase, said) == ("placing", [])
     rollout, said = walked(rollout, [(300, look)])
     assert (rollout.phase, said) == ("failed", [])
@@ -137,41 +153,41 @@ def test_an_unusable_version_is_rolled_back_without_enough_requests():
 
 
 def test_an_unplaced_old_version_needs_no_replicas_of_the_new():
-    assert walked(a_rollout(WeightStep(1.0, 0)), [(0, seen(0, 0))])[1] == [{NEW: 1.0}]
+    assert walked(a_rollout(RolloutStep(1.0, 0)), [(0, seen(0, 0))])[1] == [{NEW: 1.0}]
     look = RolloutObservation(known=frozenset({OLD}))
-    assert missing_by_adapter(a_rollout(WeightStep(1.0, 0)), look) == {NEW: "not inspected yet"}
-    assert missing_by_adapter(a_rollout(WeightStep(1.0, 0)), RolloutObservation()) == {}
+    assert missing_by_adapter(a_rollout(RolloutStep(1.0, 0)), look) == {NEW: "not inspected yet"}
+    assert missing_by_adapter(a_rollout(RolloutStep(1.0, 0)), RolloutObservation()) == {}
 
 
 def test_max_replicas_of_the_policy_are_enough_to_shift():
-    assert walked(a_rollout(WeightStep(1.0, 0)), [(0, seen(4, 2, most={NEW: 2}))])[1] == [{NEW: 1.0}]
+    assert walked(a_rollout(RolloutStep(1.0, 0)), [(0, seen(4, 2, most={NEW: 2}))])[1] == [{NEW: 1.0}]
 
 
 def canary(*steps, **more):
-    return replace(a_rollout(*steps, **more), before=((OLD, 9.0), (NEW, 1.0)))
+    return replace(a_rollout(*steps, **more), before=(AliasTarget(OLD, 9.0), AliasTarget(NEW, 1.0)))
 
 
 @pytest.mark.parametrize("weight", [0.3, 0.5, 0.95])
 def test_a_canary_gets_exactly_the_steps_share(weight):
-    rollout = canary(WeightStep(weight, 60))
-    assert dict(targets_at(rollout, 0)) == pytest.approx({OLD: 1 - weight, NEW: weight})
-    assert dict(targets_at(rollout, 1)) == {NEW: 1.0}
+    rollout = canary(RolloutStep(weight, 60))
+    assert weights(targets_at(rollout, 0)) == pytest.approx({OLD: 1 - weight, NEW: weight})
+    assert weights(targets_at(rollout, 1)) == {NEW: 1.0}
 
 
 def test_a_canary_keeps_a_larger_share_it_already_has():
-    assert dict(targets_at(canary(WeightStep(0.05, 60)), 0)) == pytest.approx({OLD: 0.9, NEW: 0.1})
+    assert weights(targets_at(canary(RolloutStep(0.05, 60)), 0)) == pytest.approx({OLD: 0.9, NEW: 0.1})
 
 
 @pytest.mark.parametrize(("old", "new", "whole"), [(1, 1, 1), (4, 1, 4), (9, 1, 10), (3, 0, 3), (0, 0, 0)])
 def test_a_rollout_from_a_canary_needs_replicas_for_all_traffic(old, new, whole):
     looks = [(0, seen(old, new)), (61, seen(old, whole)), (122, seen(old, whole))]
-    rollout, said = walked(canary(WeightStep(0.5, 60)), looks)
+    rollout, said = walked(canary(RolloutStep(0.5, 60)), looks)
     assert (rollout.phase, said[-1], rollout.scale) == ("done", {NEW: 1.0}, whole)
 
 
 def test_a_version_waits_for_at_most_as_many_replicas_as_fit():
     look = seen(5, 2, room={NEW: 2})
-    assert walked(a_rollout(WeightStep(1.0, 0)), [(0, look)])[1] == [{NEW: 1.0}]
+    assert walked(a_rollout(RolloutStep(1.0, 0)), [(0, look)])[1] == [{NEW: 1.0}]
     assert missing_by_adapter(replace(a_rollout(), scale=4), seen(4, 0, room={NEW: 0})) == {
         NEW: "0 of 1 replicas ready"
     }
@@ -184,33 +200,34 @@ def test_a_version_waits_for_at_most_as_many_replicas_as_fit():
     st.integers(1, 6),
     st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4, unique=True).map(sorted),
 )
-def test_a_sound_version_completes_from_any_former_targets(old, target, workers, weights):
+def test_a_sound_version_completes_from_any_former_targets(old, target, workers, rising):
     """Old targets with weights and replicas, at most as many as workers."""
     names = [f"sql/v{number}" for number in range(len(old))]
     to = f"sql/v{target}"
-    before = tuple((name, float(weight)) for name, (weight, _) in zip(names, old, strict=True))
-    assume([name for name, _ in before] != [to])
+    before = tuple(AliasTarget(name, float(weight)) for name, (weight, _) in zip(names, old, strict=True))
+    assume([target.lora_id for target in before] != [to])
     ready = {name: min(count, workers) for name, (_, count) in zip(names, old, strict=True)}
-    steps = with_last_step(tuple(WeightStep(weight, 60.0) for weight in weights))
-    rollout = Rollout(before=before, after=((to, 1.0),), steps=steps, guard=GUARD, began_at=0.0, since=0.0)
+    steps = whole(*(RolloutStep(weight, 60.0) for weight in rising))
+    spec = replace(GUARD, to=to, steps=steps)
+    rollout = Rollout(before=before, after=(AliasTarget(to, 1.0),), spec=spec, began_at=0.0, since=0.0)
     room, known = dict.fromkeys([*names, to], workers), frozenset([*names, to])
     for look in range(3 * len(steps) + 3):
         least = replica_floors(rollout)
         ready |= {name: max(ready.get(name, 0), min(least.get(name, 0), workers)) for name in room}
-        share = dict(current_targets(rollout)).get(to, 0.0) / sum(weight for _, weight in current_targets(rollout))
+        share = weights(current_targets(rollout)).get(to, 0.0) / sum(weights(current_targets(rollout)).values())
         rollout, targets = advance(
             rollout, RolloutObservation(ready=dict(ready), room=room, known=known, new=GOOD), 61.0 * look
         )
         if targets is not None and rollout.phase == "watching":
             asked = rollout.steps[rollout.step].weight
-            assert dict(targets)[to] == pytest.approx(max(asked, share))
+            assert weights(targets)[to] == pytest.approx(max(asked, share))
     assert rollout.phase == "done"
 
 
 def test_an_abort_restores_the_old_targets_only_while_active():
     rollout, _ = walked(a_rollout(), [(0, seen(4, 4))])
     rollout, targets = aborted_rollout(rollout, 5.0)
-    assert (rollout.phase, targets) == ("aborted", ((OLD, 1.0),))
+    assert (rollout.phase, targets) == ("aborted", (AliasTarget(OLD, 1.0),))
     assert aborted_rollout(rollout, 6.0) == (rollout, None)
 
 
@@ -228,8 +245,8 @@ def test_unknown_fields_of_a_newer_version_are_ignored():
     rollout = a_rollout(scale=3)
     body = stored_name(rollout) | {"later": 1}
     body["rollout"] |= {"later": 1}
-    body["rollout"]["guard"] |= {"later": 1}
-    body["rollout"]["steps"] = [dict(step) | {"later": 1} for step in body["rollout"]["steps"]]
+    steps = [dict(step) | {"later": 1} for step in body["rollout"]["spec"]["steps"]]
+    body["rollout"]["spec"] |= {"later": 1, "steps": steps}
     assert read_rollout(body) == rollout
     with pytest.raises(ValueError, match="missing required field"):
         read_rollout({"name": "sql", "rollout": {}})
@@ -271,7 +288,7 @@ def test_a_version_is_worse_when_newcombes_interval_is_above_zero(old, new):
     increase = new.error_rate - old.error_rate
     spread = hypot(new.error_rate - bounds(new)[0], bounds(old)[1] - old.error_rate)
     assume(abs(increase - spread) > 1e-9)
-    guard = RolloutGuard(max_error_rate_increase=0.0, min_requests=10)
+    guard = RolloutSpec(to=NEW, max_error_rate_increase=0.0, min_requests=10)
     assert (regression_reason(guard, old, new) is not None) == (increase > max(0.0, spread))
 
 
@@ -291,7 +308,7 @@ def test_a_version_is_worse_so_far_before_its_step_has_all_requests():
     assert regression_reason(GUARD, GOOD, new) is None
     assert regression_so_far(rollout) == "first token after 0.4 s on average, against 0.1 s"
     assert regression_so_far(replace(rollout, new=RequestTally(20, 0, 20, 2.0))) is None
-    assert regression_so_far(replace(rollout, guard=None)) is None
+    assert regression_so_far(replace(rollout, spec=None)) is None
 
 
 def test_a_tenth_more_errors_is_detected_within_a_few_hundred_requests():
@@ -305,9 +322,9 @@ def test_a_tenth_more_errors_is_detected_within_a_few_hundred_requests():
 
 def test_few_requests_tell_nothing_and_without_first_tokens_only_errors_count():
     assert regression_reason(GUARD, GOOD, RequestTally(49, 49)) is None
-    assert regression_reason(RolloutGuard(min_requests=0), GOOD, RequestTally(9, 9)) is None
+    assert regression_reason(RolloutSpec(to=NEW, min_requests=0), GOOD, RequestTally(9, 9)) is None
     assert regression_reason(GUARD, RequestTally(100, 0), RequestTally(100, 0, 100, 99.0)) is None
-    assert regression_reason(RolloutGuard(max_first_token_ratio=None), GOOD, SLOW) is None
+    assert regression_reason(RolloutSpec(to=NEW, max_first_token_ratio=None), GOOD, SLOW) is None
 
 
 TALLIES = st.builds(
@@ -322,13 +339,13 @@ LOOKS = st.lists(
 )
 WAYS = st.lists(
     st.tuples(st.sampled_from([0.05, 0.25, 0.5, 0.75, 1.0]), st.sampled_from([0.0, 10.0, 60.0])), min_size=1, max_size=4
-).map(lambda pairs: with_last_step(tuple(WeightStep(*pair) for pair in sorted(dict(pairs).items()))))
+).map(lambda pairs: whole(*(RolloutStep(*pair) for pair in sorted(dict(pairs).items()))))
 
 
 @settings(max_examples=examples(200))
 @given(WAYS, LOOKS, st.booleans())
 def test_a_rollout_shifts_only_to_ready_targets_or_fully_back(steps, looks, watched):
-    rollout = a_rollout(*steps, guard=GUARD if watched else None)
+    rollout = a_rollout(*steps, is_watched=watched)
     points_at, share, now = rollout.before, 0.0, 0.0
     for after_s, old, new, old_tally, new_tally in looks:
         now += after_s
@@ -338,8 +355,8 @@ def test_a_rollout_shifts_only_to_ready_targets_or_fully_back(steps, looks, watc
         assert read_rollout(stored_name(rollout)) == rollout
         if targets is not None:
             points_at = targets
-            assert sum(weight for _, weight in targets) == pytest.approx(1.0)
-            gained = dict(targets).get(NEW, 0.0)
+            assert sum(weights(targets).values()) == pytest.approx(1.0)
+            gained = weights(targets).get(NEW, 0.0)
             if rollout.phase == "rolled_back":
                 assert targets == rollout.before
             else:
@@ -365,7 +382,7 @@ def test_an_equally_good_version_completes(steps):
 @settings(max_examples=examples(50))
 @given(WAYS)
 def test_a_failing_version_never_completes_under_a_guard(steps):
-    steps = tuple(WeightStep(step.weight, max(1.0, step.for_s)) for step in steps)
+    steps = tuple(RolloutStep(step.weight, max(1.0, step.for_s)) for step in steps)
     rollout, said = walked(a_rollout(*steps), [(100.0 * look, seen(3, 3, tally=BAD)) for look in range(9)])
     assert (rollout.phase, said[-1]) == ("rolled_back", {OLD: 1.0})
     assert len(said) == 2

@@ -11,7 +11,7 @@ from orchestrator.intent.applied import import_of_file
 from orchestrator.intent.record import differences
 from orchestrator.model.apply import ApplyRequest
 from orchestrator.model.record import RecordChange
-from orchestrator.model.served_names import NameVersion, Publication, ServedName
+from orchestrator.model.served_names import AliasTarget, NameVersion, Publication, PublishedSpec, ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from tests.orchestrator.doubles import digest_of
@@ -25,13 +25,13 @@ def filled_store() -> IntentStore:
             store.put_adapter(
                 RegisteredAdapter(lora_id=name, source=f"s3://b/{name}", base_model="tiny", digest=digest_of(name))
             )
-        store.put_name(ServedName(name="plain", targets=(("plain/v1", 1.0),)))
+        store.put_name(ServedName(name="plain", targets=(AliasTarget("plain/v1", 1.0),)))
         versions = (
             NameVersion(lora_id="run/v1", number=1, digest=digest_of("run/v1"), registered_at=1.0, pointed_at=1.0),
             NameVersion(lora_id="run/v2", number=2, digest=digest_of("run/v2"), registered_at=2.0),
         )
-        published = Publication(tenant="acme", next_number=3, versions=versions)
-        store.put_name(ServedName(name="run", targets=(("run/v1", 1.0),), published=published))
+        published = Publication(spec=PublishedSpec(tenant="acme"), next_number=3, versions=versions)
+        store.put_name(ServedName(name="run", targets=(AliasTarget("run/v1", 1.0),), published=published))
     return store
 
 

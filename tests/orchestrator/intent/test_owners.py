@@ -16,7 +16,7 @@ from lorafleet.keys.key_files import hash_key
 from lorafleet.keys.roles import TENANT_SCOPES, Caller
 from orchestrator.core.errors import OrchestratorError
 from orchestrator.intent import owners
-from orchestrator.model.served_names import NameVersion, Publication, ServedName
+from orchestrator.model.served_names import AliasTarget, NameVersion, Publication, PublishedSpec, ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 
@@ -154,12 +154,12 @@ def objects() -> tuple[dict[str, RegisteredAdapter], dict[str, ServedName]]:
             adapters[lora_id] = RegisteredAdapter(lora_id=lora_id, source="file:///x", tenants=tenants)
         for folder in FOLDERS:
             alias = name_of("alias", folder, tenant)
-            names[alias] = ServedName(name=alias, targets=((f"target/{tenant}", 1.0),))
+            names[alias] = ServedName(name=alias, targets=(AliasTarget(f"target/{tenant}", 1.0),))
             if tenant != "shared":  # a published name has one tenant, or none
                 name = name_of("published", folder, tenant)
                 version = NameVersion(lora_id=f"{name}/v1", number=1, digest="a" * 64, registered_at=0.0)
                 owner = tenants[0] if tenants else None
-                published = Publication(tenant=owner, versions=(version,))
+                published = Publication(spec=PublishedSpec(tenant=owner), versions=(version,))
                 names[name] = ServedName(name=name, published=published)
     return adapters, names
 
@@ -310,7 +310,7 @@ MANAGER = Role("acme", ("tenant-admin",), "any")
 async def test_a_tenants_key_takes_over_no_published_name_of_operators(fleet):
     with fleet.store.together():
         fleet.store.put_name(ServedName(name="sql", published=Publication()))
-        targets = (("target/operator", 1.0),)
+        targets = (AliasTarget("target/operator", 1.0),)
         fleet.store.put_name(ServedName(name="acme/sql", targets=targets, published=Publication()))
     for role in (TRAINER, Role("acme", ("tenant-admin",)), MANAGER):
         for name in ("sql", "acme/sql"):
@@ -320,7 +320,7 @@ async def test_a_tenants_key_takes_over_no_published_name_of_operators(fleet):
             assert (status, code in {"not_yours", "name_not_yours"}) == (403, True), (role, name)
     to_mine = {"targets": [{"lora_id": "target/acme"}]}
     assert await as_key(fleet, MANAGER, "PUT", "/v1/aliases/acme/sql", **to_mine) == (403, "not_yours")
-    assert fleet.store.targets_of("acme/sql") == (("target/operator", 1.0),)
+    assert fleet.store.targets_of("acme/sql") == (AliasTarget("target/operator", 1.0),)
     assert fleet.store.publication_of("sql").deleted_at is None
 
 
@@ -375,14 +375,19 @@ async def entangled(open_service, tmp_path):
             adapter = RegisteredAdapter(lora_id=lora_id, source="file:///x", tenants=tenants, digest="a" * 64)
             store.put_adapter(adapter)
         version = NameVersion(lora_id="acme/policy/v1", number=1, digest="a" * 64, registered_at=0.0, pointed_at=1.0)
-        published = Publication(tenant="acme", versions=(version,))
-        store.put_name(ServedName(name="acme/policy", targets=(("acme/policy/v1", 1.0),), published=published))
-        store.put_name(ServedName(name=f"{HIDDEN}/run", published=Publication(tenant=HIDDEN)))
-        store.put_name(ServedName(name=f"{HIDDEN}/own", targets=((f"{HIDDEN}/theirs", 1.0),)))
-        store.put_name(ServedName(name="acme/alias", targets=(("acme/mine", 1.0),)))
+        published = Publication(spec=PublishedSpec(tenant="acme"), versions=(version,))
+        store.put_name(
+            ServedName(name="acme/policy", targets=(AliasTarget("acme/policy/v1", 1.0),), published=published)
+        )
+        store.put_name(ServedName(name=f"{HIDDEN}/run", published=Publication(spec=PublishedSpec(tenant=HIDDEN))))
+        store.put_name(ServedName(name=f"{HIDDEN}/own", targets=(AliasTarget(f"{HIDDEN}/theirs", 1.0),)))
+        store.put_name(ServedName(name="acme/alias", targets=(AliasTarget("acme/mine", 1.0),)))
         for number, lora_id in enumerate(("acme/mine", "acme/next", "acme/policy/v1")):
             store.put_name(
-                ServedName(name=f"{HIDDEN}/alias-{number}", targets=((lora_id, 1.0), (f"{HIDDEN}/theirs", 1.0)))
+                ServedName(
+                    name=f"{HIDDEN}/alias-{number}",
+                    targets=(AliasTarget(lora_id, 1.0), AliasTarget(f"{HIDDEN}/theirs", 1.0)),
+                )
             )
     return service
 
@@ -479,10 +484,10 @@ def test_no_tenants_key_passes_for_what_another_tenant_or_operators_own(objects,
                     case "adapter":
                         store.put_adapter(RegisteredAdapter(lora_id=each, source="s", tenants=tenants))
                     case "alias":
-                        store.put_name(ServedName(name=each, targets=((f"target/{owner}", 1.0),)))
+                        store.put_name(ServedName(name=each, targets=(AliasTarget(f"target/{owner}", 1.0),)))
                     case _:
                         tenant = tenants[0] if tenants is not None and len(tenants) == 1 else None
-                        store.put_name(ServedName(name=each, published=Publication(tenant=tenant)))
+                        store.put_name(ServedName(name=each, published=Publication(spec=PublishedSpec(tenant=tenant))))
         try:
             owners.require_write(store, role.caller, kind, name, act)
         except OrchestratorError:

@@ -46,9 +46,9 @@ async def test_first_publish_makes_version_one_ready_on_every_worker_before_it_a
     answer = await publish(fleet)
 
     assert answer.status_code == 200, answer.text
-    item = answer.json()
-    assert (item["lora_id"], item["digest"], item["is_new"]) == ("policy/v1", digest_of("/run/step-1"), True)
-    assert item["workers"] == ["w0", "w1"]
+    now = answer.json()["status"]
+    assert (now["lora_id"], now["digest"], now["is_new"]) == ("policy/v1", digest_of("/run/step-1"), True)
+    assert now["workers"] == ["w0", "w1"]
     assert all("policy/v1" in agent.loaded for agent in fleet.agents.values())
     assert await targets(fleet) == ["policy/v1"]
     assert (await fleet.adapter("policy/v1"))["published_as"] == "policy"
@@ -66,9 +66,9 @@ async def test_second_publish_is_next_version_and_name_points_at_it(fleet):
 
     item = (await publish(fleet, source="/run/step-2")).json()
 
-    assert (item["lora_id"], item["version"]) == ("policy/v2", 2)
+    assert (item["status"]["lora_id"], item["status"]["version"]) == ("policy/v2", 2)
     assert await targets(fleet) == ["policy/v2"]
-    assert [version["lora_id"] for version in item["versions"]] == ["policy/v2", "policy/v1"]
+    assert [version["lora_id"] for version in item["status"]["versions"]] == ["policy/v2", "policy/v1"]
 
 
 async def test_same_bytes_again_answer_without_a_load(fleet):
@@ -77,7 +77,7 @@ async def test_same_bytes_again_answer_without_a_load(fleet):
 
     answer = await fleet.http.post("/v1/published/policy", json={"source": "/run/step-1"})
 
-    assert answer.json() == first | {"is_new": False}
+    assert answer.json() == first | {"status": first["status"] | {"is_new": False}}
     assert loads == sum(verb == "load_lora" for agent in fleet.agents.values() for verb, _ in agent.calls)
 
 
@@ -87,13 +87,13 @@ async def test_bytes_of_a_kept_version_are_pointed_at_again(fleet):
 
     item = (await publish(fleet, source="/run/step-1")).json()
 
-    assert (item["lora_id"], item["is_new"]) == ("policy/v1", False)
+    assert (item["status"]["lora_id"], item["status"]["is_new"]) == ("policy/v1", False)
     assert await targets(fleet) == ["policy/v1"]
 
 
 async def test_a_publish_that_expects_another_version_changes_nothing(fleet):
     new = await publish(fleet, expected_version=0)
-    assert (new.status_code, new.json()["version"]) == (200, 1)
+    assert (new.status_code, new.json()["status"]["version"]) == (200, 1)
     for expected, step, status in ((0, 2, 409), (2, 2, 409), (0, 1, 200), (1, 2, 200), (1, 2, 200), (1, 3, 409)):
         answer = await publish(fleet, source=f"/run/step-{step}", expected_version=expected)
         assert answer.status_code == status, (expected, step, answer.text)
@@ -115,12 +115,12 @@ async def test_a_publish_that_expects_another_version_changes_nothing(fleet):
 async def test_runs_without_keys_publish_one_name_below_urls_of_their_own(fleet):
     for run in ("r1", "r2"):
         item = (await publish(fleet, source=f"/run/{run}", url=f"/runs/{run}")).json()
-        assert (item["name"], item["lora_id"]) == (f"{run}/policy", f"{run}/policy/v1")
+        assert (item["name"], item["status"]["lora_id"]) == (f"{run}/policy", f"{run}/policy/v1")
     assert (await fleet.http.get("/runs/r1/v1/published/policy")).json()["name"] == "r1/policy"
     assert (await fleet.http.get("/v1/published/policy")).status_code == 404
     base = (await fleet.http.get("/v1/workers")).json()["data"][0]["base_model"]
     shadow = (await publish(fleet, base, url="/runs/r1")).json()
-    assert (shadow["name"], shadow["shadows_base"]) == (f"r1/{base}", True)
+    assert (shadow["name"], shadow["status"]["shadows_base"]) == (f"r1/{base}", True)
     assert (await publish(fleet, base)).json()["error"]["code"] == "name_taken"
     assert (await fleet.http.delete("/runs/r2/v1/published/policy")).status_code == 204
     assert await targets(fleet, "r1/policy") == ["r1/policy/v1"]
@@ -146,7 +146,7 @@ async def test_name_stays_at_its_version_until_the_next_is_ready_on_all_workers(
     while not call.done():
         await fleet.turn()
         await asyncio.wait([call], timeout=0.01)
-    assert call.result().json()["lora_id"] == "policy/v2"
+    assert call.result().json()["status"]["lora_id"] == "policy/v2"
 
 
 async def test_publish_of_a_name_that_another_call_deletes_before_it_is_confirmed_is_409(open_service):
@@ -171,8 +171,8 @@ async def test_publish_of_a_name_that_another_call_deletes_before_it_is_confirme
 async def test_replicas_limit_the_workers_that_must_have_a_version(fleet):
     item = (await publish(fleet, replicas=1)).json()
 
-    assert len(item["workers"]) == 1
-    assert item["replicas"] == 1
+    assert len(item["status"]["workers"]) == 1
+    assert item["spec"]["replicas"] == 1
 
 
 async def test_worker_that_joins_later_gets_the_live_version(fleet):
@@ -209,7 +209,7 @@ async def test_bytes_that_no_worker_sees_are_waited_for(fleet):
         await fleet.turn()
         await asyncio.wait([call], timeout=0.01)
 
-    assert call.result().json()["lora_id"] == "policy/v1"
+    assert call.result().json()["status"]["lora_id"] == "policy/v1"
 
 
 async def test_bytes_that_never_appear_end_in_an_error_that_says_so(fleet, clock):
@@ -255,7 +255,7 @@ async def test_publishes_of_one_name_take_turns(fleet):
         await asyncio.wait(calls, timeout=0.01)
 
     items = [call.result().json() for call in calls]
-    assert sorted(item["version"] for item in items) == [1, 2, 3]
+    assert sorted(item["status"]["version"] for item in items) == [1, 2, 3]
     assert await targets(fleet) == ["policy/v3"]
 
 
@@ -312,7 +312,7 @@ async def test_publish_cut_off_by_the_end_of_its_leader_leaves_old_version_and_i
     assert await targets(successor) == ["policy/v1"]
     item = (await publish(successor, source="/run/step-2")).json()
 
-    assert (item["lora_id"], item["is_new"]) == ("policy/v2", False)
+    assert (item["status"]["lora_id"], item["status"]["is_new"]) == ("policy/v2", False)
     assert await targets(successor) == ["policy/v2"]
 
 
@@ -550,7 +550,11 @@ async def test_base_models_name_is_published_for_a_key_that_may_shadow_it(keyed)
 
     item = (await published(keyed, keyed.shadow, "tiny-qwen")).json()
 
-    assert (item["name"], item["lora_id"], item["shadows_base"]) == ("team-a/tiny-qwen", "team-a/tiny-qwen/v1", True)
+    assert (item["name"], item["status"]["lora_id"], item["status"]["shadows_base"]) == (
+        "team-a/tiny-qwen",
+        "team-a/tiny-qwen/v1",
+        True,
+    )
 
 
 async def test_digest_names_bytes_that_the_caller_may_use_alone(keyed):

@@ -23,8 +23,9 @@ async def publish(service, name, source):
 
 async def use(service, item, seq):
     """A router's report of a request for the version, which is over."""
-    digest = digest_of(f"/run/{item['version']}")
-    uses = [{"worker_id": "w0", "engine_name": engine_name(item["lora_id"], digest), "requests": 1, "work_s": 0.1}]
+    now = item["status"]
+    digest = digest_of(f"/run/{now['version']}")
+    uses = [{"worker_id": "w0", "engine_name": engine_name(now["lora_id"], digest), "requests": 1, "work_s": 0.1}]
     await service.usage((await service.catalog())["revision"], *uses, seq=seq)
 
 
@@ -45,7 +46,7 @@ async def left_behind(service):
         "last requests": len(demand.last_request_at),
         "failures": len(service.reconciler.operations.failures.by_pair),
         "drains": len(service.reconciler.operations.drains),
-        "versions": len((await service.http.get("/v1/published")).json()["data"][0]["versions"]),
+        "versions": len((await service.http.get("/v1/published")).json()["data"][0]["status"]["versions"]),
         # Without numbers: they have more digits after many versions.
         "answer": len(re.sub(r"[0-9]+", "", (await service.http.get("/v1/published")).text)) // 100,
     }

@@ -142,7 +142,7 @@ async def test_a_record_of_another_version_changes_only_the_fields_that_both_ver
 @pytest.mark.parametrize(
     "record",
     [
-        {"aliases": [{"name": "x", "targets": [{"lora_id": "a"}, {"lora_id": "a"}]}]},
+        {"names": [{"name": "x", "targets": [{"lora_id": "a"}, {"lora_id": "a"}]}]},
         {"adapters": [{"lora_id": "a", "source": "file:///a", "secret_ref": {"name": "s", "key": "k"}}]},
         {"adapters": [{"lora_id": "a", "source": "file:///a"}, {"lora_id": "a", "source": "file:///b"}]},
         {"adapters": [{"lora_id": "../a", "source": "file:///a"}]},
@@ -175,9 +175,9 @@ async def test_import_and_the_deletions_of_a_prune_are_one_write_each(service):
     adapters = [{"lora_id": name, "source": f"file:///{name}"} for name in names]
     aliases = [{"name": f"to-{name}", "targets": [{"lora_id": name}]} for name in names]
     begin = service.store.writes
-    assert len(await imported(service, {"adapters": adapters, "aliases": aliases})) == 18
+    assert len(await imported(service, {"adapters": adapters, "names": aliases})) == 18
     assert service.store.writes == begin + 1
-    assert len(await imported(service, {"adapters": adapters[:1], "aliases": aliases[:1]}, prune=True)) == 16
+    assert len(await imported(service, {"adapters": adapters[:1], "names": aliases[:1]}, prune=True)) == 16
     assert service.store.writes == begin + 2
     service.reconciler.finish_deletions()
     assert (service.store.writes, list(service.store.adapters)) == (begin + 3, ["a0"])
@@ -226,14 +226,14 @@ async def test_published_names_are_taken_over_with_their_versions_and_the_next_n
 
     changes = await imported(here, record)
 
-    assert changes.count(("add", "alias", "policy")) == 2, "the alias, and the published name"
+    assert changes.count(("add", "alias", "policy")) == 1, "its targets and its versions are one change"
     item = (await here.http.get("/v1/published/policy")).json()
-    assert (item["lora_id"], item["keep_versions"]) == ("policy/v2", 3)
-    assert [version["lora_id"] for version in item["versions"]] == ["policy/v2", "policy/v1"]
+    assert (item["status"]["lora_id"], item["spec"]["keep_versions"]) == ("policy/v2", 3)
+    assert [version["lora_id"] for version in item["status"]["versions"]] == ["policy/v2", "policy/v1"]
     assert await imported(here, record) == []
     await publish(here, "/run/step-3")
     assert "policy/v3" in here.store.adapters
-    gone = await imported(here, {"adapters": record["adapters"][:1], "published": []}, prune=True)
+    gone = await imported(here, {"adapters": record["adapters"][:1], "names": []}, prune=True)
     assert gone.count(("remove", "alias", "policy")) == 1, "its alias goes with the name"
     assert (await here.http.get("/v1/published/policy")).status_code == 404
 

@@ -13,7 +13,7 @@ from orchestrator.core.errors import NotFound, StoreError
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.intent.uploads import AdapterUploads, KeptUpload, UploadAsk, UploadQuery
 from orchestrator.model.catalog import Catalog
-from orchestrator.model.served_names import ServedName
+from orchestrator.model.served_names import AliasTarget, ServedName
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
 from router.fleet.catalog import router_catalog, with_changes
@@ -65,7 +65,7 @@ def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept
             case "delete":
                 store.adapters.pop(name, None)
             case "alias":
-                targets = ((name, 1.0 + store.revision),)
+                targets = (AliasTarget(name, 1.0 + store.revision),)
                 store.names[f"to-{name}"] = ServedName(name=f"to-{name}", targets=targets)
             case "unalias":
                 store.names.pop(f"to-{name}", None)

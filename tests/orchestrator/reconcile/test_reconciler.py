@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from lorafleet.identity import engine_name, rendezvous_score
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.served_names import ServedName
+from orchestrator.model.served_names import AliasTarget, ServedName
 from orchestrator.model.snapshot import WantedReplicas
 from tests.orchestrator.doubles import EMPTY_DISK, FakeAgent, digest_of
 from tests.patience import patience, until, within
@@ -198,7 +198,7 @@ async def test_a_replaced_leader_is_refused_by_claimed_agents_and_steps_down(ope
 
     # The old one knows nothing of that: its clock has stood still.
     with pytest.raises(OrchestratorUnavailable, match="leads no longer"):
-        old.store.put_name(ServedName(name="live", targets=(("a/v1", 1.0),)))
+        old.store.put_name(ServedName(name="live", targets=(AliasTarget("a/v1", 1.0),)))
     old.reconciler.ensure_replicas("c/v1", 1)
     assert [action.operation for action in old.reconciler.run_pass()] == ["load"]
     await old.reconciler.wait_for_actions()

@@ -64,7 +64,7 @@ async def start(service, **more):
 
 
 async def status(service):
-    return (await service.http.get("/v1/aliases/sql/rollout")).json()
+    return (await service.http.get("/v1/aliases/sql/rollout")).json()["status"]
 
 
 async def told(service):
@@ -81,9 +81,9 @@ async def test_a_switch_waits_for_the_new_versions_replicas(two_versions):
     service = two_versions
     answer = await point(service, V2)
     assert answer.status_code == 202
-    assert answer.json()["targets"] == [{"lora_id": V1, "weight": 1.0}]
-    assert answer.json()["pending"]["targets"] == [{"lora_id": V2, "weight": 1.0}]
-    assert answer.json()["pending"]["lacks"] == {V2: "0 of 2 replicas ready"}
+    assert answer.json()["status"]["targets"] == [{"lora_id": V1, "weight": 1.0}]
+    assert answer.json()["spec"]["targets"] == [{"lora_id": V2, "weight": 1.0}]
+    assert answer.json()["status"]["pending"]["lacks"] == {V2: "0 of 2 replicas ready"}
     seen = []
     for _ in range(12):
         seen.append((await ready(service, V2), await told(service)))
@@ -92,7 +92,7 @@ async def test_a_switch_waits_for_the_new_versions_replicas(two_versions):
     assert seen[-1] == (2, {V2: 1.0})
     assert await ready(service, V1) == 2
     answer = await service.http.get("/v1/aliases/sql")
-    assert answer.json()["pending"] is None
+    assert answer.json()["status"]["pending"] is None
     history = (await service.http.get("/v1/aliases/sql/history")).json()["data"]
     assert [entry["body"]["targets"][0][0] for entry in history if entry["kind"] == "alias_set"] == [V2, V1]
 
@@ -116,7 +116,7 @@ async def test_an_unplaceable_version_leaves_the_old_one_with_a_reason(two_versi
     for _ in range(5):
         await service.turn()
         clock.now += 10
-    pending = (await service.http.get("/v1/aliases/sql")).json()["pending"]
+    pending = (await service.http.get("/v1/aliases/sql")).json()["status"]["pending"]
     assert (pending["state"], await told(service)) == ("failed", {V1: 1.0})
     assert "not placed within 30 s" in pending["error"]
     assert "512" in pending["error"]
@@ -204,7 +204,7 @@ async def test_a_running_rollout_protects_its_alias_and_adapters(two_versions):
         assert "DELETE /v1/aliases/sql/rollout" in answer.json()["error"]["message"]
     answer = await service.http.delete(f"/v1/adapters/{V2}")
     assert (answer.status_code, code(answer)) == (409, "in_use")
-    item = (await service.http.delete("/v1/aliases/sql/rollout")).json()
+    item = (await service.http.delete("/v1/aliases/sql/rollout")).json()["status"]
     assert (item["state"], await told(service)) == ("aborted", {V1: 1.0})
     assert (await point(service, V2)).status_code == 202
 
@@ -221,7 +221,7 @@ async def test_a_paused_rollout_stays_until_it_is_resumed_over_a_restart_too(ope
     await service.settle()
     await start(service, min_requests=0)
     await service.settle()
-    item = (await service.http.patch("/v1/aliases/sql/rollout", json={"paused": True})).json()
+    item = (await service.http.patch("/v1/aliases/sql/rollout", json={"paused": True})).json()["status"]
     assert (item["state"], item["paused"], item["weight"]) == ("watching", True, 0.1)
     agent = service.agents["w0"]
     await service.close()
@@ -327,4 +327,4 @@ async def test_weight_too_small_for_any_share_stops_no_pass(two_versions):
     assert (await point(two_versions, V2)).status_code == 202
     await two_versions.settle()
     alias = (await two_versions.http.get("/v1/aliases/sql")).json()
-    assert [target["lora_id"] for target in alias["targets"]] == [V2]
+    assert [target["lora_id"] for target in alias["status"]["targets"]] == [V2]

@@ -11,13 +11,15 @@ from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.pauses import PauseLease
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import (
+    AliasTarget,
     NameVersion,
     Publication,
+    PublishedSpec,
     RequestTally,
     Rollout,
-    RolloutGuard,
+    RolloutSpec,
+    RolloutStep,
     ServedName,
-    WeightStep,
 )
 from orchestrator.model.snapshot import RegisteredAdapter, WorkerIntent
 from orchestrator.store.store import IntentStore
@@ -49,10 +51,9 @@ PAUSE = PauseLease(
     renewals=2,
 )  # fmt: skip
 ROLLOUT = Rollout(
-    before=(("sql/v1", 1.0),),
-    after=(("sql/v2", 1.0),),
-    steps=(WeightStep(0.1, 60.0), WeightStep(1.0, 0.0)),
-    guard=RolloutGuard(min_requests=7),
+    before=(AliasTarget("sql/v1", 1.0),),
+    after=(AliasTarget("sql/v2", 1.0),),
+    spec=RolloutSpec(to="sql/v2", steps=(RolloutStep(0.1, 60.0), RolloutStep(1.0, 0.0)), min_requests=7),
     began_at=5.0,
     since=6.0,
     phase="watching",
@@ -62,17 +63,14 @@ ROLLOUT = Rollout(
 
 
 PUBLISHED = Publication(
-    tenant="acme",
+    spec=PublishedSpec(tenant="acme", replicas=2, keep_versions=4, max_staleness_s=60.0),
     next_number=3,
     versions=(NameVersion(lora_id="run@3/v2", number=2, digest="b" * 64, registered_at=7.0, pointed_at=8.5),),
     published_at=8.5,
-    replicas=2,
-    keep_versions=4,
-    max_staleness_s=60.0,
     shadows_base=True,
 )
-SQL = ServedName(name="sql", targets=(("sql/v1", 2.0),), rollout=ROLLOUT)
-RUN = ServedName(name="run@3", targets=(("run@3/v2", 1.0),), published=PUBLISHED)
+SQL = ServedName(name="sql", targets=(AliasTarget("sql/v1", 2.0),), rollout=ROLLOUT)
+RUN = ServedName(name="run@3", targets=(AliasTarget("run@3/v2", 1.0),), published=PUBLISHED)
 
 
 class SqliteStores:
@@ -271,7 +269,7 @@ async def test_history_is_kept_over_a_restart_and_found_by_kind_and_subject(stor
 
 async def test_writes_made_together_all_fail_with_one(stores):
     store = await stores.open()
-    store.put_name(ServedName(name="keep", targets=(("x", 1.0),)))
+    store.put_name(ServedName(name="keep", targets=(AliasTarget("x", 1.0),)))
 
     def fail_in_the_middle():
         with store.together():

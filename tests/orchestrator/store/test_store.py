@@ -17,7 +17,7 @@ import pytest
 from orchestrator.core.errors import LeaseUnreachable, OrchestratorUnavailable, StoreError
 from orchestrator.leadership.file_lease import FileLease
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.served_names import ServedName
+from orchestrator.model.served_names import AliasTarget, ServedName
 from orchestrator.model.snapshot import RegisteredAdapter, WorkerIntent
 from orchestrator.store.sqlite import LAYOUT, SqliteBackend, no_space
 from orchestrator.store.store import IntentStore
@@ -48,15 +48,15 @@ def test_error_that_is_caught_between_nested_writes_fails_the_whole(tmp_path):
 
     def write():
         with store.together():
-            store.put_name(ServedName(name="before", targets=(("a", 1.0),)))
+            store.put_name(ServedName(name="before", targets=(AliasTarget("a", 1.0),)))
             with suppress(ValueError), store.together():
                 raise ValueError
-            store.put_name(ServedName(name="after", targets=(("a", 1.0),)))
+            store.put_name(ServedName(name="after", targets=(AliasTarget("a", 1.0),)))
 
     with pytest.raises(AssertionError, match="writes before it are lost"):
         write()
     assert not store.names
-    store.put_name(ServedName(name="next", targets=(("a", 1.0),)))
+    store.put_name(ServedName(name="next", targets=(AliasTarget("a", 1.0),)))
     store.close()
     store = IntentStore(tmp_path / "store.db")
     assert list(store.names) == ["next"]
@@ -99,7 +99,7 @@ def test_rows_fields_and_tables_of_a_newer_version_are_no_reason_to_refuse_its_s
         db.execute("CREATE TABLE added_later (x)")
         db.commit()
     store = IntentStore(path)
-    store.put_name(ServedName(name="sql", targets=(("sql/v1", 1.0),)))
+    store.put_name(ServedName(name="sql", targets=(AliasTarget("sql/v1", 1.0),)))
     store.put_rules(PlacementPolicy(loads_per_worker=3))
     store.put_worker("w0", WorkerIntent(state="cordoned", since=7.5))
     store.put_tombstone("old", "e" * 64)
@@ -107,7 +107,7 @@ def test_rows_fields_and_tables_of_a_newer_version_are_no_reason_to_refuse_its_s
     store.close()
     again = IntentStore(path)
     assert dict(again.adapters) == {ADAPTER.lora_id: ADAPTER}
-    assert again.targets_of("sql") == (("sql/v1", 1.0),)
+    assert again.targets_of("sql") == (AliasTarget("sql/v1", 1.0),)
     assert again.rules == PlacementPolicy(loads_per_worker=3)
     assert again.workers == {"w0": WorkerIntent(state="cordoned", since=7.5)}
     assert again.tombstones == {"old": {"e" * 64}}
@@ -218,7 +218,7 @@ def _text(path):
         (_changed("ALTER TABLE intent DROP COLUMN json"), r"damaged \(no such column: json\)"),
         (_changed("DROP TABLE history"), r"damaged \(no such table: history\)"),
         (
-            _changed("INSERT INTO intent VALUES ('names', 'sql', ?)", '{"name": "sql", "targets": [[1, 2]]}'),
+            _changed("INSERT INTO intent VALUES ('names', 'sql', ?)", '{"name": "sql", "targets": [{"lora_id": 1}]}'),
             "name 'sql': Expected `str`",
         ),
         (_changed("INSERT INTO intent VALUES ('names', 'sql', 'null')"), "name 'sql': Expected `object`"),
@@ -290,15 +290,15 @@ async def test_a_leader_that_was_paused_writes_nothing_once_another_term_has_beg
     old, new = IntentStore(tmp_path / "s.db"), IntentStore(tmp_path / "s.db")
     await old.catch_up()
     old.raise_epoch(old.epoch)
-    old.put_name(ServedName(name="before", targets=(("a", 1.0),)))
+    old.put_name(ServedName(name="before", targets=(AliasTarget("a", 1.0),)))
     await new.catch_up()
     new.reload()
-    old.put_name(ServedName(name="between", targets=(("a", 1.0),)))
+    old.put_name(ServedName(name="between", targets=(AliasTarget("a", 1.0),)))
     new.raise_epoch(new.epoch)
     new.refresh()
     assert set(new.names) == {"before", "between"}
     with pytest.raises(OrchestratorUnavailable) as refusal:
-        old.put_name(ServedName(name="after", targets=(("a", 1.0),)))
+        old.put_name(ServedName(name="after", targets=(AliasTarget("a", 1.0),)))
     assert refusal.value.code == "not_leading"
     with pytest.raises(OrchestratorUnavailable):
         old.record("policy_changed", "")

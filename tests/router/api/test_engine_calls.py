@@ -45,7 +45,7 @@ class PublishingOrchestrator:
         if request.method == "DELETE" and name:
             return Response(status_code=204)
         pause = {"scope": "tenant acme", "mode": "keep", "running": 0, "expires_at": "2026-11-26T18:00:00Z"}
-        return JSONResponse({"name": name, "revision": self.revision, **pause}, status)
+        return JSONResponse({"name": name, "status": {"revision": self.revision}, **pause}, status)
 
 
 @contextlib.asynccontextmanager

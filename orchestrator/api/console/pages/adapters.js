@@ -136,7 +136,7 @@ function Names({ id, aliases, published }) {
   const rows = [];
   const names = new Set(published.map((one) => one.name));
   for (const alias of aliases.filter((one) => !names.has(one.name))) {
-    const target = alias.targets.find((one) => one.lora_id === id), coming = alias.pending?.targets.find((one) => one.lora_id === id);
+    const target = alias.targets.find((one) => one.lora_id === id), coming = alias.pending && alias.spec.targets.find((one) => one.lora_id === id);
     const whole = alias.targets.reduce((sum, one) => sum + one.weight, 0);
     if (target) rows.push([alias.name, html`<${Link} to=${"aliases/" + alias.name}>${alias.name}<//>`, `alias, ${share(whole ? target.weight / whole : 0)} of its sessions`]);
     else if (coming) rows.push([alias.name, html`<${Link} to=${"aliases/" + alias.name}>${alias.name}<//>`, "alias, about to shift here"]);

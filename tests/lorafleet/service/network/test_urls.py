@@ -122,7 +122,7 @@ async def test_every_field_with_a_name_is_checked_as_a_path_is(tmp_path, name):
     async with orchestrator(tmp_path) as app, asking(app) as client:
         await with_victim(client)
         spec, to = {"lora_id": name, "source": "file:///x"}, {"targets": [{"lora_id": name}]}
-        record = {"adapters": [], "aliases": [], "published": [{"name": name}]}
+        record = {"adapters": [], "names": [{"name": name, "published": {}}]}
         alias = {"name": name, "targets": [{"lora_id": "victim"}]}
         for method, path, body in (
             ("POST", "/v1/adapters", spec),
@@ -131,7 +131,7 @@ async def test_every_field_with_a_name_is_checked_as_a_path_is(tmp_path, name):
             ("POST", "/v1/aliases/a/victim/rollout", {"to": name, "steps": [{"weight": 1.0}]}),
             ("POST", "/v1/placements/plan", {"demand": {name: {"factor": 2}}}),
             ("POST", "/v1/import", {"record": record}),
-            ("POST", "/v1/import", {"record": {"aliases": [alias]}}),
+            ("POST", "/v1/import", {"record": {"names": [alias]}}),
             ("POST", "/v1/apply", {"file": {"aliases": [alias]}}),
             ("POST", "/v1/apply", {"file": {"published": [{"name": name}]}}),
             ("POST", "/v1/apply", {"file": {"adapters": [spec]}}),
