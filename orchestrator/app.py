@@ -55,6 +55,7 @@ from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import AgentClient, ask_for_proof
 from orchestrator.reconcile.catalog import CatalogBook
+from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.file_copies import FileRelay
 from orchestrator.reconcile.kube_workers import KubeWorkerFinder
 from orchestrator.reconcile.readings import fleet_readings
@@ -176,16 +177,18 @@ def build(
 
     agents = _agent_client(settings, keys, client, epoch_if_leading, clock)
     reconciler = Reconciler(
-        settings=settings,
-        store=store,
-        reports=reports,
-        demand=DemandBook(),
-        catalog=CatalogBook(store, wall=wall, buffer=settings.event_buffer),
-        agents=agents,
-        metrics=metrics,
-        leadership=leadership,
-        clock=clock,
-        wall=wall,
+        PassContext(
+            settings=settings,
+            store=store,
+            reports=reports,
+            demand=DemandBook(),
+            catalog=CatalogBook(store, wall=wall, buffer=settings.event_buffer),
+            agents=agents,
+            metrics=metrics,
+            leadership=leadership,
+            clock=clock,
+            wall=wall,
+        )
     )
 
     standby = StandbyFollower(
@@ -415,7 +418,7 @@ def _configmap_loops(
     registry: AdapterRegistry,
     reconciler: Reconciler,
 ) -> list[Callable[[], Coroutine[Any, Any, object]]]:
-    """The loops that keep ConfigMaps and intent in agreement. Also sets the backend's and reconciler's callbacks."""
+    """The loops that keep ConfigMaps and intent in agreement. Also sets the backend's callback."""
     assert kube is not None, "backend configmaps needs an API server"
     events = KubeEvents(kube, namespace=settings.kube_namespace or kube.namespace, reporter=socket.gethostname())
     edits = ObjectEdits(
@@ -439,8 +442,15 @@ def _configmap_loops(
         failed=reconciler.queries.unusable_adapters,
         is_ready=lambda lora_id: bool(reconciler.queries.ready_workers(lora_id)),
     )
-    configmaps.on_undone, reconciler.on_pass = take_back_refused, statuses.update
-    return [configmaps.follow, events.run, edits.run]
+
+    async def show_failures() -> None:
+        """Show in the objects' statuses which adapters fail; after each pass."""
+        statuses.update()
+
+    configmaps.on_undone = take_back_refused
+    every_s, ended = settings.pass_interval_s, reconciler.pass_ended
+    show = partial(forever, show_failures, name="statuses", every_s=every_s, poke=ended)
+    return [configmaps.follow, events.run, edits.run, show]
 
 
 def _worker_finder(

@@ -1,19 +1,15 @@
 """Act: each action is one call to an agent, in a task of its own with a deadline. Its result is recorded."""
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any
 
 import structlog
 
 from lorafleet.identity import fleet_digest
-from lorafleet.service.tasks import BackgroundTasks
 from orchestrator.agentless.transport import agent_url_of
-from orchestrator.config import OrchestratorSettings
 from orchestrator.core.copies import NEIGHBOURS_NAMED
 from orchestrator.core.errors import (
     InvalidAdapter,
@@ -25,18 +21,13 @@ from orchestrator.core.errors import (
 )
 from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, MOST_TRIED, SOURCE_CODES, failure_scope
 from orchestrator.core.plan import AdapterDrain, WorkerAction
-from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.model.snapshot import RegisteredAdapter, ReportedAdapter, lora_id_of_held
-from orchestrator.reconcile.agent_client import AgentClient
-from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.file_copies import HeldFilesBook
-from orchestrator.reconcile.operations import FleetOperations
+from orchestrator.reconcile.context import PassContext
+from orchestrator.reconcile.heartbeats import HeartbeatMonitor
 from orchestrator.reconcile.queries import FleetQueries
-from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.audit import AuditLog
-from orchestrator.store.store import IntentStore
 from orchestrator.store.tables import Subject
-from workers.wire import DrainRequest, InspectRequest, LoadRequest, Metadata, UnloadRequest, WorkerAdapter
+from workers.wire import DrainRequest, InspectRequest, LoadRequest, UnloadRequest, WorkerAdapter
 
 log = structlog.get_logger()
 
@@ -61,44 +52,11 @@ class _ActionResult:
 class ActionRunner:
     """Runs actions on agents and records operations in progress, failures and the audit log."""
 
-    def __init__(
-        self,
-        *,
-        settings: OrchestratorSettings,
-        store: IntentStore,
-        reports: WorkerReports,
-        catalog: CatalogBook,
-        agents: AgentClient,
-        metrics: OrchestratorMetrics,
-        operations: FleetOperations,
-        files: HeldFilesBook,
-        queries: FleetQueries,
-        tasks: BackgroundTasks,
-        audit: AuditLog,
-        request_pass: Callable[[], None],
-        claim: Callable[[str], Awaitable[None]],
-        record_report: Callable[[Metadata], None],
-        on_lease_lost: Callable[[str], None],
-        rng: Random,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._reports = reports
-        self._catalog = catalog
-        self._agents = agents
-        self._metrics = metrics
-        self._operations = operations
-        self._files = files
+    def __init__(self, context: PassContext, queries: FleetQueries, monitor: HeartbeatMonitor, audit: AuditLog) -> None:
+        self._context = context
         self._queries = queries
-        self._tasks = tasks
+        self._monitor = monitor
         self._audit = audit
-        self._claim = claim
-        self._record_report = record_report
-        self._on_lease_lost = on_lease_lost
-        self._rng = rng
-        self._request_pass = request_pass
-        self._clock = clock
 
     def start_action(self, action: WorkerAction) -> None:
         """Log an action, start it and record it as in progress.
@@ -109,48 +67,48 @@ class ActionRunner:
         where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
         evict = action.evict or action.evict_after
         log.info("action", operation=action.operation, **where, reason=action.reason, evict=evict)
-        operations, settings = self._operations, self._settings
+        operations, settings = self._context.operations, self._context.settings
         if action.operation == "drain" and action.lora_id:
             self._mark_draining(action)
         elif action.operation == "drain":
             operations.draining_workers.add(action.worker_id)
-            self._tasks.spawn(self._drain_worker(action))
+            self._context.tasks.spawn(self._drain_worker(action))
         elif action.operation == "inspect":
             operations.inspecting[action.lora_id] = action.worker_id
-            self._tasks.spawn(self._run_action(action, self._inspect(action), settings.inspect_timeout_s))
+            self._context.tasks.spawn(self._run_action(action, self._inspect(action), settings.inspect_timeout_s))
         elif action.operation == "load":
-            adapter = self._store.adapters[action.lora_id]
+            adapter = self._context.store.adapters[action.lora_id]
             pair = (action.lora_id, action.worker_id)
             operations.busy[action.worker_id] += 1
             operations.loading[pair] = adapter.digest or ""
-            operations.load_began[pair] = self._clock()
+            operations.load_began[pair] = self._context.clock()
             if action.evict is not None:
                 operations.loading_victims.add((action.evict, action.worker_id))
-            self._tasks.spawn(self._run_action(action, self._load(action, adapter), settings.load_timeout_s))
+            self._context.tasks.spawn(self._run_action(action, self._load(action, adapter), settings.load_timeout_s))
         else:
             operations.busy[action.worker_id] += 1
             operations.unloading.add((action.lora_id, action.worker_id))
-            self._tasks.spawn(self._run_action(action, self._unload(action), settings.unload_timeout_s))
+            self._context.tasks.spawn(self._run_action(action, self._unload(action), settings.unload_timeout_s))
 
     async def _run_action(self, action: WorkerAction, work: Coroutine[Any, Any, str | None], deadline_s: float) -> None:
         """Run one action to its end or deadline, record its result, refresh the catalog and request a pass.
 
         Waits first until the intent behind it is durable and the agent has our epoch. A stale epoch ends our term.
         """
-        began, requester = self._clock(), self._audit.requester(action.lora_id)
+        began, requester = self._context.clock(), self._audit.requester(action.lora_id)
         asked = self._inspect_request(action)
         end = _ActionResult("dropped", "", "")
         try:
             async with asyncio.timeout(deadline_s):
                 # The intent behind the action must be durable before the action.
-                await self._store.wait_durable(_required_subjects(action))
-                await self._claim(action.worker_id)
+                await self._context.store.wait_durable(_required_subjects(action))
+                await self._monitor.claim_worker(action.worker_id)
                 note = await work
             end = _ActionResult("ok", "", "", note or "")
             self._record_success(action)
         except LeaseLost as exc:
             end = _ActionResult("dropped", exc.code, str(exc))
-            self._on_lease_lost(str(exc))
+            self._context.leadership.on_newer_leader(str(exc))
         except (
             StateConflict,
             StoreError,
@@ -174,16 +132,16 @@ class ActionRunner:
             self._record_failure(action, end.code, end.error, None)
         finally:
             work.close()  # it may never have been started
-            self._record_end(action, end, requester, self._clock() - began)
+            self._record_end(action, end, requester, self._context.clock() - began)
         self._queries.refresh_catalog()
-        self._request_pass()
+        self._context.request_pass()
 
     def _record_end(self, action: WorkerAction, end: _ActionResult, requester: str, duration_s: float) -> None:
         """Remove the action from the operations in progress; record it in metrics and audit log.
 
         A dropped action is not audited.
         """
-        operations = self._operations
+        operations = self._context.operations
         if action.operation == "inspect":
             operations.inspecting.pop(action.lora_id, None)
         else:
@@ -196,7 +154,7 @@ class ActionRunner:
                 operations.loading_victims.discard((action.evict, action.worker_id))
         elif action.operation == "unload":
             operations.unloading.discard((action.lora_id, action.worker_id))
-        self._metrics.record_operation(action.operation, end.outcome, duration_s)
+        self._context.metrics.record_operation(action.operation, end.outcome, duration_s)
         if end.outcome != "dropped":  # a dropped action belongs to a term that is over
             with _log_store_errors():
                 self._audit.record_action(
@@ -211,7 +169,7 @@ class ActionRunner:
 
     def _record_success(self, action: WorkerAction) -> None:
         """Drop the pair's failure; after a load or inspection also the failure that blocks all workers."""
-        failures = self._operations.failures
+        failures = self._context.operations.failures
         failures.record_success((action.lora_id, action.worker_id))
         if action.operation != "unload":
             failures.record_success((action.lora_id, ANYWHERE))  # a worker found good bytes, or an engine took them
@@ -221,20 +179,20 @@ class ActionRunner:
 
         retry_after_s  least time of the block, as the agent asked
         """
-        expiry_s = self._store.rules.failure_expiry_s
+        expiry_s = self._context.store.rules.failure_expiry_s
         # A restart takes moments, and a request may wait for it.
         is_passing = code in PASSING_CODES
-        self._operations.failures.record_failure(
+        self._context.operations.failures.record_failure(
             (action.lora_id, action.worker_id),
             code,
             message,
             first_s=min(PASSING_S, expiry_s) if is_passing else expiry_s,
             most_s=expiry_s if is_passing else LONGEST_S,
             least_s=retry_after_s or 0.0,
-            now=self._clock(),
-            rng=self._rng,
+            now=self._context.clock(),
+            rng=self._context.rng,
         )
-        self._catalog.emit_event(
+        self._context.catalog.emit_event(
             f"{action.operation}_failed",
             lora_id=action.lora_id,
             worker_id=action.worker_id,
@@ -249,16 +207,16 @@ class ActionRunner:
         engines refuse the registered bytes: `failure_scope` may block all workers, or quarantine the adapter.
         """
         self._record_failure(action, exc.code, str(exc), None)
-        adapter = self._store.adapters.get(action.lora_id)
+        adapter = self._context.store.adapters.get(action.lora_id)
         if adapter is None or adapter.is_deleting:
             return
         blame = "worker"
         if not adapter.is_inspected:
             blame = "worker" if self._can_ask_others(action, adapter, exc.code) else "fleet"
         elif exc.code in ENGINE_REFUSALS:
-            blame = failure_scope(adapter, self._queries.observe(), self._clock())
+            blame = failure_scope(adapter, self._queries.observe(), self._context.clock())
         if blame == "adapter":
-            self._store.put_adapter(replace(adapter, quarantine=f"{exc.code}: {exc}"))
+            self._context.store.put_adapter(replace(adapter, quarantine=f"{exc.code}: {exc}"))
             log.warning("adapter quarantined", lora_id=action.lora_id, code=exc.code, error=str(exc))
         elif blame == "fleet":
             self._record_failure(replace(action, worker_id=ANYWHERE), exc.code, str(exc), None)
@@ -269,20 +227,20 @@ class ActionRunner:
 
         A wrong base model also records the failure for all ready workers with the same base model.
         """
-        now, observed = self._clock(), self._queries.observe()
+        now, observed = self._context.clock(), self._queries.observe()
         ready = [worker for worker in observed.workers.values() if worker.state == "ready"]
         if code == "base_model_mismatch" and adapter.base_model is None:
             tried = observed.workers.get(action.worker_id)
-            failure = self._operations.failures.by_pair[action.lora_id, action.worker_id]
+            failure = self._context.operations.failures.by_pair[action.lora_id, action.worker_id]
             for worker in ready:
                 if tried is not None and worker.base_model == tried.base_model:
-                    self._operations.failures.set_failure((action.lora_id, worker.id), failure)
+                    self._context.operations.failures.set_failure((action.lora_id, worker.id), failure)
         elif (
             code not in SOURCE_CODES
-            or self._operations.failures.blocked_worker_count(action.lora_id, now) >= MOST_TRIED
+            or self._context.operations.failures.blocked_worker_count(action.lora_id, now) >= MOST_TRIED
         ):
             return False
-        observed = replace(observed, failures=self._operations.failures.by_pair)
+        observed = replace(observed, failures=self._context.operations.failures.by_pair)
         return any(observed.current_failure(action.lora_id, worker.id, now) is None for worker in ready)
 
     async def _inspect(self, action: WorkerAction) -> None:
@@ -290,25 +248,25 @@ class ActionRunner:
 
         Raises WorkerFailed, InvalidAdapter, LeaseLost.
         """
-        adapter = self._store.adapters[action.lora_id]
-        found, at = await self._agents.inspect(
+        adapter = self._context.store.adapters[action.lora_id]
+        found, at = await self._context.agents.inspect(
             self._agent_url(action.worker_id),
             self._inspection_of(adapter, action.worker_id),
-            timeout_s=self._settings.inspect_timeout_s,
+            timeout_s=self._context.settings.inspect_timeout_s,
         )
         known = with_manifest(adapter, found)
-        self._files.note(action.worker_id, found.digest, at)
-        current = self._store.adapters.get(action.lora_id)
+        self._context.files.note(action.worker_id, found.digest, at)
+        current = self._context.store.adapters.get(action.lora_id)
         if (
             current is not None
             and not current.is_deleting
             and _inspect_request_for(current) == _inspect_request_for(adapter)
         ):
             # Compared with the present row, so that a policy changed meanwhile is not overwritten.
-            self._store.compare_and_set(
+            self._context.store.compare_and_set(
                 current, replace(current, **{name: getattr(known, name) for name in _MANIFEST_FIELDS})
             )
-            self._catalog.emit_event("adapter_inspected", lora_id=action.lora_id, worker_id=action.worker_id)
+            self._context.catalog.emit_event("adapter_inspected", lora_id=action.lora_id, worker_id=action.worker_id)
 
     async def forbidden_source_reason(self, source: str, worker_ids: Sequence[str]) -> InvalidAdapter | None:
         """Ask these workers why they may not fetch the source; None if one may, or does not answer."""
@@ -318,7 +276,7 @@ class ActionRunner:
     async def _forbidden_by(self, source: str, worker_id: str) -> InvalidAdapter | None:
         """Ask this worker why it may not fetch the source; None if it may, does not answer, or fails otherwise."""
         try:
-            await self._agents.check_source(self._agent_url(worker_id), source, timeout_s=_CHECK_S)
+            await self._context.agents.check_source(self._agent_url(worker_id), source, timeout_s=_CHECK_S)
         except InvalidAdapter as exc:
             return exc if exc.code in ("source_forbidden", "source_invalid") else None
         except (WorkerFailed, LeaseLost):
@@ -330,9 +288,9 @@ class ActionRunner:
 
         Raises InvalidAdapter, WorkerFailed.
         """
-        ask, timeout_s = self._inspection_of(adapter, worker_id), self._settings.inspect_timeout_s
-        found, at = await self._agents.inspect(self._agent_url(worker_id), ask, timeout_s=timeout_s)
-        self._files.note(worker_id, found.digest, at)
+        ask, timeout_s = self._inspection_of(adapter, worker_id), self._context.settings.inspect_timeout_s
+        found, at = await self._context.agents.inspect(self._agent_url(worker_id), ask, timeout_s=timeout_s)
+        self._context.files.note(worker_id, found.digest, at)
         return with_manifest(adapter, found)
 
     async def _load(self, action: WorkerAction, adapter: RegisteredAdapter) -> str:
@@ -341,7 +299,7 @@ class ActionRunner:
         Returns the agent's note on it: what its engine ignores, or could not prove; "" without one. Ends the victim's
         drain, and remembers a copy that is owed. Raises InvalidAdapter, WorkerFailed.
         """
-        began = self._clock()
+        began = self._context.clock()
         evicted = None if action.evict is None else self._reported_adapter(action.evict, action.worker_id).engine_name
         ask = LoadRequest(
             lora_id=adapter.lora_id,
@@ -354,25 +312,27 @@ class ActionRunner:
             neighbours=self._agent_urls(action.neighbours),
             ignored_modules=adapter.ignored_modules,
         )
-        url, timeout_s = self._agent_url(action.worker_id), self._settings.load_timeout_s
-        lora, at = await self._agents.load(url, ask, timeout_s=timeout_s)
+        url, timeout_s = self._agent_url(action.worker_id), self._context.settings.load_timeout_s
+        lora, at = await self._context.agents.load(url, ask, timeout_s=timeout_s)
         _check_loaded(lora, adapter)
-        self._files.note(action.worker_id, lora.digest, at)
-        self._operations.measured_loads.append((self._clock() - began, adapter.size_bytes or 0))
-        self._reports.record_load(action.worker_id, lora, evicted, at)
+        self._context.files.note(action.worker_id, lora.digest, at)
+        self._context.operations.measured_loads.append((self._context.clock() - began, adapter.size_bytes or 0))
+        self._context.reports.record_load(action.worker_id, lora, evicted, at)
         if action.evict_after is not None:
-            self._operations.reserve_victims[action.evict_after, action.worker_id] = action.lora_id
+            self._context.operations.reserve_victims[action.evict_after, action.worker_id] = action.lora_id
         if action.evict is not None:
-            self._operations.drains.pop((action.evict, action.worker_id), None)
-            self._metrics.record_eviction(action.evict, "lru")
+            self._context.operations.drains.pop((action.evict, action.worker_id), None)
+            self._context.metrics.record_eviction(action.evict, "lru")
             requester = self._audit.requester(action.lora_id)
             self._audit.record_eviction(
                 action.evict, action.worker_id, made_room_for=action.lora_id, requester=requester
             )
-            self._catalog.emit_event(
+            self._context.catalog.emit_event(
                 "evicted", lora_id=action.evict, worker_id=action.worker_id, message=f"made room for {action.lora_id}"
             )
-        self._catalog.emit_event("loaded", lora_id=action.lora_id, worker_id=action.worker_id, message=lora.note)
+        self._context.catalog.emit_event(
+            "loaded", lora_id=action.lora_id, worker_id=action.worker_id, message=lora.note
+        )
         return lora.note
 
     async def _unload(self, action: WorkerAction) -> None:
@@ -380,18 +340,23 @@ class ActionRunner:
 
         Raises WorkerFailed, InvalidAdapter.
         """
-        held, timeout_s = self._reported_adapter(action.lora_id, action.worker_id), self._settings.unload_timeout_s
+        held, timeout_s = (
+            self._reported_adapter(action.lora_id, action.worker_id),
+            self._context.settings.unload_timeout_s,
+        )
         ask = UnloadRequest(
             lora_id=held.engine_name if held.is_foreign else lora_id_of_held(held),
             digest=None if held.is_foreign else held.digest or None,
             engine_name=held.engine_name if held.is_foreign else None,
         )
-        at = await self._agents.unload(self._agent_url(action.worker_id), ask, timeout_s=timeout_s)
-        self._reports.record_unload(action.worker_id, held.engine_name, at)
-        self._operations.drains.pop((action.lora_id, action.worker_id), None)
+        at = await self._context.agents.unload(self._agent_url(action.worker_id), ask, timeout_s=timeout_s)
+        self._context.reports.record_unload(action.worker_id, held.engine_name, at)
+        self._context.operations.drains.pop((action.lora_id, action.worker_id), None)
         if (why := self._eviction_reason(action)) is not None:
-            self._metrics.record_eviction(action.lora_id, why)
-        self._catalog.emit_event("unloaded", lora_id=action.lora_id, worker_id=action.worker_id, message=action.reason)
+            self._context.metrics.record_eviction(action.lora_id, why)
+        self._context.catalog.emit_event(
+            "unloaded", lora_id=action.lora_id, worker_id=action.worker_id, message=action.reason
+        )
 
     def _eviction_reason(self, action: WorkerAction) -> str | None:
         """Why the unload is an eviction; None: the adapter was deleted.
@@ -399,27 +364,27 @@ class ActionRunner:
         lru: it made room for another adapter; capacity: its worker drains; ttl: nobody asked for it in its `ttl_s`;
         surplus: a copy above demand, or the old copy of a move
         """
-        if (action.lora_id, action.worker_id) in self._operations.reserve_victims:
+        if (action.lora_id, action.worker_id) in self._context.operations.reserve_victims:
             return "lru"
-        adapter = self._store.adapters.get(action.lora_id)
+        adapter = self._context.store.adapters.get(action.lora_id)
         if adapter is None or adapter.is_deleting:
             return None  # deleted, not evicted
-        intent = self._store.workers.get(action.worker_id)
+        intent = self._context.store.workers.get(action.worker_id)
         if intent is not None and intent.state == "draining":
             return "capacity"
         return "ttl" if action.is_expired else "surplus"
 
     def forget_drain(self, worker_id: str) -> None:
         """Forget that the worker was told to drain, so that it may be told again, and how far its drain was."""
-        self._operations.draining_workers.discard(worker_id)
+        self._context.operations.draining_workers.discard(worker_id)
         self._queries.forget_drain(worker_id)
 
     def resume_worker(self, worker_id: str) -> None:
         """Take back a drain: in a task, tell the agent to take requests again if it drains or was told to."""
-        worker = self._reports.workers.get(worker_id)
-        is_told = worker_id in self._operations.draining_workers
+        worker = self._context.reports.workers.get(worker_id)
+        is_told = worker_id in self._context.operations.draining_workers
         if is_told or (worker is not None and worker.report.state == "draining"):
-            self._tasks.spawn(self._undrain_worker(worker_id))
+            self._context.tasks.spawn(self._undrain_worker(worker_id))
         self.forget_drain(worker_id)
 
     async def _undrain_worker(self, worker_id: str) -> None:
@@ -428,20 +393,20 @@ class ActionRunner:
         A failure is only logged. A stale epoch ends our term.
         """
         try:
-            url, timeout_s = self._agent_url(worker_id), self._settings.unload_timeout_s
-            await self._claim(worker_id)
-            fresh = await self._agents.undrain(url, timeout_s=timeout_s)
+            url, timeout_s = self._agent_url(worker_id), self._context.settings.unload_timeout_s
+            await self._monitor.claim_worker(worker_id)
+            fresh = await self._context.agents.undrain(url, timeout_s=timeout_s)
         except (WorkerFailed, InvalidAdapter) as exc:
             log.warning(
                 "worker drains still: uncordon it again, or restart its agent", worker_id=worker_id, error=str(exc)
             )
         except LeaseLost as exc:
-            self._on_lease_lost(str(exc))
+            self._context.leadership.on_newer_leader(str(exc))
         else:
             if fresh.instance_id == worker_id:
-                self._record_report(fresh)
-            self._catalog.emit_event("worker_undrained", worker_id=worker_id)
-            self._request_pass()
+                self._monitor.record_heartbeat(fresh)
+            self._context.catalog.emit_event("worker_undrained", worker_id=worker_id)
+            self._context.request_pass()
 
     async def _drain_worker(self, action: WorkerAction) -> None:
         """Tell the agent to drain, and wait until it has. A failure is logged, and the next pass tries again.
@@ -449,49 +414,49 @@ class ActionRunner:
         Emits an event once drained.
         """
         try:
-            ask = DrainRequest(deadline_s=self._store.rules.drain_deadline_s)
+            ask = DrainRequest(deadline_s=self._context.store.rules.drain_deadline_s)
             # The agent answers when its engine is empty, or at that deadline.
-            timeout_s = ask.deadline_s + self._settings.unload_timeout_s
+            timeout_s = ask.deadline_s + self._context.settings.unload_timeout_s
             url = self._agent_url(action.worker_id)
-            await self._claim(action.worker_id)
-            await self._agents.drain(url, ask, timeout_s=timeout_s)
+            await self._monitor.claim_worker(action.worker_id)
+            await self._context.agents.drain(url, ask, timeout_s=timeout_s)
         except (WorkerFailed, InvalidAdapter) as exc:
-            self._operations.draining_workers.discard(action.worker_id)  # the next pass tries again
+            self._context.operations.draining_workers.discard(action.worker_id)  # the next pass tries again
             log.warning("worker not drained", worker_id=action.worker_id, error=str(exc))
         except LeaseLost as exc:
-            self._on_lease_lost(str(exc))
+            self._context.leadership.on_newer_leader(str(exc))
         else:
-            self._catalog.emit_event("worker_draining", worker_id=action.worker_id)
-            self._store.record("drain", action.worker_id, {"outcome": "ok", "reason": action.reason})
+            self._context.catalog.emit_event("worker_draining", worker_id=action.worker_id)
+            self._context.store.record("drain", action.worker_id, {"outcome": "ok", "reason": action.reason})
 
     def _mark_draining(self, action: WorkerAction) -> None:
         """Begin and count a drain: refreshes the catalog, which forbids new requests for the adapter on the worker.
 
         Raises WorkerFailed if the worker does not report the adapter. Nothing drains if the catalog cannot be written.
         """
-        now, pair = self._clock(), (action.lora_id, action.worker_id)
+        now, pair = self._context.clock(), (action.lora_id, action.worker_id)
         mark = AdapterDrain(
             lora_id=action.lora_id,
             worker_id=action.worker_id,
             engine_name=self._reported_adapter(action.lora_id, action.worker_id).engine_name,
             revision=0,
             since=now,
-            deadline=now + self._store.rules.drain_deadline_s,
+            deadline=now + self._context.store.rules.drain_deadline_s,
             reason=action.reason,
         )
-        self._operations.drains[pair] = mark
+        self._context.operations.drains[pair] = mark
         # The refreshed catalog forbids new requests; its revision is what routers confirm.
         try:
             self._queries.refresh_catalog()
         except BaseException:
-            del self._operations.drains[pair]  # revision 0 would count as confirmed by every router
+            del self._context.operations.drains[pair]  # revision 0 would count as confirmed by every router
             raise
-        self._operations.drains[pair] = replace(mark, revision=self._catalog.revision)
-        self._metrics.operations.labels("drain", "ok").inc()
+        self._context.operations.drains[pair] = replace(mark, revision=self._context.catalog.revision)
+        self._context.metrics.operations.labels("drain", "ok").inc()
 
     def _inspect_request(self, action: WorkerAction) -> InspectRequest | None:
         """The adapter's inspect request as of now, to compare with a later one; None for an adapter that is gone."""
-        adapter = self._store.adapters.get(action.lora_id)
+        adapter = self._context.store.adapters.get(action.lora_id)
         return None if adapter is None else _inspect_request_for(adapter)
 
     def _reported_adapter(self, lora_id: str, worker_id: str) -> ReportedAdapter:
@@ -507,18 +472,18 @@ class ActionRunner:
         request, digest = _inspect_request_for(adapter), fleet_digest(adapter.source)
         if digest is None:
             return request
-        holders = sorted(name for name in self._files.holders.get(digest, ()) if name != worker_id)
+        holders = sorted(name for name in self._context.files.holders.get(digest, ()) if name != worker_id)
         return request.model_copy(update={"neighbours": self._agent_urls(holders[:NEIGHBOURS_NAMED])})
 
     def _agent_urls(self, worker_ids: Iterable[str]) -> tuple[str, ...]:
         """URLs of the agents among these workers that answer."""
-        entries = [self._reports.workers.get(worker_id) for worker_id in worker_ids]
+        entries = [self._context.reports.workers.get(worker_id) for worker_id in worker_ids]
         urls = [agent_url_of(entry.report) for entry in entries if entry is not None and entry.reach == "heard"]
         return tuple(filter(None, urls))
 
     def _agent_url(self, worker_id: str) -> str:
         """URL of the worker's agent. Raises WorkerFailed."""
-        entry = self._reports.workers.get(worker_id)
+        entry = self._context.reports.workers.get(worker_id)
         if entry is None or not entry.report.agent_url:
             raise WorkerFailed(f"worker {worker_id} has no agent_url in its report", code="worker_unreachable")
         return entry.report.agent_url

@@ -1,33 +1,109 @@
-"""What the parts of the reconciler share. `Reconciler` makes it once."""
+"""What the parts of the reconcile loop share: settings, stored intent, reports, and operations in progress.
 
+Operations in progress are kept in memory only. After a restart the agents' reports show what became of them.
+"""
+
+import asyncio
+import time
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from lorafleet.service.tasks import BackgroundTasks
 from orchestrator.config import OrchestratorSettings
+from orchestrator.core.demand import DemandBook
+from orchestrator.core.failures import FailureBook
+from orchestrator.core.plan import AdapterDrain
+from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.model.snapshot import OngoingFetch, Pair
 from orchestrator.reconcile.agent_client import AgentClient
+from orchestrator.reconcile.catalog import CatalogBook
+from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.store import IntentStore
 
 
+@dataclass(slots=True)
+class FleetOperations:
+    """One writer: the event loop.
+
+    busy              worker_id -> number of loads and unloads in progress there
+    loading           (lora_id, worker_id) -> digest; `load_began`: since when
+    fetch_moved       (lora_id, worker_id) of a load whose files are fetched -> (bytes so far, since when)
+    inspecting        lora_id -> worker_id that fetches and verifies it
+    draining_workers  workers that were told to drain
+    unloading         (lora_id, worker_id) of unloads: no second call is sent, it could hit a later load of the adapter
+    loading_victims   (lora_id, worker_id) that a load in progress evicts: no other load may name it
+    drains            (lora_id, worker_id) -> drain of an adapter that takes no new requests there
+    reserve_victims   (lora_id, worker_id) that leaves once drained -> adapter whose load took a reserve slot
+    failures          failures that block loads
+    measured_loads    duration and bytes of the last hundred loads; 0 bytes where the size is not known
+    """
+
+    busy: Counter[str] = field(default_factory=Counter)
+    loading: dict[Pair, str] = field(default_factory=dict)
+    load_began: dict[Pair, float] = field(default_factory=dict)
+    fetch_moved: dict[Pair, tuple[int | None, float]] = field(default_factory=dict)
+    inspecting: dict[str, str] = field(default_factory=dict)
+    draining_workers: set[str] = field(default_factory=set)
+    unloading: set[Pair] = field(default_factory=set)
+    loading_victims: set[Pair] = field(default_factory=set)
+    drains: dict[Pair, AdapterDrain] = field(default_factory=dict)
+    reserve_victims: dict[Pair, str] = field(default_factory=dict)
+    failures: FailureBook = field(default_factory=FailureBook)
+    measured_loads: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=100))
+
+    def note_fetched_bytes(self, pair: Pair, size_bytes: int | None, now: float) -> None:
+        """Record how far the download of a load is; None: its agent does not say, so that it counts as moving."""
+        if pair in self.loading:
+            before = self.fetch_moved.get(pair)
+            if before is None or size_bytes is None or before[0] != size_bytes:
+                self.fetch_moved[pair] = size_bytes, now
+
+    def fetches(self, files: HeldFilesBook) -> dict[str, list[OngoingFetch]]:
+        """digest -> loads in progress on workers that lack its files."""
+        found: dict[str, list[OngoingFetch]] = {}
+        for pair, digest in self.loading.items():
+            if pair[1] in files.disks and pair[1] not in files.holders.get(digest, ()):
+                _, moved_at = self.fetch_moved.get(pair, (None, self.load_began.get(pair, 0.0)))
+                found.setdefault(digest, []).append(OngoingFetch(worker_id=pair[1], moved_at=moved_at))
+        return found
+
+    def clear(self) -> None:
+        """Forget drains and reserve victims at the end of a term. Cancelled actions remove their own entries."""
+        self.draining_workers.clear()
+        self.drains.clear()
+        self.reserve_victims.clear()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
-    """One orchestrator's settings, what it knows, and the way to its agents.
+    """What the parts of the loop share. The mutable ones have one writer: the event loop.
 
-    tasks          actions under way; cancelled at the end of a term
-    request_pass   has the next pass begin at once
-    on_lease_lost  ends our term; takes the reason
+    files   what is on the workers' disks
+    tasks   calls to agents in progress
+    due     set: a pass is requested and has not begun
+    clock   seconds of the monotonic clock; `wall`: Unix time
     """
 
     settings: OrchestratorSettings
     store: IntentStore
     reports: WorkerReports
+    demand: DemandBook
+    catalog: CatalogBook
     agents: AgentClient
     metrics: OrchestratorMetrics
-    tasks: BackgroundTasks
-    request_pass: Callable[[], None]
-    on_lease_lost: Callable[[str], None]
-    rng: Random
-    clock: Callable[[], float]
+    leadership: Leadership
+    operations: FleetOperations = field(default_factory=FleetOperations)
+    files: HeldFilesBook = field(default_factory=HeldFilesBook)
+    tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
+    due: asyncio.Event = field(default_factory=asyncio.Event)
+    clock: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    rng: Random = field(default_factory=Random)
+
+    def request_pass(self) -> None:
+        """Make the loop run a pass now rather than at the next interval. Returns at once."""
+        self.due.set()

@@ -1,18 +1,17 @@
-"""Files by digest in the fleet: the workers that have them, the copies that are kept, and the relay of their bytes."""
+"""Files by digest in the fleet: the copies that are kept, and the relay of their bytes."""
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import quote
 
 import httpx
 import structlog
 
-from lorafleet.identity import FileMark, fleet_digest
+from lorafleet.identity import fleet_digest
 from lorafleet.keys.own_key import OwnKey
-from lorafleet.service.loops import ChangeSignal
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.copies import CopyFacts, CopyPlan, CopyState, MarkStep, WorkerDisk, plan_copies
 from orchestrator.core.errors import (
@@ -25,10 +24,11 @@ from orchestrator.core.errors import (
 )
 from orchestrator.core.failures import LONGEST_S, FailureBook
 from orchestrator.reconcile.agent_client import AgentClient
-from orchestrator.reconcile.agent_view import AsOf, as_of
 from orchestrator.reconcile.context import PassContext
+from orchestrator.reconcile.heartbeats import HeartbeatMonitor
+from orchestrator.reconcile.held_files import HeldFilesBook, ReportedDisk
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, worker_state
-from workers.wire import HeldFiles, MarkFilesRequest, Metadata
+from workers.wire import MarkFilesRequest
 
 log = structlog.get_logger()
 
@@ -42,140 +42,15 @@ _RELAYED = ("range", "if-range")
 _HTTP_OK = frozenset({200, 206, 416})
 
 
-@dataclass(slots=True)
-class ReportedDisk:
-    """One worker's disk.
-
-    agent_boot_id  the agent whose numbers these are
-    seen           number of the last change that is known
-    is_whole       whether nothing was left to report
-    files          digest -> whether it is kept
-    unconfirmed    digests of before that the agent, which began anew, has not named yet
-    answered       digest -> as of when an answer of the agent told its state: older heartbeats do not change it
-    """
-
-    agent_boot_id: str
-    disk_id: str
-    seen: int = 0
-    is_whole: bool = False
-    files: dict[str, bool] = field(default_factory=dict)
-    unconfirmed: set[str] = field(default_factory=set)
-    answered: dict[str, AsOf] = field(default_factory=dict)
-
-    def answer(self, at: AsOf, digests: Iterable[str]) -> None:
-        """Keep older heartbeats from changing these digests. No-op for an answer that names no report."""
-        if at.number:
-            self.answered |= dict.fromkeys(digests, at)
-
-
-class HeldFilesBook:
-    """The disks of all workers. One writer: the event loop.
-
-    disks    worker_id -> disk
-    holders  digest -> workers that have it; `keepers`: that keep it
-    changed  wakes those that wait for files
-    """
-
-    def __init__(self) -> None:
-        self.changed = ChangeSignal()
-        self.disks: dict[str, ReportedDisk] = {}
-        self.holders: dict[str, set[str]] = {}
-        self.keepers: dict[str, set[str]] = {}
-
-    def record(self, report: Metadata, files: HeldFiles) -> bool:
-        """Apply what a heartbeat reports; returns whether anything has changed.
-
-        Changes that do not follow the known ones are not applied: `seen` is 0 then, and the agent begins anew.
-        """
-        worker_id, boot_id = report.instance_id, report.agent_boot_id
-        disk = self.disks.get(worker_id)
-        if disk is None or (disk.agent_boot_id, disk.disk_id) != (boot_id, files.disk_id):
-            known = disk or ReportedDisk(boot_id, files.disk_id)
-            disk = ReportedDisk(boot_id, files.disk_id, files=known.files, answered=known.answered)
-            self.disks[worker_id] = disk
-        disk.answered = {name: at for name, at in disk.answered.items() if as_of(report).is_before(at)}
-        if files.since not in (0, disk.seen):
-            disk.seen, disk.is_whole = 0, False
-            return False
-        had_whole = disk.is_whole
-        named = {*files.held, *files.kept}
-        if files.since == 0:
-            disk.unconfirmed = set(disk.files)  # what none of the changes names is gone, once all have come
-        disk.unconfirmed -= named | disk.answered.keys()
-        states = [(name, False) for name in files.held] + [(name, True) for name in files.kept]
-        gone = [*files.gone, *(() if files.left else disk.unconfirmed)]
-        told = [*states, *((name, None) for name in gone)]
-        news = self._put_all(worker_id, [(name, state) for name, state in told if name not in disk.answered])
-        disk.seen, disk.is_whole = files.upto, files.left == 0
-        return news or disk.is_whole != had_whole
-
-    def note(self, worker_id: str, digest: str, at: AsOf) -> None:
-        """Record an answer (or report) by which a worker has the files of a digest, without waiting for a heartbeat."""
-        if (disk := self.disks.get(worker_id)) is not None:
-            disk.answer(at, (digest,))
-            self._put_all(worker_id, [(digest, disk.files.get(digest, False))])
-
-    def note_mark(self, worker_id: str, digests: Collection[str], mark: FileMark, at: AsOf) -> None:
-        """Record an answer by which a worker has marked its files of these digests."""
-        if (disk := self.disks.get(worker_id)) is not None:
-            disk.answer(at, digests)
-            marked = digests if mark == "kept" else [digest for digest in digests if digest in disk.files]
-            self._put_all(worker_id, [(digest, mark == "kept") for digest in marked])
-
-    def forget(self, present: Collection[str]) -> None:
-        """Forget the disks of workers that are not among these."""
-        for worker_id in [name for name in self.disks if name not in present]:
-            self._put_all(worker_id, [(digest, None) for digest in [*self.disks[worker_id].files]])
-            del self.disks[worker_id]
-
-    def clear_seen(self) -> None:
-        """Ask all agents to report anew, at the beginning of a term. What is known counts until they have."""
-        for disk in self.disks.values():
-            disk.seen, disk.is_whole = 0, False
-
-    def _put_all(self, worker_id: str, states: Iterable[tuple[str, bool | None]]) -> bool:
-        """Record several digests; returns whether any is news, which wakes those that wait."""
-        news = sum(self._put(worker_id, digest, state) for digest, state in states) > 0
-        if news:
-            self.changed.notify()
-        return news
-
-    def _put(self, worker_id: str, digest: str, state: bool | None) -> bool:
-        """Record that a worker keeps a digest (True), has it (False) or not (None); returns whether that is news."""
-        files = self.disks[worker_id].files
-        if files.get(digest) is state:
-            return False
-        if state is None:
-            del files[digest]
-        else:
-            files[digest] = state
-        _set(self.holders, digest, worker_id, is_in=state is not None)
-        _set(self.keepers, digest, worker_id, is_in=state is True)
-        return True
-
-
-def _set(index: dict[str, set[str]], digest: str, worker_id: str, *, is_in: bool) -> None:
-    """Add a worker to the set of a digest, or take it out; an empty set goes."""
-    if is_in:
-        index.setdefault(digest, set()).add(worker_id)
-    elif (names := index.get(digest)) is not None:
-        names.discard(worker_id)
-        if not names:
-            del index[digest]
-
-
 class FileCopies:
     """Keeps `fleet_copies` copies of the files that only the fleet has.
 
-    states  digest -> state, of those that are not simply kept
+    states   digest -> state, of those that are not simply kept
     """
 
-    def __init__(self, context: PassContext, files: HeldFilesBook, *, claim: Callable[[str], Awaitable[None]]) -> None:
-        """`claim`: makes a worker's agent refuse older leaders; raises WorkerFailed, LeaseLost."""
+    def __init__(self, context: PassContext, monitor: HeartbeatMonitor) -> None:
         self._context = context
-        self._store = context.store
-        self._files = files
-        self._claim = claim
+        self._monitor = monitor
         self._failures = FailureBook()
         self._under_way: set[tuple[str, str]] = set()
         self._arriving: Counter[str] = Counter()
@@ -212,7 +87,7 @@ class FileCopies:
             return {}
         return {
             lora_id: f"files_lost: {lost[digest]}"
-            for lora_id, adapter in self._store.adapters.items()
+            for lora_id, adapter in self._context.store.adapters.items()
             if (digest := fleet_digest(adapter.source)) in lost and digest is not None
         }
 
@@ -222,7 +97,7 @@ class FileCopies:
 
     def kept_by(self, digest: str) -> tuple[str, ...]:
         """Workers that keep the files of a digest, by their reports."""
-        return tuple(sorted(self._files.keepers.get(digest, ())))
+        return tuple(sorted(self._context.files.keepers.get(digest, ())))
 
     async def wait_kept(self, digest: str, copies: int, *, timeout_s: float) -> tuple[str, ...]:
         """Wait until so many workers keep the files of a digest; returns those that do when that is so, or time is up.
@@ -230,7 +105,7 @@ class FileCopies:
         The adapter must be registered with the fleet's own source, or the copies be made by the caller.
         """
         self._context.request_pass()
-        await self._files.changed.until(lambda: len(self.kept_by(digest)) >= copies, timeout_s=timeout_s)
+        await self._context.files.changed.until(lambda: len(self.kept_by(digest)) >= copies, timeout_s=timeout_s)
         return self.kept_by(digest)
 
     def clear(self) -> None:
@@ -257,24 +132,24 @@ class FileCopies:
         """digest -> base model, of registered adapters whose files only the fleet has."""
         return {
             digest: adapter.base_model or ""
-            for adapter in self._store.adapters.values()
+            for adapter in self._context.store.adapters.values()
             if (digest := fleet_digest(adapter.source)) is not None
         }
 
     def _plan(self, needs: Mapping[str, str], now: float) -> CopyPlan:
         """The steps of this pass."""
-        strays = self._files.holders.keys() - needs.keys()
-        deleted = self._store.dropped_digests() - self._arriving.keys() if strays else frozenset[str]()
+        strays = self._context.files.holders.keys() - needs.keys()
+        deleted = self._context.store.dropped_digests() - self._arriving.keys() if strays else frozenset[str]()
         self._dropping = {pair for pair in self._dropping if pair[0] in deleted}
         disks = [
-            self._disk(entry, self._files.disks[worker_id], now)
+            self._disk(entry, self._context.files.disks[worker_id], now)
             for worker_id, entry in self._context.reports.workers.items()
-            if worker_id in self._files.disks and agent_url_of(entry.report)
+            if worker_id in self._context.files.disks and agent_url_of(entry.report)
         ]
         facts = CopyFacts(
             needs=needs,
             disks=disks,
-            keepers=self._files.keepers,
+            keepers=self._context.files.keepers,
             copies=self._context.settings.fleet_copies,
             under_way=self._under_way,
             blocked=self._failures.by_pair.keys(),
@@ -286,7 +161,7 @@ class FileCopies:
     def _disk(self, entry: KnownWorker, disk: ReportedDisk, now: float) -> WorkerDisk:
         """A worker's disk as the decision sees it."""
         report = entry.report
-        intent = self._store.workers.get(report.instance_id)
+        intent = self._context.store.workers.get(report.instance_id)
         is_going = entry.is_terminating or (intent is not None and intent.state == "draining")
         is_heard = entry.reach == "heard"
         takes_copies = is_heard and not is_going and worker_state(entry, intent) in ("ready", "cordoned", "starting")
@@ -320,13 +195,13 @@ class FileCopies:
         """
         pair = step.digests[0], step.worker_id
         try:
-            await self._claim(step.worker_id)
+            await self._monitor.claim_worker(step.worker_id)
             await self._mark(step, self._context.settings.load_timeout_s)
         except LeaseLost as exc:
-            self._context.on_lease_lost(str(exc))
+            self._context.leadership.on_newer_leader(str(exc))
         except (InvalidAdapter, WorkerFailed) as exc:
             log.warning("copy not made", digest=pair[0], worker_id=step.worker_id, error=str(exc))
-            expiry_s = self._store.rules.failure_expiry_s
+            expiry_s = self._context.store.rules.failure_expiry_s
             self._failures.record_failure(
                 pair,
                 exc.code,
@@ -346,10 +221,10 @@ class FileCopies:
     async def _release(self, step: MarkStep) -> None:
         """Let a worker delete files again; a failure is logged, and the next pass tries again."""
         try:
-            await self._claim(step.worker_id)
+            await self._monitor.claim_worker(step.worker_id)
             await self._mark(step, self._context.settings.unload_timeout_s)
         except LeaseLost as exc:
-            self._context.on_lease_lost(str(exc))
+            self._context.leadership.on_newer_leader(str(exc))
         except (InvalidAdapter, WorkerFailed) as exc:
             log.warning("copies not released", worker_id=step.worker_id, error=str(exc))
         else:
@@ -363,7 +238,7 @@ class FileCopies:
         urls = tuple(filter(None, map(self._agent_url, step.neighbours)))
         ask = MarkFilesRequest(mark=step.mark, digests=step.digests, neighbours=urls)
         at = await self._context.agents.mark_files(self._agent_url(step.worker_id), ask, timeout_s=timeout_s)
-        self._files.note_mark(step.worker_id, step.digests, step.mark, at)
+        self._context.files.note_mark(step.worker_id, step.digests, step.mark, at)
 
     def _agent_url(self, worker_id: str) -> str:
         """URL of a worker's agent; "" without one."""

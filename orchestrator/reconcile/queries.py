@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.agentless.transport import agent_url_of
@@ -19,11 +19,8 @@ from orchestrator.model.snapshot import (
     PlannedLoad,
     RegisteredAdapter,
 )
-from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.file_copies import HeldFilesBook
-from orchestrator.reconcile.operations import FleetOperations
-from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, is_warming, serving_adapters, worker_state
-from orchestrator.store.store import IntentStore
+from orchestrator.reconcile.context import PassContext
+from orchestrator.reconcile.worker_reports import KnownWorker, is_warming, serving_adapters, worker_state
 from workers.wire import AdapterEffectState, WorkerAdapter
 
 
@@ -46,33 +43,18 @@ _EFFECTS: tuple[AdapterEffectState, ...] = ("unknown", "zero", "", "seen", "appl
 class FleetQueries:
     """Answers from stored intent, reports and operations in progress; changes nothing but the catalog."""
 
-    def __init__(
-        self,
-        *,
-        store: IntentStore,
-        reports: WorkerReports,
-        catalog: CatalogBook,
-        operations: FleetOperations,
-        files: HeldFilesBook,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-    ) -> None:
-        self._store = store
-        self._reports = reports
-        self._catalog = catalog
-        self._operations = operations
-        self._clock, self._wall = clock, wall
+    def __init__(self, context: PassContext) -> None:
+        self._context = context
         self._refreshed_at = -math.inf
-        self._files = files
         self.last_pass = LastPass(ObservedFleet(), DesiredPlacement())
         self.lost_files: Mapping[str, str] = {}
         """lora_id -> why no worker has its files, of adapters whose files only the fleet has"""
 
     def observe(self) -> ObservedFleet:
         """The fleet now: the last reports and stored intent of workers, our operations, and the last pass's memory."""
-        operations = self._operations
-        observed = self._reports.observed_fleet(
-            self._store.workers,
+        operations = self._context.operations
+        observed = self._context.reports.observed_fleet(
+            self._context.store.workers,
             failures=operations.failures.by_pair,
             busy=operations.busy,
             loading=operations.loading,
@@ -85,8 +67,8 @@ class FleetQueries:
         files = FilesSnapshot(
             is_known=True,
             is_whole=self.has_all_files(),
-            holders=self._files.holders,
-            fetches=operations.fetches(self._files),
+            holders=self._context.files.holders,
+            fetches=operations.fetches(self._context.files),
         )
         return replace(
             observed,
@@ -98,19 +80,19 @@ class FleetQueries:
 
     def has_all_files(self) -> bool:
         """Whether every agent that answers has reported all of the files on its disk."""
-        disks = self._files.disks
+        disks = self._context.files.disks
         return all(
             (disk := disks.get(worker_id)) is not None and disk.is_whole
-            for worker_id, entry in self._reports.workers.items()
+            for worker_id, entry in self._context.reports.workers.items()
             if entry.reach == "heard" and agent_url_of(entry.report)
         )
 
     def load_figures(self) -> LoadFigures:
         """Duration of the last loads by their bytes: as measured here, else as agents report; else a guess."""
-        measured = self._operations.measured_loads
+        measured = self._context.operations.measured_loads
         if measured:
             return load_figures(tuple(measured))
-        reported = [entry.report.load.load_seconds for entry in self._reports.workers.values()]
+        reported = [entry.report.load.load_seconds for entry in self._context.reports.workers.values()]
         known = [seconds for seconds in reported if seconds > 0]
         return LoadFigures(seconds=statistics.median(known)) if known else LoadFigures()
 
@@ -122,21 +104,21 @@ class FleetQueries:
 
     def digest(self, lora_id: str) -> str | None:
         """The registered or inspected digest; None while it is not known."""
-        adapter = self._store.adapters.get(lora_id)
+        adapter = self._context.store.adapters.get(lora_id)
         return None if adapter is None else adapter.digest
 
     def ready_workers(self, lora_id: str) -> list[str]:
         """Workers that serve the adapter now: ready, right digest and base model, not draining."""
         return sorted(
             worker_id
-            for worker_id, entry in self._reports.workers.items()
+            for worker_id, entry in self._context.reports.workers.items()
             if any(lora.lora_id == lora_id and self._is_ready(lora, worker_id) for lora in serving_adapters(entry))
         )
 
     def ready_workers_by_adapter(self) -> dict[str, list[str]]:
         """lora_id -> `ready_workers`, for every adapter that is ready anywhere, in one walk over the fleet."""
         table: dict[str, list[str]] = {}
-        for worker_id, entry in sorted(self._reports.workers.items()):
+        for worker_id, entry in sorted(self._context.reports.workers.items()):
             for lora in serving_adapters(entry):
                 if self._is_ready(lora, worker_id):
                     table.setdefault(lora.lora_id, []).append(worker_id)
@@ -148,7 +130,7 @@ class FleetQueries:
         lora_ids  of these adapters alone; None: of all
         """
         copies: dict[str, tuple[str, WorkerAdapter]] = {}
-        for worker_id, entry in sorted(self._reports.workers.items()):
+        for worker_id, entry in sorted(self._context.reports.workers.items()):
             for lora in serving_adapters(entry):
                 if (lora_ids is not None and lora.lora_id not in lora_ids) or not self._is_ready(lora, worker_id):
                     continue
@@ -159,52 +141,56 @@ class FleetQueries:
 
     def _is_ready(self, lora: WorkerAdapter, worker_id: str) -> bool:
         """Whether the adapter on the worker serves requests now: ready, not draining, right digest and base model."""
-        if lora.state != "ready" or (lora.lora_id, worker_id) in self._operations.drains:
+        if lora.state != "ready" or (lora.lora_id, worker_id) in self._context.operations.drains:
             return False
-        adapter = self._store.adapters.get(lora.lora_id)
+        adapter = self._context.store.adapters.get(lora.lora_id)
         if adapter is None or lora.digest == "" or lora.digest != adapter.digest:
             return False
-        return adapter.base_model in (None, self._reports.workers[worker_id].report.model.base_model)
+        return adapter.base_model in (None, self._context.reports.workers[worker_id].report.model.base_model)
 
     def loading_workers(self, lora_id: str) -> list[str]:
         """Workers where a load of the adapter is in progress."""
-        return sorted(worker_id for name, worker_id in self._operations.loading if name == lora_id)
+        return sorted(worker_id for name, worker_id in self._context.operations.loading if name == lora_id)
 
     def expected_s(self, lora_id: str) -> float | None:
         """Seconds until a load of the adapter should end, by its bytes and the last hundred loads; None without any.
 
         lora_id  "" for a load that starts now
         """
-        operations = self._operations
+        operations = self._context.operations
         if not operations.measured_loads:
             return None
-        adapter = self._store.adapters.get(lora_id)
+        adapter = self._context.store.adapters.get(lora_id)
         whole_s = load_s(None if adapter is None else adapter.size_bytes, self.load_figures())
         began = [at for (name, _), at in operations.load_began.items() if name == lora_id]
-        return round(max(0.0, whole_s - (self._clock() - min(began))) if began else whole_s, 3)
+        return round(max(0.0, whole_s - (self._context.clock() - min(began))) if began else whole_s, 3)
 
     def quarantine_reason(self, lora_id: str) -> str | None:
         """Why the adapter cannot be loaded anywhere now; None while it may be tried, or is ready on a worker."""
-        adapter = self._store.adapters.get(lora_id)
+        adapter = self._context.store.adapters.get(lora_id)
         if adapter is None or adapter.quarantine is not None:
             return None if adapter is None else adapter.quarantine
         if (lost := self.lost_files.get(lora_id)) is not None and not self.ready_workers(lora_id):
             return lost
-        failure = self._operations.failures.fleet_failure(lora_id, self._clock())
+        failure = self._context.operations.failures.fleet_failure(lora_id, self._context.clock())
         if failure is None or self.ready_workers(lora_id):
             return None
         return f"{failure.code}: {failure.message}"
 
     def failure_everywhere(self, lora_id: str) -> AdapterFailure | None:
         """The failure that keeps the adapter from being loaded anywhere now; None also where it is ready."""
-        adapter = self._store.adapters.get(lora_id)
-        if adapter is None or lora_id not in self._operations.failures.failed_ids or self.ready_workers(lora_id):
+        adapter = self._context.store.adapters.get(lora_id)
+        if (
+            adapter is None
+            or lora_id not in self._context.operations.failures.failed_ids
+            or self.ready_workers(lora_id)
+        ):
             return None
-        return failure_everywhere(adapter, self.observe(), self._clock())
+        return failure_everywhere(adapter, self.observe(), self._context.clock())
 
     def fetch_progress(self, lora_id: str) -> str | None:
         """How far the longest fetch of the adapter's files is, in words; None where no agent reports one."""
-        operations, now = self._operations, self._clock()
+        operations, now = self._context.operations, self._context.clock()
         began = {pair: at for pair, at in operations.load_began.items() if pair[0] == lora_id}
         fetching = [pair for pair in began if pair in operations.fetch_moved]
         if not fetching:
@@ -221,23 +207,23 @@ class FleetQueries:
         reason = self.quarantine_reason(lora_id)
         if reason is not None:
             return reason
-        newest = self._operations.failures.newest_failure(lora_id, self._clock())
+        newest = self._context.operations.failures.newest_failure(lora_id, self._context.clock())
         return (
             f"{newest.code}: {newest.message}" if newest is not None else self.last_pass.desired.unplaced.get(lora_id)
         )
 
     def troubled_ids(self) -> set[str]:
         """lora_ids that may have a `last_error`; of the others only quarantined adapters have one."""
-        failed = self._operations.failures.failed_ids
+        failed = self._context.operations.failures.failed_ids
         return failed | self.last_pass.desired.unplaced.keys() | self.lost_files.keys()
 
     def adapter_states(self) -> dict[str, tuple[str, str | None]]:
         """lora_id -> (adapter state, last error or None), for all registered adapters at once."""
-        operations, ready = self._operations, self.ready_workers_by_adapter()
+        operations, ready = self._context.operations, self.ready_workers_by_adapter()
         loading = {lora_id for lora_id, _ in operations.loading}
         troubled = self.troubled_ids()
         found: dict[str, tuple[str, str | None]] = {}
-        for lora_id, adapter in self._store.adapters.items():
+        for lora_id, adapter in self._context.store.adapters.items():
             has_error = adapter.quarantine is not None or lora_id in troubled
             is_failed = has_error and self.quarantine_reason(lora_id) is not None
             state = _adapter_state(
@@ -250,11 +236,13 @@ class FleetQueries:
         """lora_id -> "code: message" of the adapters that no worker can use."""
         found = {
             lora_id: why
-            for lora_id in self._operations.failures.failed_ids | self.lost_files.keys()
+            for lora_id in self._context.operations.failures.failed_ids | self.lost_files.keys()
             if (why := self.quarantine_reason(lora_id))
         }
         found |= {
-            name: adapter.quarantine for name, adapter in self._store.adapters.items() if adapter.quarantine is not None
+            name: adapter.quarantine
+            for name, adapter in self._context.store.adapters.items()
+            if adapter.quarantine is not None
         }
         desired = self.last_pass.desired
         found |= {name: f"{code}: {desired.unplaced.get(name, '')}" for name, code in desired.fits_nowhere.items()}
@@ -266,14 +254,14 @@ class FleetQueries:
 
     def is_warm(self, worker_id: str) -> bool:
         """Whether a warming worker has loaded its share, or is given none."""
-        entry = self._reports.workers.get(worker_id)
-        if entry is not None and not is_warming(entry, self._store.workers.get(worker_id)):
+        entry = self._context.reports.workers.get(worker_id)
+        if entry is not None and not is_warming(entry, self._context.store.workers.get(worker_id)):
             return True
         return self.last_pass.warming.get(worker_id) == ()  # None: no pass has seen the worker yet
 
     def failed_count(self) -> int:
         """Number of adapters in state `failed`."""
-        operations, store = self._operations, self._store
+        operations, store = self._context.operations, self._context.store
         troubled = operations.failures.failed_ids | self.lost_files.keys()
         shared = sum(self.quarantine_reason(lora_id) is not None for lora_id in troubled)
         return shared + sum(
@@ -282,7 +270,7 @@ class FleetQueries:
 
     def adapter_state(self, adapter: RegisteredAdapter, ready: Mapping[str, Sequence[str]]) -> str:
         """The adapter's state. `ready`: as `ready_workers_by_adapter`."""
-        operations, lora_id = self._operations, adapter.lora_id
+        operations, lora_id = self._context.operations, adapter.lora_id
         is_loading = any(name == lora_id for name, _ in operations.loading)
         is_failed = self.quarantine_reason(lora_id) is not None
         return _adapter_state(
@@ -294,7 +282,7 @@ class FleetQueries:
 
         unless_within_s  does nothing where that was done so lately: with 10,000 adapters it takes 10 ms
         """
-        now = self._clock()
+        now = self._context.clock()
         if now - self._refreshed_at < unless_within_s:
             return
         self._refreshed_at = now
@@ -308,34 +296,36 @@ class FleetQueries:
                     "agent_boot_id": entry.report.agent_boot_id if agent_url_of(entry.report) else "",
                 }
             )
-            for name, entry in self._reports.workers.items()
+            for name, entry in self._context.reports.workers.items()
         }
         draining = tuple(
             Draining(worker_id=worker_id, lora_id=lora_id, digest=self._digest_on(lora_id, worker_id))
-            for lora_id, worker_id in sorted(self._operations.drains)
+            for lora_id, worker_id in sorted(self._context.operations.drains)
         )
-        self._catalog.refresh(self.adapter_states(), workers, draining, self._pauses_in_force())
+        self._context.catalog.refresh(self.adapter_states(), workers, draining, self._pauses_in_force())
 
     def _pauses_in_force(self) -> dict[str, CatalogPause]:
         """The pauses that have not ended, by the key of their scope."""
-        now = self._wall()
+        now = self._context.wall()
         return {
             key: CatalogPause(key=key, **{name: getattr(lease, name) for name in _PAUSE_FIELDS})
-            for key, lease in self._store.pauses.items()
+            for key, lease in self._context.store.pauses.items()
             if lease.expires_at > now
         }
 
     def _catalog_state(self, worker_id: str, entry: KnownWorker) -> str:
         """The worker's state for routers: one that is to drain counts as cordoned until its adapters are elsewhere."""
-        state = worker_state(entry, self._store.workers.get(worker_id))
+        state = worker_state(entry, self._context.store.workers.get(worker_id))
         is_going = (
-            worker_id in self._operations.draining_workers or entry.report.state == "draining" or entry.is_terminating
+            worker_id in self._context.operations.draining_workers
+            or entry.report.state == "draining"
+            or entry.is_terminating
         )
         return state if state != "draining" or is_going else "cordoned"
 
     def _digest_on(self, lora_id: str, worker_id: str) -> str:
         """The digest of the adapter on the worker; "" without it."""
-        entry = self._reports.workers.get(worker_id)
+        entry = self._context.reports.workers.get(worker_id)
         loras = entry.report.lora.loaded_loras if entry is not None else ()
         return next((lora.digest for lora in loras if lora.lora_id == lora_id), "")
 

@@ -8,16 +8,12 @@ deadline, and the end of an action requests the next pass. Operations in progres
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
-from random import Random
 
 import structlog
 
-from lorafleet.service.tasks import BackgroundTasks
-from orchestrator.config import OrchestratorSettings
-from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.placement.expiry import longest_ttl_s
 from orchestrator.core.placement.place import place
@@ -25,8 +21,6 @@ from orchestrator.core.placement.pools import RouterQueues
 from orchestrator.core.placement.warm_up import warm_up_loads
 from orchestrator.core.plan import WorkerAction, diff, is_drained, required_drains
 from orchestrator.core.published_names import current_versions, with_published_floors
-from orchestrator.leadership.leadership import Leadership
-from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.model.snapshot import (
     DesiredPlacement,
     DrainProgress,
@@ -37,20 +31,17 @@ from orchestrator.model.snapshot import (
     WantedReplicas,
 )
 from orchestrator.reconcile.actor import ActionRunner
-from orchestrator.reconcile.agent_client import AgentClient
-from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.confirmations import RouterConfirmations
 from orchestrator.reconcile.context import PassContext
-from orchestrator.reconcile.file_copies import FileCopies, HeldFilesBook
+from orchestrator.reconcile.file_copies import FileCopies
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
 from orchestrator.reconcile.incidents import IncidentRecorder
-from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.pauses import FleetPauses
 from orchestrator.reconcile.queries import FleetQueries, LastPass
 from orchestrator.reconcile.served_names import NameMover, VersionRetention
-from orchestrator.reconcile.worker_reports import WorkerReports, worker_state
+from orchestrator.reconcile.worker_reports import worker_state
 from orchestrator.store.audit import AuditLog
-from orchestrator.store.store import NOBODY, IntentStore
+from orchestrator.store.store import NOBODY
 from orchestrator.store.tables import Subject
 
 log = structlog.get_logger()
@@ -70,131 +61,67 @@ class Reconciler:
     files       what is on the workers' disks
     copies      keeps copies of files that only the fleet has
     audit       who asked for what
-    on_pass     called at the end of each pass
+    pass_ended  set at the end of each pass
     """
 
-    def __init__(
-        self,
-        *,
-        settings: OrchestratorSettings,
-        store: IntentStore,
-        reports: WorkerReports,
-        demand: DemandBook,
-        catalog: CatalogBook,
-        agents: AgentClient,
-        metrics: OrchestratorMetrics,
-        leadership: Leadership,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-        rng: Random | None = None,
-    ) -> None:
+    def __init__(self, context: PassContext) -> None:
         """Build the parts, set the callbacks of `leadership`, and connect the gauges of usage and term in `metrics`."""
-        self.settings = settings
-        self.store = store
-        self.reports = reports
-        self.demand = demand
+        self._context = context
+        self.settings, self.store, self.reports = context.settings, context.store, context.reports
+        self.demand, self.catalog, self.leadership = context.demand, context.catalog, context.leadership
+        self.operations, self.files = context.operations, context.files
         self.router_queues = RouterQueues()
-        self.confirmations = RouterConfirmations(clock)
-        self.catalog = catalog
-        self._metrics = metrics
-        self._clock, self._wall = clock, wall
-        self._rng = rng or Random()
-        self.leadership = leadership
-        self._started_at = self._term_began_at = clock()
-        self._due = asyncio.Event()
-        self._tasks = BackgroundTasks()
-        context = PassContext(
-            settings=settings,
-            store=store,
-            reports=reports,
-            agents=agents,
-            metrics=metrics,
-            tasks=self._tasks,
-            request_pass=self.request_pass,
-            on_lease_lost=leadership.on_newer_leader,
-            rng=self._rng,
-            clock=clock,
-        )
-        self.audit = AuditLog(store)
+        self.confirmations = RouterConfirmations(context.clock)
+        self._started_at = self._term_began_at = context.clock()
+        self.pass_ended = asyncio.Event()
+        self.audit = AuditLog(self.store)
         self.incidents = IncidentRecorder(
-            store=store, reports=reports, catalog=catalog, metrics=metrics, leadership=leadership, wall=wall
+            store=self.store,
+            reports=self.reports,
+            catalog=self.catalog,
+            metrics=context.metrics,
+            leadership=self.leadership,
+            wall=context.wall,
         )
-        self.operations = operations = FleetOperations()
-        self.files = files = HeldFilesBook()
-        self.queries = queries = FleetQueries(
-            store=store,
-            reports=reports,
-            catalog=catalog,
-            operations=operations,
-            files=files,
-            clock=clock,
-            wall=wall,
-        )
+        self.queries = FleetQueries(context)
         self.pauses = FleetPauses(
-            store=store,
-            demand=demand,
-            catalog=catalog,
-            refresh_catalog=queries.refresh_catalog,
-            has_heard_routers=lambda: clock() - self._term_began_at >= settings.settle_s,
-            wait_s=settings.pause_wait_s,
-            clock=clock,
-            wall=wall,
+            store=self.store,
+            demand=self.demand,
+            catalog=self.catalog,
+            refresh_catalog=self.queries.refresh_catalog,
+            has_heard_routers=lambda: context.clock() - self._term_began_at >= self.settings.settle_s,
+            wait_s=self.settings.pause_wait_s,
+            clock=context.clock,
+            wall=context.wall,
         )
         self.names = NameMover(
-            store=store,
-            demand=demand,
-            catalog=catalog,
-            queries=queries,
+            store=self.store,
+            demand=self.demand,
+            catalog=self.catalog,
+            queries=self.queries,
             is_settled=lambda: self._can_decide,
-            clock=clock,
-            wall=wall,
+            clock=context.clock,
+            wall=context.wall,
         )
-        self.retention = VersionRetention(store, demand, clock=clock, wall=wall)
-        self.monitor = HeartbeatMonitor(
-            settings=settings,
-            store=store,
-            reports=reports,
-            demand=demand,
-            agents=agents,
-            operations=operations,
-            files=files,
-            queries=queries,
-            tasks=self._tasks,
-            request_pass=self.request_pass,
-            is_leading=lambda: leadership.is_leading,
-            on_lease_lost=leadership.on_newer_leader,
-            clock=clock,
-        )
-        self.runner = ActionRunner(
-            settings=settings,
-            store=store,
-            reports=reports,
-            catalog=catalog,
-            agents=agents,
-            metrics=metrics,
-            operations=operations,
-            files=files,
-            queries=queries,
-            tasks=self._tasks,
-            audit=self.audit,
-            claim=self.monitor.claim_worker,
-            record_report=self.monitor.record_heartbeat,
-            request_pass=self.request_pass,
-            on_lease_lost=leadership.on_newer_leader,
-            rng=self._rng,
-            clock=clock,
-        )
+        self.retention = VersionRetention(self.store, self.demand, clock=context.clock, wall=context.wall)
+        self.monitor = HeartbeatMonitor(context, self.queries)
+        self.runner = ActionRunner(context, self.queries, self.monitor, self.audit)
+        self.copies = FileCopies(context, self.monitor)
+        self._connect_gauges()
+        self.leadership.prepare = self.prepare_term
+        self.leadership.on_begin, self.leadership.on_end = self.begin_term, self.end_term
+
+    def _connect_gauges(self) -> None:
+        """Connect the gauges that are read when metrics are scraped."""
+        metrics, queries = self._context.metrics, self.queries
         metrics.observe_pauses(lambda: len(self.pauses.in_force()))
-        self.copies = FileCopies(context, files, claim=self.monitor.claim_worker)
         metrics.observe_usage(self._usage_by_adapter)
         metrics.observe_term(
             failed=queries.failed_count,
             frozen=lambda: queries.last_pass.desired.frozen_reason is not None,
-            leading=lambda: leadership.is_leading,
-            epoch=lambda: store.epoch,
+            leading=lambda: self.leadership.is_leading,
+            epoch=lambda: self.store.epoch,
         )
-        self.on_pass: Callable[[], None] = lambda: None
-        leadership.prepare, leadership.on_begin, leadership.on_end = self.prepare_term, self.begin_term, self.end_term
 
     # -- terms ------------------------------------------------------------------------------------------------
 
@@ -221,7 +148,7 @@ class Reconciler:
 
     def begin_term(self) -> None:
         """Begin to lead: drop failures and events, claim all workers and request a pass."""
-        self._term_began_at = self._clock()
+        self._term_began_at = self._context.clock()
         self.demand.begin_term(self._term_began_at)
         self.retention.begin_term()
         # A leader in between may have dropped failures or registered an adapter anew.
@@ -238,7 +165,7 @@ class Reconciler:
 
         Agents finish the calls they have, or refuse them.
         """
-        self._tasks.cancel_all()
+        self._context.tasks.cancel_all()
         self.operations.clear()
         self.copies.clear()
         self.store.end_term()
@@ -254,7 +181,7 @@ class Reconciler:
         wait_s = 0.0
         while True:
             try:
-                self._due.clear()
+                self._context.due.clear()
                 began = time.perf_counter()
                 self.run_pass()
                 wait_s = 0.0
@@ -263,22 +190,22 @@ class Reconciler:
             except Exception:
                 wait_s = min(30.0, max(0.2, wait_s * 2))
                 log.exception("pass failed", again_in_s=wait_s)
-                self._metrics.passes_failed.inc()
-                await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.0))
+                self._context.metrics.passes_failed.inc()
+                await asyncio.sleep(wait_s * self._context.rng.uniform(0.5, 1.0))
                 continue
             with contextlib.suppress(TimeoutError):
                 # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the event.
                 async with asyncio.timeout(self._next_pass_s()):
-                    await self._due.wait()
+                    await self._context.due.wait()
 
     def request_pass(self) -> None:
         """Make the loop run a pass now rather than at the next interval. Returns at once."""
-        self._due.set()
+        self._context.request_pass()
 
     @property
     def is_pass_due(self) -> bool:
         """Whether a pass has been requested and not begun."""
-        return self._due.is_set()
+        return self._context.due.is_set()
 
     async def publish_change(self, *about: Subject) -> int:
         """Show changed intent to routers, request a pass, and wait until it is durable and every router goes by it.
@@ -308,7 +235,7 @@ class Reconciler:
         tenants  as in `WantedReplicas`
         """
         self.audit.note_requester(lora_id, by)
-        now = self._clock()
+        now = self._context.clock()
         want = WantedReplicas(replicas=replicas, since=now, tenants=frozenset(tenants))
         if self.demand.add_want(lora_id, want, now + self.settings.wanted_for_s):
             self.request_pass()
@@ -321,28 +248,28 @@ class Reconciler:
 
     def router_in_flight(self, worker_id: str) -> int:
         """Requests that live routers have at the worker's engine."""
-        return self.router_queues.in_flight(worker_id, self._clock())
+        return self.router_queues.in_flight(worker_id, self._context.clock())
 
     async def stop(self) -> None:
         """Cancel all actions and wait for their end.
 
         Agents finish the calls they have, and the next start reads the results from them.
         """
-        await self._tasks.cancel_and_wait()
+        await self._context.tasks.cancel_and_wait()
 
     async def wait_for_actions(self) -> None:
         """Wait until no action is in progress; for tests."""
-        await self._tasks.wait_all()
+        await self._context.tasks.wait_all()
 
     @property
     def is_settled(self) -> bool:
         """Whether workers have had `settle_s` to report since our start, so that a missing one is absent."""
-        return self.store.is_read and self._clock() - self._started_at >= self.settings.settle_s
+        return self.store.is_read and self._context.clock() - self._started_at >= self.settings.settle_s
 
     @property
     def _can_decide(self) -> bool:
         """Whether workers have had `settle_s` to report since our term began, too, and the store is fully read."""
-        has_settled = self._clock() - self._term_began_at >= self.settings.settle_s
+        has_settled = self._context.clock() - self._term_began_at >= self.settings.settle_s
         return self.is_settled and has_settled and self.store.is_caught_up
 
     def _store_router_count(self) -> None:
@@ -358,8 +285,8 @@ class Reconciler:
         """
         waits = [self.settings.pass_interval_s]
         spread_until = [at + self.store.rules.load_spread_s for at in self.operations.load_began.values()]
-        waits += [until - self._clock() for until in spread_until if until > self._clock()]
-        settled_in = max(self._started_at, self._term_began_at) + self.settings.settle_s - self._clock()
+        waits += [until - self._context.clock() for until in spread_until if until > self._context.clock()]
+        settled_in = max(self._started_at, self._term_began_at) + self.settings.settle_s - self._context.clock()
         silent_in = self.reports.next_probe_in_s(self.settings.probe_after_s)
         waits += [settled_in] if settled_in > 0 else []
         waits += [silent_in + _LATE_S] if silent_in is not None else []
@@ -393,10 +320,10 @@ class Reconciler:
         for action in actions:
             self.runner.start_action(action)
             if action.operation == "load":
-                self.demand.record_load_started(action.lora_id, self._clock())
+                self.demand.record_load_started(action.lora_id, self._context.clock())
         self.queries.refresh_catalog()
-        self.on_pass()
-        self._metrics.pass_seconds.observe(time.perf_counter() - began)
+        self.pass_ended.set()
+        self._context.metrics.pass_seconds.observe(time.perf_counter() - began)
         return actions
 
     def planned_actions(self) -> tuple[DesiredPlacement, list[WorkerAction]]:
@@ -413,7 +340,7 @@ class Reconciler:
 
         Placement, actions and loads are empty before `_can_decide`.
         """
-        now = self._clock()
+        now = self._context.clock()
         observed = self.queries.observe()
         if not self._can_decide:
             return DesiredPlacement(), observed, [], {}
@@ -443,7 +370,7 @@ class Reconciler:
         published = [name for name in self.store.names.values() if name.published is not None]
         if not published:
             return intent
-        demand = self.demand.snapshot(self._clock())
+        demand = self.demand.snapshot(self._context.clock())
         asked = self.retention.last_asked_at(demand)
         return with_published_floors(
             intent,
@@ -459,7 +386,7 @@ class Reconciler:
 
     def _drain_results(self, observed: ObservedFleet) -> dict[Pair, bool]:
         """(lora_id, worker_id) of each drain -> whether it has finished."""
-        now = self._clock()
+        now = self._context.clock()
         routers = self.demand.live_routers(now), self.demand.silent_routers(now)
         return {
             pair: pair not in self.operations.unloading and (worker is None or is_drained(drain, *routers, worker, now))
@@ -469,7 +396,7 @@ class Reconciler:
 
     def _drop_finished(self) -> None:
         """Drop expired failures, lost workers, met requests for replicas, and adapters whose deletion is done."""
-        now = self._clock()
+        now = self._context.clock()
         self.operations.failures.drop_expired(now)
         self.monitor.drop_lost_workers()
         wants = self.demand.open_wants(now)
@@ -511,7 +438,7 @@ class Reconciler:
         for lora_id in gone:
             self.demand.forget_adapter(lora_id)
             self.operations.failures.forget_adapter(lora_id)  # the name may be registered again with another source
-            self._metrics.end_adapter_series(lora_id)
+            self._context.metrics.end_adapter_series(lora_id)
             self.audit.forget_requester(lora_id)
             log.info("adapter deleted", lora_id=lora_id)
 
@@ -539,7 +466,11 @@ class Reconciler:
             intent = self.store.workers.get(worker_id)
             if intent is None or intent.state != "draining" or intent.moves is not None or progress.deadline is None:
                 continue
-            until = self._wall() + progress.deadline - self._clock() if intent.until is None else intent.until
+            until = (
+                self._context.wall() + progress.deadline - self._context.clock()
+                if intent.until is None
+                else intent.until
+            )
             counted = replace(intent, until=until, moves=progress.moves, move_bytes=progress.move_bytes)
             self.store.put_worker(worker_id, counted)
             log.info(
@@ -548,7 +479,7 @@ class Reconciler:
                 adapters=progress.moves,
                 size_bytes=progress.move_bytes,
                 expected_s=progress.expected_s,
-                deadline_s=round(progress.deadline - self._clock(), 1),
+                deadline_s=round(progress.deadline - self._context.clock(), 1),
             )
 
     def drain_progress(self, worker_id: str) -> DrainProgress | None:
@@ -564,5 +495,5 @@ class Reconciler:
 
     def _usage_by_adapter(self) -> Mapping[str, tuple[float, float]]:
         """lora_id -> (requests since our start, requests a second now)."""
-        rates = self.demand.snapshot(self._clock()).rates
+        rates = self.demand.snapshot(self._context.clock()).rates
         return {lora_id: (self.demand.traffic_totals(lora_id).requests, rate) for lora_id, rate in rates.items()}
