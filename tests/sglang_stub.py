@@ -32,7 +32,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lorafleet.sim.publisher import KVEventPublisher
+from lorafleet.sim.events import KVEventPublisher
 from lorafleet.sim.settings import EventsConfig
 from lorafleet.tokenizer.chat import ChatTokenizer
 

@@ -18,10 +18,10 @@ from lorafleet.service.http import EventStream, add_routes
 from lorafleet.tokenizer.chat import read_files
 from orchestrator.model.usage import UsageReport
 from workers.agent.agent import WorkerAgent
-from workers.agent.event_log import requester
 from workers.core.errors import AgentRequestError, EngineError
 from workers.epochs import Epoch
 from workers.file_routes import file_routes
+from workers.inventory.event_log import requester
 from workers.verification.verify import model_folder
 from workers.wire import (
     WORKER_PROOF_PATH,

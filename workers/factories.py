@@ -13,10 +13,6 @@ import httpx
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.kv.connectors import ConnectorVerdict
 from lorafleet.service.files import make_folder, write_atomically
-from workers.agent.context import AgentContext
-from workers.agent.event_log import AgentEventLog
-from workers.agent.installed_adapters import InstalledAdapters
-from workers.agent.inventory import timestamp
 from workers.config import AgentTimers, WorkerSettings
 from workers.core.addresses import parse_networks
 from workers.core.references import OWN_FLEET
@@ -25,6 +21,10 @@ from workers.engines.command import words_in_effect
 from workers.engines.kinds import engine_traits
 from workers.engines.kv_connector import connector_from_command
 from workers.engines.vllm_tables import vllm_facts
+from workers.inventory.context import AgentContext
+from workers.inventory.event_log import AgentEventLog
+from workers.inventory.installed_adapters import InstalledAdapters
+from workers.inventory.inventory import timestamp
 from workers.metrics import WorkerMetrics
 from workers.plugin import LoraDownloaderBase
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source

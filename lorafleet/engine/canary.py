@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from lorafleet.engine.lora_weights import ZERO_NOTE, WeightsEffect
 
@@ -299,3 +299,10 @@ def sglang_fingerprint(answer: Any) -> Fingerprint | None:
         return tuple(sorted((float(entry[0]) for entry in top), reverse=True)) or None
     except (KeyError, IndexError, TypeError, ValueError):
         return None
+
+
+PROBE_REQUESTS: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
+    ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+    ("/pooling", {"input": "a"}),
+)
+"""Path and fields: one request for models that generate, one for models that pool, which answer the first with 404."""

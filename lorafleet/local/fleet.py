@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import httpx
 import yaml
 
-from lorafleet.engine.output import last_error
+from lorafleet.engine.errors import last_error
 from lorafleet.keys.key_files import hash_key, new_key
 from lorafleet.keys.roles import PROGRAM_HEADER, UP
 from lorafleet.local import adapter_folders, browser, commands, demo, notices

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet.engine import arguments
-from lorafleet.engine.config_file import with_config_file
+from lorafleet.engine.arguments import with_config_file
 from lorafleet.engine.devices import gpus_per_engine, is_on_cpu
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.settings import SettingsError, did_you_mean, read_file

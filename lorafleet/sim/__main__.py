@@ -14,11 +14,11 @@ import uvicorn
 
 from lorafleet.sim.app import VERSION, SimHandlers, make_app
 from lorafleet.sim.engine import SimEngine
+from lorafleet.sim.events import KVEventPublisher
 from lorafleet.sim.generation import GenerationHandlers
 from lorafleet.sim.metrics import SimMetrics
 from lorafleet.sim.pooling import PoolingHandlers
 from lorafleet.sim.prompts import PromptReader
-from lorafleet.sim.publisher import KVEventPublisher
 from lorafleet.sim.settings import SimSettings, parse_settings
 from lorafleet.sim.text import TextGenerator
 from lorafleet.tokenizer.chat import ChatTokenizer

@@ -2,13 +2,14 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from lorafleet.sim.adapters import SimAdapter
 from lorafleet.sim.engine import StreamedJob
-from lorafleet.sim.logprobs import chat_logprobs, completion_logprobs
+from lorafleet.sim.text import top_logprobs
 from lorafleet.sim.timing import FinishReason
 
 
@@ -70,7 +71,7 @@ def role_chunk(head: AnswerHead, index: int, job: StreamedJob, *, continuous: bo
     choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
     chunk = _chunk(head, [choice])
     if continuous:
-        chunk["usage"] = _runningusage_of_jobs(head, job, 0)
+        chunk["usage"] = _running_usage(head, job, 0)
     ids = job.chain.tokens[: job.prompt_tokens] if head.token_ids else None
     return chunk | {"prompt_token_ids": ids, "prompt_text": None}
 
@@ -106,7 +107,7 @@ def text_chunk(
     choice["token_ids"] = ids
     chunk = _chunk(head, [choice])
     if continuous:
-        chunk["usage"] = _runningusage_of_jobs(head, job, until)
+        chunk["usage"] = _running_usage(head, job, until)
     if reason is not None and with_fingerprint:
         chunk["system_fingerprint"] = head.fingerprint
     return chunk
@@ -152,7 +153,7 @@ def _chunk(head: AnswerHead, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
 
 
-def _runningusage_of_jobs(head: AnswerHead, job: StreamedJob, produced: int) -> dict[str, Any]:
+def _running_usage(head: AnswerHead, job: StreamedJob, produced: int) -> dict[str, Any]:
     """The `usage` of a chunk with `continuous_usage_stats`."""
     counts = {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens + produced}
     counts["completion_tokens"] = produced
@@ -200,3 +201,108 @@ def _model_card(name: str, root: str, parent: str | None, max_model_len: int | N
     }
     card = {"id": name, "object": "model", "created": created, "owned_by": "vllm", "root": root, "parent": parent}
     return card | {"max_model_len": max_model_len, "permission": [permission]}
+
+
+def completion_logprobs(job: StreamedJob, count: int, *, by_id: bool) -> dict[str, Any]:
+    """Those of a completion. `by_id`: tokens are named `token_id:N`, else by their text; then `count` is at most 1."""
+    names = _names(job, by_id=by_id)
+    places = _places(job, count)
+    return {
+        "text_offset": list(accumulate(map(len, names[:-1]), initial=0)),
+        "token_logprobs": [place[token] for place, token in zip(places, job.reply, strict=True)],
+        "tokens": names,
+        "top_logprobs": [
+            {(name if token == own else f"token_id:{token}"): value for token, value in place.items()}
+            for place, own, name in zip(places, job.reply, names, strict=True)
+        ],
+    }
+
+
+def chat_logprobs(job: StreamedJob, count: int, *, by_id: bool) -> dict[str, Any]:
+    """Those of a chat, named as in `completion_logprobs`; 0 likeliest tokens are none."""
+    content = []
+    for place, own, name in zip(_places(job, count), job.reply, _names(job, by_id=by_id), strict=True):
+        rows = [_chat_row(name if token == own else f"token_id:{token}", value) for token, value in place.items()]
+        content.append({**_chat_row(name, place[own]), "top_logprobs": rows[:count]})
+    return {"content": content}
+
+
+def token_logprobs(job: StreamedJob, count: int, seen: int, until: int) -> dict[str, Any]:
+    """Those of tokens `seen` to `until` in /inference/v1/generate, and of the `count` likeliest at each place."""
+    places = _places(job, count)[seen:until]
+    return {"content": [_place(place, token) for place, token in zip(places, job.reply[seen:until], strict=True)]}
+
+
+def _places(job: StreamedJob, count: int) -> list[dict[int, float]]:
+    digest = job.adapter.digest if isinstance(job.adapter, SimAdapter) else b""
+    return top_logprobs(digest, list(job.chain.tokens[: job.prompt_tokens]), list(job.reply), count)
+
+
+def _names(job: StreamedJob, *, by_id: bool) -> list[str]:
+    return [f"token_id:{token}" for token in job.reply] if by_id else list(job.reply_text.pieces)
+
+
+def _chat_row(name: str, value: float) -> dict[str, Any]:
+    return {"token": name, "logprob": value, "bytes": list(name.encode())}
+
+
+def _place(place: Mapping[int, float], sampled: int) -> dict[str, Any]:
+    """The log-probabilities at one place: the sampled token, and the likeliest."""
+    rows = [{"token_id": token, "logprob": value, "rank": rank} for rank, (token, value) in enumerate(place.items(), 1)]
+    (own,) = [row for row in rows if row["token_id"] == sampled]
+    return {**own, "top_logprobs": rows}
+
+
+def full_token_answer(head: AnswerHead, jobs: Sequence[StreamedJob]) -> dict[str, Any]:
+    """The answer to a request without `stream`."""
+    usage = usage_of_jobs(head, jobs, whole=True)
+    absent = dict.fromkeys(("prompt_logprobs", "prompt_token_id_logprobs"))
+    ids = {"prompt_token_ids": prompt_ids(jobs[0]) if head.token_ids else None, "mm_placeholders": None}
+    return {
+        "request_id": head.id,
+        "model": head.model,
+        "created": head.created,
+        "usage": usage,
+        **absent,
+        **ids,
+        "metrics": None,
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+        "output_mode": "tokens",
+        "choices": [_token_choice(head, index, job, 0, len(job.reply)) for index, job in enumerate(jobs)],
+    }
+
+
+def token_chunk(head: AnswerHead, index: int, job: StreamedJob, seen: int, until: int) -> dict[str, Any]:
+    """A chunk with tokens `seen` to `until` of one choice; the first has the prompt's ids, if they were asked for."""
+    chunk: dict[str, Any] = {"request_id": head.id, "usage": None}
+    if head.token_ids and not seen:
+        chunk["prompt_token_ids"] = prompt_ids(job)
+    return chunk | {"output_mode": "tokens", "choices": [_token_choice(head, index, job, seen, until)]}
+
+
+def token_usage_chunk(head: AnswerHead, jobs: Sequence[StreamedJob]) -> dict[str, Any]:
+    """The last chunk of a stream with `stream_options.include_usage`."""
+    usage = usage_of_jobs(head, jobs, whole=False)
+    return {"request_id": head.id, "usage": usage, "output_mode": "tokens", "choices": []}
+
+
+def prompt_ids(job: StreamedJob) -> list[int]:
+    """The token ids of a job's prompt."""
+    return list(job.chain.tokens[: job.prompt_tokens])
+
+
+def _token_choice(head: AnswerHead, index: int, job: StreamedJob, seen: int, until: int) -> dict[str, Any]:
+    """One choice, or its part with tokens `seen` to `until`."""
+    tokens = list(job.reply[seen:until])
+    is_last = until == len(job.reply)
+    return {
+        "index": index,
+        "finish_reason": openai_finish_reason(job) if is_last else None,
+        "stop_reason": job.reply_text.stop_reason if is_last else None,
+        "token_ids": tokens,
+        "routed_experts": None,
+        "sampling_mask": None,
+        "weight_versions": None,
+        "logprobs": None if head.logprobs is None else token_logprobs(job, head.logprobs, seen, until),
+    }

@@ -10,9 +10,8 @@ from pathlib import Path
 from lorafleet.engine.lora_reports import LoraReport, write_report
 from lorafleet.sim.adapters import SimAdapter, read_adapter
 from lorafleet.sim.blocks import BlockChain, BlockPool, ChainRoot
-from lorafleet.sim.events import EventBatch
+from lorafleet.sim.events import EventBatch, KVEventPublisher
 from lorafleet.sim.metrics import SimMetrics
-from lorafleet.sim.publisher import KVEventPublisher
 from lorafleet.sim.settings import SimSettings
 from lorafleet.sim.text import SimReply
 from lorafleet.sim.timing import EngineBatch, EngineJob, EngineLimits, EngineStep, FinishReason

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from lorafleet.sim import answers, bodies, token_answers
+from lorafleet.sim import answers, bodies
 from lorafleet.sim.adapters import SimAdapter
 from lorafleet.sim.bodies import ErrorAnswer
 from lorafleet.sim.engine import EngineDeadError, EngineDraining, SimEngine, StreamedJob
@@ -187,7 +187,7 @@ class GenerationHandlers:
                 return Response(status_code=499)  # the client has disconnected
             finished.result()
             if generation.head.is_tokens:
-                return JSONResponse(token_answers.full_token_answer(generation.head, jobs))
+                return JSONResponse(answers.full_token_answer(generation.head, jobs))
             return JSONResponse(answers.full_answer(generation.head, jobs, generation.echoes))
 
     async def _stream_events(self, generation: GenerationRequest) -> AsyncIterator[str]:
@@ -209,7 +209,7 @@ class GenerationHandlers:
                         continue
                     index = places[job]
                     if head.is_tokens:
-                        yield _sse_event(token_answers.token_chunk(head, index, job, first, job.produced))
+                        yield _sse_event(answers.token_chunk(head, index, job, first, job.produced))
                         continue
                     text = "" if first else generation.echoes[index]
                     text += "".join(job.reply_text.pieces[first : job.produced])
@@ -226,7 +226,7 @@ class GenerationHandlers:
                         )
                     )
                 if with_usage:
-                    make = token_answers.token_usage_chunk if head.is_tokens else answers.usage_chunk
+                    make = answers.token_usage_chunk if head.is_tokens else answers.usage_chunk
                     yield _sse_event(make(head, jobs))
         except (
             EngineDeadError,

@@ -11,7 +11,7 @@ import structlog
 
 from lorafleet.engine.agentless import AgentlessEngine, StatusRefused
 from lorafleet.engine.canary import CanaryMode
-from lorafleet.engine.vllm_errors import is_engine_stopping
+from lorafleet.engine.errors import is_engine_stopping
 from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.network.transport import why_no_answer

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import structlog
 
-from lorafleet.engine.probes import PROBE_REQUESTS
+from lorafleet.engine.canary import PROBE_REQUESTS
 from router.core.failover.circuit_breaker import is_fault
 from router.core.fleet import Incarnation, Replica
 from router.http.engine_connection import EngineLost

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from lorafleet.engine.vllm_errors import ENGINE_DEAD, SHUTTING_DOWN
+from lorafleet.engine.errors import ENGINE_DEAD, SHUTTING_DOWN
 from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.exchange import HttpExchange
 from router.core.errors import EndedByPause, ReplicaUnreachable, StreamBroken

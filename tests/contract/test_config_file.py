@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.engine.config_file import with_config_file
+from lorafleet.engine.arguments import with_config_file
 
 TEXT = """
 max-loras: 8

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from workers.agent.context import AgentContext
 from workers.agent.current_engine import CurrentEngine
-from workers.agent.event_log import AgentEventLog
-from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
-from workers.agent.inventory import Inventory, timestamp
 from workers.config import WorkerSettings
+from workers.inventory.context import AgentContext
+from workers.inventory.event_log import AgentEventLog
+from workers.inventory.installed_adapters import InstalledAdapters
+from workers.inventory.inventory import Inventory, timestamp
 from workers.metrics import WorkerMetrics
 from workers.sources.base import Limits
 from workers.storage.cache import AdapterCache

@@ -20,8 +20,8 @@ from lorafleet.service.settings import load
 from lorafleet.sim.__main__ import handlers_of
 from lorafleet.sim.app import make_app
 from lorafleet.sim.engine import SimEngine
+from lorafleet.sim.events import KVEventPublisher
 from lorafleet.sim.metrics import SimMetrics
-from lorafleet.sim.publisher import KVEventPublisher
 from lorafleet.sim.settings import parse_settings
 from tests.patience import patience, until, within
 from tests.serving import serving

@@ -15,14 +15,9 @@ import structlog
 
 from lorafleet.kv.connectors import NO_CONNECTOR, apply_setting
 from orchestrator.model.usage import UsageReport
-from workers.agent.adapter_usage import ReportedAdapterUsage
-from workers.agent.context import AgentContext
 from workers.agent.current_engine import CurrentEngine
-from workers.agent.event_log import Requester
 from workers.agent.foreign_reader import ForeignFilesReader
 from workers.agent.installer import Installer
-from workers.agent.inventory import Inventory, timestamp
-from workers.agent.inventory_report import InventoryReport
 from workers.agent.kv_ledger import KvLedgers
 from workers.agent.loader import Loader
 from workers.agent.uploaded_adapters import UploadedAdapters
@@ -30,6 +25,11 @@ from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import EngineClient
 from workers.engines.kinds import engine_traits
 from workers.engines.vllm_tables import with_version
+from workers.inventory.adapter_usage import ReportedAdapterUsage
+from workers.inventory.context import AgentContext
+from workers.inventory.event_log import Requester
+from workers.inventory.inventory import Inventory, timestamp
+from workers.inventory.inventory_report import InventoryReport
 from workers.verification.verify import base_model_or_none, model_folder
 from workers.wire import (
     AdapterFile,

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import structlog
 
 from lorafleet.identity import fleet_source
-from workers.agent.context import AgentContext
-from workers.agent.inventory import Inventory
 from workers.core.errors import SourceError, WrongBytes
 from workers.core.fetch_ways import FetchWay
 from workers.core.references import redacted, scheme
+from workers.inventory.context import AgentContext
+from workers.inventory.inventory import Inventory
 from workers.metrics import source_kind
 from workers.sources.base import Source, Transfer
 from workers.storage.cache import is_intact

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import structlog
 
-from workers.agent.context import AgentContext
-from workers.agent.inventory import Inventory
 from workers.agent.loader import Loader
 from workers.core.errors import WorkerError
+from workers.inventory.context import AgentContext
+from workers.inventory.inventory import Inventory
 from workers.sources.base import Source
 from workers.sources.file_system import FileSystemCalls
 from workers.sources.local import LocalSource

@@ -11,13 +11,13 @@ import structlog
 
 from lorafleet.identity import engine_name, fleet_digest, fleet_source
 from orchestrator.model.names import checked_lora_id
-from workers.agent.context import AgentContext
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.file_fetcher import FileFetcher, is_about_source, no_way_error
-from workers.agent.inventory import Inventory
 from workers.core.errors import AgentRequestError, DigestMismatch, SourceError, WrongBytes
 from workers.core.fetch_ways import FetchWay, fetch_ways
 from workers.core.references import scheme
+from workers.inventory.context import AgentContext
+from workers.inventory.inventory import Inventory
 from workers.sources.base import PLUGIN_SCHEME, FetchProgress, Source, Transfer
 from workers.storage.cache import is_intact
 from workers.storage.credentials import Credentials

@@ -8,17 +8,17 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from workers.agent.context import AgentContext
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.effect_check import EffectCheck, with_effect_of
-from workers.agent.event_log import CHECKING, PRELOADING, REFETCHING, RESTORING, Requester, gave_back, made_room
 from workers.agent.installer import Installer, check_lora_id
-from workers.agent.inventory import Inventory
-from workers.agent.inventory_report import InventoryReport
 from workers.agent.operations import AgentOperations
 from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError
 from workers.engines.base import EngineClient
 from workers.engines.kinds import refusal_at_start
+from workers.inventory.context import AgentContext
+from workers.inventory.event_log import CHECKING, PRELOADING, REFETCHING, RESTORING, Requester, gave_back, made_room
+from workers.inventory.inventory import Inventory
+from workers.inventory.inventory_report import InventoryReport
 from workers.sources.base import Source
 from workers.wire import InspectRequest, LoadRequest, UnloadRequest, WorkerAdapter
 

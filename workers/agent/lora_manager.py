@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from workers.agent.agent import WorkerAgent
-from workers.agent.event_log import PLUGIN
+from workers.inventory.event_log import PLUGIN
 from workers.plugin import CacheLocation, LoraManager, LoraModel, LoraStatus
 from workers.wire import LoadRequest, UnloadRequest, WorkerAdapter
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from lorafleet.identity import engine_name, fleet_source
-from workers.agent.context import AgentContext
-from workers.agent.inventory_report import InventoryReport
 from workers.agent.loader import Loader
 from workers.core.errors import SourceError
+from workers.inventory.context import AgentContext
+from workers.inventory.inventory_report import InventoryReport
 from workers.wire import InspectRequest, WorkerAdapter
 
 # Refusals after which the same bytes may still be installed: there is room later, or the request named the base model.

@@ -8,8 +8,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.engine.canary import EngineSilent, Fingerprint, ReadNumbers, answered_numbers
-from lorafleet.engine.probes import PROBE_REQUESTS
+from lorafleet.engine.canary import PROBE_REQUESTS, EngineSilent, Fingerprint, ReadNumbers, answered_numbers
 from lorafleet.service.network.transport import DirectTransport
 from workers.core.errors import EngineError
 

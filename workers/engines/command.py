@@ -9,8 +9,7 @@ from typing import Any
 import structlog
 
 from lorafleet.engine import arguments
-from lorafleet.engine.arguments import EngineArgumentsError, value_of
-from lorafleet.engine.config_file import with_config_file
+from lorafleet.engine.arguments import EngineArgumentsError, value_of, with_config_file
 from workers.config import WorkerSettings
 
 log = structlog.get_logger()

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import structlog
 
-from lorafleet.engine.output import error_in
+from lorafleet.engine.errors import error_in
 from lorafleet.service.files import private_opener
 from lorafleet.service.network.sockets import bind_socket
 from workers.engines.launch import LaunchCommand

@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 
 from lorafleet.engine.canary import Fingerprint, VllmQuestions
+from lorafleet.engine.errors import is_engine_stopping
 from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
-from lorafleet.engine.vllm_errors import is_engine_stopping
 from lorafleet.kv.connectors import ConnectorVerdict, verdict_of_running_engine
 from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
 from workers.core.errors import EngineError

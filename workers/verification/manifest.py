@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from lorafleet.identity import FileEntry
 from lorafleet.identity import files_digest as digest
 from workers.core.errors import SourceError
-from workers.verification.base_check import NOTHING_COMPARED, check_against_base, embeddings_taken, with_single_ranks
+from workers.verification.base_check import (
+    NOTHING_COMPARED,
+    BaseModelCheck,
+    check_against_base,
+    embeddings_taken,
+    is_same_base,
+    with_single_ranks,
+)
 from workers.verification.base_model import BaseModel
-from workers.verification.base_names import BaseModelCheck, is_same_base
 from workers.verification.lora_tensors import AdapterTensors, adapter_tensors
 from workers.verification.patterns import MatchTime
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES, LoraConfig, invalid_config, parse_config

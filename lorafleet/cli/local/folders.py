@@ -186,7 +186,7 @@ def rename(folder: Path, out: Path, base: Path | None, language: str | None) -> 
     """
     from workers.core.errors import SourceError
     from workers.engines.vllm_tables import vllm_facts
-    from workers.verification.rename import rename_modules
+    from workers.verification.renames import rename_modules
 
     for name, path in (("FOLDER", folder), ("--base", base)):
         if path is not None and not path.is_dir():

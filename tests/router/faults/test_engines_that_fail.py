@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lorafleet.engine.vllm_errors import ENGINE_DEAD, SHUTTING_DOWN
+from lorafleet.engine.errors import ENGINE_DEAD, SHUTTING_DOWN
 from tests.lorafleet.keys.test_auth import no_more_files
 from tests.patience import patience, until, within
 from tests.router.doubles import UNHEARD, AgentDouble, with_sql

@@ -21,14 +21,14 @@ from tests.patience import patience, until, within
 from tests.workers.contexts import agent_context
 from tests.workers.contexts import installer_of as plain_installer
 from tests.workers.running import SIM, RunningWorker, code, loaded, post
-from workers.agent.event_log import AgentEventLog
-from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
-from workers.agent.inventory import Inventory, timestamp
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, SourceError
 from workers.core.eviction import CachedAdapter, adapters_to_delete
 from workers.factories import cache_folder_of
+from workers.inventory.event_log import AgentEventLog
+from workers.inventory.installed_adapters import InstalledAdapters
+from workers.inventory.inventory import Inventory, timestamp
 from workers.metrics import WorkerMetrics
 from workers.sources.base import Limits
 from workers.sources.local import LocalSource

@@ -9,8 +9,8 @@ import pytest
 from lorafleet.local.tiny_model import make_adapter
 from tests.workers.contexts import agent_context, installer_of
 from tests.workers.sources.test_base import ADAPTER, HubStore, WebFiles, limits
-from workers.agent.installed_adapters import InstalledAdapters
 from workers.core.errors import SourceError
+from workers.inventory.installed_adapters import InstalledAdapters
 from workers.sources.base import Transfer
 from workers.sources.web import WebSource
 from workers.storage.cache import AdapterCache

@@ -15,8 +15,8 @@ from lorafleet.local.tiny_model import make_model
 from orchestrator.core.failures import CONTENT_CODES
 from tests.patience import patience
 from workers.core.errors import SourceError
+from workers.verification.base_check import is_same_base
 from workers.verification.base_model import BaseModel, base_model
-from workers.verification.base_names import is_same_base
 from workers.verification.manifest import AdapterRules, FileEntry, check_adapter, digest
 from workers.verification.patterns import MatchTime
 from workers.verification.peft import parse_config

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
-from lorafleet.engine.vllm_errors import ENGINE_DEAD
+from lorafleet.engine.errors import ENGINE_DEAD
 from lorafleet.identity import engine_name
 from router.core.errors import PoisonRequestHeld
 from router.core.failover.poison import PoisonRequests

@@ -13,11 +13,11 @@ from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
 from lorafleet.service.loops import ChangeSignal
 from lorafleet.service.times import utc_text
-from workers.agent.event_log import CORRECTING, RESTORING, AgentEventLog, Requester, UnrecordedHistory
-from workers.agent.installed_adapters import InstalledAdapters
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.slots import AdapterSlots
+from workers.inventory.event_log import CORRECTING, RESTORING, AgentEventLog, Requester, UnrecordedHistory
+from workers.inventory.installed_adapters import InstalledAdapters
 from workers.metrics import WorkerMetrics
 from workers.sources.base import FetchProgress
 from workers.wire import AgentEventType, LoadRequest, WorkerAdapter

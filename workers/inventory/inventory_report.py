@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import islice
 from statistics import median
 
-from workers.agent.context import AgentContext
-from workers.agent.inventory import Inventory
 from workers.core.errors import sendable
 from workers.engines.kinds import engine_traits
+from workers.inventory.context import AgentContext
+from workers.inventory.inventory import Inventory
 from workers.wire import LoraCapacity, LoraInfo, WorkerAdapter
 
 _LOADS_KEPT = 32

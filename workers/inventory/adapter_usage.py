@@ -9,7 +9,7 @@ import structlog
 
 from lorafleet.service.state_files import is_missing
 from orchestrator.model.usage import UsageReport
-from workers.agent.installed_adapters import InstalledAdapters
+from workers.inventory.installed_adapters import InstalledAdapters
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from tests.patience import within
 from tests.serving import serving
 from tests.workers.running import post
-from workers.agent.event_log import (
+from workers.inventory.event_log import (
     PRELOADING,
     AgentEventLog,
     Requester,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorafleet.engine.output import error_in, last_error
+from lorafleet.engine.errors import error_in, last_error
 
 LOGGED = "(EngineCore pid=29135) ERROR 11-27 23:39:45 [core.py:1510] "
 TOO_LONG = "ValueError: To serve at least one request with the model's max seq len (2048), (0.0 GiB KV cache is needed"

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lorafleet.kv.connectors import ConnectorVerdict
-from workers.agent.event_log import AgentEventLog
-from workers.agent.installed_adapters import InstalledAdapters
 from workers.config import TIMERS, AgentTimers, WorkerSettings
+from workers.inventory.event_log import AgentEventLog
+from workers.inventory.installed_adapters import InstalledAdapters
 from workers.metrics import WorkerMetrics
 from workers.plugin import LoraDownloaderBase
 from workers.sources.fleet import FleetSource

@@ -12,8 +12,8 @@ from orchestrator.model.usage import UsageReport
 from tests.patience import until, within
 from tests.serving import client_of
 from tests.workers.running import RunningWorker, post
-from workers.agent.adapter_usage import ReportedAdapterUsage
-from workers.agent.installed_adapters import InstalledAdapters
+from workers.inventory.adapter_usage import ReportedAdapterUsage
+from workers.inventory.installed_adapters import InstalledAdapters
 from workers.wire import AvailableLoras, Metadata, WorkerAdapter
 
 
