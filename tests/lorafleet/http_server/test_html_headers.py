@@ -3,7 +3,7 @@
 import pytest
 
 from tests.lorafleet.http_server.test_cross_site import agent, orchestrator
-from tests.lorafleet.service.test_known_fields import asking, router
+from tests.lorafleet.service.http.test_known_fields import asking, router
 
 
 @pytest.mark.parametrize("service", [orchestrator, agent, router])
