@@ -184,8 +184,8 @@ async def serve_generate_batch(
             streamed = reader.read_item(exchange, _GENERATE_ITEM, response.trace, batch.items[0], 0, batch.natives[0])
     if streamed is not None:
         response.take_quota(caller)
-        run = RequestRun(services, limits, caller, streamed, granted=response.granted)
-        run.cumulative = sglang_generate.CumulativeStream(batch.names[0], batch.logprobs[0])
+        cumulative = sglang_generate.CumulativeStream(batch.names[0], batch.logprobs[0])
+        run = RequestRun(services, limits, caller, streamed, cumulative=cumulative, granted=response.granted)
         if services.config.stream_keep_alive_s:
             response.keep_alive(services.config.stream_keep_alive_s)
         await response.serve(run)

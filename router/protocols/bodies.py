@@ -19,7 +19,8 @@ _HALF_SURROGATE = re.compile(
 
 def check_items(body: bytes, most: int) -> None:
     """Raises BadBody if the body has more than `most` strings (field names included), objects and lists."""
-    if has_more(body, most):
+    # Each takes a byte at least.
+    if len(body) > most and has_more(body, most):
         raise BadBody(
             f"the body has more than {most} texts, objects and lists (messages, their parts, tools): send fewer, or"
             " in several requests"

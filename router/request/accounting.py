@@ -109,7 +109,9 @@ def record(run: RequestRun) -> None:
     prompt and the events sent on.
     """
     answer, dispatched, services = run.answer, run.dispatched, run.services
-    services.pauses.end(run)
+    services.pauses.running.discard(run)
+    if services.pauses.awaited:
+        services.pauses.settle(run)
     if run.target is not None and run.target.adapter is not None:
         _record_outcome(run, run.target.adapter.lora_id, answer)
     if run.is_in_background:

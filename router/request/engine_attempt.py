@@ -130,7 +130,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
 
         Leaves the batch where it must connect. vLLM sends a streamed 200 head long before its first token, so the head
         decides nothing.
-        raises  ReplicaUnreachable, see `check`
+        raises  ReplicaUnreachable, see `require_answer`
         """
         may_be_idle = True
         while self.state == "waiting":
@@ -149,7 +149,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             except BaseException:
                 self.close()
                 raise
-        self.check()
+        self.require_answer()
 
     async def _connect(self, pool: EnginePool) -> EngineConnection:
         """A new connection to the engine. Raises ReplicaUnreachable."""
@@ -181,7 +181,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         is_served = not message.engine_name or message.engine_name in served_elsewhere
         return is_served and self.state == "waiting" and message.route.state == "none"
 
-    def check(self) -> None:
+    def require_answer(self) -> None:
         """Return where a decided attempt has the client's answer; `first` of an error gets its route's envelope then.
 
         Closes the connection where it raises because of the answer's status.
@@ -545,7 +545,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
 
 
 async def open_attempt(pool: EnginePool, message: EngineMessage, limits: AttemptLimits) -> EngineAttempt:
-    """Send one message and wait until its attempt is decided. Raises ReplicaUnreachable, see EngineAttempt.check."""
+    """Send one message and wait until its attempt is decided. Raises ReplicaUnreachable, see `require_answer`."""
     attempt = EngineAttempt(message, limits, message.streamed)
     await attempt.open(pool)
     return attempt

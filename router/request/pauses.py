@@ -30,10 +30,12 @@ class PausedRequest(Protocol):
 
 
 class PauseGate:
-    """Holds the new requests of paused callers. A request has started once `start` was true for it.
+    """Holds the new requests of paused callers. A request that has started is in `running`.
 
     in_force  the pauses by their keys; mostly empty
-    held     requests that wait here, with their bytes
+    held      requests that wait here, with their bytes
+    running   requests that have started, and have not ended
+    awaited   key of a pause that somebody waits for -> the requests that ran when it began and have not ended
     on_settled  called when the last request has ended that a pause waits for
     """
 
@@ -42,9 +44,8 @@ class PauseGate:
         self._on_settled = on_settled
         self._clock = clock
         self.in_force: Mapping[str, HeldScope] = MappingProxyType({})
-        self._running: set[PausedRequest] = set()
-        # Key of a pause that somebody waits for -> the requests that ran when it began.
-        self._awaited: dict[str, set[PausedRequest]] = {}
+        self.running: set[PausedRequest] = set()
+        self.awaited: dict[str, set[PausedRequest]] = {}
         self._changed = ChangeSignal()
 
     # --- the pauses -----------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ class PauseGate:
         for held in new:
             self._begin(held, is_known=held.pause.key in known)
         for key in known.keys() - found.keys():
-            self._awaited.pop(key, None)
+            self.awaited.pop(key, None)
             log.info("pause over", scope=key, held=len(self.held))
         if known != found:
             self._changed.notify()
@@ -72,7 +73,7 @@ class PauseGate:
         if not is_known:
             log.info("pause in force", scope=pause.key, lease_s=pause.lease_s, running=len(running))
         if pause.is_awaited:
-            self._awaited[pause.key] = set(running)
+            self.awaited[pause.key] = set(running)
         if pause.is_abort:
             for run in running:
                 run.abort()
@@ -94,30 +95,21 @@ class PauseGate:
     def _covered(self, held: HeldScope) -> list[PausedRequest]:
         """The running requests of a pause's scope."""
         now = self._clock()
-        return [run for run in self._running if held.covers(run.caller.tenant, run.caller.namespace, now)]
+        return [run for run in self.running if held.covers(run.caller.tenant, run.caller.namespace, now)]
 
     # --- the requests ---------------------------------------------------------------------------------------------
 
-    def start(self, run: PausedRequest) -> bool:
-        """Count the request as running; False, with nothing done, where a pause holds it. One that runs always may."""
-        if self.in_force and run not in self._running and self.holding(run.caller) is not None:
-            return False
-        self._running.add(run)
-        return True
-
-    def end(self, run: PausedRequest) -> None:
-        """Count the request as ended. Safe for one that never started."""
-        self._running.discard(run)
-        if self._awaited:
-            for key, left in list(self._awaited.items()):
-                left.discard(run)
-                if not left:
-                    del self._awaited[key]
-                    self._on_settled()
-
     def must_wait(self, run: PausedRequest) -> bool:
-        """Whether a pause holds this request, which has not started."""
-        return bool(self.in_force) and run not in self._running and self.holding(run.caller) is not None
+        """Whether a pause holds this request, which has not started. One that runs goes on."""
+        return run not in self.running and self.holding(run.caller) is not None
+
+    def settle(self, run: PausedRequest) -> None:
+        """Note for the pauses that wait for it that this request has ended."""
+        for key, left in list(self.awaited.items()):
+            left.discard(run)
+            if not left:
+                del self.awaited[key]
+                self._on_settled()
 
     async def wait(self, caller: Caller, size_bytes: int, deadline_at: float | None) -> None:
         """Wait until no pause holds this caller's requests. Leaves the batch.

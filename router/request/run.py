@@ -401,8 +401,10 @@ class RequestRun(msgspec.Struct, eq=False):
         """
         await next_stage()
         services, request = self.services, self.request
-        if request.route.computes and not services.pauses.start(self):
-            raise _HeldByPause
+        if request.route.computes:
+            if services.pauses.in_force and services.pauses.must_wait(self):
+                raise _HeldByPause
+            services.pauses.running.add(self)
         if self.trace is not None:
             self.trace.begin_stage("open", **{"lorafleet.worker": dispatched.replica.id})
         response_id = ""
