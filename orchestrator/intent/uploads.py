@@ -42,7 +42,6 @@ from orchestrator.reconcile.file_copies import FileRelay
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.upload_store import UploadStore
 from workers.wire import (
-    AdapterFiles,
     BeginFileRequest,
     InspectRequest,
     UploadState,
@@ -59,7 +58,6 @@ _QUOTA_RETRY_S = 5.0
 _HOW_TO_RESUME = "GET /v1/uploads/{0} says how many bytes have come; send the rest with Content-Range"
 # The agent's errors about the request, which the client can mend.
 _CLIENT_CODES = frozenset({"upload_offset", "upload_superseded", "upload_incomplete", "upload_file_unknown"})
-
 
 UploadFile = Literal["archive", "adapter_config.json", "adapter_model.safetensors"]
 assert get_args(UploadFile) == UPLOAD_FILES
@@ -441,13 +439,11 @@ class AdapterUploads:
     async def _copy_to_store(self, store: UploadStore, digest: str) -> None:
         """Write the files of a digest into the store, from a worker that has them.
 
-        Raises NotFound, OrchestratorUnavailable, httpx.HTTPError.
+        Raises NotFound, OrchestratorUnavailable, WorkerFailed, httpx.HTTPError.
         """
-        async with self.relay.reading(digest, "") as listed:
-            files = AdapterFiles.model_validate_json(b"".join([chunk async for chunk in listed])).files
-        for file in files:
-            async with self.relay.reading(digest, file.name) as chunks:
-                await store.write(digest, file.name, chunks)
+        for name in await self.relay.file_names(digest):
+            async with self.relay.reading(digest, name) as chunks:
+                await store.write(digest, name, chunks)
 
 
 def missing_of(state: UploadState) -> tuple[str, ...]:

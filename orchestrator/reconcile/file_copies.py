@@ -1,6 +1,7 @@
 """Files by digest in the fleet: the copies that are kept, and the relay of their bytes."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -9,6 +10,7 @@ from urllib.parse import quote
 
 import httpx
 import structlog
+from pydantic import ValidationError
 
 from lorafleet.identity import fleet_digest
 from lorafleet.keys.own_key import OwnKey
@@ -28,7 +30,7 @@ from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
 from orchestrator.reconcile.held_files import HeldFilesBook, ReportedDisk
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, worker_state
-from workers.wire import MarkFilesRequest
+from workers.wire import AdapterFiles, MarkFilesRequest
 
 log = structlog.get_logger()
 
@@ -40,6 +42,7 @@ _BUSY_RETRY_S = 2.0
 _PROBES = 16
 _RELAYED = ("range", "if-range")
 _HTTP_OK = frozenset({200, 206, 416})
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
 
 class FileCopies:
@@ -319,6 +322,21 @@ class FileRelay:
                 code="fleet_unknown",
                 param="fleet",
             )
+
+    async def file_names(self, digest: str) -> tuple[str, ...]:
+        """Names of a digest's files, by a worker that has them.
+
+        Raises as `open_file`, WorkerFailed for a list that is none or has other than plain names, httpx.HTTPError.
+        """
+        async with self.reading(digest, "") as chunks:
+            body = b"".join([chunk async for chunk in chunks])
+        try:
+            names = tuple(file.name for file in AdapterFiles.model_validate_json(body).files)
+        except ValidationError as exc:
+            raise WorkerFailed(f"a worker sends no list of the files of digest {digest}") from exc
+        if not all(_PLAIN_NAME.fullmatch(name) for name in names):
+            raise WorkerFailed(f"a worker's list of the files of digest {digest} has names that are no adapter's files")
+        return names
 
     @asynccontextmanager
     async def reading(self, digest: str, name: str) -> AsyncIterator[AsyncIterator[bytes]]:

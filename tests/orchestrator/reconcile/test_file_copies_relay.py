@@ -2,7 +2,11 @@
 
 import pytest
 
+from lorafleet.keys.own_key import OwnKey
+from orchestrator.core.errors import WorkerFailed
+from orchestrator.reconcile.file_copies import FileRelay
 from tests.orchestrator.doubles import digest_of
+from tests.patience import patience
 from tests.serving import serving
 
 DIGEST = digest_of("file:///sql/v1")
@@ -63,3 +67,29 @@ async def test_clients_that_leave_before_the_first_byte_take_no_stream_with_them
         with pytest.raises(Exception, match=r"gone|Disconnect|^$"):
             await service.built.app(dict(scope), gone, unsent)
     assert (await service.http.get(WEIGHTS)).content == b"weights"
+
+
+class OpenAgents:
+    """The client of agents that want no key."""
+
+    async def key_headers(self, _url):
+        return {}
+
+
+@pytest.mark.parametrize("name", ["../other", "a/b", ".kept", ""])
+async def test_a_list_of_files_with_other_than_plain_names_is_refused(service, name):
+    agent = await service.worker("w0")
+    agent.files[DIGEST] = FILES
+    relay = FileRelay(
+        service.built.client,
+        service.reconciler.reports,
+        service.reconciler.files,
+        agents=OpenAgents(),
+        peers=(),
+        peer_key=OwnKey("", None),
+        probe_timeout_s=patience(5),
+    )
+    assert await relay.file_names(DIGEST) == tuple(FILES)
+    agent.files[DIGEST] = {name: b""}
+    with pytest.raises(WorkerFailed, match=r"names that are no adapter's files"):
+        await relay.file_names(DIGEST)
