@@ -1,7 +1,7 @@
 """Tables that the CLI prints: of a list's columns, and of one item's fields."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -67,12 +67,21 @@ def listing(view: ListView, items: Iterable[Item], *, wide: bool = False) -> Tab
 
 
 def fields(item: Item) -> Table:
-    """A table of one item's fields; a field that lists objects has a row for each."""
+    """A table of one item's fields, those of `spec` and `status` by their paths, with a row for each object of a list."""
     rows: list[tuple[str, Any]] = []
-    for name, value in item.items():
+    for name, value in _opened(item):
         objects = value if isinstance(value, list) and value and isinstance(value[0], Mapping) else [value]
         rows += [(name if number == 0 else "", each) for number, each in enumerate(objects)]
     return table(["field", "value"], rows)
+
+
+def _opened(item: Item) -> Iterator[tuple[str, Any]]:
+    """(name, value) of each field, with `spec.name` for what is in `spec`, and so for `status`."""
+    for name, value in item.items():
+        if name in ("spec", "status") and isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", each) for inner, each in value.items())
+        else:
+            yield name, value
 
 
 def cell_text(cell: object) -> str:

@@ -50,6 +50,12 @@ class Action:
 NO_COLUMNS = ListView(())
 
 
+def _spec_of(item: Item) -> Item:
+    """What was written of an item; the item itself where it is all that."""
+    spec: Item = item.get("spec", item)
+    return spec
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resource:
     """One kind of thing that the orchestrator has, and its commands.
@@ -74,7 +80,7 @@ class Resource:
     list_help: str = ""
     list_example: str = ""
     show_help: str = ""
-    written: Callable[[Item], Item] = dict
+    written: Callable[[Item], Item] = _spec_of
     story: Callable[[Item], Sequence[str]] | None = None
     actions: tuple[Action, ...] = ()
 

@@ -401,6 +401,12 @@ def test_a_field_that_lists_objects_has_a_row_for_each(monkeypatch: pytest.Monke
     assert [line.split() for line in lines[2:4]] == [["versions", "lora_id=policy/v2"], ["lora_id=policy/v1"]]
 
 
+def test_what_is_written_and_what_is_seen_have_the_paths_that_programs_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = {"name": "sql", "spec": {"replicas": 2}, "status": {"replicas": 1, "pending": None}}
+    lines = [line.split() for line in printed(tables.fields(item), 60, monkeypatch)[1:]]
+    assert lines == [["name", "sql"], ["spec.replicas", "2"], ["status.replicas", "1"], ["status.pending", "-"]]
+
+
 def test_zone_and_node_are_columns_only_where_a_worker_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def names(*workers: dict[str, object]) -> set[str]:
         return {"zone", "node"} & set(printed(tables.listing(WORKERS.view, workers), 200, monkeypatch)[0].split())
