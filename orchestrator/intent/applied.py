@@ -9,7 +9,7 @@ from lorafleet.service.http import validation_message
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.intent.record import fleet_record
 from orchestrator.model.adapters import AdapterSpec, SecretRef
-from orchestrator.model.apply import ApplyRequest, FilePublishedName
+from orchestrator.model.apply import ApplyRequest, PublishedChanges
 from orchestrator.model.record import (
     FleetRecord,
     ImportRequest,
@@ -31,19 +31,19 @@ def import_of_file(ask: ApplyRequest, store: IntentStore) -> tuple[ImportRequest
     blocked = [*_conflicts(ask, store), *_unknown_names(ask, store)]
     stopped = {(change.subject, change.name) for change in blocked}
     adapters = [_recorded(spec) for spec in file.adapters or () if ("adapter", spec.lora_id) not in stopped]
-    published = [each for each in file.published or () if ("alias", each.name) not in stopped]
+    published = [each for each in file.published or () if ("alias", each["name"]) not in stopped]
     _require_once([each.name for each in file.aliases or ()])
-    _require_once([each.name for each in published])
+    _require_once([each["name"] for each in published])
     names = {each.name: ServedName(name=each.name, targets=each.targets) for each in file.aliases or ()}
     for each in published:
-        named = names.get(each.name, ServedName(name=each.name))
-        names[each.name] = replace(named, published=_with_spec(store.names[each.name].published, each))
+        name = each["name"]
+        names[name] = replace(names.get(name, ServedName(name=name)), published=_kept_as(store, name, each))
     if ask.prune:
-        for name in here.names:
-            is_kept = (file.aliases if name.published is None else file.published) is None
-            if is_kept and name.name not in names:
+        for known in here.names:
+            if (file.aliases if known.published is None else file.published) is None:
                 # With all its versions: also one whose publish is in progress.
-                names[name.name] = replace(name, targets=(), published=store.names[name.name].published)
+                named = names.get(known.name, ServedName(name=known.name))
+                names[known.name] = replace(named, published=store.publication_of(known.name))
         versions = {each.lora_id for name in names.values() if name.published for each in name.published.versions}
         written = {adapter.lora_id for adapter in adapters}
         for adapter in here.adapters:
@@ -68,11 +68,11 @@ def _recorded(spec: AdapterSpec) -> RecordedAdapter:
     return RecordedAdapter(**named)
 
 
-def _with_spec(here: Publication | None, written: FilePublishedName) -> Publication:
+def _kept_as(store: IntentStore, name: str, written: PublishedChanges) -> Publication:
     """The published name as it is here, kept as the file says."""
-    named = {name: getattr(written, name) for name in written.model_fields_set - {"name"}}
-    record = here or Publication()
-    return replace(record, spec=replace(record.spec, **named))
+    record = store.publication_of(name) or Publication()
+    changes = {field: value for field, value in written.items() if field != "name"}
+    return replace(record, spec=replace(record.spec, **changes))
 
 
 def _require_once(names: list[str]) -> None:
@@ -105,8 +105,8 @@ def _conflict(spec: AdapterSpec, here: RegisteredAdapter) -> str | None:
 
 def _unknown_names(ask: ApplyRequest, store: IntentStore) -> Iterator[RecordChange]:
     """Published names that nobody has published yet: the fleet keeps a name only with a version."""
-    for name in ask.file.published or ():
-        here = store.publication_of(name.name)
+    for name in (each["name"] for each in ask.file.published or ()):
+        here = store.publication_of(name)
         if here is None or here.deleted_at is not None:
-            reason = f"nothing is published under it; POST /v1/published/{name.name} publishes a first version"
-            yield RecordChange(subject="alias", name=name.name, change="blocked", is_published=True, reason=reason)
+            reason = f"nothing is published under it; POST /v1/published/{name} publishes a first version"
+            yield RecordChange(subject="alias", name=name, change="blocked", is_published=True, reason=reason)

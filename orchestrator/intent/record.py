@@ -82,10 +82,13 @@ def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
         blocked = {change.name for change in found if change.change == "blocked"}
         found += _name_changes(store, ask, blocked)
         if ask.prune:
-            there = {name.name for name in ask.record.names}
+            there = {(name.name, name.published is not None) for name in ask.record.names}
             for name in store.names.values():
-                if name.name not in there and not _is_deleted(name):
-                    found.append(_removal("alias", name.name, is_published=name.published is not None))
+                is_published = name.published is not None
+                # An alias that is a published name there becomes one.
+                has_it = (name.name, is_published) in there or (name.name, True) in there
+                if not has_it and not _is_deleted(name):
+                    found.append(_removal("alias", name.name, is_published=is_published))
     if "adapters" in parts and ask.prune:
         ids = {adapter.lora_id for adapter in ask.record.adapters}
         for lora_id, adapter in store.adapters.items():

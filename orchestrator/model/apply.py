@@ -1,30 +1,20 @@
 """`POST /v1/apply`: what a fleet should have, as a person writes it. Unknown fields are refused."""
 
-from typing import Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator.model.adapters import AdapterSpec
-from orchestrator.model.changes import PolicyChanges
-from orchestrator.model.names import MOST_VERSIONS, NameToPublish
-from orchestrator.model.served_names import NamedAlias, Replicas
+from orchestrator.model.changes import Changes, PolicyChanges
+from orchestrator.model.served_names import DEFAULT_PLACE_S, NamedAlias, NamedPublishedSpec
 
 
 class _WrittenFileModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class FilePublishedName(_WrittenFileModel):
-    """How a published name is kept; fields that are left out stay as they are. Its versions are published, not applied.
-
-    keep_versions, max_staleness_s  null: the policy's
-    """
-
-    name: NameToPublish
-    tenant: str | None = None
-    replicas: Replicas = "all"
-    keep_versions: int | None = Field(default=None, ge=1, le=MOST_VERSIONS)
-    max_staleness_s: float | None = Field(default=None, ge=0)
+PublishedChanges = Annotated[dict[str, Any], Changes(NamedPublishedSpec, named_by=("name",))]
+"""How a published name is kept; fields that are left out stay as they are. Its versions are published, not applied."""
 
 
 class FleetFile(_WrittenFileModel):
@@ -32,14 +22,17 @@ class FleetFile(_WrittenFileModel):
 
     adapters: tuple[AdapterSpec, ...] | None = Field(default=None, max_length=20_000)
     aliases: tuple[NamedAlias, ...] | None = Field(default=None, max_length=20_000)
-    published: tuple[FilePublishedName, ...] | None = Field(default=None, max_length=20_000)
+    published: tuple[PublishedChanges, ...] | None = Field(default=None, max_length=20_000)
     policy: PolicyChanges | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        """Raises ValueError for a file without any section."""
+        """Raises ValueError for a file without any section, and for a wait, which no file keeps."""
         if all(section is None for section in (self.adapters, self.aliases, self.published, self.policy)):
             raise ValueError("nothing to apply: expected adapters, aliases, published or policy")
+        if late := [alias.name for alias in self.aliases or () if alias.place_s != DEFAULT_PLACE_S]:
+            message = f"place_s of alias {late[0]!r} is no field of a file; PUT /v1/aliases/{late[0]} takes it"
+            raise ValueError(message)
         return self
 
 

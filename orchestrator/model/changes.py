@@ -15,22 +15,24 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """In an annotation of a dict: the changed fields of a resource, each checked by its own bounds; none is required.
+    """In an annotation of a dict: the changed fields of a resource, each checked by its own bounds.
 
     A field that is left out stays as it is. A field that is a resource itself has changes likewise.
 
     is_lenient  unknown fields are ignored, not refused
+    named_by    fields that may not be left out: which resource it is
     """
 
     resource: type
     is_lenient: bool = False
+    named_by: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         parts = {}
         for name, hint in get_type_hints(self.resource, include_extras=True).items():
             is_resource = isinstance(hint, type) and is_dataclass(hint)
             changed = Annotated[dict[str, Any], Changes(hint, self.is_lenient)] if is_resource else hint
-            parts[name] = core_schema.typed_dict_field(handler.generate_schema(changed), required=False)
+            parts[name] = core_schema.typed_dict_field(handler.generate_schema(changed), required=name in self.named_by)
         schema = core_schema.typed_dict_schema(parts, extra_behavior="forbid")
         return core_schema.no_info_before_validator_function(self._known, schema) if self.is_lenient else schema
 

@@ -12,12 +12,15 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Len, Lt
 
 from lorafleet.identity import split_version_id
-from orchestrator.model.names import MOST_VERSIONS, RESOURCE, AliasName, LoraId, Pattern
+from orchestrator.model.names import MOST_VERSIONS, RESOURCE, AliasName, LoraId, NameToPublish, Pattern
 
 Phase = Literal["placing", "watching", "done", "rolled_back", "aborted", "failed"]
 
 ACTIVE: frozenset[Phase] = frozenset({"placing", "watching"})
 
+
+DEFAULT_PLACE_S = 300.0
+"""How long a name's new targets may wait for their replicas, unless somebody says otherwise; a guess."""
 
 Replicas = Annotated[int, Ge(1)] | Literal["all"]
 
@@ -42,7 +45,7 @@ class AliasSpec:
     __pydantic_config__ = RESOURCE
 
     targets: Annotated[Targets, Len(1, 16)]
-    place_s: Annotated[float, Ge(0), Le(86400)] = 300.0
+    place_s: Annotated[float, Ge(0), Le(86400)] = DEFAULT_PLACE_S
     """how long to wait for the new targets' replicas; 0 shifts at once, placed or not"""
 
     def __post_init__(self) -> None:
@@ -89,7 +92,7 @@ class RolloutSpec:
     """roll back when the mean first-token time is above this factor of the old version's; null: never"""
     min_requests: Annotated[int, Ge(0)] = 50
     """finished requests of the new version in each step before it is compared"""
-    place_s: Annotated[float, Gt(0), Le(86400)] = 300.0
+    place_s: Annotated[float, Gt(0), Le(86400)] = DEFAULT_PLACE_S
     """how long each step may wait for its replicas"""
 
     def __post_init__(self) -> None:
@@ -146,7 +149,7 @@ class Rollout:
     before: Targets
     after: Targets
     spec: RolloutSpec | None = None
-    place_s: float = 300.0
+    place_s: float = DEFAULT_PLACE_S
     began_at: float
     since: float
     phase: Phase = "placing"
@@ -209,6 +212,15 @@ class PublishedSpec:
     """newest versions that stay; null: the policy's"""
     max_staleness_s: Annotated[float, Ge(0)] | None = None
     """how long a superseded version stays, 0: no limit; null: the policy's"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedPublishedSpec(PublishedSpec):
+    """How a published name is kept, as people write it into a file."""
+
+    __pydantic_config__ = RESOURCE
+
+    name: NameToPublish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.intent.applied import import_of_file
 from orchestrator.intent.record import differences
 from orchestrator.model.apply import ApplyRequest
@@ -62,6 +63,20 @@ def test_a_prune_of_published_names_deletes_no_plain_alias() -> None:
     assert (change.change, change.name, change.is_published) == ("remove", "run", True)
 
 
+def test_targets_of_a_published_name_in_a_file_leave_its_versions_to_the_published_section() -> None:
+    run = {"name": "run", "targets": [{"lora_id": "run/v1"}]}
+    assert named(changes_of(filled_store(), {"aliases": [run]}, prune=True)) == [("remove", "alias", "plain")]
+    (plain, gone) = changes_of(filled_store(), {"aliases": [run], "published": []}, prune=True)
+    assert (plain.name, gone.name, gone.change, gone.is_published) == ("plain", "run", "remove", True)
+
+
+def test_a_name_that_is_written_twice_is_refused() -> None:
+    for section in ("aliases", "published"):
+        row = {"name": "run"} | ({"targets": [{"lora_id": "run/v1"}]} if section == "aliases" else {})
+        with pytest.raises(OrchestratorRequestError, match="'run' is in the file twice"):
+            changes_of(filled_store(), {section: [row, row]})
+
+
 def test_settings_of_a_name_change_and_its_versions_stay_as_they_are() -> None:
     (change,) = changes_of(filled_store(), {"published": [{"name": "run", "keep_versions": 7}]})
     assert change.fields == {"keep_versions": [None, 7]}
@@ -109,6 +124,11 @@ def test_without_prune_nothing_is_deleted_and_no_section_changes_another(file: d
 
 
 def test_an_unknown_field_and_an_empty_file_are_refused() -> None:
-    for file in ({"adapters": [PLAIN | {"polcy": {}}]}, {"policy": {"lodaing": "eager"}}, {}):
+    for file in (
+        {"adapters": [PLAIN | {"polcy": {}}]},
+        {"policy": {"lodaing": "eager"}},
+        {},
+        {"aliases": [ALIAS | {"place_s": 0}]},
+    ):
         with pytest.raises(ValidationError):
             ApplyRequest.model_validate({"file": file})
