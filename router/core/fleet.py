@@ -306,6 +306,22 @@ class RouterFleet:
         """The roster of a base model: its replicas in any state; empty for an unknown one."""
         return self._rosters.get(base_model, _EMPTY_ROSTER)
 
+    def resident_adapter(self, lora_id: str, excluded: Excluded = frozenset()) -> RoutableAdapter | None:
+        """The adapter if some replica reports its exact digest as ready and not as draining, else None.
+
+        excluded  replicas that may not get this request: they do not count
+        """
+        adapter = self.adapters.get(lora_id)
+        if adapter is None or adapter.engine_name is None:
+            return None
+        if adapter.base_model is None:
+            return adapter if self.holding(adapter.engine_name, excluded) else None
+        roster = self.roster(adapter.base_model)
+        able = roster.able(adapter.engine_name)
+        if excluded and able:
+            return adapter if any(roster.replicas[i].incarnation not in excluded for i in able) else None
+        return adapter if able else None
+
     def holding(self, engine_name: str, excluded: Container[Incarnation] = ()) -> list[Replica]:
         """The ready replicas where this adapter, at this digest, is resident and not draining; not those excluded."""
         return [

@@ -146,23 +146,6 @@ class ColdStarts:
         """Bytes of the bodies of all waiting requests."""
         return self.held.size_bytes
 
-    def resident(self, lora_id: str, excluded: Excluded = frozenset()) -> RoutableAdapter | None:
-        """The adapter if some replica reports its exact digest as ready and not as draining, else None.
-
-        excluded  replicas that may not get this request: they do not count
-        """
-        fleet = self.discovery.fleet
-        adapter = fleet.adapters.get(lora_id)
-        if adapter is None or adapter.engine_name is None:
-            return None
-        if adapter.base_model is None:
-            return adapter if fleet.holding(adapter.engine_name, excluded) else None
-        roster = fleet.roster(adapter.base_model)
-        able = roster.able(adapter.engine_name)
-        if excluded and able:
-            return adapter if any(roster.replicas[i].incarnation not in excluded for i in able) else None
-        return adapter if able else None
-
     async def until_resident(
         self,
         lora_id: str,
@@ -188,7 +171,7 @@ class ColdStarts:
                 the next attempt is far off; after `timeout_s` NoCapacity where there was no room, else
                 ColdStartTimeout; DeadlineExceeded at an earlier deadline
         """
-        adapter = self.resident(lora_id, excluded())
+        adapter = self.discovery.fleet.resident_adapter(lora_id, excluded())
         if adapter is not None:
             return adapter
         if not is_displaced:
@@ -197,7 +180,7 @@ class ColdStarts:
         if start is None:
             task = asyncio.create_task(self._load(lora_id))
             # Where only this request cannot use a replica that has it, no load is measured.
-            is_there = self.resident(lora_id) is not None
+            is_there = self.discovery.fleet.resident_adapter(lora_id) is not None
             start = self.loading[lora_id] = _ColdStart(task, self.clock(), is_measured=is_there)
             # All requests may be served, or have left, before it fails: then its error is read here.
             start.task.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -220,7 +203,7 @@ class ColdStarts:
             wanted[lora_id] -= 1
             if not wanted[lora_id]:
                 del wanted[lora_id]
-                is_given_up = not start.task.done() and self.resident(lora_id) is None
+                is_given_up = not start.task.done() and self.discovery.fleet.resident_adapter(lora_id) is None
                 if is_given_up and self.tenant_adapters < inf:
                     self.recently_wanted.setdefault(tenant, {})[lora_id] = self.clock() + _WANTED_FOR_S
             if not wanted:
@@ -323,7 +306,7 @@ class ColdStarts:
         left = {
             lora_id: until
             for lora_id, until in self.recently_wanted.pop(tenant, {}).items()
-            if until > now and lora_id in registered and self.resident(lora_id) is None
+            if until > now and lora_id in registered and self.discovery.fleet.resident_adapter(lora_id) is None
         }
         if left:
             self.recently_wanted[tenant] = left
@@ -350,10 +333,12 @@ class ColdStarts:
 
         def settled() -> bool:
             """Whether the load has ended or failed, or a replica that may get the request holds the adapter."""
-            return start.task.done() or self.resident(lora_id, excluded()) is not None or failed()
+            return (
+                start.task.done() or self.discovery.fleet.resident_adapter(lora_id, excluded()) is not None or failed()
+            )
 
         await self.discovery.changes.until(settled, timeout_s=min(self.timeout_s, left_s))
-        adapter = self.resident(lora_id, excluded())
+        adapter = self.discovery.fleet.resident_adapter(lora_id, excluded())
         if adapter is not None:
             if not start.is_measured:
                 start.is_measured = True

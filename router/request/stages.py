@@ -142,12 +142,13 @@ def servable_now(
 
     excluded  the replicas that may not get this request now, see `exclusions`
     """
-    roster, adapter = services.discovery.fleet.roster(target.base_model), target.adapter
+    fleet, adapter = services.discovery.fleet, target.adapter
+    roster = fleet.roster(target.base_model)
     unfit = excluded | _too_short(roster, target, request, tokens) if roster.is_uneven else excluded
     if adapter is None:
         # A base model that failed the request waits for its replica to come back, see `wait_for_adapter`.
         return target if not excluded and _has_able(roster, unfit) else None
-    resident = services.cold_starts.resident(adapter.lora_id, unfit)
+    resident = fleet.resident_adapter(adapter.lora_id, unfit)
     # Other bytes than the request names are an error that `wait_for_adapter` raises.
     has_other_bytes = resident is not None and not (resident.digest or "").startswith(target.digest)
     return None if resident is None or has_other_bytes else target.with_adapter(resident)

@@ -677,7 +677,7 @@ async def test_a_load_is_measured_once_however_many_waited_for_it():
 
     control.ensure = load
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        assert parts.cold_starts.resident("sql/v1") is None
+        assert parts.discovery.fleet.resident_adapter("sql/v1") is None
         waiting = [asyncio.create_task(parts.cold_starts.until_resident("sql/v1")) for _ in range(10)]
         await until(lambda: parts.cold_starts.held.requests == 10)
         go_on.set()
@@ -686,11 +686,11 @@ async def test_a_load_is_measured_once_however_many_waited_for_it():
         assert len(parts.cold_starts.loads_s) == 1
         assert 0 < parts.cold_starts.loads_s[0] < 5
         await until(lambda: not bringing())
-        assert parts.cold_starts.resident("sql/v1") == adapters[0]
+        assert parts.discovery.fleet.resident_adapter("sql/v1") == adapters[0]
         (replica,) = parts.discovery.fleet.replicas.values()
-        assert parts.cold_starts.resident("sql/v1", frozenset({replica.incarnation})) is None
-        assert parts.cold_starts.resident("sql/v1", frozenset({("w0", "another boot")})) == adapters[0]
-        assert parts.cold_starts.resident("no/v1") is None
+        assert parts.discovery.fleet.resident_adapter("sql/v1", frozenset({replica.incarnation})) is None
+        assert parts.discovery.fleet.resident_adapter("sql/v1", frozenset({("w0", "another boot")})) == adapters[0]
+        assert parts.discovery.fleet.resident_adapter("no/v1") is None
 
 
 @pytest.mark.parametrize(
@@ -753,7 +753,7 @@ async def test_abandoned_loads_count_for_their_tenant_up_to_a_minute():
         await comes_and_goes(0)
         control.residents["w0"].append("cold-0/v1")
         control.tell()
-        await until(lambda: cold.resident("cold-0/v1"))
+        await until(lambda: cold.discovery.fleet.resident_adapter("cold-0/v1"))
         await comes_and_goes(2)
         with pytest.raises(Saturated):
             await cold.until_resident("cold-3/v1", tenant="greedy")
