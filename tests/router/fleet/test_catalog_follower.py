@@ -3,7 +3,8 @@
 import asyncio
 import time
 
-from orchestrator.model.aliases import AliasItem, AliasTarget
+from orchestrator.model.catalog import CatalogAlias
+from orchestrator.model.served_names import AliasTarget
 from router.protocols.stored_responses import tagged_response_id
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, AgentDouble, EngineDouble, error_of, fleet, with_sql
@@ -79,7 +80,7 @@ async def test_a_request_sees_adapters_registered_before_it():
         assert (answer.status_code, answer.json()["model"]) == (200, BASE)
         control.add_adapter("sql/v3", on=["w0"])
         assert (await client.get("/v1/models/sql/v3")).status_code == 200
-        control.aliases = (AliasItem(name="sql", targets=(AliasTarget(lora_id="sql/v3"),)),)
+        control.aliases = (CatalogAlias(name="sql", targets=(AliasTarget(lora_id="sql/v3"),)),)
         assert (await client.post(CHATS, json={**CHAT, "model": "sql"})).status_code == 200
         (failed,) = (adapter for adapter in control.adapters if adapter.lora_id == "sql/v3")
         broken = failed.model_copy(update={"state": "failed", "error": "no such file"})

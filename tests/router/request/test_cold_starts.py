@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 
 from lorafleet.identity import rendezvous_order
 from lorafleet.service.loops import ChangeSignal
-from orchestrator.model.aliases import AliasItem, AliasTarget
+from orchestrator.model.catalog import CatalogAlias
+from orchestrator.model.served_names import AliasTarget
 from router.core.errors import (
     AdapterFailed,
     ColdStartTimeout,
@@ -430,7 +431,7 @@ def test_discovered_adapter_is_not_loaded_until_a_catalog_has_it():
 
 
 def pointing(name, lora_id):
-    return (AliasItem(name=name, targets=(AliasTarget(lora_id=lora_id),)),)
+    return (CatalogAlias(name=name, targets=(AliasTarget(lora_id=lora_id),)),)
 
 
 @pytest.mark.parametrize("how", ["deleted", "failed"])

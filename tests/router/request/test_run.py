@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.identity import block_hashes, root_hash
 from lorafleet.keys.key_files import hash_key
-from orchestrator.model.aliases import AliasItem, AliasTarget
-from orchestrator.model.catalog import Draining
+from orchestrator.model.catalog import CatalogAlias, Draining
+from orchestrator.model.served_names import AliasTarget
 from router.app import build
 from router.config import RouterSettings
 from router.core.errors import AdapterInspecting, RequestError, RouterError, TemporarilyUnavailable
@@ -645,7 +645,7 @@ async def test_a_router_that_starts_again_answers_by_no_older_catalog_while_the_
         control.add_adapter(f"policy/v{number}", on=["w0"])
 
     def point(number):
-        control.aliases = (AliasItem(name="policy", targets=(AliasTarget(lora_id=f"policy/v{number}"),)),)
+        control.aliases = (CatalogAlias(name="policy", targets=(AliasTarget(lora_id=f"policy/v{number}"),)),)
         control.tell()
 
     point(1)
