@@ -34,8 +34,8 @@ from orchestrator.agentless.engine import AgentlessLoadRules, AgentlessWorker
 from orchestrator.agentless.transport import SCHEME, AgentlessTransport
 from orchestrator.api import build_router
 from orchestrator.api.examples import add_examples
-from orchestrator.api.live import live_routers
 from orchestrator.api.tenancy import errors_shown
+from orchestrator.api.traffic import fleet_readings, live_routers
 from orchestrator.api.uploads import UPLOADS_PATH
 from orchestrator.api.views import WireViews
 from orchestrator.config import OrchestratorSettings
@@ -57,10 +57,8 @@ from orchestrator.reconcile.agent_client import AgentClient, ask_for_proof
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.file_copies import FileRelay
-from orchestrator.reconcile.kube_workers import KubeWorkerFinder
-from orchestrator.reconcile.readings import fleet_readings
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.reconcile.standby import StandbyFollower
+from orchestrator.reconcile.worker_finders import KubeWorkerFinder, StandbyFollower
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.store import IntentStore
 from orchestrator.store.upload_store import upload_store

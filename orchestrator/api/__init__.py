@@ -12,23 +12,15 @@ from lorafleet.keys.auth import ApiKeys, metrics_dependencies
 from lorafleet.keys.whoami import whoami_routes
 from lorafleet.service.http import add_routes
 from orchestrator.api.adapters import adapter_routes
-from orchestrator.api.aliases import alias_routes
-from orchestrator.api.decisions import decision_routes
-from orchestrator.api.fleet import fleet_routes, heartbeat_routes, worker_routes
-from orchestrator.api.health import health_routes
-from orchestrator.api.history import history_routes
-from orchestrator.api.inspection import inspection_routes
-from orchestrator.api.live import live_routes
-from orchestrator.api.pauses import pause_routes
-from orchestrator.api.placements import placement_routes
-from orchestrator.api.policy import policy_routes
-from orchestrator.api.published import published_routes
-from orchestrator.api.record import record_routes
-from orchestrator.api.requests import request_routes
+from orchestrator.api.aliases import alias_routes, published_routes
+from orchestrator.api.decisions import decision_routes, request_routes
+from orchestrator.api.fleet import fleet_routes, heartbeat_routes, inspection_routes, worker_routes
+from orchestrator.api.history import history_routes, record_routes
+from orchestrator.api.open_routes import health_routes, ui_routes
+from orchestrator.api.placements import placement_routes, policy_routes
 from orchestrator.api.rollouts import rollout_routes
-from orchestrator.api.routers import router_routes
-from orchestrator.api.traffic import traffic_routes
-from orchestrator.api.ui import ui_routes
+from orchestrator.api.routers import pause_routes, router_routes
+from orchestrator.api.traffic import live_routes, traffic_routes
 from orchestrator.api.uploads import upload_routes
 from orchestrator.api.views import WireViews
 from orchestrator.intent.publisher import NamePublisher

@@ -11,8 +11,16 @@ from lorafleet.identity import rendezvous_score
 from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.keys.roles import Caller
 from lorafleet.service.http import add_routes
-from orchestrator.api.parameters import Cursor, IfMatch, Limit, WhoCalls, page_after
-from orchestrator.api.tenancy import TenantView, given_names, tenant_view_of
+from orchestrator.api.tenancy import (
+    Cursor,
+    IfMatch,
+    Limit,
+    TenantView,
+    WhoCalls,
+    given_names,
+    page_after,
+    tenant_view_of,
+)
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import (
     InvalidAdapter,

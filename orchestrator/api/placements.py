@@ -1,23 +1,24 @@
-"""Routes for placements: the list, what-if plans, a pass on request, and orphans."""
+"""Routes for placements: the global policy, the list, what-if plans, a pass on request, and orphans."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Depends, Query
+from fastapi import APIRouter, Body, Depends, Query, Response
 from pydantic import BaseModel
 
 from lorafleet.keys.auth import ApiKeys, requires
-from orchestrator.api.parameters import Actor, Cursor, Limit, page_after
-from orchestrator.api.tenancy import TenantView, tenant_view_of
+from orchestrator.api.tenancy import Actor, Cursor, IfMatch, Limit, TenantView, page_after, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import NotFound, OrchestratorRequestError
 from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, what_if
 from orchestrator.intent.orphans import adopt, orphans
 from orchestrator.intent.registry import AdapterRegistry, changed_policy, new_adapter
 from orchestrator.model.adapters import AdoptRequest, BatchAnswer, OrphanList
+from orchestrator.model.changes import PolicyChanges
 from orchestrator.model.plans import PlacementList, Plan, PlanRequest, SupposedAdapter
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import Intent, RegisteredAdapter
 from orchestrator.reconcile.reconciler import Reconciler
 
@@ -171,3 +172,51 @@ def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
 def _supposed_adapter(spec: SupposedAdapter) -> RegisteredAdapter:
     """The adapter that a plan request adds, with the rank and size it gives."""
     return replace(new_adapter(spec), rank=spec.rank, size_bytes=spec.size_bytes)
+
+
+POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1}
+
+
+def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
+    """The routes that read, replace and change the global policy. Reads need scope `view`, changes `operate`."""
+    api = APIRouter(tags=["policy"])
+    view = [Depends(requires(keys, "view"))]
+    operate = [Depends(requires(keys, "operate"))]
+
+    @api.get("/v1/policy", dependencies=view)
+    async def get_policy(response: Response) -> PlacementPolicy:
+        """The global placement policy, with an ETag for a later change."""
+        response.headers["etag"] = registry.policy_etag()
+        return registry.policy()
+
+    @api.put("/v1/policy", dependencies=operate)
+    async def put_policy(
+        policy: Annotated[PlacementPolicy, Body(examples=[POLICY_EXAMPLE])],
+        response: Response,
+        actor: Actor,
+        if_match: IfMatch = None,
+    ) -> PlacementPolicy:
+        """Replace the policy; missing fields take their defaults. Needs If-Match: the ETag of the last read, or *."""
+        before = registry.policy_etag()
+        return await _policy_written(registry.put_policy(policy, if_match, actor), before, response)
+
+    @api.patch("/v1/policy", dependencies=operate)
+    async def patch_policy(
+        changes: Annotated[PolicyChanges, Body(examples=[{"loading": "eager"}])],
+        response: Response,
+        actor: Actor,
+        if_match: IfMatch = None,
+    ) -> PlacementPolicy:
+        """Change the named fields of the policy. Answers once a change is stored."""
+        before = registry.policy_etag()
+        return await _policy_written(registry.patch_policy(changes, if_match, actor), before, response)
+
+    async def _policy_written(policy: PlacementPolicy, before: str, response: Response) -> PlacementPolicy:
+        """Set the response's ETag and, if the policy has changed, publish the change; returns the policy."""
+        response.headers["etag"] = registry.policy_etag()
+        if response.headers["etag"] != before:
+            reconciler.catalog.emit_event("policy_changed")
+            await reconciler.publish_change(("policy", ""))
+        return policy
+
+    return api

@@ -7,8 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.keys.auth import ApiKeys, requires
-from orchestrator.api.parameters import WhoCalls
-from orchestrator.api.tenancy import TenantView, tenant_view_of
+from orchestrator.api.tenancy import TenantView, WhoCalls, tenant_view_of
 from orchestrator.api.traffic import Range, traffic_total
 from orchestrator.api.views import timestamp
 from orchestrator.core.comparison import GUARD, baseline_of, worse_targets

@@ -1,25 +1,30 @@
-"""Routes for routers: catalog, events, usage reports, ensure."""
+"""Routes for routers: catalog, events, usage reports, ensure; and pauses, under which routers hold requests."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 
 from lorafleet.identity import asked_version, lora_id_of
-from lorafleet.keys.auth import ApiKeys, requires
+from lorafleet.keys.auth import ApiKeys, AuthFirstRoute, requires
+from lorafleet.keys.roles import Caller
 from lorafleet.service.http import EventStream
-from orchestrator.api.parameters import Actor
-from orchestrator.api.tenancy import TenantView, tenant_view_of
+from lorafleet.service.times import utc_text
+from orchestrator.api.tenancy import Actor, TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.demand import ENSURE_REPEAT_S, AdapterQueueing, AdapterUsage
-from orchestrator.core.errors import NotFound, StateConflict
+from orchestrator.core.errors import NotFound, OrchestratorRequestError, StateConflict
 from orchestrator.core.failures import FINAL_CODES
+from orchestrator.core.pauses import PauseLease, PauseProgress
+from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.adapters import EnsureAnswer, EnsureRequest
 from orchestrator.model.catalog import Catalog
 from orchestrator.model.names import LoraId
+from orchestrator.model.pauses import PauseItem, PauseList, PauseSpec
 from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.model.usage import AdapterHold, AdapterUse, UsageAnswer, UsageReport
 from orchestrator.reconcile.reconciler import Reconciler
@@ -267,3 +272,75 @@ async def _wait_for_replicas(
             return views.ensure_answer(adapter, replicas)
         # Also checked at intervals: a replica that an agent reports need not cause an event.
         await reconciler.catalog.changed.wait(min(left_s, reconciler.settings.pass_interval_s, ENSURE_REPEAT_S))
+
+
+PAUSE_EXAMPLE = {"mode": "keep", "lease_s": 60}
+
+
+def pause_routes(keys: ApiKeys, reconciler: Reconciler, is_stopping: Callable[[], bool]) -> APIRouter:
+    """The routes that begin, list and end pauses. They need scope `register`."""
+    api = APIRouter(tags=["pauses"], route_class=AuthFirstRoute)
+    registers = Annotated[Caller, Depends(requires(keys, "register"))]
+    reads = Annotated[Caller, Depends(requires(keys, "view", "register"))]
+    resumes = Annotated[Caller, Depends(requires(keys, "register", "operate"))]
+    pauses, settings = reconciler.pauses, reconciler.settings
+
+    @api.post("/v1/pauses")
+    async def pause(
+        caller: registers,
+        spec: Annotated[PauseSpec, Body(examples=[PAUSE_EXAMPLE])] = PauseSpec(),  # noqa: B008
+    ) -> PauseItem:
+        """Pause the caller's tenant, or the whole fleet, or renew that. 200 once every live router holds new requests.
+
+        With mode `wait` also nothing of the scope runs then; with mode `abort` what ran was ended.
+        """
+        lease_s = settings.pause_lease_s if spec.lease_s is None else spec.lease_s
+        if lease_s > settings.pause_max_lease_s:
+            raise OrchestratorRequestError(
+                f"lease_s may be at most {settings.pause_max_lease_s:g} (pause_max_lease_s), found {lease_s:g};"
+                " repeat the call to go on",
+                param="lease_s",
+            )
+        lease, progress = await pauses.pause(owners.pause_scope(caller), spec.mode, caller.name, lease_s, is_stopping)
+        return _item(lease, progress)
+
+    @api.get("/v1/pauses")
+    async def list_pauses(caller: reads) -> PauseList:
+        """The pauses in force: all of them for an operator, else those that hold the caller's requests."""
+        own = (None, caller.only_tenant)
+        seen = [lease for lease in pauses.in_force() if caller.only_tenant is None or lease.tenant in own]
+        return PauseList(data=tuple(_item(lease, pauses.progress(lease)) for lease in seen))
+
+    @api.delete("/v1/pauses")
+    async def resume(
+        caller: resumes,
+        tenant: Annotated[str | None, Query(description="another's pause, for an operator; empty: the fleet's")] = None,
+        namespace: Annotated[str, Query(description="of that pause")] = "",
+    ) -> PauseList:
+        """End the caller's own pause: the pauses that were ended, none where nothing was paused.
+
+        An operator, with scope `operate` or `admin`, may end any pause: `GET /v1/pauses` names them.
+        """
+        if tenant is None:
+            scope = owners.pause_scope(caller, "operate")
+        else:
+            scope = owners.named_pause_scope(caller, tenant, namespace)
+        ended = await pauses.end(scope)
+        return PauseList(data=() if ended is None else (_item(ended, PauseProgress(0, 0)),))
+
+    return api
+
+
+def _item(lease: PauseLease, progress: PauseProgress) -> PauseItem:
+    """The pause as wire model."""
+    return PauseItem(
+        scope=lease.scope.text,
+        tenant=lease.tenant,
+        namespace=lease.namespace,
+        mode=lease.mode,
+        owner=lease.owner,
+        began_at=utc_text(datetime.fromtimestamp(lease.began_at, UTC)),
+        expires_at=utc_text(datetime.fromtimestamp(lease.expires_at, UTC)),
+        running=progress.running,
+        routers_behind=progress.behind,
+    )

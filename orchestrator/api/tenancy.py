@@ -1,4 +1,4 @@
-"""What a tenant's key is shown: its own adapters and aliases, and nothing of another tenant's.
+"""Who calls, and what a tenant's key is shown: its own adapters and aliases, and nothing of another tenant's.
 
 A tenant sees the adapters that it may use: those with its name among their tenants, and those open to everyone. Of
 another tenant it learns nothing, not even a name in an error or a reason; a name that it may not see does not exist for
@@ -7,18 +7,20 @@ is decided in `orchestrator/intent/owners.py`.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
+from fastapi import Depends, Header, Query
 from pydantic_core import from_json
 from starlette.requests import Request
 
 from lorafleet.identity import PATH_IN_TEXT, split_version_id
-from lorafleet.keys.roles import Caller
+from lorafleet.keys.roles import PROGRAM_HEADER, PROGRAMS, Caller
 from lorafleet.service.http import JSON_BODY
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseScope
@@ -418,3 +420,36 @@ def tenant_view_of(store: IntentStore) -> Callable[[Request], TenantView]:
         return TenantView(request.state.caller, store)
 
     return view
+
+
+def _caller(request: Request) -> Caller:
+    """The request's caller. `requires` has authenticated it before.
+
+    A program that acts by itself names itself in a header, so that the history takes it for no person. Only an
+    operator's key may: others could hide their changes.
+    """
+    found: Caller = request.state.caller
+    program = request.headers.get(PROGRAM_HEADER, "")
+    return replace(found, program=program) if program in PROGRAMS and found.tenant is None else found
+
+
+def _actor(request: Request) -> str:
+    """The caller's name, for the history."""
+    return _caller(request).name
+
+
+Actor = Annotated[str, Depends(_actor)]
+WhoCalls = Annotated[Caller, Depends(_caller)]
+Limit = Annotated[int, Query(ge=1, le=10_000, description="most items in one answer")]
+Cursor = Annotated[str | None, Query(description="`next` of the answer before")]
+IfMatch = Annotated[str | None, Header(description="ETag that this change is based on; * for whatever is there")]
+
+
+def page_after(rows: Sequence[str], limit: int, cursor: str | None) -> tuple[Sequence[str], str | None]:
+    """The next page of sorted rows, and its cursor: its last row, or None at the end.
+
+    A cursor is a row, so pages stay right while rows come and go.
+    """
+    start = 0 if cursor is None else bisect_right(rows, cursor)
+    found = list(rows[start : start + limit])
+    return found, found[-1] if found and start + limit < len(rows) else None

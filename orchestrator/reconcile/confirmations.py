@@ -1,4 +1,4 @@
-"""Which catalog revision each router has in force, so that a change is answered once every router goes by it."""
+"""Changes and pauses are in force once every live router goes by them: who is waited for, and for how long."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,7 +7,19 @@ from math import inf
 import structlog
 
 from lorafleet.service.loops import ChangeSignal
-from orchestrator.core.demand import ROUTER_LIVE_S
+from orchestrator.core.demand import ROUTER_LIVE_S, DemandBook
+from orchestrator.core.errors import OrchestratorUnavailable, StateConflict
+from orchestrator.core.pauses import (
+    PauseLease,
+    PauseMode,
+    PauseProgress,
+    PauseScope,
+    expired_scopes,
+    granted,
+    pause_progress,
+)
+from orchestrator.reconcile.catalog import CatalogBook
+from orchestrator.store.store import IntentStore
 
 log = structlog.get_logger()
 
@@ -125,3 +137,129 @@ class RouterConfirmations:
 def _is_live(router: _FollowingRouter, now: float) -> bool:
     """Whether the router was heard of lately."""
     return now - router.heard_at < ROUTER_LIVE_S
+
+
+# Routers report each second and at each change of a pause; this is the longest time between two looks at their reports.
+_CHECK_EVERY_S = 0.2
+
+
+class FleetPauses:
+    """The pauses in force. One writer: the event loop.
+
+    reported  notified at each router's report
+    """
+
+    def __init__(
+        self,
+        *,
+        store: IntentStore,
+        demand: DemandBook,
+        catalog: CatalogBook,
+        refresh_catalog: Callable[[], None],
+        has_heard_routers: Callable[[], bool],
+        wait_s: float,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        """
+        has_heard_routers  whether every live router has had the time to report since our term began
+        wait_s             how long a pause may take to be in force
+        """
+        self._store = store
+        self._demand = demand
+        self._catalog = catalog
+        self._refresh_catalog = refresh_catalog
+        self._has_heard_routers = has_heard_routers
+        self._wait_s = wait_s
+        self._clock, self._wall = clock, wall
+        self.reported = ChangeSignal()
+
+    def in_force(self) -> list[PauseLease]:
+        """The pauses that have not ended, by scope."""
+        now = self._wall()
+        return [lease for _, lease in sorted(self._store.pauses.items()) if lease.expires_at > now]
+
+    def progress(self, lease: PauseLease) -> PauseProgress:
+        """How far the pause has reached the routers, by the catalog as it is now."""
+        live = self._demand.live_routers(self._clock())
+        return pause_progress(lease.scope.key, self._catalog.pause_revisions.get(lease.scope.key, 0), live)
+
+    async def pause(
+        self, scope: PauseScope, mode: PauseMode, owner: str, lease_s: float, is_stopping: Callable[[], bool]
+    ) -> tuple[PauseLease, PauseProgress]:
+        """Begin or renew the pause of this scope, and wait until it is in force everywhere. Renews it while it waits.
+
+        A pause that is not in force within `wait_s` is ended.
+
+        raises  OrchestratorUnavailable: it was not, or this process stops
+                StateConflict: somebody ended it meanwhile
+                OrchestratorError: it could not be stored
+        """
+        lease = self._grant(scope, mode, owner, lease_s)
+        revision = self._catalog.pause_revisions[scope.key]
+        await self._store.wait_durable({("pauses", scope.key)})
+        deadline = self._clock() + self._wait_s
+        while True:
+            known = self._store.pauses.get(scope.key)
+            if known is None or known.began_at != lease.began_at:
+                raise StateConflict(
+                    "this pause was ended by another call while it began; pause again", code="pause_ended"
+                )
+            progress = pause_progress(scope.key, revision, self._demand.live_routers(self._clock()))
+            if self._has_heard_routers() and progress.is_reached(mode):
+                return lease, progress
+            if self._clock() >= deadline:
+                self._end(scope, "not reached")
+                raise OrchestratorUnavailable(_not_reached(progress, self._wait_s), code="pause_not_reached")
+            if is_stopping():
+                raise OrchestratorUnavailable("this orchestrator stops; pause again", code="stopping")
+            if known.expires_at - self._wall() < lease_s / 2:
+                lease = self._grant(scope, mode, owner, lease_s)
+            await self.reported.wait(_CHECK_EVERY_S)
+
+    async def end(self, scope: PauseScope) -> PauseLease | None:
+        """End the pause of this scope: it, or None where there is none. Raises OrchestratorError if that is not stored.
+
+        Routers send the held requests within milliseconds.
+        """
+        ended = self._end(scope, "resumed")
+        if ended is not None:
+            await self._store.wait_durable({("pauses", scope.key)})
+        return ended
+
+    def end_expired(self) -> None:
+        """Drop the pauses whose lease has ended, with a line in the log for each."""
+        for key in expired_scopes(self._store.pauses, self._wall()):
+            self._end(self._store.pauses[key].scope, "expired")
+
+    def _grant(self, scope: PauseScope, mode: PauseMode, owner: str, lease_s: float) -> PauseLease:
+        """Store a new or renewed lease, and show it to routers. Logs a new one."""
+        lease = granted(self._store.pauses.get(scope.key), scope, mode, owner, lease_s, self._wall())
+        self._store.put_pause(scope.key, lease)
+        self._refresh_catalog()
+        if not lease.renewals:
+            log.info("pause began", scope=scope.text, mode=mode, owner=owner, lease_s=lease_s)
+        return lease
+
+    def _end(self, scope: PauseScope, reason: str) -> PauseLease | None:
+        """Drop the lease, and show that to routers: the lease, or None where there was none."""
+        lease = self._store.pauses.get(scope.key)
+        if lease is not None:
+            self._store.put_pause(scope.key, None)
+            self._refresh_catalog()
+            paused_s = round(min(self._wall(), lease.expires_at) - lease.began_at, 3)
+            log.info("pause ended", scope=scope.text, reason=reason, owner=lease.owner, paused_s=paused_s)
+        return lease if lease is not None and lease.expires_at > self._wall() else None
+
+
+def _not_reached(progress: PauseProgress, wait_s: float) -> str:
+    """Why a pause was given up."""
+    if progress.behind:
+        return (
+            f"nothing is paused: {progress.behind} routers did not confirm the pause within {wait_s:g} s; they report,"
+            " but do not read the catalog, or are of an older version"
+        )
+    return (
+        f"nothing is paused: {progress.running} requests still ran after {wait_s:g} s (pause_wait_s); use mode keep,"
+        " which waits for none, or mode abort"
+    )

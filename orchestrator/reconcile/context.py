@@ -19,8 +19,8 @@ from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.model.snapshot import OngoingFetch, Pair
 from orchestrator.reconcile.agent_client import AgentClient
+from orchestrator.reconcile.agent_view import HeldFilesBook
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.held_files import HeldFilesBook
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.store import IntentStore
 

@@ -26,9 +26,9 @@ from orchestrator.core.errors import (
 )
 from orchestrator.core.failures import LONGEST_S, FailureBook
 from orchestrator.reconcile.agent_client import AgentClient
+from orchestrator.reconcile.agent_view import HeldFilesBook, ReportedDisk
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
-from orchestrator.reconcile.held_files import HeldFilesBook, ReportedDisk
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, worker_state
 from workers.wire import AdapterFiles, MarkFilesRequest
 

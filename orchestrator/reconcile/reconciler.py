@@ -31,12 +31,11 @@ from orchestrator.model.snapshot import (
     WantedReplicas,
 )
 from orchestrator.reconcile.actor import ActionRunner
-from orchestrator.reconcile.confirmations import RouterConfirmations
+from orchestrator.reconcile.confirmations import FleetPauses, RouterConfirmations
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.file_copies import FileCopies
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
 from orchestrator.reconcile.incidents import IncidentRecorder
-from orchestrator.reconcile.pauses import FleetPauses
 from orchestrator.reconcile.queries import FleetQueries, LastPass
 from orchestrator.reconcile.served_names import NameMover, VersionRetention
 from orchestrator.reconcile.worker_reports import worker_state

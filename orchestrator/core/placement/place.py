@@ -28,9 +28,9 @@ from orchestrator.core.placement.context import PlacementContext, is_registered_
 from orchestrator.core.placement.drains import drain_progress, has_moved, ready_elsewhere
 from orchestrator.core.placement.expiry import expired_removals, last_asked_at
 from orchestrator.core.placement.moves import finished_move_removals, new_moves, surplus_removals, unfinished_moves
-from orchestrator.core.placement.next_versions import next_version_removals
 from orchestrator.core.placement.targets import ReplicaTarget, replica_targets
 from orchestrator.core.placement.tenant_order import in_tenant_order, wait_bucket
+from orchestrator.core.placement.victims import next_version_removals
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     OCCUPYING,

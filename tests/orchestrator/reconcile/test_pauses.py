@@ -10,7 +10,7 @@ from orchestrator.core.pauses import PauseScope
 from orchestrator.model.catalog import Catalog
 from orchestrator.model.pauses import CatalogPause
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.pauses import FleetPauses
+from orchestrator.reconcile.confirmations import FleetPauses
 from orchestrator.store.store import IntentStore
 from tests.patience import within
 

@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.reconcile.held_files import HeldFilesBook
+from orchestrator.reconcile.agent_view import HeldFilesBook
 from tests.orchestrator.doubles import FakeAgent
 from workers.storage.held_files import HeldFilesLog
 from workers.wire import Metadata

@@ -3,7 +3,7 @@
 import hashlib
 import re
 
-from orchestrator.api.ui import FOLDER, POLICY, read_assets
+from orchestrator.api.open_routes import FOLDER, POLICY, read_assets
 
 OWN = {path: asset.body.decode() for path, asset in read_assets().items() if not path.startswith("vendor/")}
 

@@ -18,7 +18,7 @@ from lorafleet.local.tiny_model import make_model
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.reconcile.agent_client import AgentClient
-from orchestrator.reconcile.kube_workers import KubeWorkerFinder
+from orchestrator.reconcile.worker_finders import KubeWorkerFinder
 from tests.engines import start_engine
 from tests.kube.places import LABELS, SELECTOR, drop_slice, put_slice, slice_of
 from tests.orchestrator.conftest import ManualClock, OrchestratorUnderTest
