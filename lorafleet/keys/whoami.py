@@ -60,6 +60,8 @@ class KeyItem:
 class KeyList:
     """The keys of the key files."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = {"json_schema_extra": {"examples": [{"data": [_EXAMPLE]}]}}
+
     data: tuple[KeyItem, ...]
     next: str | None = None
 

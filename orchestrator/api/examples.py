@@ -387,5 +387,6 @@ EXAMPLES |= {
 def add_examples(document: dict[str, Any]) -> None:
     """Add our examples to the schemas of an OpenAPI document that have none."""
     for name, schema in document["components"]["schemas"].items():
-        if name in EXAMPLES and "examples" not in schema:
-            schema["examples"] = [EXAMPLES[name]]
+        example = EXAMPLES.get(name.removesuffix("-Input").removesuffix("-Output"))
+        if example is not None and "examples" not in schema:
+            schema["examples"] = [example]
