@@ -67,7 +67,7 @@ def listing(view: ListView, items: Iterable[Item], *, wide: bool = False) -> Tab
 
 
 def fields(item: Item) -> Table:
-    """A table of one item's fields, those of `spec` and `status` by their paths, with a row for each object of a list."""
+    """A table of one item's fields; those of `spec` and `status` have their paths, and each object of a list a row."""
     rows: list[tuple[str, Any]] = []
     for name, value in _opened(item):
         objects = value if isinstance(value, list) and value and isinstance(value[0], Mapping) else [value]
