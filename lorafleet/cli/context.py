@@ -4,7 +4,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from lorafleet.cli.client import RestClient
     from lorafleet.client import Fleet
 
+# A person waits for a completed name, with the cursor in the middle of a line.
+_COMPLETION_TIMEOUT_S = 1.0
+_MOST_NAMES = 1000
 LONG_TIMEOUT_S = 300.0
 """For calls about a whole fleet, which may have ten thousands of adapters."""
 
@@ -96,3 +99,24 @@ def parse_setting(text: str, names: str = "lorafleet policy show") -> tuple[str,
         raise CommandFailed(
             f"{text[:200]}: the value is not YAML ({str(exc).splitlines()[0]}); put text in quotes", status=2
         ) from exc
+
+
+def names_of(route: str, field: str) -> Callable[[typer.Context, str], list[str]]:
+    """What completes the names of a list: those of its first page that begin with the typed letters.
+
+    None when the orchestrator does not answer within a second, or refuses.
+    """
+
+    def complete(context: typer.Context, incomplete: str) -> list[str]:
+        from lorafleet.cli.client import RestClient
+
+        given = context.find_root().params
+        address = FleetAddress(given["orchestrator_url"], given["router_url"], given["token"])
+        try:
+            with RestClient(address.orchestrator_url, address.token, timeout_s=_COMPLETION_TIMEOUT_S) as api:
+                items = api.call("GET", route, limit=_MOST_NAMES)["data"]
+                return sorted(name for item in items if (name := str(item[field])).startswith(incomplete))
+        except (CommandFailed, KeyError, TypeError):
+            return []  # A message would be in the middle of the line that is being typed.
+
+    return complete

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from lorafleet.cli.output import AsJson, Column, ListView, Output, OutputFormat, Shown, print_list
+from lorafleet.cli.columns import Column, ListView, Shown
+from lorafleet.cli.output import AsJson, Output, OutputFormat, print_list
 from lorafleet.service.failure import CommandFailed
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys.")

@@ -5,13 +5,14 @@
 import os
 import sys
 from collections.abc import Collection
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from lorafleet.cli import adapters, completion, history, keys, names, workers
+from lorafleet.cli import adapters, history, keys, names, workers
 from lorafleet.cli.bench import command as bench
 from lorafleet.cli.changes import apply, plan, record
 from lorafleet.cli.context import FleetAddress
@@ -96,6 +97,29 @@ def set_fleet_address(
     context.obj = FleetAddress(orchestrator_url, router_url, token)
 
 
+class ShellName(StrEnum):
+    bash = "bash"
+    zsh = "zsh"
+    fish = "fish"
+
+
+@app.command("completion")
+def print_script(shell: ShellName) -> None:
+    """Print the script that completes commands, flags, and names of adapters, aliases and workers.
+
+    Examples:
+
+      source <(lorafleet completion bash)
+
+      lorafleet completion zsh > ~/.zfunc/_lorafleet
+
+      lorafleet completion fish > ~/.config/fish/completions/lorafleet.fish
+    """
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]  # imported there, not exported
+
+    typer.echo(get_completion_script(prog_name="lorafleet", complete_var="_LORAFLEET_COMPLETE", shell=shell.value))
+
+
 adapters.adapters_app.command("push")(folders.adapters_push)
 adapters.adapters_app.command("rename-modules")(folders.adapters_rename_modules)
 for name, group in (
@@ -111,7 +135,7 @@ for name, group in (
     ("chart", monitoring.chart_app),
 ):
     app.add_typer(group, name=name)
-for part in (up, workers, decisions, plan, record, apply, history, monitoring, completion, logs, services, bench):
+for part in (up, workers, decisions, plan, record, apply, history, monitoring, logs, services, bench):
     app.add_typer(part.app)
 
 

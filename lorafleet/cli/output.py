@@ -1,21 +1,16 @@
-"""How a list or an item is printed: the flags, the columns, and the formats. The tables themselves are in `tables`."""
+"""How a list or an item is printed: the flags and the formats. Columns are in `columns`, tables in `tables`."""
 
 # ruff: noqa: PLC0415  (rich tables and YAML are imported when a command needs them)
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
+from lorafleet.cli.columns import Item, ListView
 from lorafleet.cli.context import print_json
 from lorafleet.service.failure import CommandFailed, printable
-
-Item = Mapping[str, Any]
-TIME = "time (UTC)"
-"""The heading of a column whose cells are never broken."""
 
 
 class OutputFormat(StrEnum):
@@ -31,58 +26,6 @@ Output = Annotated[
     typer.Option("--output", "-o", help="wide: more columns; name: names alone; json, yaml: everything"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="the same as -o json")]
-
-
-class Shown(StrEnum):
-    always = "always"
-    if_any = "if any"
-    """where some item has a value, and in a wide table"""
-    wide = "wide"
-    """in a wide table alone"""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a list.
-
-    of     the field, such as `status.state`, or a function of the item; default: the field named as the heading
-    form   what the cell has in place of the value
-    short  most characters of the cell, unless the table is wide
-    """
-
-    heading: str
-    of: str | Callable[[Item], object] = ""
-    form: Callable[[Any], object] | None = None
-    shown: Shown = Shown.always
-    short: int | None = None
-
-    def cell(self, item: Item, *, wide: bool) -> object:
-        """The cell of an item; None for empty text. A column that is always shown needs its field."""
-        value = self.of(item) if callable(self.of) else self._field(item, (self.of or self.heading).split("."))
-        value = value if self.form is None else self.form(value)
-        if not isinstance(value, str):
-            return value
-        return (value if wide else value[: self.short]) or None
-
-    def _field(self, item: Any, path: Sequence[str]) -> Any:
-        for name in path:
-            if item is None:
-                return None
-            item = item[name] if self.shown is Shown.always else item.get(name)
-        return item
-
-
-@dataclass(frozen=True, slots=True)
-class ListView:
-    """How a list is printed.
-
-    names  fields that name an item, which `-o name` prints with a tab between them
-    part   what an incomplete answer lacks, before the names of those that did not answer
-    """
-
-    columns: tuple[Column, ...]
-    names: tuple[str, ...] = ()
-    part: str = ""
 
 
 def chosen_format(output: OutputFormat, as_json: bool) -> OutputFormat:
@@ -152,8 +95,3 @@ def print_value(value: Any, chosen: OutputFormat) -> None:
 
     Dumper.add_multi_representer(dict, Dumper.represent_dict)
     typer.echo(yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120), nl=False)
-
-
-def time_text(at: str) -> str:
-    """A time stamp as a cell: milliseconds, and no offset if it is UTC."""
-    return datetime.fromisoformat(at).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")

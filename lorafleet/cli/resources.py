@@ -7,8 +7,8 @@ A field that an answer gets is a column here. Commands that take more than a nam
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lorafleet.cli.completion import names_of
-from lorafleet.cli.output import TIME, Column, Item, ListView, Shown, time_text
+from lorafleet.cli.columns import TIME, Column, Item, ListView, Shown, time_text
+from lorafleet.cli.context import names_of
 from lorafleet.cli.verbs import Action, Resource
 
 _DIGEST_DIGITS = 12

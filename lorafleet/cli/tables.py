@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from lorafleet.cli.output import TIME, Item, ListView, Shown
+from lorafleet.cli.columns import TIME, Item, ListView, Shown
 from lorafleet.service.failure import printable
 
 _WIDE = 4000

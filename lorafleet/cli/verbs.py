@@ -10,19 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lorafleet.cli.completion import names_of
-from lorafleet.cli.context import if_match_header
-from lorafleet.cli.output import (
-    AsJson,
-    Item,
-    ListView,
-    Output,
-    OutputFormat,
-    chosen_format,
-    print_fields,
-    print_item,
-    print_list,
-)
+from lorafleet.cli.columns import Item, ListView
+from lorafleet.cli.context import if_match_header, names_of
+from lorafleet.cli.output import AsJson, Output, OutputFormat, chosen_format, print_fields, print_item, print_list
 from lorafleet.service.network.urls import url_path
 
 if TYPE_CHECKING:

@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
+from lorafleet.cli.columns import Item
 from lorafleet.cli.context import parse_setting
-from lorafleet.cli.output import AsJson, Item, Output, OutputFormat
+from lorafleet.cli.output import AsJson, Output, OutputFormat
 from lorafleet.cli.resources import PAUSES, PLACEMENTS, POLICY, WORKERS, drain_text
 from lorafleet.cli.verbs import change, follow, print_all
 from lorafleet.service.failure import CommandFailed

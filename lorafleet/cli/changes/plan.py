@@ -5,8 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
+from lorafleet.cli.columns import Column, ListView
 from lorafleet.cli.context import parse_setting, print_json
-from lorafleet.cli.output import Column, ListView, print_table
+from lorafleet.cli.output import print_table
 from lorafleet.service.failure import CommandFailed
 
 app = typer.Typer(no_args_is_help=True)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lorafleet.cli.columns import Column, ListView
 from lorafleet.cli.context import LONG_TIMEOUT_S, print_json
-from lorafleet.cli.output import Column, ListView, print_table
+from lorafleet.cli.output import print_table
 from lorafleet.service.failure import CommandFailed
 
 if TYPE_CHECKING:

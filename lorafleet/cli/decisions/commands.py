@@ -11,8 +11,9 @@ from urllib.parse import quote
 
 import typer
 
+from lorafleet.cli.columns import Item
 from lorafleet.cli.context import print_json
-from lorafleet.cli.output import AsJson, Item, Output, OutputFormat, chosen_format, print_list
+from lorafleet.cli.output import AsJson, Output, OutputFormat, chosen_format, print_list
 from lorafleet.cli.resources import DECISIONS, REQUESTS, adapter_names, worker_names
 from lorafleet.cli.top.orders import AdapterOrder
 from lorafleet.service.failure import CommandFailed

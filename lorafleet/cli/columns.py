@@ -1,0 +1,68 @@
+"""The columns of a list: which field of an item each shows, and when. Pure, and without rich tables."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+Item = Mapping[str, Any]
+TIME = "time (UTC)"
+"""The heading of a column whose cells are never broken."""
+
+
+class Shown(StrEnum):
+    always = "always"
+    if_any = "if any"
+    """where some item has a value, and in a wide table"""
+    wide = "wide"
+    """in a wide table alone"""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a list.
+
+    of     the field, such as `status.state`, or a function of the item; default: the field named as the heading
+    form   what the cell has in place of the value
+    short  most characters of the cell, unless the table is wide
+    """
+
+    heading: str
+    of: str | Callable[[Item], object] = ""
+    form: Callable[[Any], object] | None = None
+    shown: Shown = Shown.always
+    short: int | None = None
+
+    def cell(self, item: Item, *, wide: bool) -> object:
+        """The cell of an item; None for empty text. A column that is always shown needs its field."""
+        value = self.of(item) if callable(self.of) else self._field(item, (self.of or self.heading).split("."))
+        value = value if self.form is None else self.form(value)
+        if not isinstance(value, str):
+            return value
+        return (value if wide else value[: self.short]) or None
+
+    def _field(self, item: Any, path: Sequence[str]) -> Any:
+        for name in path:
+            if item is None:
+                return None
+            item = item[name] if self.shown is Shown.always else item.get(name)
+        return item
+
+
+@dataclass(frozen=True, slots=True)
+class ListView:
+    """How a list is printed.
+
+    names  fields that name an item, which `-o name` prints with a tab between them
+    part   what an incomplete answer lacks, before the names of those that did not answer
+    """
+
+    columns: tuple[Column, ...]
+    names: tuple[str, ...] = ()
+    part: str = ""
+
+
+def time_text(at: str) -> str:
+    """A time stamp as a cell: milliseconds, and no offset if it is UTC."""
+    return datetime.fromisoformat(at).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")
