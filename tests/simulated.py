@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from math import inf
 
-from lorafleet.engine.rates import EngineCounters
+from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.sim.blocks import BlockChain, BlockPool, ChainRoot
 from lorafleet.sim.timing import EngineBatch, EngineJob, EngineLimits, EngineStep, FinishReason
 
@@ -58,7 +58,7 @@ class SimulatedEngine:
             self._step = step, self.now + step.duration_s
         return self._step[1]
 
-    def advance(self, until: float) -> tuple[list[EngineCounters], Sequence[EngineJob]]:
+    def advance(self, until: float) -> tuple[list[EngineMetrics], Sequence[EngineJob]]:
         """Advance time, at most to the end of one step; returns the readings on the way and jobs with a token."""
         done_at = self.next_at
         to = min(until, done_at)
@@ -69,9 +69,9 @@ class SimulatedEngine:
         step, self._step = self._step[0], None
         return readings, self._end_step(step, done_at)
 
-    def _readings(self, until: float) -> Iterator[EngineCounters]:
+    def _readings(self, until: float) -> Iterator[EngineMetrics]:
         while self.read_at <= until:
-            yield EngineCounters(at_s=self.read_at, running=len(self.batch.running), **self.totals)
+            yield EngineMetrics(at_s=self.read_at, running=len(self.batch.running), **self.totals)
             self.read_at += 1.0
 
     def _end_step(self, step: EngineStep, now: float) -> Sequence[EngineJob]:

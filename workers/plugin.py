@@ -14,7 +14,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from lorafleet.service.times import utc_text
 from workers.core.errors import SourceError
 from workers.core.references import parse_hub_reference
 from workers.sources.base import Limits, Source, Transfer
@@ -68,7 +67,6 @@ class LoraModel:
     digest      "" while it is not known
     pinned      of a download: the plugin's name for exactly these bytes, under which the agent fetches them again;
                 "": the same name
-    path        the old name of `local_path`, for one more release
 
     Of a downloaded adapter the agent reads `local_path` and `pinned` only.
     """
@@ -81,13 +79,6 @@ class LoraModel:
     size_bytes: int = 0
     digest: str = ""
     pinned: str = ""
-    path: Path | None = None
-
-    def __post_init__(self) -> None:
-        """Give `local_path` and `path` one value: that of the given one."""
-        folder = self.local_path if self.local_path is not None else self.path
-        object.__setattr__(self, "local_path", folder)
-        object.__setattr__(self, "path", folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,32 +98,9 @@ class LoraEvent:
     total_bytes: int | None = None
     error: str | None = None
 
-    @property
-    def type(self) -> LoraEventType:
-        """The old name of `event_type`, for one more release."""
-        return self.event_type
-
-    @property
-    def name(self) -> str:
-        """The old name of `lora_model.name`, for one more release."""
-        return self.lora_model.name
-
-    @property
-    def digest(self) -> str:
-        """The old name of `lora_model.digest`, for one more release."""
-        return self.lora_model.digest
-
-    @property
-    def at(self) -> str:
-        """`timestamp` as ISO 8601, under its old name, for one more release."""
-        return utc_text(self.timestamp)
-
 
 class LoraManager(Protocol):
-    """The adapters of one worker, as its downloader sees them. The agent is the manager; see `on_start`.
-
-    Not abstract: plugins of earlier releases are subclasses of this class.
-    """
+    """The adapters of one worker, as its downloader sees them. The agent is the manager; see `on_start`."""
 
     def lora_models(self) -> Sequence[LoraModel]:
         """The worker's adapters, on disk and in the engine, sorted by name."""

@@ -77,6 +77,12 @@ class RuntimeConfig(_WorkerMessage):
     caches_prefixes: bool = True
 
 
+UNKNOWN_RUNTIME = RuntimeConfig(
+    block_size=0, total_kv_blocks=0, max_num_seqs=0, max_num_batched_tokens=0, max_model_len=0
+)
+"""Of an engine that says nothing of itself."""
+
+
 class ModelCard(_WorkerMessage):
     """The engine's base model: `name` in the engine, `base_model` in the fleet.
 
@@ -304,27 +310,48 @@ class ProofAnswer(_WorkerMessage):
     wire: int = WIRE
 
 
-class LoadRequest(_WorkerMessage):
-    """`POST /v1/admin/load_lora`.
+class AdapterRequest(_WorkerMessage):
+    """Which adapter a worker is to have on its disk, and where its files are.
 
-    evict   the adapter to unload if no slot is free; needs an epoch if the worker has an orchestrator
-    from_fleet  the files of `digest` may come from the fleet's other workers in place of the source: needs an epoch
-    neighbours  URLs of agents that have these files, asked before the source: counts with `from_fleet` alone
-    ignored_modules  what to do if the engine ignores a part of its modules; default: the worker's setting
-    secret  name/key of the credential for the source, a file below this worker's `secrets_dir`
+    secret      name/key of the credential for the source, a file below this worker's `secrets_dir`
+    neighbours  URLs of agents that have these files, asked before the source
     """
 
     lora_id: str
-    lora_path: str | None = None
-    source: str | None = None
     base_model: str | None = None
     digest: str | None = None
     secret: str | None = None
+    neighbours: Annotated[tuple[str, ...], Field(max_length=MOST_NEIGHBOURS)] = ()
+    wire: int = WIRE
+
+
+class LoadRequest(AdapterRequest):
+    """`POST /v1/admin/load_lora`.
+
+    evict   the adapter to unload if no slot is free; needs an epoch if the worker has an orchestrator
+    from_fleet  the files of `digest` may come from the fleet's other workers in place of the source: needs an epoch.
+                `neighbours` count with it alone
+    ignored_modules  what to do if the engine ignores a part of its modules; default: the worker's setting
+    """
+
+    lora_path: str | None = None
+    source: str | None = None
     evict: str | None = None
     from_fleet: bool = False
-    neighbours: Annotated[tuple[str, ...], Field(max_length=MOST_NEIGHBOURS)] = ()
     ignored_modules: Literal["accept", "refuse"] | None = None
-    wire: int = WIRE
+
+
+class InspectRequest(AdapterRequest):
+    """`POST /v1/admin/inspect_lora`: fetch and verify without loading; answers with the `WorkerAdapter`.
+
+    `POST /v1/uploads/{upload_id}` does so with what has come of an upload, whose source is then the fleet itself.
+
+    source  of `fleet:<digest>` the `neighbours` are asked first
+    digest  the registered digest. The caller compares it with the answer; a worker that cannot read the adapter's
+            files (an engine without an agent) returns it unchecked. Of an upload: the digest that its bytes must have
+    """
+
+    source: str
 
 
 class UnloadRequest(_WorkerMessage):
@@ -336,25 +363,6 @@ class UnloadRequest(_WorkerMessage):
     lora_id: str
     digest: str | None = None
     engine_name: str | None = None
-    wire: int = WIRE
-
-
-class InspectRequest(_WorkerMessage):
-    """`POST /v1/admin/inspect_lora`: fetch and verify without loading; answers with the `WorkerAdapter`.
-
-    `POST /v1/uploads/{upload_id}` does so with what has come of an upload, whose source is then the fleet itself.
-
-    digest  the registered digest. The caller compares it with the answer; a worker that cannot read the adapter's
-            files (an engine without an agent) returns it unchecked. Of an upload: the digest that its bytes must have
-    neighbours  as in `LoadRequest`, for a source of the fleet's own files (`fleet:<digest>`)
-    """
-
-    lora_id: str
-    source: str
-    base_model: str | None = None
-    digest: str | None = None
-    secret: str | None = None
-    neighbours: Annotated[tuple[str, ...], Field(max_length=MOST_NEIGHBOURS)] = ()
     wire: int = WIRE
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from benchmarks.trace.engine import NEVER, Hardware, TraceEngine, TraceJob
 from benchmarks.trace.workload import ADAPTERS, TraceRequest
-from lorafleet.engine.rates import EngineCounters as RateReading
+from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.engine.rates import EngineRates
 from workers.core.slots import AdapterSlots, Location
 
@@ -95,7 +95,7 @@ class SimulatedAgent:
         """Read the engine's counters and learn from them."""
         counters = engine.read(now)
         self._rates.add(
-            RateReading(
+            EngineMetrics(
                 at_s=now,
                 running=len(engine.running),
                 computed_tokens=counters.computed_tokens,

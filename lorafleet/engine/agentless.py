@@ -10,12 +10,13 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from typing import Any
 from urllib.parse import urlsplit
 
 from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
-from lorafleet.engine.rates import COUNTERS, EngineCounters, EngineRates
+from lorafleet.engine.rates import EngineRates
 from lorafleet.identity import AdapterLocation, lora_id_of
 from lorafleet.kv.connectors import ConnectorVerdict, EngineSalt, apply_setting, verdict_of_running_engine
 from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
@@ -220,8 +221,7 @@ class EngineLoad:
         if self.read_at is not None and metrics != self._scrape:
             self.moved_at = at_s
         self._scrape, self.read_at = metrics, at_s
-        counted = {name: getattr(metrics, name) for name in COUNTERS}
-        self.rates.add(EngineCounters(at_s=at_s, running=metrics.running, **counted))
+        self.rates.add(replace(metrics, at_s=at_s))
 
     def forget_reading(self) -> None:
         """Forget the last metrics of an engine that is gone, and their times; learned rates stay."""

@@ -47,6 +47,7 @@ SERVER_INFO = "/server_info?config_format=json"
 class EngineMetrics:
     """An engine's metrics at one time. Totals count from the engine's start; 0 if it has no such counter.
 
+    at_s             when they were read, by the reader's clock; 0 until the reader sets it
     computed_tokens  prompt tokens computed (not cached), counted when their prefill ends
     steps            engine steps that produced tokens
     ended_*          of ended requests; `ended_seconds` from scheduled to the last token
@@ -59,6 +60,7 @@ class EngineMetrics:
     caches_prefixes  whether it keeps KV blocks for later prompts; most models without causal attention do not
     """
 
+    at_s: float = 0.0
     running: int = 0
     waiting: int = 0
     waiting_for_slot: int = 0

@@ -17,8 +17,10 @@ five kinds of evidence:
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import inf, sqrt
+
+from lorafleet.engine.metrics_page import EngineMetrics
 
 # Long enough that steps and prefills cut at a window's ends are a few percent of it.
 _BUSY_WINDOW_S = 4.0
@@ -67,36 +69,20 @@ _MIN_WINDOW_PROMPTS = 3
 USUAL_PREFILL_TOKENS_PER_S = 10_000.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCounters:
-    """An engine's counters at one time: totals since its start, except `running`.
-
-    computed_tokens  prompt tokens computed (not cached), counted when their prefill ends
-    steps            engine steps that produced tokens
-    ended_*          of ended requests: their number, computed prompt tokens, seconds in prefill, output tokens, and
-                     seconds from scheduled to the last token
-    token_gaps, gap_seconds  number and sum of gaps between two tokens of a request
-    first_tokens     number of requests with a first token; 0 if the engine does not count them
-    prefill_seconds  of prefill on the device; 0 if the engine does not count them
-    """
-
-    at_s: float
-    running: int
-    computed_tokens: float = 0.0
-    steps: float = 0.0
-    ended: float = 0.0
-    ended_prefill_tokens: float = 0.0
-    ended_prefill_seconds: float = 0.0
-    ended_output_tokens: float = 0.0
-    ended_seconds: float = 0.0
-    token_gaps: float = 0.0
-    gap_seconds: float = 0.0
-    first_tokens: float = 0.0
-    prefill_seconds: float = 0.0
-
-
-# The totals; `EngineMetrics` has them by the same names.
-COUNTERS = tuple(f.name for f in fields(EngineCounters) if f.name not in {"at_s", "running"})
+# The totals among an engine's metrics, from which the rates are learned.
+COUNTERS = (
+    "computed_tokens",
+    "steps",
+    "ended",
+    "ended_prefill_tokens",
+    "ended_prefill_seconds",
+    "ended_output_tokens",
+    "ended_seconds",
+    "token_gaps",
+    "gap_seconds",
+    "first_tokens",
+    "prefill_seconds",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +105,8 @@ class EngineRates:
         """Of one request without a prefill beside it."""
         self.inter_token_s = 0.0
         """Time between two tokens of a request in the batches of the last seconds."""
-        self._last: EngineCounters | None = None
-        self._window_start: EngineCounters | None = None
+        self._last: EngineMetrics | None = None
+        self._window_start: EngineMetrics | None = None
         self._busy_readings = 0
         self._prefills: deque[_RateWindow] = deque(maxlen=_KEPT_PREFILLS)
         self._lower_bounds: deque[float] = deque(maxlen=_KEPT_PREFILLS)
@@ -143,7 +129,7 @@ class EngineRates:
         """Mean seconds from scheduled to the last token, of requests that ended lately."""
         return _ratio(sum(seconds for _, _, seconds in self._ended), sum(ended for ended, _, _ in self._ended))
 
-    def add(self, now: EngineCounters) -> None:
+    def add(self, now: EngineMetrics) -> None:
         """Add the next reading and update all rates. The first, an older one or lower totals only begin a new window.
 
         Lower totals mean that the engine restarted; rates stay.
@@ -164,7 +150,7 @@ class EngineRates:
             self._gaps.append(self.inter_token_s)
         self._update_rates()
 
-    def _add_ended(self, last: EngineCounters, now: EngineCounters) -> None:
+    def _add_ended(self, last: EngineMetrics, now: EngineMetrics) -> None:
         """Add what ended between two readings: requests, prefills that ran alone, seconds of prefill on the device.
 
         Notes when requests last shared the engine. Nothing is added for a kind of which none ended.
@@ -192,7 +178,7 @@ class EngineRates:
             output = now.ended_output_tokens - last.ended_output_tokens
             self._ended.append((ended, output, ended_seconds))
 
-    def _add_calm(self, last: EngineCounters, now: EngineCounters) -> None:
+    def _add_calm(self, last: EngineMetrics, now: EngineMetrics) -> None:
         """Keep a second's time per step as calm once two more readings show no prefill; a prefill discards it.
 
         A prompt counts when its prefill ends, so later readings would show a prefill that began in that second.
@@ -208,7 +194,7 @@ class EngineRates:
             if step_s is not None:
                 self._calm.append(step_s)
 
-    def _add_busy(self, last: EngineCounters, now: EngineCounters) -> None:
+    def _add_busy(self, last: EngineMetrics, now: EngineMetrics) -> None:
         """Extend the current busy window, and close it once it is long enough.
 
         An idle reading drops it. The first busy readings belong to no window.
@@ -391,6 +377,6 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
 
 
-def _has_decreased(last: EngineCounters, now: EngineCounters) -> bool:
+def _has_decreased(last: EngineMetrics, now: EngineMetrics) -> bool:
     """Whether a total has decreased, as after a restart of the engine."""
     return any(getattr(now, name) < getattr(last, name) for name in COUNTERS)

@@ -51,24 +51,34 @@ class StreamOptions(RequestBody):
     continuous_usage_stats: bool | None = False
 
 
-class GenerationBody(RequestBody):
-    """The common fields of chats and completions."""
+class SamplingBody(RequestBody):
+    """How the tokens of an answer are chosen: the fields of vLLM's SamplingParams that every request has."""
 
-    model: str | None = None
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    ignore_eos: bool = False
+
+
+class AnswerBody(RequestBody):
+    """Who answers, and in which form: the fields of every request that generates tokens."""
+
+    model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = False
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
-    vllm_xargs: dict[str, Any] | None = None
     request_id: str | None = None
+
+
+class GenerationBody(AnswerBody, SamplingBody):
+    """The common fields of chats and completions."""
+
+    return_tokens_as_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
     @property
     def logprobs_count(self) -> int | None:
@@ -135,32 +145,19 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class SamplingBody(RequestBody):
+class SamplingParamsBody(SamplingBody):
     """`sampling_params` of /inference/v1/generate: vLLM's own, of which the sim knows some."""
 
-    n: int = 1
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     extra_args: dict[str, Any] | None = None
 
 
-class GenerateTokensBody(RequestBody):
+class GenerateTokensBody(AnswerBody):
     """The body of /inference/v1/generate."""
 
     token_ids: Tokens = Field(min_length=1)
-    sampling_params: SamplingBody
-    model: str | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    return_token_ids: bool | None = None
+    sampling_params: SamplingParamsBody
 
     def as_completion(self) -> "CompletionBody":
         """The completion that generates the same tokens. Raises `ErrorAnswer` for the prompt's log-probabilities."""

@@ -69,23 +69,5 @@ class JournalingDownloader(CopyingDownloader):
         return [path.name for path in self.cache.iterdir() if len(path.name) == 64]
 
 
-class OldCopyingManager(LoraManager):
-    """A plugin as it was written for earlier releases."""
-
-    root = Path()
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str, str, str]] = []
-
-    def download_lora_to_disk(self, name: str) -> LoraModel:
-        return LoraModel(name=name, path=self.root / name)
-
-    def delete_lora_from_disk(self, name: str) -> None:
-        self.seen.append(("deleted", name, "", ""))
-
-    def on_event(self, event: LoraEvent) -> None:
-        self.seen.append((event.type, event.name, event.digest, event.at))
-
-
 class NotADownloader:
     """A class that is no LoraDownloaderBase."""

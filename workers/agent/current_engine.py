@@ -279,19 +279,19 @@ class CurrentEngine:
 
     def model_card(self) -> ModelCard:
         """The base model's names, and the engine's shape: as the engine reports it, else as the settings say."""
-        settings, shape = self._settings, self._shape
+        settings, shape, reported = self._settings, self._shape, self._shape.runtime
         name = shape.model_name or settings.model_name
         return ModelCard(
             name=name,
             base_model=settings.base_name or name,
             path=shape.model_path,
             runtime_config=RuntimeConfig(
-                block_size=shape.block_size or settings.block_size or 0,
-                total_kv_blocks=shape.total_kv_blocks or settings.num_gpu_blocks_override or 0,
+                block_size=reported.block_size or settings.block_size or 0,
+                total_kv_blocks=reported.total_kv_blocks or settings.num_gpu_blocks_override or 0,
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens,
-                max_model_len=shape.max_model_len or settings.max_model_len or 0,
-                caches_prefixes=shape.caches_prefixes,
+                max_model_len=reported.max_model_len or settings.max_model_len or 0,
+                caches_prefixes=reported.caches_prefixes,
             ),
         )
 

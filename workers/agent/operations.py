@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from workers.core.errors import AgentRequestError, EngineError
 
@@ -11,30 +11,27 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class _AdapterOperation:
-    """One load or inspection.
-
-    is_committed  the engine has been called: cancelling would not undo the load
-    """
+class _RunningOperation:
+    """One load or inspection. Once committed, the engine has been called: cancelling would not undo the load."""
 
     task: "asyncio.Task[Any]"
     digest: str | None
-    is_committed: bool = False
-    is_cancelled: bool = False
+    state: Literal["running", "committed", "cancelled"] = "running"
 
-    def cancel_task(self) -> bool:
+    def try_cancel(self) -> bool:
         """Cancel the task unless it is committed; returns whether it was cancelled."""
-        if not self.is_committed:
-            self.is_cancelled = True
-            self.task.cancel()
-        return not self.is_committed
+        if self.state == "committed":
+            return False
+        self.state = "cancelled"
+        self.task.cancel()
+        return True
 
 
 class AgentOperations:
     """The operations in progress of one agent, by lora_id. The event loop is the only writer."""
 
     def __init__(self) -> None:
-        self._operations: dict[str, list[_AdapterOperation]] = {}
+        self._operations: dict[str, list[_RunningOperation]] = {}
         self._is_stopping = False
 
     async def run(self, lora_id: str, digest: str | None, work: Coroutine[Any, Any, T]) -> T:
@@ -43,12 +40,12 @@ class AgentOperations:
         raises  AgentRequestError `cancelled` after `cancel`, EngineError `draining` after `cancel_all`
         """
         task = asyncio.create_task(work)
-        operation = _AdapterOperation(task, digest)
+        operation = _RunningOperation(task, digest)
         self._operations.setdefault(lora_id, []).append(operation)
         try:
             return await task
         except asyncio.CancelledError:
-            if not operation.is_cancelled:
+            if operation.state != "cancelled":
                 raise  # the caller itself was cancelled, and with it the operation
             if self._is_stopping:
                 raise EngineError("draining", "this agent is stopping; load on another one", retry_after_s=30) from None
@@ -62,14 +59,15 @@ class AgentOperations:
     def commit(self, lora_id: str) -> None:
         """Mark the operation that calls this as no longer cancellable; operations of other tasks stay as they are."""
         for operation in self._operations.get(lora_id, ()):
-            operation.is_committed |= operation.task is asyncio.current_task()
+            if operation.task is asyncio.current_task() and operation.state == "running":
+                operation.state = "committed"
 
     async def cancel(self, lora_id: str, digest: str | None) -> bool:
         """Cancel an adapter's (or one version's) operations and wait for their end; False if none was cancelled."""
         cancelled = [
             operation
             for operation in self._operations.get(lora_id, ())
-            if digest in {None, operation.digest} and operation.cancel_task()
+            if digest in {None, operation.digest} and operation.try_cancel()
         ]
         if cancelled:
             await asyncio.wait({operation.task for operation in cancelled})
@@ -82,4 +80,4 @@ class AgentOperations:
         """
         self._is_stopping = True
         for operation in [operation for operations in self._operations.values() for operation in operations]:
-            operation.cancel_task()
+            operation.try_cancel()

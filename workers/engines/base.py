@@ -9,6 +9,7 @@ from lorafleet.engine.canary import Fingerprint
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.kv.connectors import ConnectorVerdict
 from lorafleet.kv.sources import KvEventEndpoints
+from workers.wire import UNKNOWN_RUNTIME, RuntimeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +38,14 @@ UNSUPPORTED_ENGINES: Mapping[str, EngineTraits] = {
 class EngineShape:
     """Figures that a running engine reports about itself; 0 and "" if it does not.
 
-    boot_mark        as of `EngineClient.boot_mark`, if it was read with the rest
-    caches_prefixes  whether it keeps KV blocks for later prompts; True if it does not say
-    model_path       where it read the base model from, as it hashes it into the ids of pictures
+    boot_mark   as of `EngineClient.boot_mark`, if it was read with the rest
+    model_path  where it read the base model from, as it hashes it into the ids of pictures
     """
 
-    block_size: int = 0
-    total_kv_blocks: int = 0
-    max_model_len: int = 0
+    runtime: RuntimeConfig = UNKNOWN_RUNTIME
     model_name: str = ""
-    boot_mark: str = ""
-    caches_prefixes: bool = True
     model_path: str = ""
+    boot_mark: str = ""
 
 
 class EngineClient(Protocol):

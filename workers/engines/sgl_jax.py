@@ -75,8 +75,8 @@ class SglJaxClient(HttpEngineClient):
         return EngineMetrics(
             running=sum(int_or_zero(state.get("running_batch_size")) for state in states),
             waiting=sum(int_or_zero(state.get("waiting_queue_size")) for state in states),
-            block_size=shape.block_size,
-            total_kv_blocks=shape.total_kv_blocks,
+            block_size=shape.runtime.block_size,
+            total_kv_blocks=shape.runtime.total_kv_blocks,
         )
 
     async def kv_event_endpoints(self) -> KvEventEndpoints:

@@ -31,6 +31,7 @@ from workers.core.errors import EngineError
 from workers.engines.base import EngineShape, EngineTraits
 from workers.engines.client import METRICS_TIMEOUT_S, HttpEngineClient
 from workers.engines.sglang_adapters import sglang_refusal
+from workers.wire import UNKNOWN_RUNTIME
 
 _INFO_TIMEOUT_S = 10.0
 # entrypoints/http_server.py: /health generates a token and answers 503 after 20 s (HEALTH_CHECK_TIMEOUT). A long
@@ -189,10 +190,13 @@ def shape_of(info: Mapping[str, Any], base: Mapping[str, Any]) -> EngineShape:
     base  the base model's entry in its /v1/models
     """
     block_size = int_or_zero(info.get("page_size"))
+    sizes = {
+        "block_size": block_size,
+        "total_kv_blocks": int_or_zero(info.get("max_total_num_tokens")) // max(1, block_size),
+        "max_model_len": int_or_zero(base.get("max_model_len")),
+    }
     return EngineShape(
-        block_size=block_size,
-        total_kv_blocks=int_or_zero(info.get("max_total_num_tokens")) // max(1, block_size),
-        max_model_len=int_or_zero(base.get("max_model_len")),
+        runtime=UNKNOWN_RUNTIME.model_copy(update=sizes),
         model_name=str(base.get("id") or ""),
     )
 

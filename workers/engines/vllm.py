@@ -13,6 +13,7 @@ from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
 from workers.core.errors import EngineError
 from workers.engines.base import EngineShape, EngineTraits
 from workers.engines.client import MODELS_TIMEOUT_S, HttpEngineClient
+from workers.wire import UNKNOWN_RUNTIME
 
 _INFO_TIMEOUT_S = 30.0  # the first call inspects the whole machine
 
@@ -60,14 +61,17 @@ class VllmClient(HttpEngineClient):
         """
         base = await self._base_model_entry()
         scrape = await self.scrape()
+        sizes = {
+            "block_size": scrape.block_size,
+            "total_kv_blocks": scrape.total_kv_blocks,
+            "max_model_len": int(base.get("max_model_len") or 0),
+            "caches_prefixes": scrape.caches_prefixes,
+        }
         return EngineShape(
-            block_size=scrape.block_size,
-            total_kv_blocks=scrape.total_kv_blocks,
-            max_model_len=int(base.get("max_model_len") or 0),
+            runtime=UNKNOWN_RUNTIME.model_copy(update=sizes),
             model_name=str(base.get("id") or ""),
-            boot_mark=_boot_mark_of(scrape),
-            caches_prefixes=scrape.caches_prefixes,
             model_path=str(base.get("root") or ""),
+            boot_mark=_boot_mark_of(scrape),
         )
 
     async def version(self) -> str:

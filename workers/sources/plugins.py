@@ -37,7 +37,6 @@ GROUP = "lorafleet.sources"
 DEFAULT_DOWNLOADER = f"{HuggingFaceDownloader.__module__}.{HuggingFaceDownloader.__qualname__}"
 """The downloader where neither a plugin nor `lora_path` is set."""
 
-_DOWNLOADS = ("download_lora_to_disk", "delete_lora_from_disk")
 
 _AFTER_EVENT = {
     LoraEventType.DOWNLOADING: (LoraStatus.DOWNLOADING, CacheLocation.REMOTE),
@@ -119,51 +118,26 @@ def create_downloader(path: str, *, hub: Source, folder: Path) -> LoraDownloader
     """Import and create the plugin `package.module.Class`. Raises SettingsError unless it is a downloader.
 
     hub, folder  for a HuggingFaceDownloader: the source of `hf://`, and where to download
-
-    A LoraManager that downloads, the form of earlier releases, is accepted and logged.
     """
     module, _, name = path.rpartition(".")
     try:
         plugin = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as exc:
         raise SettingsError(f"lora_downloader_plugin {path!r}: {exc}; expected package.module.Class") from exc
-    is_old = _is_class_of(plugin, LoraManager) and all(hasattr(plugin, method) for method in _DOWNLOADS)
-    if not is_old and not _is_class_of(plugin, LoraDownloaderBase):
+    if not _is_class_of(plugin, LoraDownloaderBase):
         raise SettingsError(f"lora_downloader_plugin {path!r}: must be a subclass of workers.plugin.LoraDownloaderBase")
     try:
-        instance = plugin(hub, folder) if _is_class_of(plugin, HuggingFaceDownloader) else plugin()
+        downloader: LoraDownloaderBase = (
+            plugin(hub, folder) if _is_class_of(plugin, HuggingFaceDownloader) else plugin()
+        )
     except TypeError as exc:
         raise SettingsError(f"lora_downloader_plugin {path!r}: cannot be made without arguments: {exc}") from exc
-    if isinstance(instance, LoraDownloaderBase):
-        return instance
-    log.warning("a downloader plugin is a LoraManager", path=path, expected="LoraDownloaderBase")
-    return _OldDownloader(instance)
+    return downloader
 
 
 def _is_class_of(value: object, base: type) -> bool:
     """Whether a value is a class with this class among its bases."""
     return isinstance(value, type) and base in value.__mro__
-
-
-class _OldDownloader(LoraDownloaderBase):
-    """A plugin of earlier releases, whose base class was `LoraManager`."""
-
-    def __init__(self, plugin: Any) -> None:
-        self._plugin = plugin
-
-    async def download_lora_to_disk(self, name: str) -> LoraModel:
-        """The plugin's own download, in a thread unless it is a coroutine."""
-        model: LoraModel = await _call(self._plugin.download_lora_to_disk, name)
-        return model
-
-    async def delete_lora_from_disk(self, name: str) -> None:
-        """The plugin's own deletion, in a thread unless it is a coroutine."""
-        await _call(self._plugin.delete_lora_from_disk, name)
-
-    def on_event(self, event: LoraEvent) -> None:
-        """Pass the event on, if the plugin wants events."""
-        if (receive := getattr(self._plugin, "on_event", None)) is not None:
-            receive(event)
 
 
 async def _call(function: Callable[[str], Any], name: str) -> Any:

@@ -121,7 +121,7 @@ class CacheFolder:
 
     def _lease(self, digest: str, *, is_renewal: bool) -> bool:
         """As `claim`. A renewal leaves an adapter dropped: its copy is loaded still, and goes."""
-        with self._locked():
+        with self._try_locked():
             try:
                 leases.renew(
                     self.path(digest),
@@ -157,7 +157,7 @@ class CacheFolder:
 
         Raises OSError. The old folder is moved aside, not deleted, because an engine may have its files open.
         """
-        with self._locked():
+        with self._try_locked():
             old = self.path(digest)
             if old.exists():
                 for name in (leases.USERS, _KEPT):
@@ -175,7 +175,7 @@ class CacheFolder:
         """The name of this folder, drawn when it is read first, and kept in it. Blocking. Raises OSError."""
         file = self.folder / _DISK_ID
         self._create_folder()
-        with self._locked():
+        with self._try_locked():
             if not file.exists():
                 write_atomically(file, uuid.uuid4().hex.encode(), mode=0o644)
         return file.read_text()
@@ -186,7 +186,7 @@ class CacheFolder:
 
     def keep(self, digest: str) -> bool:
         """Mark an adapter as kept; False if it is not installed. Raises OSError."""
-        with self._locked():
+        with self._try_locked():
             if not self.path(digest).is_dir():
                 return False
             (self.path(digest) / _DROPPED).unlink(missing_ok=True)
@@ -198,7 +198,7 @@ class CacheFolder:
 
         Nothing happens if it is not installed. Raises OSError.
         """
-        with self._locked():
+        with self._try_locked():
             if self.path(digest).is_dir():
                 (self.path(digest) / _KEPT).unlink(missing_ok=True)
                 if is_dropped:
@@ -274,7 +274,7 @@ class CacheFolder:
             return False
         aside = self._aside()
         try:
-            with self._locked():
+            with self._try_locked():
                 if not self._is_idle(digest, wanted):
                     return False
                 self.path(digest).rename(aside)
@@ -385,11 +385,11 @@ class CacheFolder:
             return time.time()
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock during the block, so that no other agent claims or deletes. Blocking.
+    def _try_locked(self) -> Iterator[None]:
+        """Hold the folder's lock during the block if it can be had: then no other agent claims or deletes. Blocking.
 
-        After 5 s, or where there are no file locks, the block runs without it. Raises OSError if the folder cannot be
-        made.
+        After 5 s, or where there are no file locks, the block runs without the lock. Raises OSError if the folder
+        cannot be made.
         """
         self._create_folder()
         handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lorafleet.engine.agentless import EngineLoad
 from lorafleet.engine.metrics_page import EngineMetrics
-from lorafleet.engine.rates import USUAL_PREFILL_TOKENS_PER_S, EngineCounters, EngineRates
+from lorafleet.engine.rates import COUNTERS, USUAL_PREFILL_TOKENS_PER_S, EngineRates
 from router.core.schedule.cost_settings import CostSettings
 from tests.properties import examples, sample
 from tests.simulated import SimulatedEngine
@@ -42,7 +42,7 @@ class SteadyLoad:
         self.engine = SimulatedEngine(prefill=prefill, token_s=token_s)
         self.rng = Random(seed)
 
-    def readings(self, prompts: Lengths, per_s: float, seconds: float) -> Iterator[EngineCounters]:
+    def readings(self, prompts: Lengths, per_s: float, seconds: float) -> Iterator[EngineMetrics]:
         """One reading per second, while requests arrive at `per_s`."""
         engine = self.engine
         end, arrival = engine.now + seconds, engine.now + self.rng.expovariate(per_s)
@@ -121,15 +121,15 @@ def test_inter_token_time_and_request_size_follow_recent_requests():
 def test_rates_are_zero_until_measured():
     rates = EngineRates()
     for second in range(60):
-        rates.add(EngineCounters(at_s=float(second), running=second % 2))
+        rates.add(EngineMetrics(at_s=float(second), running=second % 2))
     figures = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s, rates.inter_token_s)
     assert (*figures, rates.mean_output_tokens, rates.mean_request_s) == (0.0,) * 5
 
 
 def test_first_request_alone_gives_a_rate():
     rates = EngineRates()
-    rates.add(EngineCounters(at_s=0.0, running=0))
-    rates.add(EngineCounters(at_s=1.0, running=0, computed_tokens=900, steps=11, ended=1, ended_prefill_tokens=900,
+    rates.add(EngineMetrics(at_s=0.0, running=0))
+    rates.add(EngineMetrics(at_s=1.0, running=0, computed_tokens=900, steps=11, ended=1, ended_prefill_tokens=900,
                       ended_prefill_seconds=0.09, ended_output_tokens=11, ended_seconds=0.29,
                       first_tokens=1, token_gaps=10, gap_seconds=0.2))  # fmt: skip
     assert rates.prefill_tokens_per_s == pytest.approx(10_000, rel=0.1)
@@ -203,8 +203,8 @@ def test_short_chats_keep_the_rate_of_a_long_prompt():
 
 def test_first_prompt_of_a_warming_engine_gives_no_rate():
     rates = EngineRates()
-    rates.add(EngineCounters(at_s=0.0, running=0))
-    rates.add(EngineCounters(at_s=4.0, running=0, computed_tokens=70, steps=400, ended=1, ended_prefill_tokens=70,
+    rates.add(EngineMetrics(at_s=0.0, running=0))
+    rates.add(EngineMetrics(at_s=4.0, running=0, computed_tokens=70, steps=400, ended=1, ended_prefill_tokens=70,
                       ended_prefill_seconds=0.08, ended_output_tokens=400, ended_seconds=4.0, first_tokens=1,
                       token_gaps=399, gap_seconds=3.9))  # fmt: skip
     assert rates.prefill_tokens_per_s == 0.0
@@ -213,7 +213,7 @@ def test_first_prompt_of_a_warming_engine_gives_no_rate():
 def test_prefill_seconds_counted_by_the_engine_are_used():
     rates = EngineRates()
     for second in range(5):
-        rates.add(EngineCounters(at_s=second, running=3, computed_tokens=3_000 * second, prefill_seconds=0.3 * second))
+        rates.add(EngineMetrics(at_s=second, running=3, computed_tokens=3_000 * second, prefill_seconds=0.3 * second))
     assert rates.prefill_tokens_per_s == pytest.approx(10_000)
 
 
@@ -237,7 +237,11 @@ def test_any_counters_give_finite_figures():
         totals = [
             max(0.0, total + rng.choice([0, 0, 1, 50, 4_000, -1_000 * (rng.random() < 0.02)])) for total in totals
         ]
-        rates.add(EngineCounters(second + rng.random(), rng.randrange(3), *totals))
+        rates.add(
+            EngineMetrics(
+                at_s=second + rng.random(), running=rng.randrange(3), **dict(zip(COUNTERS, totals, strict=False))
+            )
+        )
         for figure in (rates.prefill_tokens_per_s, rates.decode_tokens_per_s, rates.inter_token_s):
             assert math.isfinite(figure)
             assert figure >= 0.0

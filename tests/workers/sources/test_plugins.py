@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.service.settings import SettingsError
-from tests.workers.plugins import AsyncCopyingDownloader, CopyingDownloader, JournalingDownloader, OldCopyingManager
+from tests.workers.plugins import AsyncCopyingDownloader, CopyingDownloader, JournalingDownloader
 from tests.workers.running import code, loaded, post, sse
 from tests.workers.source_servers import SECRET, SourceServer, StubHub
 from workers.core.errors import AgentRequestError, SourceError
@@ -20,7 +20,6 @@ from workers.plugin import (
     CacheLocation,
     HuggingFaceDownloader,
     LoraDownloaderBase,
-    LoraEventType,
     LoraModel,
     LoraStatus,
 )
@@ -125,25 +124,6 @@ def test_plugin_receives_known_events_and_its_errors_are_logged():
     assert (progress.event_type, progress.lora_model.local_path, progress.done_bytes) == ("DOWNLOADING", None, 7)
     assert {event.instance_id for event in downloader.events} == {"w0"}
     assert {event.timestamp for event in downloader.events} == {datetime(2026, 10, 17, 12, tzinfo=UTC)}
-
-
-async def test_plugin_of_an_earlier_release_downloads_and_hears_events_under_the_old_names(
-    downloads, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(OldCopyingManager, "root", downloads)
-    made = []
-
-    def remember(self):
-        self.seen = []
-        made.append(self)
-
-    monkeypatch.setattr(OldCopyingManager, "__init__", remember)
-    downloader = create_downloader("tests.workers.plugins.OldCopyingManager", hub=HUB, folder=tmp_path)
-    await fetch_wholly(PluginSource(downloader, Limits(max_bytes=1 << 20)), "plugin://sql/v1", tmp_path / "into")
-    assert files_in(tmp_path / "into") == FILES
-    at = "2026-10-17T12:00:00.000Z"
-    event_forwarder(downloader)(AgentEvent(id=1, type="LOADED_TO_DEVICE", at=at, lora_id="sql/v1", digest="d"))
-    assert made[0].seen == [("deleted", "sql/v1", "", ""), (LoraEventType.LOADED_TO_DEVICE, "sql/v1", "d", at)]
 
 
 async def test_default_downloader_fetches_a_hub_repository_at_its_commit(tmp_path, monkeypatch):
