@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from math import log
 from random import Random
 
-from benchmarks.placement.workload import PlacementRequest
-from benchmarks.placement.world import LOAD_S, LOAD_SIGMA
+from benchmarks.placement.workload import LOAD_S, LOAD_SIGMA, PlacementRequest
 
 
 def shared_lru(
-    requests: Sequence[PlacementRequest], slots: int, *, warm_s: float, takes_time: bool, seed: int = 0
+    requests: Sequence[PlacementRequest],
+    slots: int,
+    *,
+    warm_s: float,
+    takes_time: bool,
+    load_s: float = LOAD_S,
+    seed: int = 0,
 ) -> tuple[int, int]:
     """(requests that wait for a load, loads) after `warm_s`.
 
@@ -28,7 +33,7 @@ def shared_lru(
             if len(held) >= slots:
                 held.popitem(last=False)
             loads += is_counted
-            ready_at = request.at + (rng.lognormvariate(log(LOAD_S), LOAD_SIGMA) if takes_time else 0.0)
+            ready_at = request.at + (rng.lognormvariate(log(load_s), LOAD_SIGMA) if takes_time else 0.0)
             waits += is_counted
         else:
             waits += is_counted and ready_at > request.at

@@ -96,9 +96,9 @@ def run(contender: str, scene: Scenario, seed: int, rules: PlacementPolicy | Non
     counted = [request for request in requests if request.at >= scene.warm_s]
     served = sorted(request.first_token - request.at for request in counted if request.first_token >= 0)
     slots = scene.workers * scene.slots
-    ideal_waits, ideal_loads = shared_lru(requests, slots, warm_s=scene.warm_s, takes_time=True)
+    ideal_waits, ideal_loads = shared_lru(requests, slots, warm_s=scene.warm_s, takes_time=True, load_s=scene.load_s)
     used = slots - scene.workers if contender == RESERVE else slots
-    used_waits, used_loads = shared_lru(requests, used, warm_s=scene.warm_s, takes_time=True)
+    used_waits, used_loads = shared_lru(requests, used, warm_s=scene.warm_s, takes_time=True, load_s=scene.load_s)
     loads = [load for load in world.loads if load[0] >= scene.warm_s]
     return PlacementFigures(
         waits=sum(request.has_waited for request in counted),

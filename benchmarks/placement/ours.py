@@ -8,6 +8,7 @@ from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     DesiredPlacement,
     Intent,
+    LoadFigures,
     ObservedFleet,
     ObservedWorker,
     Pair,
@@ -49,6 +50,7 @@ class LorafleetOrchestrator:
         """Loads begun that no request waited for and that mend nothing."""
         self.frozen_s = 0
         self._is_due = False
+        self._looks_at = 0.0
 
     def wanted(self, adapter: int) -> None:
         if self.book.add_want(
@@ -117,6 +119,9 @@ class LorafleetOrchestrator:
         observed = self._observed()
         desired = place(self.intent, observed, self.book.snapshot(now), self.rules, now)
         self.desired = desired
+        if desired.look_again_at is not None and not now < self._looks_at < desired.look_again_at:
+            self._looks_at = max(now, desired.look_again_at)
+            self.world.at(self._looks_at, self._poke)
         actions = diff(desired, observed, self._drained(), self.rules, 0, now)
         self._end_drains(desired)
         wants = self.book.open_wants(now)
@@ -132,6 +137,7 @@ class LorafleetOrchestrator:
             loads_in_flight=sum(busy.values()),
             reserve_victims=dict(self.reserve_victims),
             memory=self.desired.memory,
+            load_figures=LoadFigures(seconds=self.world.scene.load_s, size_bytes=10**8),
         )
 
     def _worker(self, engine: SimulatedWorker) -> ObservedWorker:

@@ -6,7 +6,8 @@ from itertools import accumulate
 from random import Random
 
 ZIPF = 0.9
-TURNS = 8
+LOAD_S, LOAD_SIGMA = 4.4, 0.26
+"""Loads from remote storage were measured to take this long (p50 4.4 s, p90 6.1 s)."""
 GAP_S = 12.0
 CHANGES = 10
 """Adapters of the hot set that change places with others when it changes."""
@@ -23,6 +24,9 @@ class Scenario:
     lost, back  when a worker goes, and when another comes
     is_regular  every adapter at its rate like a clock, each request the same work: demand that does not change
     warm_s      what comes before is not measured
+    turns       mean requests of a session; 1: nobody comes back for another turn
+    load_s      median seconds of a load; `stall_s`: the last of them, in which its engine stands still
+    answer_s    from the first token to the last
     """
 
     name: str
@@ -38,6 +42,11 @@ class Scenario:
     back: float | None = None
     is_regular: bool = False
     warm_s: float = 300.0
+    zipf: float = ZIPF
+    turns: int = 8
+    load_s: float = LOAD_S
+    stall_s: float = 0.5
+    answer_s: float = 3.0
 
 
 @dataclass(slots=True, eq=False)
@@ -53,23 +62,23 @@ class PlacementRequest:
 
 
 def requests_of(scene: Scenario, seed: int) -> list[PlacementRequest]:
-    """In order of arrival. A session keeps its adapter: about TURNS requests, about GAP_S apart."""
+    """In order of arrival. A session keeps its adapter: about `turns` requests, about GAP_S apart."""
     rng = Random(seed)
     if scene.is_regular:
         return _regular(scene, rng)
     popular = list(range(scene.adapters))
     rng.shuffle(popular)
-    weights = list(accumulate((rank + 1) ** -ZIPF for rank in range(scene.adapters)))
+    weights = list(accumulate((rank + 1) ** -scene.zipf for rank in range(scene.adapters)))
     found: list[tuple[float, int]] = []
     now, changed = 0.0, 0.0
     while now < scene.lasts_s:
-        now += rng.expovariate(scene.rate / TURNS)
+        now += rng.expovariate(scene.rate / scene.turns)
         if scene.change_s is not None and now - changed >= scene.change_s:
             changed += scene.change_s
             for rank in range(CHANGES):
                 other = rng.randrange(CHANGES, scene.adapters)
                 popular[rank], popular[other] = popular[other], popular[rank]
-        found += _session(rng, now, rng.choices(popular, cum_weights=weights)[0])
+        found += _session(rng, now, rng.choices(popular, cum_weights=weights)[0], scene.turns)
     if scene.flash is not None:
         began, until, more = scene.flash
         at, crowded = began, popular[scene.adapters // 2]
@@ -84,7 +93,7 @@ def requests_of(scene: Scenario, seed: int) -> list[PlacementRequest]:
 
 
 def _regular(scene: Scenario, rng: Random) -> list[PlacementRequest]:
-    weights = [(rank + 1) ** -ZIPF for rank in range(scene.adapters)]
+    weights = [(rank + 1) ** -scene.zipf for rank in range(scene.adapters)]
     found = []
     for adapter, weight in enumerate(weights):
         period_s = sum(weights) / weight / scene.rate
@@ -95,9 +104,9 @@ def _regular(scene: Scenario, rng: Random) -> list[PlacementRequest]:
     return sorted(found, key=lambda request: (request.at, request.adapter))
 
 
-def _session(rng: Random, now: float, adapter: int) -> list[tuple[float, int]]:
+def _session(rng: Random, now: float, adapter: int, mean_turns: int) -> list[tuple[float, int]]:
     turns = [(now, adapter)]
-    while rng.random() > 1 / TURNS:
+    while rng.random() > 1 / mean_turns:
         now += rng.expovariate(1 / GAP_S)
         turns.append((now, adapter))
     return turns

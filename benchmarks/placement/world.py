@@ -4,8 +4,8 @@ The router is the same for every contender and knows each queue as it is: what d
 goes to the shortest queue among the workers where its adapter is ready, and waits when there is none. As our router
 does, it gives an engine nothing more while that has a second of work before it; the rest waits in line, and the oldest
 goes to whichever worker with its adapter has room. An engine works off its requests in order; a first token comes when
-the work of its request is done. A load takes what loads from remote storage were measured to take (p50 4.4 s, p90
-6.1 s), the last half second of which its engine stands still.
+the work of its request is done. A load takes what loads from remote storage were measured to take, or
+what the scene says, at the end of which its engine stands still.
 """
 
 import heapq
@@ -17,12 +17,9 @@ from math import log
 from random import Random
 from typing import Protocol
 
-from benchmarks.placement.workload import PlacementRequest, Scenario
+from benchmarks.placement.workload import LOAD_SIGMA, PlacementRequest, Scenario
 from orchestrator.config import OrchestratorSettings
 
-LOAD_S, LOAD_SIGMA, STALL_S = 4.4, 0.26, 0.5
-ANSWER_S = 3.0
-"""From the first token to the last."""
 BIND_S = 1.0
 """Work that an engine is given ahead, the default of the router's `late_binding_s`."""
 
@@ -165,7 +162,7 @@ class World:
         worker.queued.append(request)
         requests, work_s = self.sent.get((request.adapter, worker.name), (0, 0.0))
         self.sent[request.adapter, worker.name] = (requests + 1, work_s + request.work_s)
-        self.at(request.first_token + ANSWER_S, lambda: self._answered(worker, copy, request))
+        self.at(request.first_token + self.scene.answer_s, lambda: self._answered(worker, copy, request))
         self._look_at(worker)
 
     def _look_at(self, worker: SimulatedWorker) -> None:
@@ -190,12 +187,12 @@ class World:
         worker.copies[adapter] = Copy("loading", self.now, self.now)
         worker.loads += 1
         self.loads.append((self.now, adapter, worker.name))
-        takes_s = self.rng.lognormvariate(log(LOAD_S), LOAD_SIGMA)
-        self.at(self.now + takes_s - STALL_S, lambda: self._stall(worker))
+        takes_s = self.rng.lognormvariate(log(self.scene.load_s), LOAD_SIGMA)
+        self.at(self.now + max(0.0, takes_s - self.scene.stall_s), lambda: self._stall(worker))
         self.at(self.now + takes_s, lambda: self._loaded(worker, adapter))
 
     def _stall(self, worker: SimulatedWorker) -> None:
-        worker.free_at = max(worker.free_at, self.now) + STALL_S
+        worker.free_at = max(worker.free_at, self.now) + self.scene.stall_s
 
     def _loaded(self, worker: SimulatedWorker, adapter: int) -> None:
         worker.loads -= 1

@@ -33,7 +33,7 @@ class PlacementPolicy:
     """half of a base model's workers load the same adapter at once, because an engine stalls while it loads; the others
     follow when these have it, or after this long; 0: all at once"""
     min_residency_s: Annotated[float, Ge(0)] = 10.0
-    """a copy of an adapter that is asked for is not evicted before it is so old"""
+    """a copy is not moved, expired or removed as surplus before it is so old; an eviction for a request goes by cost"""
     drain_deadline_s: Annotated[float, Ge(0)] = 30.0
     """how long an unload waits for the requests of the adapter"""
     failure_expiry_s: Annotated[float, Gt(0)] = 60.0

@@ -478,6 +478,7 @@ class DesiredPlacement:
     drains            worker_id -> how far the drain of a draining worker is
     last_asked_at     lora_id -> when it was asked for last, of adapters that may expire; see `expiry.py`
     frozen_reason     why the churn limiter stops moves; None while they are allowed
+    look_again_at     when a request will have waited long enough to evict a copy that stays for now; None: nobody waits
     memory            `PassMemory` for the next pass
     """
 
@@ -492,4 +493,5 @@ class DesiredPlacement:
     drains: Mapping[str, DrainProgress] = field(default_factory=dict)
     last_asked_at: Mapping[str, float] = field(default_factory=dict)
     frozen_reason: str | None = None
+    look_again_at: float | None = None
     memory: PassMemory = field(default_factory=PassMemory)

@@ -279,15 +279,16 @@ class Reconciler:
     def _next_pass_s(self) -> float:
         """Seconds until the next pass.
 
-        That is the interval, the end of `settle_s`, the next probe of a silent worker, or when a load holds up no
-        others any more.
+        That is the interval, the end of `settle_s`, the next probe of a silent worker, when a load holds up no others
+        any more, or when a request has waited long enough for a slot.
         """
-        waits = [self.settings.pass_interval_s]
-        spread_until = [at + self.store.rules.load_spread_s for at in self.operations.load_began.values()]
-        waits += [until - self._context.clock() for until in spread_until if until > self._context.clock()]
-        settled_in = max(self._started_at, self._term_began_at) + self.settings.settle_s - self._context.clock()
+        now = self._context.clock()
+        moments = [at + self.store.rules.load_spread_s for at in self.operations.load_began.values()]
+        moments.append(max(self._started_at, self._term_began_at) + self.settings.settle_s)
+        if (look_again_at := self.queries.last_pass.desired.look_again_at) is not None:
+            moments.append(look_again_at)
+        waits = [self.settings.pass_interval_s, *(moment - now for moment in moments if moment > now)]
         silent_in = self.reports.next_probe_in_s(self.settings.probe_after_s)
-        waits += [settled_in] if settled_in > 0 else []
         waits += [silent_in + _LATE_S] if silent_in is not None else []
         return min(waits)
 

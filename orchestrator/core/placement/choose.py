@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from lorafleet.identity import fleet_digest
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, loading_mode
-from orchestrator.core.placement.victims import cheapest_victim, copy_worth, has_waited_long
+from orchestrator.core.placement.victims import cheapest_victim, copy_worth, has_waited_long, next_eviction_at
 from orchestrator.model.snapshot import ObservedWorker, PlannedLoad, RegisteredAdapter
 
 CANDIDATES = 16
@@ -115,11 +115,11 @@ def _worker_and_victim(
     """The best worker whose victim is among the cheapest, and that victim; None when every adapter must stay.
 
     A victim that drains already is preferred, in use or not: otherwise adapters in constant use, each silent for a
-    moment in turn, would start drains that never end. Workers that are loading are left out until they have finished.
+    moment in turn, would start drains that never end. Workers with as many loads ahead as a drain takes are left out.
     """
     found = []
     for position, worker in enumerate(ranked):
-        if context.is_busy(worker.id):
+        if context.is_booked(worker.id):
             continue
         chosen = cheapest_victim(context, adapter, worker, below=below, is_repair=is_repair, from_use=from_use)
         if chosen is not None:
@@ -127,7 +127,7 @@ def _worker_and_victim(
             known = context.intent.adapters[held.lora_id]
             # Without a free reserve slot the load waits until the victim has drained.
             is_late = worker.occupied_slots >= worker.slots
-            order = (held.state != "draining", known.priority, value == inf, is_late)
+            order = (held.state != "draining", known.priority, value == inf, context.is_busy(worker.id), is_late)
             found.append((order, value, position, worker, held.lora_id))
     if not found:
         return None
@@ -206,7 +206,7 @@ def placement_misfit(adapter: RegisteredAdapter, limits: Mapping[str, PoolLimit]
 
 
 def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter) -> str | None:
-    """Why the adapter gets no further copy; None when it only waits for a worker that is busy."""
+    """Why the adapter gets no further copy; None when it only waits, for a busy worker or for a copy to make room."""
     ready = [w for w in context.workers if w.state == "ready"]
     fits = [w for w in ready if w.base_model == adapter.base_model]
     if not fits:
@@ -226,9 +226,7 @@ def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter) -> st
     if not able:
         count = len(context.able_workers(adapter))
         return f"there are no more workers for it: each of the {count} that can have it has it"
-    if can_evict(context, adapter) and any(
-        context.is_busy(w.id) and cheapest_victim(context, adapter, w) for w in able
-    ):
+    if can_evict(context, adapter) and next_eviction_at(context, adapter, able) < inf:
         return None
     small = sum(w.max_lora_rank < rank for w in fits)
     others = f"; {small} more take no adapter of rank {rank}" if small else ""

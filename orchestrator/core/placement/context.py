@@ -22,6 +22,9 @@ from orchestrator.model.snapshot import (
 
 HOME_LOAD_LIMIT = 1.25
 """A worker above this multiple of the mean load is no adapter's home: consistent hashing with bounded loads."""
+DRAIN_AHEAD_S = 2.0
+"""Loads are named ahead for a worker as far as their victims need to drain: an engine that loads in milliseconds would
+otherwise stand idle while each victim in turn ends its requests."""
 BACKLOG_RELIEF_S = 30.0
 """Moves are planned so that queued work is done within this time. Of 5 to 60 s tried in `benchmarks.placement`,
 shorter ones move adapters for queues that end by themselves, longer ones move too few."""
@@ -194,7 +197,16 @@ class PlacementContext:
 
     def is_busy(self, worker_id: str) -> bool:
         """Whether a load named now for the worker would wait for another operation there."""
-        return self.observed.busy.get(worker_id, 0) + self.loads_named[worker_id] >= self.policy.loads_per_worker
+        return self.operation_count(worker_id) >= self.policy.loads_per_worker
+
+    def is_booked(self, worker_id: str) -> bool:
+        """Whether a load named now for the worker would wait for others longer than its victim needs to drain."""
+        ahead_s = self.operation_count(worker_id) * self.observed.load_figures.seconds
+        return self.is_busy(worker_id) and ahead_s >= DRAIN_AHEAD_S
+
+    def operation_count(self, worker_id: str) -> int:
+        """Operations in progress at the worker, and the loads that this pass has named for it."""
+        return self.observed.busy.get(worker_id, 0) + self.loads_named[worker_id]
 
     def home_workers(self, adapter: RegisteredAdapter, able: list[ObservedWorker], count: int) -> list[str]:
         """The home workers of `count` copies: highest rendezvous claims, spread over zones and nodes.

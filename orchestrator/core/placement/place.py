@@ -14,11 +14,13 @@ State between passes is in `ObservedFleet.memory` and nowhere else.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, islice
+from math import inf
 
 from lorafleet.identity import lora_id_of, rendezvous_score
 from orchestrator.core.placement import churn
 from orchestrator.core.placement.choose import (
     PlacementMisfit,
+    can_evict,
     limits_by_base_model,
     next_load,
     placement_misfit,
@@ -30,7 +32,7 @@ from orchestrator.core.placement.expiry import expired_removals, last_asked_at
 from orchestrator.core.placement.moves import finished_move_removals, new_moves, surplus_removals, unfinished_moves
 from orchestrator.core.placement.targets import ReplicaTarget, replica_targets
 from orchestrator.core.placement.tenant_order import in_tenant_order, wait_bucket
-from orchestrator.core.placement.victims import next_version_removals
+from orchestrator.core.placement.victims import next_eviction_at, next_version_removals
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     OCCUPYING,
@@ -56,6 +58,9 @@ MOST_INSPECTIONS = 64
 """Most inspections named in one pass: far more than can run at once, far fewer than may wait."""
 MOST_LOADS = 128
 """Most loads named in one pass, for the same reason."""
+LOOK_AGAIN_S = 0.05
+"""Least time until a pass that only looks whether a request has waited long enough: a pass over thousands of adapters
+takes tens of milliseconds."""
 
 
 def place(
@@ -75,6 +80,7 @@ class _PlacementPass:
 
     steps       steps named so far that no request waits for: loads, moves, removals
     steps_left  how many more of them the churn limiter allows
+    look_again_at  when a request will have waited long enough for a slot; infinite: none waits for that
     """
 
     def __init__(self, context: PlacementContext) -> None:
@@ -86,6 +92,7 @@ class _PlacementPass:
         count = churn.steps_in_window(self.churn_history, context.policy, context.now)
         self.steps_left = 0 if self.is_frozen else churn.step_limit(context.policy, self.workers) - count
         self.steps: set[churn.PlacementStep] = set()
+        self.look_again_at = inf
 
     def run(self) -> DesiredPlacement:
         """Run the pass, which changes the context, and return the placement. Call it once."""
@@ -133,6 +140,7 @@ class _PlacementPass:
             drains=drains,
             last_asked_at=last_asked_at(context),
             frozen_reason=why,
+            look_again_at=None if self.look_again_at == inf else max(self.look_again_at, context.now + LOOK_AGAIN_S),
             memory=PassMemory(standing_targets=scales, moves=moves, churn=kept),
         )
 
@@ -150,6 +158,9 @@ class _PlacementPass:
                     return loads
                 load = next_load(context, adapter)
                 if load is None:
+                    waits_until = next_eviction_at(context, adapter, context.able_workers(adapter))
+                    if can_evict(context, adapter) and waits_until > context.now:
+                        self.look_again_at = min(self.look_again_at, waits_until)
                     reason = unplaced_reason(context, adapter)
                     if reason is not None and context.copy_count(adapter.lora_id) < max(1, target.asked):
                         unplaced[adapter.lora_id] = reason

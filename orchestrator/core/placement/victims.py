@@ -28,6 +28,8 @@ def copy_worth(context: PlacementContext, adapter: RegisteredAdapter, at: str | 
     if is_surplus(context, adapter.lora_id, at):
         return 0.0
     last = context.demand.last_request_at.get(adapter.lora_id)
+    if last is None and not context.demand.hears_every_router:
+        last = context.now  # a router that is not heard may just have asked for it
     recent = 0.0 if last is None else exp(-max(0.0, context.now - last) / RECENT_S)
     return (recent + HABIT_WEIGHT * context.demand.habits.get(adapter.lora_id, 0.0)) * load_s(
         adapter.size_bytes, context.observed.load_figures
@@ -45,6 +47,24 @@ def is_surplus(context: PlacementContext, lora_id: str, at: str | None = None) -
     return copies > 1 and copies > context.needed_copies.get(lora_id, 1)
 
 
+def eviction_loss_s(context: PlacementContext, adapter: RegisteredAdapter, at: str) -> float:
+    """Expected seconds that requests for an adapter wait in all, if its idle copy on worker `at` leaves its slot.
+
+    Zero for a surplus copy and for a version that no name points at. Otherwise its worth, and the requests that arrive
+    while it is away, through one load of another adapter and its own reload: they wait half of that time in the mean.
+    """
+    if adapter.lora_id in context.intent.superseded or is_surplus(context, adapter.lora_id, at):
+        return 0.0
+    figures = context.observed.load_figures
+    away_s = figures.seconds + load_s(adapter.size_bytes, figures)
+    return copy_worth(context, adapter, at) + requests_per_s(context, adapter.lora_id) * away_s**2 / 2
+
+
+def requests_per_s(context: PlacementContext, lora_id: str) -> float:
+    """The adapter's request rate: over the demand window, or by habit where that is more."""
+    return max(context.demand.rates.get(lora_id, 0.0), context.demand.habits.get(lora_id, 0.0))
+
+
 def cheapest_victim(
     context: PlacementContext,
     adapter: RegisteredAdapter,
@@ -57,34 +77,60 @@ def cheapest_victim(
     """The evictable copy on the worker with the least worth, and that worth; None when all must stay.
 
     A copy that already drains comes first, so that a choice once made stands; then versions that no name points at.
+    An idle copy goes once a request has waited as long as its loss will cost, the rule of renting or buying: the wait
+    in all is at most twice that of a choice that knows the future.
 
     below      only copies worth less than this
     is_repair  only copies with a lower habitual rate: a repair must not evict a hotter adapter that is silent just now
-    from_use   copies in use for `PATIENCE_S` or longer may go too, the longest first; their worth is infinite
+    from_use   copies in use for `PATIENCE_S` or longer may go too, the least asked for first; their worth is infinite
     """
     habits = context.demand.habits
     habit = habits.get(adapter.lora_id, 0.0)
+    since = waits_since(context, adapter)
     best: tuple[tuple[object, ...], ReportedAdapter, float] | None = None
     for held in evictable_copies(context, adapter, worker, from_use=from_use):
         known = context.intent.adapters[held.lora_id]
-        value = copy_worth(context, known, worker.id)
-        if below is not None and value >= below:
+        if below is not None and copy_worth(context, known, worker.id) >= below:
             continue
-        if is_repair and value > 0 and habits.get(held.lora_id, 0.0) >= habit:
+        loss_s, is_draining = eviction_loss_s(context, known, worker.id), held.state == "draining"
+        if is_repair and loss_s > 0 and habits.get(held.lora_id, 0.0) >= habit:
             continue
         if is_in_use(context, held, worker):
-            value = inf
+            loss_s = inf
+        elif not is_draining and since + loss_s > context.now:
+            continue
         is_current = held.lora_id not in context.intent.superseded
-        order = (held.state != "draining", known.priority, is_current, value, held.since, held.lora_id)
+        value = inf if loss_s == inf else copy_worth(context, known, worker.id)
+        rate = requests_per_s(context, held.lora_id)
+        order = (not is_draining, known.priority, is_current, value, rate, held.since, held.lora_id)
         if best is None or order < best[0]:
             best = (order, held, value)
     return None if best is None else (best[1], best[2])
+
+
+def next_eviction_at(context: PlacementContext, adapter: RegisteredAdapter, workers: Iterable[ObservedWorker]) -> float:
+    """When the first idle copy on these workers may make room, by what its loss costs now; infinite for none."""
+    since = waits_since(context, adapter)
+    return min(
+        (
+            since + eviction_loss_s(context, context.intent.adapters[held.lora_id], worker.id)
+            for worker in workers
+            for held in evictable_copies(context, adapter, worker)
+        ),
+        default=inf,
+    )
 
 
 def has_waited_long(context: PlacementContext, adapter: RegisteredAdapter) -> bool:
     """Whether a request has waited for the adapter so long that it may take the slot of an adapter in use."""
     want = context.demand.wants.get(adapter.lora_id)
     return want is not None and want.is_waited_for and context.now - want.since >= PATIENCE_S
+
+
+def waits_since(context: PlacementContext, adapter: RegisteredAdapter) -> float:
+    """When the first request began to wait for the adapter; minus infinity for a load that no request waits for."""
+    want = context.demand.wants.get(adapter.lora_id)
+    return want.since if want is not None and want.is_waited_for else -inf
 
 
 def is_in_use(context: PlacementContext, held: ReportedAdapter, worker: ObservedWorker) -> bool:
@@ -96,7 +142,7 @@ def is_in_use(context: PlacementContext, held: ReportedAdapter, worker: Observed
 def evictable_copies(
     context: PlacementContext, adapter: RegisteredAdapter, worker: ObservedWorker, *, from_use: bool = False
 ) -> Iterable[ReportedAdapter]:
-    """Copies on the worker that may be evicted for the adapter. `from_use`: as in `cheapest_victim`."""
+    """Copies on the worker that may be evicted for the adapter at all. `from_use`: as in `cheapest_victim`."""
     return (
         held for held in worker.adapters.values() if _is_evictable(context, adapter, worker, held, from_use=from_use)
     )
@@ -113,7 +159,7 @@ def _is_evictable(
     """Whether this copy may be evicted for the adapter.
 
     Never one that is pinned, deleting, of higher priority, needed first, failed there, or the last of its floor. One in
-    use may go only by `from_use`. A young one that was asked for may go only as surplus, or superseded.
+    use may go only by `from_use`.
     """
     known = context.intent.adapters.get(held.lora_id)
     if known is None or known.pinned or known.is_deleting or known.priority > adapter.priority:
@@ -127,10 +173,6 @@ def _is_evictable(
         is_in_use(context, held, worker) and not had_its_turn
     ):
         return False
-    is_young = context.now - held.since < context.policy.min_residency_s and _is_asked_for(context, held.lora_id)
-    is_superseded = held.lora_id in context.intent.superseded
-    if is_young and not is_superseded and not is_surplus(context, held.lora_id, worker.id):
-        return False
     if context.current_failure(held.lora_id, worker.id) is not None:
         return False
     # Weighted adapters share the slots that others leave; if they evicted others, their shares would grow.
@@ -139,17 +181,6 @@ def _is_evictable(
         return False
     # Copies that drain for an eviction do not count any more; copies that are still loading do not count yet.
     return context.staying_copies(held.lora_id, worker.id) >= context.replica_floor(known)
-
-
-def _is_asked_for(context: PlacementContext, lora_id: str) -> bool:
-    """Whether somebody asks for the adapter, within the demand window, or may do so at a router not yet heard of.
-
-    A copy that came for a minimum, say, may be one that nobody asks for. A publish must not wait until that is older.
-    """
-    demand = context.demand
-    if not demand.hears_every_router or lora_id in demand.wants:
-        return True
-    return context.now - demand.asked_at(lora_id) < context.policy.demand_window_s
 
 
 def _is_needed_first(

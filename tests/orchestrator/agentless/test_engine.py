@@ -290,6 +290,7 @@ async def test_a_failed_unload_does_not_count_against_the_new_adapter(house_of, 
         await service.http.patch("/v1/policy", json={"min_residency_s": 0, "drain_deadline_s": 0})
         await service.settle()
         await service.ensure(SQL)
+        service.clock.now += 2.0  # a request first waits as long as the loss of the idle copy will cost, about a second
         for _ in range(3):
             await service.turn()
         item = await service.adapter(SQL)

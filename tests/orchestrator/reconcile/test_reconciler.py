@@ -1055,7 +1055,7 @@ async def test_a_restart_keeps_everything_and_moves_nothing(open_service):
     await again.join(agent)
     assert await again.settle() == []
     assert await again.adapter() == before
-    assert (await again.http.get("/v1/aliases/sql")).json()["targets"][0]["lora_id"] == "sql/v1"
+    assert (await again.http.get("/v1/aliases/sql")).json()["spec"]["targets"][0]["lora_id"] == "sql/v1"
     assert (await again.http.get("/v1/policy")).json()["loads_per_worker"] == 2
     assert (await again.catalog())["revision"] > revision
     assert len(agent.calls) == calls

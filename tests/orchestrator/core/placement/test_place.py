@@ -1,21 +1,22 @@
 """Placement is pure: any fleet and any intent, checked against what must hold for all of them."""
 
-import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.placement.place import place, usable_slots
+from orchestrator.core.placement.context import PlacementContext
+from orchestrator.core.placement.place import LOOK_AGAIN_S, place, usable_slots
 from orchestrator.core.placement.targets import slot_shares
-from orchestrator.core.placement.victims import PATIENCE_S
+from orchestrator.core.placement.victims import PATIENCE_S, eviction_loss_s
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     AdapterFailure,
     DemandSnapshot,
     DesiredPlacement,
     Intent,
+    LoadFigures,
     ObservedFleet,
     ObservedWorker,
     RegisteredAdapter,
@@ -52,7 +53,7 @@ def intent(*adapters, **more):
     return Intent(adapters={a.lora_id: a for a in adapters}, **more)
 
 
-def want(*names, replicas=1, may_evict=True, since=NOW):
+def want(*names, replicas=1, may_evict=True, since=NOW - 15):
     return DemandSnapshot(
         wants=dict.fromkeys(names, WantedReplicas(replicas=replicas, may_evict=may_evict, since=since))
     )
@@ -175,7 +176,7 @@ def test_loads_go_only_where_the_adapter_fits_and_may_go(case):
 
 @settings(max_examples=examples(60))
 @given(fleets())
-def test_victims_are_never_pinned_in_use_young_unknown_or_needed(case):
+def test_victims_are_never_pinned_in_use_unknown_or_needed(case):
     wanted, observed, demand, rules = case
     desired = place(wanted, observed, demand, rules, NOW)
     after = applied(observed, desired)
@@ -190,9 +191,6 @@ def test_victims_are_never_pinned_in_use_young_unknown_or_needed(case):
             assert (lora_id, worker_id) in due
             assert NOW - there.since >= PATIENCE_S
         assert lora_id not in demand.wants
-        copies = sum(w.has_in_slot(lora_id) for w in observed.workers.values())
-        is_asked_for = NOW - demand.last_asked_at.get(lora_id, -math.inf) < rules.demand_window_s
-        assert copies > 1 or not is_asked_for or NOW - there.since >= rules.min_residency_s
         if (known.loading or rules.loading) == "lazy":
             least = known.min_replicas or 0
         else:
@@ -524,8 +522,9 @@ PROTECTED = {
     "of higher priority": {"known": {"priority": 1}},
     "at its minimum": {"known": {"min_replicas": 1}},
     "eager at its minimum": {"known": {"loading": "eager"}},
-    "young, and asked for": {"since": NOW - 9, "demand": {"last_request_at": {"old": NOW - 59}}},
-    "young, while a router may be unheard": {"since": NOW - 9, "demand": {"has_unheard_routers": True}},
+    "dearer than the wait": {"asked": NOW - 2, "demand": {"habits": {"old": 2.0}}},
+    "asked for of late": {"asked": NOW - 0.5, "demand": {"last_request_at": {"old": NOW - 1}}},
+    "perhaps asked for at a router not heard": {"asked": NOW - 0.5, "demand": {"has_unheard_routers": True}},
     "in use": {"demand": {"in_use": frozenset({("old", "w0")})}, "asked": NOW - PATIENCE_S + 1},
     "in use for less": {
         "demand": {"in_use": frozenset({("old", "w0")})},
@@ -535,7 +534,7 @@ PROTECTED = {
     "in use, and who waited has gone": {
         "demand": {
             "in_use": frozenset({("old", "w0")}),
-            "wants": {"new": WantedReplicas(replicas=1, is_abandoned=True)},
+            "wants": {"new": WantedReplicas(replicas=1, since=0.0, is_abandoned=True)},
         }
     },
     "asked for itself": {"demand": {"wants": {"new": WantedReplicas(replicas=1), "old": WantedReplicas(replicas=1)}}},
@@ -556,27 +555,56 @@ def test_a_protected_adapter_is_never_evicted(why):
     assert load.evict == "old"
 
 
-def test_a_copy_that_nobody_asks_for_makes_room_however_young():
+def test_a_publish_takes_an_idle_slot_at_once_however_young_its_copy():
     """Else each publish would wait for a name's idle version that has just taken the slot of the last one."""
-    waits_for_publish, idle = adapter("policy/v2", min_replicas=1), adapter("idle/v1")
-    observed = fleet(worker("w0", held("idle/v1", since=NOW - 1), slots=1))
-    asked = DemandSnapshot(last_asked_at={"idle/v1": NOW - 59})
-    assert place(intent(waits_for_publish, idle), observed, asked, PlacementPolicy(), NOW).loads == ()
-    unasked = DemandSnapshot(last_asked_at={"idle/v1": NOW - 61})
-    (load,) = place(intent(waits_for_publish, idle), observed, unasked, PlacementPolicy(), NOW).loads
+    waits_for_publish, idle, asked = adapter("policy/v2", min_replicas=1), adapter("idle/v1"), adapter("asked/v1")
+    observed = fleet(worker("w0", held("idle/v1", since=NOW - 1), held("asked/v1"), slots=2))
+    demand = DemandSnapshot(last_request_at={"asked/v1": NOW - 9})
+    (load,) = place(intent(waits_for_publish, idle, asked), observed, demand, PlacementPolicy(), NOW).loads
     assert (load.lora_id, load.evict) == ("policy/v2", "idle/v1")
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.tuples(st.floats(0, 3), st.floats(0, 200)), min_size=1),
+    st.floats(0.02, 5),
+)
+def test_an_idle_copy_goes_once_the_wait_has_cost_as_much_as_its_loss(table, load_s):
+    """`look_again_at` is that moment: nothing goes before it, and at it the copy whose loss costs least does."""
+    adapters = intent(adapter("new"), *map(adapter, table))
+    observed = fleet(worker("w0", *map(held, table), slots=len(table)))
+    observed = replace(observed, load_figures=LoadFigures(seconds=load_s, size_bytes=1e9))
+    demand = replace(
+        want("new", since=NOW),
+        habits={name: rate for name, (rate, _) in table.items()},
+        last_request_at={name: NOW - silent_s for name, (_, silent_s) in table.items()},
+    )
+    waits = place(adapters, observed, demand, PlacementPolicy(), NOW)
+    losses = {
+        name: eviction_loss_s(
+            PlacementContext(adapters, observed, demand, PlacementPolicy(), NOW), adapters.adapters[name], "w0"
+        )
+        for name in table
+    }
+    if waits.loads:
+        assert losses[waits.loads[0].evict] == 0
+        return
+    assert waits.look_again_at == pytest.approx(NOW + max(LOOK_AGAIN_S, min(losses.values())))
+    # Losses only fall while nobody asks, so by that moment one has fallen to the wait at the latest.
+    (load,) = place(adapters, observed, demand, PlacementPolicy(), waits.look_again_at + 1e-6).loads
+    assert losses[load.evict] <= min(losses.values()) + load_s
 
 
 USED = frozenset({("a", "w0"), ("b", "w0")})
 
 
 @pytest.mark.parametrize("used", [{"in_use": USED}, {"backlog": {"a": 1.0, "b": 1.0}}])
-def test_a_long_wait_takes_the_slot_longest_in_use(used):
+def test_a_long_wait_takes_the_slot_in_use_that_is_asked_for_least(used):
     adapters = intent(adapter("a"), adapter("b"), adapter("new"))
     observed = fleet(worker("w0", held("a", since=NOW - 500), held("b", since=NOW - 100), slots=2))
     demand = replace(want("new", since=NOW - PATIENCE_S), rates={"a": 9.0, "b": 1.0}, **used)
     (load,) = place(adapters, observed, demand, PlacementPolicy(), NOW).loads
-    assert load.evict == "a"
+    assert load.evict == "b"
     # One that is not in use goes before any that is.
     silent = replace(demand, in_use=frozenset({("a", "w0")}), backlog={})
     (load,) = place(adapters, observed, silent, PlacementPolicy(), NOW).loads
@@ -654,10 +682,12 @@ def test_loading_and_leaving_copies_do_not_count_towards_a_minimum(owed):
     observed = fleet(
         worker("w0", held("a", state=state), slots=1), worker("w1", held("a"), slots=1), reserve_victims=owed
     )
+    observed = replace(observed, load_figures=LoadFigures(seconds=4.4))  # longer than a drain, so that none is ahead
     known = intent(adapter("a", min_replicas=1), adapter("b"))
     desired = place(known, observed, want("b"), PlacementPolicy(), NOW)
     assert [(load.worker_id, load.evict) for load in desired.loads] == [("w0", "a")]
     there = fleet(worker("w0", held("a", state="loading"), slots=1), worker("w1", held("a"), slots=1), busy={"w0": 1})
+    there = replace(there, load_figures=observed.load_figures)
     assert place(known, there, want("b"), PlacementPolicy(), NOW).loads == ()
     busy = replace(observed, busy={"w0": 1})  # a load that waits for that very copy to be gone, say
     assert place(known, busy, want("b"), PlacementPolicy(), NOW).loads == ()
@@ -667,7 +697,10 @@ def test_only_one_of_two_copies_is_surplus():
     # The one on w0 goes already: another load must not take the hot adapter's last copy for another one too many.
     going = worker("w0", held("hot", state="draining"), slots=1)
     observed = fleet(going, worker("w1", held("hot"), held("cold"), slots=2), busy={"w0": 1})
+    observed = replace(observed, load_figures=LoadFigures(seconds=4.4))
     known = intent(adapter("hot"), adapter("cold"), adapter("new"))
-    demand = replace(want("new"), habits={"hot": 5.0, "cold": 0.1}, last_request_at={"hot": NOW, "cold": NOW - 600})
+    demand = replace(
+        want("new", since=0.0), habits={"hot": 5.0, "cold": 0.1}, last_request_at={"hot": NOW, "cold": NOW - 600}
+    )
     (load,) = place(known, observed, demand, PlacementPolicy(), NOW).loads
     assert (load.worker_id, load.evict) == ("w1", "cold")
