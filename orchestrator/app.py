@@ -51,7 +51,7 @@ from orchestrator.intent.uploads import AdapterUploads
 from orchestrator.leadership.file_lease import FileLease, Lease
 from orchestrator.leadership.forward import LeaderForwarding, OwnCalls
 from orchestrator.leadership.kube_lease import KubeLease
-from orchestrator.leadership.leadership import Leadership
+from orchestrator.leadership.leadership import Leadership, TermHandler
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import AgentClient, ask_for_proof
 from orchestrator.reconcile.catalog import CatalogBook
@@ -144,30 +144,22 @@ def build(
     """
     keys = ApiKeys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
-    configmaps = _configmap_backend(settings, kube)
+
+    def take_back_refused() -> None:
+        """Read the store again after it refused a write, and act on the intent without that write."""
+        store.refresh()
+        reconciler.on_intent_changed()
+
+    configmaps = _configmap_backend(settings, kube, take_back_refused)
     store = IntentStore(configmaps or settings.store, wall=wall)
-    agentless = AgentlessTransport(
-        lambda: _agentless_workers(settings, finder),
-        AgentlessLoadRules(
-            slots=settings.engine_slots,
-            roots=settings.engine_roots,
-            salt=settings.engine_salt,
-            canary=settings.engine_canary,
-            canary_timeout_s=settings.engine_canary_timeout_s,
-        ),
-        digest_of=lambda lora_id: adapter.digest if (adapter := store.adapters.get(lora_id)) else None,
-        key=settings.engine_key,
-        timeout_s=settings.probe_timeout_s,
-        every_s=settings.heartbeat_interval_s,
-        clock=clock,
-    )
+    agentless = _agentless_transport(settings, store, lambda: finder, clock)
     client = httpx.AsyncClient(
         transport=DirectTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
         mounts={SCHEME: agentless},
         trust_env=False,
     )
     reports, metrics = WorkerReports(clock=clock, wall=wall), OrchestratorMetrics(settings.metrics_adapters)
-    leadership = _leadership(settings, kube, url, clock, wall)
+    leadership = _leadership(settings, kube, url, lambda: reconciler, clock, wall)
 
     async def epoch_if_leading() -> int:
         await leadership.confirm_leading()
@@ -279,17 +271,26 @@ def build(
             metrics_need_key=settings.metrics_need_key,
         ),
     )
-    install_error_handlers(app, OrchestratorError, shown=errors_shown(store))
+    _add_checks(service, keys, metrics, clock)
+    return service
+
+
+def _add_checks(
+    service: OrchestratorService, keys: ApiKeys, metrics: OrchestratorMetrics, clock: Callable[[], float]
+) -> None:
+    """Add error answers, examples, forwarding to the leader, and the checks of a request before its route."""
+    app, settings = service.app, service.reconciler.settings
+    install_error_handlers(app, OrchestratorError, shown=errors_shown(service.store))
     change_document(app, add_examples)
     app.add_middleware(
         LeaderForwarding,
-        leadership=leadership,
+        leadership=service.leadership,
         own_calls=service.own_calls,
         is_stopping=lambda: service.is_stopping,
         is_upload=lambda method, path: bool(service.upload_bytes(method, path)),
-        client=client,
+        client=service.client,
         metrics=metrics,
-        refresh=store.refresh,
+        refresh=service.store.refresh,
         connect_timeout_s=settings.forward_timeout_s,
         retry_after_s=settings.lease_renew_s,
         clock=clock,
@@ -303,7 +304,31 @@ def build(
         route_of=partial(route_of, app),
     )
     guard(app, keys, allow_open=settings.allow_open, requests=service.requests, has_runs=True)
-    return service
+
+
+def _agentless_transport(
+    settings: OrchestratorSettings,
+    store: IntentStore,
+    finder: Callable[[], KubeWorkerFinder | None],
+    clock: Callable[[], float],
+) -> AgentlessTransport:
+    """The transport that answers for engines without an agent. `finder`: finds further ones, once it is built."""
+    rules = AgentlessLoadRules(
+        slots=settings.engine_slots,
+        roots=settings.engine_roots,
+        salt=settings.engine_salt,
+        canary=settings.engine_canary,
+        canary_timeout_s=settings.engine_canary_timeout_s,
+    )
+    return AgentlessTransport(
+        lambda: _agentless_workers(settings, finder()),
+        rules,
+        digest_of=lambda lora_id: adapter.digest if (adapter := store.adapters.get(lora_id)) else None,
+        key=settings.engine_key,
+        timeout_s=settings.probe_timeout_s,
+        every_s=settings.heartbeat_interval_s,
+        clock=clock,
+    )
 
 
 def _agent_client(
@@ -396,7 +421,9 @@ def _agentless_workers(settings: OrchestratorSettings, finder: KubeWorkerFinder 
     return list(named.values())
 
 
-def _configmap_backend(settings: OrchestratorSettings, kube: KubeClient | None) -> ConfigMapBackend | None:
+def _configmap_backend(
+    settings: OrchestratorSettings, kube: KubeClient | None, on_undone: Callable[[], None]
+) -> ConfigMapBackend | None:
     """The ConfigMap backend with the configured namespace and timeout; None with backend sqlite."""
     if settings.backend == "sqlite":
         return None
@@ -405,6 +432,7 @@ def _configmap_backend(settings: OrchestratorSettings, kube: KubeClient | None) 
         kube,
         namespace=settings.kube_namespace or kube.namespace,
         fleet=settings.kube_name,
+        on_undone=on_undone,
         give_up_s=settings.store_timeout_s,
     )
 
@@ -416,7 +444,7 @@ def _configmap_loops(
     registry: AdapterRegistry,
     reconciler: Reconciler,
 ) -> list[Callable[[], Coroutine[Any, Any, object]]]:
-    """The loops that keep ConfigMaps and intent in agreement. Also sets the backend's callback."""
+    """The loops that keep ConfigMaps and intent in agreement."""
     assert kube is not None, "backend configmaps needs an API server"
     events = KubeEvents(kube, namespace=settings.kube_namespace or kube.namespace, reporter=socket.gethostname())
     edits = ObjectEdits(
@@ -427,11 +455,6 @@ def _configmap_loops(
         is_leading=lambda: reconciler.leadership.is_leading,
         on_changed=reconciler.on_intent_changed,
     )
-
-    def take_back_refused() -> None:
-        """Read the store again after a refused write, and act on the intent without it."""
-        reconciler.store.refresh()
-        reconciler.on_intent_changed()
 
     statuses = FailureStatuses(
         configmaps,
@@ -445,7 +468,6 @@ def _configmap_loops(
         """Show in the objects' statuses which adapters fail; after each pass."""
         statuses.update()
 
-    configmaps.on_undone = take_back_refused
     every_s, ended = settings.pass_interval_s, reconciler.pass_ended
     show = partial(forever, show_failures, name="statuses", every_s=every_s, poke=ended)
     return [configmaps.follow, events.run, edits.run, show]
@@ -482,6 +504,7 @@ def _leadership(
     settings: OrchestratorSettings,
     kube: KubeClient | None,
     url: str,
+    handler: Callable[[], TermHandler],
     clock: Callable[[], float],
     wall: Callable[[], float],
 ) -> Leadership:
@@ -491,6 +514,7 @@ def _leadership(
         holder = f"{socket.gethostname()}_{holder}"  # with the pod's name, for people who read the Lease
     return Leadership(
         _lease(settings, kube, holder, wall),
+        handler,
         holder=holder,
         url=settings.advertise_url or url,
         duration_s=settings.lease_duration_s,

@@ -74,14 +74,21 @@ class ConfigMapBackend:
     backup_name = "lorafleet-backup.json"
 
     def __init__(
-        self, kube: KubeClient, *, namespace: str, fleet: str, give_up_s: float = 30.0, call_s: float = 5.0
+        self,
+        kube: KubeClient,
+        *,
+        namespace: str,
+        fleet: str,
+        on_undone: Callable[[], None],
+        give_up_s: float = 30.0,
+        call_s: float = 5.0,
     ) -> None:
         self._kube = kube
         self.fleet = fleet
         self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
         self._has_changes = asyncio.Event()
         self.mirror = ConfigMapMirror(self._on_mirror_news, self._on_proven_object)
-        self.on_undone: Callable[[], None] = lambda: None
+        self._on_undone = on_undone
         self._journal = HistoryJournal(fleet)
         self.rendering = ObjectRendering(
             fleet, self.mirror, self._journal, StoreTables(fleet), on_state=self.reload_remembered
@@ -460,7 +467,7 @@ class ConfigMapBackend:
         if self._is_undone:
             self._is_undone = False
             self._undone_rows.clear()
-            self.on_undone()
+            self._on_undone()
 
     def _queue_history_writes(self) -> None:
         """Queue the writes of all changed history parts now, and cancel the timer for it."""

@@ -8,8 +8,9 @@ What a late holder had begun is fenced: agents and the store refuse an epoch bel
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from random import Random
+from typing import Protocol
 
 import structlog
 
@@ -27,26 +28,33 @@ _FAILURES_APART = _CHECK_RENEWALS + 2  # two failed checks are at most so far ap
 _AFTER_TROUBLE_S = 0.1  # at least, between reads that calls ask for while the lease cannot be reached
 
 
-def _do_nothing() -> None:
-    """Do nothing, as a callback that is not set."""
+class TermHandler(Protocol):
+    """Does what the beginning and the end of a term need."""
 
+    async def prepare_term(self) -> None:
+        """Awaited when the lease is ours, before a term begins."""
+        ...
 
-async def _no_preparation() -> None:
-    """Do nothing, as a `prepare` that is not set."""
+    def begin_term(self) -> None:
+        """Called when a term begins. If it or `prepare_term` raises, the term does not begin and is tried again."""
+        ...
+
+    def end_term(self) -> None:
+        """Called when a term ends."""
+        ...
 
 
 class Leadership:
     """Holds the lease or watches its holder. A term is the time for which this process may act.
 
-    prepare      awaited when the lease is ours, before a term begins
-    on_begin     called when a term begins; if it or `prepare` raises, the term does not begin and is tried again
-    on_end       called when a term ends
+    handler      returns who prepares, begins and ends terms: the parts that act in a term need this one first
     late_wait_s  how long a call waits for a renewal that is late: as long as a standby would need to take over
     """
 
     def __init__(
         self,
         lease: Lease,
+        handler: Callable[[], TermHandler],
         *,
         holder: str,
         url: str,
@@ -57,9 +65,7 @@ class Leadership:
         rng: Random | None = None,
     ) -> None:
         self.holder = holder
-        self.prepare: Callable[[], Awaitable[None]] = _no_preparation
-        self.on_begin: Callable[[], None] = _do_nothing
-        self.on_end: Callable[[], None] = _do_nothing
+        self._handler = handler
         self._lease = lease
         self._candidate = LeaseCandidate(
             holder=holder, url=url, duration_s=duration_s, margin_s=margin_s, is_absence_new=lease.is_absence_new
@@ -244,7 +250,7 @@ class Leadership:
         self._trouble, self._failing_since = "", None
         if candidate.remaining_s(clock()) > 0 and not self._is_term and not self._is_stepping_down:
             try:
-                await self.prepare()
+                await self._handler().prepare_term()
             except OrchestratorError as exc:
                 self._trouble = str(exc)
                 log.warning("cannot lead yet, though the lease is ours", error=str(exc))
@@ -254,7 +260,7 @@ class Leadership:
                 self._begin_term()
 
     async def step_down(self) -> None:
-        """End the term, calling `on_end`, and release the lease, so that the next leader need not wait.
+        """End the term, with its handler, and release the lease, so that the next leader need not wait.
 
         This process leads no more, and goes on watching the lease for its next holder. Safe to repeat. A lease that
         cannot be reached within `renew_s` expires instead.
@@ -292,11 +298,11 @@ class Leadership:
         self._lease.close()
 
     def _begin_term(self) -> None:
-        """Begin a term unless one is in progress or the lease has expired; calls `on_begin` and logs its errors."""
+        """Begin a term unless one is in progress or the lease has expired; logs the handler's errors."""
         if self._is_term or self._is_stepping_down or not self._candidate.remaining_s(self._clock()):
             return
         try:
-            self.on_begin()
+            self._handler().begin_term()
         except Exception as exc:
             # Callers see `trouble`, so it holds messages of our own errors only.
             self._trouble = str(exc) if isinstance(exc, OrchestratorError) else ""
@@ -306,7 +312,7 @@ class Leadership:
             log.info("leading", holder=self.holder)
 
     def _end_term(self, reason: str) -> None:
-        """End the term, log the reason, and call `on_end`."""
+        """End the term, log the reason, and call the handler."""
         self._is_term = False
         log.warning("not leading any more", holder=self.holder, reason=reason)
-        self.on_end()
+        self._handler().end_term()

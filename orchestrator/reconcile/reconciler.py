@@ -64,7 +64,7 @@ class Reconciler:
     """
 
     def __init__(self, context: PassContext) -> None:
-        """Build the parts, set the callbacks of `leadership`, and connect the gauges of usage and term in `metrics`."""
+        """Build the parts, and connect the gauges of usage and term in `metrics`."""
         self._context = context
         self.settings, self.store, self.reports = context.settings, context.store, context.reports
         self.demand, self.catalog, self.leadership = context.demand, context.catalog, context.leadership
@@ -107,8 +107,6 @@ class Reconciler:
         self.runner = ActionRunner(context, self.queries, self.monitor, self.audit)
         self.copies = FileCopies(context, self.monitor)
         self._connect_gauges()
-        self.leadership.prepare = self.prepare_term
-        self.leadership.on_begin, self.leadership.on_end = self.begin_term, self.end_term
 
     def _connect_gauges(self) -> None:
         """Connect the gauges that are read when metrics are scraped."""

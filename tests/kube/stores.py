@@ -56,7 +56,14 @@ class StoreInstance:
 
     def __init__(self, kube, *, wall, give_up_s, call_s, is_looking):
         self.kube = kube
-        self.backend = ConfigMapBackend(kube, namespace=kube.namespace, fleet=FLEET, give_up_s=give_up_s, call_s=call_s)
+        self.backend = ConfigMapBackend(
+            kube,
+            namespace=kube.namespace,
+            fleet=FLEET,
+            on_undone=self._refresh,
+            give_up_s=give_up_s,
+            call_s=call_s,
+        )
         self.store = IntentStore(self.backend, wall=wall)
         self.registry = AdapterRegistry(
             self.store,
@@ -76,9 +83,11 @@ class StoreInstance:
             is_leading=lambda: self.is_leading,
             on_changed=self._count,
         )
-        self.backend.on_undone = self.store.refresh
         works = [self.backend.follow(), events.run(), *([self.edits.run()] if is_looking else [])]
         self._loops = [asyncio.create_task(work) for work in works]
+
+    def _refresh(self):
+        self.store.refresh()
 
     def _count(self):
         self.taken += 1

@@ -140,11 +140,25 @@ class LeaseContest:
     def start(self, name, *, duration_s=DURATION_S):
         lease = self._leases[name] = self._lease()
         it = Leadership(
-            lease, holder=name, url=f"http://{name}", duration_s=duration_s, renew_s=RENEW_S, margin_s=MARGIN_S
+            lease,
+            lambda: self,
+            holder=name,
+            url=f"http://{name}",
+            duration_s=duration_s,
+            renew_s=RENEW_S,
+            margin_s=MARGIN_S,
         )
-        it.on_begin = it.on_end = self._changed.set
         self._all[name] = it, asyncio.create_task(it.run())
         return it
+
+    async def prepare_term(self):
+        pass
+
+    def begin_term(self):
+        self._changed.set()
+
+    def end_term(self):
+        self._changed.set()
 
     async def kill(self, name):
         _, task = self._all.pop(name)

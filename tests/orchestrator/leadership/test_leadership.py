@@ -71,9 +71,23 @@ class LeaseClock:
         return self.now
 
 
+class RecordedTerms:
+    """Records the terms of a leadership."""
+
+    def __init__(self, terms):
+        self.begin_term = lambda: terms.append("begin")
+        self.end_term = lambda: terms.append("end")
+
+    async def prepare_term(self):
+        pass
+
+
 def leadership(record, holder, clock):
+    terms = []
+    handler = RecordedTerms(terms)
     it = Leadership(
         record,
+        lambda: handler,
         holder=holder,
         url=f"http://{holder}",
         duration_s=DURATION_S,
@@ -81,9 +95,7 @@ def leadership(record, holder, clock):
         margin_s=MARGIN_S,
         clock=clock,
     )
-    it.terms = []
-    it.on_begin = lambda: it.terms.append("begin")
-    it.on_end = lambda: it.terms.append("end")
+    it.terms, it.handler = terms, handler
     return it
 
 
@@ -316,10 +328,10 @@ async def test_the_trouble_with_the_lease_is_shown_until_it_is_over(two):
     def full():
         raise StoreError("no space left in /srv: make room")
 
-    begin, a.on_begin = a.on_begin, full
+    begin, a.handler.begin_term = a.handler.begin_term, full
     await a.check_lease()
     assert (a.is_leading, a.trouble) == (False, "no space left in /srv: make room")
-    a.on_begin = begin
+    a.handler.begin_term = begin
     await a.check_lease()
     assert (a.is_leading, a.trouble) == (True, "")
 
@@ -455,10 +467,10 @@ async def test_a_term_that_cannot_begin_is_tried_again(two):
     def worst():
         raise RuntimeError("the store is away")
 
-    good, a.on_begin = a.on_begin, worst
+    good, a.handler.begin_term = a.handler.begin_term, worst
     await a.check_lease()
     assert not a.is_leading
-    a.on_begin = good
+    a.handler.begin_term = good
     await a.check_lease()
     assert a.is_leading
 
@@ -548,7 +560,8 @@ class PausedProcess:
     def __init__(self, lease, store, name, clock):
         self.name, self.lease, self.store, self.epoch = name, lease, store, 0
         self.it = leadership(lease, name, clock)
-        self.it.prepare, self.it.on_begin, self.it.on_end = self._prepare, self._begin, lambda: None
+        self.it.handler.prepare_term, self.it.handler.begin_term = self._prepare, self._begin
+        self.it.handler.end_term = lambda: None
         self._check = None
 
     async def _prepare(self):
