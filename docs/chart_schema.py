@@ -6,12 +6,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import BaseModel
-
 from lorafleet.keys.roles import SCOPES
 from lorafleet.service.settings import ServiceSettings
 from orchestrator.config import OrchestratorSettings
 from orchestrator.model.adapters import AdapterSpec
+from orchestrator.model.changes import reader_of
 from router.config import RouterSettings
 from workers.config import WorkerSettings
 
@@ -66,16 +65,15 @@ def schema_with_settings() -> str:
         definition = {"workers": "worker"}.get(service, service) + "Settings"
         schema["definitions"][definition]["properties"] = settable(service)
     schema["definitions"]["scope"] = {"enum": list(SCOPES)}
-    schema["definitions"]["adapter"] = _body(AdapterSpec)
+    schema["definitions"]["adapter"] = _body(reader_of(AdapterSpec).json_schema())
     fields = schema["definitions"]["adapter"]["properties"]
     fields["lora_id"] |= _LORA_ID
     fields["secretRef"] = fields["secret_ref"]  # as Kubernetes writes it
     return json.dumps(schema, indent=1) + "\n"
 
 
-def _body(model: type[BaseModel]) -> Manifest:
+def _body(own: Manifest) -> Manifest:
     """JSON Schema of a body that people write: other fields are refused."""
-    own = model.model_json_schema()
     inner = {name: _object(found) for name, found in own.get("$defs", {}).items()}
     return _object(own, inner)
 

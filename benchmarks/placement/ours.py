@@ -4,6 +4,7 @@ from benchmarks.placement.world import Copy, SimulatedWorker, World
 from orchestrator.core.demand import AdapterQueueing, AdapterUsage, DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff
+from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     DesiredPlacement,
@@ -12,7 +13,6 @@ from orchestrator.model.snapshot import (
     ObservedFleet,
     ObservedWorker,
     Pair,
-    RegisteredAdapter,
     ReportedAdapter,
     WantedReplicas,
 )
@@ -37,7 +37,9 @@ class LorafleetOrchestrator:
         self.intent = Intent(
             adapters={
                 name: RegisteredAdapter(
-                    lora_id=name, source="s3://a", base_model="m", digest=digest, rank=16, size_bytes=10**8
+                    spec=AdapterSpec(lora_id=name, source="s3://a", base_model="m", digest=digest),
+                    rank=16,
+                    size_bytes=10**8,
                 )
                 for name, digest in digests.items()
             }

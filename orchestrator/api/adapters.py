@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Query, Response
 from pydantic import BaseModel, Field
@@ -31,19 +31,18 @@ from orchestrator.core.errors import (
 )
 from orchestrator.core.placement.choose import limits_by_base_model, placement_misfit
 from orchestrator.intent import owners
-from orchestrator.intent.registry import AdapterRegistry, new_adapter
-from orchestrator.model.adapters import (
+from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.model.adapter_documents import (
     AdapterBatch,
     AdapterItem,
     AdapterList,
-    AdapterPatch,
-    AdapterSpec,
     AdapterState,
     BatchAnswer,
     BatchResult,
 )
+from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
+from orchestrator.model.changes import AdapterChanges, WrittenAdapter
 from orchestrator.model.names import LoraId
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.reconciler import Reconciler
 
 ADAPTER_EXAMPLE = {
@@ -122,7 +121,7 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
     @api.post("/v1/adapters", status_code=201, response_model=AdapterItem)
     async def register(
-        spec: Annotated[AdapterSpec, Body(examples=[ADAPTER_EXAMPLE])],
+        written: Annotated[WrittenAdapter, Body(examples=[ADAPTER_EXAMPLE])],
         response: Response,
         caller: WhoCalls,
         seen: seen_by,
@@ -132,7 +131,7 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
         A new source is first checked with workers that may read it. A dry run inspects it only: 200.
         """
-        spec = _owned(spec, caller, reconciler)
+        spec = _owned(written, caller, reconciler)
         if dry_run:
             response.status_code = 200
             return await _dry_run(spec, registry, reconciler, views)
@@ -146,8 +145,8 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     async def batch(body: Annotated[AdapterBatch, Body(examples=[BATCH_EXAMPLE])], caller: WhoCalls) -> BatchAnswer:
         """Register many adapters; each is registered or refused on its own. Answers once they are stored."""
         with store.together():
-            results = [_batch_result(registry, spec, caller, reconciler) for spec in body.adapters]
-        await reconciler.publish_change(*(("adapters", spec.lora_id) for spec in body.adapters))
+            results = [_batch_result(registry, written, caller, reconciler) for written in body.adapters]
+        await reconciler.publish_change(*(("adapters", written["lora_id"]) for written in body.adapters))
         return BatchAnswer(data=tuple(results))
 
     @api.post("/v1/adapters/{lora_id:path}/retry")
@@ -162,7 +161,7 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     @api.patch("/v1/adapters/{lora_id:path}")
     async def patch(
         lora_id: LoraId,
-        body: Annotated[AdapterPatch, Body(examples=[PATCH_EXAMPLE])],
+        body: Annotated[AdapterChanges, Body(examples=[PATCH_EXAMPLE])],
         response: Response,
         caller: WhoCalls,
         seen: seen_by,
@@ -262,7 +261,7 @@ async def _dry_run(
     known = registry.equal_registration(spec)
     if known is not None:
         return views.adapter(known)
-    adapter = new_adapter(spec)
+    adapter = RegisteredAdapter(spec=spec)
     workers = reconciler.queries.observe().workers.values()
     able = [
         worker
@@ -286,18 +285,21 @@ async def _dry_run(
     return views.adapter(found, ready={})
 
 
-def _owned(spec: AdapterSpec, caller: Caller, reconciler: Reconciler) -> AdapterSpec:
+def _owned(written: Mapping[str, Any], caller: Caller, reconciler: Reconciler) -> AdapterSpec:
     """The spec as the caller may register it, with a source whose bytes it may use. Raises OrchestratorRequestError."""
-    owners.require_own_bytes(reconciler.store, caller, spec.source)
-    return owners.owned_spec(reconciler.store, caller, spec)
+    owners.require_own_bytes(reconciler.store, caller, written["source"])
+    return owners.owned_spec(reconciler.store, caller, written)
 
 
-def _batch_result(registry: AdapterRegistry, spec: AdapterSpec, caller: Caller, reconciler: Reconciler) -> BatchResult:
+def _batch_result(
+    registry: AdapterRegistry, written: Mapping[str, Any], caller: Caller, reconciler: Reconciler
+) -> BatchResult:
     """Register one adapter of a batch; errors become its result."""
+    lora_id = written["lora_id"]
     try:
-        _, is_new = registry.register(_owned(spec, caller, reconciler), caller.name)
+        _, is_new = registry.register(_owned(written, caller, reconciler), caller.name)
     except OrchestratorError as exc:
         seen = TenantView(caller, reconciler.store)
-        error = seen.text(str(exc), given_names(caller, [spec.lora_id]))
-        return BatchResult(lora_id=spec.lora_id, status=exc.status, code=exc.code, error=error)
-    return BatchResult(lora_id=spec.lora_id, status=201 if is_new else 200)
+        error = seen.text(str(exc), given_names(caller, [lora_id]))
+        return BatchResult(lora_id=lora_id, status=exc.status, code=exc.code, error=error)
+    return BatchResult(lora_id=lora_id, status=201 if is_new else 200)

@@ -131,7 +131,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "AdapterBatch": {"adapters": [_SPEC, {"lora_id": "legal/v2", "source": "s3://bucket/legal-v2"}]},
     "AdapterItem": _ADAPTER,
     "AdapterList": {"data": [_ADAPTER], "next": None},
-    "AdapterPatch": {"policy": {"min_replicas": 2, "priority": 5}, "tenants": None},
     "AdapterSpec": _SPEC,
     "AdoptRequest": {"lora_ids": ["sql-expert/v1"]},
     "AliasItem": _ALIAS,

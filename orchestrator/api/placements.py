@@ -14,12 +14,13 @@ from orchestrator.api.views import WireViews
 from orchestrator.core.errors import NotFound, OrchestratorRequestError
 from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, what_if
 from orchestrator.intent.orphans import adopt, orphans
-from orchestrator.intent.registry import AdapterRegistry, changed_policy, new_adapter
-from orchestrator.model.adapters import AdoptRequest, BatchAnswer, OrphanList
+from orchestrator.intent.registry import AdapterRegistry, changed_policy, changed_spec
+from orchestrator.model.adapter_documents import AdoptRequest, BatchAnswer, OrphanList
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.changes import PolicyChanges
-from orchestrator.model.plans import PlacementList, Plan, PlanRequest, SupposedAdapter
+from orchestrator.model.plans import PlacementList, Plan, PlanRequest
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.snapshot import Intent, RegisteredAdapter
+from orchestrator.model.snapshot import Intent
 from orchestrator.reconcile.reconciler import Reconciler
 
 PLAN_EXAMPLE = {
@@ -147,13 +148,15 @@ def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
         if worker_id not in workers:
             known_ids = ", ".join(sorted(workers)) or "none"
             raise NotFound(f"worker {worker_id!r} has not registered; known: {known_ids}", code="worker_not_found")
-    added = {spec.lora_id: _supposed_adapter(spec) for spec in ask.adapters}
+    added = {
+        spec.lora_id: RegisteredAdapter(spec=spec, rank=spec.rank, size_bytes=spec.size_bytes) for spec in ask.adapters
+    }
     for lora_id in (*ask.demand, *ask.adapter_policies):
         if lora_id not in known and lora_id not in added:
             raise NotFound(f"adapter {lora_id!r} is not registered, and not among `adapters`", param=lora_id)
     for lora_id, policy in ask.adapter_policies.items():
-        fields = {name: getattr(policy, name) for name in policy.model_fields_set}
-        added[lora_id] = replace(added.get(lora_id) or known[lora_id], **fields)
+        adapter = added.get(lora_id) or known[lora_id]
+        added[lora_id] = replace(adapter, spec=changed_spec(adapter.spec, {"policy": policy}))
     ready = [worker.id for worker in workers.values() if worker.state == "ready"]
     if ask.workers_more and not ready:
         raise OrchestratorRequestError(
@@ -167,11 +170,6 @@ def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
         policy=changed_policy(inputs.policy, ask.policy) if ask.policy else None,
         adapters=added,
     )
-
-
-def _supposed_adapter(spec: SupposedAdapter) -> RegisteredAdapter:
-    """The adapter that a plan request adds, with the rank and size it gives."""
-    return replace(new_adapter(spec), rank=spec.rank, size_bytes=spec.size_bytes)
 
 
 POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1}

@@ -21,11 +21,11 @@ from orchestrator.core.failures import FINAL_CODES
 from orchestrator.core.pauses import PauseLease, PauseProgress
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
-from orchestrator.model.adapters import EnsureAnswer, EnsureRequest
+from orchestrator.model.adapter_documents import EnsureAnswer, EnsureRequest
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.catalog import Catalog
 from orchestrator.model.names import LoraId
 from orchestrator.model.pauses import PauseItem, PauseList, PauseSpec
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.model.usage import AdapterHold, AdapterUse, UsageAnswer, UsageReport
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import TrafficBook

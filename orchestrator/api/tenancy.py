@@ -26,7 +26,7 @@ from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseScope
 from orchestrator.core.traffic import SeriesKind
 from orchestrator.intent import owners
-from orchestrator.model.adapters import AdapterItem, EnsureAnswer
+from orchestrator.model.adapter_documents import AdapterItem, EnsureAnswer
 from orchestrator.model.aliases import AliasItem, RolloutItem
 from orchestrator.model.catalog import FleetEvent
 from orchestrator.model.history import HistoryEntry

@@ -16,7 +16,7 @@ from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.intent import owners
 from orchestrator.intent.publisher import NamePublisher
 from orchestrator.intent.uploads import AdapterUploads, UploadAsk, UploadQuery, missing_of
-from orchestrator.model.adapters import AdapterSpec, UploadedAdapter, UploadProgress
+from orchestrator.model.adapter_documents import UploadedAdapter, UploadProgress
 from orchestrator.model.names import LoraId, checked_lora_id, checked_published_name
 from orchestrator.model.published import PublishedItem, PublishSpec
 from orchestrator.store.store import IntentStore
@@ -149,7 +149,7 @@ def _owned_tenants(store: IntentStore, caller: Caller, name: str, wanted: Upload
         owners.require_write(store, caller, "published name", name, "give")
         return None
     given = {} if wanted.tenant is None else {"tenants": wanted.tenant}
-    spec = owners.owned_spec(store, caller, AdapterSpec(lora_id=name, source=_SOURCE, **given))
+    spec = owners.owned_spec(store, caller, {"lora_id": name, "source": _SOURCE, **given})
     return None if spec.tenants is None else tuple(sorted(set(spec.tenants)))
 
 

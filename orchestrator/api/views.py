@@ -14,11 +14,11 @@ from orchestrator.core.placement.pools import AdapterNeed, PoolFigures, PoolMemb
 from orchestrator.core.placement.what_if import SimulatedStep, WhatIfOutcome
 from orchestrator.core.plan import WorkerAction
 from orchestrator.intent.orphans import is_orphan, orphans
-from orchestrator.intent.registry import policy_of
 from orchestrator.metrics import Counts
-from orchestrator.model.adapters import AdapterItem, EnsureAnswer, FileCopiesItem, Replicas, SecretRef
+from orchestrator.model.adapter_documents import AdapterItem, EnsureAnswer, FileCopiesItem, Replicas
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.plans import ActionItem, PlacementItem, Plan, PlanCost, TargetChange
-from orchestrator.model.snapshot import OCCUPYING, DesiredPlacement, RegisteredAdapter, WorkerIntent
+from orchestrator.model.snapshot import OCCUPYING, DesiredPlacement, WorkerIntent
 from orchestrator.model.workers import WorkerDrainProgress, WorkerFiles, WorkerItem, WorkerLoad
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.worker_reports import KnownWorker, worker_state
@@ -61,9 +61,9 @@ class WireViews:
                 "state": self._reconciler.queries.adapter_state(adapter, ready),
                 "replicas": Replicas(desired=self.desired(adapter.lora_id), ready=len(workers)),
                 "workers": workers,
-                "policy": policy_of(adapter),
+                "policy": adapter.policy,
                 "tenants": adapter.tenants,
-                "secret_ref": SecretRef.of(adapter.secret),
+                "secret_ref": adapter.spec.secret_ref,
                 "requests_per_s": round(self._reconciler.demand.request_rate(adapter.lora_id, self._clock()), 4),
                 "idle_s": self._idle_s(adapter.lora_id),
                 "error": self._reconciler.queries.last_error(adapter.lora_id),

@@ -12,7 +12,6 @@ nothing.
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -39,9 +38,8 @@ from orchestrator.configmaps.objects import (
 from orchestrator.configmaps.tables import KNOWN, row_shard
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError, StateConflict
 from orchestrator.intent.registry import AdapterRegistry
-from orchestrator.model.adapters import AdapterSpec
+from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
 from orchestrator.model.served_names import NamedAlias
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from orchestrator.store.tables import ADAPTERS, NAMES, POLICY, TABLES, StoreChange
 
@@ -385,11 +383,4 @@ def _with_inspection_of(value: RegisteredAdapter, known: RegisteredAdapter) -> R
     """`value` with the inspection results of the registered adapter, where the source is the same."""
     if value.digest is not None or known.digest is None or (value.source != known.source):
         return value
-    return replace(
-        value,
-        digest=known.digest,
-        rank=known.rank,
-        size_bytes=known.size_bytes,
-        base_model=known.base_model,
-        pinned_source=known.pinned_source,
-    )
+    return value.with_inspection_of(known)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from orchestrator.configmaps.backend import ConfigMapBackend
 from orchestrator.configmaps.events import KubeEvents, reason_of
 from orchestrator.configmaps.objects import STATUS, annotation
-from orchestrator.model.snapshot import RegisteredAdapter
+from orchestrator.model.adapters import RegisteredAdapter
 
 _FAILED = "failed: "
 

@@ -7,7 +7,7 @@ readers.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,11 +18,10 @@ from pydantic import ValidationError
 from lorafleet.kube.client import Json
 from lorafleet.service.http import validation_message
 from orchestrator.core.errors import OrchestratorRequestError
-from orchestrator.model.adapters import AdapterPolicy, AdapterSpec, SecretRef
-from orchestrator.model.changes import reader_of
+from orchestrator.model.adapters import CHANGEABLE, AdapterSpec, RegisteredAdapter
+from orchestrator.model.changes import WrittenAdapter, as_written, reader_of
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import NamedAlias, Targets, weight_pairs
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.tables import ADAPTERS, NAMES, POLICY, Table
 
 KIND, FLEET = "lorafleet.io/kind", "lorafleet.io/fleet"
@@ -40,7 +39,7 @@ _MAX_DEPTH = 32  # fields need 3; the C loader recurses and crashes the process 
 R = TypeVar("R")
 
 
-MODELS: Mapping[str, type] = {"adapter": AdapterSpec, "alias": NamedAlias, "policy": PlacementPolicy}
+MODELS: Mapping[str, Any] = {"adapter": WrittenAdapter, "alias": NamedAlias, "policy": PlacementPolicy}
 """kind -> model of its text, as in REST."""
 
 
@@ -186,7 +185,8 @@ def parse_declared(found: Json, kind: str) -> Any:
     if not isinstance(body, dict):
         raise OrchestratorRequestError(f"{key} holds {type(body).__name__}, expected fields and values", param=key)
     try:
-        return reader_of(MODELS[kind]).validate_python(body)
+        declared = reader_of(MODELS[kind]).validate_python(body)
+        return reader_of(AdapterSpec).validate_python(declared) if kind == "adapter" else declared
     except ValidationError as exc:
         raise OrchestratorRequestError(validation_message(exc.errors()), param=key) from exc
 
@@ -201,7 +201,7 @@ def differing_fields(found: Json, kind: str, text: str) -> list[str]:
     except OrchestratorRequestError:  # accepted by another version of lorafleet
         return []
     wanted = parse_declared({"data": {f"{kind}.yaml": text}}, kind)
-    changeable = {"adapter": ("policy", "tenants", "secret_ref"), "alias": ("targets",)}
+    changeable = {"adapter": CHANGEABLE, "alias": ("targets",)}
     names = changeable.get(kind) or [field.name for field in fields(PlacementPolicy)]
     return [name for name in names if getattr(present, name) != getattr(wanted, name)]
 
@@ -224,18 +224,8 @@ def _is_shallow(text: str) -> bool:
 
 def adapter_text(adapter: RegisteredAdapter) -> str:
     """The adapter as the YAML text of its object, without fields at their default."""
-    policy = AdapterPolicy.model_validate({name: getattr(adapter, name) for name in AdapterPolicy.model_fields})
-    secret = SecretRef.of(adapter.secret)
-    body: dict[str, Any] = {
-        "lora_id": adapter.lora_id,
-        "source": adapter.source,
-        "base_model": adapter.base_model,
-        "digest": adapter.digest,
-        "policy": policy.model_dump(mode="json", exclude_defaults=True) or None,
-        "tenants": None if adapter.tenants is None else list(adapter.tenants),
-        "secretRef": None if secret is None else secret.model_dump(),
-    }
-    return as_yaml({name: value for name, value in body.items() if value is not None})
+    body = as_written(adapter.spec)
+    return as_yaml({"secretRef" if name == "secret_ref" else name: value for name, value in body.items()})
 
 
 def alias_text(name: str, targets: Targets) -> str:
@@ -247,8 +237,7 @@ def alias_text(name: str, targets: Targets) -> str:
 
 def policy_text(rules: PlacementPolicy) -> str:
     """The policy as YAML text, without fields at their default."""
-    usual = asdict(PlacementPolicy())
-    return as_yaml({name: value for name, value in asdict(rules).items() if value != usual[name]})
+    return as_yaml(as_written(rules))
 
 
 def as_yaml(body: Mapping[str, Any]) -> str:
@@ -272,4 +261,4 @@ def with_annotations(found: Json, notes: Mapping[str, str]) -> Json:
 
 def changeable_values(adapter: RegisteredAdapter) -> tuple[Any, ...]:
     """The values of an adapter that people may change."""
-    return adapter.tenants, adapter.secret, *(getattr(adapter, name) for name in AdapterPolicy.model_fields)
+    return tuple(getattr(adapter.spec, name) for name in CHANGEABLE)

@@ -41,8 +41,8 @@ from orchestrator.configmaps.tables import (
 )
 from orchestrator.configmaps.writer import DesiredObject, WriteKey
 from orchestrator.core.errors import OrchestratorUnavailable, StateConflict
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.tables import ADAPTERS, COUNTERS, NAMES, POLICY, TOMBSTONES
 
 Row = tuple[str, str]

@@ -6,7 +6,8 @@ from typing import Literal
 
 from lorafleet.identity import fleet_digest
 from orchestrator.core.placement.context import is_registered_digest
-from orchestrator.model.snapshot import AdapterFailure, ObservedFleet, Pair, RegisteredAdapter
+from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.snapshot import AdapterFailure, ObservedFleet, Pair
 
 ANYWHERE = ""
 """The worker_id of a failure that blocks every worker: no worker has found good bytes at the adapter's source."""

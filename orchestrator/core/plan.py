@@ -14,6 +14,7 @@ from orchestrator.core.copies import FetchChoice, fetch_choice
 from orchestrator.core.demand import RouterCounts
 from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     UNREACHABLE,
@@ -25,7 +26,6 @@ from orchestrator.model.snapshot import (
     OngoingFetch,
     Pair,
     PlannedLoad,
-    RegisteredAdapter,
 )
 
 Operation = Literal["inspect", "load", "drain", "unload"]

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from lorafleet.identity import version_id
 from orchestrator.core.failures import ENGINE_REFUSALS
 from orchestrator.core.placement.context import usable_slots
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import AliasTarget, NameVersion, Publication, Replicas, ServedName
-from orchestrator.model.snapshot import AdapterFailure, Intent, ObservedWorker, Pair, RegisteredAdapter
+from orchestrator.model.snapshot import AdapterFailure, Intent, ObservedWorker, Pair
 
 LINGER_S = 5.0
 """A version stays at least this long after its name has left it, and longer while requests for it wait or run: a router
@@ -246,11 +247,10 @@ def with_published_floors(
         sizes = [usable_slots(worker.slots, reserve_slots) for worker in workers if worker.id in able]
         taken = slots.setdefault(adapter.base_model or "", _SlotsTaken())
         if count and taken.take(count, sizes):
-            raised[adapter.lora_id] = replace(
-                adapter,
-                min_replicas=max(count, adapter.min_replicas or 0),
-                max_replicas=max(count, most_replicas if adapter.max_replicas is None else adapter.max_replicas),
-            )
+            own = adapter.policy
+            most = max(count, most_replicas if own.max_replicas is None else own.max_replicas)
+            least = min(most, max(count, own.min_replicas or 0))
+            raised[adapter.lora_id] = adapter.with_policy(min_replicas=least, max_replicas=most)
         if count and name in trained and adapter.base_model not in has_next:
             has_next.add(adapter.base_model)  # one for all trainers: few publish in the same moment
             taken.take(count, sizes)

@@ -6,7 +6,7 @@ It may hold no secret, because it is stored, shown, logged and sent to workers. 
 from collections.abc import Iterable
 
 from lorafleet.identity import fleet_digest
-from orchestrator.model.snapshot import RegisteredAdapter
+from orchestrator.model.adapters import RegisteredAdapter
 
 
 def secret_part(source: str) -> str | None:

@@ -1,23 +1,22 @@
 """A file that a person wrote, as the record whose import gives this fleet what the file says, and nothing else."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from pydantic import ValidationError
 
 from lorafleet.service.http import validation_message
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.intent.record import fleet_record
-from orchestrator.model.adapters import AdapterSpec, SecretRef
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.apply import ApplyRequest, PublishedChanges
 from orchestrator.model.record import (
     FleetRecord,
     ImportRequest,
     RecordChange,
-    RecordedAdapter,
 )
 from orchestrator.model.served_names import Publication, ServedName
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 
 
@@ -30,7 +29,7 @@ def import_of_file(ask: ApplyRequest, store: IntentStore) -> tuple[ImportRequest
     file, here = ask.file, fleet_record(store)
     blocked = [*_conflicts(ask, store), *_unknown_names(ask, store)]
     stopped = {(change.subject, change.name) for change in blocked}
-    adapters = [_recorded(spec) for spec in file.adapters or () if ("adapter", spec.lora_id) not in stopped]
+    adapters = [spec for spec in file.adapters or () if ("adapter", spec["lora_id"]) not in stopped]
     published = [each for each in file.published or () if ("alias", each["name"]) not in stopped]
     _require_once([each.name for each in file.aliases or ()])
     _require_once([each["name"] for each in published])
@@ -45,10 +44,11 @@ def import_of_file(ask: ApplyRequest, store: IntentStore) -> tuple[ImportRequest
                 named = names.get(known.name, ServedName(name=known.name))
                 names[known.name] = replace(named, published=store.publication_of(known.name))
         versions = {each.lora_id for name in names.values() if name.published for each in name.published.versions}
-        written = {adapter.lora_id for adapter in adapters}
+        written = {adapter["lora_id"] for adapter in adapters}
         for adapter in here.adapters:
-            is_kept = file.adapters is None or adapter.lora_id in versions or ("adapter", adapter.lora_id) in stopped
-            if is_kept and adapter.lora_id not in written:
+            lora_id = adapter["lora_id"]
+            is_kept = file.adapters is None or lora_id in versions or ("adapter", lora_id) in stopped
+            if is_kept and lora_id not in written:
                 adapters.append(adapter)
     parts = ["adapters"] if file.adapters is not None else []
     parts += ["aliases"] if file.aliases is not None or file.published is not None else []
@@ -60,12 +60,6 @@ def import_of_file(ask: ApplyRequest, store: IntentStore) -> tuple[ImportRequest
         return ImportRequest.model_validate({"record": record, "parts": parts, "prune": ask.prune}), blocked
     except ValidationError as exc:
         raise OrchestratorRequestError(validation_message(exc.errors()), param="file") from exc
-
-
-def _recorded(spec: AdapterSpec) -> RecordedAdapter:
-    """The adapter as a record has it, with the fields alone that the file names."""
-    named = {name: getattr(spec, name) for name in spec.model_fields_set}
-    return RecordedAdapter(**named)
 
 
 def _kept_as(store: IntentStore, name: str, written: PublishedChanges) -> Publication:
@@ -84,22 +78,22 @@ def _require_once(names: list[str]) -> None:
 def _conflicts(ask: ApplyRequest, store: IntentStore) -> Iterator[RecordChange]:
     """Adapters that are registered with another source or secret."""
     for spec in ask.file.adapters or ():
-        here = store.adapters.get(spec.lora_id)
+        here = store.adapters.get(spec["lora_id"])
         reason = None if here is None else _conflict(spec, here)
         if reason is not None:
-            yield RecordChange(subject="adapter", name=spec.lora_id, change="blocked", reason=reason)
+            yield RecordChange(subject="adapter", name=spec["lora_id"], change="blocked", reason=reason)
 
 
-def _conflict(spec: AdapterSpec, here: RegisteredAdapter) -> str | None:
+def _conflict(spec: Mapping[str, Any], here: RegisteredAdapter) -> str | None:
     """Why the adapter cannot become what the file says; None when it can, or when an import finds out."""
-    has_same_bytes = spec.digest is not None and spec.digest == here.digest
-    if not has_same_bytes and spec.source not in (here.source, here.fetched_from):
+    has_same_bytes = spec.get("digest") is not None and spec["digest"] == here.digest
+    if not has_same_bytes and spec["source"] not in (here.source, here.fetched_from):
         return (
-            f"its source is {here.source} here and {spec.source} in the file;"
+            f"its source is {here.source} here and {spec['source']} in the file;"
             " bytes under a lora_id never change: use a new lora_id"
         )
-    if "secret_ref" in spec.model_fields_set and spec.secret_ref != SecretRef.of(here.secret):
-        return f"its secret_ref is {here.secret or 'none'} here; PATCH /v1/adapters/{spec.lora_id} changes it"
+    if "secret_ref" in spec and spec["secret_ref"] != here.spec.secret_ref:
+        return f"its secret_ref is {here.secret or 'none'} here; PATCH /v1/adapters/{here.lora_id} changes it"
     return None
 
 

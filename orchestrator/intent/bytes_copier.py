@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from lorafleet.identity import fleet_source, rendezvous_score
 from orchestrator.core.errors import InvalidAdapter, OrchestratorUnavailable, PublishUnfinished, WorkerFailed
 from orchestrator.core.published_names import may_become_visible
+from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
 from orchestrator.model.published import PublishSpec
-from orchestrator.model.snapshot import ObservedWorker, RegisteredAdapter
+from orchestrator.model.snapshot import ObservedWorker
 from orchestrator.reconcile.reconciler import Reconciler
 
 _PAUSE_S = 0.1
@@ -46,11 +47,9 @@ class BytesCopier:
 
         Waits while no worker sees the bytes. Raises InvalidAdapter, PublishUnfinished, OrchestratorUnavailable.
         """
+        source = spec.source or fleet_source(spec.digest or "")
         asked = RegisteredAdapter(
-            lora_id=lora_id,
-            source=spec.source or fleet_source(spec.digest or ""),
-            base_model=spec.base_model,
-            digest=spec.digest,
+            spec=AdapterSpec(lora_id=lora_id, source=source, base_model=spec.base_model, digest=spec.digest)
         )
         pause_s = _PAUSE_S
         refusal: InvalidAdapter | WorkerFailed | None = None

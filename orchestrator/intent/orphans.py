@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator
 
 from orchestrator.core.errors import NotFound, OrchestratorError, StateConflict
 from orchestrator.intent.registry import AdapterRegistry
-from orchestrator.model.adapters import AdoptRequest, BatchResult, OrphanItem
+from orchestrator.model.adapter_documents import AdoptRequest, BatchResult, OrphanItem
+from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
 from orchestrator.model.names import checked_lora_id
-from orchestrator.model.snapshot import OCCUPYING, RegisteredAdapter, foreign_key
+from orchestrator.model.snapshot import OCCUPYING, foreign_key
 from orchestrator.reconcile.worker_reports import WorkerReports, is_foreign
 from orchestrator.store.store import IntentStore
 from workers.wire import WorkerAdapter
@@ -61,15 +62,14 @@ def _adopt_one(item: OrphanItem, tenants: tuple[str, ...] | None, registry: Adap
     try:
         if item.problem is not None:
             raise StateConflict(item.problem, code="not_adoptable")
-        adapter = RegisteredAdapter(
+        spec = AdapterSpec(
             lora_id=item.lora_id,
             source=item.source,
             base_model=item.base_model or None,
             digest=item.digest or None,
-            rank=item.rank or None,
-            size_bytes=item.size_bytes,
-            tenants=None if tenants is None else tuple(sorted(set(tenants))),
+            tenants=tenants,
         )
+        adapter = RegisteredAdapter(spec=spec, rank=item.rank or None, size_bytes=item.size_bytes)
         registry.adopt(adapter, actor, replaces=item.engine_name if item.is_foreign else None)
     except OrchestratorError as exc:
         return BatchResult(lora_id=item.lora_id, status=exc.status, code=exc.code, error=str(exc))

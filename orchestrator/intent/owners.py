@@ -17,15 +17,15 @@ A name that the caller may not see does not exist for it: a change is 404, and a
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lorafleet.identity import split_version_id
 from lorafleet.keys.roles import Caller
 from orchestrator.core.errors import Forbidden, NotFound, OrchestratorRequestError, StateConflict
 from orchestrator.core.pauses import WHOLE_FLEET, PauseScope
 from orchestrator.core.source_rules import digest_problem
-from orchestrator.model.adapters import AdapterPatch, AdapterPolicy, AdapterSpec, SecretRef
-from orchestrator.model.snapshot import RegisteredAdapter
+from orchestrator.intent.registry import spec_of
+from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter, SecretRef
 from orchestrator.store.store import IntentStore
 
 Kind = Literal["adapter", "alias", "published name"]
@@ -197,31 +197,31 @@ def require_alias(store: IntentStore, caller: Caller, name: str, targets: Sequen
         raise Forbidden(message, code="name_not_yours", param="name")
 
 
-def owned_spec(store: IntentStore, caller: Caller, spec: AdapterSpec) -> AdapterSpec:
+def owned_spec(store: IntentStore, caller: Caller, written: Mapping[str, Any]) -> AdapterSpec:
     """The spec as the caller may register it: by a tenant's key for that tenant alone. Raises as `require_write`.
 
-    Raises Forbidden for other tenants, another's secret and a priority.
+    Raises Forbidden for other tenants, another's secret and a priority, OrchestratorRequestError for what is no spec.
     """
-    require_write(store, caller, "adapter", spec.lora_id, "give")
+    require_write(store, caller, "adapter", written["lora_id"], "give")
     if caller.writes_for is None:
-        return spec
-    if "tenants" in spec.model_fields_set:
-        _require_own_tenants(caller.writes_for, spec.tenants)
-    _require_own_secret(caller.writes_for, spec.secret_ref)
-    _require_own_policy(spec.policy)
-    return spec.model_copy(update={"tenants": (caller.writes_for,)})
+        return spec_of(written)
+    _require_own_fields(caller.writes_for, written)
+    return spec_of({**written, "tenants": (caller.writes_for,)})
 
 
-def require_patch(store: IntentStore, caller: Caller, lora_id: str, patch: AdapterPatch) -> None:
+def require_patch(store: IntentStore, caller: Caller, lora_id: str, changes: Mapping[str, Any]) -> None:
     """Raise as `require_write`, and Forbidden for changes that a tenant's key may not make."""
     require_write(store, caller, "adapter", lora_id, "change")
-    if caller.writes_for is None:
-        return
-    if "tenants" in patch.model_fields_set:
-        _require_own_tenants(caller.writes_for, patch.tenants)
-    _require_own_secret(caller.writes_for, patch.secret_ref)
-    if patch.policy is not None:
-        _require_own_policy(patch.policy)
+    if caller.writes_for is not None:
+        _require_own_fields(caller.writes_for, changes)
+
+
+def _require_own_fields(tenant: str, written: Mapping[str, Any]) -> None:
+    """Raise Forbidden for fields of a spec that a tenant's key may not write so."""
+    if "tenants" in written:
+        _require_own_tenants(tenant, written["tenants"])
+    _require_own_secret(tenant, written.get("secret_ref"))
+    _require_own_policy(written.get("policy", {}))
 
 
 def _require_own_tenants(tenant: str, tenants: Sequence[str] | None) -> None:
@@ -238,9 +238,9 @@ def _require_own_secret(tenant: str, ref: SecretRef | None) -> None:
         raise Forbidden(message, param="secret_ref")
 
 
-def _require_own_policy(policy: AdapterPolicy) -> None:
+def _require_own_policy(policy: Mapping[str, Any]) -> None:
     """Raise Forbidden for a priority above others' default."""
-    if policy.priority > 0:
+    if policy.get("priority", 0) > 0:
         message = "`priority` puts an adapter before other tenants' adapters, so it takes an operator's key"
         raise Forbidden(message, param="policy.priority")
 

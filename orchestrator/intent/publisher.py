@@ -37,10 +37,11 @@ from orchestrator.intent import owners
 from orchestrator.intent.bytes_copier import BytesCopier, PublishDeadline
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.names import checked_published_name
+from orchestrator.model.policy import AdapterPolicy
 from orchestrator.model.published import PublishedItem, PublishedStatus, PublishedVersion, PublishSpec
 from orchestrator.model.served_names import AliasTarget, NameVersion, Publication, PublishedSpec, ServedName
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.store import IntentStore
 
@@ -259,16 +260,14 @@ class NamePublisher:
         with self._store.together():
             self._store.put_name(replace(present, published=record))
             if is_new:
-                adapter = replace(
-                    found,
+                adapter = found.with_spec(
                     lora_id=version.lora_id,
                     source=fleet_source(found.digest),
-                    pinned_source=None,
                     # Copies of a version that no name points at may make room: its name's settings alone count.
-                    loading="lazy",
+                    policy=AdapterPolicy(loading="lazy"),
                     tenants=None if record.spec.tenant is None else (record.spec.tenant,),
                 )
-                self._store.put_adapter(adapter)
+                self._store.put_adapter(replace(adapter, pinned_source=None))
         self._reconciler.on_intent_changed()
         await self._store.wait_durable([("names", name), ("adapters", version.lora_id)])
         return version, is_new

@@ -3,22 +3,21 @@
 `differences` decides and changes nothing; `import_record` makes those changes through the registry, one by one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError
 from orchestrator.core.published_names import taken_over
-from orchestrator.intent.registry import AdapterRegistry, policy_of
-from orchestrator.model.adapters import AdapterPolicy, AdapterSpec, SecretRef
+from orchestrator.intent.registry import AdapterRegistry, changeable_fields, changed_spec, spec_of
+from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
+from orchestrator.model.changes import RecordedAdapter
 from orchestrator.model.record import (
     FleetRecord,
     ImportRequest,
     RecordChange,
-    RecordedAdapter,
 )
 from orchestrator.model.served_names import AliasSpec, Publication, ServedName, weight_pairs
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.served_names import VersionRetention
 from orchestrator.store.store import IntentStore
 
@@ -38,17 +37,7 @@ def fleet_record(store: IntentStore) -> FleetRecord:
 
 def _recorded(adapter: RegisteredAdapter) -> RecordedAdapter:
     """The adapter as the record has it."""
-    return RecordedAdapter(
-        lora_id=adapter.lora_id,
-        source=adapter.fetched_from,
-        base_model=adapter.base_model,
-        digest=adapter.digest,
-        rank=adapter.rank,
-        size_bytes=adapter.size_bytes,
-        policy=policy_of(adapter),
-        tenants=adapter.tenants,
-        secret_ref=SecretRef.of(adapter.secret),
-    )
+    return asdict(adapter.spec) | {"source": adapter.fetched_from}
 
 
 def recorded_name(name: ServedName) -> ServedName:
@@ -90,7 +79,7 @@ def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
                 if not has_it and not _is_deleted(name):
                     found.append(_removal("alias", name.name, is_published=is_published))
     if "adapters" in parts and ask.prune:
-        ids = {adapter.lora_id for adapter in ask.record.adapters}
+        ids = {adapter["lora_id"] for adapter in ask.record.adapters}
         for lora_id, adapter in store.adapters.items():
             if lora_id not in ids and not adapter.is_deleting:
                 found.append(_removal("adapter", lora_id))
@@ -109,54 +98,46 @@ def _removal(subject: Literal["adapter", "alias"], name: str, *, is_published: b
 
 def _adapter_changes(store: IntentStore, ask: ImportRequest) -> Iterator[RecordChange]:
     """The changes of adapters, by lora_id."""
-    for adapter in sorted(ask.record.adapters, key=lambda adapter: adapter.lora_id):
-        here, spec = store.adapters.get(adapter.lora_id), spec_of(adapter, ask)
+    for adapter in sorted(ask.record.adapters, key=lambda adapter: adapter["lora_id"]):
+        here = store.adapters.get(adapter["lora_id"])
         reason = _blocked_reason(store, adapter, here, ask)
-        if reason is not None:
-            yield RecordChange(subject="adapter", name=adapter.lora_id, change="blocked", reason=reason)
+        try:
+            spec = local_spec(adapter, ask) if here is None else _spec_here(adapter, here)
+        except OrchestratorRequestError as exc:
+            reason, spec = reason or f"{exc.code}: {exc}", None
+        if reason is not None or spec is None:
+            yield RecordChange(subject="adapter", name=adapter["lora_id"], change="blocked", reason=reason or "")
         elif here is None:
             fields = {"digest": [None, spec.digest], "source": [None, spec.source]}
-            yield RecordChange(subject="adapter", name=adapter.lora_id, change="add", fields=fields)
-        elif fields := _adapter_fields(here, adapter):
-            yield RecordChange(subject="adapter", name=adapter.lora_id, change="change", fields=fields)
+            yield RecordChange(subject="adapter", name=spec.lora_id, change="add", fields=fields)
+        elif fields := _changed(_compared(here.spec), _compared(spec)):
+            yield RecordChange(subject="adapter", name=spec.lora_id, change="change", fields=fields)
+
+
+def _compared(spec: AdapterSpec) -> dict[str, Any]:
+    """The fields that an import changes. Sources may differ: the digest says what the bytes are."""
+    fields = changeable_fields(spec) | {"digest": spec.digest}
+    del fields["secret_ref"]
+    return fields
 
 
 def _blocked_reason(
-    store: IntentStore, adapter: RecordedAdapter, here: RegisteredAdapter | None, ask: ImportRequest
+    store: IntentStore, adapter: Mapping[str, Any], here: RegisteredAdapter | None, ask: ImportRequest
 ) -> str | None:
     """Why the adapter cannot be taken over; None when it can."""
     if here is None:
-        if store.targets_of(adapter.lora_id):
+        if store.targets_of(adapter["lora_id"]):
             return "an alias has this name here"
-        if adapter.digest is None and ask.from_fleet is not None and not _keeps_source(adapter, ask):
+        if adapter.get("digest") is None and ask.from_fleet is not None and not _keeps_source(adapter, ask):
             return "its digest is not known there yet, so its files cannot be fetched by digest"
         return None
     if here.is_deleting:
         return "it is being deleted here"
     for name in _IMMUTABLE:
-        ours, theirs = getattr(here, name), getattr(adapter, name)
+        ours, theirs = getattr(here, name), adapter.get(name)
         if ours is not None and theirs is not None and ours != theirs:
             return f"{name} is {ours} here and {theirs} there; bytes under a lora_id never change: use a new lora_id"
     return None
-
-
-def _adapter_fields(here: RegisteredAdapter, there: RecordedAdapter) -> dict[str, list[Any]]:
-    """field -> [here, there] of the fields that an import changes. Sources may differ: the digest says what it is.
-
-    A field that the record does not name stays as it is here: an older fleet does not know it.
-    """
-    ours = policy_of(here).model_dump() | {"tenants": _sorted(here.tenants)}
-    theirs = there.policy.model_dump(exclude_unset=True)
-    if "tenants" in there.model_fields_set:
-        theirs["tenants"] = _sorted(there.tenants)
-    if here.digest is None and there.digest is not None:
-        ours, theirs = ours | {"digest": None}, theirs | {"digest": there.digest}
-    return _changed(ours, theirs)
-
-
-def _sorted(tenants: Sequence[str] | None) -> list[str] | None:
-    """The tenants in order, each once; None for everyone."""
-    return None if tenants is None else sorted(set(tenants))
 
 
 def _name_changes(store: IntentStore, ask: ImportRequest, blocked: set[str]) -> Iterator[RecordChange]:
@@ -164,7 +145,7 @@ def _name_changes(store: IntentStore, ask: ImportRequest, blocked: set[str]) -> 
 
     A name that is about to shift to the record's targets needs no change of these.
     """
-    adapters = {adapter.lora_id for adapter in ask.record.adapters} if "adapters" in ask.parts else set[str]()
+    adapters = {adapter["lora_id"] for adapter in ask.record.adapters} if "adapters" in ask.parts else set[str]()
     registered = (adapters | store.adapters.keys()) - blocked
     for theirs in sorted(ask.record.names, key=lambda name: name.name):
         here = store.names.get(theirs.name) or ServedName(name=theirs.name)
@@ -212,25 +193,17 @@ def _changed(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, li
     return {name: [ours.get(name), value] for name, value in theirs.items() if ours.get(name) != value}
 
 
-def _keeps_source(adapter: RecordedAdapter, ask: ImportRequest) -> bool:
+def _keeps_source(adapter: Mapping[str, Any], ask: ImportRequest) -> bool:
     """Whether the adapter keeps its own source, because this fleet can reach it as well."""
-    return ask.from_fleet is None or (ask.keep_sources and adapter.source.startswith(_SHARED_SCHEMES))
+    return ask.from_fleet is None or (ask.keep_sources and adapter["source"].startswith(_SHARED_SCHEMES))
 
 
-def spec_of(adapter: RecordedAdapter, ask: ImportRequest) -> AdapterSpec:
+def local_spec(adapter: Mapping[str, Any], ask: ImportRequest) -> AdapterSpec:
     """The registration of a recorded adapter in this fleet: by its own source, or by digest from the other fleet."""
-    source, secret = adapter.source, adapter.secret_ref
-    if not _keeps_source(adapter, ask):
-        source, secret = f"fleet+{str(ask.from_fleet).rstrip('/')}/{adapter.digest}", None
-    return AdapterSpec(
-        lora_id=adapter.lora_id,
-        source=source,
-        base_model=adapter.base_model,
-        digest=adapter.digest,
-        policy=adapter.policy,
-        tenants=adapter.tenants,
-        secret_ref=secret,
-    )
+    if _keeps_source(adapter, ask):
+        return spec_of(adapter)
+    source = f"fleet+{str(ask.from_fleet).rstrip('/')}/{adapter['digest']}"
+    return spec_of({**adapter, "source": source, "secret_ref": None})
 
 
 def import_record(
@@ -242,7 +215,7 @@ def import_record(
     import of the same record changes nothing. Raises OrchestratorRequestError as `differences`, and StoreError.
     """
     names = {name.name: name for name in ask.record.names}
-    adapters = {adapter.lora_id: adapter for adapter in ask.record.adapters}
+    adapters = {adapter["lora_id"]: adapter for adapter in ask.record.adapters}
 
     def made(change: RecordChange) -> RecordChange:
         """The change once it is made; blocked, with the reason, if it cannot be."""
@@ -253,7 +226,7 @@ def import_record(
                 case "adapter", "remove":
                     registry.delete_adapter(change.name, actor)
                 case "adapter", "add":
-                    registry.register(spec_of(adapters[change.name], ask), actor)
+                    registry.register(local_spec(adapters[change.name], ask), actor)
                 case "adapter", _:
                     registry.apply_spec(_spec_here(adapters[change.name], store.adapters[change.name]), actor)
                 case "alias", "remove" if change.is_published:
@@ -277,15 +250,10 @@ def import_record(
         return [made(change) for change in differences(store, ask)]
 
 
-def _spec_here(there: RecordedAdapter, here: RegisteredAdapter) -> AdapterSpec:
-    """The registered adapter with what the record names of policy, tenants and digest; its source and secret stay."""
-    policy = policy_of(here).model_dump() | there.policy.model_dump(exclude_unset=True)
-    return AdapterSpec(
-        lora_id=here.lora_id,
-        source=here.source,
-        base_model=here.base_model,
-        digest=here.digest or there.digest,
-        policy=AdapterPolicy(**policy),
-        tenants=there.tenants if "tenants" in there.model_fields_set else here.tenants,
-        secret_ref=SecretRef.of(here.secret),
-    )
+def _spec_here(there: Mapping[str, Any], here: RegisteredAdapter) -> AdapterSpec:
+    """The registered adapter with what the record names of policy, tenants and digest; its source and secret stay.
+
+    A field that the record does not name stays as it is here: an older fleet does not know it.
+    """
+    taken = ("policy", "tenants") if here.digest is not None else ("policy", "tenants", "digest")
+    return changed_spec(here.spec, {name: there[name] for name in taken if name in there})

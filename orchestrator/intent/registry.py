@@ -21,11 +21,11 @@ from orchestrator.core.errors import (
     StateConflict,
 )
 from orchestrator.core.source_rules import secret_part, without_secrets
-from orchestrator.model.adapters import AdapterPatch, AdapterPolicy, AdapterSpec, SecretRef
-from orchestrator.model.changes import with_changes
-from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.adapters import CHANGEABLE, AdapterSpec, RegisteredAdapter
+from orchestrator.model.changes import as_written, reader_of, with_changes
+from orchestrator.model.policy import PlacementPolicy, require_bounds
 from orchestrator.model.served_names import AliasSpec, ServedName, weight_pairs
-from orchestrator.model.snapshot import RegisteredAdapter, WorkerIntent, foreign_key
+from orchestrator.model.snapshot import WorkerIntent, foreign_key
 from orchestrator.reconcile.served_names import NameMover
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.store import NOBODY, IntentStore
@@ -75,8 +75,7 @@ class AdapterRegistry:
             _require_no_secret(spec.source)
             return None
         _require_same(known, spec)
-        wanted = replace(known, tenants=_sorted_tenants(spec.tenants), secret=_secret_text(spec.secret_ref))
-        if _with_policy(wanted, spec.policy) != known:
+        if _changeable(spec) != _changeable(known.spec):
             message = (
                 f"{spec.lora_id!r} is registered with another policy, tenants or secret;"
                 f" PATCH /v1/adapters/{spec.lora_id} changes those"
@@ -105,10 +104,11 @@ class AdapterRegistry:
         known = self.equal_registration(spec)
         if known is not None:
             return self._fill_in(known, spec), False
-        adapter = new_adapter(spec)
+        adapter = RegisteredAdapter(spec=spec)
         with self._store.together():
             self._store.put_adapter(adapter)
-            body = spec.model_dump(mode="json", exclude_defaults=True, exclude={"lora_id"})
+            body = as_written(spec)
+            del body["lora_id"]
             self._store.record("adapter_registered", spec.lora_id, body, actor)
         return adapter, True
 
@@ -122,13 +122,10 @@ class AdapterRegistry:
             self.register(spec, actor)
             return
         _require_same(known, spec)
-        whole = AdapterPatch(
-            policy=AdapterPolicy(**spec.policy.model_dump()), tenants=spec.tenants, secret_ref=spec.secret_ref
-        )
-        self._patched(known, whole)  # raises before anything is written
+        changed = replace(known.spec, **_changeable(spec))
+        self._require_bounds(known.spec, changed)  # before anything is written
         with self._store.together():
-            self._fill_in(known, spec)
-            self.patch_adapter(spec.lora_id, whole, actor)
+            self._change(self._fill_in(known, spec), changed, actor)
 
     def adopt(self, adapter: RegisteredAdapter, actor: str = NOBODY, *, replaces: str | None = None) -> None:
         """Register an orphan with all that its agent has reported, and record it in the history. Nothing is loaded.
@@ -145,49 +142,56 @@ class AdapterRegistry:
                 self._store.put_tombstone(foreign_key(replaces), adapter.digest or "")
             if not is_registered:
                 self._store.put_adapter(adapter)
-            kept = ("source", "base_model", "digest", "tenants")
-            body = {name: getattr(adapter, name) for name in kept}
+            body = {name: getattr(adapter, name) for name in ("source", "base_model", "digest", "tenants")}
             self._store.record("adapter_adopted", adapter.lora_id, body, actor)
 
     def _fill_in(self, known: RegisteredAdapter, spec: AdapterSpec) -> RegisteredAdapter:
         """Store digest and base model from the spec where the registration has none, and drop the failures then."""
-        filled = replace(known, digest=known.digest or spec.digest, base_model=known.base_model or spec.base_model)
+        filled = known.with_spec(digest=known.digest or spec.digest, base_model=known.base_model or spec.base_model)
         if filled != known:
             self._store.put_adapter(filled)
             self._forget_failures(known.lora_id)
         return filled
 
     def patch_adapter(
-        self, lora_id: str, patch: AdapterPatch, actor: str = NOBODY, *, if_match: str | None = None
+        self, lora_id: str, changes: Mapping[str, Any], actor: str = NOBODY, *, if_match: str | None = None
     ) -> RegisteredAdapter:
-        """Store the fields that the patch names, with a history entry; a new secret also drops the adapter's failures.
+        """Store the changes of the spec, with a history entry; a new secret also drops the adapter's failures.
 
         Raises NotFound, PreconditionFailed, OrchestratorRequestError.
         """
         before = self.adapter(lora_id)
         _require_match(if_match, self.adapter_etag(before), f"adapter {lora_id!r}")
-        adapter = self._patched(before, patch)
+        spec = changed_spec(before.spec, changes)
+        self._require_bounds(before.spec, spec)
+        return self._change(before, spec, actor)
+
+    def _change(self, before: RegisteredAdapter, spec: AdapterSpec, actor: str) -> RegisteredAdapter:
+        """Store the adapter with this spec; returns it."""
+        adapter = before.with_spec(**_changeable(spec))
         if adapter != before:
             with self._store.together():
                 self._store.put_adapter(adapter)
-                self._store.record("adapter_changed", lora_id, _changed_fields(asdict(before), asdict(adapter)), actor)
+                changed = _changed_fields(changeable_fields(before.spec), changeable_fields(spec))
+                self._store.record("adapter_changed", spec.lora_id, changed, actor)
         if adapter.secret != before.secret:
-            self._forget_failures(lora_id)
+            self._forget_failures(spec.lora_id)
         return adapter
 
-    def _patched(self, before: RegisteredAdapter, patch: AdapterPatch) -> RegisteredAdapter:
-        """The adapter with the fields that the patch names. Raises OrchestratorRequestError."""
-        adapter = before
-        if patch.policy is not None:
-            for name in patch.policy.model_fields_set:
-                adapter = replace(adapter, **{name: getattr(patch.policy, name)})
-        if "tenants" in patch.model_fields_set:
-            adapter = replace(adapter, tenants=_sorted_tenants(patch.tenants))
-        if "secret_ref" in patch.model_fields_set:
-            adapter = replace(adapter, secret=_secret_text(patch.secret_ref))
-        if (adapter.min_replicas, adapter.max_replicas) != (before.min_replicas, before.max_replicas):
-            _check_bounds(adapter, self._store.rules)
-        return adapter
+    def _require_bounds(self, before: AdapterSpec, after: AdapterSpec) -> None:
+        """Raise OrchestratorRequestError where a change of replicas does not fit the global policy's other bound."""
+        own, was, rules = after.policy, before.policy, self._store.rules
+        if (own.min_replicas, own.max_replicas) == (was.min_replicas, was.max_replicas) or (
+            own.min_replicas is None and own.max_replicas is None
+        ):
+            return
+        try:
+            require_bounds(
+                rules.min_replicas if own.min_replicas is None else own.min_replicas,
+                rules.max_replicas if own.max_replicas is None else own.max_replicas,
+            )
+        except ValueError as exc:
+            raise OrchestratorRequestError(str(exc), param="policy.min_replicas") from exc
 
     def delete_adapter(self, lora_id: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
         """Mark the adapter as deleting, with a history entry, unless it is; dropped when no worker holds it any more.
@@ -221,7 +225,7 @@ class AdapterRegistry:
     @staticmethod
     def adapter_etag(adapter: RegisteredAdapter) -> str:
         """ETag of the fields that callers may change; reports of agents do not change it."""
-        return _etag([adapter.lora_id, adapter.source, adapter.tenants, adapter.secret, asdict_policy(adapter)])
+        return _etag([adapter.lora_id, adapter.source, changeable_fields(adapter.spec)])
 
     def put_alias(self, name: str, spec: AliasSpec, actor: str = NOBODY, *, if_match: str | None = None) -> bool:
         """Create or change an alias; returns whether it is new. A known alias shifts when the targets are placed.
@@ -407,25 +411,37 @@ def _require_same(known: RegisteredAdapter, spec: AdapterSpec) -> None:
             )
 
 
-_BOUNDS = "min_replicas {} is above max_replicas {}"
+def spec_of(written: Mapping[str, Any]) -> AdapterSpec:
+    """The spec that somebody wrote. Raises OrchestratorRequestError."""
+    try:
+        spec: AdapterSpec = reader_of(AdapterSpec).validate_python(written)
+    except ValidationError as exc:
+        raise _request_error(exc) from exc
+    return spec
 
 
-def new_adapter(spec: AdapterSpec) -> RegisteredAdapter:
-    """The adapter that a spec describes, not inspected yet. Raises OrchestratorRequestError for its replica bounds."""
-    adapter = RegisteredAdapter(
-        lora_id=spec.lora_id,
-        source=spec.source,
-        base_model=spec.base_model,
-        digest=spec.digest,
-        tenants=_sorted_tenants(spec.tenants),
-        secret=_secret_text(spec.secret_ref),
-    )
-    return _with_policy(adapter, spec.policy)
+def changed_spec(spec: AdapterSpec, changes: Mapping[str, Any]) -> AdapterSpec:
+    """The spec with these changes. Raises OrchestratorRequestError where they do not fit each other."""
+    try:
+        return with_changes(spec, changes)
+    except ValidationError as exc:
+        raise _request_error(exc) from exc
 
 
-def policy_of(adapter: RegisteredAdapter) -> AdapterPolicy:
-    """An adapter's own policy as wire model."""
-    return AdapterPolicy.model_validate(asdict_policy(adapter))
+def changeable_fields(spec: AdapterSpec) -> dict[str, Any]:
+    """field -> value of what may change, with those of the policy beside them, as the history shows them."""
+    return asdict(spec.policy) | {"tenants": spec.tenants, "secret_ref": spec.secret_ref and str(spec.secret_ref)}
+
+
+def _changeable(spec: AdapterSpec) -> dict[str, Any]:
+    """field of the spec -> value of what may change."""
+    return {name: getattr(spec, name) for name in CHANGEABLE}
+
+
+def _request_error(found: ValidationError) -> OrchestratorRequestError:
+    """What is wrong with a body, by pydantic's findings."""
+    where = ".".join(map(str, found.errors()[0]["loc"]))
+    return OrchestratorRequestError(validation_message(found.errors()), param=where or None)
 
 
 def changed_policy(rules: PlacementPolicy, changes: Mapping[str, Any]) -> PlacementPolicy:
@@ -434,11 +450,6 @@ def changed_policy(rules: PlacementPolicy, changes: Mapping[str, Any]) -> Placem
         return with_changes(rules, changes)
     except ValidationError as exc:
         raise OrchestratorRequestError(validation_message(exc.errors()), param="policy") from exc
-
-
-def asdict_policy(adapter: RegisteredAdapter) -> dict[str, Any]:
-    """field -> value of the adapter's own policy."""
-    return {name: getattr(adapter, name) for name in AdapterPolicy.model_fields}
 
 
 def _etag(value: object) -> str:
@@ -461,32 +472,6 @@ def _require_match(if_match: str | None, etag: str | None, subject: str) -> None
 def _changed_fields(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
     """field -> [before, after], of the fields that differ."""
     return {name: [before[name], after[name]] for name in after if before[name] != after[name]}
-
-
-def _with_policy(adapter: RegisteredAdapter, policy: AdapterPolicy) -> RegisteredAdapter:
-    """The adapter with this policy. Raises OrchestratorRequestError when its minimum is above its maximum."""
-    adapter = replace(adapter, **{name: getattr(policy, name) for name in AdapterPolicy.model_fields})
-    _check_bounds(adapter, None)
-    return adapter
-
-
-def _check_bounds(adapter: RegisteredAdapter, rules: PlacementPolicy | None) -> None:
-    """Raise OrchestratorRequestError when the adapter's minimum of replicas is above its maximum."""
-    least = adapter.min_replicas if adapter.min_replicas is not None or rules is None else rules.min_replicas
-    most = adapter.max_replicas if adapter.max_replicas is not None or rules is None else rules.max_replicas
-    is_own = adapter.min_replicas is not None or adapter.max_replicas is not None
-    if is_own and least is not None and most is not None and least > most:
-        raise OrchestratorRequestError(_BOUNDS.format(least, most), param="policy.min_replicas")
-
-
-def _secret_text(ref: SecretRef | None) -> str | None:
-    """The stored form of a secret reference, `name/key`; None without one."""
-    return None if ref is None else str(ref)
-
-
-def _sorted_tenants(tenants: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """The tenants sorted, each once; None for all tenants."""
-    return None if tenants is None else tuple(sorted(set(tenants)))
 
 
 def _next_version(lora_id: str) -> str:

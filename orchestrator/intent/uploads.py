@@ -34,8 +34,7 @@ from orchestrator.core.errors import (
     WorkerFailed,
 )
 from orchestrator.intent.registry import AdapterRegistry
-from orchestrator.model.adapters import AdapterSpec
-from orchestrator.model.snapshot import RegisteredAdapter
+from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
 from orchestrator.reconcile.actor import with_manifest
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.file_copies import FileRelay

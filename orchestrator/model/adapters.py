@@ -1,263 +1,130 @@
-"""Adapters: as people register them, and as REST shows them."""
+"""An adapter: what is written of it, and what is stored once it is registered."""
 
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
-from pydantic import AliasChoices, FailFast, Field, model_validator
+from annotated_types import MaxLen, MinLen
 
-from orchestrator.model.documents import WIRE, ServiceDocument, WrittenDocument
-from orchestrator.model.names import LoraId
-from orchestrator.model.policy import Loading
-from workers.wire import AdapterEffectState, IgnoredModules, ReceivedFile
-
-AdapterState = Literal["registered", "inspecting", "loading", "ready", "failed", "deleting"]
-
+from orchestrator.model.names import RESOURCE, LoraId, Pattern
+from orchestrator.model.policy import AdapterPolicy
 
 WITH_SECRETS = ("hf://", "https://")
 
+Digest = Annotated[str, Pattern(r"^[0-9a-f]{64}$")]
+"""Of an adapter's bytes, in hexadecimal digits."""
 
-class SecretRef(WrittenDocument):
-    """A key of a Secret that workers have mounted (`secrets_dir`). The orchestrator never reads its value."""
-
-    name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")
-    key: str = Field(pattern=r"^[-_a-zA-Z0-9][-._a-zA-Z0-9]{0,252}$")
-
-    def __str__(self) -> str:
-        """The stored form `name/key`."""
-        return f"{self.name}/{self.key}"
-
-    @classmethod
-    def of(cls, text: str | None) -> "SecretRef | None":
-        """The reference in its stored form `name/key`; None for no text."""
-        name, _, key = (text or "").partition("/")
-        return cls(name=name, key=key) if name else None
-
-
-Secret = Annotated[
-    SecretRef | None,
-    Field(
-        default=None,
-        validation_alias=AliasChoices("secret_ref", "secretRef"),
-        description="reference to the credentials for `source`; the Secret's key `sources` lists their sources",
-    ),
-]
-
-
-Tenants = Annotated[
-    tuple[Annotated[str, Field(max_length=100)], ...] | None,
-    Field(max_length=1000, description="tenants that may use it; null: everyone"),
-]
+Tenants = Annotated[tuple[Annotated[str, MaxLen(100)], ...], MaxLen(1000)]
 """At most 1000: a Kubernetes object must have room for them twice, in its text and in its record."""
 
 
-class AdapterPolicy(WrittenDocument):
-    """The placement policy of one adapter; None: the global policy's value."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecretRef:
+    """A key of a Secret that workers have mounted (`secrets_dir`). The orchestrator never reads its value."""
 
-    loading: Loading | None = None
-    min_replicas: int | None = Field(default=None, ge=0)
-    max_replicas: int | None = Field(default=None, ge=1)
-    pinned: bool = False
-    priority: int = Field(default=0, ge=-1000, le=1000)
-    weight: float = Field(default=1.0, gt=0)
-    ttl_s: float | None = Field(
-        default=None, ge=0, description="unload after so many seconds without a request; 0: never; null: the policy's"
-    )
-    ignored_modules: Literal["accept", "refuse"] | None = Field(
-        default=None,
-        description="what to do where an engine ignores a part of its modules; null: the worker's setting of this name",
-    )
+    __pydantic_config__ = RESOURCE
+
+    name: Annotated[str, Pattern(r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
+    key: Annotated[str, Pattern(r"^[-_a-zA-Z0-9][-._a-zA-Z0-9]{0,252}$")]
+
+    def __str__(self) -> str:
+        """The form `name/key`, by which workers find it."""
+        return f"{self.name}/{self.key}"
 
 
-class AdapterSpec(WrittenDocument):
-    """`POST /v1/adapters`. `secretRef`, the spelling of Kubernetes, is accepted for `secret_ref`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """An adapter as it is written: `POST /v1/adapters`, a ConfigMap's text, an entry of a record or of an applied file.
+
+    The first inspection fills in the digest and the base model where nobody wrote them.
+    """
+
+    __pydantic_config__ = RESOURCE
 
     lora_id: LoraId
-    source: str = Field(min_length=1, max_length=2000)
+    source: Annotated[str, MinLen(1), MaxLen(2000)]
     base_model: str | None = None
-    digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    policy: AdapterPolicy = AdapterPolicy()
-    tenants: Tenants = None
-    secret_ref: Secret = None
+    digest: Digest | None = None
+    policy: AdapterPolicy = field(default_factory=AdapterPolicy)
+    tenants: Tenants | None = None
+    """tenants that may use it, in order; null: everyone"""
+    secret_ref: SecretRef | None = None
+    """reference to the credentials for `source`; the Secret's key `sources` lists their sources"""
 
-    @model_validator(mode="after")
-    def _secret_ref_fits_source(self) -> Self:
-        """Raises ValueError for a secret_ref unless the source is hf:// or https://."""
+    def __post_init__(self) -> None:
+        if self.tenants is not None:
+            object.__setattr__(self, "tenants", tuple(sorted(set(self.tenants))))
         if self.secret_ref is not None and not self.source.startswith(WITH_SECRETS):
             raise ValueError(f"secret_ref counts for hf:// and https:// sources, found source {self.source[:80]!r}")
-        return self
 
 
-class AdapterPatch(WrittenDocument):
-    """`PATCH /v1/adapters/{lora_id}`: the changeable fields. source, digest and base_model are immutable."""
-
-    policy: AdapterPolicy | None = None
-    tenants: Tenants = None
-    secret_ref: Secret = None
+CHANGEABLE = ("policy", "tenants", "secret_ref")
+"""Fields of `AdapterSpec` that may change once the adapter is registered."""
 
 
-class Replicas(ServiceDocument):
-    """Replicas of an adapter: desired by the placement, and ready now."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredAdapter:
+    """A registered adapter as it is stored: what is written, and what inspection found.
 
-    desired: int
-    ready: int
-
-
-class FileCopiesItem(ServiceDocument):
-    """How the files of an adapter are kept that are nowhere but in the fleet.
-
-    state    kept: as many copies as wanted; copying: more are being made; short: too few workers can keep one;
-             lost: on no disk; unknown: workers have not reported all of their files yet
-    kept_by  workers that keep them; `held_by`: that have them at the moment
-    reason   why there are too few, and what to do; "" where there are enough
+    rank, size_bytes  None until an agent has inspected it
+    pinned_source     `source` with its branch replaced by the commit that was inspected
+    quarantine        why no engine takes its bytes; None while it may be loaded
     """
 
-    wanted: int
-    state: Literal["kept", "copying", "short", "lost", "unknown"]
-    kept_by: tuple[str, ...] = ()
-    held_by: tuple[str, ...] = ()
-    reason: str = ""
-
-
-class AdapterItem(ServiceDocument):
-    """One registered adapter.
-
-    copies   null for an adapter with a source outside the fleet
-    workers  where it is ready
-    ignored_modules  modules of its file that an engine does not have: the worst of its copies; null without any
-    effect   whether it changes the engines' answers, as agents say (docs/protocol.md); the least proved of its copies
-    published_as  published name that it is a version of; null for any other adapter
-    note     what to know of a copy that is ready, with the worker's name; "" without any
-    idle_s   seconds since it was asked for last; null without a `ttl_s` or a copy, and where nobody has asked yet
-    """
-
-    lora_id: str
-    digest: str | None
-    base_model: str | None
-    rank: int | None
+    spec: AdapterSpec
+    rank: int | None = None
     size_bytes: int | None = None
-    source: str
-    state: AdapterState
-    replicas: Replicas
-    workers: tuple[str, ...]
-    policy: AdapterPolicy
-    tenants: tuple[str, ...] | None
-    secret_ref: SecretRef | None = None
-    requests_per_s: float = 0.0
-    idle_s: float | None = None
-    error: str | None = None
-    ignored_modules: IgnoredModules | None = None
-    effect: AdapterEffectState = ""
-    note: str = ""
-    published_as: str | None = None
-    copies: FileCopiesItem | None = None
+    pinned_source: str | None = None
+    quarantine: str | None = None
+    is_deleting: bool = False
 
+    @property
+    def lora_id(self) -> str:
+        return self.spec.lora_id
 
-class UploadedAdapter(AdapterItem):
-    """`PUT /v1/adapters/{lora_id}`: the adapter that the uploaded bytes are.
+    @property
+    def source(self) -> str:
+        return self.spec.source
 
-    kept_on         workers that keep its files; empty with an upload store, and where it was registered before
-    note_on_copies  what to know of that: fewer workers than `fleet_copies`, say; "" if there is nothing
-    """
+    @property
+    def base_model(self) -> str | None:
+        return self.spec.base_model
 
-    kept_on: tuple[str, ...] = ()
-    note_on_copies: str = ""
+    @property
+    def digest(self) -> str | None:
+        return self.spec.digest
 
+    @property
+    def tenants(self) -> tuple[str, ...] | None:
+        return self.spec.tenants
 
-class UploadProgress(ServiceDocument):
-    """`GET /v1/uploads/{lora_id}`, and a PUT that has brought a part: what has come, and what is missing.
+    @property
+    def policy(self) -> AdapterPolicy:
+        return self.spec.policy
 
-    missing         files that have not come whole, in the order to send them
-    received_bytes  of the first of them: the next request sends the bytes from there on
-    """
+    @property
+    def secret(self) -> str | None:
+        """name/key of the credentials for `source`, by which workers find them."""
+        return None if self.spec.secret_ref is None else str(self.spec.secret_ref)
 
-    lora_id: str
-    files: tuple[ReceivedFile, ...]
-    missing: tuple[str, ...]
-    received_bytes: int
+    @property
+    def fetched_from(self) -> str:
+        """The source that workers fetch from: the pinned one where there is one."""
+        return self.pinned_source or self.source
 
+    @property
+    def is_inspected(self) -> bool:
+        """Whether digest, rank and base model are known."""
+        return self.digest is not None and self.rank is not None and self.base_model is not None
 
-class AdapterList(ServiceDocument):
-    data: tuple[AdapterItem, ...]
-    next: str | None = None
+    def with_spec(self, **changes: Any) -> "RegisteredAdapter":
+        """The adapter with these fields of its spec."""
+        return replace(self, spec=replace(self.spec, **changes))
 
+    def with_inspection_of(self, known: "RegisteredAdapter") -> "RegisteredAdapter":
+        """The adapter with what was found in the bytes of the other one, which has the same source."""
+        named = self.with_spec(digest=known.digest, base_model=known.base_model)
+        return replace(named, rank=known.rank, size_bytes=known.size_bytes, pinned_source=known.pinned_source)
 
-class AdapterBatch(WrittenDocument):
-    """`POST /v1/adapters:batch`: each adapter is registered or refused on its own."""
-
-    adapters: tuple[AdapterSpec, ...] = Field(min_length=1, max_length=1000)
-
-
-class BatchResult(ServiceDocument):
-    """The result for one adapter: 201 registered, 200 registered already, 409 and others refused."""
-
-    lora_id: str
-    status: int
-    code: str | None = None
-    error: str | None = None
-
-
-class BatchAnswer(ServiceDocument):
-    data: tuple[BatchResult, ...]
-
-
-class OrphanItem(ServiceDocument):
-    """An adapter that workers hold and that is not registered with this digest.
-
-    problem     why it cannot be adopted
-    is_foreign  another client loaded it into the engine; `digest` is that of its files, as the worker has read them
-    """
-
-    lora_id: str
-    digest: str
-    engine_name: str
-    base_model: str
-    rank: int
-    size_bytes: int | None
-    source: str
-    workers: tuple[str, ...]
-    problem: str | None = None
-    is_foreign: bool = False
-
-
-class OrphanList(ServiceDocument):
-    data: tuple[OrphanItem, ...]
-    next: str | None = None
-
-
-class AdoptRequest(WrittenDocument):
-    """`POST /v1/orphans/adopt`. Orphans have lost their tenants with the store, so none may use them by default."""
-
-    lora_ids: tuple[str, ...] | None = Field(
-        default=None, max_length=10_000, description="orphans to adopt; null: all that can be adopted"
-    )
-    tenants: Tenants = Field(
-        default=(), description="tenants that may use them, besides operators and servers without keys; null: everyone"
-    )
-
-
-class EnsureRequest(ServiceDocument):
-    """`POST /v1/adapters/{lora_id}/ensure`. `tenants`: tenants of the waiting requests, "" for none."""
-
-    replicas: int | None = Field(default=None, ge=1)
-    wait_s: float = Field(default=0.0, ge=0, le=600)
-    tenants: Annotated[tuple[str, ...], FailFast()] = Field(
-        default=(), description="tenants of the waiting requests; default: the adapter's only tenant, if it has one"
-    )
-    wire: int = WIRE
-
-
-class EnsureAnswer(ServiceDocument):
-    """Where the adapter is ready, where it is loading, and in how many seconds it should be ready."""
-
-    lora_id: str
-    digest: str | None
-    state: AdapterState
-    ready: tuple[str, ...]
-    loading: tuple[str, ...]
-    expected_s: float | None
-    error: str | None = None
-    fits_nowhere: bool = Field(default=False, description="no worker could hold it, however empty; `error` says why")
-    retry_in_s: float | None = Field(
-        default=None, description="every worker that takes it failed to load it, as `error` says, until then"
-    )
-    progress: str | None = Field(default=None, description="how far the fetch of its files is, in words")
-    wire: int = WIRE
+    def with_policy(self, **changes: Any) -> "RegisteredAdapter":
+        """The adapter with these fields of its policy."""
+        return self.with_spec(policy=replace(self.policy, **changes))

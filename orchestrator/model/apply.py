@@ -4,8 +4,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from orchestrator.model.adapters import AdapterSpec
-from orchestrator.model.changes import Changes, PolicyChanges
+from orchestrator.model.changes import Changes, PolicyChanges, WrittenAdapter
 from orchestrator.model.served_names import DEFAULT_PLACE_S, NamedAlias, NamedPublishedSpec
 
 
@@ -20,7 +19,7 @@ PublishedChanges = Annotated[dict[str, Any], Changes(NamedPublishedSpec, named_b
 class FleetFile(_WrittenFileModel):
     """The sections of a file. A section that is missing says nothing; a field that is left out stays as it is."""
 
-    adapters: tuple[AdapterSpec, ...] | None = Field(default=None, max_length=20_000)
+    adapters: tuple[WrittenAdapter, ...] | None = Field(default=None, max_length=20_000)
     aliases: tuple[NamedAlias, ...] | None = Field(default=None, max_length=20_000)
     published: tuple[PublishedChanges, ...] | None = Field(default=None, max_length=20_000)
     policy: PolicyChanges | None = None

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from orchestrator.model.adapters import AdapterState
+from orchestrator.model.adapter_documents import AdapterState
 from orchestrator.model.documents import WIRE, ServiceDocument
 from orchestrator.model.pauses import CatalogPause
 from orchestrator.model.served_names import Targets

@@ -1,13 +1,15 @@
 """Placements, plans, and what-if questions."""
 
-from typing import Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from orchestrator.model.adapters import AdapterPolicy, AdapterSpec
-from orchestrator.model.changes import PolicyChanges
+from orchestrator.model.adapters import AdapterSpec
+from orchestrator.model.changes import Changes, PolicyChanges
 from orchestrator.model.documents import ServiceDocument, WrittenDocument
 from orchestrator.model.names import LoraId
+from orchestrator.model.policy import AdapterPolicy
 
 
 class PlacementItem(ServiceDocument):
@@ -51,11 +53,15 @@ class MoreWorkers(WrittenDocument):
     count: int = Field(default=1, ge=1, le=1000)
 
 
+_OwnPolicy = Annotated[dict[str, Any], Changes(AdapterPolicy)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SupposedAdapter(AdapterSpec):
     """An adapter that is not registered. Rank and size default to the median of the registered ones."""
 
-    rank: int | None = Field(default=None, ge=1, le=1024)
-    size_bytes: int | None = Field(default=None, ge=0, le=1 << 50)
+    rank: Annotated[int, Field(ge=1, le=1024)] | None = None
+    size_bytes: Annotated[int, Field(ge=0, le=1 << 50)] | None = None
 
 
 class PlanRequest(WrittenDocument):
@@ -65,7 +71,7 @@ class PlanRequest(WrittenDocument):
     workers_gone: tuple[str, ...] = Field(default=(), max_length=10_000)
     workers_more: tuple[MoreWorkers, ...] = Field(default=(), max_length=100)
     policy: PolicyChanges = Field(default={}, description="changed fields of the global policy")
-    adapter_policies: dict[LoraId, AdapterPolicy] = Field(default={}, max_length=10_000)
+    adapter_policies: dict[LoraId, _OwnPolicy] = Field(default={}, max_length=10_000)
     adapters: tuple[SupposedAdapter, ...] = Field(
         default=(), max_length=1000, description="adapters registered in addition"
     )

@@ -11,6 +11,28 @@ Loading = Literal["lazy", "eager", "weighted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPolicy:
+    """The placement policy of one adapter; None: the global policy's value."""
+
+    __pydantic_config__ = RESOURCE
+
+    loading: Loading | None = None
+    min_replicas: Annotated[int, Ge(0)] | None = None
+    max_replicas: Annotated[int, Ge(1)] | None = None
+    pinned: bool = False
+    priority: Annotated[int, Ge(-1000), Le(1000)] = 0
+    weight: Annotated[float, Gt(0)] = 1.0
+    ttl_s: Annotated[float, Ge(0)] | None = None
+    """unload after so many seconds without a request; 0: never; null: the policy's"""
+    ignored_modules: Literal["accept", "refuse"] | None = None
+    """what to do where an engine ignores a part of its modules; null: the worker's setting of this name"""
+
+    def __post_init__(self) -> None:
+        if self.min_replicas is not None and self.max_replicas is not None:
+            require_bounds(self.min_replicas, self.max_replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPolicy:
     """The global placement policy. `reserve_slots` of each worker stay free for moves."""
 

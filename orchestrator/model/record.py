@@ -2,34 +2,14 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from orchestrator.model.adapters import WITH_SECRETS, AdapterPolicy, Secret, Tenants
-from orchestrator.model.changes import Changes, reader_of
+from orchestrator.model.adapters import WITH_SECRETS
+from orchestrator.model.changes import Changes, RecordedAdapter, reader_of
 from orchestrator.model.documents import WIRE, ServiceDocument, WrittenDocument
-from orchestrator.model.names import LoraId, checked_published_name
+from orchestrator.model.names import checked_published_name
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import AliasSpec, ServedName
-
-
-class RecordedAdapter(ServiceDocument):
-    """An adapter in a fleet's record. `source`: the immutable reference that workers fetch from there."""
-
-    lora_id: LoraId
-    source: str = Field(min_length=1, max_length=2000)
-    base_model: str | None = None
-    digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    rank: int | None = None
-    size_bytes: int | None = None
-    policy: AdapterPolicy = AdapterPolicy()
-    tenants: Tenants = None
-    secret_ref: Secret = None
-
-    @field_validator("policy", mode="before")
-    @classmethod
-    def _drops_unknown_fields(cls, policy: object) -> object:
-        """The policy's fields that this version knows: the record may be that of a newer fleet."""
-        return known_fields(policy, AdapterPolicy)
 
 
 class FleetRecord(ServiceDocument):
@@ -49,13 +29,6 @@ class FleetRecord(ServiceDocument):
     def _reads_names_leniently(cls, names: object) -> object:
         """The names without fields that this version does not know: the record may be that of a newer fleet."""
         return reader_of(tuple[ServedName, ...]).validate_python(names, extra="ignore")
-
-
-def known_fields(value: object, model: type[BaseModel]) -> object:
-    """The value without keys that the model does not have, if it is a mapping."""
-    if not isinstance(value, dict):
-        return value
-    return {name: found for name, found in value.items() if name in model.model_fields}
 
 
 RecordPart = Literal["adapters", "aliases", "policy"]
@@ -87,9 +60,9 @@ class ImportRequest(WrittenDocument):
             if name.published is not None:
                 checked_published_name(name.name)
         for adapter in self.record.adapters:
-            if adapter.secret_ref is not None and not adapter.source.startswith(WITH_SECRETS):
-                raise ValueError(f"{adapter.lora_id}: secret_ref counts for hf:// and https:// sources")
-        for rows in ([each.lora_id for each in self.record.adapters], [each.name for each in self.record.names]):
+            if adapter.get("secret_ref") is not None and not adapter["source"].startswith(WITH_SECRETS):
+                raise ValueError(f"{adapter['lora_id']}: secret_ref counts for hf:// and https:// sources")
+        for rows in ([each["lora_id"] for each in self.record.adapters], [each.name for each in self.record.names]):
             if len(set(rows)) < len(rows):
                 twice = next(name for name in rows if rows.count(name) > 1)
                 raise ValueError(f"{twice!r} is in the record twice; expected once")

@@ -9,6 +9,7 @@ from math import inf
 from typing import Literal
 
 from lorafleet.identity import lora_id_of
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.served_names import is_retired_version
 
 Pair = tuple[str, str]
@@ -20,46 +21,6 @@ UNREACHABLE = frozenset({"unmanaged", "lost"})
 """Worker states in which its agent does not answer."""
 OCCUPYING = frozenset({"loading", "ready", "draining"})
 """Adapter states in which the adapter takes one of the worker's slots."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredAdapter:
-    """One registered adapter. digest, rank and size_bytes are None until an agent has inspected it.
-
-    secret         name/key of the credentials for `source`; workers have them in a file
-    pinned_source  `source` with its branch replaced by the commit that was inspected
-    quarantine     why no engine takes its bytes; None while it may be loaded
-    """
-
-    lora_id: str
-    source: str
-    base_model: str | None = None
-    digest: str | None = None
-    rank: int | None = None
-    size_bytes: int | None = None
-    loading: str | None = None
-    min_replicas: int | None = None
-    max_replicas: int | None = None
-    pinned: bool = False
-    priority: int = 0
-    weight: float = 1.0
-    ttl_s: float | None = None
-    ignored_modules: Literal["accept", "refuse"] | None = None
-    tenants: tuple[str, ...] | None = None
-    secret: str | None = None
-    pinned_source: str | None = None
-    quarantine: str | None = None
-    is_deleting: bool = False
-
-    @property
-    def fetched_from(self) -> str:
-        """The source that workers fetch from: the pinned one where there is one."""
-        return self.pinned_source or self.source
-
-    @property
-    def is_inspected(self) -> bool:
-        """Whether digest, rank and base model are known."""
-        return self.digest is not None and self.rank is not None and self.base_model is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

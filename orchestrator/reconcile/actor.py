@@ -21,7 +21,8 @@ from orchestrator.core.errors import (
 )
 from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, MOST_TRIED, SOURCE_CODES, failure_scope
 from orchestrator.core.plan import AdapterDrain, WorkerAction
-from orchestrator.model.snapshot import RegisteredAdapter, ReportedAdapter, lora_id_of_held
+from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.snapshot import ReportedAdapter, lora_id_of_held
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
 from orchestrator.reconcile.queries import FleetQueries
@@ -263,9 +264,7 @@ class ActionRunner:
             and _inspect_request_for(current) == _inspect_request_for(adapter)
         ):
             # Compared with the present row, so that a policy changed meanwhile is not overwritten.
-            self._context.store.compare_and_set(
-                current, replace(current, **{name: getattr(known, name) for name in _MANIFEST_FIELDS})
-            )
+            self._context.store.compare_and_set(current, current.with_inspection_of(known))
             self._context.catalog.emit_event("adapter_inspected", lora_id=action.lora_id, worker_id=action.worker_id)
 
     async def forbidden_source_reason(self, source: str, worker_ids: Sequence[str]) -> InvalidAdapter | None:
@@ -310,7 +309,7 @@ class ActionRunner:
             evict=evicted,
             from_fleet=True,
             neighbours=self._agent_urls(action.neighbours),
-            ignored_modules=adapter.ignored_modules,
+            ignored_modules=adapter.policy.ignored_modules,
         )
         url, timeout_s = self._agent_url(action.worker_id), self._context.settings.load_timeout_s
         lora, at = await self._context.agents.load(url, ask, timeout_s=timeout_s)
@@ -509,9 +508,6 @@ def _inspect_request_for(adapter: RegisteredAdapter) -> InspectRequest:
     )
 
 
-_MANIFEST_FIELDS = ("digest", "rank", "base_model", "size_bytes", "pinned_source")
-
-
 def with_manifest(adapter: RegisteredAdapter, found: WorkerAdapter) -> RegisteredAdapter:
     """The adapter with what an agent found. Raises InvalidAdapter when the registered digest is another."""
     if adapter.digest is not None and found.digest != adapter.digest:
@@ -519,12 +515,10 @@ def with_manifest(adapter: RegisteredAdapter, found: WorkerAdapter) -> Registere
             f"{adapter.source} has digest {found.digest}, expected {adapter.digest}; bytes under a lora_id never change"
         )
         raise InvalidAdapter(f"{message}: register the new ones under a new lora_id", code="digest_mismatch")
-    base_model = adapter.base_model or found.base_model
+    named = adapter.with_spec(digest=found.digest, base_model=adapter.base_model or found.base_model)
     return replace(
-        adapter,
-        digest=found.digest,
+        named,
         rank=found.rank,
-        base_model=base_model,
         size_bytes=found.size_bytes or None,
         pinned_source=found.pinned_source if _is_pin(found.pinned_source, adapter.source) else None,
     )

@@ -11,9 +11,9 @@ from typing import Literal
 from lorafleet.service.numbered_log import NumberedLog
 from lorafleet.service.times import utc_text
 from orchestrator.core.errors import EventsExpired
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogAlias, CatalogWorker, Draining, FleetEvent
 from orchestrator.model.pauses import CatalogPause
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 
 _Kind = Literal["adapter", "alias"]
@@ -125,7 +125,7 @@ class CatalogBook:
                     "tenants": adapter.tenants,
                     "state": state,
                     "error": error,
-                    "priority": adapter.priority,
+                    "priority": adapter.policy.priority,
                     "secret": adapter.secret,
                     "published_as": self._store.published_as(lora_id),
                 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.failures import failure_everywhere
 from orchestrator.core.placement.load_time import load_figures, load_s
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.catalog import CatalogWorker, Draining
 from orchestrator.model.pauses import CatalogPause
 from orchestrator.model.snapshot import (
@@ -17,7 +18,6 @@ from orchestrator.model.snapshot import (
     LoadFigures,
     ObservedFleet,
     PlannedLoad,
-    RegisteredAdapter,
 )
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.worker_reports import KnownWorker, is_warming, serving_adapters, worker_state

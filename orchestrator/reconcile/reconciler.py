@@ -240,7 +240,7 @@ class Reconciler:
     def allowed_replicas(self, lora_id: str, replicas: int) -> int:
         """The requested replicas, limited to the maximum of the policy."""
         adapter = self.store.adapters.get(lora_id)
-        most = None if adapter is None else adapter.max_replicas
+        most = None if adapter is None else adapter.policy.max_replicas
         return min(replicas, self.store.rules.max_replicas if most is None else most)
 
     def router_in_flight(self, worker_id: str) -> int:

@@ -34,6 +34,7 @@ from orchestrator.core.rollout import (
     resumed_rollout,
     with_last_step,
 )
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.served_names import (
     AliasTarget,
     NameVersion,
@@ -45,7 +46,7 @@ from orchestrator.model.served_names import (
     Targets,
     weight_pairs,
 )
-from orchestrator.model.snapshot import DemandSnapshot, Intent, ObservedWorker, RegisteredAdapter
+from orchestrator.model.snapshot import DemandSnapshot, Intent, ObservedWorker
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.store.store import NOBODY, IntentStore
@@ -374,7 +375,7 @@ class NameMover:
 
     def _max_replicas(self, adapter: RegisteredAdapter) -> int:
         """The adapter's own maximum of replicas, else the policy's."""
-        return self._store.rules.max_replicas if adapter.max_replicas is None else adapter.max_replicas
+        return self._store.rules.max_replicas if adapter.policy.max_replicas is None else adapter.policy.max_replicas
 
     def _unusable_reason(self, lora_id: str) -> str | None:
         """Why routers refuse requests for the adapter; None when they do not."""
@@ -388,11 +389,11 @@ class NameMover:
 
         Unchanged if its own or the policy's minimum is as high.
         """
-        loading = adapter.loading or self._store.rules.loading
+        loading = adapter.policy.loading or self._store.rules.loading
         own = self._store.rules.min_replicas if loading != "lazy" else 0
-        own = own if adapter.min_replicas is None else adapter.min_replicas
+        own = own if adapter.policy.min_replicas is None else adapter.policy.min_replicas
         least = min(least, self._max_replicas(adapter))
-        return replace(adapter, min_replicas=least) if least > own else adapter
+        return adapter.with_policy(min_replicas=least) if least > own else adapter
 
 
 class VersionRetention:

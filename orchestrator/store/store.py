@@ -13,10 +13,11 @@ from typing import Any, TypeVar, cast
 from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
 from orchestrator.core.pauses import PauseLease
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.history import HistoryEntry
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import Publication, ServedName, Targets, is_retired_version
-from orchestrator.model.snapshot import Intent, RegisteredAdapter, WorkerIntent
+from orchestrator.model.snapshot import Intent, WorkerIntent
 from orchestrator.store.backend import StoreBackend
 from orchestrator.store.sqlite import SqliteBackend
 from orchestrator.store.tables import (

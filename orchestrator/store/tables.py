@@ -11,9 +11,10 @@ import msgspec
 from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 
 from orchestrator.core.pauses import PauseLease
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import ServedName
-from orchestrator.model.snapshot import RegisteredAdapter, WorkerIntent
+from orchestrator.model.snapshot import WorkerIntent
 
 R = TypeVar("R")
 

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 
 from lorafleet.identity import rendezvous_order
 from lorafleet.service.loops import run_watched
-from orchestrator.model.adapters import EnsureAnswer, EnsureRequest
+from orchestrator.model.adapter_documents import EnsureAnswer, EnsureRequest
 from router.core.errors import (
     AdapterFailed,
     ColdStartTimeout,

@@ -6,7 +6,6 @@ import pytest
 import yaml
 
 from orchestrator.configmaps.objects import STATUS
-from orchestrator.model.adapters import AdapterPatch
 from orchestrator.model.served_names import AliasSpec, AliasTarget
 from tests.helm.rendering import CHART, RELEASE
 from tests.kube.api import connected
@@ -54,7 +53,7 @@ async def test_a_change_over_rest_is_in_no_upgrades_way_and_outlives_those_that_
     await instance.store.wait_durable()
     text = (await the_object(kube))["data"]["adapter.yaml"]
 
-    instance.registry.patch_adapter("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
+    instance.registry.patch_adapter("sql/v1", {"policy": {"min_replicas": 5}}, "me")
     await instance.store.wait_durable()
     found = await the_object(kube)
     assert found["data"]["adapter.yaml"] == text
@@ -64,13 +63,13 @@ async def test_a_change_over_rest_is_in_no_upgrades_way_and_outlives_those_that_
     assert managers == {"helm", "lorafleet"}
 
     await upgrade("upgrade", [*ADAPTERS])
-    assert adapter(instance).min_replicas == 5
+    assert adapter(instance).policy.min_replicas == 5
     await instances.close(instance)
     again = await instances.lead()
-    assert (adapter(again).min_replicas, adapter(again).tenants) == (5, ("acme",))
+    assert (adapter(again).policy.min_replicas, adapter(again).tenants) == (5, ("acme",))
 
     await upgrade("upgrade", [ADAPTERS[0] | {"policy": {"min_replicas": 3}}])
-    await until(lambda: adapter(again).min_replicas == 3)
+    await until(lambda: adapter(again).policy.min_replicas == 3)
     await again.store.wait_durable()
     assert (await the_object(kube))["metadata"]["annotations"][STATUS] == "accepted"
 
@@ -91,7 +90,7 @@ async def test_what_is_deleted_over_rest_and_stays_in_the_values_comes_back_with
 async def test_a_backup_that_is_put_back_takes_no_field_from_the_release(upgrade, release, instance, kube, tmp_path):
     await upgrade("install")
     await until(lambda: "sql/v1" in instance.store.adapters)
-    instance.registry.patch_adapter("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
+    instance.registry.patch_adapter("sql/v1", {"policy": {"min_replicas": 5}}, "me")
     await instance.store.wait_durable()
     before = await the_object(kube)
     instance.store.backup(tmp_path / "backup.json")
@@ -103,7 +102,7 @@ async def test_a_backup_that_is_put_back_takes_no_field_from_the_release(upgrade
     await release.kubectl("apply", "-f", str(tmp_path / "backup.json"))
     assert (await the_object(kube))["data"] == before["data"]
     await upgrade("upgrade", [ADAPTERS[0] | {"policy": {"min_replicas": 3}}])
-    await until(lambda: adapter(instance).min_replicas == 3)
+    await until(lambda: adapter(instance).policy.min_replicas == 3)
 
 
 async def test_a_text_that_is_applied_on_the_server_stays_its_owners(release, instance, manifests):

@@ -13,7 +13,7 @@ from docs.chart_schema import SERVICES
 from lorafleet.keys.auth import ApiKeys
 from lorafleet.keys.key_files import hash_key
 from lorafleet.service.settings import load
-from orchestrator.model.adapters import AdapterSpec
+from orchestrator.configmaps.objects import parse_declared
 from tests.helm.rendering import helm_template, manifests, of_kind
 from tests.helm.test_monitoring import known
 from tests.helm.test_settings import environment
@@ -56,7 +56,7 @@ def test_values_that_it_shows_are_values_of_the_chart(tmp_path, having):
 def test_its_adapter_is_one_and_belongs_to_the_release_that_it_installs():
     shown = yaml.safe_load(block("yaml", "name: sql-expert-v1"))
     made = [item for item in of_kind("everything", "ConfigMap") if "adapter.yaml" in item["data"]]
-    names = [AdapterSpec(**yaml.safe_load(item["data"]["adapter.yaml"])).lora_id for item in (shown, *made)]
+    names = [parse_declared(item, "adapter").lora_id for item in (shown, *made)]
     assert names == ["sql-expert/v1", "sql-expert/v1", "legal/v2"]
     for item in (shown, *made):
         assert item["metadata"]["labels"]["lorafleet.io/kind"] == "adapter"

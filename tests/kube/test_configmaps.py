@@ -1,18 +1,18 @@
 """Intent that people write as ConfigMaps: accepted and refused edits, statuses, Events and deletions."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import yaml
 
 from orchestrator.configmaps.objects import FLEET, KIND, RECORD, adapter_object_name, alias_object_name
 from orchestrator.core.errors import StateConflict
-from orchestrator.model.adapters import AdapterPatch, AdapterSpec
+from orchestrator.model.adapters import AdapterSpec, SecretRef
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import AliasTarget, NameVersion, Publication, ServedName
 from tests.kube.stores import FLEET as FLEET_NAME
 from tests.patience import until
+from tests.registered import changed
 
 SQL = {"lora_id": "sql/v1", "source": "hf://acme/sql"}
 
@@ -26,7 +26,7 @@ async def test_an_applied_manifest_registers_an_adapter_and_keeps_its_text(insta
     await manifests.apply("my-sql", None, text=text)
     await until(has(instance, "sql/v1"))
     adapter = instance.store.adapters["sql/v1"]
-    assert (adapter.source, adapter.min_replicas, adapter.pinned, adapter.tenants) == (
+    assert (adapter.source, adapter.policy.min_replicas, adapter.policy.pinned, adapter.tenants) == (
         "hf://acme/sql",
         2,
         True,
@@ -46,7 +46,7 @@ async def test_inspection_results_are_written_to_annotations_that_apply_leaves_a
     await instance.store.wait_durable()
     now = await manifests.get("my-sql")
     assert now["data"] == found["data"]
-    assert json.loads(now["metadata"]["annotations"][RECORD])["row"]["digest"] == "d" * 64
+    assert json.loads(now["metadata"]["annotations"][RECORD])["row"]["spec"]["digest"] == "d" * 64
     assert await manifests.status("my-sql") == "accepted, and verified"
     await manifests.apply("my-sql", SQL | {"tenants": ["acme"]})
     await until(lambda: instance.store.adapters["sql/v1"].tenants)
@@ -57,16 +57,16 @@ async def test_inspection_results_are_written_to_annotations_that_apply_leaves_a
 
 
 def _inspected(adapter):
-    return replace(adapter, digest="d" * 64, rank=8, base_model="tiny", size_bytes=7)
+    return changed(adapter, digest="d" * 64, rank=8, base_model="tiny", size_bytes=7)
 
 
 async def test_an_edit_changes_policy_and_tenants_and_missing_fields_take_defaults(instance, manifests):
     await manifests.apply("my-sql", SQL | {"policy": {"min_replicas": 2, "priority": 7}, "tenants": ["a"]})
     await until(has(instance, "sql/v1"))
     await manifests.apply("my-sql", SQL | {"policy": {"priority": 8}})
-    await until(lambda: instance.store.adapters["sql/v1"].priority == 8)
+    await until(lambda: instance.store.adapters["sql/v1"].policy.priority == 8)
     adapter = instance.store.adapters["sql/v1"]
-    assert (adapter.min_replicas, adapter.tenants) == (None, None)
+    assert (adapter.policy.min_replicas, adapter.tenants) == (None, None)
 
 
 async def test_another_digest_under_a_registered_name_is_refused(instance, instances, manifests):
@@ -314,9 +314,7 @@ async def test_registrations_and_changes_over_rest_are_written_to_the_object(ins
     name = adapter_object_name("legal/v2")
     assert name.startswith("lora-")
     assert (await manifests.get(name))["data"] == {"adapter.yaml": "lora_id: legal/v2\nsource: s3://b/legal\n"}
-    instance.registry.patch_adapter(
-        "legal/v2", AdapterPatch.model_validate({"policy": {"priority": 5}, "tenants": ["a"]}), "me"
-    )
+    instance.registry.patch_adapter("legal/v2", {"policy": {"priority": 5}, "tenants": ["a"]}, "me")
     await instance.store.wait_durable()
     said = yaml.safe_load((await manifests.get(name))["data"]["adapter.yaml"])
     assert said == {"lora_id": "legal/v2", "source": "s3://b/legal", "policy": {"priority": 5}, "tenants": ["a"]}
@@ -334,7 +332,7 @@ async def test_a_rest_change_never_overwrites_an_unprocessed_edit(instance, mani
     await instance.store.wait_durable()
     instance.is_leading = False  # so that the edit is not looked at
     await manifests.apply("my-sql", SQL | {"tenants": ["edited"]})
-    instance.registry.patch_adapter("sql/v1", AdapterPatch(tenants=("rest",)), "me")
+    instance.registry.patch_adapter("sql/v1", {"tenants": ("rest",)}, "me")
     with pytest.raises(StateConflict, match="ConfigMap my-sql has been changed meanwhile"):
         await instance.store.wait_durable()
     assert instance.store.adapters["sql/v1"].tenants is None
@@ -396,7 +394,7 @@ async def test_a_secret_is_referenced_and_never_read(instance, manifests, kube):
     await manifests.apply("my-sql", SQL | {"secretRef": ref})
     await until(has(instance, "sql/v1"))
     assert instance.store.adapters["sql/v1"].secret == "acme-hub/token"
-    instance.registry.register(AdapterSpec(lora_id="b/v1", source="hf://acme/b", secret_ref=ref), "me")
+    instance.registry.register(AdapterSpec(lora_id="b/v1", source="hf://acme/b", secret_ref=SecretRef(**ref)), "me")
     await instance.store.wait_durable()
     said = yaml.safe_load((await manifests.get(adapter_object_name("b/v1")))["data"]["adapter.yaml"])
     assert said["secretRef"] == ref

@@ -7,7 +7,6 @@ what the objects say.
 import asyncio
 import contextlib
 import random
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,12 +19,13 @@ from lorafleet.kube.client import connect
 from lorafleet.kube.errors import KubeError
 from orchestrator.configmaps.objects import KIND, adapter_object_name
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
-from orchestrator.model.adapters import AdapterPatch, AdapterSpec
+from orchestrator.model.adapters import AdapterSpec
 from tests.kube.conftest import KubeCluster
 from tests.kube.server import KubeServer
 from tests.kube.stores import ManifestApplier, StoreInstances
 from tests.patience import patience, until
 from tests.properties import examples
+from tests.registered import changed
 
 OBJECTS = 3
 # A step: what is done, to which object, and with which tenant in the text.
@@ -108,9 +108,7 @@ class WriteScript:
         known = self.instance.store.adapters.get(lora_id)
         goes = {None} if known is not None and known.is_deleting else set()
         after = before if before == {None} else {tenant} | goes if is_sole else before | {tenant}
-        await self._over_rest(
-            name, after, lambda registry: registry.patch_adapter(lora_id, AdapterPatch(tenants=(tenant,)))
-        )
+        await self._over_rest(name, after, lambda registry: registry.patch_adapter(lora_id, {"tenants": (tenant,)}))
 
     async def _drop_applied(self, number, _tenant):
         name = f"applied-{number}"
@@ -139,7 +137,7 @@ class WriteScript:
             if adapter.is_inspected or adapter.is_deleting:
                 continue
             with contextlib.suppress(OrchestratorUnavailable):  # a change before it was refused just now
-                store.put_adapter(replace(adapter, digest="d" * 64, rank=8, base_model="tiny", size_bytes=7))
+                store.put_adapter(changed(adapter, digest="d" * 64, rank=8, base_model="tiny", size_bytes=7))
 
     async def _end(self, _number, _tenant):
         self.end_deletions()

@@ -11,7 +11,7 @@ import yaml
 
 from orchestrator.configmaps.objects import adapter_object_name, alias_object_name
 from orchestrator.core.errors import StateConflict
-from orchestrator.model.adapters import AdapterPatch, AdapterSpec
+from orchestrator.model.adapters import AdapterSpec
 from orchestrator.model.changes import reader_of
 from orchestrator.model.served_names import NamedAlias
 from tests.patience import until
@@ -147,7 +147,7 @@ async def test_a_change_over_rest_outlives_an_edit_of_labels(slow):
     await slow.accept(_adapter("a"))
     await slow.settle()
     await slow.accept(_adapter("b"))
-    slow.instance.registry.patch_adapter("sql/v1", AdapterPatch(tenants=("rest",)), "me")
+    slow.instance.registry.patch_adapter("sql/v1", {"tenants": ("rest",)}, "me")
     slow.edit_at_once(_adapter("b"), labels={"team": "x"}, is_seen=True)
     await slow.look()
     await slow.settle()
@@ -160,7 +160,7 @@ async def test_a_change_over_rest_is_refused_after_an_edit_back_to_the_text_befo
     await slow.accept(_adapter("a"))
     await slow.settle()
     await slow.accept(_adapter("b"))
-    slow.instance.registry.patch_adapter("sql/v1", AdapterPatch(tenants=("rest",)), "me")
+    slow.instance.registry.patch_adapter("sql/v1", {"tenants": ("rest",)}, "me")
     slow.edit_at_once(_adapter("a"))
     with pytest.raises(StateConflict, match="ConfigMap it has been changed meanwhile"):
         await slow.store.wait_durable()
@@ -173,7 +173,7 @@ async def test_a_new_object_with_the_same_text_is_accepted_anew(slow):
     await slow.accept(_adapter("a"))
     await slow.settle()
     await slow.accept(_adapter("b"))
-    slow.instance.registry.patch_adapter("sql/v1", AdapterPatch(tenants=("rest",)), "me")
+    slow.instance.registry.patch_adapter("sql/v1", {"tenants": ("rest",)}, "me")
     slow.replace_at_once(_adapter("b"))
     await slow.look()
     await slow.settle()
@@ -186,7 +186,7 @@ async def test_an_edit_beside_the_rewriting_of_its_text_is_kept(slow, kube):
     await slow.accept(_adapter("a"))
     await slow.settle()
     kube.faults.hold_answers()
-    slow.instance.registry.patch_adapter("sql/v1", AdapterPatch(tenants=("rest",)), "me")
+    slow.instance.registry.patch_adapter("sql/v1", {"tenants": ("rest",)}, "me")
     await until(lambda: slow.said() == _adapter("rest") and slow.text("it", "adapter") == _adapter("rest"))
     slow.edit_at_once(_adapter("b"), is_seen=True)
     await slow.look()

@@ -11,11 +11,11 @@ from orchestrator.configmaps.objects import RECORD, adapter_object_name, alias_o
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.model.adapters import AdapterSpec
 from orchestrator.model.served_names import AliasTarget, ServedName
-from orchestrator.model.snapshot import RegisteredAdapter
 from tests.patience import patience, until, within
+from tests.registered import changed, registered
 
-SQL = RegisteredAdapter(lora_id="sql/v1", source="hf://acme/sql", digest="d" * 64, rank=8, base_model="tiny")
-PYTHON = replace(SQL, lora_id="python/v1", digest="e" * 64)
+SQL = registered("sql/v1", source="hf://acme/sql", digest="d" * 64, rank=8, base_model="tiny")
+PYTHON = changed(SQL, lora_id="python/v1", digest="e" * 64)
 
 
 def shards(cluster):
@@ -75,7 +75,7 @@ async def test_a_write_that_is_never_accepted_is_given_up_and_taken_back(instanc
     await instance.store.wait_durable()
     kube.faults.refuse(503)
     instance.store.put_adapter(SQL)
-    instance.store.put_adapter(replace(PYTHON, priority=9))
+    instance.store.put_adapter(changed(PYTHON, priority=9))
     with pytest.raises(OrchestratorUnavailable, match=f"no answer from the API server in {give_up_s:g} s") as told:
         await instance.store.wait_durable()
     assert told.value.code == "store_unreachable"
@@ -93,7 +93,7 @@ async def test_our_own_write_is_no_foreign_edit_when_the_watch_is_faster(instanc
     for number in range(2):  # made, and changed
         before = instance.backend.mirror.edition
         kube.faults.hold_answers()
-        instance.store.put_adapter(replace(SQL, priority=number))
+        instance.store.put_adapter(changed(SQL, priority=number))
         await until(lambda before=before: instance.backend.mirror.edition > before)
         kube.faults.give_answers()
         await instance.store.wait_durable()
@@ -217,7 +217,7 @@ async def test_a_forbidden_write_is_not_retried_without_end(instances, manifests
     instance = await instances.lead()
     await until(lambda: server.count("update", "/my-sql"))
     for number in range(3):
-        instance.store.put_adapter(replace(SQL, lora_id=f"a{number}/v1"))
+        instance.store.put_adapter(changed(SQL, lora_id=f"a{number}/v1"))
         await instance.store.wait_durable([("adapters", f"a{number}/v1")])
         instance.backend.mirror.add_doubt(f"nobody-{number}")
         await until(lambda: not instance.backend.mirror.doubtful)
@@ -226,7 +226,7 @@ async def test_a_forbidden_write_is_not_retried_without_end(instances, manifests
 
 
 async def test_a_caller_waiting_for_one_object_gets_no_error_of_another(instance):
-    too_large = replace(PYTHON, tenants=tuple(f"tenant-{number:07}" for number in range(80_000)))
+    too_large = changed(PYTHON, tenants=tuple(f"tenant-{number:07}" for number in range(80_000)))
     with instance.store.together():  # a batch: what is refused of it is refused to whoever asked for that alone
         instance.store.put_adapter(SQL)
         instance.store.put_adapter(too_large)
@@ -392,10 +392,10 @@ async def test_the_last_writes_of_a_leader_are_taken_over_by_the_next(instances,
     await old.store.wait_durable()
     await until(has(new, "sql/v1"))
     assert new.store.adapters["sql/v1"] == SQL
-    changed = replace(SQL, priority=5)
-    old.store.put_adapter(changed)
+    first = changed(SQL, priority=5)
+    old.store.put_adapter(first)
     await old.store.wait_durable()
-    await until(lambda: new.store.adapters["sql/v1"] == changed)
+    await until(lambda: new.store.adapters["sql/v1"] == first)
 
 
 @pytest.mark.slow

@@ -1,10 +1,9 @@
 """Failures of adapters in their objects' status and Events."""
 
-from dataclasses import replace
-
 from orchestrator.configmaps.events import KubeEvents
 from orchestrator.configmaps.failure_statuses import FailureStatuses
 from tests.patience import until
+from tests.registered import changed
 
 SQL = {"lora_id": "sql/v1", "source": "hf://acme/sql"}
 WHY = "source_not_found: hf://acme/sql: no such repository"
@@ -48,7 +47,7 @@ async def test_a_failure_is_shown_once_and_until_the_adapter_is_usable(instances
     await after.store.wait_durable()
     assert await manifests.status("my-sql") == f"failed: {WHY}"
     known = after.store.adapters["sql/v1"]
-    after.store.put_adapter(replace(known, digest="d" * 64, rank=8, base_model="tiny", size_bytes=7))
+    after.store.put_adapter(changed(known, digest="d" * 64, rank=8, base_model="tiny", size_bytes=7))
     judged.update()
 
     async def is_verified():

@@ -11,9 +11,9 @@ from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import AdapterUsage
 from orchestrator.metrics import OTHER, BoundedLabels, OrchestratorMetrics
-from orchestrator.model.snapshot import RegisteredAdapter
 from tests.calls import count_calls
 from tests.orchestrator.doubles import FakeAgent, digest_of
+from tests.registered import registered
 from workers.wire import Metadata
 
 
@@ -135,7 +135,7 @@ async def large(tmp_path):
     with built.store.together():
         for name in names:
             known = {"base_model": "tiny-qwen", "digest": digest_of(name), "rank": 8, "size_bytes": 1000}
-            built.store.put_adapter(RegisteredAdapter(lora_id=name, source=name, **known))
+            built.store.put_adapter(registered(name, source=name, **known))
     uses = []
     for number in range(200):
         agent = FakeAgent(f"w{number}", slots=64)

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from lorafleet.identity import fleet_digest
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, loading_mode
 from orchestrator.core.placement.victims import cheapest_victim, copy_worth, has_waited_long, next_eviction_at
-from orchestrator.model.snapshot import ObservedWorker, PlannedLoad, RegisteredAdapter
+from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.snapshot import ObservedWorker, PlannedLoad
 
 CANDIDATES = 16
 """Workers whose adapters are compared when one has to be evicted: the best by the ranking above."""
@@ -127,7 +128,7 @@ def _worker_and_victim(
             known = context.intent.adapters[held.lora_id]
             # Without a free reserve slot the load waits until the victim has drained.
             is_late = worker.occupied_slots >= worker.slots
-            order = (held.state != "draining", known.priority, value == inf, context.is_busy(worker.id), is_late)
+            order = (held.state != "draining", known.policy.priority, value == inf, context.is_busy(worker.id), is_late)
             found.append((order, value, position, worker, held.lora_id))
     if not found:
         return None

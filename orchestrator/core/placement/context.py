@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 
 from lorafleet.identity import fleet_digest, rendezvous_score
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     OCCUPYING,
@@ -16,7 +17,6 @@ from orchestrator.model.snapshot import (
     ObservedWorker,
     Pair,
     PlannedLoad,
-    RegisteredAdapter,
     ReportedAdapter,
 )
 
@@ -37,7 +37,7 @@ def usable_slots(slots: int, reserve: int) -> int:
 
 def loading_mode(adapter: RegisteredAdapter, policy: PlacementPolicy) -> str:
     """lazy, eager or weighted: the adapter's own setting, else the global one."""
-    return adapter.loading or policy.loading
+    return adapter.policy.loading or policy.loading
 
 
 def is_placeable(adapter: RegisteredAdapter) -> bool:
@@ -152,18 +152,18 @@ class PlacementContext:
 
     def min_replicas(self, adapter: RegisteredAdapter) -> int:
         """The adapter's own minimum of replicas, else the policy's."""
-        return self.policy.min_replicas if adapter.min_replicas is None else adapter.min_replicas
+        return self.policy.min_replicas if adapter.policy.min_replicas is None else adapter.policy.min_replicas
 
     def max_replicas(self, adapter: RegisteredAdapter) -> int:
         """The adapter's own maximum of replicas, else the policy's."""
-        return self.policy.max_replicas if adapter.max_replicas is None else adapter.max_replicas
+        return self.policy.max_replicas if adapter.policy.max_replicas is None else adapter.policy.max_replicas
 
     def replica_floor(self, adapter: RegisteredAdapter) -> int:
         """Replicas below which no copy of the adapter is evicted."""
         loading = loading_mode(adapter, self.policy)
         if loading == "weighted":
             return self.targets.get(adapter.lora_id, 0)
-        return self.min_replicas(adapter) if loading == "eager" else adapter.min_replicas or 0
+        return self.min_replicas(adapter) if loading == "eager" else adapter.policy.min_replicas or 0
 
     def current_failure(self, lora_id: str, worker_id: str) -> AdapterFailure | None:
         """The adapter's failure that blocks loads on the worker now, or None; see `ObservedFleet.current_failure`."""

@@ -8,14 +8,8 @@ from collections.abc import Iterable
 
 from orchestrator.core.placement.context import PlacementContext, is_placeable, is_registered_digest
 from orchestrator.core.placement.load_time import load_s
-from orchestrator.model.snapshot import (
-    OCCUPYING,
-    SERVING,
-    DrainProgress,
-    ObservedWorker,
-    RegisteredAdapter,
-    WorkerDrainOrder,
-)
+from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.snapshot import OCCUPYING, SERVING, DrainProgress, ObservedWorker, WorkerDrainOrder
 
 DEADLINE_MARGIN = 2.0
 """A drain waits for this multiple of the time that its loads should take: other loads run beside them, and victims

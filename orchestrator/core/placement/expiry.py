@@ -9,13 +9,14 @@ expires. A copy's own clock begins when it is ready, so that a load that no requ
 from collections.abc import Iterable, Mapping
 
 from orchestrator.core.placement.context import PlacementContext, is_placeable
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.snapshot import Intent, ObservedWorker, PlannedRemoval, RegisteredAdapter
+from orchestrator.model.snapshot import Intent, ObservedWorker, PlannedRemoval
 
 
 def ttl_s(adapter: RegisteredAdapter, policy: PlacementPolicy) -> float:
     """Seconds without a request after which the adapter is unloaded: its own, else the policy's; 0 for never."""
-    return policy.ttl_s if adapter.ttl_s is None else adapter.ttl_s
+    return policy.ttl_s if adapter.policy.ttl_s is None else adapter.policy.ttl_s
 
 
 def longest_ttl_s(intent: Intent, policy: PlacementPolicy) -> float:
@@ -74,7 +75,7 @@ def _may_expire(context: PlacementContext, lora_id: str) -> bool:
     """Whether the adapter may leave for want of requests: it can be loaded again, and nobody waits for it."""
     adapter, demand = context.intent.adapters[lora_id], context.demand
     is_waited_for = lora_id in demand.wants or lora_id in demand.backlog
-    return not (adapter.pinned or is_waited_for or lora_id in context.draining_ids) and is_placeable(adapter)
+    return not (adapter.policy.pinned or is_waited_for or lora_id in context.draining_ids) and is_placeable(adapter)
 
 
 def _may_leave(context: PlacementContext, lora_id: str, worker: ObservedWorker) -> bool:

@@ -10,7 +10,8 @@ from heapq import nsmallest
 
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, is_placeable
 from orchestrator.core.placement.victims import cheapest_victim, copy_worth
-from orchestrator.model.snapshot import ObservedWorker, Pair, PlannedLoad, PlannedRemoval, RegisteredAdapter
+from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.snapshot import ObservedWorker, Pair, PlannedLoad, PlannedRemoval
 
 FULL_WORKER = 2.0
 """A worker loaded below this multiple of the target utilisation gives no adapter away. This and `SMALL_ADAPTER` were
@@ -108,7 +109,7 @@ def _can_move(context: PlacementContext, adapter: RegisteredAdapter, donor: Obse
     Not if it is pinned, young, requested or above its target, or while one of its copies is not ready.
     """
     held = donor.adapters[adapter.lora_id]
-    if adapter.pinned or held.state != "ready" or donor.id not in context.holders.get(adapter.lora_id, ()):
+    if adapter.policy.pinned or held.state != "ready" or donor.id not in context.holders.get(adapter.lora_id, ()):
         return False
     if context.copy_count(adapter.lora_id) > context.targets.get(adapter.lora_id, 1):
         return False
@@ -138,7 +139,7 @@ def surplus_removals(context: PlacementContext, moving: Iterable[str]) -> Iterab
         if extra <= 0 or lora_id in skipped or lora_id in context.demand.wants or lora_id in context.draining_ids:
             continue
         adapter = context.intent.adapters[lora_id]
-        if adapter.pinned or adapter.is_deleting or not _has_ready_beyond(context, lora_id, target):
+        if adapter.policy.pinned or adapter.is_deleting or not _has_ready_beyond(context, lora_id, target):
             continue
         for worker in _removable_holders(context, lora_id)[:extra]:
             reason = f"surplus copy: {context.copy_count(lora_id)} there, {target} needed"

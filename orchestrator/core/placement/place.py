@@ -33,6 +33,7 @@ from orchestrator.core.placement.moves import finished_move_removals, new_moves,
 from orchestrator.core.placement.targets import ReplicaTarget, replica_targets
 from orchestrator.core.placement.tenant_order import in_tenant_order, wait_bucket
 from orchestrator.core.placement.victims import next_eviction_at, next_version_removals
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     OCCUPYING,
@@ -47,7 +48,6 @@ from orchestrator.model.snapshot import (
     PlannedInspection,
     PlannedLoad,
     PlannedRemoval,
-    RegisteredAdapter,
     ReportedAdapter,
     lora_id_of_held,
 )
@@ -211,7 +211,7 @@ class _PlacementPass:
             """Sort key of adapters: priority, those without a copy first, then those that requests wait for."""
             want = demand.wants.get(adapter.lora_id)
             is_waiting = want is not None and want.is_waited_for
-            return -adapter.priority, bool(context.copy_count(adapter.lora_id)), not is_waiting
+            return -adapter.policy.priority, bool(context.copy_count(adapter.lora_id)), not is_waiting
 
         def order(adapter: RegisteredAdapter) -> tuple[object, ...]:
             want = demand.wants.get(adapter.lora_id)

@@ -11,7 +11,8 @@ from orchestrator.core.placement.context import (
     usable_slots,
     work_with_backlog,
 )
-from orchestrator.model.snapshot import OCCUPYING, ObservedWorker, RegisteredAdapter, StandingTarget
+from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.snapshot import OCCUPYING, ObservedWorker, StandingTarget
 
 FAIR_SHARE_MARGIN = 1.1
 """A replica may have this multiple of a worker's fair share of the load before another replica is due."""
@@ -163,7 +164,7 @@ def _requested_replicas(context: PlacementContext) -> dict[str, int]:
 def _replicas_asked_for(context: PlacementContext, adapter: RegisteredAdapter) -> int:
     """Replicas that the adapter's minimum, requests for replicas or a draining worker ask for, up to its maximum."""
     is_eager = loading_mode(adapter, context.policy) == "eager"
-    target = context.min_replicas(adapter) if is_eager else adapter.min_replicas or 0
+    target = context.min_replicas(adapter) if is_eager else adapter.policy.min_replicas or 0
     want = context.demand.wants.get(adapter.lora_id)
     asked = 0 if want is None else want.replicas
     return min(max(target, asked, int(adapter.lora_id in context.draining_ids)), context.max_replicas(adapter))
@@ -186,7 +187,7 @@ def _weighted_replicas(context: PlacementContext) -> dict[str, int]:
         )
         able = {a.lora_id: sum((a.rank or 0) <= w.max_lora_rank for w in fleet) for a in adapters}
         caps = {a.lora_id: min(context.max_replicas(a), able[a.lora_id]) for a in adapters}
-        for lora_id, count in slot_shares({a.lora_id: a.weight for a in adapters}, caps, slots).items():
+        for lora_id, count in slot_shares({a.lora_id: a.policy.weight for a in adapters}, caps, slots).items():
             found[lora_id] = max(count, min(context.min_replicas(context.intent.adapters[lora_id]), able[lora_id]))
     return found
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from orchestrator.core.placement.context import PlacementContext
-from orchestrator.model.snapshot import RegisteredAdapter, WantedReplicas
+from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.snapshot import WantedReplicas
 
 WAIT_BUCKET_S = 10.0
 """Requests that began to wait in the same bucket of this length are served by request rate, earlier buckets first. By

@@ -5,7 +5,8 @@ from math import exp, inf
 
 from orchestrator.core.placement.context import PlacementContext, loading_mode
 from orchestrator.core.placement.load_time import load_s
-from orchestrator.model.snapshot import ObservedWorker, PlannedRemoval, RegisteredAdapter, ReportedAdapter
+from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.snapshot import ObservedWorker, PlannedRemoval, ReportedAdapter
 
 RECENT_S = 30.0
 HABIT_WEIGHT = 1.5
@@ -102,7 +103,7 @@ def cheapest_victim(
         is_current = held.lora_id not in context.intent.superseded
         value = inf if loss_s == inf else copy_worth(context, known, worker.id)
         rate = requests_per_s(context, held.lora_id)
-        order = (not is_draining, known.priority, is_current, value, rate, held.since, held.lora_id)
+        order = (not is_draining, known.policy.priority, is_current, value, rate, held.since, held.lora_id)
         if best is None or order < best[0]:
             best = (order, held, value)
     return None if best is None else (best[1], best[2])
@@ -162,7 +163,7 @@ def _is_evictable(
     use may go only by `from_use`.
     """
     known = context.intent.adapters.get(held.lora_id)
-    if known is None or known.pinned or known.is_deleting or known.priority > adapter.priority:
+    if known is None or known.policy.pinned or known.is_deleting or known.policy.priority > adapter.policy.priority:
         return False
     if held.state not in ("ready", "draining") or held.lora_id in context.victims[worker.id]:
         return False
@@ -229,7 +230,7 @@ def _leaving_version(context: PlacementContext, worker: ObservedWorker) -> Repor
 def _is_idle(context: PlacementContext, held: ReportedAdapter, worker: ObservedWorker) -> bool:
     """Whether nobody uses, awaits or needs this copy, and no other step is about it."""
     known, pair = context.intent.adapters.get(held.lora_id), (held.lora_id, worker.id)
-    if known is None or known.pinned or known.is_deleting or held.state not in ("ready", "draining"):
+    if known is None or known.policy.pinned or known.is_deleting or held.state not in ("ready", "draining"):
         return False
     if context.observed.makes_room(pair) or is_in_use(context, held, worker):
         return False

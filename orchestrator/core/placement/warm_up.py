@@ -6,15 +6,9 @@ from heapq import nsmallest
 
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, is_placeable, usable_slots
 from orchestrator.core.placement.targets import replica_targets
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.snapshot import (
-    DemandSnapshot,
-    Intent,
-    ObservedFleet,
-    ObservedWorker,
-    PlannedLoad,
-    RegisteredAdapter,
-)
+from orchestrator.model.snapshot import DemandSnapshot, Intent, ObservedFleet, ObservedWorker, PlannedLoad
 
 WARMING = "warming"
 """State of a worker whose engine is up and takes loads while routers send it no requests yet: it holds no replica."""
@@ -42,7 +36,7 @@ def warm_up_loads(
     hot = [a for a in intent.adapters.values() if is_placeable(a) and context.demand_weight(a.lora_id) > 0]
     found: dict[str, list[RegisteredAdapter]] = {worker_id: [] for worker_id in warming}
     room = {worker.id: usable_slots(worker.slots, policy.reserve_slots) for worker in warming.values()}
-    for adapter in sorted(hot, key=lambda a: (-a.priority, -context.demand_weight(a.lora_id), a.lora_id)):
+    for adapter in sorted(hot, key=lambda a: (-a.policy.priority, -context.demand_weight(a.lora_id), a.lora_id)):
         for home in nsmallest(
             wanted.get(adapter.lora_id, 1), context.able_workers(adapter), key=ClaimOrder(adapter.lora_id)
         ):

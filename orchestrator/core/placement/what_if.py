@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff, required_drains
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     OCCUPYING,
@@ -19,7 +20,6 @@ from orchestrator.model.snapshot import (
     Intent,
     ObservedFleet,
     ObservedWorker,
-    RegisteredAdapter,
     ReportedAdapter,
     WantedReplicas,
 )
@@ -146,12 +146,14 @@ def _with_typical_shape(adapter: RegisteredAdapter, inputs: PlacementInputs) -> 
     ranks = sorted(other.rank or 0 for other in known) or [0]
     sizes = sorted(other.size_bytes or 0 for other in known) or [0]
     bases = sorted(worker.base_model for worker in inputs.observed.workers.values())
-    return replace(
-        adapter,
+    named = adapter.with_spec(
         digest=adapter.digest or UNKNOWN_DIGEST,
+        base_model=adapter.base_model or (max(bases, key=bases.count) if bases else ""),
+    )
+    return replace(
+        named,
         rank=ranks[len(ranks) // 2] if adapter.rank is None else adapter.rank,
         size_bytes=adapter.size_bytes or sizes[len(sizes) // 2] or None,
-        base_model=adapter.base_model or (max(bases, key=bases.count) if bases else ""),
     )
 
 

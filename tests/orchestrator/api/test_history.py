@@ -223,8 +223,8 @@ async def test_a_secret_reference_is_passed_to_the_fetching_worker(service):
     ("source", "ref", "why"),
     [
         ("s3://bucket/sql", {"name": "acme-hub", "key": "token"}, "secret_ref counts for hf:// and https:// sources"),
-        ("hf://acme/sql", {"name": "../acme", "key": "token"}, "secretRef.name: String should match pattern"),
-        ("hf://acme/sql", {"name": "acme", "key": ".."}, "secretRef.key: String should match pattern"),
+        ("hf://acme/sql", {"name": "../acme", "key": "token"}, "secret_ref.name: String should match pattern"),
+        ("hf://acme/sql", {"name": "acme", "key": ".."}, "secret_ref.key: String should match pattern"),
         ("hf://acme/sql", {"name": "acme", "key": "k", "value": "hunter2"}, "value: there is no such field"),
     ],
 )

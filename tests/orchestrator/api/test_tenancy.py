@@ -16,10 +16,10 @@ from orchestrator.api.routers import EventStream
 from orchestrator.api.tenancy import TenantView
 from orchestrator.core.pauses import PauseScope
 from orchestrator.model.served_names import AliasTarget, ServedName
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from tests.orchestrator.doubles import digest_of
 from tests.patience import patience, within
+from tests.registered import registered
 
 # In every name that only globex may know.
 MARK = "zq"
@@ -338,7 +338,7 @@ def test_a_text_keeps_its_words_and_loses_hidden_names(parts):
             ("open", None),
             ("both", ("acme", "globexzq")),
         ):
-            store.put_adapter(RegisteredAdapter(lora_id=lora_id, source="s", tenants=tenants))
+            store.put_adapter(registered(lora_id, source="s", tenants=tenants))
         store.put_name(ServedName(name="zq-alias", targets=(AliasTarget("zq", 1.0),)))
         store.put_name(ServedName(name="mixed", targets=(AliasTarget("open", 1.0), AliasTarget("zq", 1.0))))
         view, whole = (TenantView(Caller(tenant, frozenset({"view"})), store) for tenant in ("acme", None))
@@ -361,7 +361,7 @@ def test_tenants_of_any_name_are_hidden_as_whole_words(tmp_path):
     assert view.text(text) == text
     with store.together():
         for number, tenant in enumerate(("acme", "zq", "team zq", "zq/eu", "", *(f"t{n}" for n in range(1000)))):
-            store.put_adapter(RegisteredAdapter(lora_id=f"a{number}", source="s", tenants=(tenant,)))
+            store.put_adapter(registered(f"a{number}", source="s", tenants=(tenant,)))
     assert view.text(text) == "acme, another tenant of zq.x; another tenant (another tenant) and acme-zq"
     began = time.process_time()
     for _ in range(1000):

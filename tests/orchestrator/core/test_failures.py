@@ -16,13 +16,8 @@ from orchestrator.core.failures import (
     failure_everywhere,
     failure_scope,
 )
-from orchestrator.model.snapshot import (
-    AdapterFailure,
-    ObservedFleet,
-    ObservedWorker,
-    RegisteredAdapter,
-    ReportedAdapter,
-)
+from orchestrator.model.snapshot import AdapterFailure, ObservedFleet, ObservedWorker, ReportedAdapter
+from tests.registered import registered
 
 PAIR = ("a", "w0")
 ENGINE_REFUSED = "adapter_refused"
@@ -123,7 +118,7 @@ def test_a_fleet_failure_blocks_every_worker_until_the_adapter_is_forgotten():
     assert book.failed_ids == {"b"}
 
 
-BAD = RegisteredAdapter(lora_id="a", source="s", digest="d", base_model="m", rank=8)
+BAD = registered("a", source="s", digest="d", base_model="m", rank=8)
 GOOD_THERE = ReportedAdapter(lora_id="a", digest="d", engine_name="a", state="ready", since=0.0)
 
 

@@ -16,9 +16,9 @@ from orchestrator.model.snapshot import (
     ObservedWorker,
     PlannedLoad,
     PlannedRemoval,
-    RegisteredAdapter,
     ReportedAdapter,
 )
+from tests.registered import registered
 
 MARK = AdapterDrain(
     lora_id="a", worker_id="w0", engine_name="a@1", revision=50, since=100.0, deadline=130.0, reason="deleted"
@@ -156,7 +156,7 @@ def test_loads_that_should_be_short_are_not_spread():
         observed = ObservedFleet(workers=workers, load_figures=LoadFigures(seconds=took_s, size_bytes=1000))
         assert len(started(loads, observed, PlacementPolicy())) == at_once
     # An adapter that is much larger than those that loaded so fast is spread.
-    large = {"a": RegisteredAdapter(lora_id="a", source="file:///a", size_bytes=10**9)}
+    large = {"a": registered("a", source="file:///a", size_bytes=10**9)}
     observed = ObservedFleet(workers=workers, load_figures=LoadFigures(seconds=0.01, size_bytes=1000))
     actions = diff(DesiredPlacement(loads=loads), observed, {}, PlacementPolicy(), 0, 0.0, adapters=large)
     assert len(actions) == 2

@@ -23,7 +23,8 @@ from orchestrator.core.published_names import (
 )
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import AliasTarget, Publication, PublishedSpec, ServedName, is_retired_version
-from orchestrator.model.snapshot import Intent, ObservedWorker, RegisteredAdapter
+from orchestrator.model.snapshot import Intent, ObservedWorker
+from tests.registered import registered
 
 POLICY = PlacementPolicy(keep_versions=2, max_staleness_s=3600.0, unused_name_s=86400.0)
 
@@ -127,7 +128,7 @@ def worker(name, *, slots=2, **more):
 
 
 def adapter(lora_id):
-    return RegisteredAdapter(lora_id=lora_id, source="fleet:x", base_model="tiny", digest="d", rank=8)
+    return registered(lora_id, source="fleet:x", base_model="tiny", digest="d", rank=8)
 
 
 def floors(names, workers, targets, **more):
@@ -135,7 +136,7 @@ def floors(names, workers, targets, **more):
     intent = Intent(adapters={lora_id: adapter(lora_id) for lora_id in ids})
     served = [ServedName(name=name, targets=targets.get(name, ()), published=each) for name, each in names.items()]
     found = with_published_floors(intent, served, workers, most_replicas=64, **more)
-    minima = {lora_id: each.min_replicas for lora_id, each in found.adapters.items() if each.min_replicas}
+    minima = {lora_id: each.policy.min_replicas for lora_id, each in found.adapters.items() if each.policy.min_replicas}
     return minima, found.superseded
 
 

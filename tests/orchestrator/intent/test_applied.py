@@ -13,9 +13,9 @@ from orchestrator.intent.record import differences
 from orchestrator.model.apply import ApplyRequest
 from orchestrator.model.record import RecordChange
 from orchestrator.model.served_names import AliasTarget, NameVersion, Publication, PublishedSpec, ServedName
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from tests.orchestrator.doubles import digest_of
+from tests.registered import registered
 
 
 def filled_store() -> IntentStore:
@@ -23,9 +23,7 @@ def filled_store() -> IntentStore:
     store = IntentStore(":memory:")
     with store.together():
         for name in ("plain/v1", "other/v1", "run/v1", "run/v2"):
-            store.put_adapter(
-                RegisteredAdapter(lora_id=name, source=f"s3://b/{name}", base_model="tiny", digest=digest_of(name))
-            )
+            store.put_adapter(registered(name, source=f"s3://b/{name}", base_model="tiny", digest=digest_of(name)))
         store.put_name(ServedName(name="plain", targets=(AliasTarget("plain/v1", 1.0),)))
         versions = (
             NameVersion(lora_id="run/v1", number=1, digest=digest_of("run/v1"), registered_at=1.0, pointed_at=1.0),
@@ -94,7 +92,7 @@ def test_an_adapter_that_is_blocked_is_not_pruned() -> None:
 def test_a_changed_secret_is_blocked_not_ignored() -> None:
     store = filled_store()
     with store.together():
-        store.put_adapter(RegisteredAdapter(lora_id="hub/v1", source="hf://a/b", secret="old/key"))
+        store.put_adapter(registered("hub/v1", source="hf://a/b", secret="old/key"))
     spec = {"lora_id": "hub/v1", "source": "hf://a/b"}
     (change,) = changes_of(store, {"adapters": [spec | {"secretRef": {"name": "new", "key": "key"}}]})
     assert (change.change, "secret_ref is old/key here" in change.reason) == ("blocked", True)

@@ -16,9 +16,10 @@ from lorafleet.keys.key_files import hash_key
 from lorafleet.keys.roles import TENANT_SCOPES, Caller
 from orchestrator.core.errors import OrchestratorError
 from orchestrator.intent import owners
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.served_names import AliasTarget, NameVersion, Publication, PublishedSpec, ServedName
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
+from tests.registered import registered
 
 _WRITES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _TENANTS_OF: Mapping[str, tuple[str, ...] | None] = {
@@ -151,7 +152,7 @@ def objects() -> tuple[dict[str, RegisteredAdapter], dict[str, ServedName]]:
     adapters, names = {}, {}
     for tenant, tenants in _TENANTS_OF.items():
         for lora_id in (f"target/{tenant}", *(name_of("adapter", folder, tenant) for folder in FOLDERS)):
-            adapters[lora_id] = RegisteredAdapter(lora_id=lora_id, source="file:///x", tenants=tenants)
+            adapters[lora_id] = registered(lora_id, source="file:///x", tenants=tenants)
         for folder in FOLDERS:
             alias = name_of("alias", folder, tenant)
             names[alias] = ServedName(name=alias, targets=(AliasTarget(f"target/{tenant}", 1.0),))
@@ -372,7 +373,7 @@ async def entangled(open_service, tmp_path):
             ("acme/policy/v1", ("acme",)),
             (f"{HIDDEN}/theirs", (HIDDEN,)),
         ):
-            adapter = RegisteredAdapter(lora_id=lora_id, source="file:///x", tenants=tenants, digest="a" * 64)
+            adapter = registered(lora_id, source="file:///x", tenants=tenants, digest="a" * 64)
             store.put_adapter(adapter)
         version = NameVersion(lora_id="acme/policy/v1", number=1, digest="a" * 64, registered_at=0.0, pointed_at=1.0)
         published = Publication(spec=PublishedSpec(tenant="acme"), versions=(version,))
@@ -477,12 +478,12 @@ def test_no_tenants_key_passes_for_what_another_tenant_or_operators_own(objects,
     try:
         with store.together():
             for tenant, tenants in _TENANTS_OF.items():
-                store.put_adapter(RegisteredAdapter(lora_id=f"target/{tenant}", source="s", tenants=tenants))
+                store.put_adapter(registered(f"target/{tenant}", source="s", tenants=tenants))
             for each, (kind_there, owner) in objects.items():
                 tenants = _TENANTS_OF[owner]
                 match kind_there:
                     case "adapter":
-                        store.put_adapter(RegisteredAdapter(lora_id=each, source="s", tenants=tenants))
+                        store.put_adapter(registered(each, source="s", tenants=tenants))
                     case "alias":
                         store.put_name(ServedName(name=each, targets=(AliasTarget(f"target/{owner}", 1.0),)))
                     case _:

@@ -11,10 +11,10 @@ from orchestrator.intent.record import differences, fleet_record
 from orchestrator.intent.record_file import RecordFile
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.record import ImportRequest
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store.store import IntentStore
 from tests.orchestrator.doubles import digest_of
 from tests.properties import examples
+from tests.registered import registered
 
 ELSEWHERE = "https://orchestrator.eu.example"
 
@@ -241,7 +241,7 @@ async def test_published_names_are_taken_over_with_their_versions_and_the_next_n
 names = st.sampled_from(["a", "b", "c"])
 digests = st.sampled_from([None, "d" * 64, "e" * 64])
 adapters = st.builds(
-    RegisteredAdapter,
+    registered,
     lora_id=names,
     source=st.just("file:///x"),
     digest=digests,
@@ -267,7 +267,7 @@ def test_two_equal_fleets_do_not_differ_and_every_difference_names_its_reason_or
     ours = {adapter.lora_id: adapter for adapter in here}
     for adapter in there:
         same = ours.get(adapter.lora_id)
-        is_met = same is not None and (same.priority, same.tenants) == (adapter.priority, adapter.tenants)
+        is_met = same is not None and (same.policy.priority, same.tenants) == (adapter.policy.priority, adapter.tenants)
         is_met = is_met and (adapter.digest is None or same.digest == adapter.digest)
         assert is_met == (adapter.lora_id not in differing)
     for store in stores:

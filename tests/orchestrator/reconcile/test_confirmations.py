@@ -14,10 +14,10 @@ from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.intent.uploads import AdapterUploads, KeptUpload, UploadAsk, UploadQuery
 from orchestrator.model.catalog import Catalog
 from orchestrator.model.served_names import AliasTarget, ServedName
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
 from router.fleet.catalog import router_catalog, with_changes
 from tests.patience import patience, until
+from tests.registered import registered
 from workers.wire import WorkerAdapter
 
 NAMES = ("a", "b", "c", "d")
@@ -59,9 +59,9 @@ def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept
     for step, name in [*steps, ("read", "")]:
         match step:
             case "register":
-                store.adapters[name] = RegisteredAdapter(lora_id=name, source=f"file:///{store.revision}")
+                store.adapters[name] = registered(name, source=f"file:///{store.revision}")
             case "mark" if name in store.adapters:
-                store.adapters[name] = RegisteredAdapter(lora_id=name, source="file:///x", is_deleting=True)
+                store.adapters[name] = registered(name, source="file:///x", is_deleting=True)
             case "delete":
                 store.adapters.pop(name, None)
             case "alias":
@@ -202,7 +202,7 @@ async def test_reports_keep_a_router_that_reads_rarely_in_mind(service, clock):
 
 async def test_reads_of_many_routers_look_for_untold_changes_ten_times_a_second_in_all(service, clock):
     before = (await read_as(service, "r0")).json()["revision"]
-    service.store.put_adapter(RegisteredAdapter(lora_id="sql/v1", source="file:///x"))  # and nobody is told
+    service.store.put_adapter(registered("sql/v1", source="file:///x"))  # and nobody is told
     for router in range(5):
         assert (await read_as(service, f"r{router}", before)).json()["revision"] == before
     clock.now += 0.11

@@ -21,15 +21,16 @@ from orchestrator.model.served_names import (
     RolloutStep,
     ServedName,
 )
-from orchestrator.model.snapshot import RegisteredAdapter, WorkerIntent
+from orchestrator.model.snapshot import WorkerIntent
 from orchestrator.store.store import IntentStore
 from tests.kube.conftest import kube  # noqa: F401  (a fixture)
 from tests.kube.stores import StoreInstances
 from tests.patience import until
+from tests.registered import registered
 
-ADAPTER = RegisteredAdapter(
+ADAPTER = registered(
     lora_id="sql/v1",
-    source="file:///sql",
+    source="hf://acme/sql",
     base_model="qwen",
     digest="d" * 64,
     rank=8,
@@ -150,7 +151,7 @@ async def test_all_intent_survives_a_restart(stores):
     store.put_rules(PlacementPolicy(loading="weighted", loads_per_worker=3))
     store.put_worker("w0", WorkerIntent(state="draining", since=7.5, until=17.5))
     store.put_pause(PAUSE.scope.key, PAUSE)
-    store.put_adapter(RegisteredAdapter(lora_id="old", source="x", digest="e" * 64))
+    store.put_adapter(registered("old", source="x", digest="e" * 64))
     await store.wait_durable()
     store.drop_adapter("old")
     store.raise_epoch(6)
@@ -192,9 +193,9 @@ async def test_compare_and_set_refuses_an_adapter_changed_in_between(stores):
     store = await stores.open()
     store.put_adapter(ADAPTER)
     seen = store.adapters["sql/v1"]
-    store.put_adapter(RegisteredAdapter(lora_id="sql/v1", source="file:///sql", priority=7))
+    store.put_adapter(registered("sql/v1", source="file:///sql", priority=7))
     assert not store.compare_and_set(seen, ADAPTER)
-    assert store.adapters["sql/v1"].priority == 7
+    assert store.adapters["sql/v1"].policy.priority == 7
     await stores.close(store)
 
 
@@ -215,16 +216,16 @@ async def test_registering_a_name_again_drops_its_tombstone(stores):
 async def test_registering_other_bytes_under_a_name_keeps_the_tombstones_of_all_that_was_deleted(stores):
     store = await stores.open()
     for digest in ("d" * 64, "e" * 64):
-        store.put_adapter(RegisteredAdapter(lora_id="sql/v1", source="file:///sql", digest=digest))
+        store.put_adapter(registered("sql/v1", source="file:///sql", digest=digest))
         await store.wait_durable()
         store.drop_adapter("sql/v1")
         await store.wait_durable()
-    store.put_adapter(RegisteredAdapter(lora_id="sql/v1", source="file:///sql", digest="f" * 64))
+    store.put_adapter(registered("sql/v1", source="file:///sql", digest="f" * 64))
     await store.wait_durable()
     await stores.close(store)
     again = await stores.open()
     assert again.tombstones == {"sql/v1": {"d" * 64, "e" * 64}}
-    again.put_adapter(RegisteredAdapter(lora_id="sql/v1", source="file:///sql", digest="e" * 64))
+    again.put_adapter(registered("sql/v1", source="file:///sql", digest="e" * 64))
     assert again.tombstones == {"sql/v1": {"d" * 64}}
     await again.wait_durable()
     await stores.close(again)
@@ -330,8 +331,8 @@ async def test_after_a_term_nothing_is_written_until_the_next_one(stores):
 async def test_a_backup_leaves_out_deletions_drains_rollouts_and_pauses(stores, tmp_path):
     store = await stores.open()
     store.put_adapter(ADAPTER)
-    store.put_adapter(RegisteredAdapter(lora_id="going", source="x", digest="e" * 64, is_deleting=True))
-    store.put_adapter(RegisteredAdapter(lora_id="gone", source="x", digest="f" * 64))
+    store.put_adapter(registered("going", source="x", digest="e" * 64, is_deleting=True))
+    store.put_adapter(registered("gone", source="x", digest="f" * 64))
     store.drop_adapter("gone")
     store.put_name(SQL)
     store.put_name(RUN)

@@ -15,18 +15,18 @@ from orchestrator.core.errors import StoreError
 from orchestrator.core.traffic import GRAINS, TrafficSums
 from orchestrator.core.traffic_slice import TrafficSlice
 from orchestrator.intent.record_file import RecordFile
-from orchestrator.model.snapshot import RegisteredAdapter
 from orchestrator.store import sqlite
 from orchestrator.store.store import IntentStore
 from orchestrator.traffic.file import TrafficFile
 from tests.orchestrator.test_processes import OrchestratorProcess, nothing_is_left  # noqa: F401  (a fixture)
 from tests.patience import until
+from tests.registered import registered
 
 BESIDE = ("", "-wal", "-shm")
 
 
 def adapter(name):
-    return RegisteredAdapter(lora_id=name, source=f"file:///{name}")
+    return registered(name, source=f"file:///{name}")
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_a_full_disk_is_seen_by_a_write_and_over_once_there_is_room(tmp_path, mo
         store = IntentStore(tmp_path / "s.db")
     opened[0].execute("PRAGMA max_page_count = 1")  # no more than there are
     with pytest.raises(StoreError, match="no space left"):
-        store.put_adapter(RegisteredAdapter(lora_id="a", source="x" * 100_000))
+        store.put_adapter(registered("a", source="x" * 100_000))
     assert "no space left" in store.trouble
     opened[0].execute("PRAGMA max_page_count = 1000000")
     store.check()

@@ -18,10 +18,11 @@ from orchestrator.core.errors import LeaseUnreachable, OrchestratorUnavailable, 
 from orchestrator.leadership.file_lease import FileLease
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import AliasTarget, ServedName
-from orchestrator.model.snapshot import RegisteredAdapter, WorkerIntent
+from orchestrator.model.snapshot import WorkerIntent
 from orchestrator.store.sqlite import LAYOUT, SqliteBackend, no_space
 from orchestrator.store.store import IntentStore
 from tests.orchestrator.store.test_backend import ADAPTER
+from tests.registered import changed, registered
 
 
 @pytest.mark.parametrize("bad", [replace(ADAPTER, rank=object()), replace(ADAPTER, quarantine="half a pair: \ud800")])
@@ -30,13 +31,13 @@ def test_a_value_that_no_store_can_hold_writes_nothing(tmp_path, bad):
 
     def put_both():
         with store.together():
-            store.put_adapter(replace(ADAPTER, lora_id="before/v1"))
-            store.put_adapter(replace(bad, lora_id="bad/v1"))
+            store.put_adapter(changed(ADAPTER, lora_id="before/v1"))
+            store.put_adapter(changed(bad, lora_id="bad/v1"))
 
     with pytest.raises((TypeError, UnicodeError)):
         put_both()
     assert list(store.adapters) == []
-    store.put_adapter(replace(ADAPTER, lora_id="after/v1"))
+    store.put_adapter(changed(ADAPTER, lora_id="after/v1"))
     store.close()
     again = IntentStore(tmp_path / "s.db")
     assert list(again.adapters) == ["after/v1"]
@@ -140,7 +141,7 @@ def _foreign_with_a_version(path):
 def _full(path):
     store = IntentStore(path)
     for number in range(200):
-        store.put_adapter(RegisteredAdapter(lora_id=f"a{number}", source="x" * 500))
+        store.put_adapter(registered(f"a{number}", source="x" * 500))
     store.close()
     return bytearray(path.read_bytes())
 
@@ -185,6 +186,9 @@ def _changed(statement, *values):
     return spoil
 
 
+_SET_FIELD = "UPDATE adapters SET body = json_set(body, ?, json(?))"
+
+
 def _text(path):
     path.write_text("this is no database, however long one looks at it " * 100)
 
@@ -207,11 +211,11 @@ def _text(path):
             "policy: Expected `int`, got",
         ),
         (
-            _changed("UPDATE intent SET json = json_set(json, '$.tenants', 'acme')"),
+            _changed("UPDATE intent SET json = json_set(json, '$.spec.tenants', 'acme')"),
             r"adapter '.*': Expected `array . null`",
         ),
         (_changed("UPDATE intent SET json = json_set(json, '$.rank', 'x')"), r"adapter '.*': Expected `int"),
-        (_changed("UPDATE intent SET json = json_remove(json, '$.source')"), r"adapter '.*': .*missing.*`source`"),
+        (_changed("UPDATE intent SET json = json_remove(json, '$.spec.source')"), r"adapter '.*': .*missing.*`source`"),
         (_changed("UPDATE intent SET json = 'acme'"), r"adapter '.*': JSON is malformed"),
         (_changed("UPDATE intent SET json = ?", '{"x":' + "[" * 100_000), r"adapter '.*': "),
         (_changed("UPDATE intent SET json = CAST(x'ff' AS TEXT)"), "UTF-8"),
@@ -364,7 +368,7 @@ def test_a_change_on_a_full_disk_is_refused_and_changes_nothing(tmp_path, monkey
         store = IntentStore(SqliteBackend(tmp_path / "s.db"))
     opened[0].execute("PRAGMA max_page_count = 1")  # no more than there are
     with pytest.raises(StoreError, match=f"nothing was written: no space left in {tmp_path}: make room"):
-        store.put_adapter(RegisteredAdapter(lora_id="a", source="x" * 100_000))
+        store.put_adapter(registered("a", source="x" * 100_000))
     store.close()
     again = IntentStore(tmp_path / "s.db")
     assert dict(again.adapters) == {}

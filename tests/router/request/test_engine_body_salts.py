@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from lorafleet.identity import adapter_salt, engine_name
 from lorafleet.local.tiny_model import make_adapters, make_model
-from orchestrator.model.adapters import EnsureAnswer
+from orchestrator.model.adapter_documents import EnsureAnswer
 from router.core.errors import BadBody
 from router.protocols.routes import ROUTES
 from router.request.engine_body import NO_OPTIONS, EngineOptions, dialect_of, salt_for

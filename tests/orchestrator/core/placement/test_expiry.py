@@ -18,6 +18,7 @@ from tests.orchestrator.core.placement.test_place import NOW, adapter, applied, 
 from tests.orchestrator.doubles import digest_of
 from tests.orchestrator.test_metrics import series
 from tests.properties import examples
+from tests.registered import changed
 
 TTL_S = 600.0
 RULES = PlacementPolicy(ttl_s=TTL_S)
@@ -39,7 +40,7 @@ def quiet_fleets(draw):
     wanted, observed, demand, rules = draw(fleets())
     ages = st.sampled_from([0.0, 50.0, 500.0, 5000.0])
     adapters = {
-        name: replace(known, ttl_s=draw(st.sampled_from([None, None, 0.0, 100.0, 1000.0])))
+        name: changed(known, ttl_s=draw(st.sampled_from([None, None, 0.0, 100.0, 1000.0])))
         for name, known in wanted.adapters.items()
     }
     workers = {}
@@ -81,7 +82,7 @@ def test_only_idle_copies_above_the_minimum_expire_and_none_while_a_router_is_un
     for step in expired:
         known = wanted.adapters[step.lora_id]
         assert 0 < ttl_s(known, rules) <= idle_s(step.lora_id, observed, demand)
-        assert not known.pinned
+        assert not known.policy.pinned
         assert step.lora_id not in demand.wants
         assert (step.lora_id, step.worker_id) not in demand.in_use
         ready = sum(
@@ -115,7 +116,7 @@ def test_passes_without_requests_end_with_every_idle_adapter_at_its_minimum(case
             for name in holders
             if observed.workers[name].state == "ready" and observed.workers[name].adapters[lora_id].state == "ready"
         ]
-        is_timed = ttl_s(known, rules) > 0 and not (known.pinned or known.is_deleting or known.quarantine)
+        is_timed = ttl_s(known, rules) > 0 and not (known.policy.pinned or known.is_deleting or known.quarantine)
         if is_timed and movable and lora_id not in context.draining_ids:
             young = max(now - observed.workers[name].adapters[lora_id].since for name in movable) < 1000
             assert young or len(holders) <= max(context.replica_floor(known), len(holders) - len(movable) + 1)
@@ -125,7 +126,7 @@ def test_passes_without_requests_end_with_every_idle_adapter_at_its_minimum(case
 @given(quiet_fleets())
 def test_nothing_expires_without_a_ttl(case):
     wanted, observed, demand, rules = case
-    adapters = {name: replace(known, ttl_s=None) for name, known in wanted.adapters.items()}
+    adapters = {name: changed(known, ttl_s=None) for name, known in wanted.adapters.items()}
     assert removed(replace(wanted, adapters=adapters), observed, demand, replace(rules, ttl_s=0.0)) == []
     assert longest_ttl_s(replace(wanted, adapters=adapters), replace(rules, ttl_s=0.0)) == 0.0
 

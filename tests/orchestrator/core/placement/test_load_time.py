@@ -13,6 +13,7 @@ from orchestrator.core.placement.what_if import Hypothesis, what_if
 from orchestrator.model.snapshot import LoadFigures
 from tests.orchestrator.core.placement.test_what_if import NOW, adapter, scene, worker
 from tests.properties import examples
+from tests.registered import changed
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL, EXPERTS = 20 * MIB, 6 * GIB
@@ -53,7 +54,7 @@ def test_a_larger_adapter_never_loads_faster_and_never_below_the_median(loads, o
 
 def test_a_plan_counts_the_seconds_and_bytes_of_each_adapter():
     adapters = [adapter("small", size_bytes=SMALL), adapter("experts", size_bytes=EXPERTS)]
-    where = scene([worker("w0"), worker("w1")], [replace(each, min_replicas=1) for each in adapters])
+    where = scene([worker("w0"), worker("w1")], [changed(each, min_replicas=1) for each in adapters])
     where = replace(where, observed=replace(where.observed, load_figures=measured()))
     outcome = what_if(where, Hypothesis(), passes=10)
     found = {step.action.lora_id: (round(step.seconds, 1), step.size_bytes) for step in outcome.steps}

@@ -22,6 +22,7 @@ from orchestrator.model.snapshot import (
 )
 from tests.orchestrator.core.placement.test_place import NOW, adapter, applied, fleet, held, intent, want, worker
 from tests.properties import examples
+from tests.registered import changed
 
 RULES = PlacementPolicy(min_residency_s=10.0)
 
@@ -165,7 +166,7 @@ def test_a_move_whose_load_failed_is_no_reason_to_remove_anything():
 def test_nothing_is_moved_that_is(why):
     wanted, observed, demand = uneven()
     if why == "pinned":
-        wanted = intent(*(replace(known, pinned=True) for known in wanted.adapters.values()))
+        wanted = intent(*(changed(known, pinned=True) for known in wanted.adapters.values()))
     elif why == "young":
         w0 = observed.workers["w0"]
         young = {name: replace(there, since=NOW - 5) for name, there in w0.adapters.items()}

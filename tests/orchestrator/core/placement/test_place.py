@@ -19,20 +19,18 @@ from orchestrator.model.snapshot import (
     LoadFigures,
     ObservedFleet,
     ObservedWorker,
-    RegisteredAdapter,
     ReportedAdapter,
     WantedReplicas,
 )
 from tests.properties import examples
+from tests.registered import changed, registered
 
 NOW = 10_000.0
 BASES = ("qwen", "llama")
 
 
 def adapter(name, **changes):
-    return replace(
-        RegisteredAdapter(lora_id=name, source="s", base_model="qwen", digest=f"digest-{name}", rank=8), **changes
-    )
+    return changed(registered(name, source="s", base_model="qwen", digest=f"digest-{name}", rank=8), **changes)
 
 
 def held(name, since=0.0, state="ready", digest=None):
@@ -185,23 +183,23 @@ def test_victims_are_never_pinned_in_use_unknown_or_needed(case):
     assert len(victims) == len(set(victims))
     for lora_id, worker_id in victims:
         known = wanted.adapters[lora_id]
-        assert not known.pinned
+        assert not known.policy.pinned
         there = observed.workers[worker_id].adapters[lora_id]
         if (lora_id, worker_id) in demand.in_use:
             assert (lora_id, worker_id) in due
             assert NOW - there.since >= PATIENCE_S
         assert lora_id not in demand.wants
         if (known.loading or rules.loading) == "lazy":
-            least = known.min_replicas or 0
+            least = known.policy.min_replicas or 0
         else:
-            least = rules.min_replicas if known.min_replicas is None else known.min_replicas
+            least = rules.min_replicas if known.policy.min_replicas is None else known.min_replicas
         if (known.loading or rules.loading) == "weighted":
             # Its share counts only workers that could load it; one that holds it although it does not fit is no claim.
             least = min(least, sum(could_load(known, w) for w in observed.workers.values()))
         left = sum(
             w.has_in_slot(lora_id) for w in after.workers.values() if w.state in ("ready", "cordoned", "unmanaged")
         )
-        assert left >= min(least, known.max_replicas or 64)
+        assert left >= min(least, known.policy.max_replicas or 64)
 
 
 @settings(max_examples=examples(60))
@@ -335,7 +333,7 @@ def test_an_adapter_too_large_for_every_worker_is_reported(others, limit):
     [{"base_model": "llama"}, {"digest": None, "rank": None}, {"is_deleting": True}, {"rank": 64}],
 )
 def test_an_adapter_that_fits_somewhere_is_not_reported(changes):
-    known = replace(adapter("big", rank=128), **changes)
+    known = changed(adapter("big", rank=128), **changes)
     assert place(intent(known), fleet(worker("w0")), want("big"), PlacementPolicy(), NOW).fits_nowhere == {}
 
 

@@ -16,11 +16,11 @@ from orchestrator.model.snapshot import (
     LoadFigures,
     ObservedFleet,
     ObservedWorker,
-    RegisteredAdapter,
     ReportedAdapter,
     WantedReplicas,
 )
 from tests.patience import until
+from tests.registered import changed, registered
 
 NOW = 10_000.0
 RULES = PlacementPolicy(reserve_slots=0)
@@ -28,7 +28,7 @@ RULES = PlacementPolicy(reserve_slots=0)
 
 def adapter(name, **changes):
     known = {"base_model": "qwen", "digest": f"digest-{name}", "rank": 8, "size_bytes": 1000}
-    return replace(RegisteredAdapter(lora_id=name, source="s", **known), **changes)
+    return changed(registered(name, source="s", **known), **changes)
 
 
 def worker(name, *names, slots=4, **changes):
@@ -125,7 +125,7 @@ def test_a_plan_uses_the_assumed_policy():
 
 
 def test_an_unknown_adapter_gets_median_rank_and_size():
-    new = RegisteredAdapter(lora_id="new", source="s", loading="eager")
+    new = registered("new", source="s", loading="eager")
     known = [adapter("a", size_bytes=500), adapter("b", size_bytes=500), adapter("c", size_bytes=9)]
     outcome = asked(scene([worker("w0")], known), adapters={"new": new})
     assert [(s.action.lora_id, s.size_bytes) for s in outcome.steps] == [("new", 500)]
@@ -222,9 +222,7 @@ async def test_many_plans_do_not_delay_lease_renewal(service, tmp_path):
     with service.store.together():
         for number in range(300):
             known = {"loading": "eager", "min_replicas": 4, "base_model": "tiny-qwen", "rank": 8}
-            service.store.put_adapter(
-                RegisteredAdapter(lora_id=f"a{number}", source="s", digest=f"{number:064}", **known)
-            )
+            service.store.put_adapter(registered(f"a{number}", source="s", digest=f"{number:064}", **known))
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     lease = FileLease(tmp_path / "lease", holder="x")
     ask = {"workers_more": [{"count": 30}], "passes": 20}
