@@ -14,9 +14,8 @@ from statistics import median
 
 from benchmarks.report import ReportRow, arguments, show
 from lorafleet.telemetry.histogram import bucket_of
-from orchestrator.core.traffic import GRAINS
-from orchestrator.core.traffic_shares import SHARE_GRAINS
-from orchestrator.model.usage import TrafficBatch, TrafficRow
+from orchestrator.core.traffic import GRAINS, SHARE_GRAINS
+from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.file import TrafficFile
 
@@ -40,10 +39,10 @@ async def _rows(path: Path, minutes: int) -> list[ReportRow]:
     book = TrafficBook(TrafficFile(path, most_bytes=_MOST_BYTES), readings=list, wall=lambda: now)
     rng, reports_s, writes_s, sizes = random.Random(7), [], [], []
     for number in range(minutes * 60 // BATCH_S):
-        batch = TrafficBatch(number=number + 1, rows=tuple(_traffic(rng)))
+        batch = CountBatch(number=number + 1, rows=tuple(_traffic(rng)))
         sizes.append(len(batch.rows))
         began = time.process_time()
-        book.record_report("r0", "b0", 1, [batch], None)
+        book.add_batches([batch])
         reports_s.append(time.process_time() - began)
         now += BATCH_S
         began = time.process_time()
@@ -72,7 +71,7 @@ def _two_days(db: sqlite3.Connection, table: str) -> float:
     return whole
 
 
-def _traffic(rng: random.Random) -> Iterator[TrafficRow]:
+def _traffic(rng: random.Random) -> Iterator[CountedRow]:
     """The rows of one batch."""
     counts: dict[tuple[int, int], int] = {}
     weights = [1 / (number + 1) for number in range(ADAPTERS)]
@@ -82,13 +81,9 @@ def _traffic(rng: random.Random) -> Iterator[TrafficRow]:
         counts[key] = counts.get(key, 0) + 1
     for (adapter, worker), requests in counts.items():
         first_tokens = [bucket_of(rng.lognormvariate(-2, 0.6)) for _ in range(requests)]
-        yield TrafficRow(
-            adapter=f"team-{adapter % 40}/adapter-{adapter:04}",
-            base_model="qwen",
-            worker=f"fleet-workers-h100-{worker}",
-            tenant=f"team-{adapter % TENANTS}",
-            key=f"{adapter % TENANTS:012}",
+        counted = RequestCounts(
             requests=requests,
+            sent=requests,
             prompt_tokens=900 * requests,
             output_tokens=200 * requests,
             predicted_tokens=500 * requests,
@@ -97,6 +92,14 @@ def _traffic(rng: random.Random) -> Iterator[TrafficRow]:
             waited_s=0.01 * requests,
             first_token={bucket: first_tokens.count(bucket) for bucket in set(first_tokens)},
             whole={bucket + 12: first_tokens.count(bucket) for bucket in set(first_tokens)},
+        )
+        yield CountedRow(
+            adapter=f"team-{adapter % 40}/adapter-{adapter:04}",
+            base_model="qwen",
+            worker=f"fleet-workers-h100-{worker}",
+            tenant=f"team-{adapter % TENANTS}",
+            key=f"{adapter % TENANTS:012}",
+            counts=counted,
         )
 
 

@@ -35,7 +35,6 @@ from orchestrator.agentless.transport import SCHEME, AgentlessTransport
 from orchestrator.api import build_router
 from orchestrator.api.examples import add_examples
 from orchestrator.api.tenancy import errors_shown
-from orchestrator.api.traffic import fleet_readings, live_routers
 from orchestrator.api.uploads import UPLOADS_PATH
 from orchestrator.api.views import WireViews
 from orchestrator.config import OrchestratorSettings
@@ -62,7 +61,7 @@ from orchestrator.reconcile.worker_finders import KubeWorkerFinder, StandbyFollo
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.store import IntentStore
 from orchestrator.store.upload_store import upload_store
-from orchestrator.traffic.book import Reading, TrafficBook
+from orchestrator.traffic.book import Reading, TrafficBook, fleet_readings
 from orchestrator.traffic.file import TrafficFile
 from orchestrator.traffic.questions import RouterMailbox
 
@@ -374,12 +373,11 @@ def _traffic_book(
 
     def readings() -> Iterator[Reading]:
         """The fleet's readings now."""
-        routers = (seen.now for seen in live_routers(book, wall()) if seen.now is not None)
-        return fleet_readings(reconciler.reports, routers, views.workers_by_state())
+        routers = (router.report.now for router in reconciler.demand.routers.live(clock()))
+        return fleet_readings(reconciler.reports.workers, routers, views.workers_by_state())
 
     file = TrafficFile(settings.traffic_path, most_bytes=settings.traffic_max_bytes)
-    book = TrafficBook(file, readings=readings, wall=wall)
-    return book
+    return TrafficBook(file, readings=readings, wall=wall)
 
 
 def _record_file(

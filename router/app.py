@@ -63,11 +63,9 @@ from router.factories import (
     make_request_queue,
     make_scheduler,
     make_tokenizers,
-    queue_waits_s,
-    router_now,
 )
 from router.fleet.discovery import Discovery
-from router.fleet.usage_report import UsageCounts
+from router.fleet.traffic import TrafficLog
 from router.http.call_keys import make_call_keys
 from router.http.engine_pool import EnginePool
 from router.http.error_shapes import error_body, shape_of, shaped
@@ -119,13 +117,12 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     breaker = make_circuit_breaker(config, metrics)
     tokenizers = make_tokenizers(config, control, call_keys, metrics)
     feeds = KvFeeds(metrics, config.kv_tail_poll_s, accuracy, call_keys.key_for, agents)
-    usage, learning = UsageCounts(router_id, load), BackgroundTasks()
+    learning = BackgroundTasks()
     listener = WorkerListener(
         feeds=feeds,
         load=load,
         accuracy=accuracy,
         breaker=breaker,
-        usage=usage,
         tokenizers=tokenizers,
         metrics=metrics,
         learning=learning,
@@ -146,9 +143,6 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     scheduler = make_scheduler(config, discovery, feeds, load, breaker, metrics)
     probes = make_health_probes(config, scheduler, agents, metrics)
     breaker.probe = probes.probe
-    usage.waits_s = partial(queue_waits_s, scheduler)
-    usage.is_registered = discovery.is_registered
-    usage.running_in_pause = pauses.running_counts
     # What serves the requests.
     services = Services(
         config=config,
@@ -157,10 +151,10 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         tokenizers=tokenizers,
         feeds=feeds,
         scheduler=scheduler,
-        queue=make_request_queue(config, keys, scheduler, usage, metrics),
+        queue=make_request_queue(config, keys, scheduler, metrics),
         accuracy=accuracy,
-        cold_starts=make_cold_starts(config, keys, agents, call_keys, discovery, usage, metrics),
-        usage=usage,
+        cold_starts=make_cold_starts(config, keys, agents, call_keys, discovery, metrics),
+        usage=TrafficLog(router_id),
         metrics=metrics,
         pool=EnginePool(connect_s=config.connect_timeout_s, max_spare=config.spare_connections, outbox=outbox),
         background=make_background(config, keys, discovery, agents),
@@ -176,7 +170,6 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
             on_outcome=lambda outcome, count: metrics.traces.labels(outcome).inc(count),
         ),
     )
-    usage.traffic.now_of = partial(router_now, services)
     # What listens.
     handler = InferenceHandler(services)
     limits, origins = client_limits(config, keys), cors_header_lines(config.allowed_origins)

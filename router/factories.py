@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from math import inf
 from typing import Any
 
@@ -24,7 +23,6 @@ from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.service.http.known_fields import WIRE_HEADERS
 from lorafleet.service.tasks import BackgroundTasks
 from lorafleet.telemetry.repeats import RepeatLimiter
-from orchestrator.model.usage import RouterNow
 from router.config import RouterSettings
 from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 from router.core.failover.retry_budget import RetryBudget
@@ -40,7 +38,6 @@ from router.fleet.background import Background
 from router.fleet.discovery import Discovery, FleetAccess
 from router.fleet.health_probe import Finding, HealthProbes
 from router.fleet.report_reader import is_same_but_load
-from router.fleet.usage_report import UsageCounts
 from router.http.call_keys import CallKeys
 from router.http.engine_connection import EngineLost
 from router.http.engine_pool import EnginePool
@@ -50,7 +47,6 @@ from router.kv.feeds import KvFeeds
 from router.request.cold_starts import ColdStarts
 from router.request.pauses import PauseGate
 from router.request.queue import RequestQueue
-from router.request.services import Services
 from router.request.stages import match
 from router.telemetry.metrics import RouterMetrics
 from router.tokenizing.tokenizers import Tokenizers
@@ -58,7 +54,6 @@ from workers.wire import Metadata
 
 log = structlog.get_logger()
 
-_VERSION = version("lorafleet")
 # Agents and orchestrators send keep-alives more often.
 _LISTEN_IDLE_S = 60.0
 
@@ -76,7 +71,6 @@ class WorkerListener:
     load: LoadBook
     accuracy: PredictionAccuracy
     breaker: CircuitBreaker
-    usage: UsageCounts
     tokenizers: Tokenizers
     metrics: RouterMetrics
     learning: BackgroundTasks
@@ -108,7 +102,6 @@ class WorkerListener:
         self.load.forget(worker)
         self.accuracy.forget(worker)
         self.breaker.forget(worker)
-        self.usage.forget(worker)
         self.tokenizers.forget(worker)
         self.metrics.forget_worker(worker)
 
@@ -257,29 +250,6 @@ def make_fleet_access(
     )
 
 
-def queue_waits_s(scheduler: Scheduler) -> dict[WorkerId, float]:
-    """Seconds until the requests queued for each worker have been sent, at that worker's present rate."""
-    waiting = scheduler.queue
-    return {worker: work_s / waiting.rates.rate(worker) for worker, work_s in waiting.backlog.items()}
-
-
-def router_now(services: Services) -> RouterNow:
-    """How this router is now, for its usage reports."""
-    scheduler, now = services.scheduler, services.clock()
-    states = {
-        replica.id: scheduler.breaker.state(replica, now) for replica in services.discovery.fleet.replicas.values()
-    }
-    return RouterNow(
-        version=_VERSION,
-        policy=services.config.policy,
-        in_flight=scheduler.load.total_in_flight,
-        waiting={tenant: requests for tenant, (requests, _) in scheduler.queue.usage.tenants.items()},
-        held={tenant: requests for tenant, (requests, _) in services.cold_starts.held.tenants.items()},
-        paused={tenant: requests for tenant, (requests, _) in services.pauses.held.tenants.items()},
-        circuits={worker: state for worker, state in states.items() if state != "closed"},
-    )
-
-
 def client_limits(config: RouterSettings, keys: ApiKeys) -> ClientLimits:
     """The listener's limits on clients, from the settings. Without API keys, tenants have no limit of their own."""
     of_tenant = int(config.max_bodies_bytes * config.tenant_share)
@@ -364,7 +334,7 @@ def make_tokenizers(
 
 
 def make_request_queue(
-    config: RouterSettings, keys: ApiKeys, scheduler: Scheduler, usage: UsageCounts, metrics: RouterMetrics
+    config: RouterSettings, keys: ApiKeys, scheduler: Scheduler, metrics: RouterMetrics
 ) -> RequestQueue:
     """The queue of requests for which no engine has room."""
     return RequestQueue(
@@ -375,7 +345,6 @@ def make_request_queue(
         clock=time.monotonic,
         most_waiting_bytes=config.max_waiting_bytes,
         tenant_share=tenant_share(config, keys),
-        holds=usage.holds,
     )
 
 
@@ -385,13 +354,12 @@ def make_pause_gate(config: RouterSettings, keys: ApiKeys, on_settled: Callable[
     return PauseGate(QueueUsage(limits), time.monotonic, on_settled)
 
 
-def make_cold_starts(  # noqa: PLR0917  (what a cold start needs)
+def make_cold_starts(
     config: RouterSettings,
     keys: ApiKeys,
     agents: EnginePool,
     call_keys: CallKeys,
     discovery: Discovery,
-    usage: UsageCounts,
     metrics: RouterMetrics,
 ) -> ColdStarts:
     """The queue of requests for cold adapters. Without API keys, a tenant may wait for any number of adapters."""
@@ -405,7 +373,6 @@ def make_cold_starts(  # noqa: PLR0917  (what a cold start needs)
         max_held_bytes=config.max_held_bytes,
         tenant_share=tenant_share(config, keys),
         tenant_adapters=inf if keys.is_open else config.max_cold_adapters_per_tenant,
-        holds=usage.holds,
         silent_after_s=config.catalog_poll_s + config.control_timeout_s,
         gone_after_s=config.unreachable_after_s + config.failover_wait_s,
     )

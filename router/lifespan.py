@@ -21,12 +21,12 @@ from router.core.fleet import Replica
 from router.core.scheduler import Scheduler
 from router.fleet.discovery import Discovery
 from router.fleet.health_probe import HealthProbes
-from router.fleet.usage_report import UsageCounts, send_usage
 from router.http.engine_pool import EnginePool
 from router.kv.feeds import KvFeeds
 from router.processes.aggregate import WorkerProcesses
 from router.request.engine_attempt import EngineAttempt
 from router.request.services import Services
+from router.request.usage_report import send_usage
 from router.telemetry.metrics import RouterMetrics
 
 log = structlog.get_logger()
@@ -67,7 +67,7 @@ async def run_services(
             asyncio.create_task(_check_engines(services, discovery, metrics)),
         ]
         if url := services.config.orchestrator_url.rstrip("/"):
-            running.append(asyncio.create_task(_report_usage(control, url, services.usage, discovery, metrics)))
+            running.append(asyncio.create_task(_report_usage(control, url, services)))
             router_id = services.usage.router_id
             running.append(asyncio.create_task(answer_questions(control, url, router_id, services)))
         for task in running:
@@ -163,27 +163,23 @@ def _move_requests_from(hung: Replica, scheduler: Scheduler, pool: EnginePool, n
 
 async def _send_last_usage(client: httpx.AsyncClient, services: Services) -> None:
     """Tell the orchestrator that this router has no requests any more; gives up after a second and raises nothing."""
-    url, discovery = services.config.orchestrator_url.rstrip("/"), services.discovery
+    url = services.config.orchestrator_url.rstrip("/")
     with suppress(Exception):  # the orchestrator then takes the router for a silent one
         async with asyncio.timeout(_LAST_REPORT_S):
-            await send_usage(
-                client, url, services.usage, lambda: discovery.fleet.revision, time.monotonic, is_last=True
-            )
+            await send_usage(client, url, services, is_last=True)
 
 
-async def _report_usage(
-    client: httpx.AsyncClient, url: str, usage: UsageCounts, discovery: Discovery, metrics: RouterMetrics
-) -> None:
+async def _report_usage(client: httpx.AsyncClient, url: str, services: Services) -> None:
     """Send usage to the orchestrator each second, and at once when it waits to hear of something, until cancelled."""
 
     async def step() -> None:
         """Send one usage report."""
-        await send_usage(client, url, usage, lambda: discovery.fleet.revision, time.monotonic)
+        await send_usage(client, url, services)
 
     await forever(
         step,
         name="usage",
         every_s=USAGE_EVERY_S,
-        poke=discovery.confirmation_due,
-        on_failure=metrics.loop_failures.labels("usage").inc,
+        poke=services.discovery.confirmation_due,
+        on_failure=services.metrics.loop_failures.labels("usage").inc,
     )

@@ -1,7 +1,7 @@
 """The real `place`, `diff` and `DemandBook`, acting on the simulated fleet as the reconciler acts on a real one."""
 
 from benchmarks.placement.world import Copy, SimulatedWorker, World
-from orchestrator.core.demand import AdapterQueueing, AdapterUsage, DemandBook
+from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff
 from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
@@ -16,6 +16,7 @@ from orchestrator.model.snapshot import (
     ReportedAdapter,
     WantedReplicas,
 )
+from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts, UsageReport
 
 PASS_S = 2
 """Between passes when nothing happens."""
@@ -48,6 +49,7 @@ class LorafleetOrchestrator:
         self.drains: dict[Pair, float] = {}
         self.reserve_victims: dict[Pair, str] = {}
         self.seconds = 0
+        self.reported: dict[tuple[int, str], tuple[int, float]] = {}
         self.unasked = 0
         """Loads begun that no request waited for and that mend nothing."""
         self.frozen_s = 0
@@ -87,24 +89,30 @@ class LorafleetOrchestrator:
             self.run_pass()
 
     def _report(self) -> None:
-        uses = []
+        """One router's report: what has ended since the last one, and what runs and waits."""
+        rows, in_flight = [], dict[str, dict[str, int]]()
         for (adapter, name), (requests, work_s) in self.world.sent.items():
             engine = self.world.workers.get(name)
             copy = None if engine is None else engine.copies.get(adapter)
-            uses.append(
-                AdapterUsage(
-                    lora_id=lora_id(adapter),
-                    worker_id=name,
-                    engine_name=lora_id(adapter),
-                    requests=requests,
-                    in_flight=0 if copy is None else copy.in_flight,
-                    work_s=work_s,
-                )
-            )
-        holds = [
-            AdapterQueueing(lora_id=lora_id(adapter), waiting=len(line)) for adapter, line in self.world.line.items()
-        ]
-        self.book.record_report("r0", "b0", self.seconds, self.seconds, uses, self.world.now, holds=holds)
+            running = 0 if copy is None else copy.in_flight
+            if running:
+                in_flight.setdefault(name, {})[engine_name(adapter)] = running
+            ended, reported_s = self.reported.get((adapter, name), (0, 0.0))
+            self.reported[adapter, name] = requests - running, work_s
+            counts = RequestCounts(sent=max(0, requests - running - ended), work_s=work_s - reported_s)
+            if counts.sent or counts.work_s:
+                rows.append(CountedRow(adapter=lora_id(adapter), worker=name, counts=counts))
+        report = UsageReport(
+            router_id="r0",
+            boot_id="b0",
+            seq=self.seconds,
+            revision_seen=self.seconds,
+            batches=(CountBatch(number=self.seconds, rows=tuple(rows)),),
+            in_flight=in_flight,
+            waiting={lora_id(adapter): len(line) for adapter, line in self.world.line.items() if line},
+            asked_age_s={row.adapter: 0.0 for row in rows},
+        )
+        self.book.record_report(report, self.world.now)
 
     def _poke(self) -> None:
         if not self._is_due:
@@ -147,7 +155,7 @@ class LorafleetOrchestrator:
             lora_id(adapter): ReportedAdapter(
                 lora_id=lora_id(adapter),
                 digest=f"{adapter:064x}",
-                engine_name=lora_id(adapter),
+                engine_name=engine_name(adapter),
                 state=copy.state,
                 since=copy.since,
             )
@@ -227,3 +235,8 @@ def lora_id(adapter: int) -> str:
 
 def number(name: str) -> int:
     return int(name[1:-3])
+
+
+def engine_name(adapter: int) -> str:
+    """The name that engines have for an adapter."""
+    return f"{lora_id(adapter)}@{adapter:012x}"

@@ -236,7 +236,7 @@ class StubControlPlane:
         workers = [worker_id(i) for i in range(spec.workers)]
         self._etag = b'"1"'
         self._followers: dict[str, list[Answering]] = {"sse": [], "kv": []}
-        usage = UsageAnswer(accepted=True, revision=1).model_dump_json().encode()
+        usage = msgspec.json.encode(UsageAnswer(accepted=True, revision=1))
         model_files = ModelFiles(base_model=BASE, files=files).model_dump_json().encode()
         self._answers = {
             b"/v1/catalog": whole(_catalog(spec, url).model_dump_json().encode(), more='etag: "1"\r\n'),

@@ -60,7 +60,7 @@ def build_router(
         health_routes(reconciler, metrics, is_stopping, metrics_dependencies(keys, need_key=metrics_need_key)),
         router_routes(keys, registry, reconciler, views, book, is_stopping=is_stopping, clock=clock),
         traffic_routes(keys, reconciler, book, wall),
-        live_routes(keys, reconciler, book, views.workers_by_state, is_stopping, wall),
+        live_routes(keys, reconciler, views.workers_by_state, is_stopping, clock, wall),
         decision_routes(keys, mailbox),
         request_routes(keys, mailbox),
         inspection_routes(keys, reconciler.reports, agents),

@@ -245,7 +245,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "boot_id": "7c1e",
         "seq": 12,
         "revision_seen": 1794900000000,
-        "uses": [{"worker_id": "w0", "engine_name": "sql-expert/v1@3f9a1c2b77aa", "requests": 40, "in_flight": 2}],
+        "batches": [
+            {
+                "number": 3,
+                "rows": [{"adapter": "sql-expert/v1", "worker": "w0", "counts": {"requests": 40, "sent": 40}}],
+            }
+        ],
+        "in_flight": {"w0": {"sql-expert/v1@3f9a1c2b77aa": 2}},
     },
     "WorkerDrain": {"deadline_s": 60},
     "WorkerItem": _WORKER,

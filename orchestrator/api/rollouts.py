@@ -12,7 +12,6 @@ from orchestrator.api.traffic import Range, traffic_total
 from orchestrator.api.views import timestamp
 from orchestrator.core.comparison import GUARD, baseline_of, worse_targets
 from orchestrator.core.rollout import current_targets, regression_so_far
-from orchestrator.core.traffic import TrafficSums
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.aliases import (
@@ -35,6 +34,7 @@ from orchestrator.model.served_names import (
     weight_pairs,
 )
 from orchestrator.model.traffic import AliasComparison, ComparedTarget
+from orchestrator.model.usage import RequestCounts
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.served_names import NameMover
 from orchestrator.traffic.book import TrafficBook
@@ -108,7 +108,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         targets = registry.alias(name).targets
         found = await book.totals("adapter", range_s)
         traffic = {
-            lora_id: found.get(lora_id, TrafficSums())
+            lora_id: found[lora_id].counts if lora_id in found else RequestCounts()
             for lora_id in (target.lora_id for target in targets)
             if seen.sees_traffic("adapter", lora_id)
         }
@@ -117,7 +117,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     return api
 
 
-def _comparison(name: str, targets: Targets, traffic: Mapping[str, TrafficSums], range_s: float) -> AliasComparison:
+def _comparison(name: str, targets: Targets, traffic: Mapping[str, RequestCounts], range_s: float) -> AliasComparison:
     """The comparison as wire model; a target that `traffic` lacks has no figures."""
     whole, worse = sum(target.weight for target in targets), worse_targets(targets, traffic)
     return AliasComparison(

@@ -1,21 +1,19 @@
 """Routes for routers: catalog, events, usage reports, ensure; and pauses, under which routers hold requests."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 
-from lorafleet.identity import asked_version, lora_id_of
 from lorafleet.keys.auth import ApiKeys, AuthFirstRoute, requires
 from lorafleet.keys.roles import Caller
 from lorafleet.service.http import EventStream
 from lorafleet.service.times import utc_text
 from orchestrator.api.tenancy import Actor, TenantView, tenant_view_of
 from orchestrator.api.views import WireViews
-from orchestrator.core.demand import ENSURE_REPEAT_S, AdapterQueueing, AdapterUsage
+from orchestrator.core.demand import ENSURE_REPEAT_S
 from orchestrator.core.errors import NotFound, OrchestratorRequestError, StateConflict
 from orchestrator.core.failures import FINAL_CODES
 from orchestrator.core.pauses import PauseLease, PauseProgress
@@ -26,7 +24,7 @@ from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.catalog import Catalog
 from orchestrator.model.names import LoraId
 from orchestrator.model.pauses import PauseItem, PauseList, PauseSpec
-from orchestrator.model.usage import AdapterHold, AdapterUse, UsageAnswer, UsageReport
+from orchestrator.model.usage import UsageAnswer, UsageReport
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import TrafficBook
 
@@ -40,26 +38,10 @@ USAGE_EXAMPLE = {
     "boot_id": "7c1e",
     "seq": 12,
     "revision_seen": 1794900000000,
-    "uses": [
-        {
-            "worker_id": "w0",
-            "engine_name": "sql-expert/v1@3f9a1c2b77aa",
-            "requests": 40,
-            "in_flight": 2,
-            "prompt_tokens": 48000,
-            "output_tokens": 9000,
-            "work_s": 3.5,
-            "errors": 0,
-            "first_tokens": 38,
-            "first_token_s": 5.7,
-        }
-    ],
-    "holds": [{"lora_id": "legal/v2", "held": 1, "hold_s": 4.4, "sheds": 0, "waiting": 2}],
-    "waits_s": {"w0": 1.8},
-    "traffic": [
+    "batches": [
         {
             "number": 3,
-            "age_s": 2.5,
+            "age_s": 0.5,
             "rows": [
                 {
                     "adapter": "sql-expert/v1",
@@ -67,13 +49,24 @@ USAGE_EXAMPLE = {
                     "worker": "w0",
                     "tenant": "acme",
                     "key": "3f9a1c2b77aa",
-                    "requests": 12,
-                    "codes": {"429 saturated": 1},
-                    "first_token": {"25": 9, "27": 2},
+                    "counts": {
+                        "requests": 12,
+                        "sent": 11,
+                        "codes": {"429 saturated": 1},
+                        "prompt_tokens": 14400,
+                        "output_tokens": 2700,
+                        "first_token": {"25": 9, "27": 2},
+                        "first_token_sum_s": 1.2,
+                        "work_s": 1.1,
+                    },
                 }
             ],
         }
     ],
+    "in_flight": {"w0": {"sql-expert/v1@3f9a1c2b77aa": 2}},
+    "waiting": {"legal/v2": 2},
+    "asked_age_s": {"sql-expert/v1": 0.5, "legal/v2": 240.0},
+    "waits_s": {"w0": 1.8},
     "now": {"version": "0.1.0", "policy": "kv_lora", "in_flight": 2, "waiting": {"acme": 1}},
 }
 
@@ -141,21 +134,15 @@ def router_routes(
     @api.post("/v1/usage", dependencies=load)
     async def usage(report: Annotated[UsageReport, Body(examples=[USAGE_EXAMPLE])]) -> UsageAnswer:
         """A router's usage report. `seq` tells repeated and late reports, which change nothing."""
-        accepted = reconciler.demand.record_report(
-            report.router_id,
-            report.boot_id,
-            report.seq,
-            report.revision_seen,
-            [_adapter_usage(use) for use in report.uses if asked_version(use.engine_name)],
-            clock(),
-            is_last=report.is_last,
-            running_in_pause=report.running_in_pause,
-            holds=[AdapterQueueing(**{name: getattr(hold, name) for name in _HOLDS}) for hold in report.holds],
-        )
-        if accepted:
-            _record_router(report, reconciler, book, clock())
+        progress = reconciler.demand.record_report(report, clock())
+        if progress is not None:
+            book.add_batches(progress.batches)
+            reconciler.confirmations.record_report(report.router_id, is_last=report.is_last)
+            reconciler.incidents.record_circuits(report.router_id, report.now.circuits, is_last=report.is_last)
+            if reconciler.operations.drains:
+                reconciler.request_pass()  # the report may end a drain
         reconciler.pauses.reported.notify()
-        return UsageAnswer(accepted=accepted, revision=catalog.revision)
+        return UsageAnswer(accepted=progress is not None, revision=catalog.revision)
 
     @api.post("/v1/adapters/{lora_id:path}/ensure", dependencies=ensures)
     async def ensure(
@@ -198,40 +185,9 @@ def router_routes(
     return api
 
 
-def _record_router(report: UsageReport, reconciler: Reconciler, book: TrafficBook, now: float) -> None:
-    """Record a router's queues, circuits and traffic; requests a pass if the report may end a drain."""
-    reconciler.confirmations.record_report(report.router_id, is_last=report.is_last)
-    in_flight = Counter[str]()
-    for use in report.uses:
-        in_flight[use.worker_id] += use.in_flight
-    reconciler.router_queues.record_report(report.router_id, report.waits_s, in_flight, now)
-    if report.now is not None:
-        reconciler.incidents.record_circuits(report.router_id, report.now.circuits, is_last=report.is_last)
-    book.record_report(
-        report.router_id,
-        report.boot_id,
-        report.revision_seen,
-        report.traffic,
-        report.now,
-        is_last=report.is_last,
-    )
-    if reconciler.operations.drains:
-        reconciler.request_pass()  # the report may end a drain
-
-
-def _adapter_usage(use: AdapterUse) -> AdapterUsage:
-    """An adapter's usage in a router's report, as demand counts it: under its lora_id, without the digest."""
-    counts = {name: getattr(use, name) for name in _COUNTS}
-    return AdapterUsage(lora_id=lora_id_of(use.engine_name), **counts)
-
-
 def _only_tenant(adapter: RegisteredAdapter) -> tuple[str, ...]:
     """The adapter's tenant if it has exactly one: then the waiting requests are that tenant's."""
     return adapter.tenants if adapter.tenants is not None and len(adapter.tenants) == 1 else ()
-
-
-_HOLDS = AdapterHold.model_fields.keys() & AdapterQueueing.__dataclass_fields__.keys()
-_COUNTS = AdapterUse.model_fields.keys() & AdapterUsage.__dataclass_fields__.keys()
 
 
 async def _wait_for_replicas(

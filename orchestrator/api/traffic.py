@@ -1,7 +1,8 @@
-"""Routes and readings for the console: past traffic, by series and by shares; the routers; the fleet as it changes."""
+"""Routes for the console: past traffic, by series and by shares; the routers; the fleet as it changes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
@@ -10,25 +11,34 @@ from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.service.http import EventStream
 from lorafleet.telemetry.histogram import percentile_s
 from orchestrator.api.tenancy import TenantView, tenant_view_of
-from orchestrator.core.demand import ROUTER_LIVE_S
 from orchestrator.core.errors import Forbidden, OrchestratorRequestError
-from orchestrator.core.traffic import GRAINS, OTHER, Grain, SeriesKey, SeriesKind, TrafficSums, summed
-from orchestrator.core.traffic_shares import SHARED, ShareBy, ShareKind, Shares
+from orchestrator.core.routers import ROUTER_LIVE_S, KnownRouter
+from orchestrator.core.traffic import (
+    GRAINS,
+    OTHER,
+    SHARED,
+    GaugeSums,
+    Grain,
+    SeriesKind,
+    SeriesSums,
+    ShareBy,
+    ShareKind,
+    Shares,
+    summed,
+)
 from orchestrator.model.traffic import (
     FleetNow,
     RouterItem,
     RouterList,
     TrafficPoints,
     TrafficSeries,
-    TrafficShare,
     TrafficShares,
     TrafficTotal,
     TrafficTotals,
 )
-from orchestrator.model.usage import RouterNow
+from orchestrator.model.usage import RequestCounts, RouterNow
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.reconcile.worker_reports import WorkerReports
-from orchestrator.traffic.book import RouterSeen, TrafficBook
+from orchestrator.traffic.book import TrafficBook, routers_now
 
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _MOST_RANGE_S = 48 * 3600
@@ -63,15 +73,19 @@ def traffic_routes(keys: ApiKeys, reconciler: Reconciler, book: TrafficBook, wal
         # The fleet is read in every slice in which this orchestrator led: there no row means nothing, else not known.
         known = found if kind == "fleet" else (await book.series("fleet", "", range_s))[1]
         points = _points(grain, found, known.keys(), now, range_s)
-        whole = [sums for at, sums in found.items() if at >= now - range_s]
-        total = traffic_total(name, summed(whole), range_s)
+        whole = summed(sums for at, sums in found.items() if at >= now - range_s)
+        total = traffic_total(name, whole.counts, range_s, gauges=whole.gauges)
         return TrafficSeries(kind=kind, name=name, range_s=range_s, step_s=grain.step_s, total=total, points=points)
 
     @api.get("/v1/traffic/totals", dependencies=view)
     async def totals(seen: seen_by, kind: Kind = "adapter", range_s: Range = 3600.0) -> TrafficTotals:
         """Every series of a kind that the caller may read, summed over a range."""
         found = await book.totals(kind, range_s)
-        rows = [traffic_total(name, sums, range_s) for name, sums in found.items() if seen.sees_traffic(kind, name)]
+        rows = [
+            traffic_total(name, sums.counts, range_s, gauges=sums.gauges)
+            for name, sums in found.items()
+            if seen.sees_traffic(kind, name)
+        ]
         rows.sort(key=lambda row: (-row.requests, row.name))
         return TrafficTotals(kind=kind, range_s=range_s, data=tuple(rows))
 
@@ -93,49 +107,47 @@ def traffic_routes(keys: ApiKeys, reconciler: Reconciler, book: TrafficBook, wal
                 param="kind",
             )
         found = await book.shares((kind, name, by), range_s)
-        return TrafficShares(kind=kind, name=name, by=by, range_s=range_s, data=_share_items(found))
+        return TrafficShares(kind=kind, name=name, by=by, range_s=range_s, data=_share_items(found, range_s))
 
     return api
 
 
-def traffic_total(name: str, sums: TrafficSums, range_s: float) -> TrafficTotal:
-    """The sums of a range as wire model."""
+def traffic_total(
+    name: str,
+    counts: RequestCounts,
+    range_s: float,
+    *,
+    gauges: Mapping[str, GaugeSums] = MappingProxyType({}),
+    share: float | None = None,
+) -> TrafficTotal:
+    """The counts of a range as wire model. `share`: of the series that it is a part of."""
     return TrafficTotal(
         name=name,
-        requests=sums.requests,
-        requests_per_s=round(sums.requests / range_s, 4),
-        errors=sums.errors,
-        refusals=sums.refusals,
-        codes=sums.codes,
-        prompt_tokens=sums.prompt_tokens,
-        output_tokens=sums.output_tokens,
-        hit_predicted=_share(sums.predicted_tokens, sums.compared_tokens),
-        hit_real=_share(sums.cached_tokens, sums.compared_tokens),
-        waited_s=_share(sums.waited_s, sums.requests),
-        cold_starts=sums.cold_starts,
-        cold_s=_share(sums.cold_s, sums.cold_starts),
-        first_token_s=_percentiles(sums.first_token),
-        whole_s=_percentiles(sums.whole),
-        token_s=_share(sums.decode_s, sums.decode_tokens),
-        gauges={quantity: round(read.mean, 4) for quantity, read in sums.gauges.items()},
+        requests=counts.requests,
+        share=share,
+        requests_per_s=round(counts.requests / range_s, 4),
+        errors=counts.errors,
+        refusals=counts.refusals,
+        codes=counts.codes,
+        prompt_tokens=counts.prompt_tokens,
+        output_tokens=counts.output_tokens,
+        hit_predicted=_share(counts.predicted_tokens, counts.compared_tokens),
+        hit_real=_share(counts.cached_tokens, counts.compared_tokens),
+        waited_s=_share(counts.waited_s, counts.requests),
+        cold_starts=counts.cold_starts,
+        cold_s=_share(counts.cold_s, counts.cold_starts),
+        first_token_s=_percentiles(counts.first_token),
+        whole_s=_percentiles(counts.whole),
+        token_s=_share(counts.decode_s, counts.decode_tokens),
+        gauges={quantity: round(read.mean, 4) for quantity, read in gauges.items()},
     )
 
 
-def _share_items(shares: Shares) -> tuple[TrafficShare, ...]:
+def _share_items(shares: Shares, range_s: float) -> tuple[TrafficTotal, ...]:
     """The shares as wire models, the one with the most requests first, and `OTHER` last."""
     whole = sum(part.requests for part in shares.values())
     items = [
-        TrafficShare(
-            name=name,
-            requests=part.requests,
-            share=_share(part.requests, whole) or 0.0,
-            errors=part.errors,
-            cold_starts=part.cold_starts,
-            output_tokens=part.output_tokens,
-            hit_real=_share(part.cached_tokens, part.compared_tokens),
-            first_token_s=_percentiles(part.first_token),
-        )
-        for name, part in shares.items()
+        traffic_total(name, part, range_s, share=_share(part.requests, whole) or 0.0) for name, part in shares.items()
     ]
     return tuple(sorted(items, key=lambda item: (item.name == OTHER, -item.requests, item.name)))
 
@@ -146,37 +158,37 @@ def _percentiles(counts: Mapping[int, int]) -> dict[str, float | None]:
 
 
 def _points(
-    grain: Grain, found: Mapping[int, TrafficSums], known: Iterable[int], now: float, range_s: float
+    grain: Grain, found: Mapping[int, SeriesSums], known: Iterable[int], now: float, range_s: float
 ) -> TrafficPoints:
     """The columns of a series: each slice of the range that is whole, or nearly so.
 
     known  slices in which a series without a row had no traffic; in others nothing is known
     """
-    step_s, nothing, recorded = grain.step_s, TrafficSums(), frozenset(known)
+    step_s, nothing, recorded = grain.step_s, SeriesSums(), frozenset(known)
     starts = range(grain.start_of(now - range_s) + step_s, int(now - COMING_S - _LEAST_SPAN_S) + 1, step_s)
     # The present slice of a coarse grain counts up to now.
     spans = {at: min(float(step_s), max(_LEAST_SPAN_S, now - COMING_S - at)) for at in starts}
     ats = [at for at in starts if grain is not GRAINS[0] or at + step_s <= now - COMING_S]
     rows = [found.get(at, nothing if at in recorded else None) for at in ats]
 
-    def column(value: Callable[[TrafficSums, float], float | None]) -> tuple[float | None, ...]:
+    def column(value: Callable[[RequestCounts, float], float | None]) -> tuple[float | None, ...]:
         """One value of every slice."""
-        return tuple(None if row is None else value(row, spans[at]) for at, row in zip(ats, rows, strict=True))
+        return tuple(None if row is None else value(row.counts, spans[at]) for at, row in zip(ats, rows, strict=True))
 
-    def rate(count: Callable[[TrafficSums], float]) -> tuple[float | None, ...]:
+    def rate(count: Callable[[RequestCounts], float]) -> tuple[float | None, ...]:
         """A count by second."""
         return column(lambda row, span_s: round(count(row) / span_s, 4))
 
-    def percentiles(counts: Callable[[TrafficSums], Mapping[int, int]]) -> dict[str, tuple[float | None, ...]]:
+    def percentiles(counts: Callable[[RequestCounts], Mapping[int, int]]) -> dict[str, tuple[float | None, ...]]:
         """The percentiles of a histogram."""
         return {
             label: column(lambda row, _, share=share: _rounded(percentile_s(counts(row), share)))  # type: ignore[misc]
             for label, share in _SHARES.items()
         }
 
-    codes = sorted({code for row in rows if row is not None for code in row.codes})
+    codes = sorted({code for row in rows if row is not None for code in row.counts.codes})
     gauges = sorted({name for row in rows if row is not None for name in row.gauges})
-    cold_starts = tuple(None if row is None else row.cold_starts for row in rows)
+    cold_starts = tuple(None if row is None else row.counts.cold_starts for row in rows)
     return TrafficPoints(
         at=tuple(ats),
         requests_per_s=rate(lambda row: row.requests),
@@ -192,7 +204,9 @@ def _points(
         whole_s=percentiles(lambda row: row.whole),
         codes={code: rate(lambda row, code=code: row.codes.get(code, 0)) for code in codes},  # type: ignore[misc]
         gauges={
-            name: column(lambda row, _, name=name: round(row.gauges[name].mean, 4) if name in row.gauges else None)  # type: ignore[misc]
+            name: tuple(
+                None if row is None or name not in row.gauges else round(row.gauges[name].mean, 4) for row in rows
+            )
             for name in gauges
         },
     )
@@ -216,9 +230,9 @@ _LEAST_PAUSE_S = 0.3
 def live_routes(
     keys: ApiKeys,
     reconciler: Reconciler,
-    book: TrafficBook,
     workers_by_state: Callable[[], Mapping[str, int]],
     is_stopping: Callable[[], bool],
+    clock: Callable[[], float],
     wall: Callable[[], float],
 ) -> APIRouter:
     """The routes that read routers, and the fleet now. They need scope `view`."""
@@ -228,8 +242,8 @@ def live_routes(
     @api.get("/v1/routers", dependencies=[Depends(requires(keys, "view", is_for_fleet=True))])
     async def routers() -> RouterList:
         """Routers that have reported within the last hour."""
-        now = wall()
-        items = (_router_item(router_id, seen, now) for router_id, seen in sorted(book.routers.items()))
+        now = clock()
+        items = (_router_item(router, now) for _, router in sorted(reconciler.demand.routers.by_id.items()))
         return RouterList(data=tuple(items))
 
     @api.get("/v1/live", response_class=EventStream, dependencies=[Depends(requires(keys, "view"))])
@@ -249,23 +263,14 @@ def live_routes(
 
     def fleet_now() -> FleetNow:
         """The fleet as it is now."""
-        now = wall()
-        seen = live_routers(book, now)
-        circuits: dict[str, str] = {}
-        for router in seen:
-            for worker, state in router.now.circuits.items() if router.now else ():
-                circuits[worker] = "open" if "open" in (state, circuits.get(worker)) else state
+        now, live = wall(), reconciler.demand.routers.live(clock())
         return FleetNow(
             at=now,
             revision=reconciler.catalog.revision,
             epoch=reconciler.store.epoch,
             workers=dict(workers_by_state()),
-            routers=len(seen),
-            in_flight=sum(router.now.in_flight for router in seen if router.now),
-            waiting=_by_tenant(router.now.waiting for router in seen if router.now),
-            held=_by_tenant(router.now.held for router in seen if router.now),
-            paused=_by_tenant(router.now.paused for router in seen if router.now),
-            circuits=circuits,
+            routers=len(live),
+            now=routers_now(router.report.now for router in live),
             slice_at=GRAINS[0].start_of(now - COMING_S),
         )
 
@@ -276,70 +281,21 @@ def _shown_to(tenant: str | None, now: FleetNow) -> FleetNow:
     """The message as a caller of this tenant may see it: what waits of its own requests; None: everything."""
     if tenant is None:
         return now
-    counts = {"waiting": now.waiting, "held": now.held, "paused": now.paused}
-    own = {field: {name: n for name, n in part.items() if name == tenant} for field, part in counts.items()}
-    return now.model_copy(update={"workers": {}, "routers": 0, "in_flight": 0, "circuits": {}, **own})
-
-
-def live_routers(book: TrafficBook, now: float) -> list[RouterSeen]:
-    """Routers that reported within `ROUTER_LIVE_S` and have not ended."""
-    return [seen for seen in book.routers.values() if not seen.has_ended and now - seen.seen_at < ROUTER_LIVE_S]
-
-
-def _by_tenant(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Counts by tenant, summed over routers."""
-    whole: dict[str, int] = {}
-    for part in parts:
-        for tenant, count in part.items():
-            whole[tenant] = whole.get(tenant, 0) + count
-    return whole
-
-
-def _router_item(router_id: str, seen: RouterSeen, now: float) -> RouterItem:
-    """A router as wire model."""
-    is_live = now - seen.seen_at < ROUTER_LIVE_S
-    return RouterItem(
-        id=router_id,
-        state="ended" if seen.has_ended else "live" if is_live else "silent",
-        age_s=round(max(0.0, now - seen.seen_at), 1),
-        revision_seen=seen.revision_seen,
-        now=seen.now,
+    waiting, held, paused = (
+        {name: count for name, count in counts.items() if name == tenant}
+        for counts in (now.now.waiting, now.now.held, now.now.paused)
     )
+    own = RouterNow(waiting=waiting, held=held, paused=paused)
+    return now.model_copy(update={"workers": {}, "routers": 0, "now": own})
 
 
-def fleet_readings(
-    reports: WorkerReports, routers: Iterable[RouterNow], states: Mapping[str, int]
-) -> Iterator[tuple[SeriesKey, str, float]]:
-    """(series, quantity, value) of everything that is read every few seconds.
-
-    routers  the live routers
-    states   worker state -> number of workers
-    """
-    for worker_id, entry in reports.workers.items():
-        load, capacity = entry.report.load, entry.report.lora.capacity
-        series: SeriesKey = ("worker", worker_id)
-        for name, value in (
-            ("running", load.running),
-            ("waiting", load.waiting),
-            ("waiting_for_slot", load.waiting_for_slot),
-            ("kv_usage", load.kv_usage),
-            ("loaded", capacity.loaded_count),
-        ):
-            yield series, name, float(value)
-    waiting = held = in_flight = 0
-    tenants: dict[str, int] = {}
-    for router in routers:
-        in_flight += router.in_flight
-        waiting += sum(router.waiting.values())
-        held += sum(router.held.values())
-        for counts in (router.waiting, router.held):
-            for tenant, count in counts.items():
-                tenants[tenant] = tenants.get(tenant, 0) + count
-    fleet: SeriesKey = ("fleet", "")
-    yield fleet, "in_flight", float(in_flight)
-    yield fleet, "waiting", float(waiting)
-    yield fleet, "held", float(held)
-    for state, count in states.items():
-        yield fleet, f"workers_{state}", float(count)
-    for tenant, count in tenants.items():
-        yield ("tenant", tenant), "waiting", float(count)
+def _router_item(router: KnownRouter, now: float) -> RouterItem:
+    """A router as wire model."""
+    report, silent_s = router.report, now - router.reported_at
+    return RouterItem(
+        id=report.router_id,
+        state="ended" if report.is_last else "live" if silent_s < ROUTER_LIVE_S else "silent",
+        age_s=round(max(0.0, silent_s), 1),
+        revision_seen=report.revision_seen,
+        now=report.now,
+    )

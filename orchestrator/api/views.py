@@ -261,7 +261,7 @@ class WireViews:
                     base_model=report.model.base_model,
                     slots=usable_slots(slots, reserve),
                     max_lora_rank=report.lora.max_lora_rank,
-                    wait_s=at_engine_s + reconciler.router_queues.wait_s(worker_id, now),
+                    wait_s=at_engine_s + reconciler.demand.routers.wait_s(worker_id, now),
                 )
             )
         return pool_figures(members, self._adapter_needs(now))

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from orchestrator.core.rollout import regression_reason
-from orchestrator.core.traffic import TrafficSums
-from orchestrator.model.served_names import RequestTally, RolloutSpec, Targets
+from orchestrator.core.rollout import regression_reason, tally_of
+from orchestrator.model.served_names import RolloutSpec, Targets
+from orchestrator.model.usage import RequestCounts
 
 GUARD = RolloutSpec(to="any")
 """The limits of a rollout that names none."""
@@ -15,17 +15,7 @@ def baseline_of(targets: Targets) -> str:
     return max(targets, key=lambda target: target.weight).lora_id
 
 
-def tally_of(sums: TrafficSums) -> RequestTally:
-    """The counts that a rollout compares, of past traffic. Requests refused before an engine had them do not count."""
-    return RequestTally(
-        requests=sums.requests - sums.refusals,
-        errors=sums.errors,
-        first_tokens=sum(sums.first_token.values()),
-        first_token_s=sums.first_token_sum_s,
-    )
-
-
-def worse_targets(targets: Targets, traffic: Mapping[str, TrafficSums]) -> dict[str, str]:
+def worse_targets(targets: Targets, traffic: Mapping[str, RequestCounts]) -> dict[str, str]:
     """lora_id -> why this target is worse than the baseline, by `regression_reason`; only targets that are."""
     baseline = baseline_of(targets)
     if baseline not in traffic:

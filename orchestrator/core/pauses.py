@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
-from orchestrator.core.demand import RouterCounts
+from orchestrator.core.routers import KnownRouter
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of requests that run when a pause begins: they go on, are waited for, or are ended."""
@@ -115,15 +115,15 @@ class PauseProgress:
         return not self.behind and (mode == "keep" or not self.running)
 
 
-def pause_progress(key: str, revision: int, live: Iterable[RouterCounts]) -> PauseProgress:
+def pause_progress(key: str, revision: int, live: Iterable[KnownRouter]) -> PauseProgress:
     """The progress of the pause with this key by the live routers' last reports.
 
     revision  of the catalog that has the pause: a router that reports it, or a later one, holds
     """
     behind = running = 0
     for router in live:
-        if router.revision_seen < revision or router.running_in_pause is None:
+        if router.report.revision_seen < revision:
             behind += 1
         else:
-            running += router.running_in_pause.get(key, 0)
+            running += router.report.running_in_pause.get(key, 0)
     return PauseProgress(behind, running)

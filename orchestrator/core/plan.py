@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from orchestrator.core.copies import FetchChoice, fetch_choice
-from orchestrator.core.demand import RouterCounts
 from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
+from orchestrator.core.routers import KnownRouter
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
@@ -73,8 +73,8 @@ class AdapterDrain:
 
 def is_drained(
     drain: AdapterDrain,
-    live: Collection[RouterCounts],
-    silent: Collection[RouterCounts],
+    live: Collection[KnownRouter],
+    silent: Collection[KnownRouter],
     worker: ObservedWorker,
     now: float,
 ) -> bool:
@@ -84,7 +84,7 @@ def is_drained(
     router is live, the engine's own count decides: after the drain began it must report no request beyond those of the
     live routers.
 
-    live, silent  as in `DemandBook`
+    live, silent  as in `RouterBook`
     """
     if now >= drain.deadline:
         return True
@@ -96,9 +96,9 @@ def is_drained(
     return worker.running <= known and worker.reported_at > drain.since
 
 
-def _has_confirmed(drain: AdapterDrain, router: RouterCounts) -> bool:
+def _has_confirmed(drain: AdapterDrain, router: KnownRouter) -> bool:
     """Whether the router saw the drain's catalog revision, and reported no request for the adapter there since."""
-    return router.revision_seen >= drain.revision and not router.in_flight(drain.engine_name, drain.worker_id)
+    return router.report.revision_seen >= drain.revision and not router.in_flight(drain.engine_name, drain.worker_id)
 
 
 def required_drains(desired: DesiredPlacement) -> dict[Pair, str]:

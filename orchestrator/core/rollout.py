@@ -29,6 +29,7 @@ from orchestrator.model.served_names import (
     Targets,
     traffic_shares,
 )
+from orchestrator.model.usage import RequestCounts
 
 _LEAST_REQUESTS = 10
 """With fewer requests no rates are compared, even if `min_requests` is lower."""
@@ -57,6 +58,16 @@ class RolloutObservation:
     known: frozenset[str] = frozenset()
     old: RequestTally = field(default_factory=RequestTally)
     new: RequestTally = field(default_factory=RequestTally)
+
+
+def tally_of(counts: RequestCounts) -> RequestTally:
+    """The counts that a rollout compares: of requests that an engine had, by what the engine did."""
+    return RequestTally(
+        requests=counts.sent,
+        errors=counts.engine_errors,
+        first_tokens=sum(counts.first_token.values()),
+        first_token_s=counts.engine_first_token_s,
+    )
 
 
 def with_last_step(spec: RolloutSpec) -> RolloutSpec:

@@ -1,113 +1,38 @@
-"""Sums of traffic over a time, and the grid of times that they are kept by: coarser with age.
+"""Past traffic: series and their shares, summed over slices of time that are coarser with age. Pure.
 
-Pure: sums of two times, of two adapters or of two routers add up, in any order.
+A series counts requests that ended in its time: those of the fleet, an adapter, a base model, a worker, a tenant or a
+key. Shares divide an adapter's by worker and by tenant, a worker's by adapter and by tenant. Both are bounded: the
+busiest names are kept apart, the rest are one. Sums of two times, of two adapters or of two routers add up.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nlargest
-from typing import Final, Literal
+from types import MappingProxyType
+from typing import Final, Literal, NamedTuple
 
-import msgspec
+from orchestrator.model.usage import CountedRow, RequestCounts
 
 SeriesKind = Literal["fleet", "adapter", "base", "worker", "tenant", "key"]
 SeriesKey = tuple[SeriesKind, str]
 """What is counted: a kind and a name. The fleet has the name ""; a base model's own traffic is `base`."""
+ShareBy = Literal["worker", "adapter", "tenant"]
+ShareKind = Literal["adapter", "worker"]
+SharesKey = tuple[ShareKind, str, ShareBy]
+"""The key of one table of shares: kind, name, and by what it is divided, as `("adapter", "sql/v1", "worker")`."""
+Shares = dict[str, RequestCounts]
+"""Name -> its part of a series"""
 
 OTHER: Final = "(others)"
-"""The series of those that were too many to be kept apart."""
-_MOST_CODES: Final = 50
-
-
-class GaugeSums(msgspec.Struct, array_like=True, frozen=True):
-    """Readings of one quantity: how many, their sum, and the highest."""
-
-    readings: int
-    total: float
-    most: float
-
-    @property
-    def mean(self) -> float:
-        """The mean of the readings."""
-        return self.total / self.readings if self.readings else 0.0
-
-
-class TrafficSums(msgspec.Struct, array_like=True):
-    """One series over a time: counts of requests that ended in it, and readings taken in it.
-
-    Fields as in wire.TrafficRow; `gauges`: name -> readings.
-    """
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    predicted_tokens: int = 0
-    cached_tokens: int = 0
-    compared_tokens: int = 0
-    waited_s: float = 0.0
-    cold_starts: int = 0
-    cold_s: float = 0.0
-    codes: dict[str, int] = {}
-    first_token: dict[int, int] = {}
-    whole: dict[int, int] = {}
-    gauges: dict[str, GaugeSums] = {}
-    first_token_sum_s: float = 0.0
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-
-    def add(self, other: "TrafficSums") -> None:
-        """Add another series, or the same one over another time, to this one."""
-        self.requests += other.requests
-        self.prompt_tokens += other.prompt_tokens
-        self.output_tokens += other.output_tokens
-        self.predicted_tokens += other.predicted_tokens
-        self.cached_tokens += other.cached_tokens
-        self.compared_tokens += other.compared_tokens
-        self.waited_s += other.waited_s
-        self.cold_starts += other.cold_starts
-        self.cold_s += other.cold_s
-        self.first_token_sum_s += other.first_token_sum_s
-        self.decode_s += other.decode_s
-        self.decode_tokens += other.decode_tokens
-        _add_counts(self.first_token, other.first_token)
-        _add_counts(self.whole, other.whole)
-        for code, count in other.codes.items():
-            name = code if code in self.codes or len(self.codes) < _MOST_CODES else "other"
-            self.codes[name] = self.codes.get(name, 0) + count
-        for name, read in other.gauges.items():
-            self.gauges[name] = _added(self.gauges.get(name), read)
-
-    def read_gauge(self, name: str, value: float) -> None:
-        """Add one reading of a quantity."""
-        self.gauges[name] = _added(self.gauges.get(name), GaugeSums(1, value, value))
-
-    @property
-    def errors(self) -> int:
-        """Requests that failed: a 5xx, or an answer that broke off."""
-        return sum(count for code, count in self.codes.items() if is_error(code))
-
-    @property
-    def refusals(self) -> int:
-        """Requests that were refused for what they were, or for a limit: a 4xx, without clients that left."""
-        return sum(count for code, count in self.codes.items() if code.startswith("4") and not code.startswith("499"))
-
-
-def is_error(code: str) -> bool:
-    """Whether a `<status> <code>` is a failure of ours or of an engine: a 5xx, or a stream that broke off."""
-    return code.startswith(("5", "2"))
-
-
-def _add_counts(mine: dict[int, int], theirs: Mapping[int, int]) -> None:
-    """Add counts by bucket to `mine`."""
-    for bucket, count in theirs.items():
-        mine[bucket] = mine.get(bucket, 0) + count
-
-
-def _added(mine: GaugeSums | None, theirs: GaugeSums) -> GaugeSums:
-    """Both readings together."""
-    if mine is None:
-        return theirs
-    return GaugeSums(mine.readings + theirs.readings, mine.total + theirs.total, max(mine.most, theirs.most))
+"""The series, or the share, of those that were too many to be kept apart."""
+SHARED: Final[tuple[tuple[ShareKind, ShareBy], ...]] = (
+    ("adapter", "worker"),
+    ("adapter", "tenant"),
+    ("worker", "adapter"),
+    ("worker", "tenant"),
+)
+TIMED: Final = SHARED[0]
+"""The table whose shares have first tokens. The histograms are most of the bytes, so the other tables have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +49,12 @@ class Grain:
 
 GRAINS: Final = (Grain(5, 900), Grain(60, 6 * 3600), Grain(600, 48 * 3600))
 """From fine to coarse; each step divides the next."""
+SHARE_GRAINS: Final = (Grain(60, 3600), Grain(600, 48 * 3600))
+"""Shares are kept from a minute up, and the minutes for an hour: as finely as series they would be twice as large."""
+MOST_SHARES: Final[Mapping[ShareBy, int]] = MappingProxyType({"worker": 16, "adapter": 32, "tenant": 16})
+"""Names that one series is divided among in one slice. A guess: a page shows about as many."""
+_FOLD_AT: Final = 2
+"""In memory twice as many: what is new in a slice may yet become one of the busiest."""
 
 
 def grain_for(range_s: float) -> Grain:
@@ -131,9 +62,119 @@ def grain_for(range_s: float) -> Grain:
     return next((grain for grain in GRAINS if grain.kept_s >= range_s), GRAINS[-1])
 
 
-def bounded(series: Mapping[SeriesKey, TrafficSums], most: int) -> dict[SeriesKey, TrafficSums]:
+def share_grain_for(range_s: float) -> Grain:
+    """The finest grain whose shares are kept for so long."""
+    return next((grain for grain in SHARE_GRAINS if grain.kept_s >= range_s), SHARE_GRAINS[-1])
+
+
+class GaugeSums(NamedTuple):
+    """Readings of one quantity: how many, their sum, and the highest."""
+
+    readings: int
+    total: float
+    most: float
+
+    @property
+    def mean(self) -> float:
+        """The mean of the readings."""
+        return self.total / self.readings if self.readings else 0.0
+
+    def with_readings(self, other: "GaugeSums") -> "GaugeSums":
+        """Both readings together."""
+        return GaugeSums(self.readings + other.readings, self.total + other.total, max(self.most, other.most))
+
+
+_NOTHING_READ: Final = GaugeSums(0, 0.0, float("-inf"))
+
+
+@dataclass(slots=True)
+class SeriesSums:
+    """One series over a time: counts of requests that ended in it, and readings taken in it by their quantity."""
+
+    counts: RequestCounts = field(default_factory=RequestCounts)
+    gauges: dict[str, GaugeSums] = field(default_factory=dict)
+
+    def add(self, other: "SeriesSums") -> None:
+        """Add another series, or the same one over another time, to this one."""
+        self.counts.add(other.counts)
+        for name, read in other.gauges.items():
+            self.gauges[name] = self.gauges.get(name, _NOTHING_READ).with_readings(read)
+
+    def read_gauge(self, name: str, value: float) -> None:
+        """Add one reading of a quantity."""
+        self.gauges[name] = self.gauges.get(name, _NOTHING_READ).with_readings(GaugeSums(1, value, value))
+
+
+@dataclass(slots=True)
+class TrafficSlice:
+    """Series and shares of one time. `shares` is empty in slices too fine for them."""
+
+    series: dict[SeriesKey, SeriesSums] = field(default_factory=dict)
+    shares: dict[SharesKey, Shares] = field(default_factory=dict)
+
+    def series_of(self, key: SeriesKey) -> SeriesSums:
+        """The sums of a series, begun where there are none."""
+        found = self.series.get(key)
+        if found is None:
+            found = self.series[key] = SeriesSums()
+        return found
+
+    def bounded(self, most: int) -> "TrafficSlice":
+        """This slice with at most so many series of each kind, and at most so many shares of each as are kept.
+
+        The other series are one, with shares of its own.
+        """
+        series = bounded(self.series, most)
+        shares: dict[SharesKey, Shares] = {}
+        for (kind, name, by), parts in self.shares.items():
+            key = (kind, name if (kind, name) in series else OTHER, by)
+            if key in shares or key[1] == OTHER:
+                add_shares(shares.setdefault(key, {}), parts)
+            else:
+                shares[key] = parts
+        return TrafficSlice(series, {key: folded(parts, MOST_SHARES[key[2]]) for key, parts in shares.items()})
+
+    def copied(self) -> "TrafficSlice":
+        """A copy that another thread may read."""
+        return TrafficSlice(
+            {key: summed([sums]) for key, sums in self.series.items()},
+            {key: {name: merged([part]) for name, part in shares.items()} for key, shares in self.shares.items()},
+        )
+
+
+def summed(parts: Iterable[SeriesSums]) -> SeriesSums:
+    """All of these together; they stay as they are."""
+    whole = SeriesSums()
+    for part in parts:
+        whole.add(part)
+    return whole
+
+
+def merged(parts: Iterable[RequestCounts]) -> RequestCounts:
+    """All of these together; they stay as they are."""
+    whole = RequestCounts()
+    for part in parts:
+        whole.add(part)
+    return whole
+
+
+def series_of(row: CountedRow) -> Iterable[SeriesKey]:
+    """The series that a row counts in."""
+    yield "fleet", ""
+    if row.adapter:
+        yield "adapter", row.adapter
+    elif row.base_model:
+        yield "base", row.base_model
+    if row.worker:
+        yield "worker", row.worker
+    yield "tenant", row.tenant
+    if row.key:
+        yield "key", row.key
+
+
+def bounded(series: Mapping[SeriesKey, SeriesSums], most: int) -> dict[SeriesKey, SeriesSums]:
     """The series, of each kind at most so many: those with the most requests. The rest are one, named `OTHER`."""
-    kept: dict[SeriesKey, TrafficSums] = {}
+    kept: dict[SeriesKey, SeriesSums] = {}
     by_kind: dict[SeriesKind, list[SeriesKey]] = {}
     for key in series:
         by_kind.setdefault(key[0], []).append(key)
@@ -141,15 +182,61 @@ def bounded(series: Mapping[SeriesKey, TrafficSums], most: int) -> dict[SeriesKe
         if len(keys) <= most:
             kept |= {key: series[key] for key in keys}
             continue
-        first = set(nlargest(most - 1, keys, key=lambda key: (series[key].requests, key)))
+        first = set(nlargest(most - 1, keys, key=lambda key: (series[key].counts.requests, key)))
         kept |= {key: series[key] for key in first}
         kept[kind, OTHER] = summed([series[key] for key in keys if key not in first])
     return kept
 
 
-def summed(parts: Iterable[TrafficSums]) -> TrafficSums:
-    """All of these together; they stay as they are."""
-    whole = TrafficSums()
-    for part in parts:
-        whole.add(part)
-    return whole
+def count_shares(table: dict[SharesKey, Shares], row: CountedRow) -> None:
+    """Count a row's requests in the shares of its adapter and of its worker, in place."""
+    parts: dict[ShareBy, str] = {"adapter": row.adapter, "worker": row.worker, "tenant": row.tenant}
+    for kind, by in SHARED:
+        if not parts[kind]:
+            continue
+        shares = table.get((kind, parts[kind], by))
+        if shares is None:
+            shares = table[kind, parts[kind], by] = {}
+        known = shares.get(parts[by])
+        if known is None:
+            known = shares[parts[by]] = RequestCounts()
+            if len(shares) > _FOLD_AT * MOST_SHARES[by]:
+                # The newcomer comes after: it may be folded away with the rest at the next one.
+                shares.pop(parts[by])
+                shares = table[kind, parts[kind], by] = folded(shares, MOST_SHARES[by])
+                known = shares.setdefault(parts[by], known)
+        _add_share(known, row.counts, is_timed=(kind, by) == TIMED)
+
+
+def _add_share(part: RequestCounts, counts: RequestCounts, *, is_timed: bool) -> None:
+    """Add to a share what the console shows of one: a slice has many, and each further count is bytes on disk."""
+    part.requests += counts.requests
+    part.cold_starts += counts.cold_starts
+    part.output_tokens += counts.output_tokens
+    part.cached_tokens += counts.cached_tokens
+    part.compared_tokens += counts.compared_tokens
+    for code, count in counts.codes.items():
+        part.add_code(code, count)
+    if is_timed:
+        for bucket, count in counts.first_token.items():
+            part.first_token[bucket] = part.first_token.get(bucket, 0) + count
+
+
+def add_shares(mine: Shares, theirs: Mapping[str, RequestCounts]) -> None:
+    """Add shares to `mine`, in place."""
+    for name, part in theirs.items():
+        known = mine.get(name)
+        if known is None:
+            known = mine[name] = RequestCounts()
+        known.add(part)
+
+
+def folded(shares: Mapping[str, RequestCounts], most: int) -> Shares:
+    """At most so many shares: those with the most requests, and the rest as one, named `OTHER`."""
+    if len(shares) <= most:
+        return dict(shares)
+    named = [name for name in shares if name != OTHER]
+    kept = set(nlargest(most - 1, named, key=lambda name: (shares[name].requests, name)))
+    found = {name: shares[name] for name in named if name in kept}
+    found[OTHER] = merged(part for name, part in shares.items() if name not in kept)
+    return found

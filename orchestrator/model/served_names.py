@@ -123,7 +123,6 @@ class RequestTally:
     @property
     def error_rate(self) -> float:
         """The part of requests that failed, at most 1; 0.0 without requests."""
-        # An error may be reported a moment before the end of its request.
         return min(1.0, self.errors / self.requests) if self.requests else 0.0
 
     @property

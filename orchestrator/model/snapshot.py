@@ -333,27 +333,6 @@ class WantedReplicas:
         return not self.is_repair and not self.is_abandoned
 
 
-@dataclass(frozen=True, slots=True)
-class TrafficFigures:
-    """Routers' counts of one adapter: totals, or rates per second.
-
-    work_s   seconds of engine work; as a rate: how many workers the adapter keeps busy
-    held     requests that waited in a router for a load or for room; `hold_s`: the sum of their waits
-    sheds    requests that routers refused
-    """
-
-    requests: float = 0.0
-    prompt_tokens: float = 0.0
-    output_tokens: float = 0.0
-    work_s: float = 0.0
-    errors: float = 0.0
-    first_tokens: float = 0.0
-    first_token_s: float = 0.0
-    held: float = 0.0
-    hold_s: float = 0.0
-    sheds: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemandSnapshot:
     """Demand as routers report it, and the replicas that are asked for.

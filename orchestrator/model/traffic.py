@@ -46,14 +46,16 @@ class TrafficSeries(ServiceDocument):
 
 
 class TrafficTotal(ServiceDocument):
-    """Counts of one series over a range; null where nothing was measured. Fields as in TrafficRow and TrafficPoints.
+    """Counts of one series over a range; null where nothing was measured. Fields as in RequestCounts and TrafficPoints.
 
+    share     of the requests of the series that it is a part of; null: it is a series of its own
     waited_s  mean wait in the routers' queues; `cold_s`: mean wait for a load, of `cold_starts` requests
     token_s   mean time of each token after the first, of streamed answers
     """
 
     name: str
     requests: int = 0
+    share: float | None = None
     requests_per_s: float = 0.0
     errors: int = 0
     refusals: int = 0
@@ -108,32 +110,19 @@ class AliasComparison(ServiceDocument):
     data: tuple[ComparedTarget, ...]
 
 
-class TrafficShare(ServiceDocument):
-    """One name's part of a series; fields as in TrafficTotal.
-
-    name   a worker, "" for requests that reached none; an adapter, "" for the base model; a tenant, "" for none;
-           "(others)": those that were too many to be kept apart
-    share  of the series' requests
-    """
-
-    name: str
-    requests: int
-    share: float
-    errors: int = 0
-    cold_starts: int = 0
-    output_tokens: int = 0
-    hit_real: float | None = None
-    first_token_s: dict[str, float | None] = Field(default_factory=dict)
-
-
 class TrafficShares(ServiceDocument):
-    """`GET /v1/traffic/shares`: a series by worker, adapter or tenant, the one with the most requests first."""
+    """`GET /v1/traffic/shares`: a series by worker, adapter or tenant, the one with the most requests first.
+
+    data  by name: a worker, "" for requests that reached none; an adapter, "" for the base model; a tenant, "" for
+          none; "(others)": those that were too many to be kept apart. Requests, answers by code, cold starts, output
+          tokens and cache hits are counted, by worker also first tokens; other figures are 0 or null
+    """
 
     kind: str
     name: str
     by: str
     range_s: float
-    data: tuple[TrafficShare, ...]
+    data: tuple[TrafficTotal, ...]
 
 
 class RouterItem(ServiceDocument):
@@ -155,8 +144,7 @@ class FleetNow(ServiceDocument):
     """The fleet in one message of `GET /v1/live`.
 
     workers   worker state -> number
-    waiting, held, paused  requests in all routers that wait for room, for an adapter, for the end of a pause; by tenant
-    circuits  worker_id -> open or half_open, the worst of all routers
+    routers   live ones; `now`: all of them together, with the worst circuit of each worker
     slice_at  beginning of the newest whole slice: read `/v1/traffic` again when it changes
     """
 
@@ -165,9 +153,5 @@ class FleetNow(ServiceDocument):
     epoch: int
     workers: dict[str, int]
     routers: int
-    in_flight: int
-    waiting: dict[str, int]
-    held: dict[str, int]
-    paused: dict[str, int] = Field(default_factory=dict)
-    circuits: dict[str, str]
+    now: RouterNow
     slice_at: int

@@ -1,160 +1,199 @@
-"""Routers' counts of what they served."""
+"""Routers' reports: what they counted of requests that ended, and how each router is now.
 
-from typing import Annotated, Literal
+A request is counted once, when it has ended, in the row of its adapter, worker and key. Demand, rollouts and the
+console all read these counts. Core reads them, too: this module needs the standard library alone.
+"""
 
-from pydantic import FailFast, Field, field_validator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal
 
-from orchestrator.model.documents import WIRE, ServiceDocument
+from annotated_types import Ge, Le, MaxLen
 
-Count = Annotated[int, Field(ge=0, le=1 << 62)]
-Seconds = Annotated[float, Field(ge=0, le=1e12)]
+_DOCUMENT: Final = {"extra": "ignore", "use_attribute_docstrings": True}
+_MOST_CODES: Final = 50
+
+
+class _FirstFault:
+    """Marks a list or dict of which only the first fault is reported: listing a million would take seconds."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """The schema of the type, as pydantic's `FailFast` has it."""
+        return {**handler(source), "fail_fast": True}
+
+
+Count = Annotated[int, Ge(0), Le(1 << 62)]
+Seconds = Annotated[float, Ge(0), Le(1e12)]
 """The bounds of counts and sums are above what any fleet reaches: a router that reports more has miscounted."""
-Name = Annotated[str, Field(max_length=300)]
-BucketCounts = Annotated[dict[Annotated[int, Field(ge=0, le=1000)], Count], Field(max_length=200)]
+Name = Annotated[str, MaxLen(300)]
+BucketCounts = Annotated[dict[Annotated[int, Ge(0), Le(1000)], Count], MaxLen(200)]
 """lorafleet.telemetry.histogram bucket -> count"""
-_MOST_WORKERS = 10_000
-"""Workers in one report: more than any fleet has."""
+CircuitState = Literal["open", "half_open"]
+NamedCounts = Annotated[dict[Name, Count], MaxLen(10_000)]
 
 
-class AdapterUse(ServiceDocument):
-    """A router's cumulative counts of one engine name on one worker, since its boot.
+@dataclass(slots=True, kw_only=True)
+class RequestCounts:
+    """Counts of requests that ended. Those of two times, routers, adapters or workers add up, in any order."""
 
-    output_tokens   of responses whose engine reported its usage
-    work_s          seconds of engine work: prefill, and each response's share of its decode steps
-    errors          requests that failed in the engine: a 5xx, a broken stream, an engine that died or never answered
-    first_tokens    streamed responses that began; `first_token_s`: the sum of the times from dispatch to first token
-    """
+    __pydantic_config__ = _DOCUMENT
 
-    worker_id: str
-    engine_name: str
     requests: Count = 0
-    prompt_tokens: Count = 0
-    output_tokens: Count = 0
-    work_s: Seconds = 0.0
-    errors: Count = 0
-    first_tokens: Count = 0
-    first_token_s: Seconds = 0.0
-    in_flight: Count = 0
-    last_dispatch_age_s: float | None = None
-
-
-class AdapterHold(ServiceDocument):
-    """A router's counts of one adapter's queued requests, since its boot.
-
-    held, hold_s   requests whose wait for a load or for room is over, served or not, and the sum of their waits
-    sheds          requests refused for lack of room, or of time to wait for it
-    waiting        requests that wait now for room on workers that have the adapter; not cumulative
-    """
-
-    lora_id: str
-    held: Count = 0
-    hold_s: Seconds = 0.0
-    sheds: Count = 0
-    waiting: Count = 0
-
-
-class TrafficRow(ServiceDocument):
-    """Requests that ended: those of one adapter, worker and key together.
-
-    adapter    lora_id; "" for requests of the base model, and for those refused before their model was known
-    worker     the last one that had the request; "" for none
-    key        the key's id; "" where no key is needed
-    codes      answers that failed, as "<status> <code>" -> count; what clients broke off is "499"
-    predicted_tokens, cached_tokens  of `compared_tokens` prompt tokens: predicted and reported as cached
-    waited_s   in the router's queue; `cold_starts` requests waited `cold_s` for their adapter to load
-    first_token, whole  streamed answers by the time to their first token, and all answers by their duration
-    first_token_sum_s  of the times in `first_token`
-    decode_s   of streamed answers, from their first token to their last, of `decode_tokens` further tokens
-    """
-
-    adapter: Name = ""
-    base_model: Name = ""
-    worker: Name = ""
-    tenant: Name = ""
-    key: Name = ""
-    requests: Count = 0
-    codes: Annotated[dict[Name, Count], Field(max_length=100)] = Field(default_factory=dict)
+    sent: Count = 0
+    """requests that an engine had"""
+    codes: Annotated[dict[Name, Count], MaxLen(100)] = field(default_factory=dict)
+    """answers that failed, as "<status> <code>" -> count; what clients broke off is "499" """
     prompt_tokens: Count = 0
     output_tokens: Count = 0
     predicted_tokens: Count = 0
+    """of `compared_tokens` prompt tokens, those that were predicted to be cached"""
     cached_tokens: Count = 0
+    """of `compared_tokens` prompt tokens, those that engines found cached"""
     compared_tokens: Count = 0
-    waited_s: Seconds = 0.0
+    waited_s: Seconds = 0
+    """in the router's queue"""
     cold_starts: Count = 0
-    cold_s: Seconds = 0.0
-    first_token: BucketCounts = Field(default_factory=dict)
-    whole: BucketCounts = Field(default_factory=dict)
-    first_token_sum_s: Seconds = 0.0
-    decode_s: Seconds = 0.0
+    """requests that waited for their adapter to load, `cold_s` in all"""
+    cold_s: Seconds = 0
+    first_token: BucketCounts = field(default_factory=dict)
+    """streamed answers, by the time to their first token, `first_token_sum_s` in all"""
+    first_token_sum_s: Seconds = 0
+    whole: BucketCounts = field(default_factory=dict)
+    """whole answers, by their duration"""
+    decode_s: Seconds = 0
+    """of streamed answers, from their first token to their last, of `decode_tokens` further tokens"""
     decode_tokens: Count = 0
+    work_s: Seconds = 0
+    """seconds of engine work: prefill, and each answer's share of its decode steps"""
+    engine_errors: Count = 0
+    """requests that an engine failed, also where another one answered: a 5xx, a broken stream, an engine that died"""
+    engine_first_token_s: Seconds = 0
+    """of the answers in `first_token`, the time from dispatch to first token, in all"""
+
+    def add(self, other: "RequestCounts") -> None:
+        """Add other counts to these."""
+        self.requests += other.requests
+        self.sent += other.sent
+        self.prompt_tokens += other.prompt_tokens
+        self.output_tokens += other.output_tokens
+        self.predicted_tokens += other.predicted_tokens
+        self.cached_tokens += other.cached_tokens
+        self.compared_tokens += other.compared_tokens
+        self.waited_s += other.waited_s
+        self.cold_starts += other.cold_starts
+        self.cold_s += other.cold_s
+        self.first_token_sum_s += other.first_token_sum_s
+        self.decode_s += other.decode_s
+        self.decode_tokens += other.decode_tokens
+        self.work_s += other.work_s
+        self.engine_errors += other.engine_errors
+        self.engine_first_token_s += other.engine_first_token_s
+        for bucket, count in other.first_token.items():
+            self.first_token[bucket] = self.first_token.get(bucket, 0) + count
+        for bucket, count in other.whole.items():
+            self.whole[bucket] = self.whole.get(bucket, 0) + count
+        for code, count in other.codes.items():
+            self.add_code(code, count)
+
+    def add_code(self, code: str, count: int = 1) -> None:
+        """Count failed answers of this code; of too many codes the further ones are `other`."""
+        if code not in self.codes and len(self.codes) >= _MOST_CODES:
+            code = "other"
+        self.codes[code] = self.codes.get(code, 0) + count
+
+    @property
+    def errors(self) -> int:
+        """Requests that failed: a 5xx, or an answer that broke off."""
+        return sum(count for code, count in self.codes.items() if code.startswith(("5", "2")))
+
+    @property
+    def refusals(self) -> int:
+        """Requests that were refused for what they were, or for a limit: a 4xx, without clients that left."""
+        return sum(count for code, count in self.codes.items() if code.startswith("4") and not code.startswith("499"))
 
 
-class TrafficBatch(ServiceDocument):
-    """What a router counted in a few seconds. It is sent until it is accepted; `number` tells a repeated one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedRow:
+    """Counts of the requests of one adapter, worker and key."""
 
-    age_s  seconds since its middle, when the report was made
-    """
+    __pydantic_config__ = _DOCUMENT
+
+    adapter: Name = ""
+    """lora_id; "" for requests of the base model, and for those refused before their model was known"""
+    base_model: Name = ""
+    worker: Name = ""
+    """the last one that had the request; "" for none"""
+    tenant: Name = ""
+    key: Name = ""
+    """the key's id; "" where no key is needed"""
+    counts: RequestCounts = field(default_factory=RequestCounts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountBatch:
+    """What a router counted in a second or so. It is sent until it is accepted; `number` tells a repeated one."""
+
+    __pydantic_config__ = _DOCUMENT
 
     number: Count
-    age_s: Seconds = 0.0
-    rows: Annotated[tuple[TrafficRow, ...], FailFast()] = Field(default=(), max_length=20_000)
+    age_s: Seconds = 0
+    """seconds since its middle, when the report was made"""
+    rows: Annotated[tuple[CountedRow, ...], _FirstFault(), MaxLen(20_000)] = ()
 
 
-class RouterNow(ServiceDocument):
-    """How a router is now.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterNow:
+    """How a router is now."""
 
-    waiting, held  requests that wait for room at an engine, and for an adapter; by tenant, "" for none
-    paused         requests that wait for the end of a pause, in the same way
-    circuits       worker_id -> open or half_open; a closed one is left out
-    """
+    __pydantic_config__ = _DOCUMENT
 
     version: Name = ""
     policy: Name = ""
     in_flight: Count = 0
-    waiting: Annotated[dict[Name, Count], Field(max_length=10_000)] = Field(default_factory=dict)
-    held: Annotated[dict[Name, Count], Field(max_length=10_000)] = Field(default_factory=dict)
-    paused: Annotated[dict[Name, Count], Field(max_length=10_000)] = Field(default_factory=dict)
-    circuits: Annotated[dict[Name, Literal["open", "half_open"]], Field(max_length=10_000)] = Field(
-        default_factory=dict
-    )
+    waiting: NamedCounts = field(default_factory=dict)
+    """requests that wait for room at an engine; by tenant, "" for none"""
+    held: NamedCounts = field(default_factory=dict)
+    """requests that wait for an adapter, in the same way"""
+    paused: NamedCounts = field(default_factory=dict)
+    """requests that wait for the end of a pause, in the same way"""
+    circuits: Annotated[dict[Name, CircuitState], MaxLen(10_000)] = field(default_factory=dict)
+    """worker_id -> open or half_open; a closed one is left out"""
 
 
-class UsageReport(ServiceDocument):
-    """`POST /v1/usage`: a router's cumulative counts; `seq` tells repeated and late reports.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageReport:
+    """`POST /v1/usage`: what a router counted since the last accepted report, and what it has now."""
 
-    waits_s  worker_id -> seconds until the requests queued in the router for it have been sent, where not 0
-    is_last  the router stops, and has no requests any more
-    traffic  counts for the console that no earlier report has brought; each is sent until a report is accepted
-    now      how the router is now; null from a router that is older than this field
-    running_in_pause  key of a pause that the router holds -> its requests at engines; null from older versions
-    """
+    __pydantic_config__ = _DOCUMENT
 
     router_id: str
     boot_id: str
     seq: int
+    """tells repeated and late reports"""
     revision_seen: int
-    # FailFast: listing a million faults would take seconds.
-    uses: Annotated[tuple[AdapterUse, ...], FailFast()] = ()
-    holds: Annotated[tuple[AdapterHold, ...], FailFast()] = ()
-    waits_s: dict[str, Seconds] = Field(default_factory=dict)
     is_last: bool = False
-    traffic: Annotated[tuple[TrafficBatch, ...], FailFast()] = Field(default=(), max_length=100)
-    now: RouterNow | None = None
-    running_in_pause: dict[str, Count] | None = None
-    wire: int = WIRE
+    """the router stops, and has no requests any more"""
+    batches: Annotated[tuple[CountBatch, ...], _FirstFault(), MaxLen(100)] = ()
+    in_flight: Annotated[dict[str, dict[str, Count]], _FirstFault(), MaxLen(10_000)] = field(default_factory=dict)
+    """worker_id -> engine name -> requests there, where there are any"""
+    waiting: Annotated[dict[str, Count], _FirstFault()] = field(default_factory=dict)
+    """lora_id -> requests that wait for room on workers that have the adapter"""
+    asked_age_s: Annotated[dict[str, Seconds], _FirstFault()] = field(default_factory=dict)
+    """lora_id -> seconds since a request for it was last counted; of a quarter of an hour"""
+    waits_s: Annotated[dict[str, Seconds], _FirstFault(), MaxLen(10_000)] = field(default_factory=dict)
+    """worker_id -> seconds until the requests queued in the router for it have been sent, where not 0"""
+    running_in_pause: Annotated[dict[str, Count], _FirstFault()] = field(default_factory=dict)
+    """key of a pause that the router holds -> its requests at engines"""
+    now: RouterNow = field(default_factory=RouterNow)
+    wire: int = 1
 
-    @field_validator("waits_s", mode="before")
-    @classmethod
-    def _has_few_workers(cls, waits_s: object) -> object:
-        """Raises ValueError for waits of more workers than a fleet may have."""
-        if isinstance(waits_s, dict) and len(waits_s) > _MOST_WORKERS:
-            raise ValueError(f"names {len(waits_s)} workers, and at most {_MOST_WORKERS} are taken")
-        return waits_s
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageAnswer:
+    """The answer to a report."""
 
-class UsageAnswer(ServiceDocument):
-    """The answer to a report. `accepted`: false for a repeated or late report."""
+    __pydantic_config__ = _DOCUMENT
 
     accepted: bool
+    """false for a repeated or late report"""
     revision: int
-    wire: int = WIRE
+    wire: int = 1

@@ -7,7 +7,7 @@ from math import inf
 import structlog
 
 from lorafleet.service.loops import ChangeSignal
-from orchestrator.core.demand import ROUTER_LIVE_S, DemandBook
+from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorUnavailable, StateConflict
 from orchestrator.core.pauses import (
     PauseLease,
@@ -18,6 +18,7 @@ from orchestrator.core.pauses import (
     granted,
     pause_progress,
 )
+from orchestrator.core.routers import ROUTER_LIVE_S
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.store.store import IntentStore
 
@@ -181,7 +182,7 @@ class FleetPauses:
 
     def progress(self, lease: PauseLease) -> PauseProgress:
         """How far the pause has reached the routers, by the catalog as it is now."""
-        live = self._demand.live_routers(self._clock())
+        live = self._demand.routers.live(self._clock())
         return pause_progress(lease.scope.key, self._catalog.pause_revisions.get(lease.scope.key, 0), live)
 
     async def pause(
@@ -205,7 +206,7 @@ class FleetPauses:
                 raise StateConflict(
                     "this pause was ended by another call while it began; pause again", code="pause_ended"
                 )
-            progress = pause_progress(scope.key, revision, self._demand.live_routers(self._clock()))
+            progress = pause_progress(scope.key, revision, self._demand.routers.live(self._clock()))
             if self._has_heard_routers() and progress.is_reached(mode):
                 return lease, progress
             if self._clock() >= deadline:

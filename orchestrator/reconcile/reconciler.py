@@ -17,7 +17,6 @@ import structlog
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.placement.expiry import longest_ttl_s
 from orchestrator.core.placement.place import place
-from orchestrator.core.placement.pools import RouterQueues
 from orchestrator.core.placement.warm_up import warm_up_loads
 from orchestrator.core.plan import WorkerAction, diff, is_drained, required_drains
 from orchestrator.core.published_names import current_versions, with_published_floors
@@ -69,7 +68,6 @@ class Reconciler:
         self.settings, self.store, self.reports = context.settings, context.store, context.reports
         self.demand, self.catalog, self.leadership = context.demand, context.catalog, context.leadership
         self.operations, self.files = context.operations, context.files
-        self.router_queues = RouterQueues()
         self.confirmations = RouterConfirmations(context.clock)
         self._started_at = self._term_began_at = context.clock()
         self.pass_ended = asyncio.Event()
@@ -245,7 +243,7 @@ class Reconciler:
 
     def router_in_flight(self, worker_id: str) -> int:
         """Requests that live routers have at the worker's engine."""
-        return self.router_queues.in_flight(worker_id, self._context.clock())
+        return self.demand.routers.in_flight_at(worker_id, self._context.clock())
 
     async def stop(self) -> None:
         """Cancel all actions and wait for their end.
@@ -385,7 +383,7 @@ class Reconciler:
     def _drain_results(self, observed: ObservedFleet) -> dict[Pair, bool]:
         """(lora_id, worker_id) of each drain -> whether it has finished."""
         now = self._context.clock()
-        routers = self.demand.live_routers(now), self.demand.silent_routers(now)
+        routers = self.demand.routers.live(now), self.demand.routers.silent(now)
         return {
             pair: pair not in self.operations.unloading and (worker is None or is_drained(drain, *routers, worker, now))
             for pair, drain in self.operations.drains.items()
@@ -494,4 +492,4 @@ class Reconciler:
     def _usage_by_adapter(self) -> Mapping[str, tuple[float, float]]:
         """lora_id -> (requests since our start, requests a second now)."""
         rates = self.demand.snapshot(self._context.clock()).rates
-        return {lora_id: (self.demand.traffic_totals(lora_id).requests, rate) for lora_id, rate in rates.items()}
+        return {lora_id: (self.demand.totals(lora_id).sent, rate) for lora_id, rate in rates.items()}

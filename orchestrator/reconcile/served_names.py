@@ -5,7 +5,6 @@ was published. `VersionRetention` deletes the versions that are too many, too ol
 died leaves nothing behind. Both run once a pass, and store what is decided.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -32,6 +31,7 @@ from orchestrator.core.rollout import (
     paused_rollout,
     replica_floors,
     resumed_rollout,
+    tally_of,
     with_last_step,
 )
 from orchestrator.model.adapters import RegisteredAdapter
@@ -95,13 +95,9 @@ class NameMover:
         keys = {_count_key(name) for name in going}
         self._marks = {key: marks for key, marks in self._marks.items() if key in keys}
         if going and self._is_settled():
-            ready, running, workers = (
-                self._queries.ready_workers_by_adapter(),
-                self._requests_in_flight(),
-                self._observed_workers(),
-            )
+            ready, workers = self._queries.ready_workers_by_adapter(), self._observed_workers()
             for name in going:
-                self._advance_by(name, self._observation(name, ready, running, workers))
+                self._advance_by(name, self._observation(name, ready, workers))
 
     def with_replica_floors(self, intent: Intent) -> Intent:
         """The intent with `min_replicas` raised to what active rollouts need."""
@@ -182,8 +178,8 @@ class NameMover:
         now = self._wall()
         after = (AliasTarget(spec.to),)
         rollout = Rollout(before=before, after=after, spec=whole, place_s=spec.place_s, began_at=now, since=now)
-        counted = {lora_id: self._finished_requests(lora_id, self._requests_in_flight()) for lora_id in rollout.old_ids}
-        rollout = replace(rollout, baseline=sum(counted.values(), RequestTally()))
+        counted = (tally_of(self._demand.totals(lora_id)) for lora_id in rollout.old_ids)
+        rollout = replace(rollout, baseline=sum(counted, RequestTally()))
         with self._store.together():
             self._store_new_rollout(present, rollout, actor)
         self._advance_now(alias)
@@ -226,7 +222,7 @@ class NameMover:
         if not self._is_settled():
             return dict.fromkeys(sorted(rollout.new_ids), "the fleet has not spoken yet")
         ready = self._queries.ready_workers_by_adapter()
-        seen = self._observation(name, ready, {}, self._observed_workers(), takes_counts=False)
+        seen = self._observation(name, ready, self._observed_workers(), takes_counts=False)
         return missing_by_adapter(rollout, seen)
 
     def _active_rollout(self, alias: str) -> Rollout:
@@ -259,9 +255,7 @@ class NameMover:
         """Advance one rollout now, so that a switch to placed targets needs no pass."""
         name = self._store.names[alias]
         if self._is_settled() and name.active_rollout is not None:
-            seen = self._observation(
-                name, self._queries.ready_workers_by_adapter(), self._requests_in_flight(), self._observed_workers()
-            )
+            seen = self._observation(name, self._queries.ready_workers_by_adapter(), self._observed_workers())
             self._advance_by(name, seen)
 
     def _advance_by(self, name: ServedName, seen: RolloutObservation) -> None:
@@ -314,7 +308,6 @@ class NameMover:
         self,
         name: ServedName,
         ready: Mapping[str, Sequence[str]],
-        running: Mapping[str, int],
         workers: Collection[ObservedWorker],
         *,
         takes_counts: bool = True,
@@ -329,7 +322,7 @@ class NameMover:
         ids = rollout.old_ids | rollout.new_ids
         adapters = {lora_id: self._store.adapters[lora_id] for lora_id in ids if lora_id in self._store.adapters}
         why = {lora_id: self._queries.last_error(lora_id) for lora_id in ids}
-        counted = self._new_counts(_count_key(name), ids, running) if takes_counts else {}
+        counted = self._new_counts(_count_key(name), ids) if takes_counts else {}
         return RolloutObservation(
             ready={lora_id: len(ready.get(lora_id, ())) for lora_id in ids},
             most={lora_id: self._max_replicas(adapter) for lora_id, adapter in adapters.items()},
@@ -345,29 +338,14 @@ class NameMover:
             new=sum((counted[lora_id] for lora_id in rollout.new_ids if lora_id in counted), RequestTally()),
         )
 
-    def _new_counts(self, key: _CountKey, ids: frozenset[str], running: Mapping[str, int]) -> dict[str, RequestTally]:
+    def _new_counts(self, key: _CountKey, ids: frozenset[str]) -> dict[str, RequestTally]:
         """lora_id -> requests counted since the last call, and marked as counted now; empty at the first call."""
-        now = {lora_id: self._finished_requests(lora_id, running) for lora_id in ids}
+        now = {lora_id: tally_of(self._demand.totals(lora_id)) for lora_id in ids}
         marks = self._marks.get(key)
         self._marks[key] = now
         if marks is None:
             return {}
         return {lora_id: _tally_growth(tally, marks.get(lora_id, RequestTally())) for lora_id, tally in now.items()}
-
-    def _finished_requests(self, lora_id: str, running: Mapping[str, int]) -> RequestTally:
-        """The adapter's finished requests since our start: the reported ones without those in flight."""
-        flow = self._demand.traffic_totals(lora_id)
-        over = max(0.0, flow.requests - running.get(lora_id, 0))
-        return RequestTally(over, flow.errors, flow.first_tokens, flow.first_token_s)
-
-    def _requests_in_flight(self) -> Counter[str]:
-        """lora_id -> requests in flight, as live routers report."""
-        found: Counter[str] = Counter()
-        for router in self._demand.live_routers(self._clock()):
-            for use in router.uses.values():
-                if use.in_flight:
-                    found[use.lora_id] += use.in_flight
-        return found
 
     def _observed_workers(self) -> Collection[ObservedWorker]:
         """All workers, as observed now."""
@@ -457,9 +435,9 @@ class VersionRetention:
     def busy_ids(self) -> frozenset[str]:
         """lora_ids with requests that wait in live routers, or run."""
         found: set[str] = set()
-        for router in self._demand.live_routers(self._clock()):
-            found |= router.waiting.keys()
-            found |= {use.lora_id for use in router.uses.values() if use.in_flight}
+        for router in self._demand.routers.live(self._clock()):
+            found |= router.report.waiting.keys()
+            found |= {lora_id for lora_id, _, _ in router.adapters_in_flight()}
         return frozenset(found)
 
     def retire(self) -> int:

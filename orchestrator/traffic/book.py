@@ -5,33 +5,30 @@ One writer: the event loop. Reads of the file run in a thread; slices that are n
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 from lorafleet.service.loops import forever
 from orchestrator.core.traffic import (
     GRAINS,
+    SHARE_GRAINS,
     Grain,
     SeriesKey,
     SeriesKind,
-    TrafficSums,
-    grain_for,
-    summed,
-)
-from orchestrator.core.traffic_shares import (
-    SHARE_GRAINS,
-    ShareBy,
+    SeriesSums,
     Shares,
     SharesKey,
+    TrafficSlice,
     add_shares,
     count_shares,
+    grain_for,
+    series_of,
     share_grain_for,
-    share_of,
+    summed,
 )
-from orchestrator.core.traffic_slice import TrafficSlice
-from orchestrator.model.usage import RouterNow, TrafficBatch, TrafficRow
+from orchestrator.model.usage import CircuitState, CountBatch, RequestCounts, RouterNow
 from orchestrator.traffic.file import TrafficFile
+from workers.wire import Metadata
 
 READ_EVERY_S = 5.0
 _LATE_S = 15.0
@@ -43,8 +40,6 @@ _MOST_NAMES = 1000
 _SILENT_S = 30.0
 _OLDEST_S = 600.0
 """An older batch counts as of then: the finest grain is kept a little longer."""
-_MOST_ROUTERS = 1000
-_FORGET_ROUTER_S = 3600.0
 _CACHED_S = 4.0
 _MOST_CACHED = 32
 _SHARED_STEPS = frozenset(grain.step_s for grain in SHARE_GRAINS)
@@ -53,22 +48,9 @@ Reading = tuple[SeriesKey, str, float]
 """A quantity's name and its value now, in a series."""
 
 
-@dataclass(slots=True)
-class RouterSeen:
-    """A router by its last report. `batch`: the last batch that was counted since its boot."""
-
-    boot_id: str
-    seen_at: float
-    revision_seen: int
-    now: RouterNow | None = None
-    batch: int = -1
-    has_ended: bool = False
-
-
 class TrafficBook:
     """Traffic of the last two days, by fleet, adapter, base model, worker, tenant and key, and shares of it.
 
-    routers   router_id -> its last report
     readings  the fleet now, read every `READ_EVERY_S` while this orchestrator leads
     """
 
@@ -76,41 +58,21 @@ class TrafficBook:
         self, file: TrafficFile, *, readings: Callable[[], Iterable[Reading]], wall: Callable[[], float] = time.time
     ) -> None:
         self.file = file
-        self.routers: OrderedDict[str, RouterSeen] = OrderedDict()
         self._readings = readings
         self._wall = wall
         self._open: dict[Grain, dict[int, TrafficSlice]] = {grain: {} for grain in GRAINS}
         self._as_written: set[tuple[Grain, int]] = set()  # nothing was counted since their write began
         self._changed_at = float("-inf")
         self._written_at = self._trimmed_at = wall()
-        self._cache: dict[tuple[SeriesKind, float], tuple[float, dict[str, TrafficSums]]] = {}
+        self._cache: dict[tuple[SeriesKind, float], tuple[float, dict[str, SeriesSums]]] = {}
 
     # -- what comes in ---------------------------------------------------------------------------------------
 
-    def record_report(
-        self,
-        router_id: str,
-        boot_id: str,
-        revision_seen: int,
-        batches: Iterable[TrafficBatch],
-        now: RouterNow | None,
-        *,
-        is_last: bool = False,
-    ) -> None:
-        """Record a router's report that was accepted. Batches that were counted before change nothing."""
+    def add_batches(self, batches: Iterable[CountBatch]) -> None:
+        """Add routers' counts to the slices of their times. Each batch must come once."""
         wall = self._wall()
-        router = self.routers.get(router_id)
-        if router is None or router.boot_id != boot_id:
-            router = self.routers[router_id] = RouterSeen(boot_id, wall, revision_seen)
-        self.routers.move_to_end(router_id)
-        router.seen_at, router.revision_seen, router.now, router.has_ended = wall, revision_seen, now, is_last
         for batch in batches:
-            if batch.number > router.batch:
-                router.batch = batch.number
-                self._add_batch(batch, wall)
-        oldest = next(iter(self.routers.values()))
-        if len(self.routers) > _MOST_ROUTERS or wall - oldest.seen_at > _FORGET_ROUTER_S:
-            self.routers.popitem(last=False)
+            self._add_batch(batch, wall)
 
     def read_now(self) -> None:
         """Take one reading of every quantity."""
@@ -119,22 +81,19 @@ class TrafficBook:
             for series, name, value in readings:
                 found.series_of(series).read_gauge(name, value)
 
-    def _add_batch(self, batch: TrafficBatch, wall: float) -> None:
+    def _add_batch(self, batch: CountBatch, wall: float) -> None:
         """Add a batch's rows to the slices of its time."""
-        table: dict[SeriesKey, TrafficSums] = {}
+        table: dict[SeriesKey, RequestCounts] = {}
         slices = self._slices_at(wall - min(batch.age_s, _OLDEST_S))
         divided = [found.shares for grain, found in slices if grain.step_s in _SHARED_STEPS]
         for row in batch.rows:
-            sums = _sums_of(row)
-            for series in _series_of(row):
-                table.setdefault(series, TrafficSums()).add(sums)
-            part = share_of(sums)
-            parts: dict[ShareBy, str] = {"adapter": row.adapter, "worker": row.worker, "tenant": row.tenant}
+            for series in series_of(row):
+                table.setdefault(series, RequestCounts()).add(row.counts)
             for shares in divided:
-                count_shares(shares, parts, part)
+                count_shares(shares, row)
         for _, found in slices:
-            for series, sums in table.items():
-                found.series_of(series).add(sums)
+            for series, counts in table.items():
+                found.series_of(series).counts.add(counts)
 
     def _slices_at(self, at: float) -> list[tuple[Grain, TrafficSlice]]:
         """Each grain with its open slice at this time, begun where there is none.
@@ -200,7 +159,7 @@ class TrafficBook:
 
     # -- what is read ----------------------------------------------------------------------------------------
 
-    async def series(self, kind: SeriesKind, name: str, range_s: float) -> tuple[Grain, dict[int, TrafficSums]]:
+    async def series(self, kind: SeriesKind, name: str, range_s: float) -> tuple[Grain, dict[int, SeriesSums]]:
         """The grain for a range up to now, and its slices by their beginning: those in which anything was counted."""
         grain, since = grain_for(range_s), self._wall() - range_s
         slices = dict(self._open[grain])  # one that is written meanwhile may not have been there for the read
@@ -223,7 +182,7 @@ class TrafficBook:
             add_shares(whole, parts)
         return whole
 
-    async def totals(self, kind: SeriesKind, range_s: float) -> dict[str, TrafficSums]:
+    async def totals(self, kind: SeriesKind, range_s: float) -> dict[str, SeriesSums]:
         """Name -> sums over a range up to now, of every series of a kind. Computed again after a few seconds."""
         wall = self._wall()
         cached = self._cache.get((kind, range_s))
@@ -237,7 +196,7 @@ class TrafficBook:
             if start >= since:
                 for (of_kind, name), sums in held.series.items():
                     if of_kind == kind:
-                        found.setdefault(name, TrafficSums()).add(sums)
+                        found.setdefault(name, SeriesSums()).add(sums)
         if len(self._cache) >= _MOST_CACHED:
             self._cache.clear()
         self._cache[kind, range_s] = wall, found
@@ -245,45 +204,68 @@ class TrafficBook:
 
     def _summed_file(
         self, grain: Grain, kind: SeriesKind, since: float, is_open: frozenset[int]
-    ) -> dict[str, TrafficSums]:
+    ) -> dict[str, SeriesSums]:
         """Name -> sums of the file's slices, without open ones, which are whole in memory alone."""
-        found: dict[str, TrafficSums] = {}
+        found: dict[str, SeriesSums] = {}
         for name, at, sums in self.file.read_all(grain, kind, since):
             if at not in is_open:
-                found.setdefault(name, TrafficSums()).add(sums)
+                found.setdefault(name, SeriesSums()).add(sums)
         return found
 
 
-def _series_of(row: TrafficRow) -> Iterable[SeriesKey]:
-    """The series that a row counts in."""
-    yield "fleet", ""
-    if row.adapter:
-        yield "adapter", row.adapter
-    elif row.base_model:
-        yield "base", row.base_model
-    if row.worker:
-        yield "worker", row.worker
-    yield "tenant", row.tenant
-    if row.key:
-        yield "key", row.key
+class ReportedWorker(Protocol):
+    """A worker with its last report."""
+
+    @property
+    def report(self) -> Metadata: ...
 
 
-def _sums_of(row: TrafficRow) -> TrafficSums:
-    """A row's counts."""
-    return TrafficSums(
-        requests=row.requests,
-        prompt_tokens=row.prompt_tokens,
-        output_tokens=row.output_tokens,
-        predicted_tokens=row.predicted_tokens,
-        cached_tokens=row.cached_tokens,
-        compared_tokens=row.compared_tokens,
-        waited_s=row.waited_s,
-        cold_starts=row.cold_starts,
-        cold_s=row.cold_s,
-        codes=dict(row.codes),
-        first_token=dict(row.first_token),
-        whole=dict(row.whole),
-        first_token_sum_s=row.first_token_sum_s,
-        decode_s=row.decode_s,
-        decode_tokens=row.decode_tokens,
-    )
+def fleet_readings(
+    workers: Mapping[str, ReportedWorker], routers: Iterable[RouterNow], states: Mapping[str, int]
+) -> Iterator[Reading]:
+    """Everything that is read every few seconds: load, slots and KV use of each worker, queues of the routers.
+
+    routers  the live routers
+    states   worker state -> number of workers
+    """
+    for worker_id, entry in workers.items():
+        load, capacity = entry.report.load, entry.report.lora.capacity
+        series: SeriesKey = ("worker", worker_id)
+        for name, value in (
+            ("running", load.running),
+            ("waiting", load.waiting),
+            ("waiting_for_slot", load.waiting_for_slot),
+            ("kv_usage", load.kv_usage),
+            ("loaded", capacity.loaded_count),
+        ):
+            yield series, name, float(value)
+    now = routers_now(routers)
+    fleet: SeriesKey = ("fleet", "")
+    yield fleet, "in_flight", float(now.in_flight)
+    yield fleet, "waiting", float(sum(now.waiting.values()))
+    yield fleet, "held", float(sum(now.held.values()))
+    for state, count in states.items():
+        yield fleet, f"workers_{state}", float(count)
+    for tenant, count in _added(now.waiting, now.held).items():
+        yield ("tenant", tenant), "waiting", float(count)
+
+
+def routers_now(routers: Iterable[RouterNow]) -> RouterNow:
+    """All routers together: what they have and what waits in them, and the worst circuit of each worker."""
+    in_flight, circuits = 0, dict[str, CircuitState]()
+    waiting, held, paused = dict[str, int](), dict[str, int](), dict[str, int]()
+    for router in routers:
+        in_flight += router.in_flight
+        waiting, held = _added(waiting, router.waiting), _added(held, router.held)
+        paused = _added(paused, router.paused)
+        for worker, state in router.circuits.items():
+            circuits[worker] = "open" if "open" in (state, circuits.get(worker)) else state
+    return RouterNow(in_flight=in_flight, waiting=waiting, held=held, paused=paused, circuits=circuits)
+
+
+def _added(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, int]:
+    """Counts by name, of both."""
+    whole = dict(mine)
+    for name, count in theirs.items():
+        whole[name] = whole.get(name, 0) + count
+    return whole

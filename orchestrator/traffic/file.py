@@ -7,45 +7,75 @@ import sqlite3
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import structlog
 
 from lorafleet.service.files import make_private_file
 from lorafleet.service.state_files import state_text
-from orchestrator.core.traffic import GRAINS, Grain, SeriesKind, TrafficSums
-from orchestrator.core.traffic_shares import SHARE_GRAINS, Shares, SharesKey, ShareSums
-from orchestrator.core.traffic_slice import TrafficSlice
+from orchestrator.core.traffic import (
+    GRAINS,
+    SHARE_GRAINS,
+    GaugeSums,
+    Grain,
+    SeriesKind,
+    SeriesSums,
+    Shares,
+    SharesKey,
+    TrafficSlice,
+)
+from orchestrator.model.usage import RequestCounts
 from orchestrator.store.database_files import DatabaseFiles
 
 _IN_MEMORY = ":memory:"
 log = structlog.get_logger()
 
-_VERSION = 1
+_VERSION = 2
 _SCHEMA = """
 CREATE TABLE slices (
     step INTEGER NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, at INTEGER NOT NULL, body BLOB NOT NULL,
     PRIMARY KEY (step, kind, name, at)
 ) WITHOUT ROWID, STRICT;
 CREATE INDEX slices_by_time ON slices (step, at);
-"""
-# A file of before has no shares: it gets the table, and keeps its slices.
-_SCHEMA_OF_SHARES = """
-CREATE TABLE IF NOT EXISTS shares (
+CREATE TABLE shares (
     step INTEGER NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, by TEXT NOT NULL, at INTEGER NOT NULL,
     body BLOB NOT NULL, PRIMARY KEY (step, kind, name, by, at)
 ) WITHOUT ROWID, STRICT;
-CREATE INDEX IF NOT EXISTS shares_by_time ON shares (step, at);
+CREATE INDEX shares_by_time ON shares (step, at);
 """
 _BUSY_S = 2.0
 # Part of the slices of a grain that go when the file is too large.
 _DROPPED_SHARE = 0.1
 
+# A row is the values of its counts in the order of their fields: names would be most of its bytes.
+_values_of = attrgetter(*RequestCounts.__dataclass_fields__)
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(TrafficSums).decode
-_decode_shares = msgspec.msgpack.Decoder(dict[str, ShareSums]).decode
+_decode = msgspec.msgpack.Decoder(tuple[list[Any], dict[str, GaugeSums]]).decode
+_decode_shares = msgspec.msgpack.Decoder(dict[str, list[Any]]).decode
+
+
+def _counts_of(values: Iterable[Any]) -> RequestCounts:
+    """The counts that `_values_of` has taken apart."""
+    return RequestCounts(**dict(zip(RequestCounts.__dataclass_fields__, values, strict=True)))
+
+
+def _series_bytes(sums: SeriesSums) -> bytes:
+    """A series as it is kept."""
+    return _encode((_values_of(sums.counts), sums.gauges))
+
+
+def _series_from(body: bytes) -> SeriesSums:
+    """A series that was kept."""
+    values, gauges = _decode(body)
+    return SeriesSums(_counts_of(values), gauges)
+
+
+def _shares_from(body: bytes) -> Shares:
+    """Shares that were kept."""
+    return {name: _counts_of(values) for name, values in _decode_shares(body).items()}
 
 
 class TrafficFile:
@@ -107,20 +137,20 @@ class TrafficFile:
         self._files, self.trouble = DatabaseFiles(str(self._path)), ""
         return anew
 
-    def read(self, grain: Grain, kind: SeriesKind, name: str, since: float) -> dict[int, TrafficSums]:
+    def read(self, grain: Grain, kind: SeriesKind, name: str, since: float) -> dict[int, SeriesSums]:
         """Beginning of a slice -> its sums, of one series."""
         rows = self._rows(
             "SELECT at, body FROM slices WHERE step = ? AND kind = ? AND name = ? AND at >= ?",
             (grain.step_s, kind, name, since),
         )
-        return {at: _decode(body) for at, body in rows}
+        return {at: _series_from(body) for at, body in rows}
 
-    def read_all(self, grain: Grain, kind: SeriesKind, since: float) -> Iterable[tuple[str, int, TrafficSums]]:
+    def read_all(self, grain: Grain, kind: SeriesKind, since: float) -> Iterable[tuple[str, int, SeriesSums]]:
         """(name, beginning, sums) of every series of a kind."""
         rows = self._rows(
             "SELECT name, at, body FROM slices WHERE step = ? AND kind = ? AND at >= ?", (grain.step_s, kind, since)
         )
-        return ((name, at, _decode(body)) for name, at, body in rows)
+        return ((name, at, _series_from(body)) for name, at, body in rows)
 
     def read_shares(self, grain: Grain, key: SharesKey, since: float) -> dict[int, Shares]:
         """Beginning of a slice -> shares of one series in it."""
@@ -128,21 +158,24 @@ class TrafficFile:
             "SELECT at, body FROM shares WHERE step = ? AND kind = ? AND name = ? AND by = ? AND at >= ?",
             (grain.step_s, *key, since),
         )
-        return {at: _decode_shares(body) for at, body in rows}
+        return {at: _shares_from(body) for at, body in rows}
 
     def read_slice(self, grain: Grain, at: int) -> TrafficSlice:
         """All that was written of one slice."""
         rows = self._rows("SELECT kind, name, body FROM slices WHERE step = ? AND at = ?", (grain.step_s, at))
         shares = self._rows("SELECT kind, name, by, body FROM shares WHERE step = ? AND at = ?", (grain.step_s, at))
         return TrafficSlice(
-            {(kind, name): _decode(body) for kind, name, body in rows},
-            {(kind, name, by): _decode_shares(body) for kind, name, by, body in shares},
+            {(kind, name): _series_from(body) for kind, name, body in rows},
+            {(kind, name, by): _shares_from(body) for kind, name, by, body in shares},
         )
 
     def write(self, grain: Grain, at: int, written: TrafficSlice) -> None:
         """Write a slice in place of what it held; raises nothing: what cannot be written is logged and lost."""
-        rows = [(grain.step_s, kind, name, at, _encode(sums)) for (kind, name), sums in written.series.items()]
-        shares = [(grain.step_s, *key, at, _encode(parts)) for key, parts in written.shares.items()]
+        rows = [(grain.step_s, kind, name, at, _series_bytes(sums)) for (kind, name), sums in written.series.items()]
+        shares = [
+            (grain.step_s, *key, at, _encode({name: _values_of(part) for name, part in parts.items()}))
+            for key, parts in written.shares.items()
+        ]
         try:
             with self._lock, self._db as db:
                 db.executemany("INSERT OR REPLACE INTO slices VALUES (?, ?, ?, ?, ?)", rows)
@@ -250,4 +283,3 @@ def _make_tables(db: sqlite3.Connection) -> None:
             db.execute(f"PRAGMA user_version = {_VERSION}")
     elif found != _VERSION:
         raise ValueError(f"version {found} is not {_VERSION}")
-    db.executescript(_SCHEMA_OF_SHARES)

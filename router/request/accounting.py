@@ -15,8 +15,9 @@ from router.core.errors import (
     RoutingOutcome,
 )
 from router.core.failover.circuit_breaker import is_fault
-from router.core.failover.verdict import reasons_blaming
+from router.core.failover.verdict import VERDICTS, reasons_blaming
 from router.core.resolve import RequestTarget
+from router.fleet.traffic import add_error, add_times, add_tokens
 from router.protocols.routes import Route
 from router.protocols.usage import EngineUsage
 from router.request.dispatched import compare_usage, end_dispatched, record_death, record_whole_answer, suspects
@@ -119,11 +120,11 @@ def record(run: RequestRun) -> None:
             return
         run.is_in_background = False
         services.background.leave(run.caller.tenant or "")
-    is_error, is_streamed, output_tokens = False, False, 0
+    is_error, output_tokens = False, 0
     # A request whose client left before its answer began was computed all the same.
     is_served = dispatched is not None or _is_too_large(run)
     if answer is not None:
-        is_broken, is_streamed = answer.is_broken, answer.streamed
+        is_broken = answer.is_broken
         is_error = answer.status >= 500 or is_broken
         is_served = answer.status < 400 and (answer.status > 0 or answer.failure is None)
         output_tokens = answer.events
@@ -136,9 +137,7 @@ def record(run: RequestRun) -> None:
         usage = dispatched.usage
         if usage is not None:
             output_tokens = usage.completion_tokens or 0
-        decode_s = end_dispatched(
-            services, dispatched, is_error=is_error, is_streamed=is_streamed, output_tokens=output_tokens
-        )
+        decode_s = end_dispatched(services, dispatched, is_error=is_error, output_tokens=output_tokens)
         if decode_s and services.scheduler.queue:
             record_decode_time(services, run.caller, dispatched.target, decode_s)
     if run.granted is not None:
@@ -177,6 +176,7 @@ def _hand_to_background(run: RequestRun, dispatched: DispatchedRequest) -> bool:
                 record_whole_answer(services, dispatched)
             compare_usage(services, dispatched, usage)
         decode_s = end_dispatched(services, dispatched, output_tokens=output_tokens)
+        _count_background(services, caller, dispatched, usage)
         record_decode_time(services, caller, dispatched.target, decode_s)
         if granted is not None:
             prompt_tokens = usage.prompt_tokens if usage else None
@@ -235,8 +235,8 @@ def _trace_attributes(route: Route, dispatched: DispatchedRequest) -> dict[str, 
 def count_refusal(services: Services, exchange: HttpExchange, status: int, code: str, limit: str) -> None:
     """Count an answer to a request that had no run: it was refused before its model was known."""
     key, tenant = sender_of(exchange)
-    counts = services.usage.traffic.counts_of(services.clock(), tenant=tenant, key=key)
-    counts.add_error(_code_text(status, code, limit))
+    counts = services.usage.counts_of(services.clock(), tenant=tenant, key=key)
+    add_error(counts, _code_text(status, code, limit))
 
 
 def sender_of(exchange: HttpExchange) -> tuple[str, str]:
@@ -251,7 +251,7 @@ def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
     """Count a request that was recorded, with its times and tokens; `status` and `code` are those of its answer."""
     caller, target, dispatched, answer = run.caller, run.target, run.dispatched, run.answer
     now, read_at = run.services.clock(), run.request.read_at
-    counts = run.services.usage.traffic.counts_of(
+    counts = run.services.usage.counts_of(
         now,
         base_model="" if target is None else target.base_model,
         adapter="" if target is None or target.adapter is None else target.adapter.lora_id,
@@ -261,24 +261,59 @@ def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
     )
     whole_s = first_token_s = None
     if status >= 400 or code:
-        counts.add_error(_code_text(status, code, limit))
+        add_error(counts, _code_text(status, code, limit))
     else:
         counts.requests += 1
         whole_s = now - read_at
     if run.cold_s:
-        counts.add_cold_start(run.cold_s)
-    output_tokens = 0
-    if dispatched is not None:
+        counts.cold_starts += 1
+        counts.cold_s += run.cold_s
+    is_error, sent_s, output_tokens = False, 0.0, 0
+    if dispatched is None:
+        counts.sent += run.last_failed_worker is not None
+    else:
         counts.waited_s += dispatched.waited_s
-        usage = dispatched.usage
+        # One that its engine goes on with is counted as sent by `_count_background`.
+        if dispatched.load.ended:
+            counts.sent += 1
+            counts.work_s += dispatched.work_s
+            is_error, output_tokens = dispatched.is_error, dispatched.output_tokens
+        usage, prompt_tokens, cached_tokens = dispatched.usage, 0, None
         if usage is not None:
-            output_tokens = usage.completion_tokens or 0
-            counts.add_tokens(usage.prompt_tokens, output_tokens, dispatched.predicted_tokens, dispatched.cached_tokens)
+            prompt_tokens, cached_tokens = usage.prompt_tokens, dispatched.cached_tokens
+        add_tokens(counts, prompt_tokens, output_tokens, dispatched.predicted_tokens, cached_tokens)
         if dispatched.first_data_s is not None and answer is not None and answer.streamed:
-            first_token_s = dispatched.load.began_at + dispatched.first_data_s - read_at
+            sent_s = dispatched.first_data_s
+            first_token_s = dispatched.load.began_at + sent_s - read_at
+    if is_error or (run.failures and _blames_adapter(run)):
+        counts.engine_errors += 1
     if first_token_s is not None or whole_s is not None:
         # Of several sequences the first tokens are not counted one by one: roughly one each.
-        counts.add_times(first_token_s, whole_s, decode_tokens=max(0, output_tokens - run.request.sequences))
+        decode_tokens = max(0, output_tokens - run.request.sequences)
+        add_times(counts, first_token_s, whole_s, sent_s=sent_s, decode_tokens=decode_tokens)
+
+
+def _blames_adapter(run: RequestRun) -> bool:
+    """Whether an engine failed the request, maybe for its adapter, before another one was tried."""
+    return any("adapter" in VERDICTS[failed.reason].blames for failed in run.failures.values())
+
+
+def _count_background(
+    services: Services, caller: Caller, dispatched: DispatchedRequest, usage: EngineUsage | None
+) -> None:
+    """Count what has become known of a response in the background, which was counted when its client had an answer."""
+    target = dispatched.target
+    counts = services.usage.counts_of(
+        services.clock(),
+        base_model=target.base_model,
+        adapter="" if target.adapter is None else target.adapter.lora_id,
+        worker=dispatched.replica.id,
+        tenant=caller.tenant or "",
+        key=caller.key_id,
+    )
+    counts.sent += 1
+    counts.work_s += dispatched.work_s
+    add_tokens(counts, usage.prompt_tokens if usage else 0, dispatched.output_tokens, 0, None)
 
 
 def _code_text(status: int, code: str, limit: str) -> str:

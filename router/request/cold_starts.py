@@ -35,7 +35,6 @@ from router.core.errors import (
 from router.core.fleet import Excluded, Replica, RoutableAdapter
 from router.core.queue.admission import QueueLimits, QueueUsage, WaitRefusal
 from router.fleet.discovery import Discovery
-from router.fleet.usage_report import HeldRequests
 from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchRefused
 from router.telemetry.metrics import RouterMetrics
@@ -126,7 +125,6 @@ class ColdStarts:
     max_held_bytes: float = inf
     tenant_share: float = 1.0
     tenant_adapters: float = inf
-    holds: HeldRequests = field(default_factory=HeldRequests)
     silent_after_s: float = inf
     gone_after_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
@@ -190,14 +188,9 @@ class ColdStarts:
         self.held.add(tenant, size_bytes)
         start.waiting += 1
         self.metrics.held.set(len(self.held))
-        began_at = self.clock()
         try:
             return await self._wait(lora_id, excluded, start, deadline_at)
-        except (ColdStartTimeout, NoCapacity, DeadlineExceeded):
-            self.holds.record_shed(lora_id, self.clock())
-            raise
         finally:
-            self.holds.record_hold(lora_id, self.clock() - began_at, self.clock())
             self.held.remove(tenant, size_bytes)
             self.metrics.held.set(len(self.held))
             wanted[lora_id] -= 1
@@ -283,14 +276,13 @@ class ColdStarts:
         return age_s is not None and age_s < self.gone_after_s
 
     def _check_limits(self, lora_id: str, tenant: str, size_bytes: int) -> None:
-        """Raise Saturated, and count it in `holds`, where this request may not wait for a cold start."""
+        """Raise Saturated where this request may not wait for a cold start."""
         refusal = self.held.refusal(tenant, size_bytes)
         wanted = self._loading_for(tenant)
         if refusal is None and lora_id not in wanted and len(wanted) >= self.tenant_adapters:
             why = f"{len(wanted)} adapters are being loaded for you already, as many as may be for one tenant"
             refusal = WaitRefusal(why, "max_cold_adapters_per_tenant")
         if refusal is not None:
-            self.holds.record_shed(lora_id, self.clock())
             raise Saturated(
                 f"adapter {lora_id!r} is not loaded, and this cannot wait for it: {refusal.why}; try again",
                 limit=refusal.limit,

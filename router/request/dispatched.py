@@ -33,7 +33,7 @@ def begin_dispatched(  # noqa: PLR0917  (for each request, and names take time)
     is_streamed: bool,
     decision: Decision,
 ) -> DispatchedRequest:
-    """Count the request at its replica (load, pending blocks, usage, metrics), and add its decision to those kept.
+    """Count the request at its replica (load, pending blocks, metrics), and add its decision to those kept.
 
     asked_at  by Services.clock, when it was ready to be sent: since then it has waited
     """
@@ -57,8 +57,6 @@ def begin_dispatched(  # noqa: PLR0917  (for each request, and names take time)
         "estimate" if is_approximate else services.accuracy.state(worker),
         waited_s,
         load,
-        # By the engine's name of the model.
-        services.usage.record_dispatch(worker, routing.engine_name or target.base_model, prompt_tokens, now),
         scheduler.breaker.is_trial(replica, load),
         score.cached_tokens if is_known else 0,
         is_hashed,
@@ -150,30 +148,26 @@ def end_dispatched(
     dispatched: DispatchedRequest,
     *,
     is_error: bool = False,
-    is_streamed: bool = False,
     output_tokens: int = 0,
 ) -> float:
-    """Give back the load entry, pending blocks and usage count, and wake the queue. Safe to call twice.
+    """Give back the load entry and pending blocks, and wake the queue. Safe to call twice.
 
     Returns the request's share of the engine's seconds of decoding; 0.0: not known.
 
     is_error       the engine failed the request
-    is_streamed    the first data of the answer was its first token
     output_tokens  generated tokens, as far as is known
     """
     load, first_data_s = dispatched.load, dispatched.first_data_s
     if load.ended:
         return 0.0
     now, decode_s = services.clock(), 0.0
-    if first_data_s is None:
-        dispatched.use.record_end(0.0, 0, None, now, is_error)
-    else:
+    dispatched.is_error, dispatched.output_tokens = is_error, output_tokens
+    if first_data_s is not None:
         report = dispatched.replica.report
         if report.decode_tokens_per_s:
             # A step decodes one token of each running request, so each is charged its share.
             decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
-        work_s = dispatched.decision.score.prefill_s + decode_s
-        dispatched.use.record_end(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error)
+        dispatched.work_s = dispatched.decision.score.prefill_s + decode_s
     services.scheduler.load.remove(load, now, is_answered=first_data_s is not None)
     services.queue.poke()
     if dispatched.pending is not None and dispatched.index is not None:

@@ -9,12 +9,11 @@ import structlog
 
 from lorafleet.http_server.batches import leave_batch
 from lorafleet.service.loops import forever
-from router.core.errors import DeadlineExceeded, NoReplica, RouterError, Saturated
+from router.core.errors import DeadlineExceeded, NoReplica, RouterError
 from router.core.queue.admission import QueueLimits, QueueUsage
 from router.core.queue.queued_request import QueuedRequest
 from router.core.schedule.policy import Decision
 from router.core.scheduler import Scheduler
-from router.fleet.usage_report import HeldRequests
 from router.telemetry.metrics import RouterMetrics
 
 log = structlog.get_logger()
@@ -82,13 +81,8 @@ class RequestQueue:
         clock: Callable[[], float],
         most_waiting_bytes: float = inf,
         tenant_share: float = 1.0,
-        holds: HeldRequests | None = None,
     ) -> None:
-        """
-        tenant_share  share of `most_waiting` and of the bytes that one tenant may take
-        holds         counts the requests that waited, or were turned away
-        """
-        self._holds = holds or HeldRequests()
+        """`tenant_share`: share of `most_waiting` and of the bytes that one tenant may take."""
         self._scheduler = scheduler
         self._metrics = metrics
         self._most_wait_s = most_wait_s
@@ -108,26 +102,19 @@ class RequestQueue:
         queued.most_wait_s = self._most_wait_s
         if queued.deadline_at is not None:
             queued.most_wait_s = min(self._most_wait_s, _left_s(queued.deadline_at, began_at))
-        try:
-            decision = self._scheduler.queue.decide_or_enqueue(queued, began_at)
-        except Saturated:
-            self._holds.record_shed(queued.adapter, began_at)
-            raise
+        decision = self._scheduler.queue.decide_or_enqueue(queued, began_at)
         self._metrics.decide.observe(self._clock() - began_at)
         return decision
 
     async def wait(self, queued: QueuedRequest, begin: Callable[[Decision], S], end: Callable[[S], object]) -> S:
         """The dispatched request that `begin` makes of a queued request's decision, as soon as there is room.
 
-        Counts waits and refusals in `holds`.
-
         end     gives back what a dispatched request counts as, where its coroutine has left meanwhile
         raises  Displaced, Saturated, DeadlineExceeded
         """
-        waiting, began_at = self._scheduler.queue, queued.enqueued_at
+        waiting = self._scheduler.queue
         waiter = _Waiter(begin, end)
         queued.payload = waiter
-        self._holds.start_wait(queued.adapter, began_at)
         try:
             self._metrics.waiting.set(len(waiting))
             self._is_occupied.set()
@@ -136,14 +123,11 @@ class RequestQueue:
                 return await waiter.sent
         except TimeoutError as exc:
             waiter.undo()
-            self._holds.record_shed(queued.adapter, self._clock())
             raise self._timeout_error(queued) from exc
         except BaseException:
             waiter.undo()
             raise
         finally:
-            now = self._clock()
-            self._holds.end_wait(queued.adapter, now - began_at, now)
             waiting.remove(queued)
             self._metrics.waiting.set(len(waiting))
 

@@ -14,7 +14,6 @@ from router.core.kv.prediction_accuracy import TrustState
 from router.core.resolve import RequestTarget
 from router.core.schedule.policy import Decision
 from router.core.schedule.replica_book import LoadEntry
-from router.fleet.usage_report import UseCounts
 from router.protocols.usage import EngineUsage
 from router.tokenizing.tokens import Source, Tokens
 
@@ -31,7 +30,7 @@ class DispatchedRequest(msgspec.Struct, eq=False):
     at               wall clock
     trust            accuracy of the replica's predictions
     waited_s         in the router's queue, for what `queued_for` says; empty: it was sent at once
-    load, use        its entries in the load book and in the usage report, given back exactly once
+    load             its entry in the load book, given back exactly once
     is_trial         it tries a replica whose circuit is half-open
     predicted_tokens  of the prompt, predicted to be cached at the replica; 0 for an approximate prompt
     is_hashed        its prompt has block hashes
@@ -42,6 +41,8 @@ class DispatchedRequest(msgspec.Struct, eq=False):
     first_data_s     from dispatch to first token or whole answer; None: there is none yet
     usage            the engine's; None: it has reported none yet
     cached_tokens    in that usage, where it is about this prompt alone
+    work_s           seconds of engine work that it was, known at its end; `output_tokens`: generated, as far as known
+    is_error         the engine failed it
     """
 
     request_id: str
@@ -54,7 +55,6 @@ class DispatchedRequest(msgspec.Struct, eq=False):
     trust: TrustState
     waited_s: float
     load: LoadEntry
-    use: UseCounts
     is_trial: bool
     predicted_tokens: int
     is_hashed: bool
@@ -67,6 +67,9 @@ class DispatchedRequest(msgspec.Struct, eq=False):
     first_data_s: float | None = None
     usage: EngineUsage | None = None
     cached_tokens: int | None = None
+    work_s: float = 0.0
+    output_tokens: int = 0
+    is_error: bool = False
 
 
 class Decisions(deque[DispatchedRequest]):

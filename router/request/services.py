@@ -19,7 +19,7 @@ from router.core.queue.quota import Quotas
 from router.core.scheduler import Scheduler
 from router.fleet.background import Background
 from router.fleet.discovery import Discovery
-from router.fleet.usage_report import UsageCounts
+from router.fleet.traffic import TrafficLog
 from router.http.engine_pool import EnginePool
 from router.kv.feeds import KvFeeds
 from router.request.cold_starts import ColdStarts
@@ -52,7 +52,7 @@ class Services:
     queue: RequestQueue
     accuracy: PredictionAccuracy
     cold_starts: ColdStarts
-    usage: UsageCounts
+    usage: TrafficLog
     metrics: RouterMetrics
     pool: EnginePool
     background: Background

@@ -54,9 +54,11 @@ async def large(tmp_path):
         for agent in agents():
             beat = await client.post("/v1/workers/register", json=agent.heartbeat())
             assert beat.status_code == 200, beat.text
-        used = [{"adapter": name(n), "base_model": "tiny-qwen", "requests": n + 1} for n in range(_ADAPTERS)]
+        used = [
+            {"adapter": name(n), "base_model": "tiny-qwen", "counts": {"requests": n + 1}} for n in range(_ADAPTERS)
+        ]
         report = {"router_id": "r0", "boot_id": "b0", "seq": 1, "revision_seen": 1}
-        report["traffic"] = [{"number": 1, "rows": used}]
+        report["batches"] = [{"number": 1, "rows": used}]
         assert (await client.post("/v1/usage", json=report)).status_code == 200
         yield url
 

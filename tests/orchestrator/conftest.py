@@ -10,6 +10,7 @@ from lorafleet.service.http.known_fields import WIRE_HEADERS
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.orchestrator.doubles import FakeAgent
+from tests.orchestrator.reports import CountingRouter
 from tests.serving import serving
 
 
@@ -36,6 +37,7 @@ class OrchestratorUnderTest:
         self.store = self.built.store
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.built.app), base_url="http://orchestrator")
         self.agents = {}
+        self.routers = {}
         self.stack = AsyncExitStack()
 
     async def worker(self, worker_id="w0", **shape):
@@ -87,9 +89,11 @@ class OrchestratorUnderTest:
     async def catalog(self):
         return (await self.http.get("/v1/catalog")).json()
 
-    async def usage(self, revision_seen, *uses, router_id="r0", boot_id="b0", seq=1):
-        body = {"router_id": router_id, "boot_id": boot_id, "seq": seq, "revision_seen": revision_seen, "uses": uses}
-        return (await self.http.post("/v1/usage", json=body)).json()
+    async def usage(self, revision_seen, *uses, router_id="r0", boot_id="b0", seq=1, **more):
+        """Report a router's cumulative counts, see `CountingRouter.body`; the answer."""
+        router = self.routers.setdefault((router_id, boot_id), CountingRouter(router_id, boot_id))
+        body = router.body(revision_seen, uses, seq, **more)
+        return (await self.http.post("/v1/usage", json=body)).raise_for_status().json()
 
     async def close(self):
         await self.http.aclose()

@@ -9,10 +9,10 @@ import pytest
 from lorafleet.identity import engine_name
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
-from orchestrator.core.demand import AdapterUsage
 from orchestrator.metrics import OTHER, BoundedLabels, OrchestratorMetrics
 from tests.calls import count_calls
 from tests.orchestrator.doubles import FakeAgent, digest_of
+from tests.orchestrator.reports import CountingRouter
 from tests.registered import registered
 from workers.wire import Metadata
 
@@ -142,13 +142,13 @@ async def large(tmp_path):
         agent.epoch = built.store.epoch
         for name in rng.sample(names, 60):
             agent.put(name, name)
-            named = {"lora_id": name, "worker_id": agent.worker_id, "engine_name": agent.loaded[name]["engine_name"]}
-            uses.append((named, rng.randrange(100)))
+            uses.append((name, agent.worker_id, rng.randrange(100)))
         it.monitor.record_heartbeat(Metadata.model_validate(agent.metadata()))
+    router = CountingRouter()
     for seq in (1, 2):
-        it.demand.record_report(
-            "r", "b", seq, 1, [AdapterUsage(**named, requests=seq * n, in_flight=0) for named, n in uses], seq
-        )
+        for name, worker_id, requests in uses:
+            router.count(name, worker_id, sent=seq * requests)
+        it.demand.record_report(router.report(1), seq)
     yield it
     await it.stop()
     await built.leadership.release()

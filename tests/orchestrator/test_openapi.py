@@ -137,7 +137,7 @@ def test_no_malformed_call_gets_a_500(document, tmp_path):
     client = httpx.AsyncClient(transport=transport, base_url="http://orchestrator")
     seen = {}
 
-    @seed(5)
+    @seed(7)
     @settings(max_examples=examples(600), suppress_health_check=list(HealthCheck))
     @given(calls(document))
     def never_500(call):

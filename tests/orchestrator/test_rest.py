@@ -92,16 +92,16 @@ async def test_a_body_without_a_json_content_type_is_400(service):
 
 
 @pytest.mark.parametrize("count", ["NaN", "1e400", "1e308", "-1", "1" + 400 * "0"])
-@pytest.mark.parametrize("name", ["work_s", "requests", "first_token_s"])
+@pytest.mark.parametrize("name", ["work_s", "requests", "first_token_sum_s"])
 async def test_an_impossible_usage_report_is_refused(service, clock, name, count):
     await service.worker()
     await service.register()
     await service.settle()
-    use = '{"worker_id": "w0", "engine_name": "sql/v1@0", "%s": %s}'
-    body = '{"router_id": "r", "boot_id": "b", "seq": %d, "revision_seen": 1, "uses": [%s]}'
+    batch = '{"number": 1, "rows": [{"adapter": "sql/v1", "worker": "w0", "counts": {"%s": %s}}]}'
+    body = '{"router_id": "r", "boot_id": "b", "seq": %d, "revision_seen": 1, "batches": [%s]}'
     for seq, said in ((1, "0"), (2, count)):
         clock.now += 1
-        text = body % (seq, use % (name, said))
+        text = body % (seq, batch % (name, said))
         answer = await service.http.post("/v1/usage", content=text, headers={"content-type": "application/json"})
     assert (answer.status_code, code(answer)) == (400, "invalid_request")
     await service.ensure()

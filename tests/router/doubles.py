@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -18,8 +19,11 @@ from lorafleet.engine.worker_proofs import ProvedAgent, proof_of
 from lorafleet.identity import engine_name
 from lorafleet.keys.key_files import hash_key, key_id_of
 from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker
+from orchestrator.model.usage import RequestCounts, UsageReport
 from router.app import build
 from router.config import RouterSettings
+from router.request.services import Services
+from router.request.usage_report import usage_report
 from tests.patience import patience
 from tests.serving import client_of, serving
 from workers.wire import (
@@ -339,6 +343,17 @@ def with_worker_key(settings):
     workers = settings["key_files"][0].with_name("worker-keys.yaml")
     workers.write_text(f"keys: [{{sha256: {hash_key('a-worker')}, scopes: [worker]}}]")
     return settings | {"key_files": (*settings["key_files"], workers)}
+
+
+def counted(control: AgentDouble, parts: Services) -> dict[str, RequestCounts]:
+    """Adapter, or base model -> counts of all requests that have ended, whether or not they were reported."""
+    reports = [TypeAdapter(UsageReport).validate_python(body) for body in control.usage]
+    reports.append(usage_report(parts, parts.clock()))
+    found: dict[str, RequestCounts] = {}
+    for batch in {batch.number: batch for report in reports for batch in report.batches}.values():
+        for row in batch.rows:
+            found.setdefault(row.adapter or row.base_model, RequestCounts()).add(row.counts)
+    return found
 
 
 @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from lorafleet.keys.key_files import hash_key
 from router.core.schedule.request import HashedRequest
 from router.request.record import Decisions
+from router.request.usage_report import usage_report
 from router.tokenizing.tokenizers import Tokenizers
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, EngineDouble, chunk, echo, error_of, fleet, with_sql
@@ -269,11 +270,11 @@ async def test_a_usage_report_forgets_what_nobody_used_for_long_unless_it_runs()
         ask = {**CHAT, "lora_id": "sql/v1", "stream": True}
         async with client.stream("POST", "/v1/chat/completions", json=ask) as answer:
             await anext(answer.aiter_bytes())
-            assert len(parts.usage.report(1, parts.clock() + 10_000).uses) == 1
+            assert usage_report(parts, parts.clock() + 10_000).in_flight.keys() == {"w0"}
             engine.go_on.set()
         await until(lambda: not list(parts.scheduler.load.counts_by_name()))
-        assert len(parts.usage.report(1, parts.clock()).uses) == 1
-        assert parts.usage.report(1, parts.clock() + 10_000).uses == ()
+        assert usage_report(parts, parts.clock()).asked_age_s.keys() == {"sql/v1"}
+        assert usage_report(parts, parts.clock() + 10_000).asked_age_s == {}
 
 
 async def test_a_load_that_fails_after_its_last_client_left_complains_to_nobody():

@@ -1,6 +1,7 @@
-"""Request counts of adapters, from the cumulative counts that routers report: each request counts once."""
+"""Request counts of adapters, from the counts that routers report: each request counts once."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ _ROUTERS_KEPT = 256
 
 
 class ReportedAdapterUsage:
-    """The last cumulative counts of each router; the totals are in `InstalledAdapters`.
+    """The last report and batch of each router that were counted; the totals are in `InstalledAdapters`.
 
     Both are saved in one file: if one were newer than the other, requests would count twice or never.
     """
@@ -28,7 +29,7 @@ class ReportedAdapterUsage:
         self._installed = installed
         self._worker_id = worker_id
         self._now = now
-        self._routers: dict[tuple[str, str], tuple[int, dict[str, int]]] = {}
+        self._routers: dict[tuple[str, str], tuple[int, int]] = {}
         self._is_saved = True
         if file.exists():
             self._read_saved()
@@ -40,26 +41,29 @@ class ReportedAdapterUsage:
         counted before.
         """
         key = (report.router_id, report.boot_id)
-        last_seq, counts = self._routers.get(key, (-1, {}))
+        last_seq, last_batch = self._routers.get(key, (-1, -1))
         if report.seq <= last_seq:
             return None
         if key not in self._routers and len(self._routers) >= _ROUTERS_KEPT:
             self._routers.pop(next(iter(self._routers)))
-        our_counts = {use.engine_name: use.requests for use in report.uses if use.worker_id == self._worker_id}
+        requests = Counter[str]()
+        for batch in report.batches:
+            if batch.number > last_batch:
+                last_batch = batch.number
+                for row in batch.rows:
+                    if row.worker == self._worker_id and row.adapter and row.counts.sent:
+                        requests[row.adapter] += row.counts.sent
         used = []
-        for name, requests in our_counts.items():
-            adapter, last_count = self._installed.get(name), counts.get(name, 0)
-            new = requests - last_count if requests >= last_count else requests  # a router's count may restart at 0
-            if adapter is not None and new > 0:
+        for lora_id, count in requests.items():
+            # Of several versions the one that was loaded last gets the requests.
+            for adapter in sorted(self._installed.versions(lora_id), key=lambda version: version.order)[-1:]:
                 self._installed.update_in_memory(
-                    replace(adapter, request_count=adapter.request_count + new, last_used=self._now())
+                    replace(adapter, request_count=adapter.request_count + count, last_used=self._now())
                 )
-                used.append(name)
-        # A report may leave adapters out: the counts of those that are still here stay.
-        kept = {name: count for name, count in counts.items() if self._installed.get(name) is not None}
+                used.append(adapter.engine_name)
         self._routers.pop(key, None)  # the router that reported longest ago comes first
-        self._routers[key] = (report.seq, kept | our_counts)
-        self._is_saved = self._is_saved and not our_counts
+        self._routers[key] = (report.seq, last_batch)
+        self._is_saved = self._is_saved and not used
         return used
 
     def save(self) -> None:
@@ -67,17 +71,14 @@ class ReportedAdapterUsage:
         if self._is_saved and not (self._routers and is_missing(self._file)):
             return
         counts = {adapter.engine_name: [adapter.request_count, adapter.last_used] for adapter in self._installed.all()}
-        routers = [[*key, seq, counts_of_router] for key, (seq, counts_of_router) in self._routers.items()]
+        routers = [[*key, *last] for key, last in self._routers.items()]
         self._is_saved = self._installed.write_json(self._file, {"adapters": counts, "routers": routers})
 
     def _read_saved(self) -> None:
         """Read the saved counts into memory, also into the installed adapters; a damaged file is logged and ignored."""
         try:
             saved = json.loads(self._file.read_text())
-            routers = {
-                (router, boot): (int(seq), dict(counts_of_router))
-                for router, boot, seq, counts_of_router in saved["routers"]
-            }
+            routers = {(router, boot): (int(seq), int(batch)) for router, boot, seq, batch in saved["routers"]}
             counts = {name: (int(count), last) for name, (count, last) in saved["adapters"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
             log.warning("saved request counts unreadable: new counts may be too high", error=repr(exc))

@@ -59,7 +59,7 @@ function Side({ path }) {
   }, [path, mine]);
   const workers = fleet ? Object.values(fleet.workers).reduce((sum, count) => sum + count, 0) : null;
   const lost = fleet ? (fleet.workers.lost || 0) + (fleet.workers.unmanaged || 0) : 0;
-  const waiting = fleet ? sum(fleet.waiting) + sum(fleet.held) : 0;
+  const waiting = fleet ? sum(fleet.now.waiting) + sum(fleet.now.held) : 0;
   const counts = { workers: workers === null ? "" : lost ? `${lost} lost` : workers, requests: waiting ? `${waiting} wait` : "" };
   return html`<aside class="side"><div class="top"><${Link} to="" class="brand"><img src="/ui/assets/icon.svg" alt=""/>lorafleet<//></div>
     <nav aria-label="Pages"><ul>${NAV.filter(([to]) => !(mine?.status.is_confined_to_tenant && FLEET_ONLY.has(to))).map(([to, label, icon]) => html`<li key=${to}><${Link} to=${to} aria-current=${(path.split("/")[0].replace("published", "aliases") === to) ? "page" : undefined}>

@@ -1,9 +1,7 @@
 """The figures that autoscalers ask for: slots and queues of each worker pool. Pure."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-
-from orchestrator.core.demand import ROUTER_LIVE_S
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 _FIRST_REQUEST_S = 1.0
 """Duration of a request where none has ended yet; a guess, nothing measured."""
@@ -47,37 +45,6 @@ class PoolFigures:
     slots: int
     slots_wanted: float
     queue_wait_s: float
-
-
-@dataclass(slots=True)
-class RouterQueues:
-    """Routers' last reports of their queues for each worker. The report of a silent router expires."""
-
-    _reports: dict[str, tuple[float, Mapping[str, float], Mapping[str, int]]] = field(default_factory=dict)
-
-    def record_report(
-        self, router_id: str, waits_s: Mapping[str, float], in_flight: Mapping[str, int], now: float
-    ) -> None:
-        """Record one router's queues in place of its last report, and drop the reports of silent routers.
-
-        waits_s    worker_id -> seconds until all requests queued in the router for that worker have been sent
-        in_flight  worker_id -> the router's requests at that worker's engine
-        """
-        self._reports = {name: report for name, report in self._reports.items() if now - report[0] < ROUTER_LIVE_S}
-        self._reports[router_id] = now, waits_s, in_flight
-
-    def wait_s(self, worker_id: str, now: float) -> float:
-        """Seconds of the longest queue that a live router reports for the worker: routers share the engine's speed."""
-        return max(
-            (waits.get(worker_id, 0.0) for at, waits, _ in self._reports.values() if now - at < ROUTER_LIVE_S),
-            default=0.0,
-        )
-
-    def in_flight(self, worker_id: str, now: float) -> int:
-        """Requests of all live routers at the worker's engine."""
-        return sum(
-            in_flight.get(worker_id, 0) for at, _, in_flight in self._reports.values() if now - at < ROUTER_LIVE_S
-        )
 
 
 def engine_wait_s(running: int, waiting: int, request_s: float) -> float:

@@ -155,6 +155,15 @@ class FairQueue:
         """Tenants, and adapters of each, that the queue remembers; 0 while it is empty."""
         return len(self._tenants) + sum([len(tenant.flows) for tenant in self._tenants.values()])
 
+    def waiting_by_adapter(self) -> dict[str, int]:
+        """lora_id -> queued requests; those for base models are left out."""
+        waiting: dict[str, int] = {}
+        for tenant in self._tenants.values():
+            for adapter, flow in tenant.flows.items():
+                if adapter and flow.requests:
+                    waiting[adapter] = waiting.get(adapter, 0) + len(flow.requests)
+        return waiting
+
     @property
     def virtual_s(self) -> float:
         """Virtual time of the tenants, in seconds of work: the service of the one served last."""

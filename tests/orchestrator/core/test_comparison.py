@@ -7,19 +7,21 @@ from hypothesis import strategies as st
 
 from lorafleet.keys.key_files import hash_key
 from lorafleet.telemetry.histogram import bucket_of
-from orchestrator.core.comparison import GUARD, baseline_of, tally_of, worse_targets
-from orchestrator.core.rollout import regression_reason
-from orchestrator.core.traffic import TrafficSums
+from orchestrator.core.comparison import GUARD, baseline_of, worse_targets
+from orchestrator.core.rollout import regression_reason, tally_of
 from orchestrator.model.served_names import AliasTarget
+from orchestrator.model.usage import RequestCounts
 
 
 def sums(requests, *, errors=0, refusals=0, first_token_s=0.1):
     codes = {"502 engine": errors, "429 saturated max_wait_s": refusals}
-    return TrafficSums(
+    return RequestCounts(
         requests=requests,
+        sent=requests - refusals,
+        engine_errors=errors,
         codes={code: count for code, count in codes.items() if count},
         first_token={bucket_of(first_token_s): requests},
-        first_token_sum_s=first_token_s * requests,
+        engine_first_token_s=first_token_s * requests,
     )
 
 
@@ -51,20 +53,19 @@ def test_refused_requests_are_no_requests_of_a_version():
 
 
 def report(*rows):
-    whole = [{"base_model": "qwen", "worker": "w0", **row} for row in rows]
+    whole = [{"base_model": "qwen", "worker": "w0", "adapter": name, "counts": counts} for name, counts in rows]
     seen = {"router_id": "r0", "boot_id": "b0", "seq": 1, "revision_seen": 1}
-    return seen | {"traffic": [{"number": 1, "age_s": 10, "rows": whole}]}
+    return seen | {"batches": [{"number": 1, "age_s": 10, "rows": whole}]}
 
 
-def used(lora_id, requests, first_token_s, **more):
-    return {
-        "adapter": lora_id,
+def used(lora_id, requests, first_token_s):
+    return lora_id, {
         "requests": requests,
+        "sent": requests,
         "first_token": {bucket_of(first_token_s): requests},
-        "first_token_sum_s": first_token_s * requests,
+        "engine_first_token_s": first_token_s * requests,
         "decode_s": requests * 0.5,
         "decode_tokens": requests * 50,
-        **more,
     }
 
 

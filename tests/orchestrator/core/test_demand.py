@@ -8,55 +8,45 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.demand import ABANDONED_AFTER_S, ENSURE_REPEAT_S, AdapterQueueing, AdapterUsage, DemandBook
-from orchestrator.model.snapshot import TrafficFigures, WantedReplicas
+from orchestrator.core.demand import ABANDONED_AFTER_S, ENSURE_REPEAT_S, DemandBook
+from orchestrator.model.snapshot import WantedReplicas
+from orchestrator.model.usage import RequestCounts
+from tests.orchestrator.reports import CountingRouter, loaded_name
 from tests.properties import examples
 
 
-def use(requests, lora_id="a", in_flight=0, **more):
-    return AdapterUsage(
-        lora_id=lora_id, worker_id="w0", engine_name=f"{lora_id}@1", requests=requests, in_flight=in_flight, **more
-    )
-
-
-def heard(book, *seconds, rate=3, boot="b0", first=0, router="r0"):
-    """One report at each of these seconds, of `request_rate` requests a second since the boot."""
+def heard(book, *seconds, rate=3, first=0, router=None):
+    """One report at each of these seconds, of `request_rate` requests a second since the boot; the router."""
+    router = router or CountingRouter()
     for second in seconds:
         count = rate * (second - first)
-        book.record_report(
-            router, boot, second, 0, [use(count, work_s=count / 10, prompt_tokens=count * 7)], float(second)
-        )
+        router.count(sent=count, work_s=count / 10, prompt_tokens=count * 7)
+        assert book.record_report(router.report(seq=second), float(second)) is not None
+    return router
 
 
 def test_constant_traffic_is_measured_after_a_quarter_of_a_window():
     book = DemandBook()
-    heard(book, *range(1, 20))
+    router = heard(book, *range(1, 20))
     assert book.request_rate("a", 19.0) == pytest.approx(3, rel=0.1)
-    heard(book, *range(20, 400))
+    heard(book, *range(20, 400), router=router)
     assert book.request_rate("a", 399.0) == pytest.approx(3, rel=0.02)
-    flow = book.traffic_rates("a", 399.0)
-    assert (flow.work_s, flow.prompt_tokens) == (pytest.approx(0.3, rel=0.02), pytest.approx(21, rel=0.02))
     assert book.snapshot(399.0).work["a"] == pytest.approx(0.3, rel=0.02)
+    totals = book.totals("a")
+    assert (totals.sent, totals.prompt_tokens) == (3 * 398, 7 * 3 * 398)
 
 
 def test_backlog_counts_queued_requests_at_the_adapters_mean_work():
     book = DemandBook()
-    heard(book, *range(1, 100))
-    book.record_report(
-        "r0", "b0", 100, 0, [use(300, work_s=30.0)], 100.0, holds=[AdapterQueueing(lora_id="a", waiting=5)]
-    )
-    book.record_report(
-        "r1",
-        "b1",
-        1,
-        0,
-        [],
-        100.0,
-        holds=[AdapterQueueing(lora_id="a", waiting=2), AdapterQueueing(lora_id="new", waiting=1)],
-    )
+    router = heard(book, *range(1, 100))
+    router.count(sent=300, work_s=30.0)
+    book.record_report(router.report(seq=100, waiting={"a": 5}), 100.0)
+    other = CountingRouter("r1", "b1")
+    book.record_report(other.report(waiting={"a": 2, "new": 1}), 100.0)
     assert book.snapshot(100.0).backlog == {"a": pytest.approx(0.7), "new": pytest.approx(0.1)}
     # It is a state, not a count; and a router's word that has expired is none.
-    book.record_report("r0", "b0", 101, 0, [use(303, work_s=30.3)], 101.0, holds=[AdapterQueueing(lora_id="a")])
+    router.count(sent=303, work_s=30.3)
+    book.record_report(router.report(seq=101), 101.0)
     assert book.snapshot(101.0).backlog["a"] == pytest.approx(0.2)
     assert book.snapshot(120.0).backlog == {}
 
@@ -68,12 +58,14 @@ def test_a_rate_fades_by_its_window():
 
 
 def test_totals_from_before_our_start_are_no_rate():
-    book = DemandBook()
-    book.record_report("r0", "b0", 1000, 0, [use(1_000_000)], 5.0)
+    book, router = DemandBook(), CountingRouter()
+    router.count(sent=1_000_000)
+    book.record_report(router.report(seq=1000), 5.0)
     assert book.request_rate("a", 5.0) == 0
-    assert book.traffic_totals("a") == TrafficFigures()
-    book.record_report("r0", "b0", 1001, 0, [use(1_000_003)], 6.0)
-    assert book.traffic_totals("a").requests == 3
+    assert book.totals("a") == RequestCounts()
+    router.count(sent=1_000_003)
+    book.record_report(router.report(), 6.0)
+    assert book.totals("a").sent == 3
 
 
 def test_a_router_cut_off_for_minutes_does_not_return_as_a_burst():
@@ -81,42 +73,64 @@ def test_a_router_cut_off_for_minutes_does_not_return_as_a_burst():
     heard(steady, *range(1, 601))
     heard(gap, *range(1, 301), 600)
     assert gap.request_rate("a", 600.0) == pytest.approx(steady.request_rate("a", 600.0), rel=0.02)
-    assert gap.traffic_totals("a").requests == steady.traffic_totals("a").requests
+    assert gap.totals("a").sent == steady.totals("a").sent
 
 
 def test_a_restarted_router_loses_nothing_and_doubles_nothing():
     book = DemandBook()
-    heard(book, *range(1, 301))
-    before = book.traffic_totals("a").requests
-    heard(book, *range(302, 400), boot="b1", first=300)
-    assert book.traffic_totals("a").requests - before == 3 * 99
+    old = heard(book, *range(1, 301))
+    before = book.totals("a").sent
+    heard(book, *range(302, 400), first=300, router=CountingRouter(boot_id="b1"))
+    assert book.totals("a").sent - before == 3 * 99
     assert book.request_rate("a", 399.0) == pytest.approx(3, rel=0.03)
-    heard(book, 301)  # the old process's last words, late
-    assert book.traffic_totals("a").requests - before == 3 * 99
+    old.count(sent=10_000)
+    assert book.record_report(old.report(seq=301), 401.0) is None  # the old process's last words, late
+    assert book.totals("a").sent - before == 3 * 99
 
 
 def test_an_adapter_omitted_by_a_report_is_not_counted_twice_later():
-    book = DemandBook()
-    book.record_report("r0", "b0", 1, 0, [], 1.0)
-    book.record_report("r0", "b0", 2, 0, [use(50, in_flight=1)], 2.0)
-    book.record_report("r0", "b0", 3, 0, [], 3.0)
+    book, router = DemandBook(), CountingRouter()
+    book.record_report(router.report(), 1.0)
+    router.count(sent=49)
+    book.record_report(router.report(in_flight={"w0": {loaded_name("a"): 1}}), 2.0)
+    router.count(sent=50)
+    book.record_report(router.report(), 3.0)
     assert book.snapshot(3.0).in_use == frozenset()
-    book.record_report("r0", "b0", 4, 0, [use(51)], 4.0)
-    assert book.traffic_totals("a").requests == 51
+    router.count(sent=51)
+    book.record_report(router.report(), 4.0)
+    assert book.totals("a").sent == 51
 
 
-def test_a_falling_count_has_restarted_from_zero():
+def test_batches_numbered_anew_after_a_boot_count():
     book = DemandBook()
-    for seq, count in enumerate((0, 50, 4)):
-        book.record_report("r0", "b0", seq, 0, [use(count)], float(seq))
-    assert book.traffic_totals("a").requests == 54
+    for boot, counts in (("b0", (0, 50)), ("b1", (4,))):
+        router = CountingRouter(boot_id=boot)
+        for count in counts:
+            router.count(sent=count)
+            book.record_report(router.report(), float(router.seq))
+    assert book.totals("a").sent == 54
 
 
 def test_queued_and_refused_requests_count_for_an_unplaced_adapter():
-    book = DemandBook()
-    book.record_report("r0", "b0", 1, 0, [], 1.0)
-    book.record_report("r0", "b0", 2, 0, [], 2.0, holds=[AdapterQueueing(lora_id="a", held=3, hold_s=4.5, sheds=1)])
-    assert book.traffic_totals("a") == TrafficFigures(held=3, hold_s=4.5, sheds=1)
+    book, router = DemandBook(), CountingRouter()
+    book.record_report(router.report(), 1.0)
+    router.count(worker_id="", requests=3, waited_s=4.5)
+    book.record_report(router.report(waiting={"a": 1}), 2.0)
+    assert book.totals("a") == RequestCounts(requests=3, waited_s=4.5)
+    assert book.snapshot(2.0).last_asked_at == {"a": 2.0}
+
+
+def test_a_running_request_counts_when_it_is_sent_and_not_again_when_it_ends():
+    """Also one whose attempt is taken back from an engine, and sent anew."""
+    book, router = DemandBook(window_s=1e9), CountingRouter()
+    rate = []
+    for sent, running in ((0, 0), (0, 2), (1, 1), (1, 0), (1, 1), (2, 0)):
+        router.count(sent=sent)
+        in_flight = {"w0": {loaded_name("a"): running, "base": 9}} if running else {}
+        book.record_report(router.report(in_flight=in_flight), float(router.seq))
+        rate.append(book.snapshot(float(router.seq)).habits.get("a", 0.0) * 15e9)
+    assert rate == pytest.approx([0, 2, 2, 1, 2, 2], abs=1e-3)
+    assert book.totals("a").sent == 2
 
 
 @settings(max_examples=examples(60))
@@ -124,22 +138,24 @@ def test_queued_and_refused_requests_count_for_an_unplaced_adapter():
 def test_lost_repeated_and_late_reports_change_no_total_and_hardly_a_rate(seed, routers):
     rng = Random(seed)
     clean, rough = DemandBook(), DemandBook()
-    reports = []
-    for router in range(routers):
-        count = 0
-        for second in range(1, 241):
-            count += rng.randrange(5)
-            reports.append((second, (f"r{router}", "b0", second, 0, [use(count, errors=count // 2)])))
-    reports.sort(key=lambda report: report[0])
     late = []
-    for second, report in reports:
-        clean.record_report(*report, float(second))
-        if second in (1, 240) or rng.random() < 0.7:
-            rough.record_report(*report, float(second))
-            late.append(report)
-        if rng.random() < 0.3:
-            rough.record_report(*rng.choice(late or [report]), float(second))
-    assert rough.traffic_totals("a") == clean.traffic_totals("a")
+    safe, lossy = ([CountingRouter(f"r{n}") for n in range(routers)] for _ in range(2))
+    count = [0] * routers
+    for second in range(1, 241):
+        for number in range(routers):
+            count[number] += rng.randrange(5)
+            for router in (safe[number], lossy[number]):
+                router.count(sent=count[number], engine_errors=count[number] // 2)
+            clean.record_report(safe[number].report(), float(second))
+            arrives = second in (1, 240) or rng.random() < 0.7
+            # The answer to one that arrives may be lost, too: then its batches come again.
+            report = lossy[number].report(is_lost=not arrives or (second < 240 and rng.random() < 0.2))
+            if arrives:
+                rough.record_report(report, float(second))
+                late.append(report)
+            if late and rng.random() < 0.3:
+                rough.record_report(rng.choice(late), float(second))
+    assert rough.totals("a") == clean.totals("a")
     assert rough.request_rate("a", 240.0) == pytest.approx(clean.request_rate("a", 240.0), rel=0.1)
 
 
@@ -206,31 +222,34 @@ def figures(book, now):
 def test_demand_follows_a_published_name_and_none_is_lost_or_made(publishes):
     """(the version that the name points at, seconds until then, requests a second meanwhile) of each publish."""
     named, unnamed = DemandBook(), DemandBook()
-    counts, now, current = [0, 0, 0, 0], 1.0, "n/v0"
+    counts, now, current, router = [0, 0, 0, 0], 1.0, "n/v0", CountingRouter()
+    first = router.report()
     for book in (named, unnamed):
-        book.record_report("r0", "b0", 0, 0, [], now)
+        book.record_report(first, now)
     named.follow_names({"n": current})
-    for seq, (version, seconds, rate) in enumerate(publishes, 1):
+    for version, seconds, rate in publishes:
         now += seconds
         counts[int(current[-1])] += rate * seconds
-        uses = [use(count, lora_id=f"n/v{i}", work_s=count / 10) for i, count in enumerate(counts) if count]
+        for i, count in enumerate(counts):
+            router.count(f"n/v{i}", sent=count, work_s=count / 10)
+        report = router.report()
         for book in (named, unnamed):
-            book.record_report("r0", "b0", seq, 0, uses, now)
+            book.record_report(report, now)
         current = f"n/v{version}"
         named.follow_names({"n": current})
         assert figures(named, now) == pytest.approx(figures(unnamed, now))
         hot = [lora_id for lora_id, per_s in named.snapshot(now).rates.items() if per_s > 1e-9]
         assert set(hot) <= {current}
-        assert [named.traffic_totals(f"n/v{i}").requests for i in range(4)] == pytest.approx(counts), "who was asked"
+        assert [named.totals(f"n/v{i}").sent for i in range(4)] == pytest.approx(counts), "who was asked"
 
 
 def test_a_superseded_version_has_the_demand_of_those_who_still_ask_for_it():
     book = DemandBook()
-    heard(book, *range(1, 100))
+    router = heard(book, *range(1, 100))
     book.follow_names({"n": "a"})
     book.follow_names({"n": "b"})
     assert (book.request_rate("a", 99.0), book.request_rate("b", 99.0)) == (0.0, pytest.approx(3, rel=0.1))
-    heard(book, *range(100, 400))
+    heard(book, *range(100, 400), router=router)
     assert book.request_rate("a", 399.0) == pytest.approx(3, rel=0.05)
     assert book.request_rate("b", 399.0) < 0.05
     book.follow_names({})
@@ -239,11 +258,13 @@ def test_a_superseded_version_has_the_demand_of_those_who_still_ask_for_it():
 
 
 def test_thousands_of_versions_leave_nothing_behind():
-    book, size = DemandBook(), {}
+    book, size, router = DemandBook(), {}, CountingRouter()
     for version in range(4_000):
         now, lora_id = 5.0 * version, f"n/v{version}"
-        recent = [use(3, lora_id=f"n/v{v}", last_dispatch_age_s=5.0) for v in range(max(0, version - 5), version + 1)]
-        book.record_report("r0", "b0", version, 0, recent, now, holds=[AdapterQueueing(lora_id=lora_id, held=1)])
+        router.total.clear()
+        router.count(lora_id, sent=3, requests=4)
+        recent = {f"n/v{v}": 5.0 for v in range(max(0, version - 5), version + 1)}
+        book.record_report(router.report(asked_age_s=recent), now)
         book.add_want(lora_id, WantedReplicas(replicas=1, since=now), now + 60)
         book.follow_names({"n": lora_id})
         if version >= 5:

@@ -3,7 +3,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.demand import RouterCounts
 from orchestrator.core.pauses import (
     PAUSE_MODES,
     PauseProgress,
@@ -12,6 +11,8 @@ from orchestrator.core.pauses import (
     granted,
     pause_progress,
 )
+from orchestrator.core.routers import KnownRouter
+from tests.orchestrator.reports import CountingRouter
 
 SCOPES = [PauseScope(), PauseScope("acme"), PauseScope("acme", "run-1"), PauseScope(None, "run-1")]
 # Seconds since the call before, and the lease that each call asks for.
@@ -48,16 +49,14 @@ def test_every_scope_has_its_own_key_and_name():
     assert PauseScope('a", "b').key != PauseScope("a", "b").key
 
 
-def router(revision: int, running: "dict[str, int] | None") -> RouterCounts:
-    return RouterCounts("b", 1, revision, 0.0, {}, running_in_pause=running)
-
-
-@given(st.lists(st.tuples(st.integers(8, 12), st.none() | st.integers(0, 3))))
+@given(st.lists(st.tuples(st.integers(8, 12), st.integers(0, 3))))
 def test_a_pause_is_reached_once_every_router_holds_and_where_asked_nothing_runs(reports):
-    """A router of an older version reports nothing of pauses, and counts as one that does not hold."""
-    routers = [router(revision, None if running is None else {"k": running}) for revision, running in reports]
+    routers = [
+        KnownRouter(CountingRouter().report(revision, running_in_pause={"k": running}), 0.0)
+        for revision, running in reports
+    ]
     progress = pause_progress("k", 10, routers)
-    holding = [running for revision, running in reports if revision >= 10 and running is not None]
+    holding = [running for revision, running in reports if revision >= 10]
     assert progress == PauseProgress(len(reports) - len(holding), sum(holding))
     assert progress.is_reached("keep") is (len(holding) == len(reports))
     assert progress.is_reached("wait") is progress.is_reached("abort")

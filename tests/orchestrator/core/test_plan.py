@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.demand import AdapterUsage, DemandBook
 from orchestrator.core.plan import SHORT_LOAD_S, AdapterDrain, diff, is_drained, workers_at_once
+from orchestrator.core.routers import RouterBook
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     DesiredPlacement,
@@ -18,6 +18,7 @@ from orchestrator.model.snapshot import (
     PlannedRemoval,
     ReportedAdapter,
 )
+from tests.orchestrator.reports import CountingRouter
 from tests.registered import registered
 
 MARK = AdapterDrain(
@@ -28,11 +29,13 @@ IDLE = ObservedWorker(id="w0", state="ready", base_model="q", slots=8, max_lora_
 
 def routers(*words, now=105.0, ended=()):
     """Live and silent routers at `now`, from (revision_seen, in_flight, heard_at), some of them stopped."""
-    book = DemandBook()
+    book = RouterBook()
     for number, (revision_seen, in_flight, heard_at) in enumerate(words):
-        use = AdapterUsage(lora_id="a", worker_id="w0", engine_name="a@1", requests=1, in_flight=in_flight)
-        book.record_report(f"r{number}", "b", 1, revision_seen, [use], heard_at, is_last=number in ended)
-    return book.live_routers(now), book.silent_routers(now)
+        report = CountingRouter(f"r{number}").report(
+            revision_seen, in_flight={"w0": {"a@1": in_flight}}, is_last=number in ended
+        )
+        book.record(report, heard_at)
+    return book.live(now), book.silent(now)
 
 
 @pytest.mark.parametrize(
@@ -67,23 +70,21 @@ def test_the_engines_own_count_decides_for_a_silent_router_while_others_are_live
 
 
 def test_requests_of_live_routers_do_not_count_as_a_silent_ones():
-    book = DemandBook()
-    mine = [
-        AdapterUsage(lora_id="b", worker_id=name, engine_name="b@1", requests=9, in_flight=3) for name in ("w0", "w1")
-    ]
-    book.record_report("live", "b", 1, 50, mine, 104.0)
-    book.record_report("silent", "b", 1, 40, [], 90.0)
-    both = book.live_routers(105.0), book.silent_routers(105.0)
+    book = RouterBook()
+    mine = {"w0": {"b@1": 3}, "w1": {"b@1": 3}}
+    book.record(CountingRouter("live").report(50, in_flight=mine), 104.0)
+    book.record(CountingRouter("silent").report(40), 90.0)
+    both = book.live(105.0), book.silent(105.0)
     assert is_drained(MARK, *both, replace(IDLE, running=3), 105.0)
     assert not is_drained(MARK, *both, replace(IDLE, running=4), 105.0)
 
 
 def test_a_router_that_has_said_that_it_stops_is_neither_live_nor_silent():
     assert routers((40, 1, 90.0), ended={0}) == routers((40, 1, 104.0), ended={0}) == ([], [])
-    book = DemandBook()
-    book.record_report("r0", "b", 1, 40, [], 90.0, is_last=True)
-    book.record_report("r0", "c", 1, 41, [], 91.0)
-    assert [router.revision_seen for router in book.live_routers(95.0)] == [41]
+    book = RouterBook()
+    book.record(CountingRouter("r0", "b").report(40, is_last=True), 90.0)
+    book.record(CountingRouter("r0", "c").report(41), 91.0)
+    assert [router.report.revision_seen for router in book.live(95.0)] == [41]
 
 
 def test_the_deadline_ends_every_drain():

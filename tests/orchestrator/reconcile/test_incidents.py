@@ -160,7 +160,7 @@ async def test_circuits_in_a_routers_reports_are_incidents_when_they_open_and_cl
     await service.worker("w0")
     revision = service.reconciler.catalog.revision
     for seq, circuits in enumerate(({}, {"w0": "open"}, {"w0": "half_open"}, {"w0": "open"}, {}), 1):
-        body = {"router_id": "r0", "boot_id": "b0", "seq": seq, "revision_seen": revision, "uses": []}
+        body = {"router_id": "r0", "boot_id": "b0", "seq": seq, "revision_seen": revision}
         answer = await service.http.post("/v1/usage", json=body | {"now": {"circuits": circuits}})
         assert answer.json()["accepted"]
     closed, opened, _ = await incidents(service)

@@ -12,9 +12,9 @@ import pytest
 from lorafleet.service import state_files
 from lorafleet.service.state_files import StateFile
 from orchestrator.core.errors import StoreError
-from orchestrator.core.traffic import GRAINS, TrafficSums
-from orchestrator.core.traffic_slice import TrafficSlice
+from orchestrator.core.traffic import GRAINS, SeriesSums, TrafficSlice
 from orchestrator.intent.record_file import RecordFile
+from orchestrator.model.usage import RequestCounts
 from orchestrator.store import sqlite
 from orchestrator.store.store import IntentStore
 from orchestrator.traffic.file import TrafficFile
@@ -293,13 +293,13 @@ async def test_a_record_that_cannot_be_written_says_why(store, tmp_path):
 
 
 def slice_of(requests):
-    return TrafficSlice({("fleet", ""): TrafficSums(requests=requests)}, {})
+    return TrafficSlice({("fleet", ""): SeriesSums(RequestCounts(requests=requests))}, {})
 
 
 def requests_at(path, grain):
     again = TrafficFile(path, most_bytes=2**30)
     try:
-        return {at: sums.requests for at, sums in again.read(grain, "fleet", "", 0).items()}
+        return {at: sums.counts.requests for at, sums in again.read(grain, "fleet", "", 0).items()}
     finally:
         again.close()
 

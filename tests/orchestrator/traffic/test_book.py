@@ -5,14 +5,16 @@ import itertools
 import math
 import threading
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorafleet.keys.key_files import hash_key
 from lorafleet.telemetry.histogram import LAST_BUCKET, bucket_of, percentile_s, upper_bound_s
-from orchestrator.core.traffic import GRAINS, OTHER, GaugeSums, TrafficSums, bounded, grain_for, summed
-from orchestrator.model.usage import RouterNow, TrafficBatch, TrafficRow
+from orchestrator.core.routers import RouterBook
+from orchestrator.core.traffic import GRAINS, OTHER, GaugeSums, SeriesSums, bounded, grain_for, summed
+from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts, UsageReport
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.file import TrafficFile
 from tests.patience import patience
@@ -20,14 +22,18 @@ from tests.properties import examples
 
 COUNTS = st.integers(0, 10**6)
 BUCKETS = st.dictionaries(st.integers(0, LAST_BUCKET), st.integers(1, 1000), max_size=6)
-SUMS = st.builds(
-    TrafficSums,
+COUNTED = st.builds(
+    RequestCounts,
     requests=COUNTS,
     prompt_tokens=COUNTS,
     cached_tokens=COUNTS,
     waited_s=st.integers(0, 1000).map(float),
     codes=st.dictionaries(st.sampled_from(["429 saturated", "503 no_replica", "499"]), st.integers(1, 9)),
     first_token=BUCKETS,
+)
+SUMS = st.builds(
+    SeriesSums,
+    COUNTED,
     gauges=st.dictionaries(
         st.sampled_from(["running", "kv_usage"]),
         st.builds(GaugeSums, st.integers(1, 9), st.integers(0, 99).map(float), st.integers(0, 99).map(float)),
@@ -46,13 +52,13 @@ class Wall:
 
 
 def row(**fields):
-    return TrafficRow(
-        **{"adapter": "sql/v1", "base_model": "qwen", "worker": "w0", "tenant": "acme", "requests": 1} | fields
-    )
+    named = {"adapter": "sql/v1", "base_model": "qwen", "worker": "w0", "tenant": "acme"}
+    named |= {name: fields.pop(name) for name in CountedRow.__dataclass_fields__ if name in fields}
+    return CountedRow(**named, counts=RequestCounts(**{"requests": 1} | fields))
 
 
 def batch(number=1, *rows, age_s=0.0):
-    return TrafficBatch(number=number, age_s=age_s, rows=rows or (row(),))
+    return CountBatch(number=number, age_s=age_s, rows=rows or (row(),))
 
 
 @pytest.fixture
@@ -110,8 +116,8 @@ def test_a_bounded_slice_loses_names_and_no_counts(rows, most):
         before = summed(sums for key, sums in series.items() if key[0] == kind)
         assert summed(sums for key, sums in kept.items() if key[0] == kind) == before
         named = {key[1] for key in kept if key[0] == kind} - {OTHER}
-        left_out = [sums.requests for key, sums in series.items() if key[0] == kind and key[1] not in named]
-        assert all(series[kind, name].requests >= most_left for name in named for most_left in left_out)
+        left_out = [sums.counts.requests for key, sums in series.items() if key[0] == kind and key[1] not in named]
+        assert all(series[kind, name].counts.requests >= most_left for name in named for most_left in left_out)
 
 
 def test_a_grain_is_the_finest_that_reaches_back_far_enough():
@@ -125,20 +131,25 @@ def test_a_grain_is_the_finest_that_reaches_back_far_enough():
 
 async def test_a_batch_counts_once_however_often_it_is_sent(opened):
     book = opened()
-    for _ in range(3):
-        book.record_report("r0", "b0", 1, [batch(1, row(requests=5))], None)
-    book.record_report("r0", "b1", 1, [batch(1, row(requests=2))], None)  # a restarted router numbers anew
-    assert {name: sums.requests for name, sums in (await book.totals("adapter", 300)).items()} == {"sql/v1": 7}
+    routers = RouterBook()
+    for boot_id, seq, requests in (("b0", 1, 5), ("b0", 2, 5), ("b0", 3, 5), ("b1", 1, 2)):  # it numbers anew
+        batches = (batch(1, row(requests=requests)),)
+        report = UsageReport(router_id="r0", boot_id=boot_id, seq=seq, revision_seen=1, batches=batches)
+        book.add_batches(routers.record(report, 1.0).batches)
+    assert {name: sums.counts.requests for name, sums in (await book.totals("adapter", 300)).items()} == {"sql/v1": 7}
 
 
 async def test_a_row_counts_in_the_fleet_its_adapter_worker_tenant_and_key(opened):
     book = opened()
-    book.record_report(
-        "r0",
-        "b0",
-        1,
-        [batch(1, row(key="k1"), row(adapter="", requests=4), TrafficRow(requests=2, codes={"401 x": 2}))],
-        None,
+    book.add_batches(
+        [
+            batch(
+                1,
+                row(key="k1"),
+                row(adapter="", requests=4),
+                CountedRow(counts=RequestCounts(requests=2, codes={"401 x": 2})),
+            )
+        ]
     )
     for kind, expected in (
         ("fleet", {"": 7}),
@@ -148,33 +159,33 @@ async def test_a_row_counts_in_the_fleet_its_adapter_worker_tenant_and_key(opene
         ("tenant", {"acme": 5, "": 2}),
         ("key", {"k1": 1}),
     ):
-        assert {name: sums.requests for name, sums in (await book.totals(kind, 300)).items()} == expected, kind
+        assert {name: sums.counts.requests for name, sums in (await book.totals(kind, 300)).items()} == expected, kind
 
 
 async def test_traffic_is_there_after_a_restart_and_goes_on_in_the_same_slices(opened, wall):
     first = opened()
-    first.record_report("r0", "b0", 1, [batch(1, row(requests=3))], None)
+    first.add_batches([batch(1, row(requests=3))])
     await first.write_closed()
     first.close()
     second = opened()
-    second.record_report("r0", "b0", 1, [batch(2, row(requests=4))], None)
+    second.add_batches([batch(2, row(requests=4))])
     for _ in range(3):  # every grain's slice closes
         wall.now += 700
         second.read_now()
         await second.write_closed()
     _, slices = await second.series("adapter", "sql/v1", 24 * 3600)
-    assert [sums.requests for sums in slices.values()] == [7]
+    assert [sums.counts.requests for sums in slices.values()] == [7]
 
 
 async def test_a_late_batch_counts_in_the_slice_of_its_time(opened, wall):
     book = opened()
-    book.record_report("r0", "b0", 1, [batch(1, row(requests=3))], None)
+    book.add_batches([batch(1, row(requests=3))])
     start, wall.now = wall.now, wall.now + 200
     await book.write_closed()
-    book.record_report("r0", "b0", 1, [batch(2, row(requests=4), age_s=200)], None)
+    book.add_batches([batch(2, row(requests=4), age_s=200)])
     await book.write_closed()
     _, slices = await book.series("fleet", "", 600)
-    assert {at: sums.requests for at, sums in slices.items()} == {GRAINS[0].start_of(start): 7}
+    assert {at: sums.counts.requests for at, sums in slices.items()} == {GRAINS[0].start_of(start): 7}
 
 
 class SlowFile(TrafficFile):
@@ -194,20 +205,20 @@ class SlowFile(TrafficFile):
 async def test_what_comes_or_is_read_while_a_slice_is_written_loses_nothing(tmp_path, wall):
     file = SlowFile(tmp_path / "traffic.db")
     book = TrafficBook(file, readings=list, wall=wall)
-    book.record_report("r0", "b0", 1, [batch(1, row(requests=5))], None)
+    book.add_batches([batch(1, row(requests=5))])
     wall.now += 40
     writing = asyncio.create_task(book.write_closed())
     await asyncio.to_thread(file.is_writing.wait, patience(30))
     try:
-        assert (await book.totals("fleet", 60.0))[""].requests == 5
-        assert sum(sums.requests for sums in (await book.series("fleet", "", 60.0))[1].values()) == 5
-        book.record_report("r0", "b0", 1, [batch(2, row(requests=2), age_s=40.0)], None)
+        assert (await book.totals("fleet", 60.0))[""].counts.requests == 5
+        assert sum(sums.counts.requests for sums in (await book.series("fleet", "", 60.0))[1].values()) == 5
+        book.add_batches([batch(2, row(requests=2), age_s=40.0)])
     finally:
         file.may_write.set()
     await writing
     wall.now += 10
     for _ in range(2):
-        assert (await book.totals("fleet", 120.0))[""].requests == 7
+        assert (await book.totals("fleet", 120.0))[""].counts.requests == 7
         await book.write_closed()
         wall.now += 10
     book.close()
@@ -217,7 +228,7 @@ async def test_old_slices_go_and_the_file_stays_within_its_bytes(opened, wall, t
     book = opened(most_bytes=2**20)
     for number in range(120):
         rows = [row(adapter=f"a{index}", first_token={index % 80: 1, 3: 2}) for index in range(100)]
-        book.record_report("r0", "b0", 1, [batch(number, *rows)], None)
+        book.add_batches([batch(number, *rows)])
         wall.now += 60
         await book.write_closed()
     assert book.file.size_bytes() <= 2**20
@@ -231,12 +242,12 @@ def test_a_file_that_is_none_is_begun_anew(tmp_path, wall, opened):
     path = tmp_path / "traffic.db"
     path.write_bytes(b"not a database at all, and long enough to be read as one" * 50)
     book = opened(path)
-    book.record_report("r0", "b0", 1, [batch()], None)
+    book.add_batches([batch()])
     book.close()
     assert path.read_bytes().startswith(b"SQLite format 3")
 
 
-async def test_readings_are_kept_as_means_and_routers_as_they_said(opened, wall):
+async def test_readings_are_kept_as_means(opened, wall):
     values = iter((1.0, 5.0))
     book = opened(readings=lambda: [(("worker", "w0"), "running", next(values))])
     book.read_now()
@@ -244,9 +255,16 @@ async def test_readings_are_kept_as_means_and_routers_as_they_said(opened, wall)
     _, slices = await book.series("worker", "w0", 300)
     (sums,) = slices.values()
     assert (sums.gauges["running"].mean, sums.gauges["running"].most) == (3.0, 5.0)
-    book.record_report("r0", "b0", 9, [], RouterNow(policy="kv_lora", waiting={"acme": 2}), is_last=True)
-    seen = book.routers["r0"]
-    assert (seen.now.waiting, seen.has_ended, seen.revision_seen) == ({"acme": 2}, True, 9)
+
+
+async def test_routers_are_shown_as_they_said(service, clock):
+    for seq, more in enumerate(({}, {"is_last": True}), 1):
+        report = {"router_id": "r0", "boot_id": "b0", "seq": seq, "revision_seen": 9, "now": {"waiting": {"acme": 2}}}
+        assert (await service.http.post("/v1/usage", json=report | more)).status_code == 200
+        clock.now += 2
+        (shown,) = (await service.http.get("/v1/routers")).json()["data"]
+        assert (shown["now"]["waiting"], shown["revision_seen"], shown["age_s"]) == ({"acme": 2}, 9, 2.0)
+        assert shown["state"] == ("ended" if more else "live")
 
 
 async def test_the_routes_say_rates_percentiles_and_hit_shares(service):
@@ -256,7 +274,7 @@ async def test_the_routes_say_rates_percentiles_and_hit_shares(service):
         "seq": 1,
         "revision_seen": 1,
         "now": {"policy": "kv_lora", "in_flight": 3, "waiting": {"acme": 2}, "circuits": {"w0": "open"}},
-        "traffic": [
+        "batches": [
             {
                 "number": 1,
                 "age_s": 20,
@@ -267,13 +285,15 @@ async def test_the_routes_say_rates_percentiles_and_hit_shares(service):
                         "worker": "w0",
                         "tenant": "acme",
                         "key": "k1",
-                        "requests": 10,
-                        "prompt_tokens": 1000,
-                        "predicted_tokens": 500,
-                        "cached_tokens": 400,
-                        "compared_tokens": 1000,
-                        "codes": {"429 saturated": 2, "502 engine": 1, "499": 1},
-                        "first_token": {bucket_of(0.2): 9, bucket_of(2.0): 1},
+                        "counts": {
+                            "requests": 10,
+                            "prompt_tokens": 1000,
+                            "predicted_tokens": 500,
+                            "cached_tokens": 400,
+                            "compared_tokens": 1000,
+                            "codes": {"429 saturated": 2, "502 engine": 1, "499": 1},
+                            "first_token": {bucket_of(0.2): 9, bucket_of(2.0): 1},
+                        },
                     }
                 ],
             }
@@ -313,12 +333,12 @@ async def test_a_tenants_key_reads_its_own_traffic_and_nothing_of_others(open_se
     await service.register("acme/mine", tenants=["acme"])
     await service.register("shared/both", tenants=["acme", "globex"])
     used = [
-        row(adapter=name, tenant=tenant, key=hash_key(tenant)[:12], requests=3).model_dump()
+        msgspec.to_builtins(row(adapter=name, tenant=tenant, key=hash_key(tenant)[:12], requests=3))
         for name, tenant in (("acme/mine", "acme"), ("shared/both", "globex"))
     ]
     report = {"router_id": "r0", "boot_id": "b0", "seq": 1, "revision_seen": 1}
     report |= {
-        "traffic": [{"number": 1, "rows": used}],
+        "batches": [{"number": 1, "rows": used}],
         "now": {"waiting": {"acme": 1, "globex": 2}, "paused": {"acme": 3, "globex": 4}},
     }
     assert (await service.http.post("/v1/usage", json=report)).status_code == 200

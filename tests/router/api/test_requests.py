@@ -18,7 +18,7 @@ from orchestrator.config import OrchestratorSettings
 from router.api.questions import answer_questions
 from router.api.requests import stage_seconds
 from tests.patience import patience, until
-from tests.router.doubles import CHAT, EngineDouble, fleet, with_sql
+from tests.router.doubles import CHAT, EngineDouble, counted, fleet, with_sql
 from tests.serving import client_of, serving
 
 SQL = CHAT | {"lora_id": "sql/v1"}
@@ -60,7 +60,7 @@ async def test_an_answered_request_has_key_tenant_target_decision_and_the_second
 async def test_a_refused_request_says_which_limit_it_reached_and_how_to_raise_it(tmp_path):
     settings, headers = keyed(tmp_path, mine={"tenant": "acme", "limits": {"concurrent_requests": 1}})
     engine = EngineDouble("w0", stays)
-    async with fleet(engine, tokenizer="off", **settings) as (client, _, parts):
+    async with fleet(engine, tokenizer="off", **settings) as (client, control, parts):
         first = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT, headers=headers["mine"]))
         await until(lambda: engine.bodies)
         named = headers["mine"] | {"x-request-id": "second"}
@@ -68,12 +68,12 @@ async def test_a_refused_request_says_which_limit_it_reached_and_how_to_raise_it
         found = await story(client, "second", headers=headers["mine"])
         engine.go_on.set()
         await first
-        (batch,) = [row for batch in parts.usage.traffic.batches(0.0, is_last=True) for row in batch.rows if row.codes]
+        codes = [counts.codes for counts in counted(control, parts).values() if counts.codes]
     assert (found["status"], found["code"], found["limit"]) == (429, "rate_limited", "concurrent_requests")
     assert found["asked"] == CHAT["model"]
     assert f"limits.concurrent_requests of key {hash_key('mine')[:12]}" in found["next_step"]
     assert found["key"] == hash_key("mine")[:12]
-    assert batch.codes == {"429 rate_limited concurrent_requests": 1}
+    assert codes == [{"429 rate_limited concurrent_requests": 1}]
 
 
 async def stays(engine, body):

@@ -16,6 +16,7 @@ from router.app import build
 from router.config import RouterSettings
 from router.http.engine_connection import Origin
 from router.request.services import Services
+from router.request.usage_report import usage_report
 from tests.patience import patience, until
 from tests.router.doubles import BASE, AgentDouble, chunk, with_worker_key
 from tests.serving import client_of, serving
@@ -163,7 +164,7 @@ class FaultyFleet:
             "slots of keys": sum(account.running for account in parts.quotas.accounts.values()),
             "places in the background": parts.background.places,
             "turns": (parts.suspect_locks, parts.suspects_at),
-            "in flight, as reported": sum(use.in_flight for use in parts.usage.report(0, parts.clock()).uses),
+            "in flight, as reported": usage_report(parts, parts.clock()).in_flight,
             "tasks": Counter(_name_of(task) for task in asyncio.all_tasks() - self.tasks if _is_the_routers(task)),
         }
         return {name: what for name, what in found.items() if (any(what) if isinstance(what, tuple) else what)}

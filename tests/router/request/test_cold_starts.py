@@ -30,7 +30,7 @@ from router.request.cold_starts import ColdStarts, LoadTrouble, waits_for_retry
 from router.telemetry.metrics import RouterMetrics
 from tests.patience import patience, until, within
 from tests.router.core.schedule.test_policy import a_replica
-from tests.router.doubles import BASE, CHAT, DIGEST, AgentDouble, EngineDouble, error_of, fleet, with_sql
+from tests.router.doubles import BASE, CHAT, DIGEST, AgentDouble, EngineDouble, counted, error_of, fleet, with_sql
 from tests.router.fleet.test_background import Hurried
 
 
@@ -84,8 +84,8 @@ async def test_hot_requests_flow_while_the_hold_is_full():
         refused = await ask("cold-0/v1")
         assert refused.status_code == 429
         assert "40 requests wait already" in refused.json()["error"]["message"]
-        (hold,) = parts.usage.report(1, 0.0).holds
-        assert (hold.lora_id, hold.sheds) == ("cold-0/v1", 1)
+        (counts,) = counted(control, parts).values()
+        assert counts.codes == {"429 saturated max_held_requests": 1}
         # One that a request may go to after all is not waited for.
         assert (await parts.cold_starts.until_resident("hot/v1")).lora_id == "hot/v1"
         shown = (await client.get("/metrics")).text
@@ -135,8 +135,9 @@ async def test_adapter_fitting_on_no_worker_is_refused_at_once():
     async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=600) as (client, _, parts):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert outcomes(parts) == {"no_capacity": 1}
-        (hold,) = parts.usage.report(1, 0.0).holds
-        assert (hold.sheds, parts.cold_starts.held.requests, parts.cold_starts.loading) == (1, 0, {})
+        counts = counted(control, parts)["sql/v1"]
+        assert counts.codes == {"503 no_capacity": 1}
+        assert (parts.cold_starts.held.requests, parts.cold_starts.loading) == (0, {})
     assert error_of(answer) == (503, "no_capacity")
     assert answer.json()["error"]["message"] == "adapter 'sql/v1' fits on no worker: rank 128 at <address>"
     assert answer.headers["retry-after"] == "60"

@@ -7,8 +7,9 @@ import time
 import pytest
 from starlette.responses import JSONResponse
 
+from router.request.usage_report import usage_report
 from tests.patience import patience, until
-from tests.router.doubles import BASE, CHAT, DIGEST, AgentDouble, EngineDouble, error_of, fleet, with_sql
+from tests.router.doubles import BASE, CHAT, DIGEST, AgentDouble, EngineDouble, counted, error_of, fleet, with_sql
 from workers.wire import Load
 
 NUMBERS = itertools.count()
@@ -49,7 +50,7 @@ async def test_requests_wait_in_the_router_until_an_engine_has_room():
         await until(lambda: len(parts.scheduler.queue) == 4)
         await until(lambda: len(engine.bodies) == 2)  # one runs, one is there for when it ends
         assert await value(client, "lorafleet_router_waiting_requests") == 4
-        assert not parts.usage.report(1, 0.0).holds  # the base model's are nobody's
+        assert not usage_report(parts, 0.0).waiting  # the base model's are nobody's
         engine.first.set()
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 6
         assert len(engine.bodies) == 6
@@ -106,13 +107,18 @@ async def test_who_cannot_wait_gets_429_with_a_time_to_come_back(limit, says):
 
 async def test_who_may_not_wait_counts_as_turned_away_from_its_adapter():
     engine = SlowEngine("w0")
-    async with fleet(engine, control=with_sql("w0"), late_binding_s=0.05, max_waiting_requests=1) as (client, _, parts):
+    async with fleet(engine, control=with_sql("w0"), late_binding_s=0.05, max_waiting_requests=1) as (
+        client,
+        control,
+        parts,
+    ):
         asking = [ask(client, model="sql/v1") for _ in range(4)]
         await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=patience(5))
         engine.first.set()
         told = [answer.status_code for answer in await asyncio.gather(*asking)]
-        (hold,) = parts.usage.report(1, 0.0).holds
-        assert (hold.sheds, hold.waiting) == (told.count(429), 0)
+        codes = counted(control, parts)["sql/v1"].codes
+        assert sum(count for code, count in codes.items() if code.startswith("429 saturated")) == told.count(429)
+        assert not usage_report(parts, parts.clock()).waiting
         assert 429 in told
 
 
@@ -130,15 +136,15 @@ async def test_a_distant_deadline_lets_nobody_wait_for_longer_than_anybody_may()
 @pytest.mark.parametrize("busy_s", [0, 1], ids=["idle loop", "busy loop"])
 async def test_deadline_passing_in_the_queue_is_counted_as_turned_away(busy_s):
     engine = SlowEngine("w0")
-    async with fleet(engine, control=with_sql("w0"), late_binding_s=0.05) as (client, _, parts):
+    async with fleet(engine, control=with_sql("w0"), late_binding_s=0.05) as (client, control, parts):
         ahead = [ask(client, model="sql/v1") for _ in range(2)]
         await until(lambda: len(engine.bodies) == 2)
         asyncio.get_running_loop().call_later(0.9, time.sleep, busy_s)  # over the deadline
         late = await client.post("/v1/completions", json=a_prompt() | {"model": "sql/v1"}, headers={TIMEOUT: "1"})
         assert error_of(late) == (504, "deadline_exceeded")
         assert "while it waited for room" in late.json()["error"]["message"]
-        (hold,) = parts.usage.report(1, 0.0).holds
-        assert (hold.sheds, hold.waiting) == (1, 0)
+        assert counted(control, parts)["sql/v1"].codes == {"504 deadline_exceeded": 1}
+        assert not usage_report(parts, parts.clock()).waiting
         engine.first.set()
         await asyncio.gather(*ahead)
 

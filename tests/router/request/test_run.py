@@ -22,6 +22,7 @@ from router.core.queue.fair_queue import FairQueue
 from router.protocols.routes import ROUTES
 from router.protocols.stored_responses import tagged_response_id
 from router.request.engine_body import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
+from router.request.usage_report import usage_report
 from tests.patience import patience, until
 from tests.router.doubles import (
     BASE,
@@ -31,6 +32,7 @@ from tests.router.doubles import (
     AgentDouble,
     EngineDouble,
     chunk,
+    counted,
     echo,
     error_of,
     fleet,
@@ -274,7 +276,7 @@ async def test_request_on_a_moved_worker_counts_until_it_ends(boot_id):
             return parts.discovery.followed.get("w0")
 
         def in_flight():
-            return [use.in_flight for use in parts.usage.report(0, parts.clock()).uses]
+            return usage_report(parts, parts.clock()).in_flight.get("w0", {}).get(SQL, 0)
 
         engine.go_on.clear()
         before = follow()
@@ -286,12 +288,12 @@ async def test_request_on_a_moved_worker_counts_until_it_ends(boot_id):
             await until(lambda: follow() is not before and follow().metadata is not None)
             assert parts.discovery.fleet.replicas["w0"].agent_url.endswith("/elsewhere/w0")
             is_same_engine = boot_id == "first"
-            assert in_flight() == ([1] if is_same_engine else [0])
+            assert in_flight() == (1 if is_same_engine else 0)
             engine.go_on.set()
             assert b"[DONE]" in b"".join([piece async for piece in pieces])
-        await until(lambda: in_flight() == [0])
-        (use,) = parts.usage.report(0, parts.clock()).uses
-        assert (use.requests, use.first_tokens) == (1, 1)
+        await until(lambda: in_flight() == 0)
+        counts = counted(control, parts)["sql/v1"]
+        assert (counts.sent, sum(counts.first_token.values())) == (1, 1)
 
 
 async def test_unreadable_report_is_counted_and_logged_with_its_worker():
@@ -314,7 +316,7 @@ def lose_the_rules(parts):
 
 
 def lose_what_waits(parts):
-    parts.usage.waits_s = None
+    parts.usage.numbers = None
 
 
 @pytest.mark.parametrize(
@@ -935,11 +937,10 @@ async def test_a_usage_report_counts_what_was_sent_and_what_is_in_flight():
         ask = {**CHAT, "lora_id": "sql/v1", "stream": True}
         async with client.stream("POST", "/v1/chat/completions", json=ask) as answer:
             await anext(answer.aiter_bytes())
-            report = parts.usage.report(parts.discovery.fleet.revision, parts.clock())
-            (use,) = report.uses
-            assert (use.worker_id, use.engine_name, use.requests, use.in_flight) == ("w0", SQL, 1, 1)
+            assert usage_report(parts, parts.clock()).in_flight == {"w0": {SQL: 1}}
             engine.go_on.set()
-        await until(lambda: control.usage and control.usage[-1]["uses"])
+        await until(lambda: any(report.get("batches") for report in control.usage))
+        assert counted(control, parts)["sql/v1"].sent == 1
         assert control.usage[-1]["revision_seen"] == control.revision
 
 

@@ -81,10 +81,11 @@ async def test_usage_report_counts_once_and_only_for_this_worker(worker):
 
         async def report(seq: int, **uses: int) -> bool:
             rows = [
-                {"worker_id": worker_id, "engine_name": item["engine_name"], "requests": requests}
+                {"worker": worker_id, "adapter": item["lora_id"], "counts": {"sent": requests}}
                 for worker_id, requests in uses.items()
             ]
-            body = {"router_id": "r", "boot_id": "b", "seq": seq, "revision_seen": 0, "uses": rows}
+            batches = [{"number": seq, "rows": rows}]
+            body = {"router_id": "r", "boot_id": "b", "seq": seq, "revision_seen": 0, "batches": batches}
             return (await client.post("/v1/usage", json=body)).json()["accepted"]
 
         async def count() -> tuple[int, bool]:

@@ -8,7 +8,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from orchestrator.model.usage import UsageReport
+from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts, UsageReport
 from tests.patience import until, within
 from tests.serving import client_of
 from tests.workers.running import RunningWorker, post
@@ -33,11 +33,17 @@ def record(number: int) -> WorkerAdapter:
     )
 
 
-def report(seq: int, requests: int, *, router: str = "r") -> UsageReport:
-    use = {"worker_id": "w", "engine_name": record(1).engine_name, "requests": requests}
-    return UsageReport.model_validate(
-        {"router_id": router, "boot_id": "b", "seq": seq, "revision_seen": 0, "uses": [use]}
+def report(seq: int, *requests: int, router: str = "r", lora_id: str = "tenant-1/adapter-0001") -> UsageReport:
+    """The report after which so many requests were counted; those of earlier reports that were not accepted come again.
+
+    requests  of the batches that end with this report's
+    """
+    first = seq + 1 - len(requests)
+    batches = tuple(
+        CountBatch(number=first + at, rows=(CountedRow(adapter=lora_id, worker="w", counts=RequestCounts(sent=sent)),))
+        for at, sent in enumerate(requests)
     )
+    return UsageReport(router_id=router, boot_id="b", seq=seq, revision_seen=0, batches=batches)
 
 
 def test_state_files_that_were_deleted_are_written_again(tmp_path):
@@ -90,12 +96,12 @@ def test_requests_are_counted_once_even_after_an_agents_crash(tmp_path):
     records.store(record(1))
     assert usage.count_uses(report(1, 5)) == [record(1).engine_name]
     usage.save()
-    usage.count_uses(report(2, 9))
+    usage.count_uses(report(2, 4))
     records.store(records.all()[0])  # the count 9 is written, but not the router's position
     records, usage = start()
     assert records.all()[0].request_count == 5
     assert usage.count_uses(report(1, 5)) is None
-    assert usage.count_uses(report(3, 12)) == [record(1).engine_name]
+    assert usage.count_uses(report(3, 4, 3)) == [record(1).engine_name]
     assert usage.count_uses(report(1, 2, router="other")) == [record(1).engine_name]
     assert records.all()[0].request_count == 14
 
@@ -105,7 +111,7 @@ def test_restarting_router_does_not_double_another_routers_counts(tmp_path):
     records.store(record(1))
     usage = ReportedAdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
     for start in range(300):
-        usage.count_uses(report(start, 1000 + start, router="lives on"))
+        usage.count_uses(report(start, 1 if start else 1000, router="lives on"))
         usage.count_uses(report(1, 0, router=f"start {start}"))
     assert records.all()[0].request_count == 1299
 
@@ -115,14 +121,13 @@ def test_counts_of_deleted_adapters_are_forgotten(tmp_path):
     usage = ReportedAdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
     for number in range(300):  # a trainer's versions: a router reports each for a while, then it is deleted
         version = records.store(record(number))
-        use = {"worker_id": "w", "engine_name": version.engine_name, "requests": 7}
-        body = {"router_id": "r", "boot_id": "b", "seq": number, "revision_seen": 0, "uses": [use]}
-        assert usage.count_uses(UsageReport.model_validate(body)) == [version.engine_name]
+        assert usage.count_uses(report(number, 7, lora_id=version.lora_id)) == [version.engine_name]
         if number < 299:
             records.remove(version)
     usage.save()
-    [[_, _, _, counts]] = json.loads((tmp_path / "usage.json").read_text())["routers"]
-    assert counts == {record(299).engine_name: 7}
+    saved = json.loads((tmp_path / "usage.json").read_text())
+    assert saved["adapters"] == {record(299).engine_name: [7, "now"]}
+    assert saved["routers"] == [["r", "b", 299, 299]]
 
 
 def test_damaged_counts_lose_only_the_counts(tmp_path):

@@ -11,6 +11,7 @@ import sys
 import httpx
 import pytest
 
+from lorafleet.identity import lora_id_of
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import patience, until, within
 from tests.workers.running import RunningWorker, code, loaded, metadata_of, post
@@ -88,8 +89,8 @@ def simulate_full_disk(pid: int, is_full: bool = True) -> None:
 
 def usage_report_of(engine_name: str) -> dict:
     """A router's usage report of one request."""
-    use = {"worker_id": "worker-0", "engine_name": engine_name, "requests": 1}
-    return {"router_id": "r", "boot_id": "b", "seq": 1, "uses": [use], "revision_seen": 0}
+    row = {"worker": "worker-0", "adapter": lora_id_of(engine_name), "counts": {"sent": 1}}
+    return {"router_id": "r", "boot_id": "b", "seq": 1, "batches": [{"number": 1, "rows": [row]}], "revision_seen": 0}
 
 
 @pytest.mark.fleet

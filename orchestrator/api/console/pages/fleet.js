@@ -44,7 +44,7 @@ function WholeFleetPage() {
 
 function Tiles({ found }) {
   const fleet = useStore(now), { total, points } = found;
-  const waiting = fleet ? sum(fleet.waiting) : 0, held = fleet ? sum(fleet.held) : 0;
+  const waiting = fleet ? sum(fleet.now.waiting) : 0, held = fleet ? sum(fleet.now.held) : 0;
   const failing = total.requests ? total.errors / total.requests : null;
   const tiles = [
     ["Requests", number(last(points.requests_per_s)), "/s", `${number(total.requests)} in all`, points.requests_per_s, 0],
@@ -66,7 +66,7 @@ const BEHIND = {
 // The tenants with the most waiting requests.
 function whoWaits(fleet) {
   if (!fleet) return "";
-  const names = [...new Set([...Object.keys(fleet.waiting), ...Object.keys(fleet.held)])].map((name) => [name || "no tenant", (fleet.waiting[name] || 0) + (fleet.held[name] || 0)]).filter(([, count]) => count).sort((left, right) => right[1] - left[1]);
+  const names = [...new Set([...Object.keys(fleet.now.waiting), ...Object.keys(fleet.now.held)])].map((name) => [name || "no tenant", (fleet.now.waiting[name] || 0) + (fleet.now.held[name] || 0)]).filter(([, count]) => count).sort((left, right) => right[1] - left[1]);
   return names.length ? names.slice(0, 2).map(([name, count]) => `${name} ${count}`).join(", ") + (names.length > 2 ? `, ${names.length - 2} more` : "") : "nobody";
 }
 
@@ -127,7 +127,7 @@ function Attention() {
     else if (worker.refusal) rows.push([`w-${worker.id}`, "cordoned", html`<${WorkerLink} id=${worker.id}/>`, worker.refusal]);
     for (const [adapter, why] of Object.entries(worker.drain?.stuck || {})) rows.push([`d-${worker.id}-${adapter}`, "draining", html`<${WorkerLink} id=${worker.id}/>`, `${adapter} finds no other place: ${why}`]);
   }
-  for (const [worker, state] of Object.entries(fleet?.circuits || {})) rows.push([`c-${worker}`, state === "open" ? "open" : "half_open", html`<${WorkerLink} id=${worker}/>`, "its circuit is " + state.replace("_", "-") + ": routers send it no or few requests"]);
+  for (const [worker, state] of Object.entries(fleet?.now.circuits || {})) rows.push([`c-${worker}`, state === "open" ? "open" : "half_open", html`<${WorkerLink} id=${worker}/>`, "its circuit is " + state.replace("_", "-") + ": routers send it no or few requests"]);
   for (const alias of aliases.data) if (alias.pending?.state === "failed") rows.push([`l-${alias.name}`, "failed", html`<${Link} to=${"aliases/" + alias.name}>${alias.name}<//>`, alias.pending.error]);
   if (orphans.data.length) rows.push(["orphans", "unknown", html`<${Link} to="adapters" query=${{ show: "orphans" }}>${plural(orphans.data.length, "orphan")}<//>`, "workers hold adapters that are not registered"]);
   if (!rows.length) return "";
@@ -142,7 +142,7 @@ function Engines() {
 
 // incidents: the last bad one of each worker, by its id; null: no such column
 export function WorkerTable({ workers, name = "", incidents = null }) {
-  const circuits = useStore(now)?.circuits || {};
+  const circuits = useStore(now)?.now.circuits || {};
   const slots = (worker) => (worker.capacity.loaded_count || 0) + (worker.capacity.available_slots || 0);
   const load = (worker) => worker.load || {};
   return html`<${Table} label="Workers" name=${name} rows=${workers} rowKey=${(worker) => worker.id} sort="id" empty="No worker has registered." columns=${[

@@ -30,7 +30,7 @@ export function Pauses({ isQuiet = false }) {
 }
 
 function waits(pause, fleet) {
-  const counts = fleet?.paused || {};
+  const counts = fleet?.now.paused || {};
   return pause.tenant === null ? Object.values(counts).reduce((sum, count) => sum + count, 0) : counts[pause.tenant] || 0;
 }
 

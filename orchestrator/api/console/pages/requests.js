@@ -85,8 +85,8 @@ function Target({ row }) {
 // Who waits now, by tenant: the requests below have been sent.
 function Waiting() {
   const fleet = useStore(now);
-  const names = [...new Set([...Object.keys(fleet?.waiting || {}), ...Object.keys(fleet?.held || {})])];
-  const rows = names.map((name) => [name, fleet.waiting[name] || 0, fleet.held[name] || 0]).filter(([, room, load]) => room + load).sort((left, right) => right[1] + right[2] - left[1] - left[2]);
+  const names = [...new Set([...Object.keys(fleet?.now.waiting || {}), ...Object.keys(fleet?.now.held || {})])];
+  const rows = names.map((name) => [name, fleet.now.waiting[name] || 0, fleet.now.held[name] || 0]).filter(([, room, load]) => room + load).sort((left, right) => right[1] + right[2] - left[1] - left[2]);
   if (!rows.length) return "";
   return html`<${Panel} title="Who waits now" note="requests in the routers, by tenant"><ul class="lines">${rows.slice(0, 12).map(([name, room, load]) => html`<li key=${name}><b><${Link} to=${"tenants/" + (name || "(none)")}>${name || "no tenant"}<//></b>
     <span class="grow muted">${[room && `${room} for room at an engine`, load && `${load} for an adapter's load`].filter(Boolean).join(", ")}</span></li>`)}</ul><//>`;

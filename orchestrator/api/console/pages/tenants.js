@@ -20,7 +20,7 @@ export function TenantsPage({ tenant }) {
 
 function Tenants({ rangeS }) {
   const found = useLoad((signal) => totals("tenant", rangeS, signal), [rangeS], { follow: "ticks" });
-  const fleet = useStore(now), waiting = (name) => (fleet?.waiting[name] || 0) + (fleet?.held[name] || 0);
+  const fleet = useStore(now), waiting = (name) => (fleet?.now.waiting[name] || 0) + (fleet?.now.held[name] || 0);
   return html`<${Panel} title="Tenants" note="use in the time chosen above; who waits now"><${Loaded} of=${found}>${(rows) => html`<${Table} label="Tenants" name="tenants" rows=${withWaiting(rows, fleet)} rowKey=${(row) => row.name} sort="-requests" empty="No requests in this time." columns=${[
     { id: "name", label: "tenant", value: (row) => row.name, cell: (row) => html`<${Link} to=${"tenants/" + (row.name || "(none)")} class="name">${row.name || "no tenant"}<//>` },
     { id: "waiting", label: "wait now", numeric: true, value: (row) => waiting(row.name), cell: (row) => html`<span class=${waiting(row.name) ? "warn-text" : ""}>${waiting(row.name)}</span>` },
@@ -31,7 +31,7 @@ function Tenants({ rangeS }) {
 
 function withWaiting(rows, fleet) {
   const known = new Set(rows.map((row) => row.name));
-  const more = [...new Set([...Object.keys(fleet?.waiting || {}), ...Object.keys(fleet?.held || {})])].filter((name) => !known.has(name));
+  const more = [...new Set([...Object.keys(fleet?.now.waiting || {}), ...Object.keys(fleet?.now.held || {})])].filter((name) => !known.has(name));
   return [...rows, ...more.map((name) => ({ name, requests: 0, errors: 0, codes: {}, output_tokens: 0, prompt_tokens: 0, hit_real: null, waited_s: null, first_token_s: { p95: null } }))];
 }
 

@@ -52,7 +52,7 @@ function Routers() {
 }
 
 export function WorkerPage({ id }) {
-  const rangeS = useRange(), circuits = useStore(now)?.circuits || {};
+  const rangeS = useRange(), circuits = useStore(now)?.now.circuits || {};
   const address = "/v1/workers/" + encodeURIComponent(id);
   const found = useLoad((signal) => Promise.all([get(address, { signal }), get(address + "/report", { signal })]), [id]);
   const series = useLoad((signal) => traffic("worker", id, rangeS, signal), [id, rangeS], { follow: "ticks" });

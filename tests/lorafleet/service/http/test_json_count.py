@@ -3,14 +3,15 @@
 import json
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from lorafleet.service.http.json_count import ITEMS, VALUES, has_more
 from orchestrator.model.agents import Heartbeat
-from orchestrator.model.usage import AdapterUse, UsageReport
+from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts, UsageReport
 from tests.lorafleet.http_server.test_cross_site import agent, orchestrator
 from tests.properties import examples
 from tests.router.doubles import error_of
@@ -42,9 +43,9 @@ def test_values_are_counted_exactly_whatever_strings_contain(value, most, is_asc
 USAGE = {"router_id": "r", "boot_id": "b", "seq": 1, "revision_seen": 1}
 MANY = {
     "fields": {f"k{number}": 0 for number in range(60_000)},
-    "objects": USAGE | {"uses": [{}] * 60_000},
-    "numbers": USAGE | {"uses": [0] * 110_000},
-    "texts": USAGE | {"uses": [""] * 60_000},
+    "objects": USAGE | {"batches": [{}] * 60_000},
+    "numbers": USAGE | {"batches": [0] * 110_000},
+    "texts": USAGE | {"batches": [""] * 60_000},
     "empty lists": [[]] * 60_000,
     "entries": USAGE | {"waits_s": {f"w{number}": "x" for number in range(40_000)}},
 }
@@ -75,23 +76,26 @@ async def test_an_orchestrator_refuses_bodies_of_many_values_unread(path, tmp_pa
             assert await refused(app, path, body) == (413, "body_too_large"), name
 
 
-def test_a_usage_report_of_100_000_entries_is_accepted():
-    use = AdapterUse(worker_id="w0", engine_name="a/v1@0123456789ab", last_dispatch_age_s=1.0).model_dump_json()
-    assert 100_000 * (counted(json.loads(use)) + 1) < 3_000_000
+def test_the_largest_usage_report_is_accepted():
+    """What a router that the orchestrator does not answer sends: sixty batches of many adapters and keys."""
+    counts = RequestCounts(requests=9, sent=9, prompt_tokens=9, output_tokens=9, waited_s=1.0, work_s=1.0)
+    counts.first_token = counts.whole = dict.fromkeys(range(9), 1)
+    row = CountedRow(adapter="a/v1", base_model="qwen", worker="w0", tenant="acme", key="k", counts=counts)
+    assert 30_000 * (counted(msgspec.to_builtins(row, str_keys=True)) + 1) < 3_000_000
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "faults"),
     [
-        (UsageReport, USAGE | {"uses": [{}] * 1000}, 2),
-        (UsageReport, USAGE | {"uses": [0] * 1000}, 1),
-        (UsageReport, USAGE | {"holds": [{}] * 1000}, 1),
+        (UsageReport, USAGE | {"batches": [{}] * 1000}, 1),
+        (UsageReport, USAGE | {"batches": [0] * 1000}, 1),
+        (CountBatch, {"number": 1, "rows": [{"counts": {"requests": -1}}] * 1000}, 1),
         (UsageReport, USAGE | {"waits_s": {f"w{number}": "x" for number in range(10_001)}}, 1),
     ],
 )
 def test_the_first_fault_of_a_list_is_reported(kind, body, faults):
     with pytest.raises(ValidationError) as refused:
-        kind.model_validate(body)
+        TypeAdapter(kind).validate_python(body)
     assert refused.value.error_count() == faults
 
 

@@ -70,7 +70,7 @@ async def test_a_drain_with_an_unknown_field_drains_nothing(tmp_path):
 
 async def test_a_newer_service_may_send_a_field_that_this_version_does_not_know(tmp_path):
     async with asking(orchestrator, tmp_path) as (_, client):
-        body = {"router_id": "r", "boot_id": "b", "seq": 1, "revision_seen": 0, "uses": [], "newer": 1}
+        body = {"router_id": "r", "boot_id": "b", "seq": 1, "revision_seen": 0, "batches": [], "newer": 1}
         assert (await client.post("/v1/usage", json=body)).status_code == 400
         assert (await client.post("/v1/usage", json=body, headers=WIRE_HEADERS)).is_success
 

@@ -8,14 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorafleet.identity import engine_name
-from orchestrator.core.demand import ROUTER_GONE_S, ROUTER_LIVE_S, AdapterQueueing, AdapterUsage, DemandBook
+from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement.context import PlacementContext
 from orchestrator.core.placement.expiry import longest_ttl_s, ttl_s
 from orchestrator.core.placement.place import place
+from orchestrator.core.routers import ROUTER_GONE_S, ROUTER_LIVE_S
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import DemandSnapshot, WantedReplicas
 from tests.orchestrator.core.placement.test_place import NOW, adapter, applied, fleet, fleets, held, intent, worker
 from tests.orchestrator.doubles import digest_of
+from tests.orchestrator.reports import CountingRouter, loaded_name
 from tests.orchestrator.test_metrics import series
 from tests.properties import examples
 from tests.registered import changed
@@ -195,34 +197,27 @@ def test_expiries_hold_back_no_copy_that_demand_needs_and_wait_while_moves_are_f
 # --- when an adapter was asked for last
 
 
-def usage(requests=1, in_flight=0, age_s=None, lora_id="a"):
-    return AdapterUsage(
-        lora_id=lora_id,
-        worker_id="w0",
-        engine_name=f"{lora_id}@1",
-        requests=requests,
-        in_flight=in_flight,
-        last_dispatch_age_s=age_s,
-    )
-
-
 def test_first_report_after_a_restart_says_when_the_last_request_was():
     book = DemandBook()
-    book.record_report("r0", "b0", 7, 0, [usage(40, age_s=300.0)], NOW)
+    book.record_report(CountingRouter().report(seq=7, asked_age_s={"a": 300.0}), NOW)
     assert book.snapshot(NOW).last_asked_at == {"a": NOW - 300}
-    # Without the age, as from an older router, the first report counts as a request.
-    book.record_report("r1", "b1", 7, 0, [usage(40)], NOW + 1)
-    book.record_report("r1", "b1", 8, 0, [usage(40)], NOW + 9)
+    router = CountingRouter("r1", "b1")
+    for at, age_s in ((1, 0.0), (9, 8.0)):
+        book.record_report(router.report(asked_age_s={"a": age_s}), NOW + at)
     assert book.snapshot(NOW + 9).last_asked_at == {"a": NOW + 1}
 
 
 def test_running_waiting_and_refused_requests_and_ensure_all_ask():
-    book = DemandBook()
-    for seq, in_flight in enumerate([1, 1, 0]):
-        book.record_report("r0", "b0", seq, 0, [usage(1, in_flight, age_s=100.0 * seq)], NOW + 100 * seq)
+    book, router = DemandBook(), CountingRouter()
+    running = {"w0": {loaded_name("a"): 1}}
+    for at, in_flight in ((0, running), (100, running), (200, {})):
+        book.record_report(router.report(in_flight=in_flight, asked_age_s={"a": float(at)}), NOW + at)
     assert book.snapshot(NOW + 200).last_asked_at["a"] == NOW + 100
-    for at, hold in ((300, AdapterQueueing(lora_id="a", sheds=1)), (310, AdapterQueueing(lora_id="a", sheds=1))):
-        book.record_report("r0", "b0", at, 0, [usage(1, age_s=200.0)], NOW + at, holds=[hold])
+    book.record_report(router.report(waiting={"a": 1}), NOW + 250)
+    assert book.snapshot(NOW + 250).last_asked_at["a"] == NOW + 250
+    router.count(worker_id="", requests=1)  # a refused one
+    for at, age_s in ((300, 0.0), (310, 10.0)):
+        book.record_report(router.report(asked_age_s={"a": age_s}), NOW + at)
     assert book.snapshot(NOW + 310).last_asked_at["a"] == NOW + 300
     book.add_want("a", WantedReplicas(replicas=1, since=NOW + 400), NOW + 500)
     book.add_want("b", WantedReplicas(replicas=1, since=NOW + 400, is_repair=True), NOW + 500)
@@ -233,31 +228,32 @@ def test_running_waiting_and_refused_requests_and_ensure_all_ask():
 
 def test_time_of_a_last_request_is_kept_for_the_longest_ttl():
     book = DemandBook()
-    book.record_report("r0", "b0", 0, 0, [usage(1, age_s=0.0)], NOW)
+    book.record_report(CountingRouter().report(asked_age_s={"a": 0.0}), NOW)
     book.keep_asked_s = 86_400.0
     assert book.snapshot(NOW + 80_000).last_asked_at == {"a": NOW}
     assert book.snapshot(NOW + 90_000).last_asked_at == {}
 
 
 def test_router_is_unheard_until_it_has_had_time_to_report_and_while_it_is_silent():
-    book = DemandBook()
+    book, first, second = DemandBook(), CountingRouter("r0"), CountingRouter("r1")
     assert book.snapshot(NOW).has_unheard_routers
     book.begin_term(NOW)
-    book.record_report("r0", "b0", 0, 0, [], NOW + 1)
-    book.record_report("r1", "b1", 0, 0, [], NOW + 1)
+    book.record_report(first.report(), NOW + 1)
+    book.record_report(second.report(), NOW + 1)
     assert book.snapshot(NOW + 1).has_unheard_routers
-    for second in range(2, 12):
-        book.record_report("r0", "b0", second, 0, [], NOW + second)
-        book.record_report("r1", "b1", second, 0, [], NOW + second)
+    for at in range(2, 12):
+        book.record_report(first.report(), NOW + at)
+        book.record_report(second.report(), NOW + at)
     assert not book.snapshot(NOW + 11).has_unheard_routers
-    for second in range(12, int(ROUTER_GONE_S) + 30):
-        book.record_report("r0", "b0", second, 0, [], NOW + second)
-        is_silent = ROUTER_LIVE_S <= second - 11 < ROUTER_GONE_S
-        assert book.snapshot(NOW + second).has_unheard_routers == is_silent
+    for at in range(12, int(ROUTER_GONE_S) + 30):
+        book.record_report(first.report(), NOW + at)
+        is_silent = ROUTER_LIVE_S <= at - 11 < ROUTER_GONE_S
+        assert book.snapshot(NOW + at).has_unheard_routers == is_silent
     last = NOW + ROUTER_GONE_S + 30
-    book.record_report("r2", "b2", 0, 0, [], last)
-    book.record_report("r2", "b2", 1, 0, [], last, is_last=True)
-    book.record_report("r0", "b0", 9999, 0, [], last + 20)
+    third = CountingRouter("r2")
+    book.record_report(third.report(), last)
+    book.record_report(third.report(is_last=True), last)
+    book.record_report(first.report(), last + 20)
     assert not book.snapshot(last + 20).has_unheard_routers
     book.begin_term(NOW + 2000)
     assert book.snapshot(NOW + 2001).has_unheard_routers

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.placement.pools import AdapterNeed, PoolMember, RouterQueues, engine_wait_s, pool_figures
+from orchestrator.core.placement.pools import AdapterNeed, PoolMember, engine_wait_s, pool_figures
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_metrics import series
 
@@ -61,24 +61,12 @@ def test_the_wait_of_a_pool_is_the_mean_of_its_workers():
     assert (pool.slots, pool.queue_wait_s) == (16, 2.0)
 
 
-def test_router_queue_reports_expire_and_the_longest_counts():
-    book = RouterQueues()
-    book.record_report("r0", {"w0": 2.0}, {"w0": 3}, 0.0)
-    book.record_report("r1", {"w0": 5.0, "w1": 1.0}, {"w0": 4, "w1": 1}, 4.0)
-    assert (book.wait_s("w0", 4.0), book.wait_s("w1", 4.0)) == (5.0, 1.0)
-    assert (book.in_flight("w0", 4.0), book.in_flight("w1", 4.0), book.in_flight("w2", 4.0)) == (7, 1, 0)
-    book.record_report("r1", {}, {}, 5.0)
-    assert (book.wait_s("w0", 5.0), book.in_flight("w0", 5.0)) == (2.0, 3)
-    assert (book.wait_s("w0", 10.5), book.in_flight("w0", 10.5)) == (0.0, 0)
-
-
 async def test_the_heartbeat_answer_has_routers_requests_in_flight(service, clock):
     agent = FakeAgent("w0")
     await service.join(agent)
     names = ("tiny-qwen", "sql/v1@3f9a1c2b77aa")
     uses = [{"worker_id": "w0", "engine_name": name, "requests": 9, "in_flight": 2} for name in names]
-    body = {"router_id": "r", "boot_id": "b", "seq": 1, "revision_seen": 0, "uses": uses}
-    (await service.http.post("/v1/usage", json=body)).raise_for_status()
+    await service.usage(0, *uses)
 
     async def told():
         return (await service.http.post("/v1/workers/register", json=agent.heartbeat())).json()["in_flight"]
@@ -138,8 +126,7 @@ async def test_a_lazy_adapter_needs_a_slot_while_in_demand(service, clock):
     name = service.agents["w0"].loaded["a/v1"]["engine_name"]
     for seq in (1, 2):
         use = {"worker_id": "w0", "engine_name": name, "requests": seq}
-        body = {"router_id": "r", "boot_id": "b", "seq": seq, "revision_seen": 0, "uses": [use]}
-        (await service.http.post("/v1/usage", json=body)).raise_for_status()
+        await service.usage(0, use, seq=seq)
         clock.now += 1
     assert await needed() == 1.0
     clock.now += 120

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.demand import AdapterUsage, DemandBook
+from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.targets import replicas_for_demand, slot_shares, standing_target
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import DemandSnapshot, ObservedFleet, PassMemory, StandingTarget
 from tests.orchestrator.core.placement.test_place import NOW, adapter, fleet, held, intent, worker
+from tests.orchestrator.reports import CountingRouter
 from tests.properties import examples
 
 RULES = PlacementPolicy()
@@ -124,24 +125,17 @@ def test_weighted_adapters_share_the_slots_by_largest_remainder():
     assert slot_shares({"a": 2.0, "b": 1.0, "c": 1.0}, {"a": 9, "b": 9, "c": 9}, 5) == {"a": 3, "b": 1, "c": 1}
 
 
-def use_of(lora_id, work_s):
-    """A second's requests for an adapter, of so many seconds of work."""
-    return AdapterUsage(
-        lora_id=lora_id, worker_id="w0", engine_name=f"{lora_id}@1", requests=3, in_flight=0, work_s=work_s
-    )
-
-
 @given(st.integers(1, 10), st.floats(0.1, 6.0), st.integers(0, 8))
 def test_ten_versions_of_one_name_are_as_hot_as_one_adapter(count, busy, copies):
     """Copies of the versions before may stay, but none is loaded, and none stands in the way of the current one."""
     versions = [f"n/v{i}" for i in range(count)]
     current, before = versions[-1], versions[:-1]
-    book = DemandBook()
-    book.record_report("r0", "b0", 0, 0, [], NOW - count)
+    book, router = DemandBook(), CountingRouter()
+    book.record_report(router.report(), NOW - count)
     for seq, version in enumerate(versions, 1):
         book.follow_names({"n": version})
-        asked = [use_of(name, busy) for name in versions[:seq]]
-        book.record_report("r0", "b0", seq, 0, asked, NOW - count + seq)
+        router.count(version, sent=3, work_s=busy)  # a second's requests
+        book.record_report(router.report(), NOW - count + seq)
     demand = book.snapshot(NOW)
     workers = [worker(f"w{i}", *(held(name) for name in before if i < copies)) for i in range(8)]
     workers[0] = worker("w0", held(current), *(held(name) for name in before if copies))

@@ -113,8 +113,7 @@ async def report(service, *lora_ids):
     """One router that sends w0 a request a second for each adapter."""
     so_far = {"worker_id": "w0", "requests": service.sent, "work_s": service.sent / 10}
     uses = [so_far | {"engine_name": service.agents["w0"].loaded[name]["engine_name"]} for name in lora_ids]
-    body = {"router_id": "r", "boot_id": "b", "seq": service.sent, "revision_seen": 0, "uses": uses}
-    (await service.http.post("/v1/usage", json=body)).raise_for_status()
+    await service.usage(0, *uses, seq=service.sent)
     service.sent += 10
     service.clock.now += 1.0
 

@@ -14,7 +14,6 @@ from router.core.fleet import Roster
 from router.core.queue.admission import QueueLimits, QueueUsage, ServiceRates, wait_s
 from router.core.queue.queued_request import QueuedRequest
 from router.core.schedule.request import HashedRequest, RoutingRequest
-from router.fleet.usage_report import HeldRequests
 from router.request.queue import RequestQueue
 from router.telemetry.metrics import RouterMetrics
 from tests.patience import patience, within
@@ -454,23 +453,22 @@ async def test_request_that_fails_to_begin_gets_its_error_and_blocks_no_other():
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_waiting_waited_and_refused_requests_are_reported_by_adapter():
-    holds = HeldRequests()
-    hall = QueueUnderTest(most_waiting=1, holds=holds)
+async def test_waiting_requests_are_reported_by_adapter():
+    hall = QueueUnderTest(most_waiting=1)
     hall.send_at_once()
     waiting = asyncio.create_task(hall.admit(seconds=0.01, adapter=SQL))
     await asyncio.sleep(0)
     with pytest.raises(Saturated):
         await hall.admit("other", 0.01, adapter=SQL)
-
-    def told():
-        (hold,) = holds.report(time.monotonic())
-        return hold.waiting, hold.held, hold.sheds
-
-    assert told() == (1, 0, 1)
+    assert hall.fleet.scheduler.queue.waiting_by_adapter() == {SQL: 1}
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert told() == (0, 1, 1)
+    assert hall.fleet.scheduler.queue.waiting_by_adapter() == {}
+    base = asyncio.create_task(hall.admit(seconds=0.01))
+    await asyncio.sleep(0)
+    assert hall.fleet.scheduler.queue.waiting_by_adapter() == {}
+    base.cancel()
+    await asyncio.gather(base, return_exceptions=True)
 
 
 @pytest.mark.parametrize(("behind_s", "least_s"), [(0.05, 1.0), (5.0, 5.0)])

@@ -1,25 +1,32 @@
 """Shares of traffic: an adapter's by worker and tenant, a worker's by adapter and tenant; bounded, and nothing lost."""
 
-import sqlite3
-
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorafleet.keys.key_files import hash_key
 from lorafleet.telemetry.histogram import bucket_of
-from orchestrator.core.traffic import GRAINS, OTHER, TrafficSums
-from orchestrator.core.traffic_shares import MOST_SHARES, SHARED, TIMED, ShareSums, count_shares, merged
-from orchestrator.core.traffic_slice import TrafficSlice
-from orchestrator.model.usage import TrafficRow
+from orchestrator.core.traffic import (
+    GRAINS,
+    MOST_SHARES,
+    OTHER,
+    SHARED,
+    TIMED,
+    SeriesSums,
+    TrafficSlice,
+    count_shares,
+    merged,
+)
+from orchestrator.model.usage import CountedRow, RequestCounts
 from tests.orchestrator.traffic.test_book import Wall, batch, opened, row, wall  # noqa: F401  (its fixtures)
 from tests.properties import examples
 
 COUNTS = st.integers(0, 1000)
 PARTS = st.builds(
-    ShareSums,
+    RequestCounts,
     requests=COUNTS,
-    errors=COUNTS,
+    codes=st.dictionaries(st.sampled_from(["502 engine", "404 x"]), st.integers(1, 9)),
     cold_starts=COUNTS,
     first_token=st.dictionaries(st.integers(0, 9), st.integers(1, 9), max_size=3),
 )
@@ -31,7 +38,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["", *"uvwxyz"]), 
 def counted(rows):
     table = {}
     for adapter, worker, part in rows:
-        count_shares(table, {"adapter": f"a{adapter}", "worker": worker, "tenant": "acme"}, part)
+        count_shares(table, CountedRow(adapter=f"a{adapter}", worker=worker, tenant="acme", counts=part))
     return table
 
 
@@ -50,7 +57,9 @@ def test_shares_stay_bounded_and_lose_no_counts(rows):
 @settings(max_examples=examples(200))
 @given(st.dictionaries(st.integers(0, 200).map("a{}".format), PARTS, max_size=90))
 def test_the_busiest_names_are_those_that_are_kept_apart(parts):
-    held = TrafficSlice({("worker", "w0"): TrafficSums(requests=1)}, {("worker", "w0", "adapter"): dict(parts)})
+    held = TrafficSlice(
+        {("worker", "w0"): SeriesSums(RequestCounts(requests=1))}, {("worker", "w0", "adapter"): dict(parts)}
+    )
     (kept,) = held.bounded(10).shares.values()
     assert len(kept) <= MOST_SHARES["adapter"]
     left_out = [part.requests for name, part in parts.items() if name not in kept]
@@ -63,14 +72,14 @@ def test_the_busiest_names_are_those_that_are_kept_apart(parts):
 def test_the_shares_of_a_bounded_slice_add_up_to_its_series(rows):
     held = TrafficSlice(shares=counted(rows))
     for adapter, worker, part in rows:
-        held.series_of(("adapter", f"a{adapter}")).requests += part.requests
+        held.series_of(("adapter", f"a{adapter}")).counts.requests += part.requests
         if worker:
-            held.series_of(("worker", worker)).requests += part.requests
+            held.series_of(("worker", worker)).counts.requests += part.requests
     kept = held.bounded(3)
     assert len({name for kind, name in kept.series if kind == "adapter"}) <= 3
     for (kind, name, by), parts in kept.shares.items():
         assert len(parts) <= MOST_SHARES[by]
-        assert sum(part.requests for part in parts.values()) == kept.series[kind, name].requests
+        assert sum(part.requests for part in parts.values()) == kept.series[kind, name].counts.requests
 
 
 def used(worker="w0", **fields):
@@ -85,9 +94,9 @@ async def test_an_adapter_is_divided_by_worker_and_tenant_and_a_worker_by_adapte
         used("w1", adapter="legal/v1", requests=1),
         used("w1", adapter="", requests=4),
         used("", requests=3, codes={"404 x": 3}),
-        TrafficRow(requests=9, codes={"401 x": 9}),
+        CountedRow(counts=RequestCounts(requests=9, codes={"401 x": 9})),
     ]
-    book.record_report("r0", "b0", 1, [batch(1, *rows)], None)
+    book.add_batches([batch(1, *rows)])
     found = {key: await book.shares(key, 300) for key in [("adapter", "sql/v1", "worker"), ("worker", "w1", "adapter")]}
     by_worker, by_adapter = found.values()
     assert {name: part.requests for name, part in by_worker.items()} == {"w0": 6, "w1": 2, "": 3}
@@ -103,10 +112,10 @@ async def test_an_adapter_is_divided_by_worker_and_tenant_and_a_worker_by_adapte
 
 async def test_shares_are_there_after_a_restart_and_go_on_in_the_same_slices(opened, wall):  # noqa: F811
     first = opened()
-    first.record_report("r0", "b0", 1, [batch(1, used(requests=3))], None)
+    first.add_batches([batch(1, used(requests=3))])
     first.close()
     second = opened()
-    second.record_report("r0", "b0", 1, [batch(2, used(requests=4), used("w1"))], None)
+    second.add_batches([batch(2, used(requests=4), used("w1"))])
     for _ in range(3):  # every grain's slice closes
         wall.now += 700
         second.read_now()
@@ -116,23 +125,10 @@ async def test_shares_are_there_after_a_restart_and_go_on_in_the_same_slices(ope
         assert {name: part.requests for name, part in shares.items()} == {"w0": 7, "w1": 1}, range_s
 
 
-async def test_a_file_of_before_keeps_its_slices_and_gets_shares(opened, tmp_path):  # noqa: F811
-    path = tmp_path / "traffic.db"
-    first = opened(path)
-    first.record_report("r0", "b0", 1, [batch(1, used(requests=3))], None)
-    first.close()
-    with sqlite3.connect(path) as db:
-        db.execute("DROP TABLE shares")
-    second = opened(path)
-    second.record_report("r0", "b0", 1, [batch(2, used(requests=4))], None)
-    assert (await second.totals("adapter", 3600))["sql/v1"].requests == 7
-    assert (await second.shares(("adapter", "sql/v1", "worker"), 3600))["w0"].requests == 4
-
-
 async def test_old_shares_go_with_their_slices(opened, wall):  # noqa: F811
     book = opened()
     for number in range(5):
-        book.record_report("r0", "b0", 1, [batch(number + 1, used(requests=3))], None)
+        book.add_batches([batch(number + 1, used(requests=3))])
         wall.now += 700
         await book.write_closed()
     wall.now += 3 * 86400
@@ -143,13 +139,13 @@ async def test_old_shares_go_with_their_slices(opened, wall):  # noqa: F811
 
 
 async def test_the_route_says_the_share_of_each_and_what_the_others_had(service):
-    busy = [used(f"w{number}", requests=100 - number).model_dump() for number in range(60)]
+    busy = [msgspec.to_builtins(used(f"w{number}", requests=100 - number)) for number in range(60)]
     report = {
         "router_id": "r0",
         "boot_id": "b0",
         "seq": 1,
         "revision_seen": 1,
-        "traffic": [{"number": 1, "rows": busy}],
+        "batches": [{"number": 1, "rows": busy}],
     }
     assert (await service.http.post("/v1/usage", json=report)).json()["accepted"]
     answer = (await service.http.get("/v1/traffic/shares?name=sql/v1&by=worker&range_s=300")).json()
