@@ -19,7 +19,7 @@ from lorafleet.kube.client import connect
 from lorafleet.kube.errors import KubeError
 from orchestrator.configmaps.objects import KIND, adapter_object_name
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
-from orchestrator.model.adapters import AdapterSpec
+from orchestrator.intent.registry import spec_of
 from tests.kube.conftest import KubeCluster
 from tests.kube.server import KubeServer
 from tests.kube.stores import ManifestApplier, StoreInstances
@@ -180,7 +180,7 @@ def _said(lora_id, tenant):
 
 
 def _spec(number, tenant):
-    return AdapterSpec.model_validate(_said(f"rest/v{number}", tenant))
+    return spec_of(_said(f"rest/v{number}", tenant))
 
 
 async def play(groups, seed):

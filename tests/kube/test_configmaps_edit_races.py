@@ -11,6 +11,7 @@ import yaml
 
 from orchestrator.configmaps.objects import adapter_object_name, alias_object_name
 from orchestrator.core.errors import StateConflict
+from orchestrator.intent.registry import spec_of
 from orchestrator.model.adapters import AdapterSpec
 from orchestrator.model.changes import reader_of
 from orchestrator.model.served_names import NamedAlias
@@ -204,7 +205,7 @@ async def test_our_own_deletion_seen_before_its_answer_deletes_no_new_row(slow, 
     body, value = KINDS[kind]
     alias_of = reader_of(NamedAlias).validate_python
     put, name = {
-        "adapter": (lambda said: registry.register(AdapterSpec.model_validate(said)), adapter_object_name("sql/v1")),
+        "adapter": (lambda said: registry.register(spec_of(said)), adapter_object_name("sql/v1")),
         "alias": (
             lambda said: registry.put_alias("best", alias_of(said)),
             alias_object_name("best"),
