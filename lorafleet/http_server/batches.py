@@ -33,12 +33,13 @@ MAX_BATCH_BYTES = 64 * 2**10
 
 _TASK: Final = object()
 _is_stepping = False
+_is_alone = False
 
 
 @coroutine
 def next_stage() -> Generator[None, None, None]:
-    """Let the other requests of the batch finish this stage. In a task: return at once."""
-    if _is_stepping:
+    """Let the other requests of the batch finish this stage. In a task, or alone in the batch: return at once."""
+    if _is_stepping and not _is_alone:
         yield
 
 
@@ -146,14 +147,21 @@ class Stepper:
             self._batches.resume(self, self._loop)
 
     def close(self) -> None:
-        """End the work: raise GeneratorExit in a coroutine that is stepped, cancel one that runs in a task."""
+        """End the work: raise GeneratorExit in a coroutine that is stepped, cancel one that runs in a task.
+
+        One that calls this itself is ended by `step`, behind its present stage.
+        """
+        global _is_alone  # noqa: PLW0603  (see `Batches._step_all`)
         work, self._coroutine = self._coroutine, None
         # A cancelled task keeps its exception, with every frame that it went through: no reference may lead back to it.
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
-        elif work is not None and not work.cr_running:  # type: ignore[attr-defined]
-            _close(work)
+        elif work is not None:
+            if work.cr_running:  # type: ignore[attr-defined]
+                _is_alone = False
+            else:
+                _close(work)
 
     def _run_in_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Hand a coroutine that has left its batch to a task, which is kept until it ends."""
@@ -237,13 +245,14 @@ class Batches:
     def _step_all(self, batch: list[Stepper]) -> None:
         """Step each request once, and again those with another stage, until none is left; then flush the outbox.
 
-        Meanwhile the module's `_is_stepping` is set.
+        Meanwhile the module's `_is_stepping` is set, and `_is_alone` for a request without others in the batch.
         """
-        global _is_stepping  # noqa: PLW0603  (the three awaitables are called without knowledge of their batch)
+        global _is_stepping, _is_alone  # noqa: PLW0603  (the three awaitables are called without knowledge of their batch)
         self.outbox.is_due = True
         _is_stepping = True
         try:
             while batch:
+                _is_alone = len(batch) == 1
                 batch = [request for request in batch if request.step()]
         finally:
             _is_stepping = False

@@ -166,21 +166,34 @@ class ReadingProtocol(HttpToolsProtocol):
     # Called by the transport.
 
     def data_received(self, data: bytes) -> None:
-        """Parse these bytes; drop them where input is ignored, or keep them while the app ends its response.
+        """Parse these bytes, which calls the methods below.
 
-        Hangs up on a client that sends too many to drop.
+        Drops them where input is ignored, and keeps them while the app ends its response. Hangs up on a client that
+        sends too many to drop.
         """
         if self.ignores_input:
             self.drained_bytes += len(data)
             if self.drained_bytes > self._max_lingering_bytes:
                 self.hang_up()
             return
-        if not self.phase and self.is_app_busy():
+        if self.cycle is not None and not self.phase and self.is_app_busy():
             self._keep_for_later(data)
             return
         self._read_bytes = self._new_bare_bytes = len(data)
-        if not self._parse(data):
-            return
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as exc:
+                # The parser stops behind the head, as if another protocol began there: a new one reads that head
+                # without its Upgrade, and then the bytes behind it.
+                self.parser = parser_of(self)
+                data = self._plain_head + data[exc.args[0] :]
+                self._plain_head = b""
+            except httptools.HttpParserError as exc:
+                self._stop_reading(exc)
+                return
+            else:
+                break
         if self.phase:
             self._count_unfinished()
 
@@ -193,23 +206,6 @@ class ReadingProtocol(HttpToolsProtocol):
         if len(self.kept_input) > self.limits.head_bytes:
             self.flow.pause_reading()
 
-    def _parse(self, data: bytes) -> bool:
-        """Parse these bytes, which calls the methods below. False: input ends here, refused or more than may wait."""
-        while True:
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as exc:
-                # The parser stops behind the head, as if another protocol began there: a new one reads that head
-                # without its Upgrade, and then the bytes behind it.
-                self.parser = parser_of(self)
-                data = self._plain_head + data[exc.args[0] :]
-                self._plain_head = b""
-            except httptools.HttpParserError as exc:
-                self._stop_reading(exc)
-                return False
-            else:
-                return True
-
     # Called by the parser.
 
     def on_message_begin(self) -> None:
@@ -217,7 +213,8 @@ class ReadingProtocol(HttpToolsProtocol):
 
         Raises StopReading where no message may wait.
         """
-        if self.ignores_input or self.is_app_busy() or (self.queue and len(self.queue) >= self.limits.pipelined):
+        is_app_busy = self.cycle is not None and self.is_app_busy()
+        if self.ignores_input or is_app_busy or (self.queue and len(self.queue) >= self.limits.pipelined):
             raise StopReading
         self.phase = HEAD
         if not self.is_write_paused:

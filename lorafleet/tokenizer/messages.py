@@ -140,13 +140,13 @@ def read_messages(messages: Any, *, as_parts: bool) -> list[Message]:
 
 def has_media(messages: Any) -> bool:
     """Whether a chat has a content part that is no text."""
-    contents = [message.get("content") for message in _objects_in(messages)]
-    return any(part.get("type") not in _TEXT_PARTS for content in contents for part in _objects_in(content))
-
-
-def _objects_in(values: Any) -> list[Mapping[str, Any]]:
-    """The objects in a list; none for other values."""
-    return [value for value in values if isinstance(value, Mapping)] if isinstance(values, list) else []
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list):
+            parts = [part for part in content if isinstance(part, Mapping)]
+            if any(part.get("type") not in _TEXT_PARTS for part in parts):
+                return True
+    return False
 
 
 def without_pictures(messages: Any) -> tuple[list[Any], list[Picture]]:

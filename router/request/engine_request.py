@@ -92,10 +92,11 @@ def engine_message(
     route, replica, routing = request.route, dispatched.replica, dispatched.decision.request
     dialect = dialect_of(replica.dialect, routing.engine_name, route.path)
     model = dialect.model(replica.model_name, routing.engine_name)
-    may_repeat = services.feeds.may_repeat
+    # The trust at the dispatch spares most requests the two calls; that of an approximate prompt says nothing.
+    may_want_report = route.generates and dispatched.trust != "exact" and services.feeds.may_repeat(replica.id)
     options = EngineOptions(
         request.hides_usage,
-        route.generates and services.accuracy.state(replica.id) == "degraded" and may_repeat(replica.id),
+        may_want_report and services.accuracy.state(replica.id) == "degraded",
         response_id,
         route.prompt,
         dispatched.prompt.ids if _sends_ids(services, request, dispatched) else None,

@@ -55,13 +55,15 @@ _TOKENIZE_FIELDS = (
     "chat_template_kwargs",
 )
 # Fields that change a prompt's ids and that /tokenize does not accept; or, a client's own template, must not run here.
-_ENGINE_ONLY_FIELDS = (
-    "chat_template",
-    "documents",
-    "media_io_kwargs",
-    "mm_processor_kwargs",
-    "reasoning_effort",
-    "truncate_prompt_tokens",
+_ENGINE_ONLY_FIELDS = frozenset(
+    {
+        "chat_template",
+        "documents",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "reasoning_effort",
+        "truncate_prompt_tokens",
+    }
 )
 # All body fields on which a prompt's ids depend.
 FIELDS = frozenset({*_TOKENIZE_FIELDS, *_ENGINE_ONLY_FIELDS})
@@ -513,7 +515,7 @@ class Tokenizers:
         if contested is not None and self._clock() < until:
             probes.append(contested)
         while number < len(probes):
-            engine_ids, _ = await self._post_probe(probes[number], engine_url)
+            engine_ids = await self._post_tokenize(probes[number], engine_url)
             strftime = reading.date.strftime if reading is not None else date_unknown
             if engine_ids is not None and engine_ids != checked_ids(local, probes[number], strftime):
                 before, reading = reading, await self._read_date(local, engine_url)
@@ -539,7 +541,7 @@ class Tokenizers:
         """
         if not local.date_forms:
             return _Reading(ShownDate(), inf)
-        answers = [(probe, *await self._post_probe(probe, engine_url)) for probe in date_probes(local)]
+        answers = [(probe, *await self._post_date_probe(probe, engine_url)) for probe in date_probes(local)]
         if any(engine_ids is None for _, engine_ids, _ in answers):
             return None
         utc = answers[-1][2] if answers else clock_of({})
@@ -555,7 +557,8 @@ class Tokenizers:
 
         A slow engine is not asked for 5 s; it is logged, once in a while.
         """
-        if any(body.get(name) is not None for name in _ENGINE_ONLY_FIELDS):
+        asked = _ENGINE_ONLY_FIELDS.intersection(body)
+        if asked and any(body[name] is not None for name in asked):
             return NO_TOKENS
         now = self._clock()
         if self._engine_again_at.get(engine_url, 0.0) > now:
@@ -582,26 +585,37 @@ class Tokenizers:
         return NO_TOKENS if ids is None else Tokens(ids, "remote")
 
     async def _post_tokenize(self, body: Mapping[str, Any], engine_url: str) -> "array[int] | None":
-        """The engine's ids of a body, see `_post_probe`; raises httpx.HTTPError."""
-        return (await self._post_probe(body, engine_url))[0]
+        """POST a body to /tokenize; the engine's ids, None if it refuses or answers in another form.
 
-    async def _post_probe(self, body: Mapping[str, Any], engine_url: str) -> "tuple[array[int] | None, datetime]":
-        """POST a body to /tokenize; the engine's ids, and its UTC time.
+        Raises httpx.HTTPError, see `_post`.
+        """
+        return _ids_in(await self._post(body, engine_url))
 
-        No ids if it refuses, or answers in another form. Raises httpx.HTTPError, also for a 502 to 504. No model is
-        named, so that the engine uses its base model.
+    async def _post_date_probe(self, body: Mapping[str, Any], engine_url: str) -> "tuple[array[int] | None, datetime]":
+        """As `_post_tokenize`, with the engine's UTC time."""
+        answer = await self._post(body, engine_url)
+        return _ids_in(answer), clock_of(answer.headers)
+
+    async def _post(self, body: Mapping[str, Any], engine_url: str) -> httpx.Response:
+        """POST a body to /tokenize. Raises httpx.HTTPError, also for a 502 to 504.
+
+        No model is named, so that the engine uses its base model.
         """
         request = {name: body[name] for name in _TOKENIZE_FIELDS if name in body}
         # Without our own key: the engine may be another party's.
         answer = await self._client.post(f"{engine_url}/tokenize", json=request, auth=httpx.Auth())
         if answer.status_code in (502, 503, 504):
             answer.raise_for_status()  # temporary: no answer about this body
-        utc = clock_of(answer.headers)
-        if answer.status_code != 200:
-            return None, utc
-        found = answer.json()
-        tokens = found.get("tokens") if isinstance(found, dict) else None
-        return packed_ids(tokens) if isinstance(tokens, list) else None, utc
+        return answer
+
+
+def _ids_in(answer: httpx.Response) -> "array[int] | None":
+    """The ids in an engine's answer of /tokenize; None for a refusal, and for another form."""
+    if answer.status_code != 200:
+        return None
+    found = answer.json()
+    tokens = found.get("tokens") if isinstance(found, dict) else None
+    return packed_ids(tokens) if isinstance(tokens, list) else None
 
 
 def _if_shorter(found: Tokens | SlowTokens, max_tokens: int) -> Tokens | SlowTokens:

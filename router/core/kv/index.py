@@ -28,7 +28,6 @@ WorkerId = NewType("WorkerId", str)
 _MASK_BYTES = 48
 # Unused masks are swept once there are so many more of them than blocks; and the workers of so many masks are cached.
 _SPARE_MASKS = 4096
-_NO_WALK: list[tuple[int, int]] = []
 
 
 class PendingBlocks(msgspec.Struct, eq=False):
@@ -112,11 +111,11 @@ class KvIndex:
         """Contiguous prefix depth in blocks of every worker with at least the first block; pending blocks count."""
         depths: dict[WorkerId, int] = {}
         blocks = tuple(hashes)
-        walk = self._device.walk(blocks) if self._device else _NO_WALK
-        if self._estimated:
-            walk = joined_walks(walk, self._estimated.walk(blocks))
-        if self._pending:
-            walk = joined_walks(walk, self._pending.walk(blocks))
+        walk = self._device.walk(blocks)
+        for chains in (self._estimated, self._pending):
+            more = chains.walk(blocks)
+            if more:
+                walk = joined_walks(walk, more) if walk else more
         self._descend(self._used_bits, blocks, 0, walk, depths)
         return depths
 
@@ -143,7 +142,7 @@ class KvIndex:
         """Set the depth of these workers, whose walk ends at `depth`; stored blocks beyond pending ones may follow."""
         if not depth:
             return
-        if self._pending and depth < len(blocks):
+        if depth < len(blocks) and self._pending:
             beyond = workers & self._device.mask(blocks[depth])
             if beyond:
                 # The walk over stored blocks ended before, where these workers have pending ones.
