@@ -320,13 +320,13 @@ async def test_the_fleets_page_names_errors_with_who_gets_them_and_what_changed_
         await page.wait_for_selector("th[aria-sort=descending] >> text=first token p95")
 
 
-_SPELLS = (Path(__file__).parent / "spells.js").read_text()
+_CAUSES = (Path(__file__).parent / "causes.js").read_text()
 
 
 async def test_a_spell_of_errors_begins_after_quiet_and_only_changes_before_it_are_named(scene, browser):
     async with opened(browser, scene.orchestrator, key=VIEWER) as page:
         await visit(page, "")
-        result = await page.evaluate(_SPELLS)
+        result = await page.evaluate(_CAUSES)
     shown = {one["code"]: (one["since"], one["isOlder"], one["isNow"], one["perS"]) for one in result["found"]}
     assert shown == {
         "500 new": (1150, False, True, 2),

@@ -23,7 +23,7 @@ from tests.serving import client_of, serving
 pytestmark = pytest.mark.fleet
 
 STREAM = CHAT | {"stream": True}
-ROUTERS, BARE = "tests.router.many", "tests.router.bare"
+ROUTERS, BARE = "tests.router.router_in_processes", "tests.router.app_in_processes"
 
 
 @dataclass

@@ -16,7 +16,7 @@ from lorafleet.service.failure import CommandFailed
 from lorafleet.service.network.urls import url_path
 from orchestrator.model.names import checked_lora_id, checked_published_name
 from tests.lorafleet.http_server.test_cross_site import agent, orchestrator
-from tests.lorafleet.http_server.test_lenient import asking
+from tests.lorafleet.http_server.test_guard import asking
 from tests.router.doubles import error_of
 from tests.serving import client_of, serving
 

@@ -1,4 +1,4 @@
-"""Nobody is refused on a guess: what routers learn from engines' counters, and what they refuse by it, in a town."""
+"""Nobody is refused on a guess: what routers learn from counters of engines, and what they refuse by it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,17 +14,17 @@ from router.core.fleet import EngineReport, Roster
 from router.core.schedule.cost_settings import CostSettings
 from tests.properties import examples
 from tests.router.core.test_scheduler import SchedulerUnderTest
-from tests.router.town import SimulatedFleet, SimulatedRequest
+from tests.router.simulated_fleet import SimulatedFleet, SimulatedRequest
 
 
-def user(town: SimulatedFleet, size: Callable[[], tuple[int, int]], until: float) -> None:
+def user(fleet: SimulatedFleet, size: Callable[[], tuple[int, int]], until: float) -> None:
     """One user asks, waits for the answer, and asks on."""
 
     def again(_: object = None) -> None:
-        if town.now < until:
-            town.ask(*size(), on_end=again)
+        if fleet.now < until:
+            fleet.ask(*size(), on_end=again)
 
-    town.at(town.now, again)
+    fleet.at(fleet.now, again)
 
 
 def refused(asked: list[SimulatedRequest]) -> list[str]:
@@ -33,13 +33,13 @@ def refused(asked: list[SimulatedRequest]) -> list[str]:
 
 @pytest.mark.parametrize("prompt", [1, 30])
 def test_crowd_after_45_seconds_of_short_chats_is_let_in_whole(prompt):
-    town = SimulatedFleet()
-    user(town, lambda: (prompt, 400), until=45.0)
-    town.at(60.0, lambda: [town.ask(30, 50) for _ in range(60)])
-    town.at(80.0, lambda: [town.ask(1_500, 50) for _ in range(6)])
-    town.run()
-    assert len(town.asked) >= 66
-    assert refused(town.asked) == []
+    fleet = SimulatedFleet()
+    user(fleet, lambda: (prompt, 400), until=45.0)
+    fleet.at(60.0, lambda: [fleet.ask(30, 50) for _ in range(60)])
+    fleet.at(80.0, lambda: [fleet.ask(1_500, 50) for _ in range(6)])
+    fleet.run()
+    assert len(fleet.asked) >= 66
+    assert refused(fleet.asked) == []
 
 
 SIZES = st.tuples(
@@ -57,14 +57,14 @@ SIZES = st.tuples(
     st.floats(0.005, 0.04),
 )
 def test_request_is_refused_only_behind_work_that_takes_that_long(chats, users, crowd, prefill, token_s):
-    town, rng = SimulatedFleet(prefill=prefill, token_s=token_s), Random(1)
+    fleet, rng = SimulatedFleet(prefill=prefill, token_s=token_s), Random(1)
     for _ in range(users):
-        user(town, lambda: rng.choice(chats), until=12.0)
-    town.at(40.0, lambda: [town.ask(*each) for each in crowd])
-    town.run()
-    for late in (one for one in town.asked if one.refused is not None):
-        ahead = [one for one in town.asked if one.at <= late.at <= one.first_at]
-        assert sum(one.prompt_tokens for one in ahead) / prefill > 0.3 * town.most_wait_s
+        user(fleet, lambda: rng.choice(chats), until=12.0)
+    fleet.at(40.0, lambda: [fleet.ask(*each) for each in crowd])
+    fleet.run()
+    for late in (one for one in fleet.asked if one.refused is not None):
+        ahead = [one for one in fleet.asked if one.at <= late.at <= one.first_at]
+        assert sum(one.prompt_tokens for one in ahead) / prefill > 0.3 * fleet.most_wait_s
 
 
 def measured_at(fleet: SchedulerUnderTest, prefill_tokens_per_s: float) -> None:

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.queue.admission import RetryTimes, WaitMargin
-from tests.router.town import SimulatedFleet, SimulatedRequest
+from tests.router.simulated_fleet import SimulatedFleet, SimulatedRequest
 
 MOST_WAIT_S = 15.0
 
 
 def flood(*, obeys: bool, seed: int, joined_at: float) -> SimulatedFleet:
     """A greedy tenant with many users asks without a pause, and three modest ones do from `joined_at` on."""
-    town, rng = SimulatedFleet(max_num_seqs=8, most_wait_s=MOST_WAIT_S, seed=seed), Random(seed)
+    fleet, rng = SimulatedFleet(max_num_seqs=8, most_wait_s=MOST_WAIT_S, seed=seed), Random(seed)
 
     def ask(tenant: str, pause_s: float) -> None:
         def again(asked: SimulatedRequest) -> None:
@@ -22,30 +22,30 @@ def flood(*, obeys: bool, seed: int, joined_at: float) -> SimulatedFleet:
             if asked.refused is not None:
                 assert asked.refused.retry_after_s is not None
                 retry_s = asked.refused.retry_after_s if obeys else 1.0
-            town.at(town.now + retry_s, lambda: ask(tenant, pause_s))
+            fleet.at(fleet.now + retry_s, lambda: ask(tenant, pause_s))
 
-        if town.now < 70.0:
-            town.ask(rng.randint(500, 1500), rng.randint(50, 150), tenant=tenant, on_end=again)
+        if fleet.now < 70.0:
+            fleet.ask(rng.randint(500, 1500), rng.randint(50, 150), tenant=tenant, on_end=again)
 
     for _ in range(60):
-        town.at(5.0 * rng.random(), lambda: ask("greedy", 0.1))
+        fleet.at(5.0 * rng.random(), lambda: ask("greedy", 0.1))
     for number in range(3):
-        town.at(joined_at + rng.random(), lambda name=f"modest {number}": ask(name, 2.0))
-    town.run()
-    return town
+        fleet.at(joined_at + rng.random(), lambda name=f"modest {number}": ask(name, 2.0))
+    fleet.run()
+    return fleet
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("obeys", "joined_at"), [(True, 0.0), (True, 30.0), (False, 0.0)])
 def test_of_those_let_in_at_most_a_twentieth_waits_in_vain(obeys, joined_at):
-    town = flood(obeys=obeys, seed=1, joined_at=joined_at)
-    greedy = [asked for asked in town.asked if asked.tenant == "greedy"]
+    fleet = flood(obeys=obeys, seed=1, joined_at=joined_at)
+    greedy = [asked for asked in fleet.asked if asked.tenant == "greedy"]
     admitted = [asked for asked in greedy if asked.is_admitted]
     assert len(greedy) > len(admitted) > 100
     assert sum(asked.is_late for asked in admitted) <= 0.05 * len(admitted)
-    assert not [asked for asked in town.asked if asked.tenant != "greedy" and asked.refused is not None]
+    assert not [asked for asked in fleet.asked if asked.tenant != "greedy" and asked.refused is not None]
     # The engine never rests for it: about two a second are what it can do.
-    assert sum(asked.refused is None for asked in town.asked if asked.at < 70.0) > 120
+    assert sum(asked.refused is None for asked in fleet.asked if asked.at < 70.0) > 120
     retries_s = sorted(asked.refused.retry_after_s for asked in greedy if asked.refused is not None)
     assert retries_s[len(retries_s) // 2] > 4.0
     assert retries_s[-1] < 10 * MOST_WAIT_S
@@ -109,30 +109,30 @@ def quarter_beside(times: float, seed: int) -> SimulatedFleet:
 
     Predictions were far too short for the greedy one before, so that its own margin is wide.
     """
-    town, rng = SimulatedFleet(max_num_seqs=8, most_wait_s=MOST_WAIT_S, seed=seed), Random(seed)
+    fleet, rng = SimulatedFleet(max_num_seqs=8, most_wait_s=MOST_WAIT_S, seed=seed), Random(seed)
     capacity, end_s, burst = 2.6, 60.0, 6
     for _ in range(100):
-        town.scheduler.queue.wait_margin.record_wait("greedy", 5.0, 60.0, is_over=False)
+        fleet.scheduler.queue.wait_margin.record_wait("greedy", 5.0, 60.0, is_over=False)
 
     def ask(tenant: str, count: int, mean_s: float) -> None:
-        if town.now < end_s:
+        if fleet.now < end_s:
             for _ in range(count):
-                town.ask(rng.randint(500, 1500), rng.randint(50, 150), tenant=tenant)
-            town.at(town.now + mean_s * rng.uniform(0.5, 1.5), lambda: ask(tenant, count, mean_s))
+                fleet.ask(rng.randint(500, 1500), rng.randint(50, 150), tenant=tenant)
+            fleet.at(fleet.now + mean_s * rng.uniform(0.5, 1.5), lambda: ask(tenant, count, mean_s))
 
-    town.at(0.0, lambda: ask("greedy", 1, 1 / (times * capacity)))
-    town.at(2.0, lambda: ask("small", burst, burst / (0.25 * capacity)))
-    town.run()
-    return town
+    fleet.at(0.0, lambda: ask("greedy", 1, 1 / (times * capacity)))
+    fleet.at(2.0, lambda: ask("small", burst, burst / (0.25 * capacity)))
+    fleet.run()
+    return fleet
 
 
 @pytest.mark.parametrize("times", [2, 3, 5])
 def test_a_tenant_within_its_share_is_not_refused_for_the_waits_of_another(times):
-    town = quarter_beside(times, seed=4)
-    small = [asked for asked in town.asked if asked.tenant == "small"]
-    greedy = [asked for asked in town.asked if asked.tenant == "greedy"]
+    fleet = quarter_beside(times, seed=4)
+    small = [asked for asked in fleet.asked if asked.tenant == "small"]
+    greedy = [asked for asked in fleet.asked if asked.tenant == "greedy"]
     assert len(small) > 30
     assert [asked for asked in small if asked.refused is not None] == []
     assert sum(asked.refused is not None for asked in greedy) > len(greedy) / 4
     # The engine never rests: about 2.6 a second are what it can do.
-    assert sum(asked.ended_at <= 60.0 for asked in town.asked) > 60.0 * 2.2
+    assert sum(asked.ended_at <= 60.0 for asked in fleet.asked) > 60.0 * 2.2

@@ -16,7 +16,7 @@ from tests.logs import no_logs
 from tests.lorafleet.cli.conftest import CliResult, Run
 from tests.serving import serving_in_thread
 
-EXAMPLE = (Path(__file__).parents[3] / "docs" / "cli.md").read_text().partition("```yaml\n# fleet.yaml")[2]
+EXAMPLE = (Path(__file__).parents[4] / "docs" / "cli.md").read_text().partition("```yaml\n# fleet.yaml")[2]
 EXAMPLE = "# fleet.yaml" + EXAMPLE.partition("```")[0]
 Apply = Callable[..., CliResult]
 Names = Callable[[str], set[str]]

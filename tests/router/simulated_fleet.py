@@ -26,7 +26,7 @@ _REPORT_EVERY_S = 1.0
 
 @dataclass(eq=False)
 class SimulatedRequest:
-    """One request, and what became of it. Times are the town's; infinite: it did not happen.
+    """One request, and what became of it. Times are the simulation's; infinite: it did not happen.
 
     is_admitted  it was sent, or let into the line
     is_late      it waited for as long as it may and was refused then
@@ -130,7 +130,7 @@ class SimulatedFleet:
             if to == until:
                 return
 
-    # --- what the town does ------------------------------------------------------------------------------------------
+    # --- what the fleet does ------------------------------------------------------------------------------------------
 
     def _is_needed(self) -> bool:
         # The next report is always due.

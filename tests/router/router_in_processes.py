@@ -17,19 +17,19 @@ from tests.router.variables import JOIN_WITHIN_S  # noqa: E402
 
 def main() -> None:
     processes, *argv = sys.argv[1:]
-    config = load_or_exit(RouterSettings, argv, prog="many")
+    config = load_or_exit(RouterSettings, argv, prog="router_in_processes")
     logs.configure("router", log_format="console")
     me = supervisor.read_membership()
     if me is not None:
         serve_as(me, config)
         return
-    command = [sys.executable, "-P", "-m", "tests.router.many", *sys.argv[1:]]
+    command = [sys.executable, "-P", "-m", "tests.router.router_in_processes", *sys.argv[1:]]
     where = {"host": config.host, "port": config.port, "port_file": config.port_file}
     within = {"drain_s": config.drain_s, "stop_s": config.drain_s + config.grace_s}
     try:
         sys.exit(supervisor.run(command, int(processes), **where, **within))
     except OSError as exc:
-        sys.exit(f"many: {exc}")
+        sys.exit(f"router_in_processes: {exc}")
 
 
 def serve_as(me: supervisor.ProcessMember, config: RouterSettings) -> None:

@@ -38,7 +38,7 @@ def main() -> None:
         sys.exit(7)
     me = supervisor.read_membership()
     sock = me.bind()
-    app = BareApp(me, flags)
+    app = AppInProcess(me, flags)
 
     async def synced(_within_s: float) -> None: ...
 
@@ -49,15 +49,15 @@ def main() -> None:
 
 def parent(flags: argparse.Namespace) -> int | str:
     within = {"drain_s": flags.drain_s, "stop_s": flags.drain_s + flags.grace_s, "forced_s": flags.forced_s}
-    command = [sys.executable, "-P", "-m", "tests.router.bare", *sys.argv[1:]]
+    command = [sys.executable, "-P", "-m", "tests.router.app_in_processes", *sys.argv[1:]]
     where = {"host": "127.0.0.1", "port": flags.port, "port_file": flags.port_file}
     try:
         return supervisor.run(command, flags.processes, **where, **within)
     except OSError as exc:
-        return f"bare: {exc}"
+        return f"app_in_processes: {exc}"
 
 
-class BareApp:
+class AppInProcess:
     """An app that reports its slot, asks the other processes, streams, and hangs."""
 
     def __init__(self, me: supervisor.ProcessMember, flags: argparse.Namespace) -> None:

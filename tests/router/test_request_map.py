@@ -7,7 +7,7 @@ from pathlib import Path
 
 import router.request
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 # One request, in one of its forms: named so by its class. A protocol is what a part needs of one.
 FORM = "[A-Z].*(Request|Run|Attempt|Exchange)"
 PLACES = ("router/core", "router/request", "router/items", "router/api", "lorafleet/http_server")
