@@ -595,7 +595,7 @@ async def test_store_takes_no_writes_after_a_term_that_could_not_be_prepared(ser
 
 
 async def _with_its_base_model(service):
-    await service.register(base_model="tiny-qwen")
+    await service.register(source="hf://team/sql", base_model="tiny-qwen")
 
 
 async def _with_a_secret(service):
@@ -610,7 +610,7 @@ async def test_a_changed_registration_is_inspected_again_after_a_refusal(service
     agents = [await service.worker(name) for name in ("w0", "w1")]
     for agent in agents:
         agent.refuse["sql/v1"] = code
-    await service.register()
+    await service.register(source="hf://team/sql")
     await service.settle()
     assert (await service.adapter())["state"] == "failed"
     for agent in agents:
