@@ -232,10 +232,10 @@ class Batches:
                 self._schedule(loop)
 
     def _next_batch(self) -> list[Stepper]:
-        """Take the next new requests, bounded in number and bytes."""
+        """Take the next new requests, of which there is one at least, bounded in number and bytes."""
         new = self._new
-        batch: list[Stepper] = []
-        size_bytes = 0
+        batch = [new.popleft()]
+        size_bytes = batch[0].size_bytes
         while new and len(batch) < MAX_BATCH and size_bytes < MAX_BATCH_BYTES:
             request = new.popleft()
             size_bytes += request.size_bytes

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from heapq import merge
 from math import ceil
 from random import getrandbits
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -109,8 +109,11 @@ _LINE_DEFAULTS = dict(
 )
 
 
-class KeptLine(NamedTuple):
-    """The line of a request that is over; `decided`: what the service keeps of its decision."""
+class KeptLine(msgspec.Struct, frozen=True, gc=False):
+    """The line of a request that is over; `decided`: what the service keeps of its decision, nothing with a cycle.
+
+    Thousands are kept, so the garbage collector is not to walk them.
+    """
 
     line: RequestLine
     decided: object = None

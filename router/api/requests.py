@@ -192,7 +192,7 @@ def _item(services: Services, kept: KeptLine, only_tenant: str | None) -> dict[s
 
     only_tenant  the reader's; of an adapter that the tenant shares it sees no terms and no cached tokens
     """
-    line, score = kept
+    line, score = kept.line, kept.decided
     item: dict[str, Any] = {name: getattr(line, name) for name in line.__struct_fields__ if name not in _PARTS}
     item |= {
         "at": unix_text(line.at),

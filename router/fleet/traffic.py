@@ -147,21 +147,15 @@ def add_tokens(counts: RequestCounts, prompt: int, output: int, predicted: int, 
         counts.compared_tokens += prompt
 
 
-def add_times(
-    counts: RequestCounts, first_token_s: float | None, whole_s: float | None, *, sent_s: float, decode_tokens: int
-) -> None:
-    """Add the seconds from a request to its first token and to its whole answer; None: there was none.
+def add_first_token(counts: RequestCounts, first_token_s: float, sent_s: float) -> None:
+    """Add the seconds from a request, and from its dispatch (`sent_s`), to the first token of its stream."""
+    bucket = bucket_of(first_token_s)
+    counts.first_token[bucket] = counts.first_token.get(bucket, 0) + 1
+    counts.first_token_sum_s += first_token_s
+    counts.engine_first_token_s += sent_s
 
-    sent_s  from its dispatch to its first token
-    """
-    if first_token_s is not None:
-        bucket = bucket_of(first_token_s)
-        counts.first_token[bucket] = counts.first_token.get(bucket, 0) + 1
-        counts.first_token_sum_s += first_token_s
-        counts.engine_first_token_s += sent_s
-        if whole_s is not None and decode_tokens:
-            counts.decode_s += max(0.0, whole_s - first_token_s)
-            counts.decode_tokens += decode_tokens
-    if whole_s is not None:
-        bucket = bucket_of(whole_s)
-        counts.whole[bucket] = counts.whole.get(bucket, 0) + 1
+
+def add_whole(counts: RequestCounts, whole_s: float) -> None:
+    """Add the seconds from a request to the end of its answer."""
+    bucket = bucket_of(whole_s)
+    counts.whole[bucket] = counts.whole.get(bucket, 0) + 1

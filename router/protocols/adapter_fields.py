@@ -199,7 +199,7 @@ def chosen_adapter(decoded: Mapping[str, Any]) -> tuple[str, Any]:
     raises   BadBody where both name something, and not the same
     """
     lora_id, lora_path = decoded.get(LORA_ID), decoded.get(LORA_PATH)
-    if is_empty_value(lora_path):
+    if lora_path is None or is_empty_value(lora_path):
         return LORA_ID, lora_id
     if lora_id and lora_id != lora_path:
         message = f"{LORA_ID} {lora_id!r} and {LORA_PATH} {lora_path!r} differ; leave one of them out"

@@ -17,7 +17,7 @@ from router.core.errors import (
 from router.core.failover.circuit_breaker import is_fault
 from router.core.failover.verdict import VERDICTS, reasons_blaming
 from router.core.resolve import RequestTarget
-from router.fleet.traffic import add_error, add_times, add_tokens
+from router.fleet.traffic import add_error, add_first_token, add_tokens, add_whole
 from router.protocols.routes import Route
 from router.protocols.usage import EngineUsage
 from router.request.dispatched import compare_usage, end_dispatched, record_death, record_whole_answer, suspects
@@ -249,7 +249,7 @@ def sender_of(exchange: HttpExchange) -> tuple[str, str]:
 
 def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
     """Count a request that was recorded, with its times and tokens; `status` and `code` are those of its answer."""
-    caller, target, dispatched, answer = run.caller, run.target, run.dispatched, run.answer
+    caller, target, dispatched = run.caller, run.target, run.dispatched
     now, read_at = run.services.clock(), run.request.read_at
     counts = run.services.usage.counts_of(
         now,
@@ -259,16 +259,16 @@ def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
         tenant=caller.tenant or "",
         key=caller.key_id,
     )
-    whole_s = first_token_s = None
-    if status >= 400 or code:
-        add_error(counts, _code_text(status, code, limit))
-    else:
+    is_whole = status < 400 and not code
+    if is_whole:
         counts.requests += 1
-        whole_s = now - read_at
+        add_whole(counts, now - read_at)
+    else:
+        add_error(counts, _code_text(status, code, limit))
     if run.cold_s:
         counts.cold_starts += 1
         counts.cold_s += run.cold_s
-    is_error, sent_s, output_tokens = False, 0.0, 0
+    is_error, output_tokens = False, 0
     if dispatched is None:
         counts.sent += run.last_failed_worker is not None
     else:
@@ -282,15 +282,17 @@ def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
         if usage is not None:
             prompt_tokens, cached_tokens = usage.prompt_tokens, dispatched.cached_tokens
         add_tokens(counts, prompt_tokens, output_tokens, dispatched.predicted_tokens, cached_tokens)
-        if dispatched.first_data_s is not None and answer is not None and answer.streamed:
-            sent_s = dispatched.first_data_s
-            first_token_s = dispatched.load.began_at + sent_s - read_at
+        sent_s, answer = dispatched.first_data_s, run.attempt
+        if sent_s is not None and run.stage == "relay" and answer is not None and answer.streamed:
+            first_token_at = dispatched.load.began_at + sent_s
+            add_first_token(counts, first_token_at - read_at, sent_s)
+            # Of several sequences the first tokens are not counted one by one: roughly one each.
+            decode_tokens = output_tokens - run.request.sequences
+            if is_whole and decode_tokens > 0:
+                counts.decode_s += max(0.0, now - first_token_at)
+                counts.decode_tokens += decode_tokens
     if is_error or (run.failures and _blames_adapter(run)):
         counts.engine_errors += 1
-    if first_token_s is not None or whole_s is not None:
-        # Of several sequences the first tokens are not counted one by one: roughly one each.
-        decode_tokens = max(0, output_tokens - run.request.sequences)
-        add_times(counts, first_token_s, whole_s, sent_s=sent_s, decode_tokens=decode_tokens)
 
 
 def _blames_adapter(run: RequestRun) -> bool:

@@ -12,6 +12,7 @@ from lorafleet.service.decoding import DECODE_ERRORS
 from lorafleet.telemetry.request_log import request_id
 from router.core.errors import BadBody
 from router.protocols.adapter_fields import (
+    ADAPTER_HEADERS,
     EXTRA_BODY,
     LORA_ID,
     chosen_adapter,
@@ -253,7 +254,8 @@ class InferenceRequestReader:
             check_coding(headers, exchange.body)
         if headers.get(b"content-type") != b"application/json":
             _check_media_type(headers)
-        refuse_adapter_headers(headers, exchange.query)
+        if exchange.query or not ADAPTER_HEADERS.isdisjoint(headers):
+            refuse_adapter_headers(headers, exchange.query)
         names_weights = self._names_weights
         if FINGERPRINT_NAME in headers:
             names_weights = _names_weights(headers[FINGERPRINT_NAME])
@@ -264,7 +266,7 @@ class InferenceRequestReader:
             body,
             session=text_header(headers, self._session_header) if self._session_header in headers else None,
             timeout=text_header(headers, TIMEOUT_NAME) if TIMEOUT_NAME in headers else None,
-            forwarded=_forwarded(headers, trace),
+            forwarded=b"" if trace is None and FORWARDED_HEADERS.isdisjoint(headers) else _forwarded(headers, trace),
             names_weights=names_weights,
         )
 
@@ -287,8 +289,6 @@ def _forwarded(headers: Mapping[bytes, bytes], trace: Trace | None) -> bytes:
     """Header lines for the engine: the trace's, or the client's own where the router traces nothing."""
     if trace is not None:
         return trace.headers(headers.get(b"tracestate"))
-    if FORWARDED_HEADERS.isdisjoint(headers):
-        return b""
     names = sorted(FORWARDED_HEADERS.intersection(headers))
     return b"".join([name + b": " + headers[name] + b"\r\n" for name in names])
 

@@ -149,6 +149,8 @@ def servable_now(
         # A base model that failed the request waits for its replica to come back, see `wait_for_adapter`.
         return target if not excluded and _has_able(roster, unfit) else None
     resident = fleet.resident_adapter(adapter.lora_id, unfit)
+    if resident is adapter and not target.digest:
+        return target
     # Other bytes than the request names are an error that `wait_for_adapter` raises.
     has_other_bytes = resident is not None and not (resident.digest or "").startswith(target.digest)
     return None if resident is None or has_other_bytes else target.with_adapter(resident)

@@ -174,7 +174,7 @@ async def test_a_prompt_is_answered_by_each_model_as_a_request_of_the_persons_ow
     assert (first["text"], first["prompt_tokens"], first["output_tokens"]) == ("SELECT 1", 5, 2)
     assert 0 < first["first_token_s"] <= first["whole_s"]
     assert {sent["max_tokens"] for sent in engine.bodies} == {9}
-    kept = {line.request_id: (line.tenant, line.key, line.status) for line, _ in parts.requests.kept}
+    kept = {each.line.request_id: (each.line.tenant, each.line.key, each.line.status) for each in parts.requests.kept}
     assert {kept[one["request_id"]] for one in (first, second)} == {("acme", hash_key("acme")[:12], 200)}
     # The third request of the minute is the last one, and a model of another tenant is none.
     hidden, limited = (await reader.post("/v1/ask", json=body | {"models": ["secret/v1"] * 2})).json()["data"]

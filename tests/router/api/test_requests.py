@@ -192,7 +192,7 @@ def test_kept_lines_are_bounded_newest_first_and_failures_outlive_successes(stat
     kept = KeptLines(most)
     for number, status in enumerate(statuses):
         kept.add(RequestLine(request_id="x", method="POST", path="/", status=status, duration_s=0.0, at=float(number)))
-    lines = [line for line, _ in kept]
+    lines = [each.line for each in kept]
     assert len(lines) == len(kept)
     assert all(before.at >= after.at for before, after in pairwise(lines))
     for status, room in ((200, most), (429, most), (401, -(-most // 10))):

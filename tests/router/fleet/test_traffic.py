@@ -7,7 +7,7 @@ import sys
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
-from router.fleet.traffic import SLICE_S, TrafficLog, add_error, add_times, add_tokens
+from router.fleet.traffic import SLICE_S, TrafficLog, add_error, add_first_token, add_tokens, add_whole
 from tests.patience import until
 from tests.router.doubles import CHAT, EngineDouble, chunk, counted, fleet, with_sql
 
@@ -144,7 +144,8 @@ def test_counting_a_request_takes_few_calls():
         row = log.counts_of(now, adapter="sql/v1")
         row.requests += 1
         add_tokens(row, 9, 2, 3, 3)
-        add_times(row, 0.2, 1.0, sent_s=0.1, decode_tokens=1)
+        add_first_token(row, 0.2, 0.1)
+        add_whole(row, 1.0)
 
     count_one(0.0)
 

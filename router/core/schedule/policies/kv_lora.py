@@ -43,7 +43,7 @@ class KvLoraPolicy:
         else:
             found = roster_costs(request, snapshot, able, only_close=True)
             # The seed itself is the random number: making a generator of it would take longer than all the rest.
-            k = snapshot.seed % len(found)
+            k = snapshot.seed % len(found.positions)
         return found.positions[k], found.score(k)
 
     def may_choose(
