@@ -14,8 +14,8 @@ import pytest
 from lorafleet.cli.local.logs import line_time
 from lorafleet.cli.local.services import SERVICES
 from lorafleet.cli.main import options_first
+from tests.lorafleet.cli.answers import answering
 from tests.lorafleet.cli.conftest import Run
-from tests.lorafleet.cli.test_cli import answering
 from tests.lorafleet.cli.test_output_flags import completed
 from tests.patience import patience, wait_until
 
