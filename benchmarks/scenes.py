@@ -6,7 +6,8 @@ from types import MappingProxyType
 
 from lorafleet import identity
 from lorafleet.identity import block_hashes, root_hash
-from router.core.fleet import EngineReport, Replica, ResidentAdapter, RoutableAdapter, RouterFleet
+from orchestrator.model.catalog import CatalogAdapter
+from router.core.fleet import EngineReport, Replica, ResidentAdapter, RouterFleet
 from router.core.kv.index import WorkerId
 from router.core.resolve import resolve
 from router.core.schedule.policy import Decision
@@ -60,7 +61,7 @@ def a_fleet(replicas: int, adapters: int) -> RouterFleet:
         )
         for i in range(replicas)
     ]
-    known = {lora_id(n): RoutableAdapter(lora_id(n), BASE, digest(n), "file:///a") for n in range(adapters)}
+    known = {lora_id(n): CatalogAdapter(lora_id=lora_id(n), base_model=BASE, digest=digest(n)) for n in range(adapters)}
     return RouterFleet(1, MappingProxyType({replica.id: replica for replica in fleet}), MappingProxyType(known))
 
 

@@ -26,6 +26,7 @@ from benchmarks.scenes import (
 )
 from lorafleet.identity import block_hashes, root_hash
 from orchestrator.model.catalog import Catalog, CatalogAdapter
+from orchestrator.model.changes import reader_of
 from router.core.fleet import RouterFleet
 from router.core.kv.index import KvIndex
 from router.core.resolve import resolve
@@ -94,9 +95,9 @@ def adopting(size: DecisionBenchSize) -> list[ReportRow]:
         return CatalogAdapter(lora_id=lora_id(n), digest=digest(n), base_model=BASE, source="file:///a", state="ready")
 
     whole = Catalog(revision=1, adapters=tuple(map(item, range(10_000))))
-    body = whole.model_dump_json().encode()
+    body = reader_of(Catalog).dump_json(whole)
     known = router_catalog(whole)
-    change = Catalog(revision=2, since=1, adapters=(item(9_999),)).model_dump_json().encode()
+    change = reader_of(Catalog).dump_json(Catalog(revision=2, since=1, adapters=(item(9_999),)))
     a_few = a_fleet(64, 8).replicas
 
     def first_resolved(catalog: RouterCatalog) -> object:
@@ -104,10 +105,10 @@ def adopting(size: DecisionBenchSize) -> list[ReportRow]:
         return resolve(fleet, model=lora_id(9_999), lora_id=None, visible=lambda _: True, rng=Random(1))
 
     def adopt() -> object:
-        return first_resolved(router_catalog(Catalog.model_validate_json(body)))
+        return first_resolved(router_catalog(reader_of(Catalog).validate_json(body)))
 
     def change_one() -> object:
-        changed = with_changes(known, Catalog.model_validate_json(change))
+        changed = with_changes(known, reader_of(Catalog).validate_json(change))
         assert changed is not None, "the change follows from what is known"
         return first_resolved(changed)
 

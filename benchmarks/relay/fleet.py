@@ -24,6 +24,7 @@ from benchmarks.scenes import BLOCK_SIZE, digest, engine_name, lora_id, worker_i
 from lorafleet.identity import KV_HASHING, block_hashes, root_hash
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker
+from orchestrator.model.changes import reader_of
 from orchestrator.model.usage import UsageAnswer
 from workers.wire import (
     KvFrame,
@@ -239,7 +240,7 @@ class StubControlPlane:
         usage = msgspec.json.encode(UsageAnswer(accepted=True, revision=1))
         model_files = ModelFiles(base_model=BASE, files=files).model_dump_json().encode()
         self._answers = {
-            b"/v1/catalog": whole(_catalog(spec, url).model_dump_json().encode(), more='etag: "1"\r\n'),
+            b"/v1/catalog": whole(reader_of(Catalog).dump_json(_catalog(spec, url)), more='etag: "1"\r\n'),
             b"/v1/usage": whole(usage),
         }
         snapshots = _snapshots(spec, ChatTokenizer.from_files(files))

@@ -16,14 +16,14 @@ from orchestrator.api.views import WireViews
 from orchestrator.core.demand import ENSURE_REPEAT_S
 from orchestrator.core.errors import NotFound, OrchestratorRequestError, StateConflict
 from orchestrator.core.failures import FINAL_CODES
-from orchestrator.core.pauses import PauseLease, PauseProgress
+from orchestrator.core.pauses import PauseProgress
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.adapter_documents import EnsureAnswer, EnsureRequest
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.catalog import Catalog
 from orchestrator.model.names import LoraId
-from orchestrator.model.pauses import PauseItem, PauseList, PauseSpec
+from orchestrator.model.pauses import PauseItem, PauseLease, PauseList, PauseSpec
 from orchestrator.model.usage import UsageAnswer, UsageReport
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import TrafficBook

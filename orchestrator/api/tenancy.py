@@ -23,13 +23,13 @@ from lorafleet.identity import PATH_IN_TEXT, split_version_id
 from lorafleet.keys.roles import PROGRAM_HEADER, PROGRAMS, Caller
 from lorafleet.service.http import JSON_BODY
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
-from orchestrator.core.pauses import PauseScope
 from orchestrator.core.traffic import SeriesKind
 from orchestrator.intent import owners
 from orchestrator.model.adapter_documents import AdapterItem, EnsureAnswer
 from orchestrator.model.aliases import AliasItem, RolloutItem
 from orchestrator.model.catalog import FleetEvent
 from orchestrator.model.history import HistoryEntry
+from orchestrator.model.pauses import PauseScope
 from orchestrator.model.plans import ActionItem, Plan, PlanCost
 from orchestrator.model.served_names import AliasSpec, RolloutSpec, Targets
 from orchestrator.model.workers import WorkerItem
@@ -295,7 +295,7 @@ class TenantView:
             is_seen = self.sees_alias(event.message.partition(": ")[0])
         elif event.type.startswith("pause_"):
             is_seen = self.sees_pause(PauseScope.of_key(event.message))
-        return event.model_copy(update={"message": self.text(event.message)}) if is_seen else None
+        return replace(event, message=self.text(event.message)) if is_seen else None
 
     def actor(self, actor: str) -> str:
         """Who did it; of other tenants no name."""

@@ -3,67 +3,15 @@
 A lease ends by itself, so a trainer that dies leaves nothing paused. Times are Unix times: a lease outlives its leader.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import get_args
 
 from orchestrator.core.routers import KnownRouter
+from orchestrator.model.pauses import PauseLease, PauseMode, PauseScope
 
-PauseMode = Literal["keep", "wait", "abort"]
-"""What becomes of requests that run when a pause begins: they go on, are waited for, or are ended."""
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
-
-
-class PauseScope(NamedTuple):
-    """Whose requests a pause holds. `tenant`: None for every tenant's; `namespace`: "" for those of every namespace."""
-
-    tenant: str | None = None
-    namespace: str = ""
-
-    @property
-    def key(self) -> str:
-        """The scope as a key, different for different scopes."""
-        return json.dumps([self.tenant, self.namespace])
-
-    @classmethod
-    def of_key(cls, key: str) -> "PauseScope":
-        """The scope with this key."""
-        tenant, namespace = json.loads(key)
-        return cls(tenant, namespace)
-
-    @property
-    def text(self) -> str:
-        """The scope for people."""
-        parts = [] if self.tenant is None else [f"tenant {self.tenant}"]
-        parts += [f"namespace {self.namespace}"] if self.namespace else []
-        return ", ".join(parts) or "the whole fleet"
-
-
 WHOLE_FLEET = PauseScope()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseLease:
-    """One pause, from `began_at` to `expires_at`, unless it is renewed or ended before. `owner` is the caller's name.
-
-    lease_s   seconds that the last call asked for: a router that hears nothing more ends the pause so long after it
-    renewals  number of calls since the first: with `began_at` it tells a router of a new call
-    """
-
-    tenant: str | None
-    namespace: str = ""
-    mode: PauseMode
-    owner: str
-    began_at: float
-    expires_at: float
-    lease_s: float
-    renewals: int = 0
-
-    @property
-    def scope(self) -> PauseScope:
-        """Whose requests it holds."""
-        return PauseScope(self.tenant, self.namespace)
 
 
 def granted(

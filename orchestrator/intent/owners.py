@@ -22,10 +22,11 @@ from typing import Any, Literal
 from lorafleet.identity import split_version_id
 from lorafleet.keys.roles import Caller
 from orchestrator.core.errors import Forbidden, NotFound, OrchestratorRequestError, StateConflict
-from orchestrator.core.pauses import WHOLE_FLEET, PauseScope
+from orchestrator.core.pauses import WHOLE_FLEET
 from orchestrator.core.source_rules import digest_problem
 from orchestrator.intent.registry import spec_of
 from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter, SecretRef
+from orchestrator.model.pauses import PauseScope
 from orchestrator.store.store import IntentStore
 
 Kind = Literal["adapter", "alias", "published name"]

@@ -5,12 +5,12 @@ from typing import Annotated, Literal
 from pydantic import FailFast, Field
 
 from orchestrator.model.adapters import SecretRef, Tenants
+from orchestrator.model.catalog import AdapterState
 from orchestrator.model.changes import WrittenAdapter
-from orchestrator.model.documents import WIRE, ServiceDocument, WrittenDocument
+from orchestrator.model.documents import ServiceDocument, WrittenDocument
+from orchestrator.model.names import WIRE
 from orchestrator.model.policy import AdapterPolicy
 from workers.wire import AdapterEffectState, IgnoredModules, ReceivedFile
-
-AdapterState = Literal["registered", "inspecting", "loading", "ready", "failed", "deleting"]
 
 
 class Replicas(ServiceDocument):

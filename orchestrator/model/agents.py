@@ -4,7 +4,8 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from orchestrator.model.documents import WIRE, ServiceDocument
+from orchestrator.model.documents import ServiceDocument
+from orchestrator.model.names import WIRE
 from workers.wire import AdapterOperation, AgentIncident, HeldFiles, Metadata
 
 

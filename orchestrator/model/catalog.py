@@ -1,78 +1,119 @@
-"""The catalog and the events that routers follow."""
+"""The catalog and the events that routers follow; routers route by these very objects."""
 
-from pydantic import Field
+from dataclasses import dataclass
+from typing import Literal
 
-from orchestrator.model.adapter_documents import AdapterState
-from orchestrator.model.documents import WIRE, ServiceDocument
-from orchestrator.model.pauses import CatalogPause
+from lorafleet import identity
+from orchestrator.model.names import MESSAGE, WIRE
+from orchestrator.model.pauses import PauseLease
 from orchestrator.model.served_names import Targets
-from orchestrator.model.workers import WorkerState
+
+AdapterState = Literal["registered", "inspecting", "loading", "ready", "failed", "deleting"]
+WorkerState = Literal["starting", "ready", "cordoned", "draining", "unmanaged", "lost"]
 
 
-class CatalogAdapter(ServiceDocument):
-    """An adapter in the catalog."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogAdapter:
+    """An adapter that requests may name."""
+
+    __pydantic_config__ = MESSAGE
 
     lora_id: str
     digest: str | None
+    """null until an agent has inspected it"""
     base_model: str | None
-    source: str
-    rank: int | None = None
+    source: str = ""
+    """where workers fetch it from"""
+    rank: int = 0
+    """0 until an agent has inspected it"""
     tenants: tuple[str, ...] | None = None
+    """null: everyone"""
     state: AdapterState = "registered"
     error: str | None = None
+    """why no worker can use it, in state `failed`; a request may wait for any other error to pass"""
     priority: int = 0
-    secret: str | None = Field(default=None, description="name/key of the credentials for `source`")
-    published_as: str | None = Field(default=None, description="published name that it is a version of")
+    secret: str | None = None
+    """name/key of the credentials for `source`"""
+    published_as: str | None = None
+    """published name that it is a version of"""
+    # Made once: each request looks it up in several tables, and a new string would be hashed anew.
+    engine_name: str | None = None
+    """its name at engines, with the digest, so that other bytes have another name; null until the digest is known"""
+
+    def __post_init__(self) -> None:
+        if self.digest is not None:
+            object.__setattr__(self, "engine_name", identity.engine_name(self.lora_id, self.digest))
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether it is not in the catalog: an engine without an agent lists it by this name."""
+        return self.digest is None and self.engine_name is not None
 
 
-class CatalogAlias(ServiceDocument):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogAlias:
     """A name in the catalog, and what requests for it get."""
+
+    __pydantic_config__ = MESSAGE
 
     name: str
     targets: Targets
 
 
-class CatalogWorker(ServiceDocument):
-    """A worker in the catalog. An agentless engine has no `agent_url`; routers ask the engine instead.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogWorker:
+    """A worker in the catalog. An agentless engine has no `agent_url`; routers ask the engine instead."""
 
-    agent_boot_id  boot id of the agent that reported this state; a new agent of the worker has a state of its own
-    """
+    __pydantic_config__ = MESSAGE
 
     id: str
     agent_url: str
     state: WorkerState
     engine_url: str = ""
     agent_boot_id: str = ""
+    """boot id of the agent that reported this state; a new agent of the worker has a state of its own"""
 
 
-class Draining(ServiceDocument):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draining:
     """A drain: no new request for the adapter may go to the worker."""
+
+    __pydantic_config__ = MESSAGE
 
     worker_id: str
     lora_id: str
     digest: str
 
 
-class Catalog(ServiceDocument):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalog:
     """`GET /v1/catalog`: all that routers follow, at one revision. Revisions only grow, over restarts too.
 
     With `since`, adapters and aliases are only those that changed after that revision; drains and workers are all.
     """
 
+    __pydantic_config__ = MESSAGE
+
     revision: int
-    since: int | None = Field(default=None, description="the revision that these are the changes to; null: all")
+    since: int | None = None
+    """the revision that these are the changes to; null: all"""
     adapters: tuple[CatalogAdapter, ...] = ()
     aliases: tuple[CatalogAlias, ...] = ()
-    gone_adapters: tuple[str, ...] = Field(default=(), description="lora_ids that there are no longer")
-    gone_aliases: tuple[str, ...] = Field(default=(), description="alias names that there are no longer")
+    gone_adapters: tuple[str, ...] = ()
+    """lora_ids that there are no longer"""
+    gone_aliases: tuple[str, ...] = ()
+    """alias names that there are no longer"""
     draining: tuple[Draining, ...] = ()
     workers: tuple[CatalogWorker, ...] = ()
-    pauses: tuple[CatalogPause, ...] = ()
+    pauses: tuple[PauseLease, ...] = ()
     wire: int = WIRE
 
 
-class FleetEvent(ServiceDocument):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetEvent:
     """One event of `GET /v1/events`; `id` is its revision."""
+
+    __pydantic_config__ = MESSAGE
 
     id: int
     type: str

@@ -6,8 +6,6 @@ ignore unknown keys, so that versions may differ.
 
 from pydantic import BaseModel, ConfigDict
 
-WIRE = 1
-
 
 class ServiceDocument(BaseModel):
     """A response, or a body from one of our own processes."""

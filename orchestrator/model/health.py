@@ -1,6 +1,7 @@
 """The answer of health checks."""
 
-from orchestrator.model.documents import WIRE, ServiceDocument
+from orchestrator.model.documents import ServiceDocument
+from orchestrator.model.names import WIRE
 
 
 class Status(ServiceDocument):

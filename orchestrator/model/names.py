@@ -1,4 +1,4 @@
-"""Names that people write: lora_ids, aliases and published names; and what every resource of this folder has.
+"""Names that people write: lora_ids, aliases and published names; and what every class of this folder has.
 
 A resource is a frozen dataclass whose annotations hold its bounds. Core decides on it, so nothing here imports
 pydantic: pydantic reads the annotations below by its protocol.
@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from lorafleet.identity import lora_id_of
+
+WIRE = 1
+"""The version of what the orchestrator and other processes tell each other."""
+
+MESSAGE = {"extra": "ignore", "use_attribute_docstrings": True}
+"""`__pydantic_config__` of an answer, and of what our own processes tell each other: versions may differ."""
 
 RESOURCE = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
 """`__pydantic_config__` of a resource: unknown keys are refused, and OpenAPI shows the docstring under a field."""

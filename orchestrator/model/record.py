@@ -6,8 +6,8 @@ from pydantic import Field, field_validator, model_validator
 
 from orchestrator.model.adapters import WITH_SECRETS
 from orchestrator.model.changes import Changes, RecordedAdapter, reader_of
-from orchestrator.model.documents import WIRE, ServiceDocument, WrittenDocument
-from orchestrator.model.names import checked_published_name
+from orchestrator.model.documents import ServiceDocument, WrittenDocument
+from orchestrator.model.names import WIRE, checked_published_name
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import AliasSpec, ServedName
 

@@ -4,9 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from orchestrator.model.catalog import WorkerState
 from orchestrator.model.documents import ServiceDocument, WrittenDocument
-
-WorkerState = Literal["starting", "ready", "cordoned", "draining", "unmanaged", "lost"]
 
 
 class WorkerLoad(ServiceDocument):

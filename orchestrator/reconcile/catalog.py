@@ -12,8 +12,17 @@ from lorafleet.service.numbered_log import NumberedLog
 from lorafleet.service.times import utc_text
 from orchestrator.core.errors import EventsExpired
 from orchestrator.model.adapters import RegisteredAdapter
-from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogAlias, CatalogWorker, Draining, FleetEvent
-from orchestrator.model.pauses import CatalogPause
+from orchestrator.model.catalog import (
+    AdapterState,
+    Catalog,
+    CatalogAdapter,
+    CatalogAlias,
+    CatalogWorker,
+    Draining,
+    FleetEvent,
+)
+from orchestrator.model.changes import reader_of
+from orchestrator.model.pauses import PauseLease
 from orchestrator.store.store import IntentStore
 
 _Kind = Literal["adapter", "alias"]
@@ -34,7 +43,7 @@ class CatalogBook:
         self._aliases: dict[str, CatalogAlias] = {}
         self._workers: dict[str, CatalogWorker] = {}
         self._draining: tuple[Draining, ...] = ()
-        self._pauses: dict[str, CatalogPause] = {}
+        self._pauses: dict[str, PauseLease] = {}
         self.pause_revisions: dict[str, int] = {}
         """Key of a pause's scope -> the revision since which the catalog has it as it is."""
         self._body: tuple[int, bytes] = (-1, b"")
@@ -75,10 +84,10 @@ class CatalogBook:
 
     def refresh(
         self,
-        states: Mapping[str, tuple[str, str | None]],
+        states: Mapping[str, tuple[AdapterState, str | None]],
         workers: Mapping[str, CatalogWorker],
         draining: tuple[Draining, ...],
-        pauses: Mapping[str, CatalogPause] = MappingProxyType({}),
+        pauses: Mapping[str, PauseLease] = MappingProxyType({}),
     ) -> None:
         """Update the catalog from the store and these arguments, with one event for each difference.
 
@@ -104,7 +113,7 @@ class CatalogBook:
             self._draining = draining
         self._refresh_pauses(pauses)
 
-    def _refresh_adapters(self, states: Mapping[str, tuple[str, str | None]]) -> None:
+    def _refresh_adapters(self, states: Mapping[str, tuple[AdapterState, str | None]]) -> None:
         """Update the catalog's adapters from the store, with one event for each difference, deletions included."""
         for lora_id in [name for name in self._adapters if name not in self._store.adapters]:
             deleted = self.emit_event("adapter_deleted", lora_id=lora_id, tenants=self._adapters[lora_id].tenants)
@@ -115,29 +124,28 @@ class CatalogBook:
             source = self._sources.get(lora_id)
             if source is not None and source[0] is adapter and source[1] == state and source[2] == error:
                 continue
-            item = CatalogAdapter.model_validate(
-                {
-                    "lora_id": lora_id,
-                    "digest": adapter.digest,
-                    "base_model": adapter.base_model,
-                    "source": adapter.fetched_from,
-                    "rank": adapter.rank,
-                    "tenants": adapter.tenants,
-                    "state": state,
-                    "error": error,
-                    "priority": adapter.policy.priority,
-                    "secret": adapter.secret,
-                    "published_as": self._store.published_as(lora_id),
-                }
+            item = CatalogAdapter(
+                lora_id=lora_id,
+                digest=adapter.digest,
+                base_model=adapter.base_model,
+                source=adapter.fetched_from,
+                rank=adapter.rank or 0,
+                tenants=adapter.tenants,
+                state=state,
+                # A request may wait for any error to pass but a quarantine, which is the adapter's own fault.
+                error=error if state == "failed" else None,
+                priority=adapter.policy.priority,
+                secret=adapter.secret,
+                published_as=self._store.published_as(lora_id),
             )
-            if self._adapters.get(lora_id) != item:
+            if self._adapters.get(lora_id) != item or source is None or source[2] != error:
                 kind = "adapter_changed" if lora_id in self._adapters else "adapter_registered"
                 changed = self.emit_event(kind, lora_id=lora_id, message=error or state)
                 self._adapters[lora_id] = item
                 self._note_change("adapter", lora_id, changed)
             self._sources[lora_id] = (adapter, state, error)
 
-    def _refresh_pauses(self, pauses: Mapping[str, CatalogPause]) -> None:
+    def _refresh_pauses(self, pauses: Mapping[str, PauseLease]) -> None:
         """Update the catalog's pauses, with one event for each difference."""
         for key in [key for key in self._pauses if key not in pauses]:
             self.emit_event("pause_ended", message=key)
@@ -183,7 +191,7 @@ class CatalogBook:
                 workers=tuple(self._workers[name] for name in sorted(self._workers)),
                 pauses=tuple(self._pauses[key] for key in sorted(self._pauses)),
             )
-            self._body = (self.revision, catalog.model_dump_json().encode())
+            self._body = (self.revision, reader_of(Catalog).dump_json(catalog))
         return self._body
 
     def changes_json(self, since: int) -> bytes:
@@ -207,7 +215,7 @@ class CatalogBook:
             workers=tuple(self._workers[name] for name in sorted(self._workers)),
             pauses=tuple(self._pauses[key] for key in sorted(self._pauses)),
         )
-        return changes.model_dump_json().encode()
+        return reader_of(Catalog).dump_json(changes)
 
     def events_since(self, revision: int) -> list[tuple[FleetEvent, Tenants]]:
         """Events after this revision, each with its adapter's tenants.
@@ -238,6 +246,7 @@ class CatalogBook:
         async for events in self._events.follow(revision, idle_s=keep_alive_s, is_over=is_stopping):
             for event, tenants in events:
                 if (visible := shown(event, tenants)) is not None:
-                    yield f"id: {event.id}\nevent: {event.type}\ndata: {visible.model_dump_json()}\n\n"
+                    data = reader_of(FleetEvent).dump_json(visible).decode()
+                    yield f"id: {event.id}\nevent: {event.type}\ndata: {data}\n\n"
             if not events:
                 yield ": still here\n\n"

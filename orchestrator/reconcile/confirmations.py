@@ -9,16 +9,9 @@ import structlog
 from lorafleet.service.loops import ChangeSignal
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorUnavailable, StateConflict
-from orchestrator.core.pauses import (
-    PauseLease,
-    PauseMode,
-    PauseProgress,
-    PauseScope,
-    expired_scopes,
-    granted,
-    pause_progress,
-)
+from orchestrator.core.pauses import PauseProgress, expired_scopes, granted, pause_progress
 from orchestrator.core.routers import ROUTER_LIVE_S
+from orchestrator.model.pauses import PauseLease, PauseMode, PauseScope
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.store.store import IntentStore
 

@@ -9,8 +9,8 @@ from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.failures import failure_everywhere
 from orchestrator.core.placement.load_time import load_figures, load_s
 from orchestrator.model.adapters import RegisteredAdapter
-from orchestrator.model.catalog import CatalogWorker, Draining
-from orchestrator.model.pauses import CatalogPause
+from orchestrator.model.catalog import AdapterState, CatalogWorker, Draining, WorkerState
+from orchestrator.model.pauses import PauseLease
 from orchestrator.model.snapshot import (
     AdapterFailure,
     DesiredPlacement,
@@ -33,7 +33,6 @@ class LastPass:
     warming: Mapping[str, Sequence[PlannedLoad]] = field(default_factory=dict)
 
 
-_PAUSE_FIELDS = CatalogPause.model_fields.keys() - {"key"}
 # A fetch without a byte for longer is said to be silent.
 _SILENT_S = 2.0
 _EFFECTS: tuple[AdapterEffectState, ...] = ("unknown", "zero", "", "seen", "applied")
@@ -217,12 +216,12 @@ class FleetQueries:
         failed = self._context.operations.failures.failed_ids
         return failed | self.last_pass.desired.unplaced.keys() | self.lost_files.keys()
 
-    def adapter_states(self) -> dict[str, tuple[str, str | None]]:
+    def adapter_states(self) -> dict[str, tuple[AdapterState, str | None]]:
         """lora_id -> (adapter state, last error or None), for all registered adapters at once."""
         operations, ready = self._context.operations, self.ready_workers_by_adapter()
         loading = {lora_id for lora_id, _ in operations.loading}
         troubled = self.troubled_ids()
-        found: dict[str, tuple[str, str | None]] = {}
+        found: dict[str, tuple[AdapterState, str | None]] = {}
         for lora_id, adapter in self._context.store.adapters.items():
             has_error = adapter.quarantine is not None or lora_id in troubled
             is_failed = has_error and self.quarantine_reason(lora_id) is not None
@@ -268,7 +267,7 @@ class FleetQueries:
             adapter.quarantine is not None and lora_id not in troubled for lora_id, adapter in store.adapters.items()
         )
 
-    def adapter_state(self, adapter: RegisteredAdapter, ready: Mapping[str, Sequence[str]]) -> str:
+    def adapter_state(self, adapter: RegisteredAdapter, ready: Mapping[str, Sequence[str]]) -> AdapterState:
         """The adapter's state. `ready`: as `ready_workers_by_adapter`."""
         operations, lora_id = self._context.operations, adapter.lora_id
         is_loading = any(name == lora_id for name, _ in operations.loading)
@@ -287,14 +286,12 @@ class FleetQueries:
             return
         self._refreshed_at = now
         workers = {
-            name: CatalogWorker.model_validate(
-                {
-                    "id": name,
-                    "agent_url": agent_url_of(entry.report),
-                    "engine_url": "" if agent_url_of(entry.report) else entry.report.transport.engine_url,
-                    "state": self._catalog_state(name, entry),
-                    "agent_boot_id": entry.report.agent_boot_id if agent_url_of(entry.report) else "",
-                }
+            name: CatalogWorker(
+                id=name,
+                agent_url=agent_url_of(entry.report),
+                engine_url="" if agent_url_of(entry.report) else entry.report.transport.engine_url,
+                state=self._catalog_state(name, entry),
+                agent_boot_id=entry.report.agent_boot_id if agent_url_of(entry.report) else "",
             )
             for name, entry in self._context.reports.workers.items()
         }
@@ -304,16 +301,12 @@ class FleetQueries:
         )
         self._context.catalog.refresh(self.adapter_states(), workers, draining, self._pauses_in_force())
 
-    def _pauses_in_force(self) -> dict[str, CatalogPause]:
+    def _pauses_in_force(self) -> dict[str, PauseLease]:
         """The pauses that have not ended, by the key of their scope."""
         now = self._context.wall()
-        return {
-            key: CatalogPause(key=key, **{name: getattr(lease, name) for name in _PAUSE_FIELDS})
-            for key, lease in self._context.store.pauses.items()
-            if lease.expires_at > now
-        }
+        return {key: lease for key, lease in self._context.store.pauses.items() if lease.expires_at > now}
 
-    def _catalog_state(self, worker_id: str, entry: KnownWorker) -> str:
+    def _catalog_state(self, worker_id: str, entry: KnownWorker) -> WorkerState:
         """The worker's state for routers: one that is to drain counts as cordoned until its adapters are elsewhere."""
         state = worker_state(entry, self._context.store.workers.get(worker_id))
         is_going = (
@@ -332,7 +325,7 @@ class FleetQueries:
 
 def _adapter_state(
     adapter: RegisteredAdapter, is_ready: bool, is_loading: bool, is_inspecting: bool, is_failed: bool
-) -> str:
+) -> AdapterState:
     """The adapter's state from these facts, the first that applies."""
     if adapter.is_deleting:
         return "deleting"

@@ -20,6 +20,7 @@ from lorafleet.service.loops import forever
 from orchestrator.core.errors import WorkerFailed
 from orchestrator.leadership.leadership import Leadership
 from orchestrator.model.catalog import Catalog
+from orchestrator.model.changes import reader_of
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.worker_reports import WorkerReports
@@ -154,7 +155,7 @@ class StandbyFollower:
         if answer.status_code == httpx.codes.NOT_MODIFIED:
             return
         answer.raise_for_status()
-        catalog = Catalog.model_validate_json(answer.content)
+        catalog: Catalog = reader_of(Catalog).validate_json(answer.content, extra="ignore")
         missed = 0
         for worker in catalog.workers:
             if worker.id not in self._reconciler.reports.workers and worker.state != "lost" and worker.agent_url:

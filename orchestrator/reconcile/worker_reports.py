@@ -7,10 +7,12 @@ probed first, and the worker is lost only when neither answers.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import Literal
 
 from lorafleet.kube.slices import DiscoveredWorker
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.placement.warm_up import WARMING
+from orchestrator.model.catalog import WorkerState
 from orchestrator.model.snapshot import (
     OCCUPYING,
     AdapterFailure,
@@ -35,7 +37,12 @@ from orchestrator.reconcile.agent_view import (
 )
 from workers.wire import Metadata, WorkerAdapter
 
-_AGENT_STATES = {"starting": "starting", "engine_down": "starting", "draining": "draining", "ready": "ready"}
+_AGENT_STATES: Mapping[str, Literal["starting", "draining", "ready"]] = {
+    "starting": "starting",
+    "engine_down": "starting",
+    "draining": "draining",
+    "ready": "ready",
+}
 
 
 @dataclass(slots=True)
@@ -53,7 +60,7 @@ class KnownWorker:
     view: AgentView
     heard_at: float
     reported_at: float
-    reach: str = "heard"
+    reach: Literal["heard", "lost", "unmanaged"] = "heard"
     ready_since: dict[tuple[str, str], float] = field(default_factory=dict)
     probed_at: float = 0.0
     kube_worker: DiscoveredWorker | None = None
@@ -367,7 +374,7 @@ class WorkerReports:
         return max(0.0, self._wall() - at.timestamp())
 
 
-def worker_state(entry: KnownWorker, intent: WorkerIntent | None) -> str:
+def worker_state(entry: KnownWorker, intent: WorkerIntent | None) -> WorkerState:
     """The worker's state. Reachability outweighs the agent's report, which outweighs a cordon or drain by REST.
 
     A ready worker is draining while its pod is terminated, and cordoned while a load hangs in its engine.

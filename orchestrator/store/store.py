@@ -12,9 +12,9 @@ from typing import Any, TypeVar, cast
 
 from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
-from orchestrator.core.pauses import PauseLease
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.history import HistoryEntry
+from orchestrator.model.pauses import PauseLease
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import Publication, ServedName, Targets, is_retired_version
 from orchestrator.model.snapshot import Intent, WorkerIntent

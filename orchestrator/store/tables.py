@@ -10,8 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 
-from orchestrator.core.pauses import PauseLease
 from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.pauses import PauseLease
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import ServedName
 from orchestrator.model.snapshot import WorkerIntent

@@ -19,10 +19,11 @@ from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
 from lorafleet.service.http.openapi import Json
 from lorafleet.telemetry.request_log import request_id
+from orchestrator.model.catalog import CatalogAdapter
 from router.api.explain import decision_answer, dispatched_answer, replay_answer, tenants_answer, undecided_answer
 from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
-from router.core.fleet import ReplicaState, RoutableAdapter, RouterFleet
+from router.core.fleet import ReplicaState, RouterFleet
 from router.core.resolve import usable_adapters, whole_name
 from router.processes.aggregate import Answer, WorkerProcesses
 from router.protocols.routes import likely_route
@@ -336,7 +337,7 @@ async def model_card(services: Services, caller: Caller, model: str) -> dict[str
 def _cards(fleet: RouterFleet, caller: Caller) -> dict[str, dict[str, Any]]:
     """Model cards by name: base models with replicas, and the adapters and aliases that the caller may use."""
 
-    def may_use(adapter: RoutableAdapter) -> bool:
+    def may_use(adapter: CatalogAdapter) -> bool:
         """Whether the caller may use this adapter."""
         return caller.may_use(adapter.tenants)
 
@@ -360,7 +361,7 @@ def _cards(fleet: RouterFleet, caller: Caller) -> dict[str, dict[str, Any]]:
         lora_id: card(lora_id, adapter.engine_name or lora_id, adapter.base_model) for lora_id, adapter in mine.items()
     }
     for name, alias in fleet.aliases.items():
-        targets = [mine[lora_id] for lora_id, _weight in alias.targets if lora_id in mine]
+        targets = [mine[target.lora_id] for target in alias.targets if target.lora_id in mine]
         if targets:
             cards[name] = card(name, targets[0].lora_id, targets[0].base_model)
     return _in_namespace(fleet, caller, cards) if caller.namespace else cards

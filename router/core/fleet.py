@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lorafleet import identity
 from lorafleet.identity import AdapterLocation
+from orchestrator.model.catalog import CatalogAdapter, CatalogAlias
 from router.core.kv.index import WorkerId
 
 ReplicaState = Literal["ready", "starting", "draining", "unreachable"]
@@ -115,43 +116,6 @@ class Replica:
     def incarnation(self) -> Incarnation:
         """This worker and this boot of its engine."""
         return self.id, self.engine_boot_id
-
-
-@dataclass(frozen=True, slots=True)
-class RoutableAdapter:
-    """An adapter that requests may name. `digest` is None, and `rank` 0, until an agent has inspected it.
-
-    is_listed    it is not in the catalog: an engine without an agent lists it by this name
-    engine_name  its name at engines, with the digest, so that other bytes have another name
-    """
-
-    lora_id: str
-    base_model: str | None
-    digest: str | None
-    source: str
-    tenants: tuple[str, ...] | None = None
-    error: str | None = None
-    priority: int = 0
-    secret: str | None = None
-    is_listed: bool = False
-    rank: int = 0
-    # Made once: each request looks it up in several tables, and a new string would be hashed anew.
-    engine_name: str | None = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Set `engine_name`: None for an adapter of the catalog until its digest is known."""
-        name = self.lora_id if self.is_listed else None
-        if self.digest is not None:
-            name = identity.engine_name(self.lora_id, self.digest)
-        object.__setattr__(self, "engine_name", name)
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterAlias:
-    """A name for one or more adapters: (lora_id, weight) pairs."""
-
-    name: str
-    targets: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)  # without slots, for the cached properties
@@ -268,8 +232,8 @@ class RouterFleet:
 
     revision: int = 0
     replicas: Mapping[WorkerId, Replica] = field(default_factory=lambda: MappingProxyType({}))
-    adapters: Mapping[str, RoutableAdapter] = field(default_factory=lambda: MappingProxyType({}))
-    aliases: Mapping[str, AdapterAlias] = field(default_factory=lambda: MappingProxyType({}))
+    adapters: Mapping[str, CatalogAdapter] = field(default_factory=lambda: MappingProxyType({}))
+    aliases: Mapping[str, CatalogAlias] = field(default_factory=lambda: MappingProxyType({}))
 
     @cached_property
     def base_models(self) -> dict[str, Replica | None]:
@@ -282,12 +246,12 @@ class RouterFleet:
         return known | {replica.base_model: replica for replica in ready_last}
 
     @cached_property
-    def by_digest(self) -> Mapping[str, tuple[RoutableAdapter, ...]]:
+    def by_digest(self) -> Mapping[str, tuple[CatalogAdapter, ...]]:
         """Adapters by the first 12 digits of their digest, which engine names have.
 
         Computed once a fleet, when a request first names a version: it walks every adapter.
         """
-        found: dict[str, tuple[RoutableAdapter, ...]] = {}
+        found: dict[str, tuple[CatalogAdapter, ...]] = {}
         for adapter in self.adapters.values():
             if adapter.digest:
                 key = adapter.digest[: identity.DIGEST_DIGITS]
@@ -306,7 +270,7 @@ class RouterFleet:
         """The roster of a base model: its replicas in any state; empty for an unknown one."""
         return self._rosters.get(base_model, _EMPTY_ROSTER)
 
-    def resident_adapter(self, lora_id: str, excluded: Excluded = frozenset()) -> RoutableAdapter | None:
+    def resident_adapter(self, lora_id: str, excluded: Excluded = frozenset()) -> CatalogAdapter | None:
         """The adapter if some replica reports its exact digest as ready and not as draining, else None.
 
         excluded  replicas that may not get this request: they do not count

@@ -3,32 +3,14 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedPause:
-    """A pause as the catalog lists it.
-
-    key           of its scope
-    tenant        None: every tenant's requests; `namespace`: "" for those of every namespace
-    call          of the orchestrator's calls for this scope, the one that it is of
-    lease_s       it ends so many seconds after it was read, if nothing more is heard
-    is_abort      requests that run are ended; `is_awaited`: somebody waits for their end
-    """
-
-    key: str
-    tenant: str | None
-    namespace: str
-    call: tuple[float, int]
-    lease_s: float
-    is_abort: bool = False
-    is_awaited: bool = False
+from orchestrator.model.pauses import PauseLease
 
 
 @dataclass(frozen=True, slots=True)
 class HeldScope:
     """A pause in force at this router, until the time `until` at the latest."""
 
-    pause: ListedPause
+    pause: PauseLease
     until: float
 
     def covers(self, tenant: str | None, namespace: str, now: float) -> bool:
@@ -42,7 +24,7 @@ class HeldScope:
 
 
 def after_catalog(
-    known: Mapping[str, HeldScope], listed: Iterable[ListedPause], now: float
+    known: Mapping[str, HeldScope], listed: Iterable[PauseLease], now: float
 ) -> tuple[Mapping[str, HeldScope], list[HeldScope]]:
     """The pauses after a catalog was read, and those of them that are of a call that was not known before.
 

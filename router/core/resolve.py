@@ -12,10 +12,11 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from lorafleet.identity import asked_version, split_version_id
+from orchestrator.model.catalog import CatalogAdapter
 from router.core.errors import AdapterFailed, AdapterInspecting, BadBody, ModelNotFound, without_places
-from router.core.fleet import Incarnation, RoutableAdapter, RouterFleet
+from router.core.fleet import Incarnation, RouterFleet
 
-Visible = Callable[[RoutableAdapter], bool]
+Visible = Callable[[CatalogAdapter], bool]
 
 
 class RequestTarget(msgspec.Struct, frozen=True):
@@ -26,7 +27,7 @@ class RequestTarget(msgspec.Struct, frozen=True):
     """
 
     base_model: str
-    adapter: RoutableAdapter | None
+    adapter: CatalogAdapter | None
     asked: str
     digest: str = ""
     only: Incarnation | None = None
@@ -37,7 +38,7 @@ class RequestTarget(msgspec.Struct, frozen=True):
         adapter = self.adapter
         return self.base_model if adapter is None else adapter.engine_name or adapter.lora_id
 
-    def with_adapter(self, adapter: RoutableAdapter) -> "RequestTarget":
+    def with_adapter(self, adapter: CatalogAdapter) -> "RequestTarget":
         """The target with this adapter, as the catalog has it now; raises ModelNotFound for other bytes than asked."""
         if adapter is self.adapter:
             return self
@@ -142,18 +143,18 @@ def _exists(fleet: RouterFleet, name: str) -> bool:
     return any(each in fleet.adapters or each in fleet.aliases for each in names)
 
 
-def visible_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, RoutableAdapter]:
+def visible_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, CatalogAdapter]:
     """The adapters that exist for a caller, by lora_id."""
     return {lora_id: adapter for lora_id, adapter in fleet.adapters.items() if visible(adapter)}
 
 
-def usable_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, RoutableAdapter]:
+def usable_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, CatalogAdapter]:
     """The visible adapters, without those that failed their checks before any worker had verified them."""
     adapters = visible_adapters(fleet, visible)
     return {lora_id: adapter for lora_id, adapter in adapters.items() if adapter.error is None or adapter.digest}
 
 
-def _adapter_target(fleet: RouterFleet, adapter: RoutableAdapter, name: str, asked: str, param: str) -> RequestTarget:
+def _adapter_target(fleet: RouterFleet, adapter: CatalogAdapter, name: str, asked: str, param: str) -> RequestTarget:
     """The target of an adapter found under this name; raises AdapterFailed and AdapterInspecting."""
     if adapter.error is not None:
         message = f"adapter {adapter.lora_id!r} failed its checks: {without_places(adapter.error)}"
@@ -165,7 +166,7 @@ def _adapter_target(fleet: RouterFleet, adapter: RoutableAdapter, name: str, ask
     return RequestTarget(base_model, adapter, asked, version[1] if version is not None else "")
 
 
-def _find_adapter(fleet: RouterFleet, visible: Visible, session: str, rng: Random, name: str) -> RoutableAdapter | None:
+def _find_adapter(fleet: RouterFleet, visible: Visible, session: str, rng: Random, name: str) -> CatalogAdapter | None:
     """The visible adapter with this lora_id, alias or version, or None.
 
     Of an alias's targets the session or chance chooses.
@@ -176,7 +177,7 @@ def _find_adapter(fleet: RouterFleet, visible: Visible, session: str, rng: Rando
     alias = fleet.aliases.get(name)
     if alias is None:
         return _find_version(fleet, visible, name) if "@" in name else None
-    usable = [(fleet.adapters[lora_id], weight) for lora_id, weight in alias.targets if lora_id in fleet.adapters]
+    usable = [(fleet.adapters[each.lora_id], each.weight) for each in alias.targets if each.lora_id in fleet.adapters]
     usable = [(adapter, weight) for adapter, weight in usable if weight > 0 and visible(adapter)]
     if len(usable) < 2:
         return usable[0][0] if usable else None
@@ -185,7 +186,7 @@ def _find_adapter(fleet: RouterFleet, visible: Visible, session: str, rng: Rando
     return rng.choices([adapter for adapter, _ in usable], [weight for _, weight in usable])[0]
 
 
-def _find_version(fleet: RouterFleet, visible: Visible, name: str) -> RoutableAdapter | None:
+def _find_version(fleet: RouterFleet, visible: Visible, name: str) -> CatalogAdapter | None:
     """The visible adapter whose bytes `name@digest12` names; None: no version of that name with them is kept."""
     version = asked_version(name)
     if version is None:
@@ -201,7 +202,7 @@ def _is_version(fleet: RouterFleet, lora_id: str, name: str) -> bool:
     if lora_id == name or (version is not None and version[0] == name):
         return True
     alias = fleet.aliases.get(name)
-    return alias is not None and lora_id in dict(alias.targets)
+    return alias is not None and any(target.lora_id == lora_id for target in alias.targets)
 
 
 def _session_claim(alias: str, session: str, lora_id: str, weight: float) -> float:
@@ -234,7 +235,7 @@ def _names_target(fleet: RouterFleet, visible: Visible, model: str, lora_id: str
     """Whether `model`, which is no base model, names the adapter `lora_id`: as it is, with its base, or by an alias."""
     base, name = _split_model(fleet, visible, model)
     alias = fleet.aliases.get(name)
-    is_same = name == lora_id or (alias is not None and lora_id in dict(alias.targets))
+    is_same = name == lora_id or (alias is not None and any(target.lora_id == lora_id for target in alias.targets))
     if not is_same and (target.digest or "@" in name):
         version = asked_version(lora_id)
         is_same = _find_version(fleet, visible, name) is target.adapter or (version is not None and name == version[0])
@@ -269,7 +270,7 @@ def _unknown_model(fleet: RouterFleet, visible: Visible, name: str, shown: str) 
     version = asked_version(name)
     if version is not None:
         alias = fleet.aliases.get(version[0])
-        targets = [version[0]] if alias is None else [lora_id for lora_id, _ in alias.targets]
+        targets = [version[0]] if alias is None else [target.lora_id for target in alias.targets]
         current = [fleet.adapters[lora_id] for lora_id in targets if lora_id in fleet.adapters]
         if names := [str(adapter.engine_name) for adapter in current if adapter.digest and visible(adapter)]:
             return f"The version {shown!r} is not kept; {version[0]!r} is {' or '.join(names)} now"

@@ -7,8 +7,7 @@ from types import MappingProxyType
 from lorafleet.identity import engine_name
 from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogAlias, CatalogWorker
 from orchestrator.model.names import checked_lora_id
-from orchestrator.model.pauses import CatalogPause
-from router.core.fleet import AdapterAlias, RoutableAdapter
+from orchestrator.model.pauses import PauseLease
 from workers.wire import Metadata
 
 
@@ -21,12 +20,12 @@ class RouterCatalog:
     """
 
     revision: int = 0
-    adapters: Mapping[str, RoutableAdapter] = field(default_factory=dict)
-    aliases: Mapping[str, AdapterAlias] = field(default_factory=dict)
+    adapters: Mapping[str, CatalogAdapter] = field(default_factory=dict)
+    aliases: Mapping[str, CatalogAlias] = field(default_factory=dict)
     deleting: frozenset[str] = frozenset()
     draining: Mapping[str, frozenset[str]] = field(default_factory=dict)
     workers: tuple[CatalogWorker, ...] = ()
-    pauses: tuple[CatalogPause, ...] = ()
+    pauses: tuple[PauseLease, ...] = ()
 
     def names(self) -> frozenset[str]:
         """All lora_ids and alias names, which no engine's own list can redefine."""
@@ -52,9 +51,9 @@ def _with_entries(known: RouterCatalog, changes: Catalog) -> RouterCatalog:
     adapters = dict(known.adapters)
     for lora_id in deleting.union(changes.gone_adapters):
         adapters.pop(lora_id, None)
-    adapters |= {a.lora_id: _routable(a) for a in changes.adapters if a.state != "deleting"}
+    adapters |= {a.lora_id: a for a in changes.adapters if a.state != "deleting"}
     aliases = {name: alias for name, alias in known.aliases.items() if name not in changes.gone_aliases}
-    aliases |= {alias.name: _alias(alias) for alias in changes.aliases}
+    aliases |= {alias.name: alias for alias in changes.aliases}
     return RouterCatalog(
         revision=changes.revision,
         adapters=MappingProxyType(adapters),
@@ -66,27 +65,6 @@ def _with_entries(known: RouterCatalog, changes: Catalog) -> RouterCatalog:
     )
 
 
-def _routable(adapter: CatalogAdapter) -> RoutableAdapter:
-    """The adapter as requests are routed by it."""
-    return RoutableAdapter(
-        adapter.lora_id,
-        adapter.base_model,
-        adapter.digest,
-        adapter.source,
-        adapter.tenants,
-        # A request may wait for any error to pass but a quarantine, which is the adapter's own fault.
-        adapter.error if adapter.state == "failed" else None,
-        adapter.priority,
-        adapter.secret,
-        rank=adapter.rank or 0,
-    )
-
-
-def _alias(alias: CatalogAlias) -> AdapterAlias:
-    """The alias as requests are resolved by it."""
-    return AdapterAlias(alias.name, tuple((target.lora_id, target.weight) for target in alias.targets))
-
-
 def _draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
     """Worker id -> engine names that take no new requests on that worker."""
     names: dict[str, set[str]] = {}
@@ -95,7 +73,7 @@ def _draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
     return {worker: frozenset(worker_names) for worker, worker_names in names.items()}
 
 
-def discovered_adapters(reports: Iterable[Metadata], catalog_names: Container[str]) -> Mapping[str, RoutableAdapter]:
+def discovered_adapters(reports: Iterable[Metadata], catalog_names: Container[str]) -> Mapping[str, CatalogAdapter]:
     """Adapters that engines without an agent list and the catalog does not have, by lora_id.
 
     Every tenant may use them. Engine names that the fleet gave (`lora_id@digest12`) are left out: the catalog knows
@@ -105,7 +83,7 @@ def discovered_adapters(reports: Iterable[Metadata], catalog_names: Container[st
 
     catalog_names  of its adapters and aliases
     """
-    adapters_by_id: dict[str, RoutableAdapter] = {}
+    adapters_by_id: dict[str, CatalogAdapter] = {}
     for report in reports:
         base_model = report.model.base_model
         for lora in report.lora.loaded_loras:
@@ -115,8 +93,12 @@ def discovered_adapters(reports: Iterable[Metadata], catalog_names: Container[st
             if known is None or _discovery_rank(base_model, lora.error) < _discovery_rank(
                 known.base_model, known.error
             ):
-                adapters_by_id[lora.lora_id] = RoutableAdapter(
-                    lora.lora_id, base_model, None, "", error=lora.error, is_listed=True
+                adapters_by_id[lora.lora_id] = CatalogAdapter(
+                    lora_id=lora.lora_id,
+                    base_model=base_model,
+                    digest=None,
+                    error=lora.error,
+                    engine_name=lora.lora_id,
                 )
     return adapters_by_id
 

@@ -8,6 +8,7 @@ import httpx
 
 from lorafleet.service.loops import ChangeSignal
 from orchestrator.model.catalog import Catalog
+from orchestrator.model.changes import reader_of
 from router.fleet.catalog import RouterCatalog, router_catalog, with_changes
 from router.fleet.saved_catalog import SavedCatalog
 
@@ -155,7 +156,7 @@ class CatalogFollower:
 
     def _adopt_answer(self, content: bytes) -> None:
         """Put a catalog or its changes in force, and save them. Raises ValueError for invalid ones."""
-        answer = Catalog.model_validate_json(content, extra="ignore")
+        answer = reader_of(Catalog).validate_json(content, extra="ignore")
         if answer.since is None:
             self._adopt(router_catalog(answer))
             if self._saved is not None:

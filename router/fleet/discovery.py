@@ -16,10 +16,11 @@ from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.slices import DiscoveredWorker
 from lorafleet.service.loops import MOST_BACKOFF_S, ChangeSignal, forever
 from lorafleet.telemetry.repeats import RepeatLimiter
-from orchestrator.model.pauses import CatalogPause
+from orchestrator.model.catalog import CatalogAdapter
+from orchestrator.model.pauses import PauseLease
 from router.config import RouterSettings
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
-from router.core.fleet import Replica, RoutableAdapter, RouterFleet, with_last_resort
+from router.core.fleet import Replica, RouterFleet, with_last_resort
 from router.core.kv.index import WorkerId
 from router.fleet.catalog import RouterCatalog, discovered_adapters
 from router.fleet.catalog_follower import CatalogFollower
@@ -95,7 +96,7 @@ class Discovery:
         listener: ReplicaListener,
         *,
         router_id: str,
-        adopt_pauses: Callable[[tuple[CatalogPause, ...]], bool],
+        adopt_pauses: Callable[[tuple[PauseLease, ...]], bool],
         confirmation_due: asyncio.Event,
         clock: Callable[[], float],
         on_failure: Callable[[str], object],
@@ -135,7 +136,7 @@ class Discovery:
             on_change=self._adopt_catalog,
         )
         self.catalog_ids: frozenset[str] = frozenset()
-        self._all_adapters: Mapping[str, RoutableAdapter] = MappingProxyType({})
+        self._all_adapters: Mapping[str, CatalogAdapter] = MappingProxyType({})
         self._has_heard_engines = False
         self.followed: dict[str, FollowedWorker] = {}
         self._rebuild_timer: asyncio.TimerHandle | None = None

@@ -20,6 +20,7 @@ from pydantic_core import from_json
 from lorafleet.identity import rendezvous_order
 from lorafleet.service.loops import run_watched
 from orchestrator.model.adapter_documents import EnsureAnswer, EnsureRequest
+from orchestrator.model.catalog import CatalogAdapter
 from router.core.errors import (
     AdapterFailed,
     ColdStartTimeout,
@@ -32,7 +33,7 @@ from router.core.errors import (
     Saturated,
     without_places,
 )
-from router.core.fleet import Excluded, Replica, RoutableAdapter
+from router.core.fleet import Excluded, Replica
 from router.core.queue.admission import QueueLimits, QueueUsage, WaitRefusal
 from router.fleet.discovery import Discovery
 from router.http.engine_connection import EngineLost
@@ -153,7 +154,7 @@ class ColdStarts:
         size_bytes: int = 0,
         deadline_at: float | None = None,
         is_displaced: bool = False,
-    ) -> RoutableAdapter:
+    ) -> CatalogAdapter:
         """The adapter, once some replica reports its exact digest as ready; at once when one does already.
 
         Begins its load where none is under way; the load is cancelled when no request waits for it any more.
@@ -310,7 +311,7 @@ class ColdStarts:
 
     async def _wait(
         self, lora_id: str, excluded: Callable[[], Excluded], start: _ColdStart, deadline_at: float | None
-    ) -> RoutableAdapter:
+    ) -> CatalogAdapter:
         """Wait for a load until the timeout or deadline, and measure it. Raises as `until_resident`."""
 
         left_s = inf if deadline_at is None else deadline_at - self.clock()
@@ -505,7 +506,7 @@ class ColdStarts:
             self._record_progress(lora_id, None, LoadTrouble("failure", failed, self.clock() + retry_in_s))
         return None
 
-    def _check_accepted(self, adapter: RoutableAdapter) -> None:
+    def _check_accepted(self, adapter: CatalogAdapter) -> None:
         """Raise NoCapacity where no worker of its base model accepts adapters."""
         replicas = self.discovery.fleet.roster(adapter.base_model or "").replicas
         if replicas and all(replica.refusal for replica in replicas):
@@ -539,7 +540,7 @@ class ColdStarts:
         if start is not None:
             start.troubles.add(trouble)
 
-    def able_replicas(self, adapter: RoutableAdapter) -> list[Replica]:
+    def able_replicas(self, adapter: CatalogAdapter) -> list[Replica]:
         """The replicas that may load an adapter, in the orchestrator's rendezvous order; last those that hang now."""
         able = [
             replica

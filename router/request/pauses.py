@@ -9,9 +9,9 @@ import structlog
 from lorafleet.http_server.batches import leave_batch
 from lorafleet.keys.roles import Caller
 from lorafleet.service.loops import ChangeSignal
-from orchestrator.model.pauses import CatalogPause
+from orchestrator.model.pauses import PauseLease
 from router.core.errors import DeadlineExceeded, Saturated
-from router.core.pauses import HeldScope, ListedPause, after_catalog, holding
+from router.core.pauses import HeldScope, after_catalog, holding
 from router.core.queue.admission import QueueUsage
 
 log = structlog.get_logger()
@@ -50,13 +50,13 @@ class PauseGate:
 
     # --- the pauses -----------------------------------------------------------------------------------------------
 
-    def adopt(self, listed: Iterable[CatalogPause]) -> bool:
+    def adopt(self, listed: Iterable[PauseLease]) -> bool:
         """Put the catalog's pauses in force: whether the orchestrator waits to hear of that.
 
         Ends running requests where a new pause says so, and lets held ones go where their pause has ended.
         """
         known, now = self.in_force, self._clock()
-        found, new = after_catalog(known, map(_listed, listed), now)
+        found, new = after_catalog(known, listed, now)
         self.in_force = found
         for held in new:
             self._begin(held, is_known=held.pause.key in known)
@@ -72,9 +72,9 @@ class PauseGate:
         pause, running = held.pause, self._covered(held)
         if not is_known:
             log.info("pause in force", scope=pause.key, lease_s=pause.lease_s, running=len(running))
-        if pause.is_awaited:
+        if pause.mode != "keep":
             self.awaited[pause.key] = set(running)
-        if pause.is_abort:
+        if pause.mode == "abort":
             for run in running:
                 run.abort()
 
@@ -136,16 +136,3 @@ class PauseGate:
                 await self._changed.wait(until - now)
         finally:
             self.held.remove(tenant, size_bytes)
-
-
-def _listed(pause: CatalogPause) -> ListedPause:
-    """A pause of the catalog, for the core."""
-    return ListedPause(
-        key=pause.key,
-        tenant=pause.tenant,
-        namespace=pause.namespace,
-        call=(pause.began_at, pause.renewals),
-        lease_s=pause.lease_s,
-        is_abort=pause.mode == "abort",
-        is_awaited=pause.mode != "keep",
-    )

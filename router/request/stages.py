@@ -12,8 +12,9 @@ from lorafleet.http_server.batches import leave_batch
 from lorafleet.identity import BlockHash, adapter_salt, block_hashes, root_hash
 from lorafleet.keys.roles import Caller
 from lorafleet.kv.pictures import picture_blocks
+from orchestrator.model.catalog import CatalogAdapter
 from router.core.errors import ModelNotFound
-from router.core.fleet import Excluded, Incarnation, Roster, RoutableAdapter, RouterFleet
+from router.core.fleet import Excluded, Incarnation, Roster, RouterFleet
 from router.core.kv.index import WorkerId
 from router.core.queue.queued_request import QueuedRequest
 from router.core.resolve import RequestTarget, resolve, whole_name
@@ -407,6 +408,6 @@ async def dispatch(  # noqa: PLR0917  (for each request, and names take time)
     return dispatched
 
 
-def fair_weight(adapter: RoutableAdapter | None) -> float:
+def fair_weight(adapter: CatalogAdapter | None) -> float:
     """The adapter's share of its tenant's time: 1.0 at priority 0, doubled by each step."""
     return 1.0 if adapter is None else 2.0 ** max(-_MAX_PRIORITY, min(_MAX_PRIORITY, adapter.priority))

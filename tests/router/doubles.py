@@ -19,6 +19,7 @@ from lorafleet.engine.worker_proofs import ProvedAgent, proof_of
 from lorafleet.identity import engine_name
 from lorafleet.keys.key_files import hash_key, key_id_of
 from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker
+from orchestrator.model.changes import reader_of
 from orchestrator.model.usage import RequestCounts, UsageReport
 from router.app import build
 from router.config import RouterSettings
@@ -243,7 +244,7 @@ class AgentDouble:
                 workers=workers,
                 draining=self.draining,
             )
-            return Response(catalog.model_dump_json(), media_type="application/json")
+            return Response(reader_of(Catalog).dump_json(catalog), media_type="application/json")
 
         async def events(_request):
             async def messages():

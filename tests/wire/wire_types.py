@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 import orchestrator.model
 import router.wire
 import workers.wire
-from orchestrator.model.documents import WIRE
+from orchestrator.model.names import WIRE
 
 LAST_RELEASE = Path(__file__).parent / "last_release"
 _FILE = "types.json"

@@ -13,6 +13,7 @@ from orchestrator.core.errors import NotFound, StoreError
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.intent.uploads import AdapterUploads, KeptUpload, UploadAsk, UploadQuery
 from orchestrator.model.catalog import Catalog
+from orchestrator.model.changes import reader_of
 from orchestrator.model.served_names import AliasTarget, ServedName
 from orchestrator.reconcile.catalog import CatalogBook
 from router.fleet.catalog import router_catalog, with_changes
@@ -55,7 +56,7 @@ class StoreDouble:
 def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept):
     store = StoreDouble()
     book = CatalogBook(store, wall=lambda: 0.0, buffer=kept)
-    known = router_catalog(Catalog.model_validate_json(book.catalog_json()[1]))
+    known = router_catalog(reader_of(Catalog).validate_json(book.catalog_json()[1]))
     for step, name in [*steps, ("read", "")]:
         match step:
             case "register":
@@ -80,9 +81,9 @@ def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept
             book.refresh(states, {}, ())
         if step == "read":
             book.refresh(states, {}, ())
-            changes = Catalog.model_validate_json(book.changes_json(known.revision))
+            changes = reader_of(Catalog).validate_json(book.changes_json(known.revision))
             known = router_catalog(changes) if changes.since is None else with_changes(known, changes)
-            assert known == router_catalog(Catalog.model_validate_json(book.catalog_json()[1]))
+            assert known == router_catalog(reader_of(Catalog).validate_json(book.catalog_json()[1]))
 
 
 def test_changes_that_do_not_follow_are_refused_and_repeated_ones_change_nothing():

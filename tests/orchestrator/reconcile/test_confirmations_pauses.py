@@ -6,9 +6,9 @@ import pytest
 
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import StateConflict
-from orchestrator.core.pauses import PauseScope
 from orchestrator.model.catalog import Catalog
-from orchestrator.model.pauses import CatalogPause
+from orchestrator.model.changes import reader_of
+from orchestrator.model.pauses import PauseScope
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.confirmations import FleetPauses
 from orchestrator.store.store import IntentStore
@@ -17,7 +17,7 @@ from tests.patience import within
 
 async def report(service, seq, *, router="r0", sees=True, running=0):
     """A router's report: whether it sees the catalog as it is now, and how many paused requests run there."""
-    catalog = Catalog.model_validate_json((await service.http.get("/v1/catalog")).content)
+    catalog = reader_of(Catalog).validate_json((await service.http.get("/v1/catalog")).content)
     held = {pause.key: running for pause in catalog.pauses}
     body = {"router_id": router, "boot_id": "b0", "seq": seq, "revision_seen": catalog.revision if sees else 0}
     answer = await service.http.post("/v1/usage", json=body | {"running_in_pause": held})
@@ -94,11 +94,7 @@ async def test_pause_that_is_ended_while_it_is_written_is_a_conflict(tmp_path):
     catalog = CatalogBook(store, wall=lambda: 0.0, buffer=9)
 
     def refresh():
-        fields = CatalogPause.model_fields.keys() - {"key"}
-        pauses = {
-            key: CatalogPause(key=key, **{name: getattr(lease, name) for name in fields})
-            for key, lease in store.pauses.items()
-        }
+        pauses = dict(store.pauses)
         catalog.refresh({}, {}, (), pauses)
         catalogs.append(list(pauses))
 

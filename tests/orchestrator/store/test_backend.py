@@ -8,7 +8,7 @@ import pytest
 
 from lorafleet.kube.client import connect
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
-from orchestrator.core.pauses import PauseLease
+from orchestrator.model.pauses import PauseLease
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import (
     AliasTarget,

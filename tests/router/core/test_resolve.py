@@ -6,15 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.model.catalog import CatalogAdapter, CatalogAlias
+from orchestrator.model.served_names import AliasTarget
 from router.core.errors import AdapterFailed, BadBody, ModelNotFound
-from router.core.fleet import AdapterAlias, RoutableAdapter, RouterFleet
+from router.core.fleet import RouterFleet
 from router.core.resolve import resolve, usable_adapters, whole_name
 from tests.properties import examples
 from tests.router.core.schedule.test_policy import a_replica
 
 
 def an_adapter(lora_id, base_model="tiny", tenants=None, error=None):
-    return RoutableAdapter(lora_id, base_model, "a" * 64, "file:///x", tenants, error)
+    return CatalogAdapter(lora_id=lora_id, base_model=base_model, digest="a" * 64, tenants=tenants, error=error)
+
+
+def an_alias(name, weights):
+    return CatalogAlias(name=name, targets=tuple(AliasTarget(lora_id, weight) for lora_id, weight in weights.items()))
 
 
 FLEET = RouterFleet(
@@ -35,17 +41,17 @@ FLEET = RouterFleet(
     ),
     aliases=MappingProxyType(
         {
-            "sql": AdapterAlias("sql", (("sql/v1", 1.0), ("secret/v1", 1.0))),
-            "secret": AdapterAlias("secret", (("secret/v1", 1.0),)),
-            "off": AdapterAlias("off", (("sql/v1", 0.0),)),
+            "sql": an_alias("sql", {"sql/v1": 1.0, "secret/v1": 1.0}),
+            "secret": an_alias("secret", {"secret/v1": 1.0}),
+            "off": an_alias("off", {"sql/v1": 0.0}),
         }
     ),
 )
 
 
 def test_an_adapter_that_failed_before_anybody_verified_it_is_not_listed():
-    never = replace(an_adapter("never/v1", error="source_forbidden"), digest=None)
-    new = replace(an_adapter("new/v1"), digest=None)
+    never = replace(an_adapter("never/v1", error="source_forbidden"), digest=None, engine_name=None)
+    new = replace(an_adapter("new/v1"), digest=None, engine_name=None)
     fleet = replace(FLEET, adapters=FLEET.adapters | {it.lora_id: it for it in (never, new)})
     listed = usable_adapters(fleet, lambda _adapter: True)
     assert listed.keys() == fleet.adapters.keys() - {"never/v1"}
@@ -134,7 +140,7 @@ def named(weights, *, alias="it", sessions=SESSIONS[:300]):
         1,
         FLEET.replicas,
         MappingProxyType({name: an_adapter(name) for name in weights}),
-        MappingProxyType({alias: AdapterAlias(alias, tuple(weights.items()))}),
+        MappingProxyType({alias: an_alias(alias, weights)}),
     )
     return {
         session: resolve(
@@ -230,7 +236,7 @@ def test_a_whole_name_keeps_its_meaning_whichever_base_models_are_served():
 
 
 def a_version(name, digest, tenants=None):
-    return RoutableAdapter(name, "tiny", digest * 64, "file:///x", tenants)
+    return CatalogAdapter(lora_id=name, base_model="tiny", digest=digest * 64, tenants=tenants)
 
 
 VERSIONS = with_adapters(
@@ -239,7 +245,7 @@ VERSIONS = with_adapters(
     a_version("m@3/v3", "3", tenants=("acme",)),
     a_version("plain", "4"),
     a_version("other/v1", "5"),
-    aliases=[AdapterAlias("m@3", (("m@3/v2", 1.0),)), AdapterAlias("both", (("plain", 1.0), ("other/v1", 9.0)))],
+    aliases=[an_alias("m@3", {"m@3/v2": 1.0}), an_alias("both", {"plain": 1.0, "other/v1": 9.0})],
 )
 
 
@@ -318,9 +324,9 @@ TEAM = RouterFleet(
     ),
     aliases=MappingProxyType(
         {
-            "policy": AdapterAlias("policy", (("policy/v1", 1.0),)),
-            "team/policy": AdapterAlias("team/policy", (("team/policy/v2", 1.0),)),
-            "team/tiny": AdapterAlias("team/tiny", (("team/tiny/v1", 1.0),)),
+            "policy": an_alias("policy", {"policy/v1": 1.0}),
+            "team/policy": an_alias("team/policy", {"team/policy/v2": 1.0}),
+            "team/tiny": an_alias("team/tiny", {"team/tiny/v1": 1.0}),
         }
     ),
 )

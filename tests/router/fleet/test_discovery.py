@@ -4,6 +4,7 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx
@@ -215,7 +216,7 @@ async def test_a_worker_of_the_catalog_without_an_agent_is_asked_itself(engines)
 
             async def catalog(_request):
                 worker = CatalogWorker(id="e0", agent_url="", engine_url=engines[0].url, state="ready")
-                return JSONResponse({"revision": 1, "workers": [worker.model_dump()]})
+                return JSONResponse({"revision": 1, "workers": [asdict(worker)]})
 
             app.router.routes.insert(0, Route("/v1/catalog", catalog))
             return app

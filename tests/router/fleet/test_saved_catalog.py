@@ -7,6 +7,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.telemetry.repeats import RepeatLimiter
 from orchestrator.model.catalog import Catalog, CatalogAdapter
+from orchestrator.model.changes import reader_of
 from router.fleet.saved_catalog import SavedCatalog
 
 
@@ -29,7 +30,7 @@ def saved_in(folder):
 
 
 def json_of(**catalog):
-    return Catalog(**catalog).model_dump_json().encode()
+    return reader_of(Catalog).dump_json(Catalog(**catalog))
 
 
 def test_the_saved_catalog_has_the_changes_since_it_was_written(tmp_path):

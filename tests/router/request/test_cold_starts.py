@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.identity import rendezvous_order
 from lorafleet.service.loops import ChangeSignal
-from orchestrator.model.catalog import CatalogAlias
+from orchestrator.model.catalog import CatalogAdapter, CatalogAlias
 from orchestrator.model.served_names import AliasTarget
 from router.core.errors import (
     AdapterFailed,
@@ -22,7 +22,7 @@ from router.core.errors import (
     Saturated,
     without_places,
 )
-from router.core.fleet import RoutableAdapter, RouterFleet
+from router.core.fleet import RouterFleet
 from router.core.queue.admission import QueueLimits, QueueUsage
 from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchRefused
@@ -228,7 +228,9 @@ class FakeDiscovery:
     """What discovery knows of an adapter with a secret, and of these replicas."""
 
     def __init__(self, *replicas):
-        adapter = RoutableAdapter("sql/v1", "m", DIGEST, "s3://adapters/sql", secret="store/key", rank=32)
+        adapter = CatalogAdapter(
+            lora_id="sql/v1", base_model="m", digest=DIGEST, source="s3://adapters/sql", secret="store/key", rank=32
+        )
         self.fleet = RouterFleet(1, {replica.id: replica for replica in replicas}, {"sql/v1": adapter})
         self.changes = ChangeSignal()
         self.report_ages_s = {}
@@ -410,7 +412,7 @@ def test_what_failed_on_one_worker_is_not_told_while_another_loads():
 
 def test_discovered_adapter_is_not_loaded_until_a_catalog_has_it():
     known, asked = FakeDiscovery(), []
-    listed = RoutableAdapter("sql/v1", "m", None, "", is_listed=True)
+    listed = CatalogAdapter(lora_id="sql/v1", base_model="m", digest=None, engine_name="sql/v1")
 
     async def post(url, path, *, body, timeout_s):
         asked.append(path)

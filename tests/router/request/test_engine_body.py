@@ -5,8 +5,9 @@ from random import Random
 import msgspec
 import pytest
 
+from orchestrator.model.catalog import CatalogAdapter
 from router.core.errors import BadBody, ModelNotFound, ReplicaUnreachable
-from router.core.fleet import Replica, RoutableAdapter, RouterFleet
+from router.core.fleet import Replica, RouterFleet
 from router.core.resolve import resolve
 from router.request.engine_body import (
     FORWARDED_HEADERS,
@@ -140,7 +141,7 @@ def test_engine_gets_the_value_that_the_router_read_of_two():
 )
 def test_name_with_another_digest_or_none_is_unknown(field, name):
     replica = Replica("w0", "tiny", "http://e", "http://a", "vllm", "ready", 16, 4, 8, 2048)
-    adapter = RoutableAdapter("sql/v1", "tiny", "0123456789abcdef", "file:///x")
+    adapter = CatalogAdapter(lora_id="sql/v1", base_model="tiny", digest="0123456789abcdef")
     fleet = RouterFleet(replicas={"w0": replica}, adapters={"sql/v1": adapter})
     names = {"model": None, "lora_id": None} | {field: name}
     with pytest.raises(ModelNotFound, match=r"does not exist|is not kept"):

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.keys.roles import Caller
-from orchestrator.model.pauses import CatalogPause
+from orchestrator.model.pauses import PauseLease
 from router.core.errors import DeadlineExceeded, Saturated
-from router.core.pauses import ListedPause, after_catalog, holding
+from router.core.pauses import after_catalog, holding
 from router.core.queue.admission import QueueLimits, QueueUsage
 from router.protocols.aborted import aborted_answer
 from router.request.pauses import PauseGate
@@ -26,9 +26,9 @@ CATALOGS = st.lists(
 SCOPE_OF = {"a": (None, ""), "b": ("acme", ""), "c": ("acme", "run-1")}
 
 
-def listed(key: str, call: int = 0, lease_s: float = 60.0) -> ListedPause:
+def listed(key: str, call: int = 0, lease_s: float = 60.0) -> PauseLease:
     tenant, namespace = SCOPE_OF[key]
-    return ListedPause(key=key, tenant=tenant, namespace=namespace, call=(1.0, call), lease_s=lease_s)
+    return pause(lease_s, tenant=tenant, namespace=namespace, renewals=call)
 
 
 @given(CATALOGS, st.sampled_from(TENANTS), st.sampled_from(NAMESPACES))
@@ -59,9 +59,9 @@ def test_a_request_is_held_exactly_by_listed_pauses_of_its_scope_each_for_its_le
 ACME = Caller("acme", frozenset({"infer"}))
 
 
-def pause(lease_s: float = 60.0, **more) -> CatalogPause:
-    told = {"key": "k", "tenant": "acme", "began_at": 1.0, "expires_at": 61.0, "lease_s": lease_s}
-    return CatalogPause(**told | more)
+def pause(lease_s: float = 60.0, **more) -> PauseLease:
+    told = {"tenant": "acme", "mode": "keep", "owner": "trainer", "began_at": 1.0, "expires_at": 61.0}
+    return PauseLease(lease_s=lease_s, **told | more)
 
 
 def gate(**limits) -> PauseGate:
