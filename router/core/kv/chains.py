@@ -224,6 +224,8 @@ def joined_walks(ours: list[tuple[int, int]], theirs: list[tuple[int, int]]) -> 
     """Two walks over one prompt as one: at each block the holders of either."""
     if not ours or not theirs:
         return ours or theirs
+    if len(ours) == len(theirs) == 1 and ours[0][0] == theirs[0][0]:  # a prompt of one segment in either: the usual one
+        return [(ours[0][0], ours[0][1] | theirs[0][1])]
     found, i, k = [], 0, 0
     while i < len(ours) and k < len(theirs):
         our_end, their_end = ours[i][0], theirs[k][0]

@@ -111,11 +111,10 @@ class KvIndex:
         """Contiguous prefix depth in blocks of every worker with at least the first block; pending blocks count."""
         depths: dict[WorkerId, int] = {}
         blocks = tuple(hashes)
-        walk = self._device.walk(blocks)
+        walk = self._device.walk(blocks) if self._device else []
         for chains in (self._estimated, self._pending):
-            more = chains.walk(blocks)
-            if more:
-                walk = joined_walks(walk, more) if walk else more
+            if chains:
+                walk = joined_walks(walk, chains.walk(blocks)) if walk else chains.walk(blocks)
         self._descend(self._used_bits, blocks, 0, walk, depths)
         return depths
 

@@ -203,6 +203,19 @@ def test_request_closed_by_its_own_work_ends_with_that_stage(bench):
     assert bench.noted == ["this stage", "ended"]
 
 
+def test_request_alone_in_its_batch_does_not_stop_between_its_stages(bench):
+    async def work():
+        stops = [*next_stage()]
+        bench.noted.append(len(stops))
+
+    bench.begin(work())
+    bench.loop.run_tick()
+    bench.begin(work())
+    bench.begin(work())
+    bench.loop.run_tick()
+    assert bench.noted == [0, 1, 1]
+
+
 async def test_a_coroutine_that_leaves_its_batch_goes_on_in_a_task():
     batches, answered, noted, tasks = Batches(Outbox()), Signal(), [], set()
     loop = asyncio.get_running_loop()
