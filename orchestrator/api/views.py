@@ -19,7 +19,7 @@ from orchestrator.model.adapter_documents import AdapterItem, EnsureAnswer, File
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.plans import ActionItem, PlacementItem, Plan, PlanCost, TargetChange
 from orchestrator.model.snapshot import OCCUPYING, DesiredPlacement, WorkerIntent
-from orchestrator.model.workers import WorkerDrainProgress, WorkerFiles, WorkerItem, WorkerLoad
+from orchestrator.model.workers import WorkerDrainProgress, WorkerFiles, WorkerItem
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.worker_reports import KnownWorker, worker_state
 from workers.wire import WorkerAdapter
@@ -130,7 +130,7 @@ class WireViews:
                 "refusal": report.lora.refusal,
                 "files": self._files_of(worker_id),
                 "drain": self._drain_of(entry, store.workers.get(worker_id)),
-                "load": WorkerLoad.model_validate(report.load, from_attributes=True),
+                "load": report.load,
             }
         )
 

@@ -6,18 +6,7 @@ from pydantic import Field
 
 from orchestrator.model.catalog import WorkerState
 from orchestrator.model.documents import ServiceDocument, WrittenDocument
-
-
-class WorkerLoad(ServiceDocument):
-    """A worker's load and rates by its last report; a rate of 0 is not measured yet."""
-
-    running: int
-    waiting: int
-    waiting_for_slot: int
-    kv_usage: float
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    load_seconds: float
+from workers.wire import Load
 
 
 class WorkerDrainProgress(ServiceDocument):
@@ -66,6 +55,7 @@ class WorkerItem(ServiceDocument):
     is_terminating  Kubernetes is terminating its pod, so it drains
     refusal         why it takes no adapters at all; empty: it takes them
     drain           how far its drain is; null for a worker that does not drain
+    load            its load and rates by its last report
     """
 
     id: str
@@ -82,7 +72,7 @@ class WorkerItem(ServiceDocument):
     refusal: str = ""
     files: WorkerFiles | None = None
     drain: WorkerDrainProgress | None = None
-    load: WorkerLoad | None = None
+    load: Load | None = None
 
 
 class WorkerList(ServiceDocument):
