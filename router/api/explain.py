@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+import msgspec
+
 from router.core.errors import BadBody, NoReplica
 from router.core.fleet import Roster, rejection
 from router.core.kv.index import WorkerId
@@ -74,9 +76,9 @@ def decision_answer(
         scores=tuple(
             score_item(
                 score,
-                is_winner=score.replica == decision.replica.id,
-                is_passed_over=score.replica in passed_over_ids,
-                trust="estimate" if request.is_approximate else trust(score.replica),
+                is_winner=score.worker_id == decision.replica.id,
+                is_passed_over=score.worker_id in passed_over_ids,
+                trust="estimate" if request.is_approximate else trust(score.worker_id),
             )
             for score in decision.scores
         ),
@@ -90,23 +92,8 @@ def score_item(
     score: ReplicaScore, *, is_winner: bool, is_passed_over: bool = False, trust: str = "estimate"
 ) -> ScoreItem:
     """One replica's cost terms."""
-    return ScoreItem(
-        worker_id=score.replica,
-        winner=is_winner,
-        passed_over=is_passed_over,
-        trust=trust,
-        depth_blocks=score.depth_blocks,
-        cached_tokens=score.cached_tokens,
-        prefill_s=score.prefill_s,
-        adapter_s=score.adapter_s,
-        slot_s=score.slot_s,
-        queue_s=score.queue_s,
-        harm_s=score.interference_s,
-        crowd_s=score.pressure_s,
-        decode_s=score.decode_s,
-        zone_s=score.zone_s,
-        cost_s=score.cost_s,
-    )
+    terms = msgspec.structs.asdict(score)
+    return ScoreItem(**terms, winner=is_winner, passed_over=is_passed_over, trust=trust)
 
 
 def tenants_answer(answer: RouteAnswer, *, has_adapter_alone: bool) -> RouteAnswer:

@@ -21,17 +21,21 @@ from router.core.schedule.snapshot import FleetSnapshot
 
 
 class ReplicaScore(msgspec.Struct, frozen=True):
-    """One replica's cost terms, in seconds but for `depth_blocks` and `cached_tokens`."""
+    """One replica's cost terms, in seconds but for `depth_blocks` and `cached_tokens`.
 
-    replica: WorkerId
+    harm_s   decode interference
+    crowd_s  cache pressure, and scarcity of adapter slots
+    """
+
+    worker_id: WorkerId
     depth_blocks: int
     cached_tokens: int
     prefill_s: float
     adapter_s: float
     slot_s: float
     queue_s: float
-    interference_s: float
-    pressure_s: float
+    harm_s: float
+    crowd_s: float
     decode_s: float
     zone_s: float
     cost_s: float

@@ -219,7 +219,7 @@ def test_adapter_location_has_a_cost_unless_a_fresh_request_loads_it():
         a_replica("host", residents=[SQL], location="host"),
         a_replica("device", residents=[SQL]),
     ]
-    costs = {s.replica: s.adapter_s for s in choose(RoutingRequest("m", SQL, 100), fleet).scores}
+    costs = {s.worker_id: s.adapter_s for s in choose(RoutingRequest("m", SQL, 100), fleet).scores}
     assert costs == {"disk": 4.0, "host": CostSettings().host_to_device_s, "device": 0.0}
     fresh = choose(RoutingRequest("m", SQL, 100), fleet[:1], own={"disk": ReplicaLoad(fresh=frozenset({SQL}))})
     assert fresh.score.adapter_s == 0.0
@@ -419,8 +419,8 @@ def test_winner_ties_with_the_best_and_never_has_the_whole_prompt_cached(moment)
     request, snapshot = moment
     decision = decide(KvLoraPolicy(), request, structs.replace(snapshot, costs=CostSettings()))
     fits = {snapshot.roster.replicas[i].id for i in within_slots(request, snapshot, snapshot.able(request))}
-    best = min(s.cost_s for s in decision.scores if s.replica in fits)
-    assert decision.score.replica in fits
+    best = min(s.cost_s for s in decision.scores if s.worker_id in fits)
+    assert decision.score.worker_id in fits
     assert decision.score.cost_s <= best * 1.0501 + 0.0006
     assert all(s.cached_tokens <= max(0, request.prompt_tokens - 1) for s in decision.scores)
 
