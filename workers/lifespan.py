@@ -44,7 +44,7 @@ async def running(
         tasks = [
             asyncio.create_task(supervisor.run()),
             asyncio.create_task(_repeat("scrape", agent.engine.scrape, settings.scrape_s, metrics)),
-            asyncio.create_task(_repeat("tidy", agent.sweep, settings.tidy_s, metrics)),
+            asyncio.create_task(_repeat("tidy", agent.run_maintenance, settings.tidy_s, metrics)),
             asyncio.create_task(_repeat("look", agent.reconcile, settings.scan_s, metrics)),
             asyncio.create_task(_repeat("foreign", agent.read_foreign_files, settings.scan_s, metrics)),
         ]

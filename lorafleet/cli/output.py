@@ -12,6 +12,9 @@ from lorafleet.cli.columns import Item, ListView
 from lorafleet.cli.context import print_json
 from lorafleet.service.failure import CommandFailed, printable
 
+ListAnswer = Mapping[str, Any]
+"""A whole REST answer: its items in `data`, and who did not answer in `missing`."""
+
 
 class OutputFormat(StrEnum):
     table = "table"
@@ -37,7 +40,7 @@ def chosen_format(output: OutputFormat, as_json: bool) -> OutputFormat:
     return OutputFormat.json
 
 
-def print_list(view: ListView, answer: Item | Sequence[Item], output: OutputFormat, as_json: bool) -> None:
+def print_list(view: ListView, answer: ListAnswer | Sequence[Item], output: OutputFormat, as_json: bool) -> None:
     """Print a list: its table, its names one a line, or all of it as JSON or YAML.
 
     answer  the items, or a whole answer with them in `data`, which JSON and YAML then print as it came

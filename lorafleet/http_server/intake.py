@@ -64,7 +64,7 @@ class BodyMeter(Protocol):
     def charge_read(self, caller: Caller, size_bytes: int) -> None:
         """Charge bytes of a body that were read."""
 
-    def charge_unfinished(self, caller: Caller) -> None:
+    def charge_incomplete_body(self, caller: Caller) -> None:
         """Charge a request whose body ended early: it was refused, came too slowly, or its client left."""
 
 
@@ -136,7 +136,7 @@ class RequestIntake:
         """Count bytes no longer of a body that ended early, and charge its request to a caller with limits."""
         self.room.release(caller.tenant or "", size_bytes, is_answered=False)
         if caller.limits is not None and self._meter is not None:
-            self._meter.charge_unfinished(caller)
+            self._meter.charge_incomplete_body(caller)
 
     def no_room(self, caller: Caller, exchange: HttpExchange, body_bytes: int, now: float) -> RefusedMessage:
         """The 429 for a body beyond what the server may hold, with the seconds until there should be room for it.

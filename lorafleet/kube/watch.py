@@ -72,7 +72,7 @@ async def list_and_watch(
         kube, path, label_selector, page, on_list, on_event, on_failure, on_answer, times, clock, rng or random.Random()
     )
     while True:
-        await loop.run_once()
+        await loop.watch_then_back_off()
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class ListWatchLoop:
     away_since: float | None = None
     watching_since: float = 0.0
 
-    async def run_once(self) -> None:
+    async def watch_then_back_off(self) -> None:
         """List, if needed, and watch until the watch ends. Counts and logs a failure, never raises it, and pauses."""
         self.watching_since = self.clock()
         try:

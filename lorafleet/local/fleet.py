@@ -109,7 +109,7 @@ class LocalFleet:
         if self._children:
             self.steps.say(f"stopped in {time.monotonic() - began:.1f} s; nothing is left running")
 
-    def kill(self) -> None:
+    def kill_and_wait(self) -> None:
         """Kill all processes at once, remove the sockets' folder, and wait until this is done."""
         self._guard.release()
 
@@ -152,9 +152,9 @@ class LocalFleet:
         if self.options.demo and self._are_all_held_back:
             self.steps.say("demo: skipped, because every worker is cordoned or drained")
         elif self.options.demo:
-            await self._run_demo(base.request_name, registered)
+            await self._try_demo(base.request_name, registered)
 
-    async def _run_demo(self, base_model: str, registered: Sequence[str]) -> None:
+    async def _try_demo(self, base_model: str, registered: Sequence[str]) -> None:
         """Run the demo; print its failure, for the fleet can be used all the same. With `once`: raise CommandFailed."""
         try:
             await demo.run_demo(self.url("router"), self.token, base_model, registered)

@@ -124,7 +124,7 @@ async def _run_until_signal(options: FleetOptions) -> int:
     def on_signal() -> None:
         """Stop the fleet in order; at a second signal kill it and exit with 130."""
         if stopping.is_set():  # a second signal: kill at once
-            fleet.kill()
+            fleet.kill_and_wait()
             os._exit(130)
         stopping.set()
 

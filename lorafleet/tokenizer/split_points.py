@@ -114,11 +114,11 @@ class SplitPoints:
 
 def _pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
     """A pattern of these tokens, the longest first; None without tokens."""
-    return re.compile(longest_of(tokens)) if tokens else None
+    return re.compile(longest_match_pattern(tokens)) if tokens else None
 
 
-def longest_of(tokens: Iterable[str]) -> str:
-    """An expression for the longest of these tokens that begins at a place, as the tokenizer's own search finds it.
+def longest_match_pattern(tokens: Iterable[str]) -> str:
+    """Regex source for the longest of these tokens that begins at a place, as the tokenizer's own search finds it.
 
     A tree of common beginnings: some tokenizers add thousands of tokens, and one after the other would be tried.
     """
@@ -132,7 +132,7 @@ def longest_of(tokens: Iterable[str]) -> str:
     branches = []
     for first, some in tails.items():
         shared = commonprefix(some)  # noqa: RUF071  (of characters, not of paths)
-        branches.append(re.escape(first + shared) + longest_of([tail[len(shared) :] for tail in some]))
+        branches.append(re.escape(first + shared) + longest_match_pattern([tail[len(shared) :] for tail in some]))
     if not branches:
         return ""
     if len(branches) == 1 and not is_end:

@@ -24,7 +24,7 @@ from itertools import groupby
 from typing import Final, cast
 
 from lorafleet.tokenizer.split_pattern import CUT, keeps_words_apart, split_pattern
-from lorafleet.tokenizer.split_points import TokenizerFile, certain_tokens, longest_of
+from lorafleet.tokenizer.split_points import TokenizerFile, certain_tokens, longest_match_pattern
 
 # What any Unicode version or Python counts as white space: one more than the tokenizer's never harms, since a space
 # after it is then just not used.
@@ -188,7 +188,7 @@ class WordCache:
         if split is None or not keeps_words_apart(file.normalizer):
             return None
         contents = [token.content for token in tokens]
-        added = re.compile(f"({longest_of(contents)})") if tokens else None
+        added = re.compile(f"({longest_match_pattern(contents)})") if tokens else None
         # Printable ASCII stands for itself among a byte-level model's tokens, so no other text has such a token's id.
         separators = (token for token in contents if token.isascii() and token.isprintable() and " " not in token)
         certain = frozenset(certain_tokens(contents))

@@ -354,7 +354,7 @@ class ConfigMapBackend:
         """Do not create the object again: it was deleted, and its row is about to be."""
         self.rendering.lost.add(name)
 
-    def forget_adapter(self, lora_id: str) -> None:
+    def forget_adapter_object(self, lora_id: str) -> None:
         """Stop remembering the adapter for the detection of its deletion, and queue that write."""
         if self.tables.rows.of(KNOWN).pop(lora_id, None) is not None:
             self.writer.mark_dirty([_memory_key(lora_id)], is_promised=False)
@@ -363,11 +363,11 @@ class ConfigMapBackend:
         """Whether a write of the row is pending."""
         return self.writer.is_pending(_row_key(table, key))
 
-    def is_deleting(self, name: str) -> bool:
+    def will_delete_object(self, object_name: str) -> bool:
         """Whether this object is about to be deleted, because its row was."""
-        return self.rendering.is_deleting(name)
+        return self.rendering.will_delete_object(object_name)
 
-    def remember_adapter(self, lora_id: str) -> None:
+    def record_adapter_object(self, lora_id: str) -> None:
         """Remember the adapter's object and queue that write, so that a deletion without an orchestrator is noticed.
 
         No write if nothing changed.
@@ -395,7 +395,7 @@ class ConfigMapBackend:
             self.rendering.on_written(row)
         if key.table == ADAPTERS.name and self.tables.has_row(row):
             if self.tables.object_name(*row) in self.mirror.objects:
-                self.remember_adapter(key.name)
+                self.record_adapter_object(key.name)
         elif key.table == COUNTERS.name and not self._barrier:
             self._barrier = version_of(self.mirror.objects[self.tables.state_name(COUNTERS.name)])
             self._on_mirror_news()

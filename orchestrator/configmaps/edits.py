@@ -110,7 +110,7 @@ class ObjectEdits:
         self._backend.report_undone()
         self._backend.reload_remembered()
         before = self._store.writes
-        self._end_missing(missing)
+        self._resolve_missing(missing)
         names, self._mirror.changed = self._mirror.changed, set()
         if self._writes != before or self._deleted:
             names |= self._refused  # e.g. an object that was renamed: the old one held its name
@@ -171,7 +171,7 @@ class ObjectEdits:
             return
         if (found["metadata"].get("labels") or {}).get(FLEET) != self._backend.fleet:
             return  # without its label: the row stays, and `_confirmed_missing` has sent an Event
-        if self._backend.is_deleting(name):
+        if self._backend.will_delete_object(name):
             return  # the object is about to be deleted, with any edit of it
         record = self._mirror.accepted_record(name)
         if record is not None:
@@ -207,7 +207,7 @@ class ObjectEdits:
             self._store.absorb(StoreChange(table, key, value))
             log.info("row taken over", object=name, table=table, key=key)
         if table == ADAPTERS.name:
-            backend.remember_adapter(key)
+            backend.record_adapter_object(key)
 
     def _accept_edit(self, name: str, found: Json, kind: str) -> None:
         """Apply the object's text to the intent. Raises OrchestratorError for a text that is to be refused.
@@ -295,24 +295,24 @@ class ObjectEdits:
         await asyncio.gather(*map(ask, list(self._mirror.doubtful)))
         return missing
 
-    def _end_missing(self, missing: list[str]) -> None:
+    def _resolve_missing(self, object_names: list[str]) -> None:
         """Handle objects that do not exist: delete their rows, or create the objects again.
 
         Mirror and row change in one step, as a write in between would create the object again. Objects that exist after
         all, or whose remembering object is unread, are left for later.
         """
-        if not missing:
+        if not object_names:
             return
         # A remembered adapter that is gone was deleted. If the remembering object is gone too, or is new, both may have
         # been lost without a deletion. So the remembering objects are checked first.
         mirror, tables = self._mirror, self._backend.tables
-        for name in missing:
+        for name in object_names:
             found, doubt = mirror.objects.get(name), mirror.doubtful.get(name)
             if found is not None and kind_of(found) == "state" and doubt in {DoubtReason.MISSING, DoubtReason.DELETED}:
                 mirror.forget(name)
         homes = {home: row for row, home in tables.object_names.items()}
         remembered = {known.object_name: lora_id for lora_id, known in tables.rows.of(KNOWN).items()}
-        for name in missing:
+        for name in object_names:
             doubt, lora_id = mirror.doubtful.get(name), remembered.get(name)
             if doubt is None or (doubt is DoubtReason.ASKED and self._is_followed(name)):
                 continue  # it exists after all, or the watch will show its deletion
@@ -320,12 +320,12 @@ class ObjectEdits:
             if memory in mirror.doubtful:
                 continue  # the remembering object could not be read yet
             is_explicit = doubt is DoubtReason.DELETED or (lora_id is not None and memory not in mirror.unproven)
-            is_ours = self._backend.is_deleting(name)
+            is_ours = self._backend.will_delete_object(name)
             mirror.forget(name)
             self._refused.discard(name)
             self._read.pop(name, None)
             if lora_id is not None and lora_id not in self._store.adapters:
-                self._record_deletion(lora_id) if is_explicit else self._backend.forget_adapter(lora_id)
+                self._record_deletion(lora_id) if is_explicit else self._backend.forget_adapter_object(lora_id)
             elif name in homes and not is_ours:  # ours: the row was registered again meanwhile, and is to be written
                 is_explicit &= doubt is DoubtReason.DELETED or lora_id == homes[name][1]
                 self._end_row(*homes[name], name, is_explicit=is_explicit)
@@ -355,7 +355,7 @@ class ObjectEdits:
         digest = self._backend.tables.rows.of(KNOWN)[lora_id].digest
         log.info("adapter was deleted while no orchestrator led", lora_id=lora_id)
         self._store.record_deletion(lora_id, digest, ACTOR)
-        self._backend.forget_adapter(lora_id)
+        self._backend.forget_adapter_object(lora_id)
 
     def _delete_adapter(self, lora_id: str) -> None:
         """Delete the adapter as the REST route does, unless an alias targets it: then the alias gets an Event.

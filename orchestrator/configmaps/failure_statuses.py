@@ -70,7 +70,7 @@ class FailureStatuses:
         """
         name = self._backend.tables.object_name("adapters", adapter.lora_id)
         found = self._backend.mirror.objects.get(name)
-        if found is None or self._backend.is_deleting(name):
+        if found is None or self._backend.will_delete_object(name):
             return  # not written yet, or about to be deleted
         status = self._backend.rendering.statuses.get(name, "")
         if status and not status.startswith(_FAILED):

@@ -156,14 +156,14 @@ class ObjectRendering:
         if self.tables.has_row(row) or self.pending_deletion(*row) is None:
             self.deleting.pop(row, None)
 
-    def is_deleting(self, name: str) -> bool:
+    def will_delete_object(self, object_name: str) -> bool:
         """Whether the object of this name is to be deleted."""
-        found = self.mirror.objects.get(name)
+        found = self.mirror.objects.get(object_name)
         if found is None or not self.deleting:
             return False
-        record = self.mirror.accepted_record(name)
+        record = self.mirror.accepted_record(object_name)
         rows = self.deleting if record is None else (record.subject,)
-        return any(self.deleting.get(row) == (name, uid_of(found)) for row in rows)
+        return any(self.deleting.get(row) == (object_name, uid_of(found)) for row in rows)
 
     def pending_deletion(self, table: str, key: str) -> DesiredObject | None:
         """The deletion of the row's object, by uid; None when there is none to delete."""

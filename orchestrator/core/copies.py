@@ -395,7 +395,7 @@ class UploadQuota:
         return f"{problem}: {shown}; {advice}"
 
 
-def missing_files(received: Mapping[str, tuple[int, int | None]]) -> tuple[str, ...]:
+def files_still_to_send(received: Mapping[str, tuple[int, int | None]]) -> tuple[str, ...]:
     """The files of an upload that have not come whole, in the order to send them; empty if it can be installed.
 
     received  file -> bytes that are there, and of the whole file (None: not known, and what is there is all)

@@ -181,9 +181,9 @@ def _unload_actions(
     return actions
 
 
-def workers_at_once(workers: int) -> int:
-    """The workers of a base model that load one adapter at once, of so many that serve: half of them, or the one."""
-    return max(1, math.ceil(workers / 2))
+def parallel_loads_of_adapter(serving_workers: int) -> int:
+    """Most workers of a base model that load one adapter at once: half of the serving ones, at least one."""
+    return max(1, math.ceil(serving_workers / 2))
 
 
 def _load_actions(
@@ -219,7 +219,7 @@ def _load_actions(
         worker = observed.workers[step.worker_id]
         is_warming = worker.state == WARMING
         is_spread = policy.load_spread_s > 0 and not is_warming and not _is_short(step, adapters, observed.load_figures)
-        if is_spread and loading[step.lora_id] >= workers_at_once(peers[worker.base_model]):
+        if is_spread and loading[step.lora_id] >= parallel_loads_of_adapter(peers[worker.base_model]):
             continue
         most = max(LOADS_AT_ONCE, policy.loads_per_worker) if is_warming else policy.loads_per_worker
         if busy.get(step.worker_id, 0) < most:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field
 from lorafleet.identity import fleet_source, rendezvous_order
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.config import OrchestratorSettings
-from orchestrator.core.copies import UPLOAD_FILES, SentBytes, UploadQuota, missing_files, upload_id
+from orchestrator.core.copies import UPLOAD_FILES, SentBytes, UploadQuota, files_still_to_send, upload_id
 from orchestrator.core.errors import (
     InvalidAdapter,
     NotFound,
@@ -447,7 +447,7 @@ class AdapterUploads:
 
 def missing_of(state: UploadState) -> tuple[str, ...]:
     """The files of an upload that have not come whole, in the order to send them."""
-    return missing_files({file.name: (file.received_bytes, file.total_bytes) for file in state.files})
+    return files_still_to_send({file.name: (file.received_bytes, file.total_bytes) for file in state.files})
 
 
 async def _bounded(chunks: AsyncIterator[bytes], most_bytes: int) -> AsyncIterator[bytes]:

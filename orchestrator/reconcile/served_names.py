@@ -345,7 +345,7 @@ class NameMover:
         self._marks[key] = now
         if marks is None:
             return {}
-        return {lora_id: _tally_growth(tally, marks.get(lora_id, RequestTally())) for lora_id, tally in now.items()}
+        return {lora_id: _growth_or_zero(tally, marks.get(lora_id, RequestTally())) for lora_id, tally in now.items()}
 
     def _observed_workers(self) -> Collection[ObservedWorker]:
         """All workers, as observed now."""
@@ -531,7 +531,7 @@ def _able_worker_count(adapter: RegisteredAdapter, workers: Collection[ObservedW
     return len(fits.union(holders))
 
 
-def _tally_growth(now: RequestTally, before: RequestTally) -> RequestTally:
+def _growth_or_zero(now: RequestTally, before: RequestTally) -> RequestTally:
     """The growth of each count; 0 where a count fell because it began anew."""
     return RequestTally(
         max(0.0, now.requests - before.requests),

@@ -62,18 +62,18 @@ def _counts_of(values: Iterable[Any]) -> RequestCounts:
     return RequestCounts(**dict(zip(RequestCounts.__dataclass_fields__, values, strict=True)))
 
 
-def _series_bytes(sums: SeriesSums) -> bytes:
-    """A series as it is kept."""
+def _encode_series(sums: SeriesSums) -> bytes:
+    """A series as bytes for its row in the file."""
     return _encode((_values_of(sums.counts), sums.gauges))
 
 
-def _series_from(body: bytes) -> SeriesSums:
-    """A series that was kept."""
-    values, gauges = _decode(body)
+def _decode_series(stored: bytes) -> SeriesSums:
+    """The series in the bytes of its row."""
+    values, gauges = _decode(stored)
     return SeriesSums(_counts_of(values), gauges)
 
 
-def _shares_from(body: bytes) -> Shares:
+def _decode_stored_shares(body: bytes) -> Shares:
     """Shares that were kept."""
     return {name: _counts_of(values) for name, values in _decode_shares(body).items()}
 
@@ -143,14 +143,14 @@ class TrafficFile:
             "SELECT at, body FROM slices WHERE step = ? AND kind = ? AND name = ? AND at >= ?",
             (grain.step_s, kind, name, since),
         )
-        return {at: _series_from(body) for at, body in rows}
+        return {at: _decode_series(body) for at, body in rows}
 
     def read_all(self, grain: Grain, kind: SeriesKind, since: float) -> Iterable[tuple[str, int, SeriesSums]]:
         """(name, beginning, sums) of every series of a kind."""
         rows = self._rows(
             "SELECT name, at, body FROM slices WHERE step = ? AND kind = ? AND at >= ?", (grain.step_s, kind, since)
         )
-        return ((name, at, _series_from(body)) for name, at, body in rows)
+        return ((name, at, _decode_series(body)) for name, at, body in rows)
 
     def read_shares(self, grain: Grain, key: SharesKey, since: float) -> dict[int, Shares]:
         """Beginning of a slice -> shares of one series in it."""
@@ -158,20 +158,20 @@ class TrafficFile:
             "SELECT at, body FROM shares WHERE step = ? AND kind = ? AND name = ? AND by = ? AND at >= ?",
             (grain.step_s, *key, since),
         )
-        return {at: _shares_from(body) for at, body in rows}
+        return {at: _decode_stored_shares(body) for at, body in rows}
 
     def read_slice(self, grain: Grain, at: int) -> TrafficSlice:
         """All that was written of one slice."""
         rows = self._rows("SELECT kind, name, body FROM slices WHERE step = ? AND at = ?", (grain.step_s, at))
         shares = self._rows("SELECT kind, name, by, body FROM shares WHERE step = ? AND at = ?", (grain.step_s, at))
         return TrafficSlice(
-            {(kind, name): _series_from(body) for kind, name, body in rows},
-            {(kind, name, by): _shares_from(body) for kind, name, by, body in shares},
+            {(kind, name): _decode_series(body) for kind, name, body in rows},
+            {(kind, name, by): _decode_stored_shares(body) for kind, name, by, body in shares},
         )
 
     def write(self, grain: Grain, at: int, written: TrafficSlice) -> None:
         """Write a slice in place of what it held; raises nothing: what cannot be written is logged and lost."""
-        rows = [(grain.step_s, kind, name, at, _series_bytes(sums)) for (kind, name), sums in written.series.items()]
+        rows = [(grain.step_s, kind, name, at, _encode_series(sums)) for (kind, name), sums in written.series.items()]
         shares = [
             (grain.step_s, *key, at, _encode({name: _values_of(part) for name, part in parts.items()}))
             for key, parts in written.shares.items()

@@ -68,10 +68,10 @@ class InferenceHandler:
         if caller.limits is not None:
             self._services.quotas.charge_bytes(caller.key_id, caller.limits, self._services.clock(), size_bytes)
 
-    def charge_unfinished(self, caller: Caller) -> None:
+    def charge_incomplete_body(self, caller: Caller) -> None:
         """Charge a request whose body ended early to the caller's key."""
         if caller.limits is not None:
-            self._services.quotas.charge_unfinished(caller.key_id, caller.limits, self._services.clock())
+            self._services.quotas.charge_incomplete_body(caller.key_id, caller.limits, self._services.clock())
 
     def _check_body(self, caller: Caller, limits: KeyLimits, headers: Mapping[bytes, bytes]) -> None:
         """Raise RateLimited where the key's limits forbid to read this request's body, if it has one."""

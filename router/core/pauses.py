@@ -1,7 +1,8 @@
 """Which requests a pause holds: leases of the orchestrator, as one router knows them. Pure: time is an argument."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from orchestrator.model.pauses import PauseLease
 
@@ -23,9 +24,17 @@ class HeldScope:
         )
 
 
-def after_catalog(
-    known: Mapping[str, HeldScope], listed: Iterable[PauseLease], now: float
-) -> tuple[Mapping[str, HeldScope], list[HeldScope]]:
+class PauseUpdate(NamedTuple):
+    """The pauses in force after a catalog was read, by key.
+
+    new  those of `held` that begin with this catalog
+    """
+
+    held: Mapping[str, HeldScope]
+    new: Sequence[HeldScope]
+
+
+def merge_listed_pauses(known: Mapping[str, HeldScope], listed: Iterable[PauseLease], now: float) -> PauseUpdate:
     """The pauses after a catalog was read, and those of them that are of a call that was not known before.
 
     A pause that the catalog lists no longer has ended. The same call read again ends no later than before: so a pause
@@ -40,7 +49,7 @@ def after_catalog(
         else:
             found[pause.key] = held = HeldScope(pause, now + pause.lease_s)
             new.append(held)
-    return found, new
+    return PauseUpdate(found, new)
 
 
 def holding(pauses: Mapping[str, HeldScope], tenant: str | None, namespace: str, now: float) -> HeldScope | None:

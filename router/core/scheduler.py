@@ -134,7 +134,7 @@ class Scheduler:
         """Record the result of a health probe; see CircuitBreaker.record_probe."""
         self.breaker.record_probe(replica, now, self.rng, is_well=is_well)
 
-    def take_retry(self, replica: Replica, now: float, *, sent_at: float) -> bool:
+    def try_take_retry(self, replica: Replica, now: float, *, sent_at: float) -> bool:
         """Whether a failed request may be sent once more, taken from the retry budget; call after `record_failure`.
 
         Requests in flight at a replica that was lost go elsewhere without drawing on the retry budget.

@@ -40,7 +40,7 @@ class AnswerRewriter(Protocol):
     def end(self) -> bytes:
         """The kept rest of a stream that has ended, rewritten."""
 
-    def drop_rest(self) -> None:
+    def discard_partial_event(self) -> None:
         """Forget the kept rest: the stream goes on with whole events of our own."""
 
 
@@ -88,7 +88,7 @@ class ModelRenamer:
         left, self._held = self._held, b""
         return self.whole(left)
 
-    def drop_rest(self) -> None:
+    def discard_partial_event(self) -> None:
         """Forget the kept rest: the stream goes on with whole events of our own."""
         self._held = b""
 

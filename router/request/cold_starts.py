@@ -414,7 +414,7 @@ class ColdStarts:
                 f"adapter {lora_id!r} fits on no worker: {without_places(answered.error or 'no reason is given')}",
                 retry_after_s=_OTHER_WORKER_S,
             )
-        trouble = _trouble_of(answered, self.clock())
+        trouble = _not_ready_reason(answered, self.clock())
         if trouble is not None and trouble.kind == "room" and (states := self._unready_states(lora_id)):
             trouble = LoadTrouble("starting", states)
         self._record_progress(lora_id, answered.expected_s, trouble)
@@ -574,7 +574,7 @@ def _message(refused: FetchRefused) -> str:
     return without_places(str(answered)) if answered else f"the control plane answered {refused.status}"
 
 
-def _trouble_of(answered: EnsureAnswer, now: float) -> LoadTrouble | None:
+def _not_ready_reason(answered: EnsureAnswer, now: float) -> LoadTrouble | None:
     """Why the adapter is not ready, by the orchestrator's answer; None: it is, or nothing is known."""
     if answered.ready:
         return None

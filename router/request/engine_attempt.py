@@ -310,7 +310,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         if answer is None:
             self._break(StreamBroken(str(error)), error)
             return
-        rewriter.drop_rest()
+        rewriter.discard_partial_event()
         if self._hidden is not None:
             exchange.send(self._hidden.end())
         self._send(rewriter.rewrite(answer.events))

@@ -11,7 +11,7 @@ from lorafleet.keys.roles import Caller
 from lorafleet.service.loops import ChangeSignal
 from orchestrator.model.pauses import PauseLease
 from router.core.errors import DeadlineExceeded, Saturated
-from router.core.pauses import HeldScope, after_catalog, holding
+from router.core.pauses import HeldScope, holding, merge_listed_pauses
 from router.core.queue.admission import QueueUsage
 
 log = structlog.get_logger()
@@ -56,7 +56,7 @@ class PauseGate:
         Ends running requests where a new pause says so, and lets held ones go where their pause has ended.
         """
         known, now = self.in_force, self._clock()
-        found, new = after_catalog(known, listed, now)
+        found, new = merge_listed_pauses(known, listed, now)
         self.in_force = found
         for held in new:
             self._begin(held, is_known=held.pause.key in known)

@@ -478,7 +478,7 @@ class RequestRun(msgspec.Struct, eq=False):
                 raise no_answer_in_time(exc) from exc
         # A second engine that dies of it says more about the request than about the engine.
         is_hopeless = self.deaths >= MAX_DEATHS or self.attempts >= services.config.max_tries
-        may_retry = not verdict.costs_budget or services.scheduler.take_retry(
+        may_retry = not verdict.costs_budget or services.scheduler.try_take_retry(
             replica, services.clock(), sent_at=sent_at
         )
         if is_hopeless or not may_retry:

@@ -145,7 +145,7 @@ def servable_now(
     """
     fleet, adapter = services.discovery.fleet, target.adapter
     roster = fleet.roster(target.base_model)
-    unfit = excluded | _too_short(roster, target, request, tokens) if roster.is_uneven else excluded
+    unfit = excluded | _too_short_on_uneven_roster(roster, target, request, tokens) if roster.is_uneven else excluded
     if adapter is None:
         # A base model that failed the request waits for its replica to come back, see `wait_for_adapter`.
         return target if not excluded and _has_able(roster, unfit) else None
@@ -184,7 +184,7 @@ async def wait_for_adapter(
     def unfit() -> Excluded:
         """The excluded replicas, and those too short for this request."""
         roster = services.discovery.fleet.roster(target.base_model)
-        return excluded() | _too_short(roster, target, request, tokens)
+        return excluded() | _too_short_on_uneven_roster(roster, target, request, tokens)
 
     await leave_batch()
     if target.adapter is None:
@@ -222,7 +222,9 @@ async def wait_for_inspection(services: Services, caller: Caller, lora_id: str, 
     )
 
 
-def _too_short(roster: Roster, target: RequestTarget, request: ParsedRequest, tokens: Tokens) -> Excluded:
+def _too_short_on_uneven_roster(
+    roster: Roster, target: RequestTarget, request: ParsedRequest, tokens: Tokens
+) -> Excluded:
     """Replicas whose `max_model_len` is too short for this request, where a longer one exists."""
     adapter = target.adapter
     if tokens.ids is None or not roster.is_uneven:

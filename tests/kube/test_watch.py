@@ -261,7 +261,7 @@ async def test_a_failing_api_server_gets_a_bounded_number_of_requests_a_minute(h
     told = [lambda *_: None] * 4
     loop = ListWatchLoop(server, PATH, "", 500, *told, WatchTimes(), clock, random.Random(1), clock.sleep)
     while clock.now < 3600 and len(server.asked) < 10_000:
-        await loop.run_once()
+        await loop.watch_then_back_off()
     per_minute = Counter(int(at // 60) for at in server.asked)
     # With pauses of 2.5 to 5 s at the end; each may be followed by a list and a watch.
     assert max(per_minute[minute] for minute in range(1, 60)) <= 40

@@ -406,7 +406,7 @@ class WorkerAgent:
         if self.state in {"ready", "draining"}:
             await self._foreign_reader.read_new()
 
-    async def sweep(self) -> None:
+    async def run_maintenance(self) -> None:
         """Save counts, renew leases on wanted adapters, enforce the cache's limit and forget deleted adapters.
 
         Fetches the lost files of loaded adapters again.

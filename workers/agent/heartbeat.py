@@ -106,7 +106,7 @@ class HeartbeatSender:
             metadata=metadata,
             operations=history.operations(),
             incidents=history.incidents(),
-            files=self._agent.context.cache.held.changes_since(self._files_seen, disk_id, most=MOST_DIGESTS),
+            files=self._agent.context.cache.held.report_since(self._files_seen, disk_id=disk_id, most=MOST_DIGESTS),
             agents_digest=self._agents.digest,
         ).model_dump_json()
         headers = {"content-type": "application/json", **WIRE_HEADERS, **self._own_key.headers}

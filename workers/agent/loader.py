@@ -78,7 +78,7 @@ class Loader:
                 adapter = await self._installer.install(request)
                 adapter = replace(adapter, ignored_policy=request.ignored_modules or "")
                 self._inventory.show_progress(adapter.lora_id, adapter.digest, "loading")
-                return self._report.loaded_adapter(await self._load_into_engine(adapter, evict=request.evict, by=by))
+                return self._report.as_loaded(await self._load_into_engine(adapter, evict=request.evict, by=by))
 
     async def inspect(
         self, request: InspectRequest, *, reader: Source | None = None, digest: str | None = None
@@ -227,7 +227,7 @@ class Loader:
             load_seconds = round(self._clock() - began_at, 4)
             self._engine.forget_adapter_blocks(adapter.engine_name)
             adapter = await self._check_effect(client, adapter)
-            self._inventory.mark_reloaded(adapter, load_seconds=load_seconds)
+            self._inventory.mark_restored(adapter, load_seconds=load_seconds)
 
     async def _forget_unlisted(self, adapters: Collection[WorkerAdapter]) -> None:
         """Record reloaded adapters that the engine does not list as unloaded, unwanted and failed.

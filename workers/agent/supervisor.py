@@ -70,7 +70,7 @@ class Supervisor:
             ready_at: float | None = None
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    client = await self._start_engine(stack)
+                    client = await self._start_and_attach_engine(stack)
                     ready_at = self._clock()
                     self._record_start(ready_at)
                     reason = await self._watch(client)
@@ -151,14 +151,14 @@ class Supervisor:
         cause = reason.replace(_LAST_ERROR, ": ", 1)
         self._agent.inventory.history.record_incident(kind if was_ready else "engine_start_failed", cause)
 
-    async def _start_engine(self, stack: contextlib.AsyncExitStack) -> EngineClient:
+    async def _start_and_attach_engine(self, client_stack: contextlib.AsyncExitStack) -> EngineClient:
         """Start the engine, wait until it is healthy and attach it to the agent.
 
         Raises EngineError with its last output, or if the port is taken. Port 0 picks a free one, which is kept. With
-        `engine_url` the running engine is attached. `stack` closes the client at its end.
+        `engine_url` the running engine is attached. `client_stack` closes the client at its end.
         """
         if self._settings.engine_url:
-            return await self._attach_running_engine(stack)
+            return await self._attach_running_engine(client_stack)
         boot_id = uuid.uuid4().hex
         topic = f"kv@{boot_id}"
         host = self._settings.engine_host
@@ -178,7 +178,7 @@ class Supervisor:
         )
         self._process = await EngineProcess.start(start, state_dir=self._settings.state, echo=self._echo)
         client = engine_client(self._settings.engine, self._engine_url())
-        stack.push_async_callback(client.aclose)
+        client_stack.push_async_callback(client.aclose)
         await self._wait_until_healthy(client)
         transport = Transport(
             engine_url=self._settings.engine_advertise_url or client.url, dialect=traits.dialect, kv_topic=topic

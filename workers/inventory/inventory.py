@@ -148,7 +148,7 @@ class Inventory:
         adapter = replace(adapter, is_wanted=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
         return self._add_loaded(self.installed.store(adapter), by)
 
-    def mark_reloaded(self, adapter: WorkerAdapter, *, load_seconds: float) -> None:
+    def mark_restored(self, adapter: WorkerAdapter, *, load_seconds: float) -> None:
         """Record and publish that a restarted engine has loaded the adapter again.
 
         Writes no file unless its path or its effect changed.

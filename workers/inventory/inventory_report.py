@@ -73,7 +73,7 @@ class InventoryReport:
         names = {adapter.engine_name for adapter in loaded}
         unknown = [self._foreign_adapter(name) for name in sorted(self._inventory.slots.registered - names)]
         return (
-            *map(self.loaded_adapter, loaded),
+            *map(self.as_loaded, loaded),
             *unknown,
             *self._inventory.loads_in_progress,
             *self._inventory.failed_loads,
@@ -141,7 +141,7 @@ class InventoryReport:
         measured = [adapter.load_seconds for adapter in self._installed.all() if adapter.load_seconds is not None]
         return median(measured[-_LOADS_KEPT:]) if measured else 0.0
 
-    def loaded_adapter(self, adapter: WorkerAdapter) -> WorkerAdapter:
+    def as_loaded(self, adapter: WorkerAdapter) -> WorkerAdapter:
         """An adapter that the engine has, with its place there and what is wrong with its source."""
         return replace(
             adapter,

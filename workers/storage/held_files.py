@@ -50,8 +50,8 @@ class HeldFilesLog:
         news += [self.put(digest, state) for digest, state in states.items()]
         return any(news)
 
-    def changes_since(self, revision: int, disk_id: str, *, most: int) -> HeldFiles:
-        """At most `most` changes after a number; from nothing where that is not known, or what is gone is forgotten."""
+    def report_since(self, revision: int, *, disk_id: str, most: int) -> HeldFiles:
+        """At most `most` changes after a revision; from nothing where that is unknown, or what is gone is forgotten."""
         since = revision if self._known_since <= revision <= self.revision else 0
         following = [
             (digest, *change)

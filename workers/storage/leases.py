@@ -46,7 +46,7 @@ def has_other_user(adapter: Path, agent_id: str, *, now: float, lease_s: float) 
 def engine_using(adapter: Path, agent_id: str, served_digests: ServedDigests) -> str:
     """URL of another agent's engine that still lists the adapter, or ""; asks the engines, renews that lease."""
     for lease in (adapter / USERS).glob("*"):
-        engine_url = "" if lease.name == agent_id else _reachable_engine_url(lease)
+        engine_url = "" if lease.name == agent_id else _engine_url_usable_here(lease)
         if engine_url and adapter.name in served_digests(engine_url):
             with contextlib.suppress(OSError):
                 lease.touch()
@@ -66,7 +66,7 @@ def last_used_at(adapter: Path) -> float:
         return adapter.stat().st_mtime
 
 
-def _reachable_engine_url(lease: Path) -> str:
+def _engine_url_usable_here(lease: Path) -> str:
     """The engine URL in a lease if it can be reached from this host, else ""."""
     try:
         content = json.loads(lease.read_text())

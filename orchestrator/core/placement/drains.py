@@ -86,7 +86,9 @@ def _progress_of(
         left=tuple(adapter.lora_id for adapter in left),
         left_bytes=left_bytes,
         expected_s=round(max(longest_s, (left_s + others_s) / at_once), 3) if left else 0.0,
-        deadline=None if order is None else _deadline(context, order, max(longest_s, (total_s + others_s) / at_once)),
+        deadline=None
+        if order is None
+        else _moves_deadline(context, order, max(longest_s, (total_s + others_s) / at_once)),
     )
 
 
@@ -97,7 +99,7 @@ def _loads_at_once(context: PlacementContext, worker: ObservedWorker) -> int:
     return max(1, min(policy.loads_fleet_wide, policy.loads_per_worker * takers))
 
 
-def _deadline(context: PlacementContext, order: WorkerDrainOrder, expected_s: float) -> float | None:
+def _moves_deadline(context: PlacementContext, order: WorkerDrainOrder, expected_s: float) -> float | None:
     """When the drain stops waiting for moves; not earlier than computed when it began.
 
     expected_s  seconds in which all its moves should be done, from its begin

@@ -136,7 +136,7 @@ class _PlacementPass:
             inspections=tuple(islice(self._inspections(), MOST_INSPECTIONS)),
             unplaced=unplaced,
             fits_nowhere={lora_id: misfit.code for lora_id, misfit in misfits.items()},
-            workers_to_drain=tuple(self._workers_to_drain(drains)),
+            workers_to_drain=tuple(self._workers_ready_for_agent_drain(drains)),
             drains=drains,
             last_asked_at=last_asked_at(context),
             frozen_reason=why,
@@ -277,7 +277,7 @@ class _PlacementPass:
             return f"adopted as {lora_id}, which is loaded under its own engine name"
         return None
 
-    def _workers_to_drain(self, drains: Mapping[str, DrainProgress]) -> Iterable[str]:
+    def _workers_ready_for_agent_drain(self, drains: Mapping[str, DrainProgress]) -> Iterable[str]:
         """Draining workers without adapters to move, or past their deadline."""
         for worker in self.context.workers:
             if worker.state == "draining" and not worker.is_agent_draining and not worker.is_terminating:

@@ -93,7 +93,7 @@ def replica_targets(context: PlacementContext) -> tuple[dict[str, ReplicaTarget]
         adapter = context.intent.adapters[lora_id]
         if not is_placeable(adapter):
             continue
-        base, copies = asked.get(lora_id, 0), _settled_copies(context, lora_id, moving)
+        base, copies = asked.get(lora_id, 0), _copies_counting_moves_once(context, lora_id, moving)
         raw = _demanded_replicas(context, adapter, totals, work)
         least = max(base, 1)
         sudden = _demanded_replicas(context, adapter, surging, surges) / SURGE_MARGIN
@@ -112,7 +112,7 @@ def replica_targets(context: PlacementContext) -> tuple[dict[str, ReplicaTarget]
     return found, standing
 
 
-def _settled_copies(context: PlacementContext, lora_id: str, moving: set[str]) -> int:
+def _copies_counting_moves_once(context: PlacementContext, lora_id: str, moving: set[str]) -> int:
     """The adapter's copies, the two of a move in progress counted as one."""
     if lora_id not in moving:
         return context.copy_count(lora_id)

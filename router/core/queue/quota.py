@@ -193,7 +193,7 @@ class Quotas:
             account.body_bytes.level -= size_bytes
             self._publish(account, now)
 
-    def charge_unfinished(self, key_id: str, limits: RateLimits, now: float) -> None:
+    def charge_incomplete_body(self, key_id: str, limits: RateLimits, now: float) -> None:
         """Charge a request whose body ended early. May leave a debt, of a minute at most.
 
         Publishes the account to other processes.

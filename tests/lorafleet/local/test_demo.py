@@ -68,9 +68,9 @@ async def test_a_failed_demo_is_printed_and_ends_only_a_fleet_that_is_to_end(
         try:
             if once:
                 with pytest.raises(CommandFailed, match="demo: no"):
-                    await fleet._run_demo("tiny-qwen", [])
+                    await fleet._try_demo("tiny-qwen", [])
             else:
-                await fleet._run_demo("tiny-qwen", [])
+                await fleet._try_demo("tiny-qwen", [])
                 assert "demo: no" in capsys.readouterr().err
         finally:
             await fleet.stop()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from lorafleet.local.tiny_model import make_model
-from lorafleet.tokenizer.split_points import SplitPoints, TokenizerFile, certain_tokens, longest_of
+from lorafleet.tokenizer.split_points import SplitPoints, TokenizerFile, certain_tokens, longest_match_pattern
 from tests.properties import examples
 
 CORPUS = [
@@ -153,7 +153,7 @@ few_letters = st.text("<a|", min_size=1, max_size=5)
 @given(tokens=st.lists(few_letters, min_size=1, max_size=8, unique=True), text=st.text("<a|b", max_size=30))
 def test_the_longest_token_is_found_at_each_place(tokens, text):
     one_by_one = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
-    assert re.findall(longest_of(tokens), text) == re.findall(one_by_one, text)
+    assert re.findall(longest_match_pattern(tokens), text) == re.findall(one_by_one, text)
 
 
 @given(tokens=st.lists(few_letters, max_size=8, unique=True))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.plan import SHORT_LOAD_S, AdapterDrain, diff, is_drained, workers_at_once
+from orchestrator.core.plan import SHORT_LOAD_S, AdapterDrain, diff, is_drained, parallel_loads_of_adapter
 from orchestrator.core.routers import RouterBook
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
@@ -119,7 +119,7 @@ def test_the_fleet_gets_loads_within_its_remaining_budget():
 
 @given(st.integers(1, 12), st.sets(st.integers(0, 11)))
 def test_workers_that_serve_do_not_all_load_one_adapter_at_once_and_all_have_it_after_two_waves(n, holders):
-    at_once = workers_at_once(n)
+    at_once = parallel_loads_of_adapter(n)
     assert at_once < n or n == 1
     held = ReportedAdapter(lora_id="a", digest="d" * 64, engine_name="a@dddddddddddd", state="ready")
     workers = {f"w{i}": replace(IDLE, id=f"w{i}", adapters={"a": held} if i in holders else {}) for i in range(n)}

@@ -10,7 +10,7 @@ from orchestrator.core.copies import (
     WEIGHTS,
     SentBytes,
     UploadQuota,
-    missing_files,
+    files_still_to_send,
     sent_bytes,
     upload_id,
 )
@@ -45,12 +45,12 @@ def test_a_header_of_another_form_is_refused_with_its_text(text):
 
 
 def test_an_upload_is_whole_with_an_archive_or_both_files():
-    assert missing_files({}) == (ARCHIVE,)
-    assert missing_files({ARCHIVE: (5, 9)}) == (ARCHIVE,)
-    assert missing_files({ARCHIVE: (9, 9)}) == missing_files({ARCHIVE: (9, None)}) == ()
-    assert missing_files({WEIGHTS: (9, 9)}) == (CONFIG,)
-    assert missing_files({WEIGHTS: (8, 9), CONFIG: (2, 2)}) == (WEIGHTS,)
-    assert missing_files({WEIGHTS: (9, 9), CONFIG: (2, 2)}) == ()
+    assert files_still_to_send({}) == (ARCHIVE,)
+    assert files_still_to_send({ARCHIVE: (5, 9)}) == (ARCHIVE,)
+    assert files_still_to_send({ARCHIVE: (9, 9)}) == files_still_to_send({ARCHIVE: (9, None)}) == ()
+    assert files_still_to_send({WEIGHTS: (9, 9)}) == (CONFIG,)
+    assert files_still_to_send({WEIGHTS: (8, 9), CONFIG: (2, 2)}) == (WEIGHTS,)
+    assert files_still_to_send({WEIGHTS: (9, 9), CONFIG: (2, 2)}) == ()
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=6), new=st.integers(0, 50))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lorafleet.keys.roles import Caller
 from orchestrator.model.pauses import PauseLease
 from router.core.errors import DeadlineExceeded, Saturated
-from router.core.pauses import after_catalog, holding
+from router.core.pauses import holding, merge_listed_pauses
 from router.core.queue.admission import QueueLimits, QueueUsage
 from router.protocols.aborted import aborted_answer
 from router.request.pauses import PauseGate
@@ -39,7 +39,7 @@ def test_a_request_is_held_exactly_by_listed_pauses_of_its_scope_each_for_its_le
     for gap_s, contents in catalogs:
         now += gap_s
         entries = [listed(key, call, lease_s) for key, (call, lease_s) in contents.items()]
-        pauses, new = after_catalog(pauses, entries, now)
+        pauses, new = merge_listed_pauses(pauses, entries, now)
         assert {held.pause for held in new} == {
             entry for entry in entries if first_read.get(entry.key, (0,))[0] != entry
         }

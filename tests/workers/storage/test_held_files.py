@@ -20,7 +20,7 @@ def report(boot_id: str = "a1") -> Metadata:
 
 def beat(log: HeldFilesLog, book: HeldFilesBook, seen: int, *, most: int, boot_id: str = "a1") -> int:
     """One heartbeat; returns the number that its answer confirms."""
-    book.record(report(boot_id), log.changes_since(seen, "d", most=most))
+    book.record(report(boot_id), log.report_since(seen, disk_id="d", most=most))
     return book.disks["w0"].seen
 
 
@@ -71,7 +71,7 @@ def test_ten_thousand_adapters_arrive_in_bounded_pieces_and_a_change_is_one_entr
         seen, pieces = beat(log, book, seen, most=1000), pieces + 1
     assert (pieces, len(book.holders)) == (10, 10_000)
     log.put(DIGESTS[0], None)
-    found = log.changes_since(seen, "d", most=1000)
+    found = log.report_since(seen, disk_id="d", most=1000)
     assert (found.held, found.kept, found.gone) == ((), (), (DIGESTS[0],))
 
 

@@ -666,20 +666,20 @@ def test_failures_of_a_replica_that_was_just_lost_draw_on_no_budget():
     for flight in lost:
         fleet.scheduler.load.remove(flight, fleet.now)
         fleet.scheduler.record_failure(replica, "no_answer", fleet.now, sent_at=flight.began_at)
-        allowed.append(fleet.scheduler.take_retry(replica, fleet.now, sent_at=flight.began_at))
+        allowed.append(fleet.scheduler.try_take_retry(replica, fleet.now, sent_at=flight.began_at))
     assert all(allowed)
     # What is sent there although it is known to fail is no surprise.
     fleet.now += 0.001
-    assert not fleet.scheduler.take_retry(replica, fleet.now, sent_at=fleet.now)
+    assert not fleet.scheduler.try_take_retry(replica, fleet.now, sent_at=fleet.now)
 
 
 def test_retry_at_a_lost_or_restarted_replica_takes_no_budget():
     fleet = FailingFleet(replicas=1)
     fleet.scheduler.budget = lambda: RetryBudget(share=0.0, floor_per_s=0.0)
     replica = fleet.roster.replicas[0]
-    assert not fleet.scheduler.take_retry(replica, 0.0, sent_at=0.0)
-    assert fleet.scheduler.take_retry(a_replica("w0", engine_boot_id="before"), 0.0, sent_at=0.0)
-    assert fleet.scheduler.take_retry(a_replica("w9"), 0.0, sent_at=0.0)
+    assert not fleet.scheduler.try_take_retry(replica, 0.0, sent_at=0.0)
+    assert fleet.scheduler.try_take_retry(a_replica("w0", engine_boot_id="before"), 0.0, sent_at=0.0)
+    assert fleet.scheduler.try_take_retry(a_replica("w9"), 0.0, sent_at=0.0)
 
 
 @given(
@@ -707,7 +707,7 @@ def test_the_first_storm_after_a_quiet_day_is_bounded_as_every_other():
             fleet.ask()
             fleet.finish()
     replica = fleet.roster.replicas[0]
-    granted = sum(fleet.scheduler.take_retry(replica, fleet.now + 3600.0, sent_at=fleet.now) for _ in range(1000))
+    granted = sum(fleet.scheduler.try_take_retry(replica, fleet.now + 3600.0, sent_at=fleet.now) for _ in range(1000))
     assert granted <= 30 + 1
 
 

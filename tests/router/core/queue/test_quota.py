@@ -321,7 +321,7 @@ def test_bodies_that_are_read_hold_no_more_bytes_than_the_rate_and_one_body(step
 def test_requests_whose_bodies_end_early_leave_a_debt_of_a_minute_at_most():
     quotas, limits = Quotas(), KeyLimits(requests_per_minute=6)
     for _ in range(1000):
-        quotas.charge_unfinished("k", limits, 0.0)
+        quotas.charge_incomplete_body("k", limits, 0.0)
     assert refused(quotas, limits, 69.0).limit == "requests_per_minute"
     quotas.take("k", limits, 70.0)
 
