@@ -17,7 +17,7 @@ from router.tokenizing.doubts import TokenDoubts
 from router.tokenizing.tokenizers import Tokenizers
 from tests.patience import until
 from tests.router.doubles import AgentDouble, EngineDouble, fleet, sample_value
-from tests.router.tokenizing.test_tokenizers import BASE, RULES, TokenizingWorker
+from tests.router.tokenizing.tokenizing_worker import BASE, RULES, TokenizingWorker
 from tests.serving import client_of, serving
 
 DATED = "{{- '<|im_start|>system\\nToday: ' + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}\n" + CHAT_TEMPLATE.lstrip()
