@@ -189,7 +189,7 @@ def block_hashes(
     blocks = _block_struct(block_size * ids.itemsize).iter_unpack(whole)
     parent: int = root
     if not extra:
-        return _typed([parent := xxh3_64_intdigest(block, parent) for (block,) in blocks])
+        return _as_block_hashes([parent := xxh3_64_intdigest(block, parent) for (block,) in blocks])
     hashes = []
     for number, (block,) in enumerate(blocks):
         further_bytes = extra.get(number)
@@ -197,10 +197,10 @@ def block_hashes(
         data = block if further_bytes is None else block + len(further_bytes).to_bytes(4, "big") + further_bytes
         parent = xxh3_64_intdigest(data, parent)
         hashes.append(parent)
-    return _typed(hashes)
+    return _as_block_hashes(hashes)
 
 
-def _typed(hashes: list[int]) -> list[BlockHash]:
+def _as_block_hashes(hashes: list[int]) -> list[BlockHash]:
     """The same list with the type of block hashes."""
     # One cast a list: `BlockHash(...)` around each hash would nearly double the cost of the loop.
     return cast("list[BlockHash]", hashes)

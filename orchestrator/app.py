@@ -158,7 +158,7 @@ def build(
         trust_env=False,
     )
     reports, metrics = WorkerReports(clock=clock, wall=wall), OrchestratorMetrics(settings.metrics_adapters)
-    leadership = _leadership(settings, kube, url, lambda: reconciler, clock, wall)
+    leadership = _build_leadership(settings, kube, url, lambda: reconciler, clock, wall)
 
     async def epoch_if_leading() -> int:
         await leadership.confirm_leading()
@@ -498,7 +498,7 @@ def _worker_finder(
     )
 
 
-def _leadership(
+def _build_leadership(
     settings: OrchestratorSettings,
     kube: KubeClient | None,
     url: str,
@@ -511,7 +511,7 @@ def _leadership(
     if settings.lease == "kubernetes":
         holder = f"{socket.gethostname()}_{holder}"  # with the pod's name, for people who read the Lease
     return Leadership(
-        _lease(settings, kube, holder, wall),
+        _configured_lease(settings, kube, holder, wall),
         handler,
         holder=holder,
         url=settings.advertise_url or url,
@@ -522,7 +522,9 @@ def _leadership(
     )
 
 
-def _lease(settings: OrchestratorSettings, kube: KubeClient | None, holder: str, wall: Callable[[], float]) -> Lease:
+def _configured_lease(
+    settings: OrchestratorSettings, kube: KubeClient | None, holder: str, wall: Callable[[], float]
+) -> Lease:
     """The configured lease: a file, or a Kubernetes Lease."""
     if settings.lease == "file":
         return FileLease(settings.store.with_name(f"{settings.store.name}.lease"), holder=holder)

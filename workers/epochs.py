@@ -10,7 +10,7 @@ EPOCH_HEADER = "x-lorafleet-epoch"
 _EPOCH_DIGITS = 15  # exact in every JSON parser and database
 
 
-def _epoch_of(request: Request) -> int | None:
+def _request_epoch(request: Request) -> int | None:
     """The epoch in the request's header; None without one. Raises AgentRequestError `invalid_epoch`."""
     text = request.headers.get(EPOCH_HEADER)
     if text is None:
@@ -21,5 +21,5 @@ def _epoch_of(request: Request) -> int | None:
     return int(text)
 
 
-Epoch = Annotated[int | None, Depends(_epoch_of)]
+Epoch = Annotated[int | None, Depends(_request_epoch)]
 """A route's parameter with the epoch; None without the header."""

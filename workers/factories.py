@@ -58,12 +58,12 @@ def agent_context(
     settings: WorkerSettings, *, port: int, own_command: Sequence[str], own: OwnKey, rng: Random, timers: AgentTimers
 ) -> AgentContext:
     """What the parts of the agent share. Creates the cache folder. Raises OSError, CommandError, SettingsError."""
-    connector, facts = _connector_of(settings, own_command), _facts_of(settings, own_command)
+    connector, facts = _kv_connector_verdict(settings, own_command), _engine_facts_before_start(settings, own_command)
     rules, calls = rules_of(settings, facts), FileSystemCalls(timeout_s=settings.source_timeout_s)
     cache_folder, sources = cache_folder_of(settings), sources_of(settings, rng, calls)
-    fleet = _fleet_of(settings, port, own, rng)
+    fleet = _fleet_source(settings, port, own, rng)
     sources |= dict.fromkeys((*FLEET_SCHEMES, OWN_FLEET), fleet)
-    downloader = _downloader_of(settings, sources["hf"], cache_folder.folder)
+    downloader = _downloader_plugin(settings, sources["hf"], cache_folder.folder)
     if downloader is not None:
         sources[PLUGIN_SCHEME] = PluginSource(downloader, limits_of(settings, rng))
     boot_id = uuid.uuid4().hex
@@ -98,14 +98,14 @@ def agent_context(
     )
 
 
-def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> ConnectorVerdict | None:
+def _kv_connector_verdict(settings: WorkerSettings, own_command: Sequence[str]) -> ConnectorVerdict | None:
     """The KV connector that the engine's command names; None if it names none. Raises CommandError."""
     if settings.engine_url or settings.engine in {"sglang", "sgl-jax"}:
         return None
     return connector_from_command(words_in_effect(settings, own_command))
 
 
-def _facts_of(settings: WorkerSettings, own_command: Sequence[str]) -> EngineFacts:
+def _engine_facts_before_start(settings: WorkerSettings, own_command: Sequence[str]) -> EngineFacts:
     """Facts about vLLM read from its command, before it runs and reports its version; none for other engines.
 
     Raises CommandError for a `--config` file that cannot be read.
@@ -164,22 +164,22 @@ def _served_digests(engine_url: str) -> frozenset[str]:
 
 def _agent_url(settings: WorkerSettings, port: int) -> str:
     """The agent's URL for others."""
-    return settings.advertise_url.rstrip("/") or _url(settings.host, port)
+    return settings.advertise_url.rstrip("/") or _own_agent_url(settings.host, port)
 
 
-def _url(host: str, port: int) -> str:
+def _own_agent_url(host: str, port: int) -> str:
     """The agent's URL at a host and port; for a wildcard address that of the loopback interface."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
 
 
-def _fleet_of(settings: WorkerSettings, port: int, own: OwnKey, rng: Random) -> FleetSource:
+def _fleet_source(settings: WorkerSettings, port: int, own: OwnKey, rng: Random) -> FleetSource:
     """The source of files by digest from the fleet's other workers, at another URL than this agent's own."""
     limits, agents = limits_of(settings, rng), FleetAgents(_agent_url(settings, port))
     return FleetSource(limits, orchestrator_urls=settings.orchestrator_urls, own_key=own, agents=agents)
 
 
-def _downloader_of(settings: WorkerSettings, hub: Source, folder: Path) -> LoraDownloaderBase | None:
+def _downloader_plugin(settings: WorkerSettings, hub: Source, folder: Path) -> LoraDownloaderBase | None:
     """The downloader plugin: the one that is set, else the hub's where `lora_path` is not set. Raises SettingsError.
 
     A worker with a `lora_path` does not look on a hub for a name that it lacks: anyone may own that name there.

@@ -43,13 +43,13 @@ async def running(
     async with httpx.AsyncClient(transport=DirectTransport(), trust_env=False) as client:
         tasks = [
             asyncio.create_task(supervisor.run()),
-            asyncio.create_task(_repeat("scrape", agent.engine.scrape, settings.scrape_s, metrics)),
-            asyncio.create_task(_repeat("tidy", agent.run_maintenance, settings.tidy_s, metrics)),
-            asyncio.create_task(_repeat("look", agent.reconcile, settings.scan_s, metrics)),
-            asyncio.create_task(_repeat("foreign", agent.read_foreign_files, settings.scan_s, metrics)),
+            asyncio.create_task(_repeat_step("scrape", agent.engine.scrape, settings.scrape_s, metrics)),
+            asyncio.create_task(_repeat_step("tidy", agent.run_maintenance, settings.tidy_s, metrics)),
+            asyncio.create_task(_repeat_step("look", agent.reconcile, settings.scan_s, metrics)),
+            asyncio.create_task(_repeat_step("foreign", agent.read_foreign_files, settings.scan_s, metrics)),
         ]
         try:
-            async with _heartbeats(agent, client, own=own, rng=rng):
+            async with _send_heartbeats(agent, client, own=own, rng=rng):
                 yield
         finally:
             for task in tasks:
@@ -63,7 +63,7 @@ async def running(
 
 
 @contextlib.asynccontextmanager
-async def _heartbeats(
+async def _send_heartbeats(
     agent: WorkerAgent, client: httpx.AsyncClient, *, own: OwnKey, rng: Random
 ) -> AsyncIterator[None]:
     """Send heartbeats during the block, and a last one at its end, before the engine stops. None without a fleet."""
@@ -80,7 +80,9 @@ async def _heartbeats(
         await sender.send_last()
 
 
-async def _repeat(name: str, step: Callable[[], Awaitable[object]], every_s: float, metrics: WorkerMetrics) -> None:
+async def _repeat_step(
+    name: str, step: Callable[[], Awaitable[object]], every_s: float, metrics: WorkerMetrics
+) -> None:
     """Run a background step every `every_s` seconds until cancelled; its errors are logged and do not end the loop."""
 
     async def step_once() -> None:

@@ -179,7 +179,7 @@ class WorkerAdapter:
         return round(self.size_bytes / 1e6, 3)
 
 
-def _brief(adapter: WorkerAdapter, write: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _without_empty_fields(adapter: WorkerAdapter, write: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # noqa: ANN202
     """The adapter's fields that are not empty: a heartbeat lists a hundred adapters.
 
     No result type: pydantic would then show it in OpenAPI in place of the adapter's own.
@@ -217,7 +217,9 @@ class LoraInfo(_WorkerMessage):
     max_loras: int = 0
     max_cpu_loras: int = 0
     max_lora_rank: int = 0
-    available_loras: Annotated[tuple[Annotated[WorkerAdapter, WrapSerializer(_brief)], ...], FailFast()] = ()
+    available_loras: Annotated[
+        tuple[Annotated[WorkerAdapter, WrapSerializer(_without_empty_fields)], ...], FailFast()
+    ] = ()
     available_count: int = 0
     available_digest: str = ""
     loaded_loras: Annotated[tuple[WorkerAdapter, ...], FailFast()] = ()

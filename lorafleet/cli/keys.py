@@ -126,10 +126,10 @@ def keys_list(
 
     items = TypeAdapter(list[KeyItem])
     rows = items.dump_python([key_item(caller, reader=ANYONE) for caller in list_keys(file)], mode="json")
-    print_list(_view(datetime.now(UTC)), rows, output, as_json)
+    print_list(_key_list_view(datetime.now(UTC)), rows, output, as_json)
 
 
-def _view(now: datetime) -> ListView:
+def _key_list_view(now: datetime) -> ListView:
     """The columns of a key file's keys; neither key nor hash."""
 
     def limits_text(limits: Mapping[str, float]) -> str:

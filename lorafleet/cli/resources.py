@@ -350,7 +350,7 @@ ORPHANS = Resource(
 )
 
 
-def _details(item: Item) -> object:
+def _change_details(item: Item) -> object:
     """What a change did; of an incident its severity, the first line of its cause, and the next step."""
     if item.get("severity") is None:
         return item["body"]
@@ -366,7 +366,7 @@ HISTORY = ListView(
         Column("what", "kind"),
         Column("of", "subject"),
         Column("by", "actor"),
-        Column("details", _details),
+        Column("details", _change_details),
         Column(
             "all details", lambda item: item["body"] if item.get("severity") is not None else None, shown=Shown.wide
         ),

@@ -69,13 +69,13 @@ def listing(view: ListView, items: Iterable[Item], *, wide: bool = False) -> Tab
 def fields(item: Item) -> Table:
     """A table of one item's fields; those of `spec` and `status` have their paths, and each object of a list a row."""
     rows: list[tuple[str, Any]] = []
-    for name, value in _opened(item):
+    for name, value in _fields_with_paths(item):
         objects = value if isinstance(value, list) and value and isinstance(value[0], Mapping) else [value]
         rows += [(name if number == 0 else "", each) for number, each in enumerate(objects)]
     return table(["field", "value"], rows)
 
 
-def _opened(item: Item) -> Iterator[tuple[str, Any]]:
+def _fields_with_paths(item: Item) -> Iterator[tuple[str, Any]]:
     """(name, value) of each field, with `spec.name` for what is in `spec`, and so for `status`."""
     for name, value in item.items():
         if name in ("spec", "status") and isinstance(value, Mapping):

@@ -99,7 +99,7 @@ class Resource:
         return typer.Argument(metavar=self.metavar, autocompletion=complete)
 
 
-def _help(text: str, example: str) -> str:
+def _command_help(text: str, example: str) -> str:
     """A command's help."""
     return f"{text}\n\nExample: lorafleet {example}"
 
@@ -108,7 +108,7 @@ def _add_list(app: typer.Typer, resource: Resource) -> None:
     """Add `list`."""
     example = resource.list_example or f"{resource.command} list"
 
-    @app.command("list", help=_help(resource.list_help, example))
+    @app.command("list", help=_command_help(resource.list_help, example))
     def list_items(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
         print_all(context, resource, output, as_json)
 
@@ -123,7 +123,7 @@ def _add_show(app: typer.Typer, resource: Resource) -> None:
     """Add `show NAME`."""
     argument = resource.argument()
 
-    @app.command("show", help=_help(resource.show_help, f"{resource.command} show {resource.example}"))
+    @app.command("show", help=_command_help(resource.show_help, f"{resource.command} show {resource.example}"))
     def show_item(
         context: typer.Context,
         name: str = argument,
@@ -136,7 +136,7 @@ def _add_show(app: typer.Typer, resource: Resource) -> None:
 def _add_show_of_the_only_one(app: typer.Typer, resource: Resource) -> None:
     """Add `show`, of what the fleet has one of."""
 
-    @app.command("show", help=_help(resource.show_help, f"{resource.command} show"))
+    @app.command("show", help=_command_help(resource.show_help, f"{resource.command} show"))
     def show_only(context: typer.Context, output: Output = OutputFormat.table, as_json: AsJson = False) -> None:
         _print_one(context, resource, None, output, as_json)
 
@@ -159,7 +159,7 @@ def _add_action(app: typer.Typer, resource: Resource, action: Action) -> None:
     """Add an action on one item."""
     argument = resource.argument()
 
-    @app.command(action.words, help=_help(action.help, f"{resource.command} {action.words} {resource.example}"))
+    @app.command(action.words, help=_command_help(action.help, f"{resource.command} {action.words} {resource.example}"))
     def act(context: typer.Context, name: str = argument) -> None:
         with context.obj.orchestrator() as api:
             answer = api.call(action.method, resource.path(name) + action.path, action.body)

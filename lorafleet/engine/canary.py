@@ -125,8 +125,8 @@ def compare_readings(base: Sequence[Fingerprint], adapter: Sequence[Fingerprint]
         return "equal"
     if len(base) < 2 or not adapter:
         return "unclear"
-    noise = max(_spread(base), _spread(adapter))
-    nearest = min(_distance(one, other) for one in base for other in adapter)
+    noise = max(_largest_distance(base), _largest_distance(adapter))
+    nearest = min(_fingerprint_distance(one, other) for one in base for other in adapter)
     has_enough = nearest >= _BEYOND_NOISE or min(len(base), len(adapter)) >= _SURE_READINGS
     return "different" if has_enough and nearest > _NOISE_FACTOR * noise else "unclear"
 
@@ -165,7 +165,7 @@ async def run_canary(ask: AskEngine, adapter: str, *, readings: BaseReadings, ti
         return CanaryResult("unknown", f"the engine did not answer within {timeout_s:g} s", requests)
     except EngineSilent as exc:
         return CanaryResult("unknown", str(exc), requests)
-    return CanaryResult(outcome, _found(outcome), requests)
+    return CanaryResult(outcome, _outcome_text(outcome), requests)
 
 
 async def _verdict_on(
@@ -206,7 +206,7 @@ def shown_effect(result: CanaryResult, weights: WeightsEffect | None, mode: Cana
     return ShownEffect(refusal=f"the engine answers by the base model: {result.found}, and {of_weights}")
 
 
-def _found(outcome: Outcome) -> str:
+def _outcome_text(outcome: Outcome) -> str:
     """An outcome in words."""
     return {
         "seen": "the engine's answers change with the adapter",
@@ -215,12 +215,12 @@ def _found(outcome: Outcome) -> str:
     }[outcome]
 
 
-def _spread(readings: Sequence[Fingerprint]) -> float:
+def _largest_distance(readings: Sequence[Fingerprint]) -> float:
     """The largest distance between two of the readings; 0.0 for one."""
-    return max((_distance(one, other) for one in readings for other in readings), default=0.0)
+    return max((_fingerprint_distance(one, other) for one in readings for other in readings), default=0.0)
 
 
-def _distance(one: Fingerprint, other: Fingerprint) -> float:
+def _fingerprint_distance(one: Fingerprint, other: Fingerprint) -> float:
     """The largest difference between two numbers in the same place; infinite for readings of different lengths."""
     if len(one) != len(other) or not all(map(math.isfinite, (*one, *other))):
         return 0.0 if one == other else math.inf
@@ -265,15 +265,15 @@ def vllm_fingerprint(route: str, answer: Any) -> Fingerprint | None:
             return tuple(sorted(map(float, top.values()), reverse=True)) or None
         entry = answer["data"][0]
         numbers = next(entry[name] for name in ("probs", "embedding", "data") if name in entry)
-        return tuple(_flat(numbers))[:_SHOWN] or None
+        return tuple(_flattened_numbers(numbers))[:_SHOWN] or None
     except (KeyError, IndexError, TypeError, ValueError, StopIteration):
         return None
 
 
-def _flat(numbers: Any) -> list[float]:
+def _flattened_numbers(numbers: Any) -> list[float]:
     """The numbers in lists of lists, in order. Raises TypeError and ValueError for anything else."""
     if isinstance(numbers, list):
-        return [number for part in numbers for number in _flat(part)]
+        return [number for part in numbers for number in _flattened_numbers(part)]
     return [float(numbers)]
 
 

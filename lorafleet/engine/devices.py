@@ -43,10 +43,10 @@ def gpus_per_engine(arguments: Sequence[str], engine: str) -> int:
         replicas = (
             () if has_flag(arguments, "--enable-dp-attention") else (("--dp-size", "--data-parallel-size", "--dp"),)
         )
-        return prod(_size(arguments, names) or 1 for names in (*_SGLANG_RANKS, *replicas))
-    replicas_here = _size(arguments, ("--data-parallel-size-local", "-dpl"))
-    replicas_of_all = _size(arguments, ("--data-parallel-size", "-dp"))
-    ranks = prod(_size(arguments, names) or 1 for names in _VLLM_RANKS)
+        return prod(_last_flag_size(arguments, names) or 1 for names in (*_SGLANG_RANKS, *replicas))
+    replicas_here = _last_flag_size(arguments, ("--data-parallel-size-local", "-dpl"))
+    replicas_of_all = _last_flag_size(arguments, ("--data-parallel-size", "-dp"))
+    ranks = prod(_last_flag_size(arguments, names) or 1 for names in _VLLM_RANKS)
     return ranks * (replicas_here or replicas_of_all or 1)
 
 
@@ -64,7 +64,7 @@ def visible_gpus(environment: Mapping[str, str], device_files: Iterable[str]) ->
     return tuple(str(number) for number in range(count))
 
 
-def _size(arguments: Sequence[str], names: Sequence[str]) -> int | None:
+def _last_flag_size(arguments: Sequence[str], names: Sequence[str]) -> int | None:
     """The number that the last of these flags has; None without one, or if that is no positive number."""
     text = last_value(arguments, lambda argument: flag_of(argument) in names)
     return int(text) or None if text is not None and text.isascii() and text.isdigit() else None

@@ -74,12 +74,12 @@ def ask_for_reports(folder: Path, engine_name: str) -> None:
     raises  OSError if the folder cannot be made
     """
     forget_reports(folder, engine_name)
-    _place(folder, engine_name).mkdir(parents=True)
+    _reports_folder(folder, engine_name).mkdir(parents=True)
 
 
 def write_report(folder: Path, engine_name: str, report: LoraReport) -> None:
     """Write a process's report on an adapter, atomically; no-op unless it was asked for. Raises OSError."""
-    place = _place(folder, engine_name)
+    place = _reports_folder(folder, engine_name)
     if not place.is_dir():
         return
     partial = place / f"{os.getpid()}.partial"
@@ -90,7 +90,7 @@ def write_report(folder: Path, engine_name: str, report: LoraReport) -> None:
 def read_reports(folder: Path, engine_name: str) -> Sequence[LoraReport]:
     """The reports on an adapter so far; a file that is no report is left out."""
     reports = []
-    for path in sorted(_place(folder, engine_name).glob("*.json")):
+    for path in sorted(_reports_folder(folder, engine_name).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             if path.stat().st_size <= _LARGEST_BYTES:
                 raw = json.loads(path.read_bytes())
@@ -104,7 +104,7 @@ def read_reports(folder: Path, engine_name: str) -> Sequence[LoraReport]:
 
 def forget_reports(folder: Path, engine_name: str) -> None:
     """Delete an adapter's reports, so that no further ones are written; errors of the disk are ignored."""
-    shutil.rmtree(_place(folder, engine_name), ignore_errors=True)
+    shutil.rmtree(_reports_folder(folder, engine_name), ignore_errors=True)
 
 
 def forget_all_reports(folder: Path) -> None:
@@ -112,6 +112,6 @@ def forget_all_reports(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _place(folder: Path, engine_name: str) -> Path:
+def _reports_folder(folder: Path, engine_name: str) -> Path:
     """The folder of an adapter's reports. Its name is a hash, because an engine name may have any characters."""
     return folder / hashlib.sha256(engine_name.encode()).hexdigest()[:32]

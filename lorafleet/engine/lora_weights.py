@@ -75,8 +75,8 @@ class _Adapter:
 
     def __init__(self, folder: Path, file: BinaryIO) -> None:
         self._file = file
-        self._scaling = _scaling(json.loads((folder / _CONFIG).read_bytes()))
-        tensors = _tensors(file)
+        self._scaling = _largest_scaling(json.loads((folder / _CONFIG).read_bytes()))
+        tensors = _tensors_by_name(file)
         self._pairs = [(a, tensors[_other_half(name)]) for name, a in tensors.items() if _HALF_A.search(name)]
         self._others = [tensor for name, tensor in tensors.items() if not _HALF.search(name)]
 
@@ -119,7 +119,7 @@ class _Adapter:
         numbers = []
         for index in range(0, count, max(1, count // _SAMPLE)):
             self._file.seek(tensor.begin + index * width)
-            numbers.append(_number(self._file.read(width), tensor.dtype))
+            numbers.append(_decode_number(self._file.read(width), tensor.dtype))
         return math.sqrt(sum(number * number for number in numbers) / max(1, len(numbers)))
 
 
@@ -129,14 +129,14 @@ def _other_half(name: str) -> str:
     return f"{start}B{end}"
 
 
-def _scaling(config: Mapping[str, Any]) -> float:
+def _largest_scaling(config: Mapping[str, Any]) -> float:
     """The largest factor by which PEFT multiplies a module's change. Raises an error of `_NOT_READABLE`."""
     alphas = [config["lora_alpha"], *(config.get("alpha_pattern") or {}).values()]
     rank = float(config["r"])
     return max(map(float, alphas)) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _tensors(file: BinaryIO) -> dict[str, _Tensor]:
+def _tensors_by_name(file: BinaryIO) -> dict[str, _Tensor]:
     """The tensors of a safetensors file by name, without copies of the base model's weights.
 
     Raises an error of `_NOT_READABLE`.
@@ -154,7 +154,7 @@ def _tensors(file: BinaryIO) -> dict[str, _Tensor]:
     }
 
 
-def _number(raw: bytes, dtype: str) -> float:
+def _decode_number(raw: bytes, dtype: str) -> float:
     """One number of a safetensors dtype. Raises an error of `_NOT_READABLE`."""
     if dtype == "BF16":
         raw, dtype = b"\0\0" + raw, "F32"

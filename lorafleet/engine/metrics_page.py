@@ -116,8 +116,8 @@ def parse_metrics(page: str) -> EngineMetrics:
         gap_seconds=total.get("vllm:inter_token_latency_seconds_sum", 0.0),
         first_tokens=total.get("vllm:time_to_first_token_seconds_count", 0.0),
         started_at=total.get("process_start_time_seconds", 0.0),
-        block_size=_whole_number_of(cache.get("block_size")),
-        total_kv_blocks=_whole_number_of(cache.get("num_gpu_blocks")),
+        block_size=_whole_number_or_zero(cache.get("block_size")),
+        total_kv_blocks=_whole_number_or_zero(cache.get("num_gpu_blocks")),
         max_loras=int(slots[1]) if slots else 0,
         offloading=cache["kv_offloading_backend"] if cache.get("kv_offloading_size", "None") != "None" else "",
         has_connector=_CONNECTOR.search(page) is not None,
@@ -135,6 +135,6 @@ def transfer_config(server_info: bytes) -> Mapping[str, Any] | None:
     return transfer if isinstance(transfer, dict) else None
 
 
-def _whole_number_of(text: str | None) -> int:
+def _whole_number_or_zero(text: str | None) -> int:
     """The number in a text of digits; 0 for anything else."""
     return int(text) if text and text.isdigit() else 0

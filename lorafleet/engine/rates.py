@@ -122,12 +122,12 @@ class EngineRates:
     @property
     def mean_output_tokens(self) -> float:
         """Mean output tokens of requests that ended lately."""
-        return _ratio(sum(tokens for _, tokens, _ in self._ended), sum(ended for ended, _, _ in self._ended))
+        return _ratio_or_zero(sum(tokens for _, tokens, _ in self._ended), sum(ended for ended, _, _ in self._ended))
 
     @property
     def mean_request_s(self) -> float:
         """Mean seconds from scheduled to the last token, of requests that ended lately."""
-        return _ratio(sum(seconds for _, _, seconds in self._ended), sum(ended for ended, _, _ in self._ended))
+        return _ratio_or_zero(sum(seconds for _, _, seconds in self._ended), sum(ended for ended, _, _ in self._ended))
 
     def add(self, now: EngineMetrics) -> None:
         """Add the next reading and update all rates. The first, an older one or lower totals only begin a new window.
@@ -224,7 +224,7 @@ class EngineRates:
         if fit is not None:
             self._fitted_token_s = fit.token_s
         # Idle time between readings only adds to a window's time, so the lower quantile is right.
-        token_s = _quantile(self._calm, 0.25) if len(self._calm) >= _MIN_CALM else 0.0
+        token_s = _quantile_or_zero(self._calm, 0.25) if len(self._calm) >= _MIN_CALM else 0.0
         is_calm = token_s > 0 and (self._fitted_token_s == 0 or token_s < _MAX_CALM_RATIO * self._fitted_token_s)
         if not is_calm:
             token_s = self._fitted_token_s
@@ -232,8 +232,8 @@ class EngineRates:
         if fit is not None and busy == 0.0:
             busy = fit.prefill_tokens_per_s
         # Without calm seconds and without a fit: the fastest tokens measured.
-        token_s = token_s or _quantile(self._gaps, 0.1)
-        self.decode_tokens_per_s = _ratio(1.0, token_s)
+        token_s = token_s or _quantile_or_zero(self._gaps, 0.1)
+        self.decode_tokens_per_s = _ratio_or_zero(1.0, token_s)
         if _is_mostly_prefill(windows, token_s or _UNKNOWN_TOKEN_S):
             busy = max(busy, _busy_rate(windows, 0.0))
         self.prefill_tokens_per_s = self._prefill_rate(busy, token_s)
@@ -247,7 +247,7 @@ class EngineRates:
         token_s  one token's time; 0.0 if unknown
         """
         alone = max(_alone_rate(self._prefills, token_s), _fitted_rate(self._prefills, token_s))
-        evidence = max(busy, alone, _quantile(self._device, 0.9))
+        evidence = max(busy, alone, _quantile_or_zero(self._device, 0.9))
         # Requests without evidence do not undo earlier evidence.
         self._last_evidence = evidence = evidence or self._last_evidence
         lower_bound = max(self._lower_bounds, default=0.0)
@@ -366,13 +366,13 @@ def _busy_rate(windows: Sequence[_RateWindow], token_s: float) -> float:
     return rate if token_s == 0.0 or scatter <= _MAX_SCATTER else 0.0
 
 
-def _quantile(values: Iterable[float], share: float) -> float:
+def _quantile_or_zero(values: Iterable[float], share: float) -> float:
     """The value at this share of the sorted values; 0.0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def _ratio(part: float, whole: float) -> float:
+def _ratio_or_zero(part: float, whole: float) -> float:
     """`part / whole`; 0.0 unless `whole` is positive."""
     return part / whole if whole > 0 else 0.0
 

@@ -110,7 +110,7 @@ def patch_worker_manager(module: Any, folder: Path) -> None:
         """Load an adapter, or mark it as used; report the modules of a new one."""
         is_added = add(self, lora_request)
         try:
-            _report(self, lora_request, folder)
+            _write_report_once(self, lora_request, folder)
         except Exception:
             # The adapter is loaded; the agent finds no report, and asks the engine in another way.
             log.exception("lorafleet: no report on adapter %s", lora_request.lora_name)
@@ -119,7 +119,7 @@ def patch_worker_manager(module: Any, folder: Path) -> None:
     loads._load_adapter, adds.add_adapter = load_adapter, add_adapter  # type: ignore[union-attr]
 
 
-def _report(worker_manager: Any, lora_request: Any, folder: Path) -> None:
+def _write_report_once(worker_manager: Any, lora_request: Any, folder: Path) -> None:
     """Write this process's report on an adapter that it has just read; no-op for one that it had already."""
     manager = worker_manager._adapter_manager
     lora = manager.get_adapter(lora_request.lora_int_id)

@@ -128,7 +128,7 @@ class Stepper:
             log.exception("unexpected error: a request's work ended without an answer")
             return False
         if self._coroutine is None:  # closed by its own work
-            _close(work)
+            _close_work(work)
             return False
         if yielded is None:
             return True
@@ -138,7 +138,7 @@ class Stepper:
             self._run_in_task(work)
         else:
             self._coroutine = None
-            _fail(work, RuntimeError("a coroutine in a batch awaited something without leave_batch()"))
+            _throw_into(work, RuntimeError("a coroutine in a batch awaited something without leave_batch()"))
         return False
 
     def resume(self) -> None:
@@ -161,7 +161,7 @@ class Stepper:
             if work.cr_running:  # type: ignore[attr-defined]
                 _is_alone = False
             else:
-                _close(work)
+                _close_work(work)
 
     def _run_in_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Hand a coroutine that has left its batch to a task, which is kept until it ends."""
@@ -171,7 +171,7 @@ class Stepper:
         task.add_done_callback(self._tasks.discard)
 
 
-def _fail(work: Coroutine[Any, Any, None], exc: Exception) -> None:
+def _throw_into(work: Coroutine[Any, Any, None], exc: Exception) -> None:
     """Raise this in the coroutine, which may answer with an error, and end it. Other errors are logged."""
     try:
         work.throw(exc)
@@ -180,10 +180,10 @@ def _fail(work: Coroutine[Any, Any, None], exc: Exception) -> None:
     except Exception:
         log.exception("unexpected error: a request's work ended without an answer")
     else:
-        _close(work)
+        _close_work(work)
 
 
-def _close(work: Coroutine[Any, Any, None]) -> None:
+def _close_work(work: Coroutine[Any, Any, None]) -> None:
     """Raise GeneratorExit in the coroutine, so that its `finally` runs. Does not raise: errors are logged."""
     try:
         work.close()

@@ -40,7 +40,7 @@ def site_check(allowed: Collection[str] = (), *, trusts_preflight: bool = False)
             return
         if trusts_preflight and (not _KEYS.isdisjoint(headers) or (site is None and _is_json(headers))):
             return
-        if site is None and origin is not None and _host_of(origin) == headers.get(b"host", b"").lower():
+        if site is None and origin is not None and _origin_host(origin) == headers.get(b"host", b"").lower():
             return
         raise HttpError(403, "cross_site", _refusal_message(origin or b"another site", trusts_preflight))
 
@@ -52,7 +52,7 @@ def _is_json(headers: Mapping[bytes, bytes]) -> bool:
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
 
 
-def _host_of(origin: bytes) -> bytes:
+def _origin_host(origin: bytes) -> bytes:
     """Host and port of an origin, in lower case; empty: it has none."""
     return origin.partition(b"://")[2].lower()
 

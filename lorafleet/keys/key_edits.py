@@ -74,21 +74,21 @@ def add_key(
         "lora_ids": list(lora_ids),
         "may_shadow_base": may_shadow_base,
     }
-    with _edited(path, may_create=True) as file:
+    with _locked_key_file(path, may_create=True) as file:
         file.text = with_entry(file.text, {name: value for name, value in entry.items() if value})
     return key
 
 
 def list_keys(path: Path) -> list[Caller]:
     """The callers of the file's keys, in its order. Raises CommandFailed if it is not a key file."""
-    with _failures(path):
+    with _file_errors_as_command_failed(path):
         return list(read_key_files([path]).values())
 
 
 def revoke_key(path: Path, key_id: str) -> str:
     """Remove the key whose id begins so from the file; returns its whole id. Raises CommandFailed."""
-    with _edited(path) as file:
-        index, entry = _entry_of(file.text, key_id)
+    with _locked_key_file(path) as file:
+        index, entry = _find_entry(file.text, key_id)
         file.text = without_entry(file.text, index)
     return key_id_of(entry["sha256"])
 
@@ -101,8 +101,8 @@ def rotate_key(
     A key that expires sooner keeps its expiry. The new key has none unless one is given. Raises CommandFailed.
     """
     key = new_key()
-    with _edited(path) as file:
-        index, entry = _entry_of(file.text, key_id)
+    with _locked_key_file(path) as file:
+        index, entry = _find_entry(file.text, key_id)
         caller = read_key_files([path])[entry["sha256"]]
         if caller.expires_at is not None and caller.expires_at <= now.timestamp():
             raise CommandFailed(f"key {caller.key_id} has expired: `lorafleet keys new` makes another")
@@ -166,7 +166,7 @@ def _check_scopes(tenant: str | None, scopes: Sequence[str]) -> None:
         raise CommandFailed(f"--scopes {','.join(scopes)}: {trouble}", status=2)
 
 
-def _entry_of(text: str, key_id: str) -> tuple[int, dict[str, Any]]:
+def _find_entry(text: str, key_id: str) -> tuple[int, dict[str, Any]]:
     """Index and entry of the key whose id begins so. Raises CommandFailed unless there is exactly one."""
     entries = yamls.parse_yaml(text)["keys"]
     ids = [key_id_of(entry["sha256"]) for entry in entries]
@@ -185,12 +185,12 @@ class _KeyFileText:
 
 
 @contextlib.contextmanager
-def _edited(path: Path, *, may_create: bool = False) -> Iterator[_KeyFileText]:
+def _locked_key_file(path: Path, *, may_create: bool = False) -> Iterator[_KeyFileText]:
     """The file's text, under a lock; at the end the file is replaced atomically. Raises CommandFailed.
 
     Mode and owner stay, so that root's command leaves a service its file. A link stays, and its target is replaced.
     """
-    with _failures(path):
+    with _file_errors_as_command_failed(path):
         path = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a loop of links
         if may_create:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ def _edited(path: Path, *, may_create: bool = False) -> Iterator[_KeyFileText]:
 
 
 @contextlib.contextmanager
-def _failures(path: Path) -> Iterator[None]:
+def _file_errors_as_command_failed(path: Path) -> Iterator[None]:
     """Errors of reading and writing the file, as CommandFailed."""
     try:
         yield

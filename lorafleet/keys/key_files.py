@@ -76,12 +76,12 @@ def _is_marked(path: Path, text: str) -> bool:
     if last != LAST_LINE:
         raise KeyFileError(
             f"key file {path}: cut off, or continued behind its end: its first line promises that the last one is"
-            f" {LAST_LINE!r}, found {_quoted(last)}; write the whole file again, or take out the first line"
+            f" {LAST_LINE!r}, found {_line_beginning(last)}; write the whole file again, or take out the first line"
         )
     return True
 
 
-def _quoted(line: str) -> str:
+def _line_beginning(line: str) -> str:
     """The beginning of a line, for a message; a hash in it is no secret."""
     return ascii(line[:40])
 

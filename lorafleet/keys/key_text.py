@@ -20,19 +20,19 @@ def with_entry(text: str, entry: Entry) -> str:
 
     def edited() -> str:
         """The edited text."""
-        entries = _entries(text)
+        entries = _key_list_node(text)
         if entries is None:
-            return f"{text.rstrip()}\nkeys:\n{_block(entry, 0)}".lstrip("\n")
+            return f"{text.rstrip()}\nkeys:\n{_block_style_entry(entry, 0)}".lstrip("\n")
         if not entries.value:
-            start, end = _span(entries)
-            return f"{text[:start].rstrip()}\n{_block(entry, 0)}{text[end:].lstrip(' ')}"
-        _, end = _span(entries.value[-1])
+            start, end = _node_span(entries)
+            return f"{text[:start].rstrip()}\n{_block_style_entry(entry, 0)}{text[end:].lstrip(' ')}"
+        _, end = _node_span(entries.value[-1])
         if entries.flow_style:
-            return f"{text[:end]}, {_flow(entry)}{text[end:]}"
+            return f"{text[:end]}, {_flow_style_entry(entry)}{text[end:]}"
         end = _line_end(text, end)
-        return f"{text[:end].rstrip(chr(10))}\n{_block(entry, entries.start_mark.column)}{text[end:]}"
+        return f"{text[:end].rstrip(chr(10))}\n{_block_style_entry(entry, entries.start_mark.column)}{text[end:]}"
 
-    return _checked(text, edited, lambda entries: [*entries, dict(entry)])
+    return _checked_edit(text, edited, lambda entries: [*entries, dict(entry)])
 
 
 def without_entry(text: str, index: int) -> str:
@@ -40,14 +40,14 @@ def without_entry(text: str, index: int) -> str:
 
     def edited() -> str:
         """The edited text."""
-        entries = _entries(text)
+        entries = _key_list_node(text)
         assert entries is not None, "an index of an entry"
-        start, end = _span(entries.value[index])
+        start, end = _node_span(entries.value[index])
         if entries.flow_style:
             if index + 1 < len(entries.value):
-                end = _span(entries.value[index + 1])[0]
+                end = _node_span(entries.value[index + 1])[0]
             elif index:
-                start = _span(entries.value[index - 1])[1]
+                start = _node_span(entries.value[index - 1])[1]
             return text[:start] + text[end:]
         if len(entries.value) == 1:
             colon = text.index(":", _keys_end(text))
@@ -55,7 +55,7 @@ def without_entry(text: str, index: int) -> str:
             return f"{text[: colon + 1]} []{before}{text[_line_end(text, end) :]}"
         return text[: text.rindex("\n", 0, start) + 1] + text[_line_end(text, end) :]
 
-    return _checked(text, edited, lambda entries: entries[:index] + entries[index + 1 :])
+    return _checked_edit(text, edited, lambda entries: entries[:index] + entries[index + 1 :])
 
 
 def with_expiry(text: str, index: int, expires: str) -> str:
@@ -63,13 +63,13 @@ def with_expiry(text: str, index: int, expires: str) -> str:
 
     def edited() -> str:
         """The edited text."""
-        entries = _entries(text)
+        entries = _key_list_node(text)
         assert entries is not None, "an index of an entry"
         node = entries.value[index]
         for key, value in node.value:
             if key.value == "expires":
                 return text[: value.start_mark.index] + expires + text[value.end_mark.index :]
-        _, end = _span(node)
+        _, end = _node_span(node)
         if node.flow_style:
             return f"{text[: end - 1].rstrip()}, expires: {expires}{text[end - 1 :]}"
         end = _line_end(text, end)
@@ -77,12 +77,12 @@ def with_expiry(text: str, index: int, expires: str) -> str:
         return f"{text[:end].rstrip(chr(10))}\n{indent}expires: {expires}\n{text[end:]}"
 
     at = yaml.safe_load(expires)
-    return _checked(
+    return _checked_edit(
         text, edited, lambda entries: [*entries[:index], entries[index] | {"expires": at}, *entries[index + 1 :]]
     )
 
 
-def _checked(text: str, edited: Callable[[], str], expected: Callable[[list[dict[str, Any]]], object]) -> str:
+def _checked_edit(text: str, edited: Callable[[], str], expected: Callable[[list[dict[str, Any]]], object]) -> str:
     """The edited text, once it is known to say what is expected. Raises KeyTextError."""
     before = yaml.safe_load(text) or {}
     try:
@@ -95,17 +95,17 @@ def _checked(text: str, edited: Callable[[], str], expected: Callable[[list[dict
     return after
 
 
-def _entries(text: str) -> yaml.SequenceNode | None:
+def _key_list_node(text: str) -> yaml.SequenceNode | None:
     """The node of the list of keys; None in a text without one."""
-    return next((value for _, value in _fields(text) if isinstance(value, yaml.SequenceNode)), None)
+    return next((value for _, value in _key_list_fields(text) if isinstance(value, yaml.SequenceNode)), None)
 
 
 def _keys_end(text: str) -> int:
     """The offset behind the word `keys`."""
-    return next(int(key.end_mark.index) for key, _ in _fields(text))
+    return next(int(key.end_mark.index) for key, _ in _key_list_fields(text))
 
 
-def _fields(text: str) -> Iterator[tuple[yaml.Node, yaml.Node]]:
+def _key_list_fields(text: str) -> Iterator[tuple[yaml.Node, yaml.Node]]:
     """(key, value) of the document's field `keys`."""
     document = yaml.compose(text, Loader=yaml.SafeLoader)
     for key, value in document.value if isinstance(document, yaml.MappingNode) else ():
@@ -113,14 +113,14 @@ def _fields(text: str) -> Iterator[tuple[yaml.Node, yaml.Node]]:
             yield key, value
 
 
-def _span(node: yaml.Node) -> tuple[int, int]:
+def _node_span(node: yaml.Node) -> tuple[int, int]:
     """First and last offset of a node's text, without the blanks and comments that follow it."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style:
-        return node.start_mark.index, max(_span(leaf)[1] for leaf in _leaves(node))
+        return node.start_mark.index, max(_node_span(leaf)[1] for leaf in _direct_nodes(node))
     return node.start_mark.index, node.end_mark.index
 
 
-def _leaves(node: yaml.CollectionNode) -> Iterator[yaml.Node]:
+def _direct_nodes(node: yaml.CollectionNode) -> Iterator[yaml.Node]:
     """The nodes directly in a collection, a mapping's keys and values alike."""
     for each in node.value:
         yield from each if isinstance(each, tuple) else (each,)
@@ -134,12 +134,12 @@ def _line_end(text: str, offset: int) -> int:
     return len(text) if found < 0 else found + 1
 
 
-def _block(entry: Entry, indent: int) -> str:
+def _block_style_entry(entry: Entry, indent: int) -> str:
     """An entry as an item of a block list, indented."""
     lines = yaml.safe_dump([dict(entry)], sort_keys=False).splitlines()
     return "".join(f"{' ' * indent}{line}\n" for line in lines)
 
 
-def _flow(entry: Entry) -> str:
+def _flow_style_entry(entry: Entry) -> str:
     """An entry in braces, on one line."""
     return yaml.safe_dump(dict(entry), sort_keys=False, default_flow_style=True, width=10_000).strip()

@@ -55,7 +55,7 @@ class ServiceAccount:
         """Read the account's CA, namespace and token files into an access; raises KubeConfigError if one is missing."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            tls = _ssl_context_of(str(self._folder / "ca.crt"))
+            tls = _trusting_ssl_context(str(self._folder / "ca.crt"))
             namespace = (self._folder / "namespace").read_text().strip()
             token = self._token()
         except OSError as exc:  # ssl.SSLError is one
@@ -109,7 +109,7 @@ class KubeConfig:
             raise KubeConfigError(
                 f"kubeconfig {self._name}: needs the library that reads it: pip install 'lorafleet[kubernetes]'"
             ) from exc
-        contents = [_content_of(path) for path in self._paths]
+        contents = [_read_kubeconfig(path) for path in self._paths]
         configuration = client.Configuration()
         try:
             # Of several files the library takes the last current context, kubectl the first.
@@ -117,8 +117,8 @@ class KubeConfig:
             config.load_kube_config(
                 self._name, context=current, client_configuration=configuration, persist_config=False
             )
-            context = _entry(contents, "contexts", current)["context"]
-            tls = _tls(
+            context = _first_entry(contents, "contexts", current)["context"]
+            tls = _tls_context(
                 configuration.ssl_ca_cert,
                 configuration.cert_file,
                 configuration.key_file,
@@ -129,7 +129,7 @@ class KubeConfig:
         except Exception as exc:  # the library raises what its look-ups raise
             raise KubeConfigError(f"kubeconfig {self._name}: not in a kubeconfig's form ({exc!r})") from exc
         token = str(configuration.api_key.get("BearerToken", "")).removeprefix("Bearer ")
-        user = _entry(contents, "users", context.get("user")).get("user") or {}
+        user = _first_entry(contents, "users", context.get("user")).get("user") or {}
         plugin = user.get("exec")
         if plugin and not token and not configuration.cert_file:
             # Without credentials the API server answers 403, after which none are read again.
@@ -147,7 +147,7 @@ class KubeConfig:
         )
 
 
-def _content_of(path: Path) -> dict[str, Any]:
+def _read_kubeconfig(path: Path) -> dict[str, Any]:
     """The content of one kubeconfig; raises KubeConfigError."""
     try:
         content = read_yaml(path, last_wins=True)  # as kubectl reads it
@@ -158,7 +158,7 @@ def _content_of(path: Path) -> dict[str, Any]:
     return content
 
 
-def _entry(kubeconfigs: list[dict[str, Any]], kind: str, name: str | None) -> dict[str, Any]:
+def _first_entry(kubeconfigs: list[dict[str, Any]], kind: str, name: str | None) -> dict[str, Any]:
     """The first entry of the name among `contexts` or `users`; {} without one. The library has read the kubeconfigs."""
     entries = (entry for kubeconfig in kubeconfigs for entry in kubeconfig.get(kind) or ())
     return next((entry for entry in entries if entry["name"] == name), {})
@@ -181,9 +181,9 @@ def find_access_source(kubeconfig: Path | None, environ: Mapping[str, str], acco
     return ServiceAccount(account, environ)
 
 
-def _tls(ca_file: str | None, cert_file: str | None, key_file: str | None, *, verify: bool) -> ssl.SSLContext:
+def _tls_context(ca_file: str | None, cert_file: str | None, key_file: str | None, *, verify: bool) -> ssl.SSLContext:
     """A TLS context with the kubeconfig's authority and client certificate; trusts any server unless `verify`."""
-    context = _ssl_context_of(ca_file)
+    context = _trusting_ssl_context(ca_file)
     if not verify:  # the kubeconfig has insecure-skip-tls-verify
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if cert_file:
@@ -191,7 +191,7 @@ def _tls(ca_file: str | None, cert_file: str | None, key_file: str | None, *, ve
     return context
 
 
-def _ssl_context_of(ca_file: str | None) -> ssl.SSLContext:
+def _trusting_ssl_context(ca_file: str | None) -> ssl.SSLContext:
     """A TLS context that trusts the same authorities as kubectl.
 
     source  Python 3.13 ssl.create_default_context also refuses certificates that lack fields of RFC 5280. Authorities

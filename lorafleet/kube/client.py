@@ -108,8 +108,8 @@ class KubeClient:
             if not answer.is_success:
                 async with asyncio.timeout(head_timeout_s):
                     await answer.aread()
-                raise _error_of(call, answer)
-            yield _lines(answer)
+                raise _answer_error(call, answer)
+            yield _stream_lines(answer)
         except httpx.HTTPError as exc:
             raise KubeUnreachable(f"{call}: {why_no_answer(exc)}") from exc
         finally:
@@ -143,7 +143,7 @@ class KubeClient:
         except httpx.HTTPError as exc:
             raise KubeUnreachable(f"{call}: {why_no_answer(exc)}") from exc
         if not answer.is_success:
-            raise _error_of(call, answer)
+            raise _answer_error(call, answer)
         try:
             source = msgspec.json.decode(content)
         except DECODE_ERRORS as exc:
@@ -176,7 +176,7 @@ class KubeClient:
                 self.url + path,
                 params={**own_params, **(params or {})},
                 content=content,
-                headers=_headers(token, content_type if content is not None else None),
+                headers=_request_headers(token, content_type if content is not None else None),
                 # Without `read_s` only the caller's deadline for the whole call applies.
                 timeout=httpx.Timeout(None, read=read_s),
                 extensions={"sni_hostname": self._access.server_name} if self._access.server_name else None,
@@ -240,7 +240,7 @@ def _new_http_client(access: ApiServerAccess) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=DirectTransport(verify=verify, proxy=access.proxy), trust_env=False)
 
 
-def _headers(token: str, content_type: str | None) -> dict[str, str]:
+def _request_headers(token: str, content_type: str | None) -> dict[str, str]:
     """A request's headers: accept JSON, the bearer token, and the body's content type if there is a body."""
     headers = {"accept": "application/json"}
     if token:
@@ -250,7 +250,7 @@ def _headers(token: str, content_type: str | None) -> dict[str, str]:
     return headers
 
 
-def _error_of(call: str, answer: httpx.Response) -> KubeError:
+def _answer_error(call: str, answer: httpx.Response) -> KubeError:
     """The error for an unsuccessful answer, with its JSON or text and its Retry-After in seconds."""
     try:
         body: Any = msgspec.json.decode(answer.content)
@@ -263,7 +263,7 @@ def _error_of(call: str, answer: httpx.Response) -> KubeError:
     return error_of_answer(call, answer.status_code, body, retry_after_s=retry_after_s)
 
 
-async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+async def _stream_lines(answer: httpx.Response) -> AsyncIterator[bytes]:
     """Non-empty lines of a stream; a last line without a line feed is dropped.
 
     A line may have a megabyte, so its pieces are joined once.

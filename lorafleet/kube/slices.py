@@ -122,7 +122,7 @@ def workers_in_slice(slice_: Mapping[str, Any]) -> tuple[DiscoveredWorker, ...]:
     metadata = _as_mapping(slice_.get("metadata"))
     namespace = str(metadata.get("namespace") or "")
     pool = str(_as_mapping(metadata.get("labels")).get(POOL_LABEL) or "")
-    ports = _ports(slice_)
+    ports = _ports_by_name(slice_)
     workers = []
     for endpoint in _as_mappings(slice_.get("endpoints")):
         addresses = endpoint.get("addresses")
@@ -139,10 +139,10 @@ def workers_in_slice(slice_: Mapping[str, Any]) -> tuple[DiscoveredWorker, ...]:
             DiscoveredWorker(
                 id=str(target.get("name") or address) if target.get("kind", "Pod") == "Pod" else address,
                 namespace=namespace,
-                agent_url=_url("http", host, ports.get(AGENT)),
-                engine_url=_url("http", host, ports.get(ENGINE)),
-                kv_events=_url("tcp", host, ports.get(KV_EVENTS)),
-                kv_replay=_url("tcp", host, ports.get(KV_REPLAY)),
+                agent_url=_endpoint_url("http", host, ports.get(AGENT)),
+                engine_url=_endpoint_url("http", host, ports.get(ENGINE)),
+                kv_events=_endpoint_url("tcp", host, ports.get(KV_EVENTS)),
+                kv_replay=_endpoint_url("tcp", host, ports.get(KV_REPLAY)),
                 zone=str(endpoint.get("zone") or ""),
                 node=str(endpoint.get("nodeName") or ""),
                 pool=pool,
@@ -172,7 +172,7 @@ def _merge_worker(first: DiscoveredWorker, other: DiscoveredWorker) -> Discovere
     )
 
 
-def _ports(slice_: Mapping[str, Any]) -> dict[str, int]:
+def _ports_by_name(slice_: Mapping[str, Any]) -> dict[str, int]:
     """A slice's TCP ports by name."""
     value = {}
     for port in _as_mappings(slice_.get("ports")):
@@ -182,7 +182,7 @@ def _ports(slice_: Mapping[str, Any]) -> dict[str, int]:
     return value
 
 
-def _url(scheme: str, host: str, port: int | None) -> str | None:
+def _endpoint_url(scheme: str, host: str, port: int | None) -> str | None:
     """`scheme://host:port`; None without a port."""
     return None if port is None else f"{scheme}://{host}:{port}"
 

@@ -128,11 +128,11 @@ class ListWatchLoop:
         items: list[Json] = []
         page = await self._get_page("")
         items.extend(page.get("items") or [])
-        while token := _metadata(page).get("continue"):
+        while token := _metadata_or_empty(page).get("continue"):
             page = await self._get_page(str(token))
             items.extend(page.get("items") or [])
         self.on_list(items)
-        self.version = str(_metadata(page).get("resourceVersion") or "0")
+        self.version = str(_metadata_or_empty(page).get("resourceVersion") or "0")
         self._on_answer()
         log.info("objects listed", path=self.path, why=self.list_reason, objects=len(items), version=self.version)
 
@@ -176,7 +176,7 @@ class ListWatchLoop:
             raise error_of_answer(f"watch {self.path}", int(changed.get("code") or 0), changed)
         if kind in ("ADDED", "MODIFIED", "DELETED"):
             self.on_event(kind, changed)
-        self.version = str(_metadata(changed).get("resourceVersion") or self.version)
+        self.version = str(_metadata_or_empty(changed).get("resourceVersion") or self.version)
 
     def _on_answer(self) -> None:
         """Call `on_answer`, and log the end of an outage."""
@@ -214,7 +214,7 @@ class ListWatchLoop:
         return backoff_s(self.failures, *self.times.pause_s, self.rng)
 
 
-def _metadata(value: Json) -> Json:
+def _metadata_or_empty(value: Json) -> Json:
     """The metadata of an object or list; empty if missing."""
     metadata = value.get("metadata")
     return metadata if isinstance(metadata, dict) else {}

@@ -40,14 +40,22 @@ def picture_id(data: bytes, model_path: str) -> str | None:
     if is_rgb is None:
         return None
     if is_rgb:
-        picture = _LEAF + _framed(data)
+        picture = _LEAF + _with_length(data)
     else:
-        white = _SEQUENCE + _count(3) + (_LEAF + _framed((255).to_bytes(8, "little"))) * 3
-        conversion = _MAPPING + _count(2) + _framed(b"image_mode") + _LEAF + _framed(b"RGB")
-        conversion += _framed(b"rgba_background_color") + white
-        picture = _MAPPING + _count(2) + _framed(b"io_config") + conversion + _framed(b"data") + _LEAF + _framed(data)
-    whole = blake3(_framed(b"image") + _LEAF + _framed(b"image") + picture)
-    whole.update(_framed(b"model_id") + _LEAF + _framed(model_path.encode("utf-8", "surrogatepass")))
+        white = _SEQUENCE + _encoded_length(3) + (_LEAF + _with_length((255).to_bytes(8, "little"))) * 3
+        conversion = _MAPPING + _encoded_length(2) + _with_length(b"image_mode") + _LEAF + _with_length(b"RGB")
+        conversion += _with_length(b"rgba_background_color") + white
+        picture = (
+            _MAPPING
+            + _encoded_length(2)
+            + _with_length(b"io_config")
+            + conversion
+            + _with_length(b"data")
+            + _LEAF
+            + _with_length(data)
+        )
+    whole = blake3(_with_length(b"image") + _LEAF + _with_length(b"image") + picture)
+    whole.update(_with_length(b"model_id") + _LEAF + _with_length(model_path.encode("utf-8", "surrogatepass")))
     return whole.hexdigest()
 
 
@@ -72,12 +80,12 @@ def _has_rgb_jpeg_frame(data: bytes) -> bool | None:
     return None
 
 
-def _framed(chunk: bytes) -> bytes:
+def _with_length(chunk: bytes) -> bytes:
     """The bytes with their length before them."""
-    return _count(len(chunk)) + chunk
+    return _encoded_length(len(chunk)) + chunk
 
 
-def _count(value: int) -> bytes:
+def _encoded_length(value: int) -> bytes:
     """A length in vLLM's form."""
     return value.to_bytes(8, "little")
 
@@ -89,11 +97,11 @@ def picture_blocks(pictures: Sequence[PlacedPicture], block_size: int) -> dict[i
     """
     items: dict[int, list[tuple[str, int]]] = {}
     for picture in pictures:
-        for number in _numbers(picture, block_size):
+        for number in _picture_block_numbers(picture, block_size):
             items.setdefault(number, []).append((picture.id, picture.offset - number * block_size))
     return {number: packed for number, found in items.items() if (packed := media_key(found)) is not None}
 
 
-def _numbers(picture: PlacedPicture, block_size: int) -> Iterable[int]:
+def _picture_block_numbers(picture: PlacedPicture, block_size: int) -> Iterable[int]:
     """The numbers of the blocks that have a token of this picture."""
     return range(picture.offset // block_size, -(-(picture.offset + picture.length) // block_size))

@@ -83,7 +83,7 @@ class ResumePoints:
             if parent is not None:
                 self._children.setdefault(parent, set()).add(block)
             if self._leads(block):  # by children that stayed
-                _note(changed, block, leads=True)
+                _note_change(changed, block, leads=True)
                 self._add_way(parent, changed)
         self._hand_on(changed)
 
@@ -100,7 +100,7 @@ class ResumePoints:
             if parent is not None:
                 self._forget_child(parent, block)
             if did_lead:
-                _note(changed, block, leads=False)
+                _note_change(changed, block, leads=False)
                 self._drop_way(parent, changed)
             for group, runs in self._runs.items():
                 if runs.pop(block, None) is not None:
@@ -185,7 +185,7 @@ class ResumePoints:
         else:
             self._points.discard(block)
         if block not in self._ways:
-            _note(changed, block, leads=is_point)
+            _note_change(changed, block, leads=is_point)
             (self._add_way if is_point else self._drop_way)(self._parents[block], changed)
 
     def _leads(self, block: BlockHash) -> bool:
@@ -199,7 +199,7 @@ class ResumePoints:
             self._ways[block] = self._ways.get(block, 0) + 1
             if did_lead or block not in self._parents:
                 return
-            _note(changed, block, leads=True)
+            _note_change(changed, block, leads=True)
             block = self._parents[block]
 
     def _drop_way(self, block: BlockHash | None, changed: _Changes) -> None:
@@ -211,7 +211,7 @@ class ResumePoints:
             del self._ways[block]
             if block in self._points or block not in self._parents:
                 return
-            _note(changed, block, leads=False)
+            _note_change(changed, block, leads=False)
             block = self._parents[block]
 
     def _forget_child(self, parent: BlockHash, block: BlockHash) -> None:
@@ -222,7 +222,7 @@ class ResumePoints:
             del self._children[parent]
 
 
-def _note(changed: _Changes, block: BlockHash, *, leads: bool) -> None:
+def _note_change(changed: _Changes, block: BlockHash, *, leads: bool) -> None:
     """Note that a block leads to a resume point now, or no longer; forget what that takes back."""
     if changed.get(block, leads) == leads:
         changed[block] = leads

@@ -24,14 +24,14 @@ def kv_event_endpoints(host: str, ranks: Sequence[Mapping[str, Any]]) -> KvEvent
 
     All ranks or none, since a part of an engine's blocks is useless.
     """
-    events = tuple(_reachable_endpoint(host, rank.get("endpoint")) for rank in ranks if _publishes(rank))
+    events = tuple(_reachable_endpoint(host, rank.get("endpoint")) for rank in ranks if _publishes_kv_events(rank))
     replay = tuple(_reachable_endpoint(host, rank.get("replay_endpoint")) for rank in ranks)
     if not events or len(events) != len(ranks) or not all(events):
         return KvEventEndpoints()
     return KvEventEndpoints(events, replay if all(replay) else (), str(ranks[0].get("topic") or ""))
 
 
-def _publishes(rank: Mapping[str, Any]) -> bool:
+def _publishes_kv_events(rank: Mapping[str, Any]) -> bool:
     """Whether a rank publishes KV events over ZMQ."""
     # SGLang has no `enable_kv_cache_events`.
     return rank.get("publisher", "zmq") == "zmq" and bool(rank.get("enable_kv_cache_events", True))

@@ -86,7 +86,9 @@ def common_flags(
     """Flags of every service: its address, its keys, and its settings file if one is given."""
     keys = [word for path in key_files for word in ("--key-files", str(path))]
     config = [] if given.config is None else ["--config", str(given.config)]
-    words = _flags({"host": LOOPBACK, "port": port, "port_file": port_file}, {"log_format": "console"}, given.values)
+    words = _setting_flags(
+        {"host": LOOPBACK, "port": port, "port_file": port_file}, {"log_format": "console"}, given.values
+    )
     return [*config, *words, *keys]
 
 
@@ -105,7 +107,7 @@ def orchestrator_command(
 ) -> list[str]:
     """The orchestrator's command. `upload_store`: None leaves it to the environment; `given` replaces defaults."""
     kept = [] if upload_store is None else ["--upload-store", upload_store]
-    words = _flags({"store": store}, {"stop_grace_s": grace_s}, given)
+    words = _setting_flags({"store": store}, {"stop_grace_s": grace_s}, given)
     return [sys.executable, "-P", "-m", "orchestrator", *shared, *words, *kept]
 
 
@@ -126,7 +128,7 @@ def router_command(
         "-m",
         "router",
         *shared,
-        *_flags({"orchestrator_url": orchestrator_url}, defaults, given),
+        *_setting_flags({"orchestrator_url": orchestrator_url}, defaults, given),
     ]
 
 
@@ -176,10 +178,12 @@ def agent_command(
     }
     # The engine's output is in its worker's folder, not in the agent's log.
     quiet = [] if "engine_output" in given else ["--no-engine-output"]
-    return [sys.executable, "-P", "-m", "workers", *shared, *_flags(fixed, defaults, given), *quiet]
+    return [sys.executable, "-P", "-m", "workers", *shared, *_setting_flags(fixed, defaults, given), *quiet]
 
 
-def _flags(fixed: Mapping[str, object], defaults: Mapping[str, object], given: Mapping[str, object]) -> list[str]:
+def _setting_flags(
+    fixed: Mapping[str, object], defaults: Mapping[str, object], given: Mapping[str, object]
+) -> list[str]:
     """Flags and values of all `fixed` settings, and of the defaults that neither `fixed` nor `given` has."""
     used_defaults = {name: value for name, value in defaults.items() if name not in given and name not in fixed}
     flags = {**fixed, **used_defaults}

@@ -32,13 +32,13 @@ def monitoring_files(
     """
     assets = chart_folder() / "files"
     return {
-        "prometheus.yml": _yaml(_prometheus(targets, credentials_file)),
-        "alerts.yml": _yaml(_rules((assets / "alerts.yaml").read_text(encoding="utf-8"), router_processes)),
+        "prometheus.yml": _as_yaml(_prometheus_config(targets, credentials_file)),
+        "alerts.yml": _as_yaml(_alert_rules((assets / "alerts.yaml").read_text(encoding="utf-8"), router_processes)),
         "dashboard.json": (assets / "dashboard.json").read_text(encoding="utf-8"),
     }
 
 
-def _prometheus(targets: Sequence[ScrapeTarget], credentials_file: str | None) -> Mapping[str, Any]:
+def _prometheus_config(targets: Sequence[ScrapeTarget], credentials_file: str | None) -> Mapping[str, Any]:
     """Prometheus' configuration. The label `pod`, as a cluster has it, names each process."""
     key = {} if credentials_file is None else {"authorization": {"credentials_file": credentials_file}}
     return {
@@ -60,7 +60,7 @@ def _prometheus(targets: Sequence[ScrapeTarget], credentials_file: str | None) -
     }
 
 
-def _rules(alerts: str, router_processes: int) -> Mapping[str, Any]:
+def _alert_rules(alerts: str, router_processes: int) -> Mapping[str, Any]:
     """The alerts as a rule file, for the series of our jobs."""
     filled = alerts
     for name, value in (("$fleet", f'job=~"{JOB}.*"'), ("$processes", str(router_processes)), ("$pods", ".*")):
@@ -69,6 +69,6 @@ def _rules(alerts: str, router_processes: int) -> Mapping[str, Any]:
     return {"groups": [{"name": JOB, "rules": rules}]}
 
 
-def _yaml(value: Mapping[str, Any]) -> str:
+def _as_yaml(value: Mapping[str, Any]) -> str:
     """A value as YAML, its keys in their order."""
     return yaml.safe_dump(value, sort_keys=False, width=120)

@@ -174,8 +174,8 @@ def fleet_options(
             model=model or _base_model(worker_values, known),
             adapters=adapters,
             max_loras=max_loras,
-            router_port=_port("router", router_port, given["router"]),
-            orchestrator_port=_port("orchestrator", orchestrator_port, given["orchestrator"]),
+            router_port=_service_port("router", router_port, given["router"]),
+            orchestrator_port=_service_port("orchestrator", orchestrator_port, given["orchestrator"]),
             state_dir=state_dir,
             key_file=key_file,
             service_options=given,
@@ -326,7 +326,7 @@ def _service_options(service: str, config: Path | None, environment: Mapping[str
     return ServiceOptions(config=Path(config_name) if config_name else None, values=from_file | from_environment)
 
 
-def _port(service: str, flag: int | None, given: ServiceOptions) -> int:
+def _service_port(service: str, flag: int | None, given: ServiceOptions) -> int:
     """A service's port: the flag, else its setting, else the default. Raises SettingsError."""
     if flag is not None:
         return flag

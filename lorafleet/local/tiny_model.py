@@ -124,11 +124,11 @@ CHAT_TEMPLATE: Final = r"""
 """.lstrip("\n")
 
 
-def _ignore(_line: str) -> None:
+def _ignore_progress(_line: str) -> None:
     """Print nothing: no progress is shown."""
 
 
-def make_model(into: Path, *, progress: Callable[[str], None] = _ignore) -> Path:
+def make_model(into: Path, *, progress: Callable[[str], None] = _ignore_progress) -> Path:
     """Create the base model in `into`, unless it exists, and return the folder; takes under a second.
 
     The folder appears whole or not at all, also if several processes create it at once. The bytes are always the same.
@@ -147,7 +147,7 @@ def make_model(into: Path, *, progress: Callable[[str], None] = _ignore) -> Path
     return into
 
 
-def make_adapters(into: Path, *, progress: Callable[[str], None] = _ignore) -> list[Path]:
+def make_adapters(into: Path, *, progress: Callable[[str], None] = _ignore_progress) -> list[Path]:
     """Create the demo's three adapters, each in the folder `into / lora_id`, unless they exist."""
     return [
         make_adapter(into, lora_id, rank=rank, section=section, progress=progress)
@@ -163,7 +163,7 @@ def make_adapter(
     seed: int | None = None,
     section: str = "prose",
     base_model: str = MODEL_NAME,
-    progress: Callable[[str], None] = _ignore,
+    progress: Callable[[str], None] = _ignore_progress,
 ) -> Path:
     """Create one adapter for the tiny model in `into / lora_id`, in PEFT's layout, and return the folder.
 
@@ -188,7 +188,7 @@ def make_adapter(
 
 
 @functools.cache
-def _sections() -> dict[str, str]:
+def _corpus_sections() -> dict[str, str]:
     """The corpus by section: {"prose": text, "sql": text, ...}; a section begins with a line `# name`."""
     text = resources.files("lorafleet.local").joinpath("tiny_corpus.txt").read_text(encoding="utf-8")
     parts = re.split(r"^# (\w+)\n", text, flags=re.MULTILINE)
@@ -212,7 +212,7 @@ def demo_tokenizer() -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    paragraphs = [p for text in _sections().values() for p in text.split("\n\n")]
+    paragraphs = [p for text in _corpus_sections().values() for p in text.split("\n\n")]
     tokenizer.train_from_iterator(paragraphs, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TOOL_MARKS])
@@ -223,7 +223,7 @@ def demo_tokenizer() -> Tokenizer:
 @functools.cache
 def word_tokens() -> dict[str, int]:
     """Whole words of the corpus that are one token with a space before them: {"customer": 812, ...}, in id order."""
-    words = set(re.findall(r"[^\W\d_]{2,}", "".join(_sections().values())))
+    words = set(re.findall(r"[^\W\d_]{2,}", "".join(_corpus_sections().values())))
     found = {}
     tokenizer = demo_tokenizer()
     for token in range(VOCABULARY - len(SPECIAL) - len(TOOL_MARKS)):
@@ -260,13 +260,13 @@ _GAINS: Final[Mapping[str, float]] = {
 def _base_weights() -> dict[str, Array]:
     """The base model's tensors by name: random values of a fixed seed, so always the same."""
     rng = np.random.default_rng(SEED)
-    weights = {"model.embed_tokens.weight": _normal(rng, (VOCABULARY, HIDDEN), 1.0)}
+    weights = {"model.embed_tokens.weight": _normal_tensor(rng, (VOCABULARY, HIDDEN), 1.0)}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
         for module, (rows, columns) in _SHAPES.items():
-            weights[f"{prefix}{module}.weight"] = _normal(rng, (rows, columns), _GAINS[module] / columns**0.5)
+            weights[f"{prefix}{module}.weight"] = _normal_tensor(rng, (rows, columns), _GAINS[module] / columns**0.5)
         for module in ("q_proj", "k_proj", "v_proj"):
-            weights[f"{prefix}self_attn.{module}.bias"] = _normal(rng, (_SHAPES[f"self_attn.{module}"][0],), 0.1)
+            weights[f"{prefix}self_attn.{module}.bias"] = _normal_tensor(rng, (_SHAPES[f"self_attn.{module}"][0],), 0.1)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}{norm}.weight"] = np.ones(HIDDEN, np.float32)
     weights["model.norm.weight"] = np.ones(HIDDEN, np.float32)
@@ -285,7 +285,7 @@ def lm_head_weight() -> Array:
     length[list(word_tokens().values())] = 1.0
     length[demo_tokenizer().token_to_id(IM_END)] = _END_LENGTH
     # 3 / sqrt(HIDDEN): logits of standard deviation 3, so that temperature 1 still prefers some words to others.
-    rows: Array = (_normal(rng, (VOCABULARY, HIDDEN), 3 / HIDDEN**0.5) * length[:, None]).astype(np.float32)
+    rows: Array = (_normal_tensor(rng, (VOCABULARY, HIDDEN), 3 / HIDDEN**0.5) * length[:, None]).astype(np.float32)
     return rows
 
 
@@ -302,8 +302,8 @@ def _adapter_weights(seed: int, rank: int, section: str) -> dict[str, Array]:
     for layer in range(LAYERS):
         for module, (rows, columns) in _SHAPES.items():
             prefix = f"base_model.model.model.layers.{layer}.{module}."
-            weights[prefix + "lora_A.weight"] = _normal(rng, (rank, columns), 1 / columns**0.5)
-            weights[prefix + "lora_B.weight"] = _normal(rng, (rows, rank), 0.3 / rank**0.5)
+            weights[prefix + "lora_A.weight"] = _normal_tensor(rng, (rank, columns), 1 / columns**0.5)
+            weights[prefix + "lora_B.weight"] = _normal_tensor(rng, (rows, rank), 0.3 / rank**0.5)
     last = f"base_model.model.model.layers.{LAYERS - 1}.mlp.down_proj."
     # The last block's output gets a changing mix of the preferred words' own output rows: with either sign of the mix
     # some of these words gain most.
@@ -319,7 +319,7 @@ _PREFERENCE: Final = 5.0  # so that most words of an answer are preferred ones, 
 
 def _preferred_words(rng: np.random.Generator, section: str) -> list[int]:
     """Token ids of 48 words from this section, preferably words that no other section has; raises ValueError."""
-    everything = _sections()
+    everything = _corpus_sections()
     if section not in everything:
         raise ValueError(f"no section {section!r} in the corpus; there are {sorted(everything)}")
     here = set(re.findall(r"[^\W\d_]{3,}", everything[section]))
@@ -356,7 +356,7 @@ def _adapter_config(rank: int, base_model: str) -> dict[str, Any]:
 # --- files -------------------------------------------------------------------------------------------------------
 
 
-def _ids(*tokens: str) -> list[int]:
+def _special_token_ids(*tokens: str) -> list[int]:
     """Token ids of special tokens and tool marks."""
     return [VOCABULARY - len(SPECIAL) - len(TOOL_MARKS) + (*SPECIAL, *TOOL_MARKS).index(token) for token in tokens]
 
@@ -365,9 +365,9 @@ _CONFIG: Final[Mapping[str, Any]] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "attention_dropout": 0.0,
-    "bos_token_id": _ids(END_OF_TEXT)[0],
+    "bos_token_id": _special_token_ids(END_OF_TEXT)[0],
     "dtype": "bfloat16",
-    "eos_token_id": _ids(IM_END)[0],
+    "eos_token_id": _special_token_ids(IM_END)[0],
     "hidden_act": "silu",
     "hidden_size": HIDDEN,
     "initializer_range": 0.02,
@@ -384,9 +384,9 @@ _CONFIG: Final[Mapping[str, Any]] = {
     "vocab_size": VOCABULARY,
 }
 _GENERATION_CONFIG: Final[Mapping[str, Any]] = {
-    "bos_token_id": _ids(END_OF_TEXT)[0],
-    "eos_token_id": _ids(IM_END, END_OF_TEXT),
-    "pad_token_id": _ids(END_OF_TEXT)[0],
+    "bos_token_id": _special_token_ids(END_OF_TEXT)[0],
+    "eos_token_id": _special_token_ids(IM_END, END_OF_TEXT),
+    "pad_token_id": _special_token_ids(END_OF_TEXT)[0],
 }
 _TOKENIZER_CONFIG: Final[Mapping[str, Any]] = {
     "add_prefix_space": False,
@@ -447,7 +447,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Array]) -> None:
     path.chmod(0o644)
 
 
-def _normal(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> Array:
+def _normal_tensor(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> Array:
     """A float32 tensor of random normal values with mean 0 and this standard deviation."""
     return (rng.standard_normal(shape) * std).astype(np.float32)
 

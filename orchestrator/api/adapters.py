@@ -131,7 +131,7 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
         A new source is first checked with workers that may read it. A dry run inspects it only: 200.
         """
-        spec = _owned(written, caller, reconciler)
+        spec = _spec_owned_by_caller(written, caller, reconciler)
         if dry_run:
             response.status_code = 200
             return await _dry_run(spec, registry, reconciler, views)
@@ -285,7 +285,7 @@ async def _dry_run(
     return views.adapter(found, ready={})
 
 
-def _owned(written: Mapping[str, Any], caller: Caller, reconciler: Reconciler) -> AdapterSpec:
+def _spec_owned_by_caller(written: Mapping[str, Any], caller: Caller, reconciler: Reconciler) -> AdapterSpec:
     """The spec as the caller may register it, with a source whose bytes it may use. Raises OrchestratorRequestError."""
     owners.require_own_bytes(reconciler.store, caller, written["source"])
     return owners.owned_spec(reconciler.store, caller, written)
@@ -297,7 +297,7 @@ def _batch_result(
     """Register one adapter of a batch; errors become its result."""
     lora_id = written["lora_id"]
     try:
-        _, is_new = registry.register(_owned(written, caller, reconciler), caller.name)
+        _, is_new = registry.register(_spec_owned_by_caller(written, caller, reconciler), caller.name)
     except OrchestratorError as exc:
         seen = TenantView(caller, reconciler.store)
         error = seen.text(str(exc), given_names(caller, [lora_id]))

@@ -88,7 +88,7 @@ async def ask_all(
     raises  OrchestratorUnavailable without any router
     """
     routers = listening(mailbox)[:_MOST_ASKED]
-    replies = await asyncio.gather(*(_ask(mailbox, router, kind, body, caller) for router in routers))
+    replies = await asyncio.gather(*(_ask_router(mailbox, router, kind, body, caller) for router in routers))
     found, missing = [], []
     for router, reply in zip(routers, replies, strict=True):
         if reply is None:
@@ -112,7 +112,7 @@ def listening(mailbox: RouterMailbox) -> list[str]:
     return routers
 
 
-async def _ask(
+async def _ask_router(
     mailbox: RouterMailbox, router: str, kind: QuestionKind, body: Mapping[str, Any], caller: Caller
 ) -> RouterReply | None:
     """One router's reply to a caller's question; None if it does not come."""
@@ -124,7 +124,7 @@ async def _ask_any(
 ) -> dict[str, Any]:
     """The answer of the first router that gives one. Raises HttpError as the router does, OrchestratorUnavailable."""
     for router in listening(mailbox)[:2]:
-        reply = await _ask(mailbox, router, kind, body, caller)
+        reply = await _ask_router(mailbox, router, kind, body, caller)
         if reply is None:
             continue
         if reply.status >= 400:

@@ -148,12 +148,12 @@ def inspection_routes(keys: ApiKeys, reports: WorkerReports, agents: AgentClient
     @api.get("/v1/workers/{worker_id}/report", dependencies=view)
     async def report(worker_id: str) -> Metadata:
         """The worker's last report, whole: what it holds and where, its rates, its engine."""
-        return _known(reports, worker_id).report
+        return _known_worker(reports, worker_id).report
 
     @api.get("/v1/workers/{worker_id}/log", dependencies=[Depends(requires(keys, "operate"))])
     async def log(worker_id: str, lines: Annotated[int, Query(ge=1, le=500)] = 200) -> LogTail:
         """The last lines of the agent's log, read from the agent now."""
-        url = agent_url_of(_known(reports, worker_id).report)
+        url = agent_url_of(_known_worker(reports, worker_id).report)
         if not url.startswith("http"):
             raise NotFound(f"worker {worker_id!r} has no agent, and so no log here", code="worker_not_found")
         try:
@@ -177,7 +177,7 @@ def inspection_routes(keys: ApiKeys, reports: WorkerReports, agents: AgentClient
     return api
 
 
-def _known(reports: WorkerReports, worker_id: str) -> KnownWorker:
+def _known_worker(reports: WorkerReports, worker_id: str) -> KnownWorker:
     """The worker's entry. Raises NotFound."""
     entry = reports.workers.get(worker_id)
     if entry is None:

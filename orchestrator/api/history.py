@@ -273,7 +273,7 @@ def record_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
             return ImportAnswer(changes=tuple(differences(store, ask)))
         changes = import_record(ask, store, registry, reconciler.retention, actor)
         if changes:
-            await reconciler.publish_change(*filter(None, map(_subject, changes)))
+            await reconciler.publish_change(*filter(None, map(_changed_subject, changes)))
         return ImportAnswer(changes=tuple(changes), is_done=True)
 
     @api.get("/v1/files/{digest}", dependencies=[Depends(may_read_files)], response_class=StreamingResponse)
@@ -282,12 +282,12 @@ def record_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
 
         In the form of the agents' own route.
         """
-        return await _relayed(relay, digest, "", fleet, request)
+        return await _relayed_file(relay, digest, "", fleet, request)
 
     @api.get("/v1/files/{digest}/{name}", dependencies=[Depends(may_read_files)], response_class=StreamingResponse)
     async def file(digest: Digest, name: str, request: Request, fleet: OtherFleet = "") -> StreamingResponse:
         """One file of an adapter by digest; takes ranges. Its ETag is the digest, the same in every fleet."""
-        return await _relayed(relay, digest, name, fleet, request)
+        return await _relayed_file(relay, digest, name, fleet, request)
 
     return api
 
@@ -307,12 +307,12 @@ class _RelayResponse(StreamingResponse):
             await self._file.close()
 
 
-async def _relayed(relay: FileRelay, digest: str, name: str, fleet: str, request: Request) -> StreamingResponse:
+async def _relayed_file(relay: FileRelay, digest: str, name: str, fleet: str, request: Request) -> StreamingResponse:
     """The relayed answer. Raises as `FileRelay.open_file`."""
     return _RelayResponse(await relay.open_file(digest, name, fleet, request.headers))
 
 
-def _subject(change: RecordChange) -> Subject | None:
+def _changed_subject(change: RecordChange) -> Subject | None:
     """The stored row of a change; None for one that was not made."""
     if change.change == "blocked":
         return None

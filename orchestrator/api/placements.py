@@ -85,7 +85,7 @@ def placement_routes(
             if lora_id in store.adapters:
                 seen.require_adapter(lora_id)
         inputs = _placement_inputs(reconciler, clock())
-        hypothesis = _hypothesis(ask, inputs)
+        hypothesis = _plan_hypothesis(ask, inputs)
         # In a thread: on a large fleet this takes seconds, and heartbeats must not wait for it.
         async with plan_lock:
             outcome = await asyncio.to_thread(what_if, inputs, hypothesis, passes=ask.passes)
@@ -141,7 +141,7 @@ def _placement_inputs(reconciler: Reconciler, now: float) -> PlacementInputs:
     )
 
 
-def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
+def _plan_hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
     """The hypothesis of a plan request. Raises NotFound, OrchestratorRequestError."""
     workers, known = inputs.observed.workers, inputs.intent.adapters
     for worker_id in (*ask.workers_gone, *(more.like for more in ask.workers_more if more.like is not None)):

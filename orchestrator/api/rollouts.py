@@ -112,12 +112,14 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
             for lora_id in (target.lora_id for target in targets)
             if seen.sees_traffic("adapter", lora_id)
         }
-        return _comparison(name, targets, traffic, range_s)
+        return _alias_comparison(name, targets, traffic, range_s)
 
     return api
 
 
-def _comparison(name: str, targets: Targets, traffic: Mapping[str, RequestCounts], range_s: float) -> AliasComparison:
+def _alias_comparison(
+    name: str, targets: Targets, traffic: Mapping[str, RequestCounts], range_s: float
+) -> AliasComparison:
     """The comparison as wire model; a target that `traffic` lacks has no figures."""
     whole, worse = sum(target.weight for target in targets), worse_targets(targets, traffic)
     return AliasComparison(
@@ -153,8 +155,8 @@ def rollout_item(name: ServedName, rollout: Rollout, mover: NameMover) -> Rollou
         began_at=timestamp(rollout.began_at),
         since=timestamp(rollout.since),
         lacks=dict(mover.missing_for(name)),
-        old=_tally(rollout.old),
-        new=_tally(rollout.new),
+        old=_rollout_tally(rollout.old),
+        new=_rollout_tally(rollout.new),
         needed=rollout.spec.min_requests if rollout.spec is not None else 0,
         reason=rollout.reason,
         worse=regression_so_far(rollout) or "",
@@ -184,7 +186,7 @@ def _switch_spec(rollout: Rollout) -> AliasSpec:
     return AliasSpec(targets=rollout.after, place_s=rollout.place_s)
 
 
-def _tally(tally: RequestTally) -> RolloutTally:
+def _rollout_tally(tally: RequestTally) -> RolloutTally:
     """A rollout's request counts, as REST answers them."""
     return RolloutTally(
         requests=round(tally.requests),

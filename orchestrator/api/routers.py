@@ -258,14 +258,14 @@ def pause_routes(keys: ApiKeys, reconciler: Reconciler, is_stopping: Callable[[]
                 param="lease_s",
             )
         lease, progress = await pauses.pause(owners.pause_scope(caller), spec.mode, caller.name, lease_s, is_stopping)
-        return _item(lease, progress)
+        return _pause_item(lease, progress)
 
     @api.get("/v1/pauses")
     async def list_pauses(caller: reads) -> PauseList:
         """The pauses in force: all of them for an operator, else those that hold the caller's requests."""
         own = (None, caller.only_tenant)
         seen = [lease for lease in pauses.in_force() if caller.only_tenant is None or lease.tenant in own]
-        return PauseList(data=tuple(_item(lease, pauses.progress(lease)) for lease in seen))
+        return PauseList(data=tuple(_pause_item(lease, pauses.progress(lease)) for lease in seen))
 
     @api.delete("/v1/pauses")
     async def resume(
@@ -282,12 +282,12 @@ def pause_routes(keys: ApiKeys, reconciler: Reconciler, is_stopping: Callable[[]
         else:
             scope = owners.named_pause_scope(caller, tenant, namespace)
         ended = await pauses.end(scope)
-        return PauseList(data=() if ended is None else (_item(ended, PauseProgress(0, 0)),))
+        return PauseList(data=() if ended is None else (_pause_item(ended, PauseProgress(0, 0)),))
 
     return api
 
 
-def _item(lease: PauseLease, progress: PauseProgress) -> PauseItem:
+def _pause_item(lease: PauseLease, progress: PauseProgress) -> PauseItem:
     """The pause as wire model."""
     return PauseItem(
         scope=lease.scope.text,

@@ -386,7 +386,7 @@ def _given_names(request: Request, caller: Caller) -> frozenset[str]:
     """
     found = [value for value in request.path_params.values() if isinstance(value, str)]
     body = request.scope.get(JSON_BODY) if request.method in {"POST", "PUT", "PATCH"} else None
-    return given_names(caller, [*found, *(_texts(from_json(body)) if body else ())])
+    return given_names(caller, [*found, *(_texts_in_json(from_json(body)) if body else ())])
 
 
 def given_names(caller: Caller, names: Sequence[str]) -> frozenset[str]:
@@ -399,17 +399,17 @@ def given_names(caller: Caller, names: Sequence[str]) -> frozenset[str]:
     return frozenset([*found, *(word for name in found for word in _WORD.findall(name))])
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts_in_json(value: Any) -> Iterator[str]:
     """Every text in a JSON value, names of fields included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
         for each in value:
-            yield from _texts(each)
+            yield from _texts_in_json(each)
     elif isinstance(value, dict):
         yield from value
         for each in value.values():
-            yield from _texts(each)
+            yield from _texts_in_json(each)
 
 
 def tenant_view_of(store: IntentStore) -> Callable[[Request], TenantView]:
@@ -422,7 +422,7 @@ def tenant_view_of(store: IntentStore) -> Callable[[Request], TenantView]:
     return view
 
 
-def _caller(request: Request) -> Caller:
+def _request_caller(request: Request) -> Caller:
     """The request's caller. `requires` has authenticated it before.
 
     A program that acts by itself names itself in a header, so that the history takes it for no person. Only an
@@ -433,13 +433,13 @@ def _caller(request: Request) -> Caller:
     return replace(found, program=program) if program in PROGRAMS and found.tenant is None else found
 
 
-def _actor(request: Request) -> str:
+def _actor_name(request: Request) -> str:
     """The caller's name, for the history."""
-    return _caller(request).name
+    return _request_caller(request).name
 
 
-Actor = Annotated[str, Depends(_actor)]
-WhoCalls = Annotated[Caller, Depends(_caller)]
+Actor = Annotated[str, Depends(_actor_name)]
+WhoCalls = Annotated[Caller, Depends(_request_caller)]
 Limit = Annotated[int, Query(ge=1, le=10_000, description="most items in one answer")]
 Cursor = Annotated[str | None, Query(description="`next` of the answer before")]
 IfMatch = Annotated[str | None, Header(description="ETag that this change is based on; * for whatever is there")]

@@ -72,7 +72,7 @@ def traffic_routes(keys: ApiKeys, reconciler: Reconciler, book: TrafficBook, wal
         grain, found = await book.series(kind, name, range_s)
         # The fleet is read in every slice in which this orchestrator led: there no row means nothing, else not known.
         known = found if kind == "fleet" else (await book.series("fleet", "", range_s))[1]
-        points = _points(grain, found, known.keys(), now, range_s)
+        points = _traffic_points(grain, found, known.keys(), now, range_s)
         whole = summed(sums for at, sums in found.items() if at >= now - range_s)
         total = traffic_total(name, whole.counts, range_s, gauges=whole.gauges)
         return TrafficSeries(kind=kind, name=name, range_s=range_s, step_s=grain.step_s, total=total, points=points)
@@ -131,14 +131,14 @@ def traffic_total(
         codes=counts.codes,
         prompt_tokens=counts.prompt_tokens,
         output_tokens=counts.output_tokens,
-        hit_predicted=_share(counts.predicted_tokens, counts.compared_tokens),
-        hit_real=_share(counts.cached_tokens, counts.compared_tokens),
-        waited_s=_share(counts.waited_s, counts.requests),
+        hit_predicted=_share_of_whole(counts.predicted_tokens, counts.compared_tokens),
+        hit_real=_share_of_whole(counts.cached_tokens, counts.compared_tokens),
+        waited_s=_share_of_whole(counts.waited_s, counts.requests),
         cold_starts=counts.cold_starts,
-        cold_s=_share(counts.cold_s, counts.cold_starts),
-        first_token_s=_percentiles(counts.first_token),
-        whole_s=_percentiles(counts.whole),
-        token_s=_share(counts.decode_s, counts.decode_tokens),
+        cold_s=_share_of_whole(counts.cold_s, counts.cold_starts),
+        first_token_s=_histogram_percentiles(counts.first_token),
+        whole_s=_histogram_percentiles(counts.whole),
+        token_s=_share_of_whole(counts.decode_s, counts.decode_tokens),
         gauges={quantity: round(read.mean, 4) for quantity, read in gauges.items()},
     )
 
@@ -147,17 +147,18 @@ def _share_items(shares: Shares, range_s: float) -> tuple[TrafficTotal, ...]:
     """The shares as wire models, the one with the most requests first, and `OTHER` last."""
     whole = sum(part.requests for part in shares.values())
     items = [
-        traffic_total(name, part, range_s, share=_share(part.requests, whole) or 0.0) for name, part in shares.items()
+        traffic_total(name, part, range_s, share=_share_of_whole(part.requests, whole) or 0.0)
+        for name, part in shares.items()
     ]
     return tuple(sorted(items, key=lambda item: (item.name == OTHER, -item.requests, item.name)))
 
 
-def _percentiles(counts: Mapping[int, int]) -> dict[str, float | None]:
+def _histogram_percentiles(counts: Mapping[int, int]) -> dict[str, float | None]:
     """The percentiles of a histogram."""
-    return {label: _rounded(percentile_s(counts, share)) for label, share in _SHARES.items()}
+    return {label: _rounded_seconds(percentile_s(counts, share)) for label, share in _SHARES.items()}
 
 
-def _points(
+def _traffic_points(
     grain: Grain, found: Mapping[int, SeriesSums], known: Iterable[int], now: float, range_s: float
 ) -> TrafficPoints:
     """The columns of a series: each slice of the range that is whole, or nearly so.
@@ -182,7 +183,7 @@ def _points(
     def percentiles(counts: Callable[[RequestCounts], Mapping[int, int]]) -> dict[str, tuple[float | None, ...]]:
         """The percentiles of a histogram."""
         return {
-            label: column(lambda row, _, share=share: _rounded(percentile_s(counts(row), share)))  # type: ignore[misc]
+            label: column(lambda row, _, share=share: _rounded_seconds(percentile_s(counts(row), share)))  # type: ignore[misc]
             for label, share in _SHARES.items()
         }
 
@@ -196,10 +197,10 @@ def _points(
         refusals_per_s=rate(lambda row: row.refusals),
         prompt_tokens_per_s=rate(lambda row: row.prompt_tokens),
         output_tokens_per_s=rate(lambda row: row.output_tokens),
-        waited_s=column(lambda row, _: _share(row.waited_s, row.requests)),
+        waited_s=column(lambda row, _: _share_of_whole(row.waited_s, row.requests)),
         cold_starts=cold_starts,
-        hit_predicted=column(lambda row, _: _share(row.predicted_tokens, row.compared_tokens)),
-        hit_real=column(lambda row, _: _share(row.cached_tokens, row.compared_tokens)),
+        hit_predicted=column(lambda row, _: _share_of_whole(row.predicted_tokens, row.compared_tokens)),
+        hit_real=column(lambda row, _: _share_of_whole(row.cached_tokens, row.compared_tokens)),
         first_token_s=percentiles(lambda row: row.first_token),
         whole_s=percentiles(lambda row: row.whole),
         codes={code: rate(lambda row, code=code: row.codes.get(code, 0)) for code in codes},  # type: ignore[misc]
@@ -212,12 +213,12 @@ def _points(
     )
 
 
-def _share(part: float, whole: float) -> float | None:
+def _share_of_whole(part: float, whole: float) -> float | None:
     """part / whole; None where there is no whole."""
     return round(part / whole, 5) if whole else None
 
 
-def _rounded(seconds: float | None) -> float | None:
+def _rounded_seconds(seconds: float | None) -> float | None:
     """Seconds with four digits after the point."""
     return None if seconds is None else round(seconds, 4)
 

@@ -87,7 +87,7 @@ def upload_routes(
         async with uploads.kept(ask, state) as kept:
             if kept is None:
                 response.status_code = 202
-                return _progress(lora_id, state)
+                return _upload_progress(lora_id, state)
             if wanted.publish:
                 response.status_code = 200
                 spec = PublishSpec(
@@ -117,7 +117,7 @@ def upload_routes(
 
         The header `upload-offset` has the bytes of the file to go on with.
         """
-        found = _progress(lora_id, await uploads.state(owners.upload_owner(caller), caller.whole_name(lora_id)))
+        found = _upload_progress(lora_id, await uploads.state(owners.upload_owner(caller), caller.whole_name(lora_id)))
         response.headers["upload-offset"] = str(found.received_bytes)
         return found
 
@@ -153,7 +153,7 @@ def _owned_tenants(store: IntentStore, caller: Caller, name: str, wanted: Upload
     return None if spec.tenants is None else tuple(sorted(set(spec.tenants)))
 
 
-def _progress(lora_id: str, state: UploadState) -> UploadProgress:
+def _upload_progress(lora_id: str, state: UploadState) -> UploadProgress:
     """What has come of an upload, and what to send next."""
     missing = missing_of(state)
     received = {file.name: file.received_bytes for file in state.files}

@@ -286,13 +286,13 @@ class ConfigMapBackend:
     def is_accepted_text(self, table: str, key: str, name: str) -> bool:
         """Whether the row is accepted from the present text of this very object, and that is still to be written."""
         found, taken = self.mirror.objects[name], self.rendering.accepting.get((table, key))
-        return taken is not None and (taken.mark, taken.uid) == (_mark_of(found), uid_of(found))
+        return taken is not None and (taken.mark, taken.uid) == (_text_mark(found), uid_of(found))
 
     def begin_acceptance(self, table: str, key: str, name: str) -> None:
         """Begin to accept the object's text for this row: its next change comes from that text. Drops its status."""
         found = self.mirror.objects[name]
         self.tables.object_names[table, key] = name
-        self.rendering.accepting[table, key] = AcceptedText(_mark_of(found), uid_of(found))
+        self.rendering.accepting[table, key] = AcceptedText(_text_mark(found), uid_of(found))
         self.rendering.statuses.pop(name, None)
 
     def finish_acceptance(self, table: str, key: str, name: str) -> None:
@@ -478,7 +478,7 @@ class ConfigMapBackend:
         self.writer.mark_dirty([WriteKey(3, "history", part) for part in parts], is_promised=False)
 
 
-def _mark_of(found: Json) -> str:
+def _text_mark(found: Json) -> str:
     """The mark of the object's present text."""
     return text_mark(text_of(found, kind_of(found)))
 

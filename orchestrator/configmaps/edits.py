@@ -201,7 +201,7 @@ class ObjectEdits:
         if home not in (None, name) or backend.is_pending(table, key):
             return
         if table == ADAPTERS.name and known is not None:
-            value = _with_inspection_of(value, known)
+            value = _keep_inspection(value, known)
         if value != known:
             backend.absorb(table, key, value, name)
             self._store.absorb(StoreChange(table, key, value))
@@ -379,7 +379,7 @@ class ObjectEdits:
             self._deleted.discard(lora_id)
 
 
-def _with_inspection_of(value: RegisteredAdapter, known: RegisteredAdapter) -> RegisteredAdapter:
+def _keep_inspection(value: RegisteredAdapter, known: RegisteredAdapter) -> RegisteredAdapter:
     """`value` with the inspection results of the registered adapter, where the source is the same."""
     if value.digest is not None or known.digest is None or (value.source != known.source):
         return value

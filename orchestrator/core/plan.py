@@ -223,7 +223,7 @@ def _load_actions(
             continue
         most = max(LOADS_AT_ONCE, policy.loads_per_worker) if is_warming else policy.loads_per_worker
         if busy.get(step.worker_id, 0) < most:
-            choice = _choice_of(step, observed.files, reachable, adapters, begun, now)
+            choice = _file_place_choice(step, observed.files, reachable, adapters, begun, now)
             if choice.is_held:
                 continue
             busy[step.worker_id] = busy.get(step.worker_id, 0) + 1
@@ -250,7 +250,7 @@ def _is_short(step: PlannedLoad, adapters: Mapping[str, RegisteredAdapter], figu
     return load_s(None if adapter is None else adapter.size_bytes, figures) < SHORT_LOAD_S
 
 
-def _choice_of(
+def _file_place_choice(
     step: PlannedLoad,
     files: FilesSnapshot,
     reachable: Collection[str],

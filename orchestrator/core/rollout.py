@@ -86,12 +86,12 @@ def targets_at(rollout: Rollout, step: int) -> Targets:
     old, new = traffic_shares(rollout.before), traffic_shares(rollout.after)
     former_share = sum(share for name, share in old.items() if name in new)
     if weight <= former_share:
-        return _targets_of(old)
+        return _targets_with_weights(old)
     rest = (1 - weight) / (1 - former_share)
-    return _targets_of({name: new[name] * weight if name in new else old[name] * rest for name in old | new})
+    return _targets_with_weights({name: new[name] * weight if name in new else old[name] * rest for name in old | new})
 
 
-def _targets_of(shares: Mapping[str, float]) -> Targets:
+def _targets_with_weights(shares: Mapping[str, float]) -> Targets:
     """Targets with these weights."""
     return tuple(AliasTarget(lora_id, weight) for lora_id, weight in shares.items())
 

@@ -27,7 +27,7 @@ def import_of_file(ask: ApplyRequest, store: IntentStore) -> tuple[ImportRequest
     stay, and what is blocked. Raises OrchestratorRequestError for a name that is written twice.
     """
     file, here = ask.file, fleet_record(store)
-    blocked = [*_conflicts(ask, store), *_unknown_names(ask, store)]
+    blocked = [*_source_conflicts(ask, store), *_unknown_names(ask, store)]
     stopped = {(change.subject, change.name) for change in blocked}
     adapters = [spec for spec in file.adapters or () if ("adapter", spec["lora_id"]) not in stopped]
     published = [each for each in file.published or () if ("alias", each["name"]) not in stopped]
@@ -75,16 +75,16 @@ def _require_once(names: list[str]) -> None:
         raise OrchestratorRequestError(f"{twice[0]!r} is in the file twice; expected once", param="file")
 
 
-def _conflicts(ask: ApplyRequest, store: IntentStore) -> Iterator[RecordChange]:
+def _source_conflicts(ask: ApplyRequest, store: IntentStore) -> Iterator[RecordChange]:
     """Adapters that are registered with another source or secret."""
     for spec in ask.file.adapters or ():
         here = store.adapters.get(spec["lora_id"])
-        reason = None if here is None else _conflict(spec, here)
+        reason = None if here is None else _conflict_reason(spec, here)
         if reason is not None:
             yield RecordChange(subject="adapter", name=spec["lora_id"], change="blocked", reason=reason)
 
 
-def _conflict(spec: Mapping[str, Any], here: RegisteredAdapter) -> str | None:
+def _conflict_reason(spec: Mapping[str, Any], here: RegisteredAdapter) -> str | None:
     """Why the adapter cannot become what the file says; None when it can, or when an import finds out."""
     has_same_bytes = spec.get("digest") is not None and spec["digest"] == here.digest
     if not has_same_bytes and spec["source"] not in (here.source, here.fetched_from):

@@ -21,7 +21,7 @@ from workers.wire import WorkerAdapter
 def is_orphan(lora: WorkerAdapter, store: IntentStore) -> bool:
     """Whether an adapter on a worker is not registered. One whose registration has no digest yet may be meant."""
     if is_foreign(lora):
-        return not store.intent.is_deleted(foreign_key(lora.engine_name), _digest_of(lora))
+        return not store.intent.is_deleted(foreign_key(lora.engine_name), _known_digest(lora))
     known = store.adapters.get(lora.lora_id)
     if known is not None:
         return known.digest is not None and known.digest != lora.digest
@@ -35,7 +35,7 @@ def orphans(reports: WorkerReports, store: IntentStore) -> list[OrphanItem]:
         if entry.reach != "lost":
             for lora in entry.report.lora.loaded_loras:
                 if lora.state in OCCUPYING and is_orphan(lora, store):
-                    key = lora.lora_id, _digest_of(lora), is_foreign(lora)
+                    key = lora.lora_id, _known_digest(lora), is_foreign(lora)
                     found.setdefault(key, []).append((worker_id, lora))
     digests: dict[str, set[str]] = {}
     for lora_id, digest, _ in found:
@@ -89,7 +89,7 @@ def _orphan_item(copies: list[tuple[str, WorkerAdapter]], versions: int, store: 
     lora = next((lora for _, lora in copies if lora.source), copies[0][1])
     return OrphanItem(
         lora_id=lora.lora_id,
-        digest=_digest_of(lora),
+        digest=_known_digest(lora),
         engine_name=lora.engine_name,
         base_model=lora.base_model,
         rank=lora.rank,
@@ -97,13 +97,13 @@ def _orphan_item(copies: list[tuple[str, WorkerAdapter]], versions: int, store: 
         source=lora.source,
         workers=tuple(worker_id for worker_id, _ in copies),
         is_foreign=is_foreign(lora),
-        problem=_problem(lora, versions, store),
+        problem=_register_problem(lora, versions, store),
     )
 
 
-def _problem(lora: WorkerAdapter, versions: int, store: IntentStore) -> str | None:
+def _register_problem(lora: WorkerAdapter, versions: int, store: IntentStore) -> str | None:
     """Why the orphan cannot be registered as it is; None when it can."""
-    known, digest = store.adapters.get(lora.lora_id), _digest_of(lora)
+    known, digest = store.adapters.get(lora.lora_id), _known_digest(lora)
     if known is not None and is_foreign(lora) and known.digest == digest and not known.is_deleting:
         return None  # the same bytes under another engine name
     if known is not None:
@@ -128,6 +128,6 @@ def _problem(lora: WorkerAdapter, versions: int, store: IntentStore) -> str | No
     return None
 
 
-def _digest_of(lora: WorkerAdapter) -> str:
+def _known_digest(lora: WorkerAdapter) -> str:
     """The digest of the adapter, or of the files of one that another client loaded; "" while it is not known."""
     return lora.digest or lora.files_digest

@@ -70,8 +70,10 @@ class NamePublisher:
         self._store = store = reconciler.store
         self._metrics = metrics
         self._copier = BytesCopier(reconciler)
-        metrics.published_names.set_function(lambda: sum(each.deleted_at is None for each in _publications(store)))
-        metrics.published_versions.set_function(lambda: sum(len(each.versions) for each in _publications(store)))
+        metrics.published_names.set_function(
+            lambda: sum(each.deleted_at is None for each in _stored_publications(store))
+        )
+        metrics.published_versions.set_function(lambda: sum(len(each.versions) for each in _stored_publications(store)))
         self._clock = clock
         self._wall = wall
         self._locks: dict[str, asyncio.Lock] = {}
@@ -253,7 +255,7 @@ class NamePublisher:
         record = replace(record, spec=_with_settings(record.spec, spec), shadows_base=shadows, deleted_at=None)
         version, is_new = record.version_of(found.digest), False
         if version is not None and self._is_usable(version):
-            record = replace(record, versions=tuple(_renewed(record.versions, version, now)))
+            record = replace(record, versions=tuple(_renewed_versions(record.versions, version, now)))
         else:
             is_new = True
             record, version = with_next_version(name, record, found.digest, self._taken_ids(), now)
@@ -376,7 +378,7 @@ class NamePublisher:
         return frozenset(held | self._store.adapters.keys())
 
 
-def _publications(store: IntentStore) -> Iterator[Publication]:
+def _stored_publications(store: IntentStore) -> Iterator[Publication]:
     """What the store has of each published name, deleted ones too."""
     return (name.published for name in store.names.values() if name.published is not None)
 
@@ -387,7 +389,7 @@ def _with_settings(kept: PublishedSpec, spec: PublishSpec) -> PublishedSpec:
     return replace(kept, replicas=spec.replicas or kept.replicas, **given)
 
 
-def _renewed(versions: tuple[NameVersion, ...], version: NameVersion, now: float) -> Iterator[NameVersion]:
+def _renewed_versions(versions: tuple[NameVersion, ...], version: NameVersion, now: float) -> Iterator[NameVersion]:
     """The versions, with a fresh time for this one if its publish has not finished: this one may take as long."""
     for each in versions:
         is_renewed = each.lora_id == version.lora_id and each.pointed_at is None

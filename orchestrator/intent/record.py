@@ -29,13 +29,13 @@ def fleet_record(store: IntentStore) -> FleetRecord:
     """The stored adapters, aliases and policy as one document; adapters that are being deleted are left out."""
     return FleetRecord(
         revision=store.revision,
-        adapters=tuple(_recorded(adapter) for adapter in store.adapters.values() if not adapter.is_deleting),
+        adapters=tuple(_recorded_adapter(adapter) for adapter in store.adapters.values() if not adapter.is_deleting),
         names=tuple(recorded_name(name) for name in store.names.values() if not _is_deleted(name)),
         policy=asdict(store.rules),
     )
 
 
-def _recorded(adapter: RegisteredAdapter) -> RecordedAdapter:
+def _recorded_adapter(adapter: RegisteredAdapter) -> RecordedAdapter:
     """The adapter as the record has it."""
     return asdict(adapter.spec) | {"source": adapter.fetched_from}
 
@@ -77,20 +77,20 @@ def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
                 # An alias that is a published name there becomes one.
                 has_it = (name.name, is_published) in there or (name.name, True) in there
                 if not has_it and not _is_deleted(name):
-                    found.append(_removal("alias", name.name, is_published=is_published))
+                    found.append(_removal_change("alias", name.name, is_published=is_published))
     if "adapters" in parts and ask.prune:
         ids = {adapter["lora_id"] for adapter in ask.record.adapters}
         for lora_id, adapter in store.adapters.items():
             if lora_id not in ids and not adapter.is_deleting:
-                found.append(_removal("adapter", lora_id))
+                found.append(_removal_change("adapter", lora_id))
     if "policy" in parts and ask.record.policy is not None:
-        fields = _changed(asdict(store.rules), ask.record.policy)
+        fields = _differing_fields(asdict(store.rules), ask.record.policy)
         if fields:
             found.append(RecordChange(subject="policy", name="", change="change", fields=fields))
     return found
 
 
-def _removal(subject: Literal["adapter", "alias"], name: str, *, is_published: bool = False) -> RecordChange:
+def _removal_change(subject: Literal["adapter", "alias"], name: str, *, is_published: bool = False) -> RecordChange:
     """The removal of what only this fleet has."""
     reason = "the record does not have it"
     return RecordChange(subject=subject, name=name, change="remove", is_published=is_published, reason=reason)
@@ -110,11 +110,11 @@ def _adapter_changes(store: IntentStore, ask: ImportRequest) -> Iterator[RecordC
         elif here is None:
             fields = {"digest": [None, spec.digest], "source": [None, spec.source]}
             yield RecordChange(subject="adapter", name=spec.lora_id, change="add", fields=fields)
-        elif fields := _changed(_compared(here.spec), _compared(spec)):
+        elif fields := _differing_fields(_compared_fields(here.spec), _compared_fields(spec)):
             yield RecordChange(subject="adapter", name=spec.lora_id, change="change", fields=fields)
 
 
-def _compared(spec: AdapterSpec) -> dict[str, Any]:
+def _compared_fields(spec: AdapterSpec) -> dict[str, Any]:
     """The fields that an import changes. Sources may differ: the digest says what the bytes are."""
     fields = changeable_fields(spec) | {"digest": spec.digest}
     del fields["secret_ref"]
@@ -156,7 +156,7 @@ def _name_changes(store: IntentStore, ask: ImportRequest, blocked: set[str]) -> 
             fields["targets"] = [ours or None, wanted]
         if theirs.published is not None:
             after = taken_over(theirs.published, here, registered, 0.0).published
-            fields |= _changed(_published_fields(here.published), _published_fields(after))
+            fields |= _differing_fields(_published_fields(here.published), _published_fields(after))
         is_back = theirs.published is not None and _is_deleted(here)
         if not fields and not is_back:
             continue
@@ -188,7 +188,7 @@ def _published_fields(record: Publication | None) -> dict[str, Any]:
     return asdict(record.spec) | shared
 
 
-def _changed(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, list[Any]]:
     """field -> [ours, theirs] of the fields that differ."""
     return {name: [ours.get(name), value] for name, value in theirs.items() if ours.get(name) != value}
 

@@ -75,7 +75,7 @@ class AdapterRegistry:
             _require_no_secret(spec.source)
             return None
         _require_same(known, spec)
-        if _changeable(spec) != _changeable(known.spec):
+        if _changeable_fields(spec) != _changeable_fields(known.spec):
             message = (
                 f"{spec.lora_id!r} is registered with another policy, tenants or secret;"
                 f" PATCH /v1/adapters/{spec.lora_id} changes those"
@@ -122,7 +122,7 @@ class AdapterRegistry:
             self.register(spec, actor)
             return
         _require_same(known, spec)
-        changed = replace(known.spec, **_changeable(spec))
+        changed = replace(known.spec, **_changeable_fields(spec))
         self._require_bounds(known.spec, changed)  # before anything is written
         with self._store.together():
             self._change(self._fill_in(known, spec), changed, actor)
@@ -168,7 +168,7 @@ class AdapterRegistry:
 
     def _change(self, before: RegisteredAdapter, spec: AdapterSpec, actor: str) -> RegisteredAdapter:
         """Store the adapter with this spec; returns it."""
-        adapter = before.with_spec(**_changeable(spec))
+        adapter = before.with_spec(**_changeable_fields(spec))
         if adapter != before:
             with self._store.together():
                 self._store.put_adapter(adapter)
@@ -433,7 +433,7 @@ def changeable_fields(spec: AdapterSpec) -> dict[str, Any]:
     return asdict(spec.policy) | {"tenants": spec.tenants, "secret_ref": spec.secret_ref and str(spec.secret_ref)}
 
 
-def _changeable(spec: AdapterSpec) -> dict[str, Any]:
+def _changeable_fields(spec: AdapterSpec) -> dict[str, Any]:
     """field of the spec -> value of what may change."""
     return {name: getattr(spec, name) for name in CHANGEABLE}
 

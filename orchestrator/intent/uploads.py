@@ -183,7 +183,7 @@ class AdapterUploads:
                 ask.upload_id,
                 ask.wanted.file,
                 ask.sent.start or 0,
-                _bounded(chunks, most),
+                _bounded_chunks(chunks, most),
                 length=ask.sent.length,
                 timeout_s=_STALL_S,
             )
@@ -315,7 +315,7 @@ class AdapterUploads:
         holders = await self._holders(ask.upload_id, ask.wanted.base_model)
         holder = next((worker for worker, held in holders if not missing_of(held)), None)
         if holder is None:
-            raise _interrupted(ask, "the worker that has it does not answer")
+            raise _upload_interrupted(ask, "the worker that has it does not answer")
         try:
             found, at = await self._agents.install_upload(
                 holder.agent_url, ask.upload_id, ask.inspection(), timeout_s=self._settings.inspect_timeout_s
@@ -450,7 +450,7 @@ def missing_of(state: UploadState) -> tuple[str, ...]:
     return files_still_to_send({file.name: (file.received_bytes, file.total_bytes) for file in state.files})
 
 
-async def _bounded(chunks: AsyncIterator[bytes], most_bytes: int) -> AsyncIterator[bytes]:
+async def _bounded_chunks(chunks: AsyncIterator[bytes], most_bytes: int) -> AsyncIterator[bytes]:
     """The chunks, as long as they are within the bound. Raises UploadTooLarge."""
     size = 0
     async for chunk in chunks:
@@ -462,7 +462,7 @@ async def _bounded(chunks: AsyncIterator[bytes], most_bytes: int) -> AsyncIterat
             yield chunk
 
 
-def _interrupted(ask: UploadAsk, why: str) -> OrchestratorUnavailable:
+def _upload_interrupted(ask: UploadAsk, why: str) -> OrchestratorUnavailable:
     """The error of an upload that its client can go on with."""
     message = f"the upload of {ask.lora_id!r} was interrupted: {why}; {_HOW_TO_RESUME.format(ask.lora_id)}"
     return OrchestratorUnavailable(message, code="upload_interrupted", retry_after_s=1)
@@ -481,4 +481,4 @@ def _upload_error(exc: WorkerFailed | InvalidAdapter, ask: UploadAsk, worker_id:
         return StateConflict(message, code="upload_unknown")
     if exc.code == "disk_full":
         return OrchestratorUnavailable(f"worker {worker_id}: {exc}", code="disk_full", retry_after_s=5)
-    return _interrupted(ask, str(exc))
+    return _upload_interrupted(ask, str(exc))

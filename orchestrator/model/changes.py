@@ -98,15 +98,15 @@ def with_changes(present: R, changes: Mapping[str, Any]) -> R:
     """The resource with these changes, checked as a whole. Raises pydantic's ValidationError."""
     resource: type = type(present)
     reader = reader_of(resource)
-    changed: R = reader.validate_python(_merged(reader.dump_python(present), changes))
+    changed: R = reader.validate_python(_merged_fields(reader.dump_python(present), changes))
     return changed
 
 
-def _merged(present: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _merged_fields(present: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with these changes; a mapping in both is merged likewise."""
     merged = dict(present)
     for name, value in changes.items():
         before = present.get(name)
         both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        merged[name] = _merged(before or {}, value) if both else value
+        merged[name] = _merged_fields(before or {}, value) if both else value
     return merged

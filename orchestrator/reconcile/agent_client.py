@@ -72,21 +72,23 @@ class AgentClient:
 
     async def metadata(self, agent_url: str, *, timeout_s: float) -> Metadata:
         """Read the agent's report. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
-        return _parsed(Metadata, await self._send_request("GET", agent_url, "/metadata", timeout_s=timeout_s))
+        return _parsed_answer(Metadata, await self._send_request("GET", agent_url, "/metadata", timeout_s=timeout_s))
 
     async def log_tail(self, agent_url: str, lines: int, *, timeout_s: float) -> LogTail:
         """Read the last lines of the agent's log. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         answer = await self._send_request("GET", agent_url, f"/v1/log?lines={lines}", timeout_s=timeout_s)
-        return _parsed(LogTail, answer)
+        return _parsed_answer(LogTail, answer)
 
     async def claim(self, agent_url: str, *, timeout_s: float) -> Metadata:
         """Make the agent refuse every older epoch; returns its report. Raises WorkerFailed, LeaseLost."""
-        return _parsed(Metadata, await self._post_action(agent_url, "claim", ClaimRequest(), timeout_s=timeout_s))
+        return _parsed_answer(
+            Metadata, await self._post_action(agent_url, "claim", ClaimRequest(), timeout_s=timeout_s)
+        )
 
     async def inspect(self, agent_url: str, ask: InspectRequest, *, timeout_s: float) -> tuple[WorkerAdapter, AsOf]:
         """Fetch and verify the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
         answer = await self._post_action(agent_url, "inspect_lora", ask, timeout_s=timeout_s)
-        return _parsed(WorkerAdapter, answer), _as_of(answer)
+        return _parsed_answer(WorkerAdapter, answer), _answer_as_of(answer)
 
     async def check_source(self, agent_url: str, source: str, *, timeout_s: float) -> None:
         """Ask whether the worker's settings allow the source.
@@ -100,16 +102,18 @@ class AgentClient:
     async def load(self, agent_url: str, ask: LoadRequest, *, timeout_s: float) -> tuple[WorkerAdapter, AsOf]:
         """Load the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
         answer = await self._post_action(agent_url, "load_lora", ask, timeout_s=timeout_s)
-        return _parsed(WorkerAdapter, answer), _as_of(answer)
+        return _parsed_answer(WorkerAdapter, answer), _answer_as_of(answer)
 
     async def mark_files(self, agent_url: str, ask: MarkFilesRequest, *, timeout_s: float) -> AsOf:
         """Have the agent keep files, or let it delete them again. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
-        return _as_of(await self._post_action(agent_url, "mark_files", ask, timeout_s=timeout_s))
+        return _answer_as_of(await self._post_action(agent_url, "mark_files", ask, timeout_s=timeout_s))
 
     async def unload(self, agent_url: str, ask: UnloadRequest, *, timeout_s: float) -> AsOf:
         """Unload the adapter; a 404 counts as success. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         accepted = frozenset({404})
-        return _as_of(await self._post_action(agent_url, "unload_lora", ask, timeout_s=timeout_s, accepted=accepted))
+        return _answer_as_of(
+            await self._post_action(agent_url, "unload_lora", ask, timeout_s=timeout_s, accepted=accepted)
+        )
 
     async def drain(self, agent_url: str, ask: DrainRequest, *, timeout_s: float) -> None:
         """Make the agent drain its worker, and wait until it has drained.
@@ -123,7 +127,9 @@ class AgentClient:
 
         Raises WorkerFailed, also from an older agent without this call, InvalidAdapter, LeaseLost.
         """
-        return _parsed(Metadata, await self._post_action(agent_url, "undrain", UndrainRequest(), timeout_s=timeout_s))
+        return _parsed_answer(
+            Metadata, await self._post_action(agent_url, "undrain", UndrainRequest(), timeout_s=timeout_s)
+        )
 
     async def engine_models(self, engine_url: str, *, timeout_s: float) -> frozenset[str] | None:
         """Ask the engine for its model names; None if it is up without a list. Raises WorkerFailed if it is not up."""
@@ -136,14 +142,14 @@ class AgentClient:
 
     async def upload_state(self, agent_url: str, upload_id: str, *, timeout_s: float) -> UploadState:
         """What has come of an upload. Raises WorkerFailed (`upload_unknown`: nothing), InvalidAdapter, LeaseLost."""
-        return _parsed(
+        return _parsed_answer(
             UploadState, await self._send_request("GET", agent_url, f"/v1/uploads/{upload_id}", timeout_s=timeout_s)
         )
 
     async def unfinished_uploads(self, agent_url: str, *, timeout_s: float) -> tuple[UploadState, ...]:
         """The uploads on a worker that are not installed yet. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         answer = await self._send_request("GET", agent_url, "/v1/uploads", timeout_s=timeout_s)
-        return _parsed(UnfinishedUploads, answer).data
+        return _parsed_answer(UnfinishedUploads, answer).data
 
     async def begin_file(
         self, agent_url: str, upload_id: str, name: str, ask: BeginFileRequest, *, timeout_s: float
@@ -172,14 +178,14 @@ class AgentClient:
             headers["content-length"] = str(length)
         path = f"/v1/uploads/{upload_id}/{name}?start={start}"
         answer = await self._request("PUT", agent_url, path, headers, timeout_s=timeout_s, content=chunks)
-        return _parsed(UploadState, answer)
+        return _parsed_answer(UploadState, answer)
 
     async def install_upload(
         self, agent_url: str, upload_id: str, ask: InspectRequest, *, timeout_s: float
     ) -> tuple[WorkerAdapter, AsOf]:
         """Have an upload verified and installed. Raises InvalidAdapter about its bytes, WorkerFailed, LeaseLost."""
         answer = await self._post_action(agent_url, f"/v1/uploads/{upload_id}", ask, timeout_s=timeout_s)
-        return _parsed(WorkerAdapter, answer), _as_of(answer)
+        return _parsed_answer(WorkerAdapter, answer), _answer_as_of(answer)
 
     async def drop_upload(self, agent_url: str, upload_id: str, *, timeout_s: float) -> None:
         """Have what has come of an upload deleted. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
@@ -290,14 +296,14 @@ def _error_of_response(method: str, url: str, answer: httpx.Response) -> WorkerF
     return WorkerFailed(message, code=code)
 
 
-def _as_of(answer: httpx.Response) -> AsOf:
+def _answer_as_of(answer: httpx.Response) -> AsOf:
     """The place of an answer among the agent's reports. An older agent, or another's header, gives none."""
     boot_id, _, number = answer.headers.get(REPORT_HEADER, "").rpartition("/")
     is_number = number.isascii() and number.isdigit() and len(number) <= _NUMBER_DIGITS
     return AsOf(boot_id, int(number)) if boot_id and is_number else AsOf()
 
 
-def _parsed(cls: type[M], answer: httpx.Response) -> M:
+def _parsed_answer(cls: type[M], answer: httpx.Response) -> M:
     """The response as this model. Raises WorkerFailed."""
     kind: Any = cls
     try:

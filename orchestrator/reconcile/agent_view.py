@@ -68,7 +68,7 @@ def with_report(view: AgentView, report: Metadata) -> AgentView:
     if as_of(report).is_before(as_of(view.reported)):
         return view
     newer = [change for change in view.changes if as_of(report).is_before(change.at)]
-    return _view(report, newer)
+    return _view_after_changes(report, newer)
 
 
 def with_changes(view: AgentView, changes: Iterable[AdapterChange]) -> AgentView:
@@ -79,19 +79,19 @@ def with_changes(view: AgentView, changes: Iterable[AdapterChange]) -> AgentView
         is_known = change.at.is_covered_by(as_of(view.reported))
         if not is_known and (known is None or not change.at.is_before(known.at)):
             by_name[change.engine_name] = change
-    return _view(view.reported, by_name.values())
+    return _view_after_changes(view.reported, by_name.values())
 
 
 def with_place(view: AgentView, reported: Metadata) -> AgentView:
     """The view with the same report, whose zone, node or pool is known otherwise."""
-    return _view(reported, view.changes)
+    return _view_after_changes(reported, view.changes)
 
 
 def with_engine_models(view: AgentView, models: frozenset[str]) -> AgentView:
     """The view of a silent agent whose engine lists these names: other adapters are gone."""
     loaded = tuple(lora for lora in view.reported.lora.loaded_loras if lora.engine_name in models)
     changes = [change if change.engine_name in models else replace(change, lora=None) for change in view.changes]
-    return _view(with_loaded(view.reported, loaded), changes)
+    return _view_after_changes(with_loaded(view.reported, loaded), changes)
 
 
 def with_loaded(report: Metadata, loaded: tuple[WorkerAdapter, ...]) -> Metadata:
@@ -104,7 +104,7 @@ def with_loaded(report: Metadata, loaded: tuple[WorkerAdapter, ...]) -> Metadata
     return report.model_copy(update={"lora": lora})
 
 
-def _view(reported: Metadata, changes: Iterable[AdapterChange]) -> AgentView:
+def _view_after_changes(reported: Metadata, changes: Iterable[AdapterChange]) -> AgentView:
     """The view of a report and of changes that are newer than it."""
     changes = tuple(changes)
     if not changes:
@@ -232,12 +232,12 @@ class HeldFilesBook:
             del files[digest]
         else:
             files[digest] = state
-        _set(self.holders, digest, worker_id, is_in=state is not None)
-        _set(self.keepers, digest, worker_id, is_in=state is True)
+        _set_membership(self.holders, digest, worker_id, is_in=state is not None)
+        _set_membership(self.keepers, digest, worker_id, is_in=state is True)
         return True
 
 
-def _set(index: dict[str, set[str]], digest: str, worker_id: str, *, is_in: bool) -> None:
+def _set_membership(index: dict[str, set[str]], digest: str, worker_id: str, *, is_in: bool) -> None:
     """Add a worker to the set of a digest, or take it out; an empty set goes."""
     if is_in:
         index.setdefault(digest, set()).add(worker_id)

@@ -94,11 +94,11 @@ def adapter_call_routes(services: Services, control: httpx.AsyncClient) -> APIRo
 
     async def load(request: Request) -> Response:
         """Publish the files at `lora_path` as the next version of `lora_name`; answers when all workers have it."""
-        return await _answer(request, publisher.load)
+        return await _call_answer(request, publisher.load)
 
     async def unload(request: Request) -> Response:
         """Forget the name and unload its versions; what runs on them finishes. 404 if there is no such name."""
-        return await _answer(request, publisher.unload)
+        return await _call_answer(request, publisher.unload)
 
     for path in (*VLLM_LOADS, SGLANG_LOAD):
         api.post(path, response_class=PlainTextResponse)(load)
@@ -107,7 +107,7 @@ def adapter_call_routes(services: Services, control: httpx.AsyncClient) -> APIRo
     return api
 
 
-async def _answer(request: Request, call: Callable[[Request], Awaitable[_Success]]) -> Response:
+async def _call_answer(request: Request, call: Callable[[Request], Awaitable[_Success]]) -> Response:
     """The answer of the call: vLLM's, and below no `/v1` with SGLang's fields."""
     is_sglang = request.url.path in (SGLANG_LOAD, SGLANG_UNLOAD)
     try:
@@ -130,7 +130,7 @@ class _FleetPublisher:
 
     async def load(self, request: Request) -> _Success:
         """Publish the files under the name. Raises _Refusal."""
-        wanted: LoadCall = await _body(request, LoadCall)
+        wanted: LoadCall = await _parsed_body(request, LoadCall)
         if not wanted.lora_name or not wanted.lora_path:
             raise _Refusal(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
         _require_name(wanted.lora_name)
@@ -155,7 +155,7 @@ class _FleetPublisher:
         if error_of(answer)[0] == _CONFLICT:
             raise _Refusal(400, "InvalidUserInput", _already_loaded(wanted.lora_name))
         if not answer.is_success:
-            raise _refusal_of(answer)
+            raise _refusal_for_error(answer)
         await self._require_here(wanted.lora_name, answer, deadline)
         message = f"Success: LoRA adapter '{wanted.lora_name}' added successfully."
         return _Success(message, {wanted.lora_name: wanted.lora_path})
@@ -177,7 +177,7 @@ class _FleetPublisher:
 
     async def unload(self, request: Request) -> _Success:
         """Delete the published name. Raises _Refusal, with status 404 for a name that does not exist."""
-        name = (await _body(request, UnloadCall)).lora_name
+        name = (await _parsed_body(request, UnloadCall)).lora_name
         if not name:
             raise _Refusal(400, "InvalidUserInput", "'lora_name' needs to be provided to unload a LoRA adapter.")
         _require_name(name)
@@ -186,7 +186,7 @@ class _FleetPublisher:
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise _Refusal(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
         if not answer.is_success:
-            raise _refusal_of(answer)
+            raise _refusal_for_error(answer)
         return _Success(f"Success: LoRA adapter '{name}' removed successfully.", {})
 
     async def _call(
@@ -221,7 +221,7 @@ def _require_name(lora_name: str) -> None:
         raise _Refusal(400, "InvalidUserInput", f"lora_name: {exc}") from exc
 
 
-async def _body(request: Request, kind: type[Any]) -> Any:
+async def _parsed_body(request: Request, kind: type[Any]) -> Any:
     """The request's body as this kind. Raises _Refusal."""
     content = bytearray()
     async for chunk in request.stream():
@@ -245,7 +245,7 @@ def _already_loaded(name: str) -> str:
     )
 
 
-def _refusal_of(answer: httpx.Response) -> _Refusal:
+def _refusal_for_error(answer: httpx.Response) -> _Refusal:
     """The refusal for the orchestrator's error: 400 for what the caller can mend, else 500; never 404 or 503."""
     code, message = error_of(answer)
     text = f"{message} [{code}]" if code else message

@@ -137,7 +137,7 @@ def _read_stream(content: bytes) -> dict[str, Any]:
         if not isinstance(event, dict):
             continue
         if "error" in event:
-            found["error"] = _message_of(event)
+            found["error"] = _envelope_message(event)
         text += [str((choice.get("delta") or {}).get("content") or "") for choice in event.get("choices") or ()]
         usage = event.get("usage")
         if isinstance(usage, dict):
@@ -148,12 +148,12 @@ def _read_stream(content: bytes) -> dict[str, Any]:
 def _error_in(content: bytes) -> str:
     """The message of an error's body."""
     try:
-        return _message_of(msgspec.json.decode(content))
+        return _envelope_message(msgspec.json.decode(content))
     except DECODE_ERRORS:
         return "the answer is no chat"
 
 
-def _message_of(body: Any) -> str:
+def _envelope_message(body: Any) -> str:
     """The message of an error in an envelope."""
     error = body.get("error") if isinstance(body, Mapping) else None
     return str(error.get("message", "")) if isinstance(error, Mapping) else str(error)[:500]

@@ -58,7 +58,7 @@ def process_handlers(services: Services) -> Mapping[str, Answer]:
 
     async def decisions(question: bytes) -> bytes:
         """This process's decisions, for another process that asks."""
-        return msgspec.json.encode(await _decisions(services, _decode_wanted(question)))
+        return msgspec.json.encode(await _newest_decisions(services, _decode_wanted(question)))
 
     return {_DECISIONS: decisions}
 
@@ -73,10 +73,10 @@ async def own_decisions(
     tenant: str | None,
 ) -> _Items:
     """(time, item as JSON) of this process's decisions, the newest first; `tenant`: that tenant's alone."""
-    return await _decisions(services, _DecisionFilter(adapter, worker, request, limit, tenant))
+    return await _newest_decisions(services, _DecisionFilter(adapter, worker, request, limit, tenant))
 
 
-async def _decisions(services: Services, wanted: _DecisionFilter) -> _Items:
+async def _newest_decisions(services: Services, wanted: _DecisionFilter) -> _Items:
     """(time, item as JSON) of this process's decisions, the newest first."""
     found = [
         record
@@ -101,7 +101,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
     @api.get("/v1/models")
     async def models(caller: infers) -> Response:
         """Base models, adapters and aliases that the caller may use; 503 before a first catalog."""
-        cards = list(_cards(await known_fleet(services), caller).values())
+        cards = list(_model_cards(await known_fleet(services), caller).values())
         # Python's own encoder takes twice as long for ten thousand cards as making them.
         whole = msgspec.json.encode({"object": "list", "data": cards})
         return Response(whole, media_type="application/json")
@@ -133,7 +133,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
     ) -> Any:
         """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`; `request` a request's id."""
         wanted = _DecisionFilter(adapter, worker, request, limit, caller.only_tenant)
-        items = await _decisions(services, wanted)
+        items = await _newest_decisions(services, wanted)
         missing = []
         if processes is not None:
             found = await processes.ask(_DECISIONS, msgspec.json.encode(wanted), within_s=_DECISIONS_WITHIN_S)
@@ -164,7 +164,7 @@ async def explain_request(
     """Where a completion with this body would go, as the caller may see it. Sends nothing. Raises RouterError."""
     question = parse_request(services, id_, likely_route(body), body, session=session)
     await known_fleet(services)
-    target = resolve_target(services, _reader(caller), question)
+    target = resolve_target(services, _caller_as_reader(caller), question)
     tokens = await tokenize(services, target, question)
     prompt = hash_prompt(services, target, question, tokens)
     try:
@@ -286,7 +286,7 @@ async def known_fleet(services: Services) -> RouterFleet:
     return services.discovery.fleet
 
 
-def _reader(caller: Caller) -> Caller:
+def _caller_as_reader(caller: Caller) -> Caller:
     """The caller with the sight of all tenants' adapters, if it may read the whole fleet."""
     return replace(caller, scopes=caller.scopes | {"load"}) if caller.may_for_fleet("view") else caller
 
@@ -325,16 +325,16 @@ async def model_card(services: Services, caller: Caller, model: str) -> dict[str
 
     Raises NoReplica instead while no worker has reported.
     """
-    card = _cards(await known_fleet(services), caller).get(model)
+    card = _model_cards(await known_fleet(services), caller).get(model)
     if card is None and await services.discovery.refresh_catalog():
-        card = _cards(services.discovery.fleet, caller).get(model)
+        card = _model_cards(services.discovery.fleet, caller).get(model)
     if card is None:
         services.discovery.check_any_report()
         raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what is", param="model")
     return card
 
 
-def _cards(fleet: RouterFleet, caller: Caller) -> dict[str, dict[str, Any]]:
+def _model_cards(fleet: RouterFleet, caller: Caller) -> dict[str, dict[str, Any]]:
     """Model cards by name: base models with replicas, and the adapters and aliases that the caller may use."""
 
     def may_use(adapter: CatalogAdapter) -> bool:

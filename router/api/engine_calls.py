@@ -38,7 +38,7 @@ def engine_call_routes(services: Services) -> APIRouter:
         `max_lora_rank` and `max_loras` are those of the worker that takes least: an adapter of that rank fits on every
         worker, and so many adapters can be served at once. `data_parallel_size` is 1: a load reaches all workers.
         """
-        config = vllm_config(await _reports(services))
+        config = vllm_config(await _first_model_reports(services))
         return {"vllm_config": config if config_format == "json" else msgspec.json.encode(config).decode()}
 
     @api.get("/tokenizer_info")
@@ -52,7 +52,7 @@ def engine_call_routes(services: Services) -> APIRouter:
     @api.get("/get_server_info")
     async def sglang_server_info() -> dict[str, Any]:
         """As `/server_info`, in SGLang's words."""
-        config = vllm_config(await _reports(services))
+        config = vllm_config(await _first_model_reports(services))
         model, lora = config["model_config"], config["lora_config"] or {}
         names = {"max_lora_rank": "max_lora_rank", "max_loras_per_batch": "max_loras", "max_loaded_loras": "max_loras"}
         return {
@@ -65,7 +65,7 @@ def engine_call_routes(services: Services) -> APIRouter:
 
     async def model_info() -> dict[str, Any]:
         """The base model, in SGLang's words."""
-        name = vllm_config(await _reports(services))["model_config"]["served_model_name"]
+        name = vllm_config(await _first_model_reports(services))["model_config"]["served_model_name"]
         return {"model_path": name, "served_model_name": name}
 
     for path in ("/get_model_info", "/model_info"):
@@ -96,7 +96,7 @@ def engine_call_routes(services: Services) -> APIRouter:
     return api
 
 
-async def _reports(services: Services) -> list[Metadata]:
+async def _first_model_reports(services: Services) -> list[Metadata]:
     """The last reports of the workers that serve the fleet's first base model.
 
     Raises CatalogUnavailable, NoReplica.

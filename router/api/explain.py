@@ -59,7 +59,7 @@ def decision_answer(
     passed_over_ids = _without_slot(decision)
     return RouteAnswer(
         request_id=request_id,
-        at=_iso(at),
+        at=_iso_time(at),
         base_model=request.base_model,
         adapter=request.engine_name or "base",
         policy=decision.policy,
@@ -118,7 +118,7 @@ def undecided_answer(
     """The answer where no replica can take the request now, with the filter that each one failed."""
     return RouteAnswer(
         request_id=request_id,
-        at=_iso(at),
+        at=_iso_time(at),
         base_model=request.base_model,
         adapter=adapter,
         worker_id=None,
@@ -129,14 +129,14 @@ def undecided_answer(
         rho=0.0,
         scores=(),
         rejected=tuple(
-            RejectedItem(worker_id=replica.id, reason=_rejection(roster, position, request) or "able")
+            RejectedItem(worker_id=replica.id, reason=_failed_filter(roster, position, request) or "able")
             for position, replica in enumerate(roster.replicas)
         ),
         note=note,
     )
 
 
-def _rejection(roster: Roster, position: int, request: RoutingRequest) -> str | None:
+def _failed_filter(roster: Roster, position: int, request: RoutingRequest) -> str | None:
     """The filter that this replica fails; None: it passes all."""
     name = request.engine_name
     return rejection(roster.replicas[position], name) or length_rejection(roster, position, request)
@@ -182,6 +182,6 @@ def _without_slot(decision: Decision) -> frozenset[WorkerId]:
     return frozenset(decision.snapshot.roster.replicas[i].id for i in set(able) - set(fits))
 
 
-def _iso(at: float) -> str:
+def _iso_time(at: float) -> str:
     """A Unix time as ISO 8601, in UTC."""
     return datetime.fromtimestamp(at, UTC).isoformat()

@@ -48,11 +48,11 @@ def forward_routes(keys: ApiKeys, orchestrator_url: str, *, connect_timeout_s: f
 
     async def forward_adapter(request: Request, lora_id: LoraIdPath) -> Response:  # noqa: ARG001  (documented)
         """Pass the request on, and its answer back."""
-        return await _forwarded(request, orchestrator_url, timeout)
+        return await _forward_to_orchestrator(request, orchestrator_url, timeout)
 
     async def forward_name(request: Request, name: NamePath) -> Response:  # noqa: ARG001
         """Pass the request on, and its answer back."""
-        return await _forwarded(request, orchestrator_url, timeout)
+        return await _forward_to_orchestrator(request, orchestrator_url, timeout)
 
     ensure = "/v1/adapters/{lora_id:path}/ensure"
     api.add_api_route(ensure, forward_adapter, methods=["POST"], name="ensure_at_orchestrator", operation_id="ensure")
@@ -83,7 +83,7 @@ def upload_bytes(method: str, path: str) -> int:
     return MOST_UPLOAD_BYTES if method == "PUT" and path_behind_run(path).startswith(UPLOADS_PATH) else 0
 
 
-async def _forwarded(request: Request, orchestrator_url: str, limits: httpx.Timeout) -> Response:
+async def _forward_to_orchestrator(request: Request, orchestrator_url: str, limits: httpx.Timeout) -> Response:
     """The orchestrator's answer. Raises HttpError 503 `orchestrator_unreachable` if there is none, or another's."""
     try:
         path = url_path(request.scope["path"].removeprefix("/"))

@@ -213,22 +213,22 @@ def openapi_paths() -> Json:
     """`paths` of an OpenAPI 3.1 document: every inference route, to be merged with those of the framework."""
     paths: Json = {}
     for route in ROUTES.values():
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+        paths.setdefault(route.path, {})[route.method.lower()] = _route_operation(route)
     paths[sglang_generate.PATH] = {"post": _sglang_generate_operation()}
     return paths
 
 
-def _operation(route: Route) -> Json:
+def _route_operation(route: Route) -> Json:
     """The OpenAPI operation of one route, with its example."""
     sent, answered = EXAMPLES[route.path]
-    answers: Json = {"application/json": {"schema": _schema(answered), "example": answered}}
+    answers: Json = {"application/json": {"schema": _example_schema(answered), "example": answered}}
     if route.streams:
         answers["text/event-stream"] = {"schema": {"type": "string"}}
     operation: Json = {
         "summary": route.summary,
         "tags": ["inference"],
         "operationId": _operation_id(route.method, route.path),
-        "responses": _responses(answers),
+        "responses": _openapi_responses(answers),
     }
     if "{id}" in route.path:
         where = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -237,7 +237,7 @@ def _operation(route: Route) -> Json:
         ours = _OURS | (_STREAM if route.streams else {})
         if route.path == COMPLETIONS:
             ours |= {"lora_id": _ADAPTER_OR_LIST, "lora_path": _ADAPTER_OR_LIST}
-        operation["requestBody"] = _body(sent, ours, optional={"model"})
+        operation["requestBody"] = _openapi_body(sent, ours, optional={"model"})
     return operation
 
 
@@ -250,7 +250,7 @@ def _sglang_generate_operation() -> Json:
     """The OpenAPI operation of SGLang's POST /generate."""
     sent, answered = EXAMPLES[sglang_generate.PATH]
     assert sent is not None
-    one = _schema(answered)
+    one = _example_schema(answered)
     either = {"oneOf": [one, {"type": "array", "items": one}]}
     answers = {
         "application/json": {"schema": either, "example": [answered, answered]},
@@ -273,12 +273,12 @@ def _sglang_generate_operation() -> Json:
         "summary": "SGLang's native call; one batch may mix adapters and the base model",
         "tags": ["inference"],
         "operationId": _operation_id("POST", sglang_generate.PATH),
-        "requestBody": _body(sent, properties | _STREAM, optional={"lora_path", "sampling_params"}),
-        "responses": _responses(answers),
+        "requestBody": _openapi_body(sent, properties | _STREAM, optional={"lora_path", "sampling_params"}),
+        "responses": _openapi_responses(answers),
     }
 
 
-def _responses(content: Json) -> Json:
+def _openapi_responses(content: Json) -> Json:
     """The OpenAPI responses: this content for 200, and the router's errors."""
     errors = {
         status: {"description": why, "content": {"application/json": {"schema": ERROR_SCHEMA}}}
@@ -289,24 +289,24 @@ def _responses(content: Json) -> Json:
     } | errors
 
 
-def _body(example: Json, known: Json, *, optional: set[str]) -> Json:
+def _openapi_body(example: Json, known: Json, *, optional: set[str]) -> Json:
     """The OpenAPI request body of this example.
 
     known     schemas of fields, beside or in place of the example's
     optional  fields of the example that are not required
     """
-    properties = _schema(example)["properties"] | known
+    properties = _example_schema(example)["properties"] | known
     required = sorted(example.keys() - optional)
     schema = {"type": "object", "properties": properties, "required": required}
     return {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}
 
 
-def _schema(example: Any) -> Json:
+def _example_schema(example: Any) -> Json:
     """The shape of an example; further fields may come with any object. An empty list may have items of any kind."""
     if isinstance(example, dict):
-        return {"type": "object", "properties": {name: _schema(value) for name, value in example.items()}}
+        return {"type": "object", "properties": {name: _example_schema(value) for name, value in example.items()}}
     if isinstance(example, list):
-        return {"type": "array", "items": _schema(example[0]) if example else {}}
+        return {"type": "array", "items": _example_schema(example[0]) if example else {}}
     return {"type": _TYPES[type(example)]}
 
 

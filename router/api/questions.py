@@ -95,7 +95,7 @@ async def reply_to(services: Services, router_id: str, question: RouterQuestion)
     """The answer to one question, or what is wrong with it. Never raises."""
     status = 200
     try:
-        body = await _answer(services, question)
+        body = await _answer_body(services, question)
     except (RouterError, HttpError) as exc:
         status, body = exc.status, dict(envelope(exc.status, exc.code, str(exc), exc.param))
     except Exception as exc:
@@ -104,10 +104,10 @@ async def reply_to(services: Services, router_id: str, question: RouterQuestion)
     return RouterReply(router_id=router_id, id=question.id, status=status, body=body)
 
 
-async def _answer(services: Services, question: RouterQuestion) -> dict[str, Any]:
+async def _answer_body(services: Services, question: RouterQuestion) -> dict[str, Any]:
     """The answer's body. Raises RouterError, HttpError."""
     if question.kind == "decisions":
-        return await _decisions(services, question.body, question.tenant)
+        return await _last_decisions(services, question.body, question.tenant)
     if question.kind == "ask":
         return (await answer_ask(services, RoutedAsk.model_validate(question.body))).model_dump(mode="json")
     if question.kind == "requests":
@@ -127,7 +127,7 @@ async def _answer(services: Services, question: RouterQuestion) -> dict[str, Any
     return answer.model_dump(mode="json")
 
 
-async def _decisions(services: Services, body: Mapping[str, Any], tenant: str | None) -> dict[str, Any]:
+async def _last_decisions(services: Services, body: Mapping[str, Any], tenant: str | None) -> dict[str, Any]:
     """The last decisions; the record, which is large, only of one request that is asked for."""
 
     def text(name: str) -> str | None:

@@ -79,14 +79,14 @@ async def own_requests(services: Services, wanted: RequestFilter) -> _Items:
             found.append(kept)
             if len(found) >= wanted.limit:
                 break
-    decisions = await _decisions(services, wanted) if wanted.request is not None else []
+    decisions = await _kept_decisions(services, wanted) if wanted.request is not None else []
     items: _Items = []
     for kept in found:
-        item = _item(services, kept, wanted.only_tenant)
+        item = _request_item(services, kept, wanted.only_tenant)
         if wanted.request is not None:
             item["decisions"] = [decision for _, decision in decisions]
         items.append((kept.line.at, msgspec.Raw(msgspec.json.encode(item))))
-    return items if items or wanted.request is None else _undone(decisions, wanted.request)
+    return items if items or wanted.request is None else _unfinished_items(decisions, wanted.request)
 
 
 def request_routes(
@@ -115,7 +115,7 @@ def request_routes(
         """The last requests of this router that are over, the newest first. A tenant's key lists its tenant's."""
         wanted = RequestFilter(**query.model_dump(), only_tenant=caller.only_tenant)
         items, missing = await of_all_processes(wanted)
-        return _json({"data": items, "next": None, "missing": missing})
+        return _json_response({"data": items, "next": None, "missing": missing})
 
     @api.get("/v1/requests/{request_id}", response_model=RequestList)
     async def request_story(request_id: str, request: Request, caller: views) -> Any:
@@ -128,7 +128,7 @@ def request_routes(
         if items or not calls.url:
             if not items:
                 raise not_found(request_id)
-            return _json({"data": items, "next": None, "missing": missing})
+            return _json_response({"data": items, "next": None, "missing": missing})
         try:
             path = f"/v1/requests/{quote(request_id, safe='')}"
             deadline = services.clock() + _WITHIN_S
@@ -175,7 +175,7 @@ def next_step(line: RequestLine) -> str:
     return f"raise the router's setting {limit} (LORAFLEET_ROUTER_{limit.upper()}){more}"
 
 
-def _json(content: Any) -> Response:
+def _json_response(content: Any) -> Response:
     """This content as an answer: the items are JSON already."""
     return Response(msgspec.json.encode(content), media_type="application/json")
 
@@ -187,7 +187,7 @@ def _has_status(line: RequestLine, status: str) -> bool:
     return str(line.status)[0] == status[0] if status.endswith("xx") else str(line.status) == status
 
 
-def _item(services: Services, kept: KeptLine, only_tenant: str | None) -> dict[str, Any]:
+def _request_item(services: Services, kept: KeptLine, only_tenant: str | None) -> dict[str, Any]:
     """A request as its reader may see it: the line, the seconds of its stages, the winner's terms, the next step.
 
     only_tenant  the reader's; of an adapter that the tenant shares it sees no terms and no cached tokens
@@ -242,7 +242,7 @@ def stage_seconds(line: RequestLine) -> dict[str, float]:
     return {name: round(seconds, 6) for name, seconds in stages.items() if seconds > _LEAST_S}
 
 
-async def _decisions(services: Services, wanted: RequestFilter) -> list[tuple[float, dict[str, Any]]]:
+async def _kept_decisions(services: Services, wanted: RequestFilter) -> list[tuple[float, dict[str, Any]]]:
     """(time, decision) of the kept decisions of one request, the newest first, without their large records."""
     kept = await own_decisions(
         services,
@@ -255,7 +255,7 @@ async def _decisions(services: Services, wanted: RequestFilter) -> list[tuple[fl
     return [(at, msgspec.json.decode(raw) | {"record": None}) for at, raw in kept]
 
 
-def _undone(decisions: list[tuple[float, dict[str, Any]]], request_id: str) -> _Items:
+def _unfinished_items(decisions: list[tuple[float, dict[str, Any]]], request_id: str) -> _Items:
     """The item of a request that was sent, and whose end is not kept: it runs, or many others have ended since."""
     if not decisions:
         return []

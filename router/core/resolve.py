@@ -126,17 +126,17 @@ def whole_name(fleet: RouterFleet, namespace: str, name: str, *, may_shadow_base
     whole = f"{namespace}/{name}"
     if fleet.base_models.get(name) is not None and not may_shadow_base:
         return name
-    if _exists(fleet, whole):
+    if _has_name(fleet, whole):
         return whole
     at = len(name)
     while (at := name.rfind(":", 0, at)) > 0:
         inner = f"{namespace}/{name[at + 1 :]}"
-        if name[:at] in fleet.base_models and _exists(fleet, inner):
+        if name[:at] in fleet.base_models and _has_name(fleet, inner):
             return f"{name[:at]}:{inner}"
     return name
 
 
-def _exists(fleet: RouterFleet, name: str) -> bool:
+def _has_name(fleet: RouterFleet, name: str) -> bool:
     """Whether an adapter or alias has this name, or, of `name@digest12`, the part before the digest."""
     version = asked_version(name) if "@" in name else None
     names = (name,) if version is None else (name, version[0])

@@ -34,7 +34,7 @@ class ReportReader:
 
         Raises ValidationError for an invalid report.
         """
-        parts = _parts(body)
+        parts = _report_parts(body)
         known = self._known
         if parts is not None and known is not None and parts[0] == self._fixed:
             try:
@@ -49,7 +49,7 @@ class ReportReader:
         return report
 
 
-def _parts(body: bytes) -> tuple[dict[str, bytes], bytes, bytes] | None:
+def _report_parts(body: bytes) -> tuple[dict[str, bytes], bytes, bytes] | None:
     """A report's JSON in three parts: the fields that seldom change, its load, and the age of its list.
 
     None: it is no object, or its adapters are none.

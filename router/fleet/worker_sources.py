@@ -46,13 +46,13 @@ def merged_worker_sources(
     owners = {worker.agent_url.rstrip("/"): worker.id for worker in in_catalog.values() if worker.agent_url}
     places = workers_by_agent_name(in_slices, agent_names, ids=in_catalog, owners=owners)
     names = [*in_catalog, *(name for name in places if name not in in_catalog)]
-    workers = {name: _merged(name, in_catalog.get(name), places.get(name)) for name in names}
+    workers = {name: _merged_source(name, in_catalog.get(name), places.get(name)) for name in names}
     for name, url in engines.items():
         workers[name] = WorkerSource(id=name, addresses=(url,), has_agent=False)
     return {name: worker for name, worker in workers.items() if worker.addresses}
 
 
-def _merged(name: str, in_catalog: CatalogWorker | None, in_slices: DiscoveredWorker | None) -> WorkerSource:
+def _merged_source(name: str, in_catalog: CatalogWorker | None, in_slices: DiscoveredWorker | None) -> WorkerSource:
     """One worker from its catalog entry and its slices."""
     agents = [in_slices.agent_url if in_slices else None, in_catalog.agent_url.rstrip("/") if in_catalog else None]
     engines = [in_slices.engine_url if in_slices else None, in_catalog.engine_url.rstrip("/") if in_catalog else None]

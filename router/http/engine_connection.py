@@ -73,11 +73,11 @@ class Origin:
     @staticmethod
     def parse(url: str) -> "Origin":
         """The origin of an `http://` or `https://` URL; ValueError for any other. Cached."""
-        return _origin(url)
+        return _cached_origin(url)
 
 
 @functools.lru_cache(maxsize=4096)
-def _origin(url: str) -> Origin:
+def _cached_origin(url: str) -> Origin:
     """`Origin.parse`, cached. Raises ValueError for any other form of URL."""
     parts = urllib.parse.urlsplit(url)
     host = (parts.hostname or "").encode("idna").decode()

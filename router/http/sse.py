@@ -56,7 +56,7 @@ class ModelRenamer:
 
     def __init__(self, engine_model: str, asked: str) -> None:
         self._held = b""
-        self._pairs = _replacements(engine_model, asked) if engine_model != asked else ()
+        self._pairs = _model_name_replacements(engine_model, asked) if engine_model != asked else ()
 
     def whole(self, body: bytes) -> bytes:
         """A complete body or event, renamed."""
@@ -94,7 +94,7 @@ class ModelRenamer:
 
 
 @functools.lru_cache(maxsize=4096)
-def _replacements(engine_model: str, asked: str) -> tuple[tuple[bytes, bytes], ...]:
+def _model_name_replacements(engine_model: str, asked: str) -> tuple[tuple[bytes, bytes], ...]:
     """(bytes from the engine, bytes for the client), for both spellings of a JSON field."""
     ours, theirs = msgspec.json.encode(engine_model), msgspec.json.encode(asked)
     return tuple((key + ours, key + theirs) for key in (b'"model":', b'"model": '))

@@ -432,10 +432,10 @@ class WorkerFeed:
                 self.sink(rank).clear()
             for change in frame.changes:
                 sink = self.sink(change.rank)
-                for hashes in _pieces(change.dropped):
+                for hashes in _unpack_in_steps(change.dropped):
                     sink.drop(change.tier, hashes)
                     yield
-                for hashes in _pieces(change.added):
+                for hashes in _unpack_in_steps(change.added):
                     sink.add(change.tier, hashes)
                     yield
         elif frame.seq != self.last_seq:
@@ -503,7 +503,7 @@ class WorkerFeed:
         """Add a rank's snapshot, already in memory, to a draft, step by step."""
         for tier in TIERS:
             # Unpacked they take seven times the memory, and a starting router takes all workers' snapshots at once.
-            for hashes in _pieces(getattr(rank, tier)):
+            for hashes in _unpack_in_steps(getattr(rank, tier)):
                 self._index.add_to(draft, hashes, tier)
                 yield
 
@@ -540,7 +540,7 @@ _FRAME = msgspec.msgpack.Decoder(KvFrame)
 _SNAPSHOT = msgspec.msgpack.Decoder(KvSnapshot)
 
 
-def _pieces(packed: bytes) -> Iterator[list[BlockHash]]:
+def _unpack_in_steps(packed: bytes) -> Iterator[list[BlockHash]]:
     """The block hashes of packed bytes, in pieces of one step each."""
     for start in range(0, len(packed), _STEP_BYTES):
         hashes: list[Any] = unpack_hashes(packed[start : start + _STEP_BYTES])

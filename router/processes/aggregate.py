@@ -223,7 +223,7 @@ class WorkerProcesses:
         self._adapters.show(agreed)
         reports = [self._own_metrics(), *(_decode_report(answer) for answer in answers.values() if answer is not None)]
         pages = [_MetricsPage.read(report.text) for report in reports]
-        shown = _escaped({*agreed.adapters, OTHER})
+        shown = _escaped_labels({*agreed.adapters, OTHER})
         missing = await self._counts_of_missing(reports, pages, shown)
         whole = _MetricsPage.read(PROCESSES_GAUGE.format(processes=len(reports)))
         for page in pages:
@@ -387,7 +387,7 @@ def _add_sample_values(values_here: Values, values: Values) -> None:
         values_here[name] = values_here.get(name, 0.0) + value
 
 
-def _escaped(names: Set[str]) -> set[str]:
+def _escaped_labels(names: Set[str]) -> set[str]:
     """The names as label values in Prometheus' text format."""
     return {name.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"') for name in names}
 

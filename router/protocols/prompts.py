@@ -180,13 +180,15 @@ def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
         _add_call(messages, before, item, _require_text(item["name"]), _custom_arguments(item.get("input") or ""))
     elif kind in {"function_call_output", "custom_tool_call_output"}:
         output = item["output"]
-        messages.append({"role": "tool", "content": _content(output), "tool_call_id": _require_text(item["call_id"])})
+        messages.append(
+            {"role": "tool", "content": _message_content(output), "tool_call_id": _require_text(item["call_id"])}
+        )
     elif kind == "reasoning":
-        _add_to_assistant_turn(messages, before, "reasoning", _reasoning(item))
+        _add_to_assistant_turn(messages, before, "reasoning", _reasoning_text(item))
     elif kind == "message" and item["role"] == "assistant":
         _add_to_assistant_turn(messages, before, "content", _assistant_text(item))
     elif kind == "message" and item["role"] in {"user", "system", "developer"}:
-        messages.append({"role": item["role"], "content": _content(item["content"])})
+        messages.append({"role": item["role"], "content": _message_content(item["content"])})
     else:
         raise _PromptUnknown
 
@@ -211,7 +213,7 @@ def _add_to_assistant_turn(messages: list[Message], before: Message | None, fiel
         messages.append({"role": "assistant", field: text})
 
 
-def _reasoning(item: Mapping[str, Any]) -> str:
+def _reasoning_text(item: Mapping[str, Any]) -> str:
     """The text of a reasoning item: its first part alone. Raises _PromptUnknown where it is encrypted."""
     if item.get("encrypted_content"):
         raise _PromptUnknown
@@ -229,7 +231,7 @@ def _assistant_text(item: Mapping[str, Any]) -> str:
     return _require_text(content[0]["text"])
 
 
-def _content(content: Any) -> str | list[Message]:
+def _message_content(content: Any) -> str | list[Message]:
     """A message's content: text, or a list of texts and pictures; raises _PromptUnknown for others."""
     if isinstance(content, str):
         return content
@@ -331,7 +333,7 @@ def _messages_chat(body: Body, template: TemplateTraits | None) -> Body:
     chat: Message = {"messages": messages}
     if (tools := _tools_in_effect(body)) is not None:
         chat["tools"] = VllmMadeTools(_messages_tool(tool) for tool in tools)
-    if (effort := _effort(body, template)) is not None:
+    if (effort := _reasoning_effort(body, template)) is not None:
         chat["reasoning_effort"] = effort
     return _with_fields(chat, body, ("chat_template_kwargs",))
 
@@ -486,7 +488,7 @@ def _messages_tool(tool: Mapping[str, Any]) -> Message:
     return {"type": "function", "function": function}
 
 
-def _effort(body: Body, template: TemplateTraits | None) -> str | None:
+def _reasoning_effort(body: Body, template: TemplateTraits | None) -> str | None:
     """The reasoning effort of a `/v1/messages` body; None if not given. Raises _PromptUnknown."""
     if (body.get("thinking") or {}).get("type") == "disabled":
         if template is None:

@@ -110,12 +110,12 @@ def split_batch(body: bytes) -> GenerateBatch:
                 raise adapter_field_error(name)
             instead = f": {_NOT_OFFERED[name]}" if name in _NOT_OFFERED else ""
             raise BadBody(f"{name} is not offered by /generate here{instead}", param=name)
-    prompts, is_list = _prompts(body_fields)
+    prompts, is_list = _call_prompts(body_fields)
     count = len(prompts)
     name, adapter_names = chosen_adapter(body_fields)
     adapters = per_item(name, adapter_names, count, is_list=is_list)
     params = per_item("sampling_params", body_fields.get("sampling_params"), count, is_list=is_list, kind=dict)
-    names = _names(body_fields.get("rid"), count, is_list)
+    names = _item_ids(body_fields.get("rid"), count, is_list)
     is_streamed = is_streamed_call(body_fields.get("stream"))
     shared = {name: body_fields[name] for name in _SHARED_FIELDS - {"stream"} if body_fields.get(name) is not None}
     logprobs = sglang_logprobs.logprobs_requests(body_fields, count, is_list=is_list)
@@ -172,7 +172,7 @@ def join_answers(batch: GenerateBatch, answers: Sequence[ItemAnswer]) -> bytes:
         outputs = [
             output
             for answer, name, wanted in zip(answers, batch.names, batch.logprobs, strict=True)
-            for output in _outputs(answer, name, wanted)
+            for output in _completion_outputs(answer, name, wanted)
         ]
     except _PARSE_ERRORS as exc:
         raise ReplicaUnreachable("an engine's answer is no completion", reason="bad_answer") from exc
@@ -216,7 +216,7 @@ class CumulativeStream:
             return self._take_last_event() + b"data: [DONE]\n\n"
         chunk = msgspec.json.decode(data)
         if "meta_info" in chunk:
-            return b"data: " + msgspec.json.encode(_signed(chunk, self._name, self.weights)) + b"\n\n"
+            return b"data: " + msgspec.json.encode(_signed_output(chunk, self._name, self.weights)) + b"\n\n"
         choices, usage = chunk.get("choices"), chunk.get("usage")
         if choices is None:
             return self._take_last_event() + b"data: " + data + b"\n\n"
@@ -251,7 +251,7 @@ class CumulativeStream:
         return b"data: " + msgspec.json.encode(last) + b"\n\n" if last else b""
 
 
-def _prompts(body_fields: Mapping[str, Any]) -> tuple[list[Any], bool]:
+def _call_prompts(body_fields: Mapping[str, Any]) -> tuple[list[Any], bool]:
     """The prompts of a call, and whether they are a list; raises BadBody."""
     text, ids = body_fields.get("text"), body_fields.get("input_ids")
     if (text is None) == (ids is None):
@@ -273,7 +273,7 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
 
 
-def _names(rid: Any, count: int, is_list: bool) -> tuple[str, ...]:
+def _item_ids(rid: Any, count: int, is_list: bool) -> tuple[str, ...]:
     """Each item's id from `rid`; empty where it has none. Raises BadBody."""
     if rid is None:
         return ("",) * count
@@ -282,11 +282,13 @@ def _names(rid: Any, count: int, is_list: bool) -> tuple[str, ...]:
     return tuple(name or "" for name in per_item("rid", rid, count, is_list=is_list))
 
 
-def _outputs(answer: ItemAnswer, name: str, wanted: LogprobsRequest | None) -> list[dict[str, Any]]:
+def _completion_outputs(answer: ItemAnswer, name: str, wanted: LogprobsRequest | None) -> list[dict[str, Any]]:
     """SGLang's outputs for the choices of one completion, or of an SGLang's own answer."""
     whole = msgspec.json.decode(answer.body)
     if isinstance(whole, list) or "meta_info" in whole:
-        return [_signed(output, name, answer.weights) for output in (whole if isinstance(whole, list) else [whole])]
+        return [
+            _signed_output(output, name, answer.weights) for output in (whole if isinstance(whole, list) else [whole])
+        ]
     outputs = []
     for choice in whole["choices"]:
         ids = choice.get("token_ids") or []
@@ -320,7 +322,7 @@ def _output(
     return {"text": text[0], "output_ids": text[1], "meta_info": {**meta, **logprobs}}
 
 
-def _signed(output: dict[str, Any], name: str, weights: str) -> dict[str, Any]:
+def _signed_output(output: dict[str, Any], name: str, weights: str) -> dict[str, Any]:
     """An SGLang's own output with the client's id, if it gave one, and the weights by the fleet's name."""
     meta = output["meta_info"] | {"weight_version": weights}
     return output | {"meta_info": meta | {"id": name} if name else meta}

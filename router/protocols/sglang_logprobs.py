@@ -97,7 +97,7 @@ def output_logprobs(choice: Mapping[str, Any], ids: Sequence[int], wanted: Logpr
     triples = [list(row) for row in zip(found["token_logprobs"], ids, texts, strict=True)]
     fields: dict[str, Any] = {"output_token_logprobs": triples}
     if wanted.top:
-        fields["output_top_logprobs"] = [_likeliest(place or {}, wanted.top) for place in found["top_logprobs"]]
+        fields["output_top_logprobs"] = [_likeliest_tokens(place or {}, wanted.top) for place in found["top_logprobs"]]
     return fields
 
 
@@ -117,11 +117,11 @@ def input_logprobs(choice: Mapping[str, Any], wanted: LogprobsRequest) -> dict[s
         fields["input_token_logprobs"].append([own.get("logprob"), ids[at], text])
         if wanted.top:
             values = {_ID_MARK + token: entry["logprob"] for token, entry in place.items()}
-            fields["input_top_logprobs"].append(_likeliest(values, wanted.top) if values else None)
+            fields["input_top_logprobs"].append(_likeliest_tokens(values, wanted.top) if values else None)
     return fields
 
 
-def _likeliest(place: Mapping[str, float], count: int) -> list[Triple]:
+def _likeliest_tokens(place: Mapping[str, float], count: int) -> list[Triple]:
     """The likeliest tokens at one place, best first. vLLM adds the sampled one where it is not among them."""
     best = sorted(place.items(), key=lambda entry: -entry[1])[:count]
     return [[value, int(token.removeprefix(_ID_MARK)), None] for token, value in best]

@@ -83,7 +83,7 @@ def record_error(run: RequestRun, exc: RouterError | HttpError) -> None:
 
 def _record_outcome(run: RequestRun, lora_id: str, answer: EngineAttempt | None) -> None:
     """Count the request under its adapter, and the latency of a whole answer."""
-    outcome = run.outcome or _outcome(run, answer)
+    outcome = run.outcome or _routing_outcome(run, answer)
     if outcome is None or outcome == "uncounted":
         return
     counts = run.services.metrics.adapters.of(lora_id)
@@ -92,7 +92,7 @@ def _record_outcome(run: RequestRun, lora_id: str, answer: EngineAttempt | None)
         counts.observe_latency(run.services.clock() - run.request.read_at)
 
 
-def _outcome(run: RequestRun, answer: EngineAttempt | None) -> RoutingOutcome | None:
+def _routing_outcome(run: RequestRun, answer: EngineAttempt | None) -> RoutingOutcome | None:
     """The outcome of a request without an error of ours; None: its client left before it was routed."""
     if answer is not None:
         return "error" if is_fault(answer.status) or answer.fault else "success"

@@ -254,7 +254,7 @@ class ColdStarts:
             self.metrics.held.set(len(self.held))
         if is_over():
             return
-        states = _states(self.discovery.fleet.roster(base_model).replicas)
+        states = _unready_states_text(self.discovery.fleet.roster(base_model).replicas)
         if left_s < self.timeout_s:
             raise DeadlineExceeded(f"the deadline of this request passed before a replica was ready ({states})")
         message = f"no replica of {base_model!r} was ready within {self.timeout_s:g} s ({states}); try again"
@@ -404,9 +404,9 @@ class ColdStarts:
             answer = await self._answer(f"/v1/adapters/{quote(lora_id)}/ensure", ask.model_dump_json().encode())
         except FetchRefused as exc:
             if exc.status == HTTPStatus.NOT_FOUND:
-                raise ModelNotFound(_message(exc)) from exc
+                raise ModelNotFound(_refusal_message(exc)) from exc
             if exc.status == HTTPStatus.CONFLICT:
-                raise AdapterFailed(_message(exc), lora_id=lora_id) from exc
+                raise AdapterFailed(_refusal_message(exc), lora_id=lora_id) from exc
             raise
         answered = EnsureAnswer.model_validate_json(answer)
         if answered.fits_nowhere and not answered.ready:
@@ -424,7 +424,7 @@ class ColdStarts:
         """The states of the replicas of an adapter's base model; empty where one is ready, or none is known."""
         adapter = self.discovery.fleet.adapters.get(lora_id)
         replicas = self.discovery.fleet.roster((adapter and adapter.base_model) or "").replicas
-        return "" if any(replica.state == "ready" for replica in replicas) else _states(replicas)
+        return "" if any(replica.state == "ready" for replica in replicas) else _unready_states_text(replicas)
 
     async def _answer(self, path: str, body: bytes) -> bytes:
         """Post to the orchestrator; its answer, which may take a while.
@@ -487,9 +487,9 @@ class ColdStarts:
                 self._warn("home does not load it", lora_id, exc, worker=home.id)
                 if isinstance(exc, EngineLost):
                     continue
-                code = _error(exc).get("code")
+                code = _refusal_error(exc).get("code")
                 full += (exc.status, code) == (409, "no_free_slot")
-                failed = f"{home.id}: {_message(exc)}"
+                failed = f"{home.id}: {_refusal_message(exc)}"
                 if exc.status in _ADAPTERS_OWN or code == "digest_mismatch":
                     retry_in_s = _OTHER_WORKER_S
                     break  # the next one would fetch the same bytes, and its engine would stall over them
@@ -559,7 +559,7 @@ class ColdStarts:
 _ADAPTERS_OWN = frozenset({400, 413, 422})
 
 
-def _error(refused: FetchRefused) -> dict[str, object]:
+def _refusal_error(refused: FetchRefused) -> dict[str, object]:
     """The `error` object of a refused request's answer; empty where it has none."""
     try:
         error = from_json(refused.body)["error"]
@@ -568,9 +568,9 @@ def _error(refused: FetchRefused) -> dict[str, object]:
     return error if isinstance(error, dict) else {}
 
 
-def _message(refused: FetchRefused) -> str:
+def _refusal_message(refused: FetchRefused) -> str:
     """The error message of a refused request's answer, without places; else one with its status."""
-    answered = _error(refused).get("message")
+    answered = _refusal_error(refused).get("message")
     return without_places(str(answered)) if answered else f"the control plane answered {refused.status}"
 
 
@@ -588,6 +588,6 @@ def _not_ready_reason(answered: EnsureAnswer, now: float) -> LoadTrouble | None:
     return LoadTrouble("failure", text, now + answered.retry_in_s)
 
 
-def _states(replicas: Iterable[Replica]) -> str:
+def _unready_states_text(replicas: Iterable[Replica]) -> str:
     """The state of each replica that is not ready, in words."""
     return ", ".join(f"{replica.id}: {replica.state}" for replica in replicas if replica.state != "ready")

@@ -94,12 +94,12 @@ def refuse_steering(body: Body, extra_args: object) -> None:
     refuse_adapter_fields(body)
     if not REFUSED_FIELDS.keys().isdisjoint(body):
         for name in [name for name in body if name in REFUSED_FIELDS]:
-            _refuse(name, REFUSED_FIELDS, is_empty=is_empty(body[name]))
+            _refuse_field(name, REFUSED_FIELDS, is_empty=is_empty(body[name]))
             del body[name]
     if isinstance(extra_args, dict) and not REFUSED_EXTRA_ARGS.keys().isdisjoint(extra_args):
         unset = frozenset([name for name in extra_args if name in REFUSED_EXTRA_ARGS])
         for name in unset:
-            _refuse(name, REFUSED_EXTRA_ARGS, "vllm_xargs.", is_empty=is_empty_value(extra_args[name]))
+            _refuse_field(name, REFUSED_EXTRA_ARGS, "vllm_xargs.", is_empty=is_empty_value(extra_args[name]))
         if "vllm_xargs" in body:
             body["vllm_xargs"] = _without_fields(body["vllm_xargs"], unset)
 
@@ -130,12 +130,12 @@ def sampling_fields(body: Body, sampling: object) -> dict[str, object]:
         unset = frozenset([name for name in extra_args if name in REFUSED_EXTRA_ARGS])
         for name in unset:
             prefix = f"{_SAMPLING}.{_EXTRA_ARGS}."
-            _refuse(name, REFUSED_EXTRA_ARGS, prefix, is_empty=is_empty_value(extra_args[name]))
+            _refuse_field(name, REFUSED_EXTRA_ARGS, prefix, is_empty=is_empty_value(extra_args[name]))
         body[_SAMPLING] = _with_extra_args(body[_SAMPLING], dropped=unset)
     return {name: sampling[name] for name in _READ_SAMPLING.intersection(sampling)}
 
 
-def _refuse(name: str, table: Mapping[str, str], prefix: str = "", *, is_empty: bool) -> None:
+def _refuse_field(name: str, table: Mapping[str, str], prefix: str = "", *, is_empty: bool) -> None:
     """Raise BadBody for this field, with the table's reason, unless it is empty."""
     if not is_empty:
         raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
@@ -222,7 +222,7 @@ def sgl_jax_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) ->
     """
     engine_body = _with_options(body, model, options)
     if options.adapter:
-        engine_body["lora_path"] = _quoted(options.adapter)
+        engine_body["lora_path"] = _quoted_model(options.adapter)
     if "cache_salt" in engine_body:
         engine_body["extra_key"] = engine_body.pop("cache_salt")
     return msgspec.json.encode(engine_body)
@@ -359,16 +359,16 @@ def _with_options(body: Body, model: str, options: EngineOptions) -> Body:
     if not STRIPPED_FIELDS.isdisjoint(body):
         for name in STRIPPED_FIELDS:
             engine_body.pop(name, None)
-    engine_body["model"] = _quoted(model)
+    engine_body["model"] = _quoted_model(model)
     if options.cache_salt:
-        engine_body["cache_salt"] = _quoted(options.cache_salt)
+        engine_body["cache_salt"] = _quoted_model(options.cache_salt)
     if options.ask_usage:
         engine_body["stream_options"] = _with_field(body.get("stream_options"), "include_usage", _TRUE)
     return engine_body
 
 
 @lru_cache(maxsize=4096)
-def _quoted(model: str) -> msgspec.Raw:
+def _quoted_model(model: str) -> msgspec.Raw:
     """The name as a JSON string. Cached."""
     return msgspec.Raw(msgspec.json.encode(model))
 

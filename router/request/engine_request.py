@@ -67,11 +67,11 @@ class EngineEndpoint(msgspec.Struct, frozen=True):
 
 def endpoint_of(replica: Replica, engine_key: str) -> EngineEndpoint:
     """The endpoint of a replica's engine. An engine beside an agent of ours gets no key."""
-    return _endpoint(replica.engine_url, "" if replica.agent_url else engine_key)
+    return _cached_endpoint(replica.engine_url, "" if replica.agent_url else engine_key)
 
 
 @lru_cache(maxsize=4096)
-def _endpoint(engine_url: str, key: str) -> EngineEndpoint:
+def _cached_endpoint(engine_url: str, key: str) -> EngineEndpoint:
     """The endpoint of an engine's URL; with a key (empty: none), its head has that. Cached."""
     origin = Origin.parse(engine_url)
     after = b" HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept-encoding: identity\r\n%b"

@@ -266,7 +266,9 @@ class InferenceRequestReader:
             body,
             session=text_header(headers, self._session_header) if self._session_header in headers else None,
             timeout=text_header(headers, TIMEOUT_NAME) if TIMEOUT_NAME in headers else None,
-            forwarded=b"" if trace is None and FORWARDED_HEADERS.isdisjoint(headers) else _forwarded(headers, trace),
+            forwarded=b""
+            if trace is None and FORWARDED_HEADERS.isdisjoint(headers)
+            else _forwarded_headers(headers, trace),
             names_weights=names_weights,
         )
 
@@ -285,7 +287,7 @@ def _names_weights(asked: bytes) -> bool:
     return asked == b"adapter"
 
 
-def _forwarded(headers: Mapping[bytes, bytes], trace: Trace | None) -> bytes:
+def _forwarded_headers(headers: Mapping[bytes, bytes], trace: Trace | None) -> bytes:
     """Header lines for the engine: the trace's, or the client's own where the router traces nothing."""
     if trace is not None:
         return trace.headers(headers.get(b"tracestate"))

@@ -293,10 +293,10 @@ def within_deadline(
 
     Without a deadline nothing is wrapped: each coroutine in between costs something at every step of a batch.
     """
-    return work if request.deadline_at is None else _within(services, request.deadline_at, work)
+    return work if request.deadline_at is None else _finish_by_deadline(services, request.deadline_at, work)
 
 
-async def _within(services: Services, deadline_at: float, work: Coroutine[Any, Any, None]) -> None:
+async def _finish_by_deadline(services: Services, deadline_at: float, work: Coroutine[Any, Any, None]) -> None:
     """Do this work in a task until the deadline. Raises DeadlineExceeded.
 
     A loop that was busy over the deadline runs all timers of that time in one turn. So this one gives the work, which a
@@ -375,7 +375,7 @@ def record_line(response: ClientResponse, run: RequestRun | None, status: int) -
     if run is not None:
         _add_stages(line, run, exchange.received_at, now)
     if is_failure or status == _CLIENT_GONE:
-        line.stage = "read" if run is None else _stage(run)
+        line.stage = "read" if run is None else _last_stage(run)
         if run is None and len(exchange.body) <= _SHORT_BYTES:
             line.asked = _asked_for(exchange.body)
     if is_failure or requests.has_all:
@@ -422,7 +422,7 @@ def _asked_for(body: bytes) -> str:
     return (named.lora_id or named.model)[:_MOST_NAME_CHARS]
 
 
-def _stage(run: RequestRun) -> str:
+def _last_stage(run: RequestRun) -> str:
     """The stage in which a request ended, or `hold`: the names are those of `router.request`."""
     is_held = run.is_held or (run.stage == "decide" and run.away_s and not run.queued_s)
     return "hold" if is_held else run.stage

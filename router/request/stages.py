@@ -302,13 +302,13 @@ def _total_tokens(request: ParsedRequest, prompt_tokens: int, roster: Roster) ->
 
     At most what the longest replica takes: such a replica cuts the answer, or says that the prompt is too long.
     """
-    wanted = [_number(request.fields.get(name)) for name in _ANSWER_TOKENS]
+    wanted = [_integer_or_zero(request.fields.get(name)) for name in _ANSWER_TOKENS]
     sampled = request.decoded.get("max_tokens")  # of `/inference/v1/generate`; elsewhere this is not decoded
     wanted.append(sampled if isinstance(sampled, int) else 0)
     return min(prompt_tokens + max(1, next(filter(None, wanted), 1)), roster.max_model_len)
 
 
-def _number(raw: msgspec.Raw | None) -> int:
+def _integer_or_zero(raw: msgspec.Raw | None) -> int:
     """The integer in this field; 0 where it is missing or no integer."""
     try:
         return 0 if raw is None else _decode_number(raw)
@@ -347,9 +347,9 @@ def match(feeds: KvFeeds, prompt: HashedRequest) -> PrefixMatch:
     found = [of(ask.base_model, block_size, chain) for block_size, chain in prompt.chains.items()]
     if prompt.salted_chains:
         # Blocks of unsalted prompts at a salted worker came from elsewhere, and no request finds them.
-        found = [_match_of(matched, lambda worker: worker not in salted_at) for matched in found]
+        found = [_match_of_workers(matched, lambda worker: worker not in salted_at) for matched in found]
         salted = [feeds.match(ask.base_model, block_size, chain) for block_size, chain in prompt.salted_chains.items()]
-        found += [_match_of(matched, salted_at.__contains__) for matched in salted]
+        found += [_match_of_workers(matched, salted_at.__contains__) for matched in salted]
     whole = PrefixMatch()
     for matched in found:
         whole = PrefixMatch(
@@ -358,7 +358,7 @@ def match(feeds: KvFeeds, prompt: HashedRequest) -> PrefixMatch:
     return whole
 
 
-def _match_of(matched: PrefixMatch, is_one: Callable[[WorkerId], bool]) -> PrefixMatch:
+def _match_of_workers(matched: PrefixMatch, is_one: Callable[[WorkerId], bool]) -> PrefixMatch:
     """The part of a match that is about the workers for which `is_one` is true."""
     return PrefixMatch(
         {worker: blocks for worker, blocks in matched.depths.items() if is_one(worker)},

@@ -121,7 +121,7 @@ class AdapterSeries(Collector):
         for use in (self._total, *self._recent.values()):
             use.decay(factor)
         self._absorb()
-        busiest = nlargest(_REPORTED_A_LABEL * self.most_labels, self._recent.items(), key=_requests)
+        busiest = nlargest(_REPORTED_A_LABEL * self.most_labels, self._recent.items(), key=_recent_requests)
         return RecentUse([name for name in self._series if name != OTHER], dict(busiest), self._total)
 
     def show(self, agreed: AgreedLabels) -> None:
@@ -148,7 +148,7 @@ class AdapterSeries(Collector):
                 self._unshown[name] = counts
         self._pending = {}
         if len(self._recent) > self._most_kept:
-            self._recent = dict(nlargest(self._most_kept // 2, self._recent.items(), key=_requests))
+            self._recent = dict(nlargest(self._most_kept // 2, self._recent.items(), key=_recent_requests))
 
     def _add_unshown(self, from_zero: Sequence[str]) -> None:
         """Add absorbed counts to the series of their adapters; to `other` where there is none, or it begins at 0."""
@@ -181,15 +181,15 @@ class AdapterSeries(Collector):
         latency = HistogramMetricFamily(
             "lora_request_latency_seconds", "From the request read to the end of its whole answer.", labels=("lora_id",)
         )
-        prompt = _counter("lora_prompt_tokens", "Prompt tokens of answers that report cached tokens.")
-        cached = _counter("lora_cached_tokens", "Those of them that engines found cached.")
+        prompt = _adapter_counter("lora_prompt_tokens", "Prompt tokens of answers that report cached tokens.")
+        cached = _adapter_counter("lora_cached_tokens", "Those of them that engines found cached.")
         hit_rate = GaugeMetricFamily(
             "lora_cache_hit_rate", "Cached share of prompt tokens over five minutes.", labels=("lora_id",)
         )
         for label, counts in series.items():
             for outcome, count in counts.outcomes.items():
                 decisions.add_metric((label, outcome), count)
-            latency.add_metric((label,), _cumulative(counts.latencies), counts.latency_sum_s)
+            latency.add_metric((label,), _cumulative_buckets(counts.latencies), counts.latency_sum_s)
             prompt.add_metric((label,), counts.prompt_tokens)
             cached.add_metric((label,), counts.cached_tokens)
         for label, rate in hit_rates.items():
@@ -197,17 +197,17 @@ class AdapterSeries(Collector):
         return (decisions, latency, prompt, cached, hit_rate)
 
 
-def _requests(item: tuple[str, AdapterFigures]) -> float:
+def _recent_requests(item: tuple[str, AdapterFigures]) -> float:
     """The recent requests of an adapter with its use."""
     return item[1].requests
 
 
-def _counter(name: str, documentation: str) -> CounterMetricFamily:
+def _adapter_counter(name: str, documentation: str) -> CounterMetricFamily:
     """An empty counter by adapter."""
     return CounterMetricFamily(name, documentation, labels=("lora_id",))
 
 
-def _cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:
+def _cumulative_buckets(counts: Sequence[int]) -> list[tuple[str, float]]:
     """A histogram's buckets as Prometheus has them: counts up to each bound."""
     below, buckets = 0, []
     for bound, count in zip((*_BUCKETS, inf), counts, strict=True):

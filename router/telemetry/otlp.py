@@ -39,11 +39,11 @@ class OtlpSender:
 
     def _spans(self, trace: Trace) -> Iterator[ReadableSpan]:
         """The spans of a trace: one for the request, and one for each stage."""
-        root = _context(trace.trace_id, trace.span_id)
+        root = _span_context(trace.trace_id, trace.span_id)
         yield ReadableSpan(
             f"{trace.method} {trace.path}",
             context=root,
-            parent=None if trace.parent_id is None else _context(trace.trace_id, trace.parent_id, is_remote=True),
+            parent=None if trace.parent_id is None else _span_context(trace.trace_id, trace.parent_id, is_remote=True),
             resource=self._resource,
             attributes={"http.request.method": trace.method, "http.route": trace.path, **trace.attributes},
             kind=SpanKind.SERVER,
@@ -59,7 +59,7 @@ class OtlpSender:
             yield ReadableSpan(
                 name,
                 # Any id that is unique in the trace: nothing outside refers to a stage's span.
-                context=_context(trace.trace_id, (trace.span_id + number) % 2**64 or 1),
+                context=_span_context(trace.trace_id, (trace.span_id + number) % 2**64 or 1),
                 parent=root,
                 resource=self._resource,
                 attributes=attributes,
@@ -71,6 +71,6 @@ class OtlpSender:
             )
 
 
-def _context(trace_id: int, span_id: int, *, is_remote: bool = False) -> SpanContext:
+def _span_context(trace_id: int, span_id: int, *, is_remote: bool = False) -> SpanContext:
     """A span context of a sampled trace."""
     return SpanContext(trace_id, span_id, is_remote=is_remote, trace_flags=_SAMPLED)

@@ -134,7 +134,7 @@ def _named_fields(fields: Fields, decoded: Mapping[str, Any], names: Sequence[st
         try:
             decoded_value = decoded[name] if name in decoded else _decode(value)
             value = _encode(
-                _cleaned(decoded_value) if any(mark in value for mark in _NEEDS_CLEANING) else decoded_value
+                _prompt_fields(decoded_value) if any(mark in value for mark in _NEEDS_CLEANING) else decoded_value
             )
         except _ENCODING_ERRORS:
             pass  # the bytes unchanged
@@ -157,8 +157,8 @@ def _system_and_turns(raw: msgspec.Raw, decoded_value: Any) -> tuple[list[_Piece
             return [], [(_item_bytes(value), False)]
         if set(map(type, value)) == {int}:
             return [], _text_pieces(array("I", value).tobytes())
-        first = next((i for i, item in enumerate(value) if _role(item) not in _SYSTEM_ROLES), len(value))
-        asking = next((i for i, item in enumerate(value) if _role(item) not in _OPENING_ROLES), len(value))
+        first = next((i for i, item in enumerate(value) if _message_role(item) not in _SYSTEM_ROLES), len(value))
+        asking = next((i for i, item in enumerate(value) if _message_role(item) not in _OPENING_ROLES), len(value))
         # Items without roles are no conversation; the first item is then the shared part.
         head = max(1, asking)
         pieces = [(_item_bytes(item), i >= head) for i, item in enumerate(value)]
@@ -172,7 +172,7 @@ def _text_pieces(text: bytes) -> list[_Piece]:
     return [(text[:_HEAD_BYTES], False), (text[_HEAD_BYTES:_MAX_BYTES], True)]
 
 
-def _role(item: Any) -> Any:
+def _message_role(item: Any) -> Any:
     """The role of a message; None for any other item."""
     return item.get("role") if isinstance(item, dict) else None
 
@@ -181,19 +181,19 @@ def _item_bytes(item: Any) -> bytes:
     """An item of a prompt as bytes: token ids as they are, else cleaned JSON with a line feed."""
     if isinstance(item, list) and set(map(type, item)) == {int}:
         return array("I", item).tobytes()
-    return _encode(_cleaned(item)) + b"\n"
+    return _encode(_prompt_fields(item)) + b"\n"
 
 
-def _cleaned(value: Any, depth: int = 0) -> Any:
+def _prompt_fields(value: Any, depth: int = 0) -> Any:
     """The value without fields that are not part of a prompt, and with digests in place of files."""
     if isinstance(value, str):
         return _cleaned_text(value)
     if depth == _MAX_DEPTH:
         return value
     if isinstance(value, dict):
-        return {name: _cleaned(inner, depth + 1) for name, inner in value.items() if name not in _CACHE_MARKS}
+        return {name: _prompt_fields(inner, depth + 1) for name, inner in value.items() if name not in _CACHE_MARKS}
     if isinstance(value, list):
-        return [_cleaned(inner, depth + 1) for inner in value]
+        return [_prompt_fields(inner, depth + 1) for inner in value]
     return value
 
 

@@ -27,10 +27,10 @@ def given_prompt(body: Mapping[str, Any], kind: PromptKind | None) -> Tokens | s
         (given,) = given  # a batch of one, as some clients write every prompt
         if isinstance(given, str):
             return given
-    return _ids(given) if body.get("truncate_prompt_tokens") is None else NO_TOKENS
+    return _given_ids(given) if body.get("truncate_prompt_tokens") is None else NO_TOKENS
 
 
-def _ids(prompt: list[Any]) -> Tokens:
+def _given_ids(prompt: list[Any]) -> Tokens:
     """Token ids given in the request; NO_TOKENS for a batch of prompts or invalid ids."""
     if not prompt or set(map(type, prompt)) != {int}:
         return NO_TOKENS
@@ -47,7 +47,7 @@ def _generate_ids(body: Mapping[str, Any]) -> Tokens:
     ids, features = body.get("token_ids"), body.get("features")
     if not isinstance(ids, list) or body.get("content_parts"):
         return NO_TOKENS
-    tokens = _ids(ids)
+    tokens = _given_ids(ids)
     if features is None or tokens.ids is None:
         return tokens
     try:

@@ -90,7 +90,7 @@ class PicturesOfEngines:
         """What is known of these pictures, in their order, marked as used last; None if one is unknown."""
         found = []
         for picture in pictures:
-            known = self._known.get(key := _key(model, picture))
+            known = self._known.get(key := _picture_key(model, picture))
             if known is None:
                 return None
             self._known.move_to_end(key)
@@ -111,7 +111,7 @@ class PicturesOfEngines:
         shown = {**body, "messages": messages}
         known = self.find(model, pictures)
         if known is not None:
-            return _placed(shown, known, encode)
+            return _tokens_with_pictures(shown, known, encode)
 
         async def learn_first() -> Tokens:
             """Ask for the unknown pictures, and tokenize if all are known in time."""
@@ -121,7 +121,7 @@ class PicturesOfEngines:
             known = self.find(model, pictures)
             if known is None:
                 return NO_TOKENS
-            found = _placed(shown, known, encode)
+            found = _tokens_with_pictures(shown, known, encode)
             return found if isinstance(found, Tokens) else await found()
 
         return learn_first
@@ -134,7 +134,7 @@ class PicturesOfEngines:
         now = self._clock()
         questions = []
         for picture in pictures:
-            key = _key(model, picture)
+            key = _picture_key(model, picture)
             if key in self._known or self._again_at.get(key, 0.0) > now:
                 continue
             task = self._questions.get(key)
@@ -152,12 +152,12 @@ class PicturesOfEngines:
         known = None
         try:
             async with asyncio.timeout(_QUESTION_S):
-                identified = await asyncio.to_thread(_identified, picture.url, model.path)
+                identified = await asyncio.to_thread(_picture_id, picture.url, model.path)
                 if identified is not None:
                     ours = array(
-                        "I", model.tokenizer.chat_ids({"messages": [_chat_of(PictureStandIn())]}, model.strftime)
+                        "I", model.tokenizer.chat_ids({"messages": [_chat_with_part(PictureStandIn())]}, model.strftime)
                     )
-                    theirs = await self._post({"messages": [_chat_of(_part_of(picture))]}, model.engine_url)
+                    theirs = await self._post({"messages": [_chat_with_part(_picture_part(picture))]}, model.engine_url)
                     place = None if theirs is None else tokens_in_place(ours, theirs)
                     known = None if place is None else KnownPicture(identified, *place)
         except (TimeoutError, httpx.HTTPError, *_ANSWER_ERRORS) as exc:
@@ -196,7 +196,9 @@ def tokens_in_place(ours: Sequence[int], theirs: Sequence[int]) -> "tuple[int, a
     return ours[at], array("I", theirs[at : at + added + 1])
 
 
-def _placed(shown: Mapping[str, Any], known: Sequence[KnownPicture], encode: EncodeChat) -> Tokens | SlowTokens:
+def _tokens_with_pictures(
+    shown: Mapping[str, Any], known: Sequence[KnownPicture], encode: EncodeChat
+) -> Tokens | SlowTokens:
     """The ids of a chat whose pictures are stand-ins, with the tokens of these pictures in their places."""
 
     def placed(found: Tokens) -> Tokens:
@@ -240,22 +242,22 @@ def with_pictures(
     return (whole, tuple(placed)) if len(placed) == len(pictures) else None
 
 
-def _key(model: PictureModel, picture: Picture) -> _PictureKey:
+def _picture_key(model: PictureModel, picture: Picture) -> _PictureKey:
     """The key of a picture: the model, and a hash of its data URL."""
     return model.name, model.path, xxh3_128_digest(picture.url.encode("utf-8", "surrogatepass"))
 
 
-def _chat_of(part: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_with_part(part: Mapping[str, Any]) -> dict[str, Any]:
     """A message with this part alone."""
     return {"role": "user", "content": [part]}
 
 
-def _part_of(picture: Picture) -> dict[str, Any]:
+def _picture_part(picture: Picture) -> dict[str, Any]:
     """A picture as a content part."""
     return {"type": "image_url", "image_url": {"url": picture.url}}
 
 
-def _identified(url: str, model_path: str) -> str | None:
+def _picture_id(url: str, model_path: str) -> str | None:
     """vLLM's id of the picture in a data URL; None if it is not known. Takes a millisecond a megabyte: in a thread.
 
     source  vLLM 0.32 multimodal/media/connector.py: a data URL must be base64, and is decoded strictly

@@ -477,7 +477,7 @@ class Tokenizers:
         """
         try:
             files = await self._model_files(base_model, agent_url)
-            local = await asyncio.to_thread(_load, files)
+            local = await asyncio.to_thread(_load_chat_tokenizer, files)
         except (Untokenizable, ValueError, KeyError, OSError) as exc:
             if failures := self._lines.count(("files", base_model)):
                 log.warning(
@@ -638,7 +638,7 @@ async def _no_tokens() -> Tokens:
     return NO_TOKENS
 
 
-def _load(files: Mapping[str, str]) -> ChatTokenizer:
+def _load_chat_tokenizer(files: Mapping[str, str]) -> ChatTokenizer:
     """The tokenizer of a model's files. Raises Untokenizable.
 
     Parsing takes several times as much memory as the tokenizer; that is given back to the system.

@@ -88,10 +88,10 @@ class EffectCheck:
                 self._check_table(adapter, described)
             effect = await self._shown_effect(client, adapter)
             if described is not None:
-                note = _sentences(effect.note, *described.why)
+                note = _joined_notes(effect.note, *described.why)
                 effect = AdapterEffect(effect.effect, note, described.ignored)
         if described is not None:
-            effect = replace(effect, note=_sentences(effect.note, *described.notes))
+            effect = replace(effect, note=_joined_notes(effect.note, *described.notes))
         if effect.note:
             log.warning("adapter's effect", lora_id=adapter.lora_id, effect=effect.effect, note=effect.note)
         return with_effect(adapter, effect)
@@ -99,7 +99,7 @@ class EffectCheck:
     def _check_table(self, adapter: WorkerAdapter, described: AdapterDescription) -> None:
         """Raises EngineError if the adapter must not be served without the modules that its table calls ignored."""
         lost = sum(".experts" in module for module in described.ignored)
-        policy = _policy_of(adapter, self._settings.ignored_modules)
+        policy = _ignored_modules_policy(adapter, self._settings.ignored_modules)
         try:
             check_ignored(
                 described.modules, described.ignored, experts=described.experts, ignored_experts=lost, policy=policy
@@ -119,7 +119,7 @@ class EffectCheck:
             return None
         count = partial(self._count, "report")
         if loaded.ignored:
-            policy = _policy_of(adapter, self._settings.ignored_modules)
+            policy = _ignored_modules_policy(adapter, self._settings.ignored_modules)
             try:
                 check_ignored(
                     loaded.modules,
@@ -191,7 +191,7 @@ class EffectCheck:
         self._metrics.effect_checks.labels(by, found).inc()
 
 
-def _sentences(*notes: str) -> str:
+def _joined_notes(*notes: str) -> str:
     """Notes as one text; empty ones are left out."""
     return "; ".join(note for note in notes if note)
 
@@ -213,6 +213,6 @@ def with_effect_of(adapter: WorkerAdapter, checked: WorkerAdapter) -> WorkerAdap
     return replace(adapter, effect=checked.effect, note=checked.note, ignored_modules=checked.ignored_modules)
 
 
-def _policy_of(adapter: WorkerAdapter, default: IgnoredPolicy) -> IgnoredPolicy:
+def _ignored_modules_policy(adapter: WorkerAdapter, default: IgnoredPolicy) -> IgnoredPolicy:
     """What to do with an adapter of which modules are ignored: as its load request says, else the setting."""
     return "accept" if adapter.ignored_policy == "accept" else "refuse" if adapter.ignored_policy else default

@@ -54,7 +54,7 @@ class Supervisor:
         self._echo = echo
         self._rng = rng
         self._clock = agent.context.clock
-        self._port = _port_of((*own_command, *settings.engine_args)) or settings.engine_port
+        self._port = _command_port((*own_command, *settings.engine_args)) or settings.engine_port
         self._reserved: socket.socket | None = None  # reserves the engine's port if no setting names one
         self._process: EngineProcess | None = None
         self._restarts = RestartBackoff(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
@@ -327,7 +327,7 @@ def _make_private_folder(folder: Path) -> None:
         raise EngineError("engine_start_failed", f"ipc_dir {folder} belongs to user {owner}; give one of your own")
 
 
-def _port_of(command: Sequence[str]) -> int | None:
+def _command_port(command: Sequence[str]) -> int | None:
     """The `--port` of an engine command; None without one."""
     port = value_of(command, "--port") or ""
     return int(port) if port.isdigit() else None

@@ -25,7 +25,7 @@ def is_allowed(address: str, allowed: Iterable[Network]) -> bool:
     Private, loopback, link-local (cloud metadata) and reserved ranges are not public. An IPv6 address that embeds an
     IPv4 address is checked as that IPv4 address.
     """
-    ip = _unwrapped(ip_address(address.partition("%")[0]))
+    ip = _embedded_ipv4_or_same(ip_address(address.partition("%")[0]))
     if any(ip.version == network.version and ip in network for network in allowed):
         return True
     if any(ip.version == network.version and ip in network for network in _NEVER_PUBLIC):
@@ -33,7 +33,7 @@ def is_allowed(address: str, allowed: Iterable[Network]) -> bool:
     return ip.is_global and not ip.is_multicast and not ip.is_reserved and not ip.is_private
 
 
-def _unwrapped(address: Address) -> Address:
+def _embedded_ipv4_or_same(address: Address) -> Address:
     """The IPv4 address that an IPv6 address embeds (NAT64, mapped, 6to4); else the address."""
     if isinstance(address, IPv4Address):
         return address

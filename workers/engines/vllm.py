@@ -71,7 +71,7 @@ class VllmClient(HttpEngineClient):
             runtime=UNKNOWN_RUNTIME.model_copy(update=sizes),
             model_name=str(base.get("id") or ""),
             model_path=str(base.get("root") or ""),
-            boot_mark=_boot_mark_of(scrape),
+            boot_mark=_start_time_text(scrape),
         )
 
     async def version(self) -> str:
@@ -87,7 +87,7 @@ class VllmClient(HttpEngineClient):
 
     async def boot_mark(self) -> str:
         """The process's start time, from the engine's metrics. Raises EngineError."""
-        return _boot_mark_of(await self.scrape())
+        return _start_time_text(await self.scrape())
 
     async def fingerprint(self, adapter: str | None, prompt: Sequence[int], *, base_model: str) -> Fingerprint | None:
         """The log-probabilities of the next token; a pooling model's scores or embedding. Raises EngineSilent."""
@@ -131,6 +131,6 @@ def _error_text(action: str, answer: httpx.Response) -> str:
     return f"{action}: the engine answered {answer.status_code}: {text}"
 
 
-def _boot_mark_of(scrape: EngineMetrics) -> str:
+def _start_time_text(scrape: EngineMetrics) -> str:
     """The process's start time in the metrics, as a text."""
     return f"{scrape.started_at:.2f}"

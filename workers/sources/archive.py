@@ -214,14 +214,14 @@ _KINDS = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK:
 
 def _tar_members(packed: Path) -> ArchiveEntries:
     """The members of a tar file, compressed or not, with a stream for files; reads it as they are taken."""
-    with packed.open("rb") as raw, _unzipped(raw, packed) as stream:
+    with packed.open("rb") as raw, _uncompressed(raw, packed) as stream:
         archive = tarfile.TarFile(fileobj=_BoundedReader(stream), mode="r", errorlevel=2)
         while (info := archive.next()) is not None:
             member = ArchiveMember(_with_slashes(info.name), info.size, _tar_kind(info))
             yield member, archive.extractfile(info) if member.kind == "file" else None
 
 
-def _unzipped(raw: IO[bytes], packed: Path) -> "contextlib.AbstractContextManager[IO[bytes] | gzip.GzipFile]":
+def _uncompressed(raw: IO[bytes], packed: Path) -> "contextlib.AbstractContextManager[IO[bytes] | gzip.GzipFile]":
     """The uncompressed content of a file that may be gzip."""
     return gzip.GzipFile(fileobj=raw) if _first_bytes(packed).startswith(_GZIP) else contextlib.nullcontext(raw)
 

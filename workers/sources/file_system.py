@@ -69,7 +69,7 @@ class FileSystemCalls:
                 cancel()
                 self._hanging[place] += 1
                 call.add_done_callback(lambda _: self._forget(place))
-            call.add_done_callback(_retrieve)
+            call.add_done_callback(_retrieve_error)
 
     def _forget(self, place: str) -> None:
         """Count a call that hung as one that has ended."""
@@ -78,7 +78,7 @@ class FileSystemCalls:
             del self._hanging[place]
 
 
-def _retrieve(call: asyncio.Future[Any]) -> None:
+def _retrieve_error(call: asyncio.Future[Any]) -> None:
     """Mark the error of a call as retrieved: its caller has gone, or has raised it."""
     if not call.cancelled():
         call.exception()

@@ -239,7 +239,7 @@ class _Fetch:
             raise TransientSourceError(f"{place} does not answer: {type(exc).__name__}") from exc
         if answer.status_code in RETRIED_STATUSES:
             raise TransientSourceError(
-                f"{place} answers: {_reason(answer)}", wait_s=retry_after_s(answer.headers.get("retry-after", ""))
+                f"{place} answers: {_refusal_text(answer)}", wait_s=retry_after_s(answer.headers.get("retry-after", ""))
             )
         return answer
 
@@ -263,7 +263,7 @@ def _checked_files(ref: str, answer: httpx.Response) -> AdapterFiles:
         code = {400: "source_forbidden", 401: "source_unauthorized", 403: "source_forbidden"}.get(
             answer.status_code, "source_not_found"
         )
-        raise SourceError(code, f"source {redacted(ref)}: {answer.request.url.host} answers: {_reason(answer)}")
+        raise SourceError(code, f"source {redacted(ref)}: {answer.request.url.host} answers: {_refusal_text(answer)}")
     try:
         files = AdapterFiles.model_validate_json(answer.content)
     except ValidationError as exc:
@@ -285,7 +285,7 @@ class _ErrorEnvelope(BaseModel):
     error: _ErrorDetail = _ErrorDetail()
 
 
-def _reason(answer: httpx.Response) -> str:
+def _refusal_text(answer: httpx.Response) -> str:
     """The status and the error message of an answer."""
     try:
         return f"HTTP {answer.status_code}: {_ErrorEnvelope.model_validate_json(answer.content).error.message}"

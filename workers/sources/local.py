@@ -53,7 +53,7 @@ class LocalSource:
 
         Raises SourceError, `source_failed` also if its file system hangs. See `Source.fetch`.
         """
-        if problem := relative_problem(_path_of(ref)):
+        if problem := relative_problem(_reference_path(ref)):
             raise await self._relative_error(ref, problem)
 
         def copy() -> None:
@@ -65,7 +65,7 @@ class LocalSource:
 
     async def _relative_error(self, ref: str, problem: str) -> SourceError:
         """The error of a path that is not absolute: what lies at it below the roots, or on the hub."""
-        path = _path_of(ref)
+        path = _reference_path(ref)
 
         def is_below_a_root() -> bool:
             """Whether a folder of this name is where requests may name folders."""
@@ -89,12 +89,12 @@ class LocalSource:
 
     def _place_of(self, ref: str) -> str:
         """The root that the reference is below, by its text alone; else its path. Raises SourceError."""
-        path = os.path.normpath(_path_of(ref))
+        path = os.path.normpath(_reference_path(ref))
         return next((str(root) for root in self._roots if Path(path).is_relative_to(root)), path)
 
     def _resolved_path(self, ref: str) -> Path:
         """The resolved path of a reference. Raises SourceError if it is not below the roots."""
-        path = _path_of(ref)
+        path = _reference_path(ref)
         if problem := relative_problem(path):
             raise SourceError("source_relative", f"source {ref!r}: {problem}")
         return self._resolve_below_roots(Path(path), ref)
@@ -170,7 +170,7 @@ class LocalSource:
                 return target.tell()
 
 
-def _path_of(ref: str) -> str:
+def _reference_path(ref: str) -> str:
     """The path of a reference. Raises SourceError for a file:// reference with a host."""
     if "://" not in ref:
         return ref

@@ -103,7 +103,7 @@ class PluginSource:
     async def _call_plugin(self, ref: str, function: Callable[[str], Any], name: str) -> Any:
         """Call a method of the plugin, in a thread unless it is a coroutine. Raises SourceError."""
         try:
-            return await _call(function, name)
+            return await _call_plugin_method(function, name)
         except WorkerError:
             raise
         except FileNotFoundError:
@@ -124,23 +124,23 @@ def create_downloader(path: str, *, hub: Source, folder: Path) -> LoraDownloader
         plugin = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as exc:
         raise SettingsError(f"lora_downloader_plugin {path!r}: {exc}; expected package.module.Class") from exc
-    if not _is_class_of(plugin, LoraDownloaderBase):
+    if not _is_subclass_of(plugin, LoraDownloaderBase):
         raise SettingsError(f"lora_downloader_plugin {path!r}: must be a subclass of workers.plugin.LoraDownloaderBase")
     try:
         downloader: LoraDownloaderBase = (
-            plugin(hub, folder) if _is_class_of(plugin, HuggingFaceDownloader) else plugin()
+            plugin(hub, folder) if _is_subclass_of(plugin, HuggingFaceDownloader) else plugin()
         )
     except TypeError as exc:
         raise SettingsError(f"lora_downloader_plugin {path!r}: cannot be made without arguments: {exc}") from exc
     return downloader
 
 
-def _is_class_of(value: object, base: type) -> bool:
+def _is_subclass_of(value: object, base: type) -> bool:
     """Whether a value is a class with this class among its bases."""
     return isinstance(value, type) and base in value.__mro__
 
 
-async def _call(function: Callable[[str], Any], name: str) -> Any:
+async def _call_plugin_method(function: Callable[[str], Any], name: str) -> Any:
     """A method's result, called in a thread unless it is a coroutine."""
     if inspect.iscoroutinefunction(function):
         return await function(name)

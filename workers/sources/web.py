@@ -60,7 +60,8 @@ class WebSource:
             follow_redirects=True,
             max_redirects=_REDIRECTS,
             # No compression: Content-Length and ranges then are about the file, and there is no decompression bomb.
-            headers={"accept-encoding": "identity", "user-agent": "lorafleet"} | _authorization(transfer.credential),
+            headers={"accept-encoding": "identity", "user-agent": "lorafleet"}
+            | _authorization_header(transfer.credential),
             trust_env=False,
         )
         packed, weights = into / ".packed", into / WEIGHTS_NAME
@@ -122,7 +123,7 @@ async def download_file(  # noqa: PLR0917  (the six parts of one download)
     tag_file.unlink(missing_ok=True)
 
 
-def _authorization(credential: str) -> dict[str, str]:
+def _authorization_header(credential: str) -> dict[str, str]:
     """The Authorization header of a credential: a whole value (`Basic …`) or a token; none without a credential.
 
     httpx drops the header on redirects to another host.
@@ -215,14 +216,14 @@ class _Download:
             # A weak ETag does not guarantee the same bytes.
             self.tag = "" if is_encoded or tag.startswith("W/") else tag
             self.tag_file.write_text(self.tag)
-        length = _number(answer.headers.get("content-length", ""))
+        length = _byte_count(answer.headers.get("content-length", ""))
         if length is not None and not is_encoded:
             self._check_size(self.target.tell() + length)
             self.transfer.expect(self.transfer.progress.done_bytes + length)
 
     def _check_whole(self, answer: httpx.Response, start: int) -> None:
         """Raises TransientSourceError if the file goes on behind the range in this answer: servers may shorten it."""
-        total = _number(answer.headers.get("content-range", "").rpartition("/")[2])
+        total = _byte_count(answer.headers.get("content-range", "").rpartition("/")[2])
         if answer.status_code == 206 and total is not None and self.target.tell() < total:
             has_moved = bool(self.tag) and self.target.tell() > start  # without a tag each attempt begins anew
             raise TransientSourceError("the server sent only a part of the file", has_moved=has_moved)
@@ -255,7 +256,7 @@ def _read_tag(path: Path) -> str:
     return tag_file.read_text() if path.exists() and tag_file.exists() else ""
 
 
-def _number(text: str) -> int | None:
+def _byte_count(text: str) -> int | None:
     """The number of bytes in a header; None for anything else."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
 

@@ -322,7 +322,7 @@ class AdapterCache:
         target = self.path(digest)
         for file in partial.iterdir():
             file.chmod(0o444)
-            _fsync(file)
+            _flush_to_disk(file)
         partial.chmod(0o755)
         if not self.folder.claim(digest):
             with contextlib.suppress(OSError):  # another agent was faster
@@ -330,7 +330,7 @@ class AdapterCache:
             self.folder.claim(digest)
         if not is_intact(target, digest):
             self.folder.replace_adapter(digest, partial)
-        _fsync(self.folder.folder)
+        _flush_to_disk(self.folder.folder)
         self._verified.add(digest)
         self._damaged.discard(digest)
         return target
@@ -354,7 +354,7 @@ def _file_sizes(folder: Path) -> dict[str, int]:
         return {}
 
 
-def _fsync(path: Path) -> None:
+def _flush_to_disk(path: Path) -> None:
     """Flush a file or folder to the disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -84,7 +84,7 @@ class Uploads:
         self._check_name(name)
         async with self._only_writer(upload_id, name):
             upload = await asyncio.to_thread(self._read, upload_id)
-            known = _file_of(upload, name)
+            known = _begun_file(upload, name)
             if known is None or upload.digest:
                 raise AgentRequestError("upload_unknown", f"upload {upload_id} has no unfinished file {name}; begin it")
             if start > known.received_bytes:
@@ -94,7 +94,7 @@ class Uploads:
             total, path = known.total_bytes, _part_path(self._path(upload_id), name)
             file = await self._on_disk(lambda: _open_unshared(path))
             try:
-                await asyncio.to_thread(_truncate, file, start)
+                await asyncio.to_thread(_truncate_to_start, file, start)
                 async for chunk in chunks:
                     size = file.tell() + len(chunk)
                     if total is not None and size > total:
@@ -161,13 +161,13 @@ class Uploads:
     def _begin(self, upload_id: str, name: str, ask: BeginFileRequest) -> UploadState:
         """As `begin`, blocking. Raises OSError."""
         upload, folder = self._read(upload_id), self._path(upload_id)
-        if upload.digest or (name == ARCHIVE) != (_file_of(upload, ARCHIVE) is not None):
+        if upload.digest or (name == ARCHIVE) != (_begun_file(upload, ARCHIVE) is not None):
             # Installed already, or of another form: all of it is begun anew.
             shutil.rmtree(folder, ignore_errors=True)
             upload = UploadState(upload_id=upload_id)
         _part_path(folder, name).unlink(missing_ok=True)
         begun = ReceivedFile(name=name, received_bytes=0, total_bytes=ask.total_bytes)
-        files = sorted((begun, *(file for file in upload.files if file.name != name)), key=_place_of)
+        files = sorted((begun, *(file for file in upload.files if file.name != name)), key=_upload_order)
         upload = UploadState(upload_id=upload_id, lora_id=ask.lora_id, tenant=ask.tenant, files=tuple(files))
         others = sum(_reserved_bytes(each) for each_folder, each in self._all().items() if each_folder != folder)
         needed = _reserved_bytes(upload)
@@ -190,7 +190,7 @@ class Uploads:
         for file in upload.files:
             _link_or_copy(_part_path(folder, file.name), _part_path(into, file.name))
         limits = self._limits
-        if _file_of(upload, ARCHIVE) is not None:
+        if _begun_file(upload, ARCHIVE) is not None:
             unpack(into / _PACKED, into, ref, limits.max_bytes, transfer, allow_pickle=limits.allow_pickle)
         else:
             transfer.choose_files([file.name for file in upload.files], allow_pickle=False)
@@ -276,7 +276,7 @@ def _read_note(folder: Path) -> UploadState | None:
     if upload.digest:
         return upload  # its installation has deleted the bytes
     known = [file for file in upload.files if file.name in UPLOADED_FILES]
-    files = (file.model_copy(update={"received_bytes": _size_of(_part_path(folder, file.name))}) for file in known)
+    files = (file.model_copy(update={"received_bytes": _size_or_zero(_part_path(folder, file.name))}) for file in known)
     return upload.model_copy(update={"files": tuple(files)})
 
 
@@ -285,7 +285,7 @@ def _part_path(folder: Path, name: str) -> Path:
     return folder / (_PACKED if name == ARCHIVE else name)
 
 
-def _size_of(path: Path) -> int:
+def _size_or_zero(path: Path) -> int:
     """Size of a file; 0 without one. Blocking."""
     try:
         return path.stat().st_size
@@ -293,12 +293,12 @@ def _size_of(path: Path) -> int:
         return 0
 
 
-def _file_of(upload: UploadState, name: str) -> ReceivedFile | None:
+def _begun_file(upload: UploadState, name: str) -> ReceivedFile | None:
     """The upload's file of this name; None before it is begun."""
     return next((file for file in upload.files if file.name == name), None)
 
 
-def _place_of(file: ReceivedFile) -> int:
+def _upload_order(file: ReceivedFile) -> int:
     """Place of a file in the order of `UPLOADED_FILES`."""
     return UPLOADED_FILES.index(file.name)
 
@@ -311,7 +311,7 @@ def _reserved_bytes(upload: UploadState) -> int:
     return sum(max(0, size_bytes - file.received_bytes) for file, size_bytes in needed)
 
 
-def _truncate(file: IO[bytes], start: int) -> None:
+def _truncate_to_start(file: IO[bytes], start: int) -> None:
     """Cut an open file to its first bytes, and go to its end. Raises OSError."""
     file.seek(start)
     file.truncate()

@@ -63,7 +63,7 @@ def folder_description(names: Collection[str], folders: Collection[str] = ()) ->
     names    of its files
     folders  of its subfolders
     """
-    for kind in (_mlx, _parts, _checkpoints, _diffusers, _gguf, _whole_model):
+    for kind in (_mlx_hint, _weight_parts_hint, _checkpoints_hint, _diffusers_hint, _gguf_hint, _whole_model):
         if description := kind(names, folders):
             return description
     # No other names: whoever names a folder by mistake learns nothing of what others keep there.
@@ -73,7 +73,7 @@ def folder_description(names: Collection[str], folders: Collection[str] = ()) ->
     return f"found {found or 'nothing'}; accepted are {CONFIG_NAME} and {WEIGHTS_NAME}, not pickled and not in parts"
 
 
-def _mlx(names: Collection[str], _: Collection[str]) -> str:
+def _mlx_hint(names: Collection[str], _: Collection[str]) -> str:
     """Of the output of `mlx_lm.lora`."""
     weights = [name for name in MLX_WEIGHTS if name in names]
     if not weights:
@@ -84,7 +84,7 @@ def _mlx(names: Collection[str], _: Collection[str]) -> str:
     )
 
 
-def _parts(names: Collection[str], _: Collection[str]) -> str:
+def _weight_parts_hint(names: Collection[str], _: Collection[str]) -> str:
     """Of weights in several files, which PEFT reads and engines do not."""
     parts = sorted(filter(_PART.fullmatch, names))
     if not parts:
@@ -95,7 +95,7 @@ def _parts(names: Collection[str], _: Collection[str]) -> str:
     )
 
 
-def _checkpoints(_: Collection[str], folders: Collection[str]) -> str:
+def _checkpoints_hint(_: Collection[str], folders: Collection[str]) -> str:
     """Of a trainer's output folder with its checkpoints."""
     steps = sorted((int(match[1]), name) for name in folders if (match := _CHECKPOINT.fullmatch(name)))
     if not steps:
@@ -106,7 +106,7 @@ def _checkpoints(_: Collection[str], folders: Collection[str]) -> str:
     )
 
 
-def _diffusers(names: Collection[str], _: Collection[str]) -> str:
+def _diffusers_hint(names: Collection[str], _: Collection[str]) -> str:
     """Of an image model's LoRA."""
     return (
         f"found {DIFFUSERS_WEIGHTS}: a LoRA of diffusers, for image models; accepted is PEFT's format"
@@ -115,7 +115,7 @@ def _diffusers(names: Collection[str], _: Collection[str]) -> str:
     )
 
 
-def _gguf(names: Collection[str], _: Collection[str]) -> str:
+def _gguf_hint(names: Collection[str], _: Collection[str]) -> str:
     """Of llama.cpp's format."""
     files = sorted(name for name in names if name.endswith(".gguf"))
     text = "found a .gguf file, which llama.cpp alone reads; accepted is the adapter before its conversion"

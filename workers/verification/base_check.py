@@ -34,7 +34,7 @@ def is_same_base(declared: str, names: Iterable[str], check: BaseModelCheck) -> 
         return True
     if check == "exact":
         return declared in set(names)
-    known = {_plain(_last_part(_parts(name))) for name in names}
+    known = {_plain_model_name(_last_part(_path_parts(name))) for name in names}
     return not known.isdisjoint(_model_names(declared))
 
 
@@ -43,15 +43,15 @@ def _model_names(name: str) -> set[str]:
 
     Kaggle's `model/transformers/variation/1` is two names: the variation's, and that of both.
     """
-    parts = _parts(name)
+    parts = _path_parts(name)
     if len(parts) > 1 and _VERSION.fullmatch(parts[-1]):
         parts = parts[:-1]
         if len(parts) > 2 and parts[-2].lower() in _FRAMEWORKS:
-            return {_plain(parts[-1]), _plain(f"{parts[-3]}-{parts[-1]}")}
-    return {_plain(_last_part(parts))}
+            return {_plain_model_name(parts[-1]), _plain_model_name(f"{parts[-3]}-{parts[-1]}")}
+    return {_plain_model_name(_last_part(parts))}
 
 
-def _parts(name: str) -> list[str]:
+def _path_parts(name: str) -> list[str]:
     """The parts of a path of any system, without Hugging Face's `snapshots/<commit>`."""
     parts = [part.strip() for part in re.split(r"[/\\]+", name) if part.strip()]
     if len(parts) > 2 and parts[-2] == "snapshots" and (_COMMIT.fullmatch(parts[-1]) or _CACHED.fullmatch(parts[-3])):
@@ -66,7 +66,7 @@ def _last_part(parts: list[str]) -> str:
     return cached["name"] if cached else last
 
 
-def _plain(name: str) -> str:
+def _plain_model_name(name: str) -> str:
     """A model's name in lower case, without the endings of quantized copies."""
     plain = name.lower().replace("___", ".")  # ModelScope's folders: Qwen2___5
     while (shorter := _QUANTIZED.sub("", plain)) != plain and shorter:

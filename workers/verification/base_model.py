@@ -121,7 +121,7 @@ def base_model(
     packed   modules whose weights are packed by a quantization
     returns  None if there are neither shapes nor a model class of the engine
     """
-    quantization = _quantization(config)
+    quantization = _quantization_method(config)
     packed_names = frozenset(packed)
     shapes = dict(_shapes_from_config(config))
     if not quantization or packed_names:
@@ -179,7 +179,7 @@ def _takes_heads(architectures: Sequence[str], facts: EngineFacts) -> bool:
     return is_classifier(architectures) or bool(facts.is_pooling)
 
 
-def _quantization(config: Mapping[str, Any]) -> str:
+def _quantization_method(config: Mapping[str, Any]) -> str:
     """How a config says that the weights are packed; "" if they are not."""
     found = config.get("quantization_config") or _text_part(config).get("quantization_config")
     if not found:

@@ -82,8 +82,8 @@ class FiniteCheck:
         # The last byte of a value has its sign and the first bits of its exponent: small ones clear nearly all pieces.
         if not piece[span.width - 1 :: span.width].translate(None, _small_last_bytes(span.width, span.code)):
             return
-        if refused := _count_from(piece, span.width, span.code):
-            nan_or_inf = _count_from(piece, span.width, _NOT_A_NUMBER[span.dtype])
+        if refused := _count_at_least(piece, span.width, span.code):
+            nan_or_inf = _count_at_least(piece, span.width, _NOT_A_NUMBER[span.dtype])
             self._nan_or_inf += nan_or_inf
             self._too_large += refused - nan_or_inf
             self._names[span.name] = None
@@ -137,7 +137,7 @@ def _small_last_bytes(width: int, code: int) -> bytes:
     return bytes([*range(end), *range(0x80, 0x80 + end)])
 
 
-def _count_from(piece: bytes, width: int, code: int) -> int:
+def _count_at_least(piece: bytes, width: int, code: int) -> int:
     """How many values of so many bytes each have a magnitude with this code or a higher one.
 
     All at once, in one number: to each magnitude is added what lifts the code into the bit of the sign.

@@ -92,7 +92,7 @@ def adapter_tensors(
             f"{WEIGHTS_NAME} holds no LoRA tensor; accepted is at least one <module>.lora_A.weight with its lora_B"
         )
         raise SourceError("weights_empty", message)
-    return AdapterTensors({module: _pair_of(module, halves) for module, halves in shapes.items()}, heads, copies)
+    return AdapterTensors({module: _matrix_pair(module, halves) for module, halves in shapes.items()}, heads, copies)
 
 
 def _head_part(name: str, saved: Collection[str]) -> tuple[str, str] | None:
@@ -109,7 +109,8 @@ def _lora_half(full_name: str, name: str, tensor: TensorHeader, embeddings: Coll
     if not match:
         accepted = "accepted are <module>.lora_A.weight and <module>.lora_B.weight"
         raise SourceError(
-            "tensor_unexpected", f"tensor {full_name!r} is no part of a LoRA{_hint(name, embeddings)}; {accepted}"
+            "tensor_unexpected",
+            f"tensor {full_name!r} is no part of a LoRA{_tensor_name_hint(name, embeddings)}; {accepted}",
         )
     _check_dtype(full_name, tensor)
     if len(tensor.shape) != 2 or 0 in tensor.shape:
@@ -129,7 +130,7 @@ def _check_dtype(full_name: str, tensor: TensorHeader) -> None:
         raise SourceError("dtype_unsupported", message)
 
 
-def _hint(name: str, embeddings: Collection[str] | None) -> str:
+def _tensor_name_hint(name: str, embeddings: Collection[str] | None) -> str:
     """What writes a tensor of this name, and what to do; "" if it is not known."""
     if re.search(r"\.lora_[AB]\.[^.]+\.weight$", name):
         return f": with the adapter's name in it; save it with PEFT's save_pretrained, or rename it{RENAME_HINT}"
@@ -146,7 +147,7 @@ def _hint(name: str, embeddings: Collection[str] | None) -> str:
     return ""
 
 
-def _pair_of(module: str, halves: Mapping[str, Shape]) -> LoraPair:
+def _matrix_pair(module: str, halves: Mapping[str, Shape]) -> LoraPair:
     """The pair of a module's matrices. Raises SourceError if one is missing, or if they share no rank."""
     if len(halves) != 2:
         message = f"module {module} has lora_{next(iter(halves))} alone; accepted are both lora_A and lora_B"

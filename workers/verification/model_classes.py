@@ -146,9 +146,9 @@ def _model_class(name: str, entry: Mapping[str, Any]) -> ModelClass:
         name=name,
         rules=NameRules(
             expressions=tuple((regex.compile(old), new) for old, new in renames.get("expressions", ())),
-            parts=_pairs(renames.get("parts", ())),
-            beginnings=_pairs(renames.get("beginnings", ())),
-            ends=_pairs(renames.get("ends", ())),
+            parts=_as_text_pairs(renames.get("parts", ())),
+            beginnings=_as_text_pairs(renames.get("beginnings", ())),
+            ends=_as_text_pairs(renames.get("ends", ())),
         ),
         packed=packed,
         modules=None if modules is None else frozenset(modules),
@@ -163,6 +163,6 @@ def _model_class(name: str, entry: Mapping[str, Any]) -> ModelClass:
     )
 
 
-def _pairs(rows: Iterable[Iterable[str]]) -> tuple[tuple[str, str], ...]:
+def _as_text_pairs(rows: Iterable[Iterable[str]]) -> tuple[tuple[str, str], ...]:
     """Rows of two texts as tuples."""
     return tuple((old, new) for old, new in rows)

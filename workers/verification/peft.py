@@ -119,7 +119,7 @@ def parse_config(raw: bytes, *, embeddings: Collection[str] | None = None) -> Lo
     if not _is_rank(rank):
         raise invalid_config(f"r is {rank!r}; accepted is a rank of 1 or more")
     if not _is_scale(alpha):
-        raise invalid_config(f"lora_alpha is {_shortened(alpha)}; accepted is a finite number other than 0")
+        raise invalid_config(f"lora_alpha is {_shortened_value(alpha)}; accepted is a finite number other than 0")
     ranks = tuple(_parse_patterns(config, "rank_pattern", _is_rank, "ranks of 1 or more"))
     alphas = tuple(_parse_patterns(config, "alpha_pattern", _is_scale, "finite numbers other than 0"))
     least_rank = min([rank, *(pattern.value for pattern in ranks)])
@@ -154,25 +154,27 @@ def _check_features(config: Mapping[str, Any]) -> None:
     """Raises SourceError for the first unsupported feature in the config."""
     for name, (code, accepted) in _FEATURES.items():
         if value := config.get(name):
-            raise SourceError(code, f"{CONFIG_NAME}: {name} is {_shortened(value)}; {accepted}")
+            raise SourceError(code, f"{CONFIG_NAME}: {name} is {_shortened_value(value)}; {accepted}")
     if (bias := config.get("bias", "none")) != "none":
-        raise SourceError("bias_unsupported", f"{CONFIG_NAME}: bias is {_shortened(bias)}; accepted is 'none'")
+        raise SourceError("bias_unsupported", f"{CONFIG_NAME}: bias is {_shortened_value(bias)}; accepted is 'none'")
     init = config.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
-        message = f"{CONFIG_NAME}: init_lora_weights is {_shortened(init)}, which changes the base model's weights;"
+        message = (
+            f"{CONFIG_NAME}: init_lora_weights is {_shortened_value(init)}, which changes the base model's weights;"
+        )
         accepted = ", ".join(repr(name) for name in _PLAIN_INITS)
         hint = f" accepted are true, false, {accepted}; convert it with path_initial_model_for_weight_conversion"
         raise SourceError("peft_feature_unsupported", message + hint)
     rslora = config.get("use_rslora")
     if rslora is not None and type(rslora) is not bool:
-        raise invalid_config(f"use_rslora is {_shortened(rslora)}; accepted are true and false")
+        raise invalid_config(f"use_rslora is {_shortened_value(rslora)}; accepted are true and false")
 
 
 def _base_model_name(config: Mapping[str, Any]) -> str:
     """The base model's name in the config; "" without one. Raises SourceError."""
     name = config.get("base_model_name_or_path") or ""
     if not isinstance(name, str) or not name.isprintable() or len(name) > 1000:
-        raise invalid_config(f"base_model_name_or_path is {_shortened(name)}; accepted is a name")
+        raise invalid_config(f"base_model_name_or_path is {_shortened_value(name)}; accepted is a name")
     return name
 
 
@@ -197,7 +199,9 @@ def _saved_modules(config: Mapping[str, Any], embeddings: Collection[str] | None
     """The names in `modules_to_save`. Raises SourceError if engines do not take one of them."""
     saved = config.get("modules_to_save") or []
     if not isinstance(saved, list) or any(name not in HEADS for name in saved):
-        message = f"{CONFIG_NAME}: modules_to_save is {_shortened(saved)}; whole modules cannot be served beside the"
+        message = (
+            f"{CONFIG_NAME}: modules_to_save is {_shortened_value(saved)}; whole modules cannot be served beside the"
+        )
         accepted = f"accepted are LoRA weights, and of whole modules the heads {' and '.join(HEADS)} of classifiers"
         names = saved if isinstance(saved, list) else [saved]
         hint = "leave it out of modules_to_save, or merge the adapter into its base model and serve that"
@@ -226,12 +230,12 @@ def _parse_patterns(
     """Parse the entries of the config field `rank_pattern` or `alpha_pattern`, one at a time. Raises SourceError."""
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict) or not all(is_value(value) for value in patterns.values()):
-        raise invalid_config(f"{field} is {_shortened(patterns)}; accepted are module names and their {accepted}")
+        raise invalid_config(f"{field} is {_shortened_value(patterns)}; accepted are module names and their {accepted}")
     for key, value in patterns.items():
         try:
             yield ModulePattern(name_end(key), value)
         except ValueError as exc:
-            raise invalid_config(f"{field} has the key {_shortened(key)}, no regular expression: {exc}") from exc
+            raise invalid_config(f"{field} has the key {_shortened_value(key)}, no regular expression: {exc}") from exc
 
 
 def _target_test(config: Mapping[str, Any]) -> Callable[[str, MatchTime], bool] | None:
@@ -244,7 +248,7 @@ def _target_test(config: Mapping[str, Any]) -> Callable[[str, MatchTime], bool] 
         return None
     if not targets or not (isinstance(targets, str) or (isinstance(targets, list) and _are_names(targets))):
         accepted = "accepted are a list of module names, a regular expression, or 'all-linear'"
-        raise invalid_config(f"target_modules is {_shortened(targets)}; {accepted}")
+        raise invalid_config(f"target_modules is {_shortened_value(targets)}; {accepted}")
     if parameters or targets == "all-linear":
         return None
     if isinstance(targets, str):
@@ -253,7 +257,7 @@ def _target_test(config: Mapping[str, Any]) -> Callable[[str, MatchTime], bool] 
         try:
             expression = compiled(targets)
         except ValueError as exc:
-            message = f"target_modules is {_shortened(targets)}, no regular expression: {exc}"
+            message = f"target_modules is {_shortened_value(targets)}, no regular expression: {exc}"
             raise invalid_config(message) from exc
         return lambda module, time: time.fullmatch(expression, module)
     names = frozenset(targets)
@@ -271,7 +275,7 @@ def _are_names(values: list[Any]) -> bool:
     return all(isinstance(value, str) and value for value in values)
 
 
-def _shortened(value: Any) -> str:
+def _shortened_value(value: Any) -> str:
     """A config value for error messages, cut after 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."

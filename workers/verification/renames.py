@@ -78,11 +78,11 @@ def plan_renames(
     places = [LANGUAGE_PREFIXES[language]] if language else [None, *(LANGUAGE_PREFIXES.values() if rules.base else ())]
     fault: SourceError | None = None
     for place in places:
-        names = {name: _moved(new, place) for name, new in plain.items()}
+        names = {name: _moved_tensor_name(new, place) for name, new in plain.items()}
         if len(set(names.values())) < len(names):
             continue  # two tensors of one name: not the same module in another spelling
         try:
-            modules = {_module(plain[name]): _module(new) for name, new in names.items()}
+            modules = {_tensor_module(plain[name]): _tensor_module(new) for name, new in names.items()}
             new_config = _renamed_config(config, modules, place, MatchTime(clock))
             described = check_adapter(new_config, {new: tensors[name] for name, new in names.items()}, rules)
             _check_language_served(described)
@@ -91,7 +91,7 @@ def plan_renames(
                 fault = exc  # names that the base model has show what else is wrong
             continue
         moved = sum(plain[name] != new for name, new in names.items())
-        moves = (f"the language model is renamed, {moved} tensors: {_example(plain, names)}",) if moved else ()
+        moves = (f"the language model is renamed, {moved} tensors: {_rename_example(plain, names)}",) if moved else ()
         return RenamePlan(names, new_config, (*steps, *moves), described)
     if fault is None:
         raise SourceError("tensor_unexpected", "two tensors get one name; accepted are other names, or none to move to")
@@ -123,7 +123,7 @@ def _plain_names(tensors: Mapping[str, TensorHeader]) -> tuple[dict[str, str], l
     ):
         renamed = {name: rename(new) for name, new in names.items()}
         if count := sum(names[name] != new for name, new in renamed.items()):
-            steps.append(f"{what}, {count} tensors: {_example(names, renamed)}")
+            steps.append(f"{what}, {count} tensors: {_rename_example(names, renamed)}")
         names = renamed
     adapters = {match[2] for name in tensors if (match := _ADAPTER_NAME.search(name))}
     if len(adapters) > 1 or len(set(names.values())) < len(names):
@@ -149,7 +149,7 @@ def _without_adapter_name(name: str) -> str:
     return _ADAPTER_NAME.sub(r"\1", name)
 
 
-def _moved(name: str, place: str | None) -> str:
+def _moved_tensor_name(name: str, place: str | None) -> str:
     """A tensor of the language model's layers or embeddings in another place; other modules keep their names.
 
     None moves nothing.
@@ -161,7 +161,7 @@ def _moved(name: str, place: str | None) -> str:
     return name
 
 
-def _example(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+def _rename_example(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     """The first change, as `old -> new`."""
     return next(f"{old[name]} -> {new[name]}" for name in old if old[name] != new[name])
 
@@ -182,7 +182,7 @@ def _renamed_config(config: bytes, modules: Mapping[str, str], place: str | None
             content[field] = {_moved_key(key, place): value for key, value in content[field].items()}
     renamed = parse_config(json.dumps(content).encode())
     for module, new in modules.items():
-        if _entries(parsed, module, match_time) != _entries(renamed, new, match_time):
+        if _matching_entries(parsed, module, match_time) != _matching_entries(renamed, new, match_time):
             message = f"rank_pattern or alpha_pattern has expressions that match only one of {module} and {new}"
             raise invalid_config(f"{message}; accepted are expressions for both")
     if any(renamed.is_targeted(new, match_time) is False for new in modules.values()):
@@ -192,10 +192,10 @@ def _renamed_config(config: bytes, modules: Mapping[str, str], place: str | None
 
 def _moved_key(key: str, place: str | None) -> str:
     """A key of a pattern field: renamed if it is a module's full name, as it is if it is an expression or an end."""
-    return _moved(PREFIX + key, place).removeprefix(PREFIX) if _FULL_NAME.fullmatch(key) else key
+    return _moved_tensor_name(PREFIX + key, place).removeprefix(PREFIX) if _FULL_NAME.fullmatch(key) else key
 
 
-def _entries(config: LoraConfig, module: str, match_time: MatchTime) -> list[int | None]:
+def _matching_entries(config: LoraConfig, module: str, match_time: MatchTime) -> list[int | None]:
     """The places of the entries of `rank_pattern` and `alpha_pattern` that hold for a module. Raises SourceError."""
     try:
         return [
@@ -206,7 +206,7 @@ def _entries(config: LoraConfig, module: str, match_time: MatchTime) -> list[int
         raise invalid_config(f"an expression of rank_pattern or alpha_pattern takes too long on {exc}") from exc
 
 
-def _module(name: str) -> str:
+def _tensor_module(name: str) -> str:
     """The module of a tensor."""
     return _TENSOR_END.sub("", name.removeprefix(PREFIX))
 

@@ -117,8 +117,8 @@ def figures(outcomes: Sequence[RequestOutcome], duration_s: float) -> dict[str, 
 def report_lines(found: Mapping[str, object]) -> list[str]:
     """The table of a run's figures."""
     lines = [
-        _heading(" Serving Benchmark Result ", "="),
-        *_rows(
+        _section_heading(" Serving Benchmark Result ", "="),
+        *_figure_rows(
             ("Successful requests:", found["successful"]),
             ("Failed requests:", found["failed"]),
             ("Benchmark duration (s):", found["duration_s"]),
@@ -138,46 +138,49 @@ def report_lines(found: Mapping[str, object]) -> list[str]:
         values = found[field]
         assert isinstance(values, dict)
         named = [(f"{name.capitalize()} {short} (ms):", values[name]) for name in ("mean", "median", "p99")]
-        lines += [_heading(title, "-"), *_rows(*named)]
+        lines += [_section_heading(title, "-"), *_figure_rows(*named)]
     models, errors, messages = found["models"], found["errors"], found["error_messages"]
     assert isinstance(models, dict)
     assert isinstance(errors, dict)
     assert isinstance(messages, dict)
     lines += [
-        _heading("Prefix Cache", "-"),
-        *_rows(
-            ("Hit share, engines' (%):", _percent(found["hit_share"])),
-            ("Hit share, predicted (%):", _percent(found["hit_share_predicted"])),
+        _section_heading("Prefix Cache", "-"),
+        *_figure_rows(
+            ("Hit share, engines' (%):", _as_percent(found["hit_share"])),
+            ("Hit share, predicted (%):", _as_percent(found["hit_share_predicted"])),
             ("Models asked for:", len(models)),
         ),
     ]
     if errors:
-        lines += [_heading("Errors", "-"), *_rows(*((f"{code}:", count) for code, count in errors.items()))]
-        lines += [f"first {code}: {_shortened(messages[code])}" for code in errors if code in messages]
+        lines += [
+            _section_heading("Errors", "-"),
+            *_figure_rows(*((f"{code}:", count) for code, count in errors.items())),
+        ]
+        lines += [f"first {code}: {_one_line_message(messages[code])}" for code in errors if code in messages]
     return [*lines, "=" * _WIDTH]
 
 
-def _shortened(message: str) -> str:
+def _one_line_message(message: str) -> str:
     """A message in one line of at most 200 characters."""
     line = " ".join(message.split())
     return line if len(line) <= _MOST_MESSAGE else f"{line[: _MOST_MESSAGE - 1]}…"
 
 
-def _heading(title: str, fill: str) -> str:
+def _section_heading(title: str, fill: str) -> str:
     """A title in the middle of a line."""
     return title.center(_WIDTH, fill)
 
 
-def _rows(*rows: tuple[str, object]) -> list[str]:
+def _figure_rows(*rows: tuple[str, object]) -> list[str]:
     """Names and their values; `-` where nothing was measured."""
-    return [f"{name:<40} {_text(value):<10}".rstrip() for name, value in rows]
+    return [f"{name:<40} {_figure_text(value):<10}".rstrip() for name, value in rows]
 
 
-def _text(value: object) -> str:
+def _figure_text(value: object) -> str:
     """A value with two decimals if it has any."""
     return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _percent(share: object) -> float | None:
+def _as_percent(share: object) -> float | None:
     """A share in per cent."""
     return share * 100 if isinstance(share, float) else None

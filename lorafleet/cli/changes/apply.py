@@ -48,7 +48,7 @@ def apply_file(
     from lorafleet.cli.client import RestError
 
     text, folder = read_text(file)
-    body = {"file": with_whole_paths(_parsed(text, file), folder), "prune": prune}
+    body = {"file": with_whole_paths(_parsed_mapping(text, file), folder), "prune": prune}
     with context.obj.orchestrator(LONG_TIMEOUT_S) as api:
         try:
             changes = make_changes(
@@ -80,7 +80,7 @@ def read_text(file: str) -> tuple[str, Path]:
         raise CommandFailed(f"{file}: {exc}; expected a YAML file with adapters, aliases, ...", status=2) from exc
 
 
-def _parsed(text: str, file: str) -> Any:
+def _parsed_mapping(text: str, file: str) -> Any:
     """The value of the text. Raises CommandFailed, with the line, for what is no mapping in YAML or JSON."""
     from lorafleet.service import yamls
 

@@ -207,14 +207,14 @@ def make_changes(
         print_json(answer)
         return list(changes)
     if not as_json:
-        _show(changes, api.url, place)
+        _print_changes(changes, api.url, place)
     possible = [change for change in changes if change["change"] != "blocked"]
     if dry_run or not possible:
         if as_json:
             print_json(answer)
         return list(changes)
     if any(map(ask_before, possible)):
-        _confirm(len(possible), api.url)
+        _confirm_changes(len(possible), api.url)
     answer = api.call("POST", path, body)
     changes = answer["changes"]
     if as_json:
@@ -224,7 +224,7 @@ def make_changes(
     return list(changes)
 
 
-def _short(value: Any) -> str:
+def _short_value_text(value: Any) -> str:
     """A value as text of at most 60 characters; a digest by its first 12, as everywhere."""
     text = "-" if value is None else str(value)
     if len(text) == _DIGEST_DIGITS and text.isalnum():
@@ -232,9 +232,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def _values(side: int) -> Callable[[Mapping[str, Sequence[Any]]], str]:
+def _changed_values_of_side(side: int) -> Callable[[Mapping[str, Sequence[Any]]], str]:
     """The values of changed fields as text: here (0), or there (1)."""
-    return lambda fields: ", ".join(f"{name}={_short(pair[side])}" for name, pair in fields.items())
+    return lambda fields: ", ".join(f"{name}={_short_value_text(pair[side])}" for name, pair in fields.items())
 
 
 _CHANGES = ListView(
@@ -242,14 +242,14 @@ _CHANGES = ListView(
         Column("change"),
         Column("subject"),
         Column("name"),
-        Column("here", "fields", _values(0)),
-        Column("there", "fields", _values(1)),
+        Column("here", "fields", _changed_values_of_side(0)),
+        Column("there", "fields", _changed_values_of_side(1)),
         Column("reason"),
     )
 )
 
 
-def _show(changes: Sequence[Mapping[str, Any]], here: str, place: str) -> None:
+def _print_changes(changes: Sequence[Mapping[str, Any]], here: str, place: str) -> None:
     """Print the differences as a table, or that there are none."""
     if not changes:
         typer.echo(f"nothing to do: {here} has all that {place} has")
@@ -257,7 +257,7 @@ def _show(changes: Sequence[Mapping[str, Any]], here: str, place: str) -> None:
     print_table(_CHANGES, changes)
 
 
-def _confirm(count: int, here: str) -> None:
+def _confirm_changes(count: int, here: str) -> None:
     """Ask for consent; raises CommandFailed without it, and where nobody can be asked."""
     if not sys.stdin.isatty():
         raise CommandFailed(f"{count} changes to {here} need consent: give --yes, or --dry-run to see them", status=2)

@@ -14,12 +14,15 @@ def decision(answer: Mapping[str, Any]) -> Table:
     # All terms of this router's cost model, in its order.
     terms = [name for name in scored[0] if name.endswith("_s")] if scored else []
     figures = ["depth_blocks", "cached_tokens", *terms]
-    rows = [[_mark(score), score["worker_id"], score["trust"], *(score[name] for name in figures)] for score in scored]
+    rows = [
+        [_replica_mark(score), score["worker_id"], score["trust"], *(score[name] for name in figures)]
+        for score in scored
+    ]
     names = ["cached blocks", "cached tokens", *(name.removesuffix("_s") + " s" for name in terms)]
     return tables.table(["", "worker", "trust", *names], rows)
 
 
-def _mark(score: Mapping[str, Any]) -> str:
+def _replica_mark(score: Mapping[str, Any]) -> str:
     """`->` for the winner, `x` for a replica that was passed over, else ""."""
     return "->" if score["winner"] else "x" if score["passed_over"] else ""
 

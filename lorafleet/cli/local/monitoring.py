@@ -61,10 +61,10 @@ def scrape_targets(fleet: FleetAddress, workers: Iterable[Mapping[str, Any]]) ->
     """The router, the orchestrator, and the agent of each worker; an agentless engine has metrics of its own only."""
     named = [("router", fleet.router_url), ("orchestrator", fleet.orchestrator_url)]
     named += [(worker["id"], worker["agent_url"]) for worker in workers if worker["agent_url"]]
-    return [_target(name, url) for name, url in named]
+    return [_scrape_target(name, url) for name, url in named]
 
 
-def _target(name: str, url: str) -> "ScrapeTarget":
+def _scrape_target(name: str, url: str) -> "ScrapeTarget":
     """The target of a service's URL, with its port."""
     from lorafleet.local.monitoring import ScrapeTarget
 

@@ -54,7 +54,7 @@ class _ServiceCommand(TyperCommand):
         """Write the flags of the service, with what each means."""
         fields = _settings_of(str(self.name)).model_fields.items()
         with formatter.section("Options"):
-            formatter.write_dl([(_flag(name), field.description or "") for name, field in fields])
+            formatter.write_dl([(_setting_flag(name), field.description or "") for name, field in fields])
         super().format_options(ctx, formatter)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
@@ -63,11 +63,11 @@ class _ServiceCommand(TyperCommand):
         if not incomplete.startswith("-"):
             return found
         item = type(super().shell_complete(ctx, _HELP[0])[0])  # click's, which Typer bundles in some versions
-        flags = (_flag(name) for name in _settings_of(str(self.name)).model_fields)
+        flags = (_setting_flag(name) for name in _settings_of(str(self.name)).model_fields)
         return [*found, *(item(flag) for flag in flags if flag.startswith(incomplete))]
 
 
-def _flag(name: str) -> str:
+def _setting_flag(name: str) -> str:
     """A setting's flag."""
     return f"--{name.replace('_', '-')}"
 
@@ -82,7 +82,7 @@ def router(context: typer.Context) -> None:
 
       lorafleet router --config router.yaml --processes 4
     """
-    _become("router", context.args)
+    _become_service("router", context.args)
 
 
 @app.command("orchestrator", cls=_ServiceCommand)
@@ -91,7 +91,7 @@ def orchestrator(context: typer.Context) -> None:
 
     Example: lorafleet orchestrator --store fleet.db --port 8080
     """
-    _become("orchestrator", context.args)
+    _become_service("orchestrator", context.args)
 
 
 @app.command("agent", cls=_ServiceCommand)
@@ -106,10 +106,10 @@ def agent(context: typer.Context) -> None:
 
       lorafleet agent --engine sglang --model ./m -- python -m sglang.launch_server --model-path ./m
     """
-    _become("agent", context.args)
+    _become_service("agent", context.args)
 
 
-def _become(name: str, words: list[str]) -> None:
+def _become_service(name: str, words: list[str]) -> None:
     """Replace this process by the service, which so gets the signals. Raises CommandFailed where it cannot be run."""
     sys.stdout.flush()
     # -P: a router.py in the current folder is another program.

@@ -48,28 +48,28 @@ WORKER_COLUMNS: Sequence[TopColumn[WorkerLine]] = (
     TopColumn("worker", 99, lambda row: row.id),
     TopColumn("state", 90, lambda row: row.state),
     TopColumn("circuit", 85, lambda row: row.circuit or "closed"),
-    TopColumn("kv", 80, lambda row: _percent(row.kv_usage)),
-    TopColumn("run", 75, lambda row: _number(row.running)),
-    TopColumn("wait", 70, lambda row: _number(row.waiting)),
-    TopColumn("free", 65, lambda row: _number(row.free_slots)),
-    TopColumn("req/s", 60, lambda row: _number(row.traffic.requests_per_s)),
-    TopColumn("p95 s", 55, lambda row: _seconds(row.traffic.first_token_p95_s)),
-    TopColumn("hit", 50, lambda row: _percent(row.traffic.hit_share)),
-    TopColumn("err/s", 45, lambda row: _number(row.traffic.errors_per_s)),
+    TopColumn("kv", 80, lambda row: _percent_text(row.kv_usage)),
+    TopColumn("run", 75, lambda row: _figure_text(row.running)),
+    TopColumn("wait", 70, lambda row: _figure_text(row.waiting)),
+    TopColumn("free", 65, lambda row: _figure_text(row.free_slots)),
+    TopColumn("req/s", 60, lambda row: _figure_text(row.traffic.requests_per_s)),
+    TopColumn("p95 s", 55, lambda row: _seconds_text(row.traffic.first_token_p95_s)),
+    TopColumn("hit", 50, lambda row: _percent_text(row.traffic.hit_share)),
+    TopColumn("err/s", 45, lambda row: _figure_text(row.traffic.errors_per_s)),
     TopColumn("has", 40, lambda row: str(row.adapters)),
 )
 ADAPTER_COLUMNS: Sequence[TopColumn[AdapterLine]] = (
     TopColumn("adapter", 99, lambda row: row.name),
     TopColumn("state", 90, lambda row: row.state or "-"),
     TopColumn("ready", 85, lambda row: "-" if row.ready is None else f"{row.ready}/{row.desired}"),
-    TopColumn("req/s", 80, lambda row: _number(row.traffic.requests_per_s)),
-    TopColumn("err/s", 70, lambda row: _number(row.traffic.errors_per_s)),
-    TopColumn("p50 s", 60, lambda row: _seconds(row.traffic.first_token_p50_s)),
-    TopColumn("p95 s", 75, lambda row: _seconds(row.traffic.first_token_p95_s)),
-    TopColumn("hit", 65, lambda row: _percent(row.traffic.hit_share)),
-    TopColumn("tok/s", 55, lambda row: _number(row.traffic.output_tokens_per_s)),
+    TopColumn("req/s", 80, lambda row: _figure_text(row.traffic.requests_per_s)),
+    TopColumn("err/s", 70, lambda row: _figure_text(row.traffic.errors_per_s)),
+    TopColumn("p50 s", 60, lambda row: _seconds_text(row.traffic.first_token_p50_s)),
+    TopColumn("p95 s", 75, lambda row: _seconds_text(row.traffic.first_token_p95_s)),
+    TopColumn("hit", 65, lambda row: _percent_text(row.traffic.hit_share)),
+    TopColumn("tok/s", 55, lambda row: _figure_text(row.traffic.output_tokens_per_s)),
     TopColumn("cold", 50, lambda row: str(row.traffic.cold_starts)),
-    TopColumn("queue s", 40, lambda row: _seconds(row.traffic.waited_s)),
+    TopColumn("queue s", 40, lambda row: _seconds_text(row.traffic.waited_s)),
     TopColumn("error", 10, lambda row: row.error),
 )
 
@@ -80,11 +80,14 @@ def frame(snapshot: TopSnapshot, view: TopView) -> list[FrameLine]:
     adapters = sorted(snapshot.adapters, key=_adapter_key(view.adapters_by))
     shown = adapters[: view.rows]
     lines = [*head(snapshot, view), FrameLine("")]
-    lines += [*_title("WORKERS", f"by {view.workers_by}", view.width), *rows(WORKER_COLUMNS, workers, view.width)]
-    lines += [FrameLine(""), *_title("ADAPTERS", f"by {view.adapters_by}", view.width)]
+    lines += [
+        *_section_title("WORKERS", f"by {view.workers_by}", view.width),
+        *rows(WORKER_COLUMNS, workers, view.width),
+    ]
+    lines += [FrameLine(""), *_section_title("ADAPTERS", f"by {view.adapters_by}", view.width)]
     lines += rows(ADAPTER_COLUMNS, shown, view.width)
     if len(adapters) > len(shown):
-        lines += _wrapped([f"{len(adapters) - len(shown)} more: lorafleet adapters list"], view.width, "dim")
+        lines += _wrapped_lines([f"{len(adapters) - len(shown)} more: lorafleet adapters list"], view.width, "dim")
     return lines
 
 
@@ -102,26 +105,26 @@ def head(snapshot: TopSnapshot, view: TopView) -> list[FrameLine]:
         *(["PAUSED"] if view.is_paused else []),
     ]
     figures = [
-        f"requests/s {_number(fleet.requests_per_s)}",
-        f"first token p50 {_seconds(fleet.first_token_p50_s)} s p95 {_seconds(fleet.first_token_p95_s)} s",
-        f"tokens/s {_number(fleet.output_tokens_per_s)} out {_number(fleet.prompt_tokens_per_s)} in",
-        f"hit share {_percent(fleet.hit_share)} predicted {_percent(fleet.hit_share_predicted)}",
+        f"requests/s {_figure_text(fleet.requests_per_s)}",
+        f"first token p50 {_seconds_text(fleet.first_token_p50_s)} s p95 {_seconds_text(fleet.first_token_p95_s)} s",
+        f"tokens/s {_figure_text(fleet.output_tokens_per_s)} out {_figure_text(fleet.prompt_tokens_per_s)} in",
+        f"hit share {_percent_text(fleet.hit_share)} predicted {_percent_text(fleet.hit_share_predicted)}",
         f"in flight {snapshot.in_flight}",
         f"waiting {sum(snapshot.waiting.values())}",
         f"held {sum(snapshot.held.values())}",
-        f"errors/s {_number(fleet.errors_per_s)}",
-        f"refused/s {_number(fleet.refusals_per_s)}",
+        f"errors/s {_figure_text(fleet.errors_per_s)}",
+        f"refused/s {_figure_text(fleet.refusals_per_s)}",
     ]
-    lines = [*_wrapped(about, view.width, "bold"), *_wrapped(figures, view.width)]
+    lines = [*_wrapped_lines(about, view.width, "bold"), *_wrapped_lines(figures, view.width)]
     if fleet.codes:
         counts = sorted(fleet.codes.items(), key=lambda item: (-item[1], item[0]))
-        lines += _wrapped(["errors:", *(f"{code} x{count}" for code, count in counts)], view.width, "red")
+        lines += _wrapped_lines(["errors:", *(f"{code} x{count}" for code, count in counts)], view.width, "red")
     if any((*snapshot.waiting.values(), *snapshot.held.values())):
-        lines += _wrapped(["who waits:", *_waiting(snapshot)], view.width, "yellow")
-    return lines + (_wrapped([snapshot.note], view.width, "red") if snapshot.note else [])
+        lines += _wrapped_lines(["who waits:", *_waiting_by_tenant(snapshot)], view.width, "yellow")
+    return lines + (_wrapped_lines([snapshot.note], view.width, "red") if snapshot.note else [])
 
 
-def _waiting(snapshot: TopSnapshot) -> Iterable[str]:
+def _waiting_by_tenant(snapshot: TopSnapshot) -> Iterable[str]:
     """A text for each tenant that has requests waiting, the one with the most first."""
     tenants = snapshot.waiting.keys() | snapshot.held.keys()
 
@@ -139,16 +142,16 @@ def rows(columns: Sequence[TopColumn[Row]], items: Sequence[Row], width: int) ->
     cells = [[printable(column.cell(item)) for column in columns] for item in items]
     widths = [max([len(column.title), *(len(row[index]) for row in cells)]) for index, column in enumerate(columns)]
     kept = fitting(widths, [column.importance for column in columns], width)
-    lines = _split(_row([column.title for column in columns], widths, kept), width, "bold")
+    lines = _row_lines(_row_line([column.title for column in columns], widths, kept), width, "bold")
     for row in cells:
-        lines += _split(_row(row, widths, kept), width, "")
+        lines += _row_lines(_row_line(row, widths, kept), width, "")
         folded = [f"{columns[index].title} {row[index]}" for index in range(len(columns)) if index not in kept]
-        values = [text for text, cell in zip(folded, _others(row, kept), strict=True) if cell not in ("-", "")]
-        lines += _wrapped(values, width, "dim", _FOLDED)
+        values = [text for text, cell in zip(folded, _dropped_cells(row, kept), strict=True) if cell not in ("-", "")]
+        lines += _wrapped_lines(values, width, "dim", _FOLDED)
     return lines
 
 
-def _others(row: Sequence[str], kept: Iterable[int]) -> list[str]:
+def _dropped_cells(row: Sequence[str], kept: Iterable[int]) -> list[str]:
     """The cells of columns that are not kept."""
     return [cell for index, cell in enumerate(row) if index not in kept]
 
@@ -164,23 +167,23 @@ def fitting(widths: Sequence[int], importance: Sequence[int], room: int) -> list
     return sorted(kept)
 
 
-def _row(cells: Sequence[str], widths: Sequence[int], kept: Sequence[int]) -> str:
+def _row_line(cells: Sequence[str], widths: Sequence[int], kept: Sequence[int]) -> str:
     """One line of the kept cells; the first two are text, at the left, the others are figures, at the right."""
     shown = [cells[i].ljust(widths[i]) if i < 2 else cells[i].rjust(widths[i]) for i in kept]
     return _GAP.join(shown).rstrip()
 
 
-def _split(text: str, width: int, style: str) -> list[FrameLine]:
+def _row_lines(text: str, width: int, style: str) -> list[FrameLine]:
     """A row, over several lines only if its name alone is wider than the screen."""
     return [FrameLine(text[start : start + width], style) for start in range(0, max(1, len(text)), max(1, width))]
 
 
-def _title(name: str, order: str, width: int) -> list[FrameLine]:
+def _section_title(name: str, order: str, width: int) -> list[FrameLine]:
     """A section's heading."""
-    return _wrapped([name, order], width, "bold cyan")
+    return _wrapped_lines([name, order], width, "bold cyan")
 
 
-def _wrapped(parts: Sequence[str], width: int, style: str = "", indent: str = "") -> list[FrameLine]:
+def _wrapped_lines(parts: Sequence[str], width: int, style: str = "", indent: str = "") -> list[FrameLine]:
     """The parts with gaps between them, a new line where the next part does not fit; long parts break at words."""
     lines: list[str] = []
     room = max(1, width - len(indent))
@@ -204,19 +207,19 @@ def explanation(item: Mapping[str, Any], width: int) -> list[FrameLine]:
     ]
     columns += [
         # The sum comes first, then the terms in the router's order.
-        TopColumn(name.removesuffix("_s") + " s", 95 if name == "cost_s" else 70 - place, _term(name))
+        TopColumn(name.removesuffix("_s") + " s", 95 if name == "cost_s" else 70 - place, _cost_term_cell(name))
         for place, name in enumerate(terms)
     ]
-    lines = _wrapped([f"request {item['request_id']}"], width, "bold") if item.get("request_id") else []
+    lines = _wrapped_lines([f"request {item['request_id']}"], width, "bold") if item.get("request_id") else []
     for text in explanations.decision_summary(item).splitlines():
-        lines += _wrapped([text], width)
+        lines += _wrapped_lines([text], width)
     lines += [FrameLine(""), *rows(columns, scored, width)] if scored else []
     for text in [*explanations.not_considered_lines(item), item.get("note") or ""]:
-        lines += _wrapped([text], width, "dim") if text else []
+        lines += _wrapped_lines([text], width, "dim") if text else []
     return lines
 
 
-def _term(name: str) -> Callable[[Mapping[str, Any]], str]:
+def _cost_term_cell(name: str) -> Callable[[Mapping[str, Any]], str]:
     """The cell of a cost term."""
     return lambda row: "-" if row[name] is None else f"{row[name]:.4f}"
 
@@ -252,7 +255,7 @@ def _adapter_key(order: AdapterOrder) -> Callable[[AdapterLine], tuple[float, in
     return key
 
 
-def _number(value: float | None) -> str:
+def _figure_text(value: float | None) -> str:
     """A figure in at most six characters; `-` for None."""
     if value is None:
         return "-"
@@ -261,11 +264,11 @@ def _number(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.2g}"
 
 
-def _seconds(value: float | None) -> str:
+def _seconds_text(value: float | None) -> str:
     """Seconds with three digits at most; `-` for None."""
     return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _percent(share: float | None) -> str:
+def _percent_text(share: float | None) -> str:
     """A share as per cent; `-` for None."""
     return "-" if share is None else f"{share:.0%}"

@@ -114,12 +114,12 @@ class TopApp(App[None]):
 
     def action_sort_adapters(self) -> None:
         """Sort adapters by the next key."""
-        self.view = replace(self.view, adapters_by=_after(self.view.adapters_by))
+        self.view = replace(self.view, adapters_by=_next_order(self.view.adapters_by))
         self.draw()
 
     def action_sort_workers(self) -> None:
         """Sort workers by the next key."""
-        self.view = replace(self.view, workers_by=_after(self.view.workers_by))
+        self.view = replace(self.view, workers_by=_next_order(self.view.workers_by))
         self.draw()
 
     async def action_explain(self) -> None:
@@ -138,7 +138,7 @@ class TopApp(App[None]):
         self.draw()
 
 
-def _after(order: Order) -> Order:
+def _next_order(order: Order) -> Order:
     """The order after this one, the first after the last."""
     orders = list(type(order))
     return orders[(orders.index(order) + 1) % len(orders)]

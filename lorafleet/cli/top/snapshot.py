@@ -141,8 +141,8 @@ def snapshot_of(
         fleet=traffic_line(traffic.get("fleet", {}).get("total"), range_s),
         routers=len(live) if "routers" in traffic else None,
         in_flight=sum(now.get("in_flight", 0) for now in live),
-        waiting=_summed(now.get("waiting", {}) for now in live),
-        held=_summed(now.get("held", {}) for now in live),
+        waiting=_summed_counts(now.get("waiting", {}) for now in live),
+        held=_summed_counts(now.get("held", {}) for now in live),
         note=note,
     )
 
@@ -176,7 +176,7 @@ def _adapter_line(item: Answer, traffic: TrafficLine) -> AdapterLine:
     )
 
 
-def _summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def _summed_counts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Counts by name, summed."""
     whole: dict[str, int] = {}
     for part in parts:

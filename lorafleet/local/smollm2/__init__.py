@@ -38,7 +38,7 @@ def make(folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as draft:
             unpacked = Path(draft) / MODEL_NAME
             unpacked.mkdir()
-            _unpack(weights, unpacked)
+            _unpack_gguf(weights, unpacked)
             unpacked.rename(model)
     for lora_id in ADAPTERS:
         with resources.as_file(resources.files(__name__) / "adapters" / lora_id) as source:
@@ -55,7 +55,7 @@ def gguf_file() -> Path:
     return Path(found.origin).parent / _WEIGHTS
 
 
-def _unpack(weights: Path, into: Path) -> None:
+def _unpack_gguf(weights: Path, into: Path) -> None:
     """Write a GGUF file of a Llama model as a Hugging Face folder, in bfloat16."""
     # transformers and torch take seconds to import, and only this needs them.
     import torch  # noqa: PLC0415

@@ -61,7 +61,7 @@ def validation_message(errors: Sequence[Any]) -> str:
 
 def _field_path(loc: Sequence[object]) -> str:
     """A finding's field, such as `policy.loading`; `body` if it is the whole body."""
-    return _shortened(".".join(str(part) for part in loc if part != "body")) or "body"
+    return _shortened_text(".".join(str(part) for part in loc if part != "body")) or "body"
 
 
 def _found_text(error: Any) -> str:
@@ -69,10 +69,10 @@ def _found_text(error: Any) -> str:
     found = error.get("input")
     if error["type"] in ("missing", "json_invalid") or not isinstance(found, str | int | float | bool | None):
         return ""
-    return f", found {_shortened(ascii(found))}"
+    return f", found {_shortened_text(ascii(found))}"
 
 
-def _shortened(text: str) -> str:
+def _shortened_text(text: str) -> str:
     """The text, cut to 80 characters."""
     return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."
 
@@ -173,7 +173,7 @@ def no_route(path: str) -> tuple[str, str]:
 
 def shown_path(path: str) -> str:
     """A caller's path for a message: short, and in ASCII."""
-    return ascii(_shortened(path))[1:-1]
+    return ascii(_shortened_text(path))[1:-1]
 
 
 def add_routes(to: FastAPI | APIRouter, *parts: APIRouter) -> None:

@@ -12,7 +12,7 @@ async def json_events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
     Raises httpx.HTTPError, and ValueError for an event that is no JSON object.
     """
-    async for line in _lines(answer):
+    async for line in _answer_lines(answer):
         data = line.removeprefix(b"data:").strip()
         if line.startswith(b"data:") and data != b"[DONE]":
             event = json.loads(data)
@@ -21,7 +21,7 @@ async def json_events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield event
 
 
-async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+async def _answer_lines(answer: httpx.Response) -> AsyncIterator[bytes]:
     """The answer's lines, which end at line feeds alone.
 
     httpx' `aiter_lines` would also end them at U+0085, U+2028 and their kin, which JSON may hold as they are.

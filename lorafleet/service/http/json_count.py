@@ -21,11 +21,11 @@ def has_more(body: bytes, most: int, marks: bytes = ITEMS) -> bool:
     others = sum(body.count(mark) for mark in marks.replace(b'"', b""))
     if body.count(b'"') // 2 + others <= most:
         return False
-    return next(islice(_mark(marks).finditer(body), most, None), None) is not None
+    return next(islice(_mark_pattern(marks).finditer(body), most, None), None) is not None
 
 
 @cache
-def _mark(marks: bytes) -> re.Pattern[bytes]:
+def _mark_pattern(marks: bytes) -> re.Pattern[bytes]:
     """A pattern for one whole string, or one of the other marks."""
     others = re.escape(marks.replace(b'"', b""))
     return re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[%b]' % others, re.DOTALL)

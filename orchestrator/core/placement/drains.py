@@ -44,7 +44,7 @@ def drain_progress(context: PlacementContext) -> dict[str, DrainProgress]:
     for worker in draining:
         # Drains of one base model share the workers that take their adapters.
         others_s = sum(own_s[w.id] for w in draining if w.id != worker.id and w.base_model == worker.base_model)
-        found[worker.id] = _progress_of(context, worker, left[worker.id], own_s[worker.id], others_s)
+        found[worker.id] = _drain_progress(context, worker, left[worker.id], own_s[worker.id], others_s)
     return found
 
 
@@ -59,7 +59,7 @@ def _adapters_to_move(context: PlacementContext, worker: ObservedWorker) -> Iter
             yield adapter
 
 
-def _progress_of(
+def _drain_progress(
     context: PlacementContext,
     worker: ObservedWorker,
     left: tuple[RegisteredAdapter, ...],

@@ -217,7 +217,7 @@ def slot_shares(weights: Mapping[str, float], caps: Mapping[str, int], slots: in
     open_ = sorted(weights)
     left = max(0, slots)
     while open_:
-        quotas = _quotas({name: weights[name] for name in open_}, left)
+        quotas = _slot_quotas({name: weights[name] for name in open_}, left)
         over = [name for name in open_ if quotas[name] >= caps[name]]
         if not over:
             break
@@ -232,7 +232,7 @@ def slot_shares(weights: Mapping[str, float], caps: Mapping[str, int], slots: in
 
 def _largest_remainder(weights: Mapping[str, float], slots: int) -> dict[str, int]:
     """All the slots divided in proportion to weights, by largest remainder; without caps."""
-    quotas = _quotas(weights, slots)
+    quotas = _slot_quotas(weights, slots)
     given = {name: int(quota) for name, quota in quotas.items()}
     by_remainder = sorted(weights, key=lambda name: (given[name] - quotas[name], name))
     for name in by_remainder[: slots - sum(given.values())]:
@@ -240,7 +240,7 @@ def _largest_remainder(weights: Mapping[str, float], slots: int) -> dict[str, in
     return given
 
 
-def _quotas(weights: Mapping[str, float], slots: int) -> dict[str, float]:
+def _slot_quotas(weights: Mapping[str, float], slots: int) -> dict[str, float]:
     """name -> part of the slots in proportion to weights, not rounded; for weights of any size."""
     # A power of two, so that scaling rounds nothing: the largest weight is between 1/2 and 1 then.
     _, exponent = math.frexp(max(weights.values()))

@@ -87,15 +87,15 @@ class WhatIfOutcome:
 
 def what_if(inputs: PlacementInputs, hypothesis: Hypothesis, *, passes: int) -> WhatIfOutcome:
     """Simulate at most `passes` passes under the hypothesis; `inputs` is not changed."""
-    before = _placement(inputs).targets
+    before = _placement_pass(inputs).targets
     inputs = hypothetical_inputs(inputs, hypothesis)
     steps: list[SimulatedStep] = []
     desired, actions = DesiredPlacement(), list[WorkerAction]()
     pass_index = 0
     seconds = 0.0
     for pass_index in range(passes):
-        desired = _placement(inputs)
-        actions = _actions(desired, inputs)
+        desired = _placement_pass(inputs)
+        actions = _actions_after_drains(desired, inputs)
         if not actions:
             break
         costs = [_simulated_step(action, pass_index, inputs) for action in actions]
@@ -248,12 +248,12 @@ def _repair_wants(
     return wants
 
 
-def _placement(inputs: PlacementInputs) -> DesiredPlacement:
+def _placement_pass(inputs: PlacementInputs) -> DesiredPlacement:
     """The result of one placement pass on these inputs."""
     return place(inputs.intent, inputs.observed, inputs.demand, inputs.policy, inputs.now)
 
 
-def _actions(desired: DesiredPlacement, inputs: PlacementInputs) -> list[WorkerAction]:
+def _actions_after_drains(desired: DesiredPlacement, inputs: PlacementInputs) -> list[WorkerAction]:
     """The actions of a pass that wants this placement, if every drain ended at once."""
     # Every drain is taken to end at once, because the duration of requests in flight is not known.
     drained = dict.fromkeys(required_drains(desired), True)

@@ -20,7 +20,7 @@ class CacheDisclosure:
 
     def record_prompt(self, tenant: str, hashes: Sequence[BlockHash]) -> None:
         """Add the blocks of an answered prompt to the tenant's. Beyond the bound, forgets the oldest of all tenants."""
-        salt = _salt(tenant)
+        salt = _tenant_salt(tenant)
         # Backwards, so that a prompt's first blocks, without which the others are useless, are forgotten last.
         for block in reversed(hashes):
             self._sent[block ^ salt] = None
@@ -30,13 +30,13 @@ class CacheDisclosure:
 
     def disclosed_depth(self, tenant: str, hashes: Sequence[BlockHash]) -> int:
         """First blocks of a prompt that this tenant has sent before, in blocks."""
-        salt = _salt(tenant)
+        salt = _tenant_salt(tenant)
         for depth, block in enumerate(hashes):
             if block ^ salt not in self._sent:
                 return depth
         return len(hashes)
 
 
-def _salt(tenant: str) -> int:
+def _tenant_salt(tenant: str) -> int:
     """A tenant's number, mixed into its block hashes to keep them apart from other tenants'."""
     return xxh3_64_intdigest(tenant.encode())

@@ -304,7 +304,7 @@ class Quotas:
         Reads other processes' use first.
         """
         self._read_others(granted.account)
-        return _headers(granted.account, now)
+        return _ratelimit_headers(granted.account, now)
 
     def forget_idle(self, now: float) -> None:
         """Drop accounts without requests in flight whose buckets are full."""
@@ -335,9 +335,9 @@ class Quotas:
     def _set_limits(self, account: _KeyAccount, limits: RateLimits, now: float) -> None:
         """Set an account's limits and resize its buckets."""
         account.limits = limits
-        account.requests = _resized(account.requests, limits.requests_per_minute, now)
-        account.tokens = _resized(account.tokens, limits.tokens_per_minute, now)
-        account.body_bytes = _resized(account.body_bytes, limits.bytes_per_minute, now)
+        account.requests = _resized_bucket(account.requests, limits.requests_per_minute, now)
+        account.tokens = _resized_bucket(account.tokens, limits.tokens_per_minute, now)
+        account.body_bytes = _resized_bucket(account.body_bytes, limits.bytes_per_minute, now)
 
     def _read_others(self, account: _KeyAccount) -> None:
         """Set what other processes run, and newer bucket levels of theirs. Does nothing with a single process."""
@@ -414,7 +414,7 @@ class Quotas:
             f" {duration_text(retry_after_s)}",
             retry_after_s=retry_after_s,
             limit=limit,
-            headers=_headers(account, now),
+            headers=_ratelimit_headers(account, now),
         )
 
 
@@ -432,7 +432,7 @@ def duration_text(seconds: float) -> str:
     return f"{minutes}m{left}s" if minutes else f"{left}s"
 
 
-def _headers(account: _KeyAccount, now: float) -> dict[str, str]:
+def _ratelimit_headers(account: _KeyAccount, now: float) -> dict[str, str]:
     """The x-ratelimit headers of an account; fills its buckets up to now."""
     headers = {}
     for name, bucket in (("requests", account.requests), ("tokens", account.tokens), ("bytes", account.body_bytes)):
@@ -443,7 +443,7 @@ def _headers(account: _KeyAccount, now: float) -> dict[str, str]:
     return headers
 
 
-def _resized(bucket: _TokenBucket | None, size: float | None, now: float) -> _TokenBucket | None:
+def _resized_bucket(bucket: _TokenBucket | None, size: float | None, now: float) -> _TokenBucket | None:
     """A bucket of this size: the same one resized, a new full one, or None without a limit."""
     if size is None:
         return None

@@ -29,9 +29,9 @@ def record_of(decision: Decision) -> dict[str, Any]:
     request, snapshot = decision.request, decision.snapshot
     return {
         "policy": decision.policy,
-        "ask": _plain(request) | {"excluded": sorted(list(pair) for pair in request.excluded)},
+        "ask": _changed_fields(request) | {"excluded": sorted(list(pair) for pair in request.excluded)},
         "replicas": [_plain_replica(replica, request.engine_name) for replica in snapshot.roster.replicas],
-        "loads": [_plain(own) for own in snapshot.loads],
+        "loads": [_changed_fields(own) for own in snapshot.loads],
         "depths": dict(snapshot.depths),
         "lower": {worker: list(blocks) for worker, blocks in snapshot.lower.items()},
         "ranks": dict(snapshot.ranks),
@@ -52,23 +52,25 @@ def replay_decision(record: Mapping[str, Any]) -> Decision:
     data = dict(record)
     policy = POLICIES[data.pop("policy")]()
     request_data = data.pop("ask")
-    (only,) = _pairs([request_data["only"]]) if request_data.get("only") else (None,)
-    request = RoutingRequest(**request_data | {"excluded": _pairs(request_data["excluded"]), "only": only})
+    (only,) = _decode_incarnations([request_data["only"]]) if request_data.get("only") else (None,)
+    request = RoutingRequest(
+        **request_data | {"excluded": _decode_incarnations(request_data["excluded"]), "only": only}
+    )
     snapshot = FleetSnapshot(
-        roster=Roster(tuple(_replica(plain) for plain in data.pop("replicas"))),
+        roster=Roster(tuple(_decode_replica(plain) for plain in data.pop("replicas"))),
         loads=FleetLoad.of(ReplicaLoad(**_with_sets(plain)) for plain in data.pop("loads")),
         lower={worker: (host, storage) for worker, (host, storage) in data.pop("lower").items()},
-        open_circuits=_pairs(data.pop("shut", ())),
+        open_circuits=_decode_incarnations(data.pop("shut", ())),
         costs=CostSettings(**data.pop("costs")),
         **data,
     )
     return decide(policy, request, snapshot)
 
 
-def _plain(thing: Any) -> dict[str, Any]:
+def _changed_fields(thing: Any) -> dict[str, Any]:
     """The fields of a value that differ from their defaults, sets as sorted lists."""
     found = {}
-    for name, default in _defaults(type(thing)):
+    for name, default in _fields_with_defaults(type(thing)):
         value = getattr(thing, name)
         if value != default:
             assert not isinstance(value, float) or math.isfinite(value), "JSON has no infinity; only defaults may be"
@@ -76,7 +78,7 @@ def _plain(thing: Any) -> dict[str, Any]:
     return found
 
 
-def _defaults(kind: Any) -> Iterator[tuple[str, Any]]:
+def _fields_with_defaults(kind: Any) -> Iterator[tuple[str, Any]]:
     """(name, default) of the fields of a struct, named tuple or dataclass; `_NO_DEFAULT` where there is none."""
     if issubclass(kind, msgspec.Struct):
         for known in msgspec.structs.fields(kind):
@@ -93,14 +95,14 @@ def _defaults(kind: Any) -> Iterator[tuple[str, Any]]:
 def _plain_replica(replica: Replica, engine_name: str) -> dict[str, Any]:
     """A replica as JSON data, with the request's adapter alone."""
     resident = replica.residents.get(engine_name)
-    plain = _plain(replica) | {"report": _plain(replica.report), "draining": []}
-    plain["residents"] = {engine_name: _plain(resident)} if resident is not None else {}
+    plain = _changed_fields(replica) | {"report": _changed_fields(replica.report), "draining": []}
+    plain["residents"] = {engine_name: _changed_fields(resident)} if resident is not None else {}
     if engine_name in replica.draining:
         plain["draining"] = [engine_name]
     return plain
 
 
-def _replica(plain: Mapping[str, Any]) -> Replica:
+def _decode_replica(plain: Mapping[str, Any]) -> Replica:
     """The replica of JSON data; the inverse of `_plain_replica`."""
     residents = {name: ResidentAdapter(**resident) for name, resident in plain["residents"].items()}
     return Replica(
@@ -108,7 +110,7 @@ def _replica(plain: Mapping[str, Any]) -> Replica:
     )
 
 
-def _pairs(plain: Iterable[Sequence[str]]) -> Excluded:
+def _decode_incarnations(plain: Iterable[Sequence[str]]) -> Excluded:
     """(worker, boot id) pairs of JSON data as incarnations."""
     return frozenset((WorkerId(worker), boot) for worker, boot in plain)
 

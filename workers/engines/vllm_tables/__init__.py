@@ -19,11 +19,11 @@ DEFAULT_VERSION = "0.32"
 
 def vllm_table(version: str) -> ModelTable | None:
     """The table of a version such as `0.32.1`; None if there is none for it. Reads a file once."""
-    return _table(".".join(version.split(".")[:2]))
+    return _version_table(".".join(version.split(".")[:2]))
 
 
 @lru_cache(maxsize=8)
-def _table(version: str) -> ModelTable | None:
+def _version_table(version: str) -> ModelTable | None:
     """The table of a version such as `0.32`; None without a file."""
     if not version.replace(".", "").isdigit():
         return None
