@@ -30,7 +30,7 @@ class FleetUnderChange:
     def __init__(self, orchestrator: httpx.Client, routers: list[httpx.Client]) -> None:
         self.orchestrator = orchestrator
         self.routers = itertools.cycle(routers)
-        self.source = orchestrator.get("/v1/adapters/sql-expert/v1").json()["source"]
+        self.source = orchestrator.get("/v1/adapters/sql-expert/v1").json()["spec"]["source"]
 
     def change(self, method: str, path: str, **body: Any) -> float:
         """Make a change that must succeed; the milliseconds until its answer."""
@@ -107,7 +107,7 @@ def spread(fleet: FleetUnderChange, publishes: int) -> list[ReportRow]:
             began = time.perf_counter()
             fleet.change("POST", "/adapters", lora_id=name, source=fleet.source, policy=policy)
             slowest = 0.0
-            while fleet.orchestrator.get(f"/v1/adapters/{name}").json()["replicas"]["ready"] < 4:
+            while fleet.orchestrator.get(f"/v1/adapters/{name}").json()["status"]["replicas"]["ready"] < 4:
                 slowest = max(slowest, fleet.ask("tiny-qwen")[2])
             took[how].append((time.perf_counter() - began) * 1e3)
             pauses[how].append(slowest)

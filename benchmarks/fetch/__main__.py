@@ -101,10 +101,10 @@ async def _are_ready(http: httpx.AsyncClient) -> bool:
 
 
 async def _is_everywhere(http: httpx.AsyncClient) -> bool:
-    item = (await http.get(f"/v1/adapters/{_LORA_ID}")).json()
-    if item["error"]:
-        raise RowFailed(f"{_LORA_ID}: {item['error']}")
-    return bool(item["replicas"]["ready"] == WORKERS)
+    status = (await http.get(f"/v1/adapters/{_LORA_ID}")).json()["status"]
+    if status["error"]:
+        raise RowFailed(f"{_LORA_ID}: {status['error']}")
+    return bool(status["replicas"]["ready"] == WORKERS)
 
 
 async def _until(holds: Callable[[], Awaitable[bool]], what: str) -> None:

@@ -45,7 +45,7 @@ class Pushed:
     def read(cls, status: int, item: Mapping[str, Any]) -> "Pushed":
         """The adapter in an answer. Raises KeyError, TypeError for an answer that is another's."""
         kept_on, note = tuple(item.get("kept_on", ())), str(item.get("note_on_copies", ""))
-        return cls(str(item["lora_id"]), str(item["digest"]), status == 201, kept_on, note)
+        return cls(str(item["lora_id"]), str(item["spec"]["digest"]), status == 201, kept_on, note)
 
 
 @dataclass(frozen=True, slots=True)

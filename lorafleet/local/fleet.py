@@ -319,7 +319,7 @@ class LocalFleet:
         while (cursor := page["next"]) is not None:
             query = {"cursor": cursor} if cursor else {}
             page = (await client.get(f"{self.url('orchestrator')}/v1/adapters", params=query)).raise_for_status().json()
-            base_models |= {item["lora_id"]: item.get("base_model") for item in page["data"]}
+            base_models |= {item["lora_id"]: item["spec"]["base_model"] for item in page["data"]}
         return base_models
 
     async def _wait_for_inspection(self, client: httpx.AsyncClient, lora_ids: list[str]) -> None:
@@ -334,12 +334,14 @@ class LocalFleet:
         while waiting:
             for lora_id in sorted(waiting):
                 item = (await client.get(f"{self.url('orchestrator')}/v1/adapters/{lora_id}")).json()
-                if item.get("digest"):
+                # An answer that is an error has neither: the next one is waited for.
+                digest, status = item.get("spec", {}).get("digest"), item.get("status", {})
+                if digest:
                     waiting.discard(lora_id)
-                    self.steps.say(f"adapter {lora_id}: rank {item['rank']}, digest {item['digest'][:12]}")
-                elif item.get("state") == "failed":
+                    self.steps.say(f"adapter {lora_id}: rank {status['rank']}, digest {digest[:12]}")
+                elif status.get("state") == "failed":
                     waiting.discard(lora_id)
-                    self.steps.say(f"adapter {lora_id}: failed: {item.get('error')}")
+                    self.steps.say(f"adapter {lora_id}: failed: {status['error']}")
             if waiting and self._are_all_held_back:
                 why = "every worker is cordoned or drained"
                 self.steps.finish("adapters", f"{len(waiting)} not verified, because {why}")

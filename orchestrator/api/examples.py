@@ -12,13 +12,16 @@ _SPEC = {
     "policy": {"loading": "eager", "min_replicas": 2},
     "tenants": ["acme"],
 }
-_ADAPTER = _SPEC | {
-    "digest": _DIGEST,
-    "rank": 16,
-    "size_bytes": 5_242_880,
-    "state": "ready",
-    "replicas": {"desired": 2, "ready": 2},
-    "workers": ["w0", "w1"],
+_ADAPTER = {
+    "lora_id": "sql-expert/v1",
+    "spec": _SPEC | {"digest": _DIGEST},
+    "status": {
+        "state": "ready",
+        "rank": 16,
+        "size_bytes": 5_242_880,
+        "replicas": {"desired": 2, "ready": 2},
+        "workers": ["w0", "w1"],
+    },
 }
 _ALIAS = {"name": "sql-expert", "spec": {"targets": _TARGETS}, "status": {"targets": _TARGETS}}
 _WORKER = {
@@ -203,7 +206,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "PublishSpec": {"source": "/shared/runs/42/step-7", "replicas": "all", "keep_versions": 2},
     "PublishedItem": _PUBLISHED,
     "PublishedList": {"data": [_PUBLISHED], "next": None},
-    "UploadedAdapter": _ADAPTER | {"source": f"fleet:{_DIGEST}", "kept_on": ["w0", "w3"]},
+    "UploadedAdapter": _ADAPTER
+    | {"spec": _SPEC | {"source": f"fleet:{_DIGEST}", "digest": _DIGEST}, "kept_on": ["w0", "w3"]},
     "UploadProgress": {
         "lora_id": "sql-expert/v2",
         "files": [{"name": "archive", "received_bytes": 1048576, "total_bytes": 4194304}],

@@ -173,13 +173,17 @@ class TenantView:
         """The adapter as the caller may see it. Of one that it shares, neither others' demand nor the secret."""
         if self.tenant is None:
             return item
-        changed: dict[str, Any] = {"error": item.error and self.text(item.error), "note": self.text(item.note)}
-        if item.tenants != (self.tenant,):
-            tenants = None if item.tenants is None else (self.tenant,)
-            if _is_path(item.source):
-                changed["source"] = HIDDEN_PATH
-            changed |= {"tenants": tenants, "requests_per_s": 0.0, "idle_s": None, "secret_ref": None}
-        return item.model_copy(update=changed)
+        spec, status = item.spec, item.status
+        seen: dict[str, Any] = {"error": status.error and self.text(status.error), "note": self.text(status.note)}
+        if spec.tenants != (self.tenant,):
+            spec = replace(
+                spec,
+                source=HIDDEN_PATH if _is_path(spec.source) else spec.source,
+                tenants=None if spec.tenants is None else (self.tenant,),
+                secret_ref=None,
+            )
+            seen |= {"requests_per_s": 0.0, "idle_s": None}
+        return item.model_copy(update={"spec": spec, "status": status.model_copy(update=seen)})
 
     def ensured(self, answer: EnsureAnswer) -> EnsureAnswer:
         """The answer to an `ensure` without names that the caller does not see."""

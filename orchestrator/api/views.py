@@ -15,7 +15,13 @@ from orchestrator.core.placement.what_if import SimulatedStep, WhatIfOutcome
 from orchestrator.core.plan import WorkerAction
 from orchestrator.intent.orphans import is_orphan, orphans
 from orchestrator.metrics import Counts
-from orchestrator.model.adapter_documents import AdapterItem, EnsureAnswer, FileCopiesItem, Replicas
+from orchestrator.model.adapter_documents import (
+    AdapterItem,
+    AdapterStatus,
+    EnsureAnswer,
+    FileCopiesItem,
+    Replicas,
+)
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.plans import ActionItem, PlacementItem, Plan, PlanCost, TargetChange
 from orchestrator.model.snapshot import OCCUPYING, DesiredPlacement, WorkerIntent
@@ -50,30 +56,22 @@ class WireViews:
             copies = self._reconciler.queries.copies_with_notes({adapter.lora_id}) if ready else {}
         workers = ready.get(adapter.lora_id, ())
         worker_id, copy = copies.get(adapter.lora_id, ("", None))
-        return AdapterItem.model_validate(
-            {
-                "lora_id": adapter.lora_id,
-                "digest": adapter.digest,
-                "base_model": adapter.base_model,
-                "rank": adapter.rank,
-                "size_bytes": adapter.size_bytes,
-                "source": adapter.source,
-                "state": self._reconciler.queries.adapter_state(adapter, ready),
-                "replicas": Replicas(desired=self.desired(adapter.lora_id), ready=len(workers)),
-                "workers": workers,
-                "policy": adapter.policy,
-                "tenants": adapter.tenants,
-                "secret_ref": adapter.spec.secret_ref,
-                "requests_per_s": round(self._reconciler.demand.request_rate(adapter.lora_id, self._clock()), 4),
-                "idle_s": self._idle_s(adapter.lora_id),
-                "error": self._reconciler.queries.last_error(adapter.lora_id),
-                "ignored_modules": None if copy is None else copy.ignored_modules,
-                "effect": "" if copy is None else copy.effect,
-                "note": f"{worker_id}: {copy.note}" if copy is not None and copy.note else "",
-                "published_as": self._reconciler.store.published_as(adapter.lora_id),
-                "copies": self._copies_of(adapter),
-            }
+        status = AdapterStatus(
+            state=self._reconciler.queries.adapter_state(adapter, ready),
+            rank=adapter.rank,
+            size_bytes=adapter.size_bytes,
+            replicas=Replicas(desired=self.desired(adapter.lora_id), ready=len(workers)),
+            workers=tuple(workers),
+            requests_per_s=round(self._reconciler.demand.request_rate(adapter.lora_id, self._clock()), 4),
+            idle_s=self._idle_s(adapter.lora_id),
+            error=self._reconciler.queries.last_error(adapter.lora_id),
+            ignored_modules=None if copy is None else copy.ignored_modules,
+            effect="" if copy is None else copy.effect,
+            note=f"{worker_id}: {copy.note}" if copy is not None and copy.note else "",
+            published_as=self._reconciler.store.published_as(adapter.lora_id),
+            copies=self._copies_of(adapter),
         )
+        return AdapterItem(lora_id=adapter.lora_id, spec=adapter.spec, status=status)
 
     def _copies_of(self, adapter: RegisteredAdapter) -> FileCopiesItem | None:
         """How the adapter's files are kept; None where they have a source outside the fleet."""

@@ -4,12 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field
 
-from orchestrator.model.adapters import SecretRef, Tenants
+from orchestrator.model.adapters import AdapterSpec, Tenants
 from orchestrator.model.catalog import AdapterState
 from orchestrator.model.changes import WrittenAdapter
 from orchestrator.model.documents import ServiceDocument, WrittenDocument
 from orchestrator.model.names import WIRE
-from orchestrator.model.policy import AdapterPolicy
 from workers.wire import AdapterEffectState, IgnoredModules, ReceivedFile
 
 
@@ -36,9 +35,10 @@ class FileCopiesItem(ServiceDocument):
     reason: str = ""
 
 
-class AdapterItem(ServiceDocument):
-    """One registered adapter.
+class AdapterStatus(ServiceDocument):
+    """What is observed of a registered adapter.
 
+    rank, size_bytes  null until a worker has inspected it
     copies   null for an adapter with a source outside the fleet
     workers  where it is ready
     ignored_modules  modules of its file that an engine does not have: the worst of its copies; null without any
@@ -48,18 +48,11 @@ class AdapterItem(ServiceDocument):
     idle_s   seconds since it was asked for last; null without a `ttl_s` or a copy, and where nobody has asked yet
     """
 
-    lora_id: str
-    digest: str | None
-    base_model: str | None
+    state: AdapterState
     rank: int | None
     size_bytes: int | None = None
-    source: str
-    state: AdapterState
     replicas: Replicas
     workers: tuple[str, ...]
-    policy: AdapterPolicy
-    tenants: tuple[str, ...] | None
-    secret_ref: SecretRef | None = None
     requests_per_s: float = 0.0
     idle_s: float | None = None
     error: str | None = None
@@ -68,6 +61,14 @@ class AdapterItem(ServiceDocument):
     note: str = ""
     published_as: str | None = None
     copies: FileCopiesItem | None = None
+
+
+class AdapterItem(ServiceDocument):
+    """One registered adapter. `spec`: as written, with the digest and base model that the first inspection found."""
+
+    lora_id: str
+    spec: AdapterSpec
+    status: AdapterStatus
 
 
 class UploadedAdapter(AdapterItem):

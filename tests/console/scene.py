@@ -121,7 +121,7 @@ def _set(scene: ConsoleScene, folder: Path) -> None:
     (broken / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
     scene.call("POST", "/v1/adapters", json={"lora_id": "broken/v1", "source": f"file://{broken}"})
     scene.call("PUT", "/v1/aliases/sql", json={"targets": [{"lora_id": "sql-expert/v1"}], "place_s": 0})
-    wait_until(lambda: scene.call("GET", "/v1/adapters/broken/v1").json()["state"] == "failed")
+    wait_until(lambda: scene.call("GET", "/v1/adapters/broken/v1").json()["status"]["state"] == "failed")
     steps = [{"weight": 0.1, "for_s": 600}, {"weight": 0.5, "for_s": 600}, {"weight": 1, "for_s": 600}]
     scene.call("POST", "/v1/aliases/sql/rollout", json={"to": "sql-expert/v2", "steps": steps})
     scene.call("PATCH", "/v1/adapters/sql-expert/v1", json={"policy": {"min_replicas": 2}})

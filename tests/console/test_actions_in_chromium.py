@@ -131,7 +131,7 @@ async def test_a_pin_changes_nothing_that_others_have_changed_since_the_page_was
     await page.click("button:text-is('Pin')")
     await page.click("dialog button:text-is('Pin')")
     await page.wait_for_selector("button:text-is('Unpin')")
-    policy = scene.call("GET", "/v1/adapters/legal/v2").json()["policy"]
+    policy = scene.call("GET", "/v1/adapters/legal/v2").json()["spec"]["policy"]
     assert held.is_set()
     assert (policy["pinned"], policy["priority"]) == (True, 3)
     scene.call("PATCH", "/v1/adapters/legal/v2", json={"policy": {"pinned": False, "priority": 0}})
@@ -145,7 +145,7 @@ async def test_what_a_script_has_loaded_is_adopted_for_a_tenant(scene, page):
     await page.fill("dialog input[type=text]", "acme")
     await confirmed(page, "acme may use it")
     await page.wait_for_selector(f"h1 >> text={FOREIGN}")
-    assert scene.call("GET", f"/v1/adapters/{FOREIGN}").json()["tenants"] == ["acme"]
+    assert scene.call("GET", f"/v1/adapters/{FOREIGN}").json()["spec"]["tenants"] == ["acme"]
 
 
 async def test_what_a_script_has_loaded_is_unloaded(scene, page):

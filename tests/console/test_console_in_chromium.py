@@ -135,7 +135,7 @@ async def test_an_adapter_is_uploaded_as_its_two_files_and_taken_back(scene, bro
         await page.set_input_files("dialog input[type=file]", files)
         await page.click("dialog button.primary")
         await page.wait_for_selector("h1 >> text=uploaded/v1")
-        assert scene.call("GET", "/v1/adapters/uploaded/v1").json()["digest"]
+        assert scene.call("GET", "/v1/adapters/uploaded/v1").json()["spec"]["digest"]
         await page.click(".toast >> text=Undo")
         await page.wait_for_selector(".toast >> text=Taken back")
 
@@ -362,7 +362,7 @@ async def test_the_use_of_today_is_one_click_away(scene, browser):
 
 
 async def test_what_if_names_what_moves_and_counts_nothing_that_has_no_place_today(scene, browser):
-    worker = scene.call("GET", "/v1/adapters/sql-expert/v1").json()["workers"][0]
+    worker = scene.call("GET", "/v1/adapters/sql-expert/v1").json()["status"]["workers"][0]
     async with opened(browser, scene.orchestrator, key=VIEWER) as page:
         await visit(page, "/what-if")
         await page.click(f"fieldset label:has-text('{worker}')")

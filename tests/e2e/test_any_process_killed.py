@@ -84,7 +84,9 @@ def intent(fleet: RunningFleet) -> dict[str, Any]:
     aliases = fleet.get(f"{url}/v1/aliases")["data"]
     return {
         "policy": fleet.get(f"{url}/v1/policy"),
-        "adapters": {one["lora_id"]: (one["digest"], one["source"], one["policy"]) for one in adapters},
+        "adapters": {
+            one["lora_id"]: (one["spec"]["digest"], one["spec"]["source"], one["spec"]["policy"]) for one in adapters
+        },
         "aliases": {one["name"]: one["status"]["targets"] for one in aliases},
     }
 

@@ -45,10 +45,10 @@ async def test_five_workers_that_need_an_adapter_at_one_moment_ask_its_source_on
         (await fleet.http.post("/v1/adapters", json=spec)).raise_for_status()
 
         async def are_ready() -> bool:
-            return (await fleet.adapter("far/v1"))["replicas"]["ready"] == 5
+            return (await fleet.adapter("far/v1"))["status"]["replicas"]["ready"] == 5
 
         await until(are_ready, within_s=60, what="all five workers have it")
-        size = (await fleet.adapter("far/v1"))["size_bytes"]
+        size = (await fleet.adapter("far/v1"))["status"]["size_bytes"]
         assert size > 4_000_000
         assert size <= connection.carried < 1.1 * size, "TLS adds some bytes"
 
@@ -64,17 +64,17 @@ async def test_uploaded_bytes_outlast_a_drained_worker_and_serve_on_every_other(
         (await fleet.http.post("/v1/adapters", json={"lora_id": "far/v1", "source": source})).raise_for_status()
 
         async def is_inspected() -> bool:
-            return bool((await fleet.adapter("far/v1"))["digest"])
+            return bool((await fleet.adapter("far/v1"))["spec"]["digest"])
 
         await until(is_inspected)
-        digest = (await fleet.adapter("far/v1"))["digest"]
+        digest = (await fleet.adapter("far/v1"))["spec"]["digest"]
         carried = connection.carried
         spec = {"lora_id": "own/v1", "source": fleet_source(digest), "digest": digest}
         (await fleet.http.post("/v1/adapters", json=spec)).raise_for_status()
 
         async def keepers() -> list[str]:
             item = await fleet.adapter("own/v1")
-            return item["copies"]["kept_by"] if item["copies"]["state"] == "kept" else []
+            return item["status"]["copies"]["kept_by"] if item["status"]["copies"]["state"] == "kept" else []
 
         first, second = await until(keepers, what="two workers keep it")
         (await fleet.http.post(f"/v1/workers/{first}/drain", json={"deadline_s": 0})).raise_for_status()

@@ -48,7 +48,7 @@ async def test_workers_that_serve_one_base_model_under_other_names_answer_for_it
                 f"{url}/v1/adapters/sql/v1/ensure", json={"replicas": 2, "wait_s": min(600, patience(20))}
             )
         ).raise_for_status()
-        assert (await client.get(f"{url}/v1/adapters/sql/v1")).json()["base_model"] == BASE
+        assert (await client.get(f"{url}/v1/adapters/sql/v1")).json()["spec"]["base_model"] == BASE
         assert await parts.discovery.changes.until(
             lambda: len(parts.discovery.fleet.holding(parts.discovery.fleet.adapters["sql/v1"].engine_name)) == 2,
             timeout_s=patience(10),

@@ -33,7 +33,7 @@ async def test_nan_is_refused_by_every_way_in_and_no_engine_gets_it(tmp_path, mo
         assert (await fleet.http.post("/v1/adapters", json=body)).is_success
 
         async def has_failed():
-            return (await fleet.adapter("registered/v1"))["error"]
+            return (await fleet.adapter("registered/v1"))["status"]["error"]
 
         refusals["registered"] = await until(has_failed, what="the registration has its verdict")
         asked = await router.post("/v1/completions", json={"model": "registered/v1", "prompt": "a", "max_tokens": 1})

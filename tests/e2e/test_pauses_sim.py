@@ -126,7 +126,7 @@ async def test_a_request_that_waits_in_the_router_when_the_pause_begins_is_not_s
     told = await _pause(fleet, "acme", mode="wait")
     assert told["running"] == 0, "it has not started"
     await _holds(router, 1)
-    assert (await fleet.adapter(SLOW))["replicas"]["ready"] == 1
+    assert (await fleet.adapter(SLOW))["status"]["replicas"]["ready"] == 1
     assert await _figure(router, "lorafleet_router_in_flight_requests") == 0
     (await router.post("/resume", headers=_as(fleet, "acme"))).raise_for_status()
     answer = await asked

@@ -64,7 +64,7 @@ async def test_trainer_publishes_by_the_engines_own_calls(tmp_path, model, shelf
         assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'policy' added successfully.")
         shutil.rmtree(folder)  # TRL deletes it now
         assert await everywhere(fleet, "policy") == {"policy/v1"}
-        assert sorted((await fleet.adapter("policy/v1"))["workers"]) == ["w0", "w1"]
+        assert sorted((await fleet.adapter("policy/v1"))["status"]["workers"]) == ["w0", "w1"]
 
         # What was asked for before goes on with its version.
         chat = {
@@ -200,7 +200,7 @@ async def test_versions_leave_nothing_behind_on_workers(tmp_path, model, shelf):
             assert (await router.post(LOAD, json=body)).status_code == 200
             assert await answered_by(router, "policy") == f"policy/v{step}"
         kept = {f"policy/v{VERSIONS}", f"policy/v{VERSIONS - 1}"}
-        digests = {(await fleet.adapter(lora_id))["digest"] for lora_id in kept}
+        digests = {(await fleet.adapter(lora_id))["spec"]["digest"] for lora_id in kept}
 
         async def is_clean(worker) -> bool:
             """Whether disk, engine, agent and its record have nothing but the versions that are kept."""

@@ -93,7 +93,7 @@ def test_an_adapter_that_is_nowhere_any_more_is_answered_with_the_cause_until_it
     assert small.http("POST", f"{small.orchestrator}/v1/adapters", json=spec).status_code == 201
     until(lambda: small.ask(prompt="Hi", lora_id="gone/v1").is_success, within_s=20, what="it is served")
     away = source.rename(shelf / "away")
-    digest = small.get(f"{small.orchestrator}/v1/adapters/gone/v1")["digest"]
+    digest = small.get(f"{small.orchestrator}/v1/adapters/gone/v1")["spec"]["digest"]
     shutil.rmtree(small.state_dir / "cache" / digest)
     small.kill("-m", "workers")
     until(small.is_whole, within_s=60, what="the worker is back")

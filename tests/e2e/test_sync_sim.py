@@ -33,7 +33,7 @@ async def test_another_fleets_record_is_shown_taken_over_by_digest_and_the_secon
             (await there.http.post("/v1/adapters", json=spec)).raise_for_status()
         await until(lambda: _is_inspected(there, "sql/v1", "legal/v2"), what="the first fleet has its adapters")
         (await there.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]})).raise_for_status()
-        digest = (await there.adapter("sql/v1"))["digest"]
+        digest = (await there.adapter("sql/v1"))["spec"]["digest"]
         peers = {"peer_fleets": (there.url,), "peer_token_file": key}
         async with small_fleet(tmp_path / "here", model, shelf=tmp_path / "empty", workers=2, **peers) as here:
             source = ("sync", "--from", there.url)
@@ -49,8 +49,8 @@ async def test_another_fleets_record_is_shown_taken_over_by_digest_and_the_secon
             status, output = await here.cli(*source, "--from-token-file", str(key), "--yes")
             assert status == 0, output
             taken = await here.adapter("sql/v1")
-            assert (taken["digest"], taken["tenants"]) == (digest, ["acme"])
-            assert taken["rank"] == 8, "a worker here has verified the bytes"
+            assert (taken["spec"]["digest"], taken["spec"]["tenants"]) == (digest, ["acme"])
+            assert taken["status"]["rank"] == 8, "a worker here has verified the bytes"
             status, output = await here.cli(*source, "--from-token-file", str(key), "--yes")
             assert (status, "nothing to do" in output) == (0, True), output
 
@@ -64,7 +64,7 @@ async def test_another_fleets_record_is_shown_taken_over_by_digest_and_the_secon
 
 async def _is_inspected(fleet, *lora_ids: str) -> bool:
     """Whether workers have verified these adapters."""
-    return all([(await fleet.adapter(lora_id)).get("rank") for lora_id in lora_ids])
+    return all([(await fleet.adapter(lora_id)).get("status", {}).get("rank") for lora_id in lora_ids])
 
 
 async def test_a_load_by_a_script_is_adopted_by_the_whole_fleet_and_every_router_lists_it_in_time(

@@ -20,11 +20,11 @@ def test_a_stopped_fleet_resumes_from_its_folder(tmp_path: Path) -> None:
     with running(state, *SIM_FLAGS, "2") as fleet:
         assert cli(fleet, "aliases", "set", "sql", SQL).returncode == 0
         first = text(fleet.ask(model="sql", prompt="the same question"))
-        digest = fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["digest"]
+        digest = fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["spec"]["digest"]
         ended_by(fleet, signal.SIGINT)
     with running(state, *SIM_FLAGS, "2") as fleet:
         assert text(fleet.ask(model="sql", prompt="the same question")) == first
-        assert fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["digest"] == digest
+        assert fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["spec"]["digest"] == digest
         ended_by(fleet, signal.SIGTERM)
 
 

@@ -89,18 +89,20 @@ async def test_an_upload_is_registered_kept_on_two_workers_and_answers_at_once(t
         answer = await put(fleet, "sql/v1", tar_of(folder))
         assert answer.status_code == 201, answer.text
         item = answer.json()
-        assert item["source"] == fleet_source(item["digest"])
-        assert (len(set(item["kept_on"])), item["note_on_copies"], item["rank"]) == (2, "", 8)
+        assert item["spec"]["source"] == fleet_source(item["spec"]["digest"])
+        assert (len(set(item["kept_on"])), item["note_on_copies"], item["status"]["rank"]) == (2, "", 8)
         holders = [
-            name for name, agent in fleet.agents.items() if (await agent.get(f"/v1/files/{item['digest']}")).is_success
+            name
+            for name, agent in fleet.agents.items()
+            if (await agent.get(f"/v1/files/{item['spec']['digest']}")).is_success
         ]
         assert sorted(holders) == sorted(item["kept_on"])
         asked = await fleet.routers[0].post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
         assert asked.status_code == 200, asked.text
-        assert asked.headers["x-lorafleet-adapter"] == f"sql/v1@{item['digest'][:12]}"
+        assert asked.headers["x-lorafleet-adapter"] == f"sql/v1@{item['spec']['digest'][:12]}"
         # The same again needs no byte; other bytes are another version.
-        again = await put(fleet, "sql/v1", tar_of(folder), params={"digest": item["digest"]})
-        assert (again.status_code, again.json()["digest"]) == (200, item["digest"])
+        again = await put(fleet, "sql/v1", tar_of(folder), params={"digest": item["spec"]["digest"]})
+        assert (again.status_code, again.json()["spec"]["digest"]) == (200, item["spec"]["digest"])
         assert (await put(fleet, "sql/v1", tar_of(folder, "w"))).status_code == 200
         other = await put(fleet, "sql/v1", tar_of(made("other/v1", seed=7)))
         assert (other.status_code, code(other)) == (409, "immutable"), other.text
@@ -175,7 +177,7 @@ async def test_bytes_that_were_deleted_are_kept_again_when_they_come_again(tmp_p
             ensured = await fleet.ensure("sql/v1")
             assert ensured.json()["ready"], ensured.text
             for agent in fleet.agents.values():
-                assert (await agent.get(f"/v1/files/{item['digest']}")).is_success
+                assert (await agent.get(f"/v1/files/{item['spec']['digest']}")).is_success
             await fleet.http.delete("/v1/adapters/sql/v1")
             await until(lambda: _is_gone(fleet, "sql/v1"))
 
@@ -233,8 +235,8 @@ async def test_a_folder_as_upload_store_keeps_the_bytes_for_every_worker(tmp_pat
         answer = await put(fleet, "sql/v1", tar_of(made("sql/v1")))
         assert answer.status_code == 201, answer.text
         item = answer.json()
-        assert (item["source"], item["kept_on"]) == (f"file://{store}/{item['digest']}", [])
-        kept = {path.name for path in (store / item["digest"]).iterdir()}
+        assert (item["spec"]["source"], item["kept_on"]) == (f"file://{store}/{item['spec']['digest']}", [])
+        kept = {path.name for path in (store / item["spec"]["digest"]).iterdir()}
         assert kept == {"adapter_config.json", "adapter_model.safetensors"}
         ensured = await fleet.ensure("sql/v1", replicas=2)
         assert sorted(ensured.json()["ready"]) == ["w0", "w1"], ensured.text
@@ -269,7 +271,10 @@ async def test_an_object_store_keeps_the_bytes_for_every_worker(tmp_path, model,
     await asyncio.to_thread(files.makedirs, "bucket", exist_ok=True)
     async with fleet_of(tmp_path, model, upload_store="s3://bucket/team/uploads") as fleet:
         item = (await put(fleet, "sql/v1", tar_of(made("sql/v1")))).json()
-        assert (item["source"], item["kept_on"]) == (f"s3://bucket/team/uploads/{item['digest']}", []), item
+        assert (item["spec"]["source"], item["kept_on"]) == (
+            f"s3://bucket/team/uploads/{item['spec']['digest']}",
+            [],
+        ), item
         ensured = await fleet.ensure("sql/v1", replicas=2)
         assert sorted(ensured.json()["ready"]) == ["w0", "w1"], ensured.text
         await asyncio.to_thread(files.rm, "bucket", recursive=True)

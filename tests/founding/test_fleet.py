@@ -27,13 +27,13 @@ def test_adapters_own_policy_pins_it_and_bounds_its_replicas(fleet: FoundingFlee
     address = f"{fleet.orchestrator}/v1/adapters/{PYTHON}"
     changed = fleet.send("PATCH", address, json={"policy": {"pinned": True, "min_replicas": 1, "max_replicas": 2}})
     assert changed.status_code == 200, changed.text
-    policy = fleet.get(address)["policy"]
+    policy = fleet.get(address)["spec"]["policy"]
     assert (policy["pinned"], policy["min_replicas"], policy["max_replicas"]) == (True, 1, 2)
     fleet.send("PATCH", address, json={"policy": {"pinned": False, "min_replicas": None, "max_replicas": None}})
 
 
 def test_adapter_that_nobody_asks_for_in_its_ttl_leaves_and_returns_on_demand(fleet: FoundingFleet) -> None:
-    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["source"]
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["spec"]["source"]
     spec = {"lora_id": "rare/v1", "source": source, "policy": {"ttl_s": 1, "min_replicas": 0}}
     policy = f"{fleet.orchestrator}/v1/policy"
     before = fleet.get(policy)
@@ -130,7 +130,7 @@ def test_adapter_of_a_tenant_is_there_for_nobody_else(fleet: FoundingFleet) -> N
 
 
 def test_versions_live_side_by_side_behind_an_alias(fleet: FoundingFleet) -> None:
-    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["source"]
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["spec"]["source"]
     made = fleet.post(f"{fleet.orchestrator}/v1/adapters", {"lora_id": "legal/v3", "source": source})
     assert made.status_code == 201, made.text
     changed = fleet.send("PATCH", f"{fleet.orchestrator}/v1/adapters/{LEGAL}", json={"source": "/elsewhere"})
@@ -143,7 +143,7 @@ def test_versions_live_side_by_side_behind_an_alias(fleet: FoundingFleet) -> Non
 
 
 def test_registered_adapter_answers_everywhere_and_a_deleted_one_nowhere(fleet: FoundingFleet) -> None:
-    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["source"]
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["spec"]["source"]
     assert fleet.post(f"{fleet.orchestrator}/v1/adapters", {"lora_id": "brief/v1", "source": source}).is_success
     answer = fleet.chat(lora_id="brief/v1")
     assert answer.is_success, answer.text
@@ -156,7 +156,7 @@ def test_registered_adapter_answers_everywhere_and_a_deleted_one_nowhere(fleet: 
 
 def test_load_at_one_engine_is_shown_as_an_orphan_and_adopted_with_one_call(fleet: FoundingFleet) -> None:
     engine = fleet.get(f"{fleet.worker}/metadata")["transport"]["engine_url"]
-    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["source"]
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["spec"]["source"]
     body = {"lora_name": "script-made", "lora_path": source}
     assert fleet.send("POST", f"{engine}/v1/load_lora_adapter", json=body).is_success
 

@@ -80,7 +80,10 @@ def test_events_have_the_type_the_instance_and_a_timestamp(fleet: FoundingFleet)
     with httpx.stream("GET", address, headers=headers, timeout=patience(20), trust_env=False) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith(":")
-        body = {"lora_id": "events/v1", "lora_path": fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["source"]}
+        body = {
+            "lora_id": "events/v1",
+            "lora_path": fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["spec"]["source"],
+        }
         asking = threading.Thread(target=fleet.post, args=(f"{fleet.worker}/v1/admin/load_lora", body))
         asking.start()
         events: list[dict[str, Any]] = []

@@ -152,7 +152,7 @@ async def test_adapters_of_a_terminating_worker_are_placed_elsewhere_at_once(ser
     await service.name(holder, terminating=True)
     await asyncio.wait_for(service.pokes.wait(), patience(5))
     assert service.states()[holder] == "draining"
-    assert (await service.adapter())["workers"] == [], "nobody sends requests there any more"
+    assert (await service.adapter())["status"]["workers"] == [], "nobody sends requests there any more"
     for _ in range(8):  # time enough for a drain to end
         await service.turn()
         service.clock.now += 1.0

@@ -171,7 +171,7 @@ async def test_kills_at_random_moments_lose_nothing_and_load_nothing_twice(tmp_p
 
     async def are_ready():
         listed = (await process.http.get("/v1/adapters", params={"limit": 1000})).json()["data"]
-        return {item["lora_id"]: item["state"] for item in listed} == dict.fromkeys(names, "ready")
+        return {item["lora_id"]: item["status"]["state"] for item in listed} == dict.fromkeys(names, "ready")
 
     await until(are_ready)
     await process.stop()
@@ -205,7 +205,7 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
         return answer.json()["ready"] == ["w0"]
 
     assert await loaded_by(two, "a/v1")
-    assert (await two.http.get("/v1/adapters/a/v1")).json()["state"] == "ready"
+    assert (await two.http.get("/v1/adapters/a/v1")).json()["status"]["state"] == "ready"
     first = agent.epochs[-1]
 
     await one.pause()
@@ -301,6 +301,6 @@ async def test_a_leader_that_is_stopped_hands_over_at_once_and_ends_its_calls_af
     assert one.process.returncode is None
     go_on.set()
     answer = await asyncio.wait_for(dry_run, patience(20))
-    assert (answer.status_code, answer.json()["rank"]) == (200, 8)
+    assert (answer.status_code, answer.json()["status"]["rank"]) == (200, 8)
     assert await asyncio.wait_for(one.process.wait(), patience(20)) == 0
     await two.stop()

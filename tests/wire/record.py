@@ -71,7 +71,7 @@ class RecordedFleet:
 
     async def keep(self, lora_id: str) -> None:
         """Register KEPT with the files of an adapter that the worker has, and wait until they are kept."""
-        digest = (await self.operator.get(f"/v1/adapters/{lora_id}")).json()["digest"]
+        digest = (await self.operator.get(f"/v1/adapters/{lora_id}")).json()["spec"]["digest"]
         await self._register(KEPT, fleet_source(digest))
         await until(lambda: 204 in self.agent.statuses("/v1/admin/mark_files"), what="the worker keeps the files")
 
@@ -81,7 +81,7 @@ class RecordedFleet:
         (await self.operator.post("/v1/adapters", json=spec)).raise_for_status()
 
         async def has_digest() -> bool:
-            return (await self.operator.get(f"/v1/adapters/{lora_id}")).json()["digest"] is not None
+            return (await self.operator.get(f"/v1/adapters/{lora_id}")).json()["spec"]["digest"] is not None
 
         await until(has_digest, what=f"{lora_id} is inspected")
 

@@ -165,13 +165,13 @@ def _worker_line(item: Answer, total: Answer | None, circuits: Mapping[str, str]
 
 def _adapter_line(item: Answer, traffic: TrafficLine) -> AdapterLine:
     """A registered adapter with its traffic."""
-    replicas = item["replicas"]
+    status = item["status"]
     return AdapterLine(
         name=item["lora_id"],
-        state=item["state"],
-        ready=replicas["ready"],
-        desired=replicas["desired"],
-        error=item.get("error") or "",
+        state=status["state"],
+        ready=status["replicas"]["ready"],
+        desired=status["replicas"]["desired"],
+        error=status.get("error") or "",
         traffic=traffic,
     )
 

@@ -36,7 +36,8 @@ def worker(name: str, *adapters: str) -> dict[str, Any]:
 
 
 def adapter(name: str, ready: int = 1, **more: Any) -> dict[str, Any]:
-    return {"lora_id": name, "state": "ready", "replicas": {"ready": ready, "desired": 2}, "error": None} | more
+    status = {"state": "ready", "replicas": {"ready": ready, "desired": 2}, "error": None} | more
+    return {"lora_id": name, "status": status}
 
 
 FIRST = {"p50": 0.123, "p95": 0.456, "p99": 1.5}

@@ -144,7 +144,7 @@ class UploadServer:
         if len(self.received) < int(total):
             return JSONResponse({"received_bytes": len(self.received)}, 202)
         digest = request.query_params["digest"]
-        item = {"lora_id": request.path_params["name"], "digest": digest, "kept_on": ["w0"]}
+        item = {"lora_id": request.path_params["name"], "spec": {"digest": digest}, "kept_on": ["w0"]}
         return JSONResponse(item, 201)
 
 
@@ -215,7 +215,7 @@ def test_a_server_that_never_answers_is_given_up_after_growing_pauses(tmp_path):
 def test_a_retry_after_is_waited_for_and_progress_makes_attempts_count_anew(tmp_path):
     busy = Answer(503, {"retry-after": "9"}, envelope(503, "disk_full", "full"))
     broken = [each for received in range(20) for each in (Answer(202, json={"received_bytes": received}), busy)]
-    done = Answer(201, json={"lora_id": "a/v1", "digest": "d"})
+    done = Answer(201, json={"lora_id": "a/v1", "spec": {"digest": "d"}})
     steps, result = drive(push("a/v1", folder_with(tmp_path / "a")), *broken, done)
     assert result.lora_id == "a/v1"
     assert {step.seconds for step in steps if isinstance(step, Pause)} == {9.0}
@@ -237,7 +237,7 @@ def test_waiting_ends_with_the_workers_or_at_its_time():
 
 def test_the_command_line_pushes_without_a_proxy_of_the_environment(tmp_path, monkeypatch):
     async def has_all(request: Request) -> JSONResponse:
-        return JSONResponse({"lora_id": "a/v1", "digest": "0" * 64}, 200)
+        return JSONResponse({"lora_id": "a/v1", "spec": {"digest": "0" * 64}}, 200)
 
     folder = folder_with(tmp_path / "a")
     app = Starlette(routes=[Route("/v1/adapters/{name:path}", has_all, methods=["PUT"])])

@@ -98,7 +98,7 @@ async def test_an_adapter_on_the_engines_disk_is_loaded_and_unloaded(house_of, e
     await service.settle()
     assert held(engine) == {f"{SQL}@{DIGEST[:12]}": str(shelf / "sql")}
     item = await service.adapter(SQL)
-    assert (item["state"], item["workers"], item["digest"]) == ("ready", ["e0"], DIGEST)
+    assert (item["status"]["state"], item["status"]["workers"], item["spec"]["digest"]) == ("ready", ["e0"], DIGEST)
     assert await service.turn() == []
 
     (await service.http.delete(f"/v1/adapters/{SQL}")).raise_for_status()
@@ -117,7 +117,7 @@ async def test_report_that_was_begun_before_a_load_does_not_take_the_load_back(h
     await service.ensure(SQL)
     await service.settle()
     service.reconciler.monitor.record_heartbeat(early[0])
-    assert (await service.adapter(SQL))["workers"] == ["e0"]
+    assert (await service.adapter(SQL))["status"]["workers"] == ["e0"]
     late = []
     await service.built.agentless.report_once(late.append)
     (await service.http.delete(f"/v1/adapters/{SQL}")).raise_for_status()
@@ -197,7 +197,7 @@ async def test_no_adapter_is_loaded_into_an_engine_with_an_unknown_connector(hou
         await trusting.settle()
         await trusting.ensure(SQL)
         await trusting.settle()
-        assert (await trusting.adapter(SQL))["workers"] == ["e0"]
+        assert (await trusting.adapter(SQL))["status"]["workers"] == ["e0"]
 
 
 async def models_of(url):
@@ -225,7 +225,7 @@ async def test_a_forbidden_source_fails_with_its_reason_before_the_engine(house_
     for _ in range(3):
         await service.turn()
     item = await service.adapter(SQL)
-    assert why in item["error"]
+    assert why in item["status"]["error"]
     assert held(engine) == {}
 
 
@@ -239,7 +239,7 @@ async def test_a_missing_path_is_reported_without_quarantine(house_of, engine, s
         await service.turn()
     answer = (await service.ensure(SQL)).json()
     assert "No adapter found" in answer["error"]["message"]
-    assert (await service.adapter(SQL))["state"] != "failed"
+    assert (await service.adapter(SQL))["status"]["state"] != "failed"
 
 
 @pytest.mark.parametrize(("status", "code"), [(500, "adapter_refused"), (401, None), (503, None)])
@@ -262,8 +262,8 @@ async def test_only_engine_errors_about_the_adapter_count_against_it(house_of, s
         await service.turn()
         await service.turn()
         item = await service.adapter(SQL)
-        assert f"the engine answered {status}" in item["error"]
-        assert item["state"] == ("failed" if code else "registered")
+        assert f"the engine answered {status}" in item["status"]["error"]
+        assert item["status"]["state"] == ("failed" if code else "registered")
 
 
 @pytest.mark.parametrize("fails", ["unload", "load"])
@@ -294,8 +294,8 @@ async def test_a_failed_unload_does_not_count_against_the_new_adapter(house_of, 
         for _ in range(3):
             await service.turn()
         item = await service.adapter(SQL)
-        assert f"{fails} team/" in item["error"]
-        assert item["state"] == "registered"
+        assert f"{fails} team/" in item["status"]["error"]
+        assert item["status"]["state"] == "registered"
 
 
 @pytest.mark.fleet
@@ -320,7 +320,7 @@ async def test_an_adapter_to_be_fetched_goes_to_a_worker_with_an_agent(house_of,
     await service.settle()
     await service.ensure("sql/v1")
     await service.settle()
-    assert (await service.adapter("sql/v1"))["workers"] == ["w0"]
+    assert (await service.adapter("sql/v1"))["status"]["workers"] == ["w0"]
 
 
 @pytest.mark.fleet
@@ -332,7 +332,7 @@ async def test_a_gone_engine_is_a_lost_worker_whose_adapters_are_replaced(house_
         await service.settle()
         await service.ensure(SQL)
         await service.settle()
-        (where,) = (await service.adapter(SQL))["workers"]
+        (where,) = (await service.adapter(SQL))["status"]["workers"]
         gone, left = (first, second) if where == "e0" else (second, first)
         gone.stop()
         for _ in range(6):
@@ -393,17 +393,17 @@ async def agentless_item(house_of, model, shelf, name="sql", **settings):
 
 async def test_engine_without_an_agent_that_ignores_an_adapter_does_not_serve_it(house_of, model, shelf):
     item, listed = await agentless_item(house_of, model, shelf)
-    assert (item["state"], listed) == ("failed", [])
-    assert "adapter_no_effect" in item["error"]
-    assert "its weights are not zero" in item["error"]
+    assert (item["status"]["state"], listed) == ("failed", [])
+    assert "adapter_no_effect" in item["status"]["error"]
+    assert "its weights are not zero" in item["status"]["error"]
 
 
 async def test_canary_of_engines_without_agents_may_warn_or_be_off(house_of, model, shelf):
     item, _ = await agentless_item(house_of, model, shelf, engine_canary="warn")
-    assert (item["state"], item["effect"]) == ("ready", "unknown")
-    assert "to the last bit" in item["note"]
+    assert (item["status"]["state"], item["status"]["effect"]) == ("ready", "unknown")
+    assert "to the last bit" in item["status"]["note"]
     item, _ = await agentless_item(house_of, model, shelf, engine_canary="off")
-    assert (item["state"], item["effect"], item["note"]) == ("ready", "", "")
+    assert (item["status"]["state"], item["status"]["effect"], item["status"]["note"]) == ("ready", "", "")
 
 
 async def test_zeros_of_an_adapter_at_an_engine_without_an_agent_are_read_where_its_folder_is(
@@ -411,7 +411,7 @@ async def test_zeros_of_an_adapter_at_an_engine_without_an_agent_are_read_where_
 ):
     adapter_of_zeros(shelf / "sql", tmp_path / "shelf" / "fresh")
     item, listed = await agentless_item(house_of, model, tmp_path / "shelf", "fresh")
-    assert (item["state"], item["effect"], len(listed)) == ("ready", "zero", 1)
+    assert (item["status"]["state"], item["status"]["effect"], len(listed)) == ("ready", "zero", 1)
 
 
 async def test_effect_that_the_engines_answers_show_is_in_the_item(house_of, model, shelf):
@@ -421,4 +421,4 @@ async def test_effect_that_the_engines_answers_show_is_in_the_item(house_of, mod
         await service.settle()
         await service.ensure(SQL)
         await service.settle()
-        assert (await service.adapter(SQL))["effect"] == "seen"
+        assert (await service.adapter(SQL))["status"]["effect"] == "seen"

@@ -19,7 +19,7 @@ async def test_registering_is_201_then_200_and_another_source_is_409(service):
 async def test_a_digest_can_be_added_later_but_not_changed(service):
     await service.register()
     assert (await service.http.post("/v1/adapters", json=SPEC | {"digest": "a" * 64})).status_code == 200
-    assert (await service.adapter())["digest"] == "a" * 64
+    assert (await service.adapter())["spec"]["digest"] == "a" * 64
     answer = await service.http.post("/v1/adapters", json=SPEC | {"digest": "b" * 64})
     assert (answer.status_code, code_of(answer)) == (409, "immutable")
 
@@ -96,9 +96,13 @@ async def test_a_source_that_only_resembles_credentials_is_registered(service, s
 async def test_a_patch_changes_only_the_named_fields(service):
     await service.register(policy={"pinned": True}, tenants=["acme"])
     item = (await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 4}})).json()
-    assert (item["policy"]["pinned"], item["policy"]["priority"], item["tenants"]) == (True, 4, ["acme"])
+    assert (item["spec"]["policy"]["pinned"], item["spec"]["policy"]["priority"], item["spec"]["tenants"]) == (
+        True,
+        4,
+        ["acme"],
+    )
     item = (await service.http.patch("/v1/adapters/sql/v1", json={"tenants": None})).json()
-    assert (item["policy"]["priority"], item["tenants"]) == (4, None)
+    assert (item["spec"]["policy"]["priority"], item["spec"]["tenants"]) == (4, None)
     answer = await service.http.patch("/v1/adapters/sql/v1", json={"source": "file:///other"})
     assert answer.status_code == 400
 
@@ -149,7 +153,7 @@ async def test_a_dry_run_inspects_and_registers_nothing(service):
     assert "retry-after" in answer.headers
     agent = await service.worker()
     answer = await service.http.post("/v1/adapters?dry_run=1", json=SPEC)
-    assert (answer.status_code, answer.json()["rank"]) == (200, 8)
+    assert (answer.status_code, answer.json()["status"]["rank"]) == (200, 8)
     assert (await service.http.get("/v1/adapters")).json()["data"] == []
     agent.refuse["sql/v1"] = "adapter_invalid"
     answer = await service.http.post("/v1/adapters?dry_run=1", json=SPEC)
@@ -159,7 +163,7 @@ async def test_a_dry_run_inspects_and_registers_nothing(service):
     answer = await service.http.post("/v1/adapters?dry_run=1", json=SPEC)
     assert (answer.status_code, code_of(answer)) == (400, "rank_too_big")
     await service.worker("w1", max_lora_rank=128)
-    assert (await service.http.post("/v1/adapters?dry_run=1", json=SPEC)).json()["rank"] == 65
+    assert (await service.http.post("/v1/adapters?dry_run=1", json=SPEC)).json()["status"]["rank"] == 65
 
 
 async def test_an_adapter_on_no_worker_is_deleted_without_a_pass(service):
@@ -176,20 +180,20 @@ async def test_an_adapter_on_no_worker_is_deleted_without_a_pass(service):
 async def test_an_unserved_base_model_is_named_with_the_served_ones(service):
     await service.register("x/v1", base_model="tiny-qwne")
     await service.settle()
-    assert (await service.adapter("x/v1"))["error"] is None  # there may be one in a moment
+    assert (await service.adapter("x/v1"))["status"]["error"] is None  # there may be one in a moment
     await service.worker(base_model="tiny-qwen")
     await service.settle()
     says = "no ready worker serves 'tiny-qwne'; those there are serve ['tiny-qwen']"
-    assert (await service.adapter("x/v1"))["error"] == says
+    assert (await service.adapter("x/v1"))["status"]["error"] == says
     assert (await service.ensure("x/v1")).json()["error"] == says
     await service.worker("w1", base_model="tiny-qwne")
     await service.settle()
-    assert (await service.adapter("x/v1"))["error"] is None
+    assert (await service.adapter("x/v1"))["status"]["error"] is None
 
 
 async def test_tenants_can_be_changed_despite_policy_bounds(service):
     await service.register("sql/v1", policy={"min_replicas": 100})
     answer = await service.http.patch("/v1/adapters/sql/v1", json={"tenants": ["acme"]})
-    assert (answer.status_code, answer.json()["tenants"]) == (200, ["acme"])
+    assert (answer.status_code, answer.json()["spec"]["tenants"]) == (200, ["acme"])
     wrong = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 65}})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "policy.min_replicas")

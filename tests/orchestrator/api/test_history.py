@@ -38,7 +38,7 @@ async def test_tightened_policy_bounds_block_no_other_change_of_an_adapter(servi
     await service.register(policy={"min_replicas": 2})
     await service.http.patch("/v1/policy", json={"max_replicas": 1})
     changed = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}})
-    assert (changed.status_code, changed.json()["policy"]["priority"]) == (200, 3)
+    assert (changed.status_code, changed.json()["spec"]["policy"]["priority"]) == (200, 3)
     refused = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 3}})
     assert code(refused) == (400, "invalid_request")
 
@@ -51,7 +51,7 @@ async def test_if_match_guards_changes_and_deletion_of_an_adapter(service):
     late = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 9}}, headers=tag)
     assert code(late) == (412, "precondition_failed")
     assert code(await service.http.delete("/v1/adapters/sql/v1", headers=tag)) == (412, "precondition_failed")
-    assert (await service.adapter())["policy"]["priority"] == 3
+    assert (await service.adapter())["spec"]["policy"]["priority"] == 3
     now = {"if-match": mine.headers["etag"]}
     assert (await service.http.delete("/v1/adapters/sql/v1", headers=now)).status_code == 204
 
@@ -62,7 +62,7 @@ async def test_inspection_results_do_not_change_the_etag(service):
     before = (await service.http.get("/v1/adapters/sql/v1")).headers["etag"]
     await service.ensure()
     await service.settle()
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
     assert (await service.http.get("/v1/adapters/sql/v1")).headers["etag"] == before
 
 
@@ -208,15 +208,17 @@ async def test_a_secret_reference_is_passed_to_the_fetching_worker(service):
     agent = await service.worker()
     ref = {"name": "acme-hub", "key": "token"}
     item = await service.register("sql/v1", source="hf://acme/sql", secretRef=ref)
-    assert item["secret_ref"] == ref
+    assert item["spec"]["secret_ref"] == ref
     await service.ensure("sql/v1")
     await service.settle()
     said = {verb: body.get("secret") for verb, body in agent.calls}
     assert said == {"inspect_lora": "acme-hub/token", "load_lora": "acme-hub/token"}
     assert (await service.catalog())["adapters"][0]["secret"] == "acme-hub/token"
     changed = await service.http.patch("/v1/adapters/sql/v1", json={"secret_ref": {"name": "acme-hub", "key": "new"}})
-    assert changed.json()["secret_ref"]["key"] == "new"
-    assert (await service.http.patch("/v1/adapters/sql/v1", json={"secret_ref": None})).json()["secret_ref"] is None
+    assert changed.json()["spec"]["secret_ref"]["key"] == "new"
+    assert (await service.http.patch("/v1/adapters/sql/v1", json={"secret_ref": None})).json()["spec"][
+        "secret_ref"
+    ] is None
 
 
 @pytest.mark.parametrize(

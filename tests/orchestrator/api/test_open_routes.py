@@ -97,4 +97,4 @@ async def test_requested_adapters_are_shown_as_demand(service):
     for seq, requests in ((1, 0), (2, 600)):
         use = {"worker_id": "w0", "engine_name": name, "requests": requests, "in_flight": 0}
         await service.usage(10**15, use, seq=seq)
-    assert (await service.adapter())["requests_per_s"] > 1
+    assert (await service.adapter())["status"]["requests_per_s"] > 1

@@ -24,7 +24,7 @@ async def test_an_impossible_usage_report_is_refused(service, clock, name, count
     assert (answer.status_code, code_of(answer)) == (400, "invalid_request")
     await service.ensure()
     await service.settle()
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
 
 
 async def test_the_catalog_is_304_until_something_changes(service):

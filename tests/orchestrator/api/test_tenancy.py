@@ -153,7 +153,7 @@ async def test_nothing_that_a_tenant_can_read_names_another_tenant(fleet):
 
 async def test_a_tenant_sees_its_own_and_what_it_may_use(fleet):
     listed = (await ask(fleet, "acme-view", "GET", "/v1/adapters")).json()["data"]
-    assert {item["lora_id"]: item["tenants"] for item in listed} == {
+    assert {item["lora_id"]: item["spec"]["tenants"] for item in listed} == {
         "acme/mine": ["acme"],
         "shared/both": ["acme"],
         "open/all": None,

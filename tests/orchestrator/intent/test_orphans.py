@@ -68,9 +68,9 @@ async def test_a_fresh_orchestrator_unloads_nothing_and_adopts_with_one_call(ope
     assert {(item["lora_id"], item["status"]) for item in adopted} == {(name, 201) for name in there - known}
     assert (await fresh.http.get("/v1/orphans")).json()["data"] == []
     await fresh.turn()
-    assert (await fresh.adapter("a0/v1"))["state"] == "ready"
-    assert (await fresh.adapter("a0/v1"))["source"] == "file:///a0/v1"
-    assert (await fresh.adapter("a0/v1"))["tenants"] == (None if kind == "old backup" else [])
+    assert (await fresh.adapter("a0/v1"))["status"]["state"] == "ready"
+    assert (await fresh.adapter("a0/v1"))["spec"]["source"] == "file:///a0/v1"
+    assert (await fresh.adapter("a0/v1"))["spec"]["tenants"] == (None if kind == "old backup" else [])
     assert state(agents) == before
 
 
@@ -120,7 +120,7 @@ async def test_an_orphan_that_cannot_be_adopted_does_not_stop_others(service):
     assert "2 digests" in problems["two-kinds"]
     assert "by hand" in problems["nameless"]
     assert "registered with digest" in problems["sql/v1"]
-    assert (await service.adapter("fine/v1"))["tenants"] == ["acme"]
+    assert (await service.adapter("fine/v1"))["spec"]["tenants"] == ["acme"]
     history = (await service.http.get("/v1/history", params={"subject": "fine/v1"})).json()["data"]
     assert [entry["kind"] for entry in history] == ["adapter_adopted"]
 
@@ -145,7 +145,7 @@ async def test_an_adapter_that_a_script_loaded_at_one_engine_is_adopted_fleet_wi
     await service.settle()
     await pass_by(service)
     assert set(one.loaded) == {"mine"}, "loaded under the fleet's name, and then unloaded under the script's"
-    assert (await service.adapter("mine"))["state"] == "ready"
+    assert (await service.adapter("mine"))["status"]["state"] == "ready"
     assert (await service.http.get("/v1/orphans")).json()["data"] == []
 
     service.agents["w1"] = two  # it was away when the adapter was adopted
@@ -178,7 +178,7 @@ async def test_a_copy_that_a_script_loaded_hides_no_copy_of_ours_and_takes_its_s
     await service.settle()
     agent.put_foreign("mine", "file:///other")
     await pass_by(service)
-    assert (await service.adapter("mine"))["workers"] == ["w0"]
+    assert (await service.adapter("mine"))["status"]["workers"] == ["w0"]
     assert [verb for verb, _ in agent.operations()] == ["inspect_lora", "load_lora"]
     placements = {row["lora_id"]: row for row in (await service.http.get("/v1/placements")).json()["data"]}
     assert (placements["mine"]["digest"], placements["mine"]["desired"]) == (digest_of("file:///mine"), True)
@@ -198,4 +198,4 @@ async def test_adopting_a_copy_of_what_is_registered_already_removes_the_copy_al
     assert [item["status"] for item in adopted] == [201]
     await pass_by(service)
     assert set(agent.loaded) == {"mine"}
-    assert (await service.adapter("mine"))["tenants"] is None, "its registration has not changed"
+    assert (await service.adapter("mine"))["spec"]["tenants"] is None, "its registration has not changed"

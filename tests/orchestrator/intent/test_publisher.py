@@ -51,7 +51,7 @@ async def test_first_publish_makes_version_one_ready_on_every_worker_before_it_a
     assert now["workers"] == ["w0", "w1"]
     assert all("policy/v1" in agent.loaded for agent in fleet.agents.values())
     assert await targets(fleet) == ["policy/v1"]
-    assert (await fleet.adapter("policy/v1"))["published_as"] == "policy"
+    assert (await fleet.adapter("policy/v1"))["status"]["published_as"] == "policy"
 
 
 async def test_place_that_bytes_came_from_is_never_read_again(fleet):
@@ -380,7 +380,7 @@ async def test_names_that_nobody_uses_any_more_refuse_nobody_a_slot(fleet, clock
             await fleet.ensure(timeout_s=0.01)
             await fleet.settle()
             clock.now += 1  # drains end by reports that are younger than they
-            error = (await fleet.adapter())["error"]
+            error = (await fleet.adapter())["status"]["error"]
         return None if any("sql/v1" in agent.loaded for agent in fleet.agents.values()) else error
 
     assert "nothing there may be evicted" in await asked_for()
@@ -431,10 +431,10 @@ async def test_a_name_that_nobody_asks_for_is_not_loaded_again_after_each_publis
     await service.settle()
     clock.now += 31
     await service.settle()
-    assert (await service.adapter())["workers"]
+    assert (await service.adapter())["status"]["workers"]
     assert (await service.http.post("/v1/adapters/old/v1/ensure", json={"wait_s": 0})).is_success
     await drained(service, clock)
-    assert (await service.adapter("old/v1"))["workers"]
+    assert (await service.adapter("old/v1"))["status"]["workers"]
 
 
 async def test_publishes_to_one_worker_each_run_at_once_on_several_workers(service, clock):

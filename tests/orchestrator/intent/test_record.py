@@ -62,8 +62,8 @@ async def test_a_record_is_shown_then_taken_over_and_a_second_import_does_nothin
     assert await imported(here, record) == wanted
     assert await imported(here, record) == []
     taken = await here.adapter("sql/v1")
-    assert (taken["source"], taken["digest"]) == ("file:///sql/v1", digest_of("file:///sql/v1"))
-    assert (taken["policy"]["priority"], taken["tenants"]) == (3, ["acme"])
+    assert (taken["spec"]["source"], taken["spec"]["digest"]) == ("file:///sql/v1", digest_of("file:///sql/v1"))
+    assert (taken["spec"]["policy"]["priority"], taken["spec"]["tenants"]) == (3, ["acme"])
     assert here.store.rules.loading == "eager"
     assert await imported(there, await record_of(here)) == []
 
@@ -79,8 +79,8 @@ async def test_adapters_taken_over_from_a_fleet_have_their_files_fetched_there_b
     changes = await imported(here, record, from_fleet=ELSEWHERE, keep_sources=True, parts=["adapters"])
     assert changes[-1] == ("blocked", "adapter", "uninspected/v1")
     digest = digest_of("file:///sql/v1")
-    assert (await here.adapter("sql/v1"))["source"] == f"fleet+{ELSEWHERE}/{digest}"
-    assert (await here.adapter("hub/v1"))["source"] == "hf://acme/hub"
+    assert (await here.adapter("sql/v1"))["spec"]["source"] == f"fleet+{ELSEWHERE}/{digest}"
+    assert (await here.adapter("hub/v1"))["spec"]["source"] == "hf://acme/hub"
     assert here.store.rules == PlacementPolicy(), "only the named parts are taken over"
     assert [kind for kind, *_ in await imported(here, record, from_fleet=ELSEWHERE, parts=["adapters"])] == ["blocked"]
 
@@ -107,7 +107,7 @@ async def test_other_bytes_under_a_name_block_the_adapter_and_its_alias_and_noth
         ("blocked", "alias", "sql"),
         ("change", "policy", ""),
     ]
-    assert (await here.adapter("sql/v1"))["digest"] == "f" * 64
+    assert (await here.adapter("sql/v1"))["spec"]["digest"] == "f" * 64
 
 
 async def test_a_change_of_tenants_policy_and_targets_is_taken_over(two_fleets):
@@ -117,7 +117,7 @@ async def test_a_change_of_tenants_policy_and_targets_is_taken_over(two_fleets):
     await there.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 9}, "tenants": ["beta"]})
     await there.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "legal/v2"}], "place_s": 0})
     assert await imported(here, await record_of(there)) == [("change", "adapter", "sql/v1"), ("change", "alias", "sql")]
-    assert (await here.adapter("sql/v1"))["tenants"] == ["beta"]
+    assert (await here.adapter("sql/v1"))["spec"]["tenants"] == ["beta"]
     assert await imported(here, await record_of(there)) == [], "also while the alias waits for its new targets"
 
 
@@ -134,7 +134,11 @@ async def test_a_record_of_another_version_changes_only_the_fields_that_both_ver
     del sql["tenants"]
     assert await imported(here, record) == [("change", "adapter", "sql/v1"), ("change", "policy", "")]
     changed = await here.adapter("sql/v1")
-    assert (changed["policy"]["priority"], changed["policy"]["pinned"], changed["tenants"]) == (5, True, ["acme"])
+    assert (changed["spec"]["policy"]["priority"], changed["spec"]["policy"]["pinned"], changed["spec"]["tenants"]) == (
+        5,
+        True,
+        ["acme"],
+    )
     assert (here.store.rules.loading, here.store.rules.reserve_slots) == ("lazy", 1)
     assert await imported(here, record) == []
 

@@ -14,4 +14,4 @@ async def ready(service, lora_id="sql/v1", **spec):
     await service.register(lora_id, **spec)
     await service.ensure(lora_id)
     await service.settle()
-    assert (await service.adapter(lora_id))["state"] == "ready"
+    assert (await service.adapter(lora_id))["status"]["state"] == "ready"

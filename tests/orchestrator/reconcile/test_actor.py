@@ -13,10 +13,14 @@ from tests.patience import patience
 
 async def test_an_adapter_is_inspected_and_loaded_once_on_request(service):
     agent = await service.worker()
-    assert (await service.register())["state"] == "registered"
+    assert (await service.register())["status"]["state"] == "registered"
     await service.settle()
     item = await service.adapter()
-    assert (item["state"], item["rank"], item["base_model"]) == ("registered", 8, "tiny-qwen")
+    assert (item["status"]["state"], item["status"]["rank"], item["spec"]["base_model"]) == (
+        "registered",
+        8,
+        "tiny-qwen",
+    )
     assert agent.operations() == [("inspect_lora", "sql/v1")]
 
     answer = (await service.ensure()).json()
@@ -48,7 +52,9 @@ async def test_a_branch_is_fetched_from_its_inspected_commit(service):
     await service.settle()
     catalog = (await service.http.get("/v1/catalog")).json()["adapters"]
     assert {item["lora_id"]: item["source"] for item in catalog} == {"sql/v1": commit, "legal/v1": "hf://acme/legal"}
-    assert (await service.adapter("sql/v1"))["source"] == "hf://acme/sql@main"  # as it was registered, and may be again
+    assert (await service.adapter("sql/v1"))["spec"][
+        "source"
+    ] == "hf://acme/sql@main"  # as it was registered, and may be again
     again = {"lora_id": "sql/v1", "source": "hf://acme/sql@main"}
     assert (await service.http.post("/v1/adapters", json=again)).status_code == 200
     await service.ensure("sql/v1")
@@ -81,7 +87,7 @@ async def test_an_agent_error_with_invalid_text_breaks_no_list(service):
     await service.ensure()
     agent.answers["load_lora"] = b'{"error": {"code": "adapter_refused", "message": "half a pair: \\ud800"}}'
     await service.turn()
-    assert "\\ud800" in (await service.adapter())["error"]
+    assert "\\ud800" in (await service.adapter())["status"]["error"]
     assert (await service.http.get("/v1/catalog")).status_code == 200
 
 
@@ -109,7 +115,7 @@ async def test_an_adapter_that_could_not_be_loaded_somewhere_can_be_deleted(serv
     agent = await service.worker()
     await service.register()
     await service.settle()
-    digest = (await service.adapter())["digest"]
+    digest = (await service.adapter())["spec"]["digest"]
     # Agents tell of a load that failed until they end, or another one of it succeeds.
     failed = {"lora_id": "sql/v1", "digest": digest, "engine_name": "", "state": "failed", "location": "disk"}
     agent.loading["sql/v1"] = failed | {"error": "the engine refuses it"}
@@ -198,7 +204,7 @@ async def test_one_slow_load_delays_other_workers_by_no_more_than_the_spread(ser
     slow.hold_loads.set()
     await service.reconciler.wait_for_actions()
     assert await service.settle() == []
-    assert (await service.adapter("a/v1"))["replicas"] == {"desired": 2, "ready": 2}
+    assert (await service.adapter("a/v1"))["status"]["replicas"] == {"desired": 2, "ready": 2}
 
 
 async def test_loads_stay_within_worker_and_fleet_budgets(service):

@@ -21,8 +21,8 @@ async def test_registered_bytes_that_two_engines_refuse_are_quarantined_until_re
     assert [action.operation for action in done] == ["load", "load"]
     assert len({action.worker_id for action in done}) == 2
     item = await service.adapter()
-    assert item["state"] == "failed"
-    assert "adapter_refused" in item["error"]
+    assert item["status"]["state"] == "failed"
+    assert "adapter_refused" in item["status"]["error"]
     answer = await service.ensure()
     assert answer.status_code == 409
     assert answer.json()["error"]["code"] == "adapter_failed"
@@ -31,10 +31,10 @@ async def test_registered_bytes_that_two_engines_refuse_are_quarantined_until_re
 
     for agent in agents:
         agent.refuse.clear()
-    assert (await service.http.post("/v1/adapters/sql/v1/retry")).json()["error"] is None
+    assert (await service.http.post("/v1/adapters/sql/v1/retry")).json()["status"]["error"] is None
     await service.ensure()
     await service.settle()
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
 
 
 async def test_an_adapter_refused_by_one_engine_is_tried_on_another(service):
@@ -46,7 +46,7 @@ async def test_an_adapter_refused_by_one_engine_is_tried_on_another(service):
     await service.ensure()
     loads = await service.settle()
     assert [action.worker_id for action in loads] == [home, ({"w0", "w1"} - {home}).pop()]
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
 
 
 async def test_a_refusal_does_not_unload_copies_elsewhere(service, clock):
@@ -60,7 +60,7 @@ async def test_a_refusal_does_not_unload_copies_elsewhere(service, clock):
         agents[name].refuse["sql/v1"] = "adapter_refused"
     await service.ensure(replicas=3)
     assert len(await service.settle()) == 2
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
     assert (await service.ensure()).json()["ready"] == [there]
 
 
@@ -71,14 +71,14 @@ async def test_an_adapter_refused_by_the_only_engine_is_retried_later(service, c
     agent.refuse["sql/v1"] = "adapter_refused"
     await service.ensure()
     await service.settle()
-    assert (await service.adapter())["state"] == "failed"
+    assert (await service.adapter())["status"]["state"] == "failed"
     assert (await service.ensure()).json()["error"]["code"] == "adapter_failed"
 
     agent.refuse.clear()
     clock.now += service.store.rules.failure_expiry_s
     await service.ensure()
     await service.settle()
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
 
 
 @pytest.mark.parametrize("code", ["adapter_invalid", "adapter_refused", "source_not_found", "digest_mismatch"])
@@ -88,23 +88,23 @@ async def test_a_never_inspected_adapter_fails_and_is_retried_ever_more_rarely(s
     await service.register()
     await service.settle()
     item = await service.adapter()
-    assert item["state"] == "failed"
-    assert code in item["error"]
+    assert item["status"]["state"] == "failed"
+    assert code in item["status"]["error"]
     assert (await service.ensure()).json()["error"]["code"] == "adapter_failed"
     lasts_s = wait_s = service.store.rules.failure_expiry_s
     for _ in range(3):
         clock.now += wait_s
         assert [action.operation for action in await service.settle()] == ["inspect"]
-        assert (await service.adapter())["state"] == "failed"
+        assert (await service.adapter())["status"]["state"] == "failed"
         clock.now += 1.4 * lasts_s
         assert await service.settle() == []  # twice as long as before, less a quarter by chance
         lasts_s, wait_s = 2 * lasts_s, 0.6 * lasts_s
 
     agent.refuse.clear()
-    assert (await service.http.post("/v1/adapters/sql/v1/retry")).json()["error"] is None
+    assert (await service.http.post("/v1/adapters/sql/v1/retry")).json()["status"]["error"] is None
     await service.ensure()
     await service.settle()
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ async def test_one_workers_failure_does_not_fail_an_inspected_adapter(service, c
         if agent is not first:
             agent.refuse.clear()
     await service.settle()
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
     assert first.loaded == {}
     assert len([verb for verb, _ in first.operations() if verb == "load_lora"]) == 1
 
@@ -133,14 +133,14 @@ async def test_a_reregistered_adapter_starts_without_failures(service):
     agent.refuse["sql/v1"] = "source_not_found"
     await service.register(source="file:///wrong")
     await service.settle()
-    assert (await service.adapter())["state"] == "failed"
+    assert (await service.adapter())["status"]["state"] == "failed"
     await service.http.delete("/v1/adapters/sql/v1")
     await service.settle()
     agent.refuse.clear()
-    assert (await service.register(source="file:///right"))["error"] is None
+    assert (await service.register(source="file:///right"))["status"]["error"] is None
     await service.ensure()
     await service.settle()
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
 
 
 async def test_failures_of_an_earlier_term_are_dropped(open_service):
@@ -149,7 +149,7 @@ async def test_failures_of_an_earlier_term_are_dropped(open_service):
     agent.refuse["sql/v1"] = "source_not_found"
     await service.register(source="file:///wrong")
     await service.settle()
-    assert (await service.adapter())["state"] == "failed"
+    assert (await service.adapter())["status"]["state"] == "failed"
     service.built.leadership.on_newer_leader("another leads")
     other = open_service()
     await other.join(agent)
@@ -163,10 +163,14 @@ async def test_failures_of_an_earlier_term_are_dropped(open_service):
     service.built.leadership.lead_until(math.inf)
     await service.settle()
     item = await service.adapter()
-    assert (item["source"], item["state"], item["error"]) == ("file:///right", "registered", None)
+    assert (item["spec"]["source"], item["status"]["state"], item["status"]["error"]) == (
+        "file:///right",
+        "registered",
+        None,
+    )
     await service.ensure()
     await service.settle()
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
 
 
 async def _with_its_base_model(service):
@@ -187,14 +191,14 @@ async def test_a_changed_registration_is_inspected_again_after_a_refusal(service
         agent.refuse["sql/v1"] = code
     await service.register(source="hf://team/sql")
     await service.settle()
-    assert (await service.adapter())["state"] == "failed"
+    assert (await service.adapter())["status"]["state"] == "failed"
     for agent in agents:
         agent.refuse.clear()
     await mend(service)
     item = await service.adapter()
-    assert (item["state"], item["error"]) == ("registered", None)
+    assert (item["status"]["state"], item["status"]["error"]) == ("registered", None)
     await service.settle()
-    assert (await service.adapter())["rank"] == 8
+    assert (await service.adapter())["status"]["rank"] == 8
 
 
 async def test_a_refusal_of_the_former_registration_is_ignored(service):
@@ -206,9 +210,9 @@ async def test_a_refusal_of_the_former_registration_is_ignored(service):
     await service.register(base_model="tiny-qwen")
     await service.reconciler.wait_for_actions()
     agent.refuse.clear()
-    assert (await service.adapter())["error"] is None
+    assert (await service.adapter())["status"]["error"] is None
     await service.settle()
-    assert (await service.adapter())["rank"] == 8
+    assert (await service.adapter())["status"]["rank"] == 8
 
 
 async def test_a_digest_stated_during_an_inspection_binds_the_next_one(service):
@@ -230,7 +234,7 @@ async def test_a_digest_stated_during_an_inspection_binds_the_next_one(service):
     await service.reconciler.wait_for_actions()
     await service.settle()
     item = await service.adapter()
-    assert (item["digest"], item["error"][:15]) == ("0" * 64, "digest_mismatch")
+    assert (item["spec"]["digest"], item["status"]["error"][:15]) == ("0" * 64, "digest_mismatch")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +247,7 @@ async def test_a_missing_source_is_tried_on_a_few_workers_only(service, code):
         agent.refuse["sql/v1"] = code
     await service.register()
     await service.settle()
-    assert (await service.adapter())["state"] == "failed"
+    assert (await service.adapter())["status"]["state"] == "failed"
     assert sum(len(agent.calls) for agent in agents) == 3
 
 
@@ -255,7 +259,7 @@ async def test_a_failed_load_is_tried_on_another_worker(service, clock):
     for agent in agents:
         agent.refuse["sql/v1"] = "engine_unreachable"
     await service.settle()
-    assert "engine_unreachable" in (await service.adapter())["error"]
+    assert "engine_unreachable" in (await service.adapter())["status"]["error"]
     assert [len([v for v, _ in a.operations() if v == "load_lora"]) for a in agents] == [1, 1]
     for agent in agents:
         agent.refuse.clear()
@@ -263,7 +267,7 @@ async def test_a_failed_load_is_tried_on_another_worker(service, clock):
     clock.now += service.store.rules.failure_expiry_s + 1
     await service.ensure()
     await service.settle()
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
 
 
 @pytest.mark.parametrize(("code", "after_s"), [("engine_down", 1.5), ("not_ready", 1.5), ("source_failed", 61.0)])
@@ -277,11 +281,11 @@ async def test_a_restarting_worker_is_retried_soon_and_other_failures_later(serv
     agent.refuse.clear()
     clock.now += after_s - 1.0
     await service.settle()
-    assert (await service.adapter())["state"] != "ready"
+    assert (await service.adapter())["status"]["state"] != "ready"
     clock.now += 1.0
     await service.ensure()
     await service.settle()
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
 
 
 async def test_an_adapter_of_unknown_base_model_is_tried_on_each(service):
@@ -291,7 +295,7 @@ async def test_an_adapter_of_unknown_base_model_is_tried_on_each(service):
     await service.register()
     await service.settle()
     assert all(agent.operations() == [("inspect_lora", "sql/v1")] for agent in agents.values())
-    assert (await service.adapter())["state"] == "failed"
+    assert (await service.adapter())["status"]["state"] == "failed"
 
 
 async def test_bytes_with_another_digest_are_a_failure(service):
@@ -299,9 +303,9 @@ async def test_bytes_with_another_digest_are_a_failure(service):
     await service.register(digest="0" * 64)
     await service.settle()
     item = await service.adapter()
-    assert item["state"] == "failed"
-    assert "digest_mismatch" in item["error"]
-    assert item["digest"] == "0" * 64
+    assert item["status"]["state"] == "failed"
+    assert "digest_mismatch" in item["status"]["error"]
+    assert item["spec"]["digest"] == "0" * 64
 
 
 async def test_any_failed_call_is_mended_by_later_passes(open_service, clock, tmp_path):
@@ -345,7 +349,7 @@ async def _story(service, clock):
 
     def is_ready(lora_id):
         async def check():
-            return (await service.adapter(lora_id))["state"] == "ready"
+            return (await service.adapter(lora_id))["status"]["state"] == "ready"
 
         return check
 
@@ -355,14 +359,14 @@ async def _story(service, clock):
         await mended(is_ready(lora_id), lambda lora_id=lora_id: service.ensure(lora_id))
     await service.register("pinned/v1", policy={"loading": "eager", "pinned": True})
     await mended(is_ready("pinned/v1"))
-    (home,) = (await service.adapter("pinned/v1"))["workers"]
+    (home,) = (await service.adapter("pinned/v1"))["status"]["workers"]
     await service.http.post(f"/v1/workers/{home}/drain", json={"deadline_s": 80_000})
     (other,) = {"w0", "w1"} - {home}
 
     async def has_moved():
         clock.now += 1
         await service.beat()
-        return (await service.adapter("pinned/v1"))["workers"] == [other] and service.agents[home].drained
+        return (await service.adapter("pinned/v1"))["status"]["workers"] == [other] and service.agents[home].drained
 
     await mended(has_moved)
     await service.http.delete("/v1/adapters/pinned/v1")

@@ -137,7 +137,7 @@ async def test_a_drained_worker_is_told_once_its_adapters_are_elsewhere(service)
     for name in ("w0", "w1"):
         await service.worker(name)
     await ready(service)
-    (home,) = (await service.adapter())["workers"]
+    (home,) = (await service.adapter())["status"]["workers"]
     answer = await service.http.post(f"/v1/workers/{home}/drain", json={"deadline_s": 60})
     assert answer.json()["state"] == "draining"
     service.clock.now += 1
@@ -145,7 +145,7 @@ async def test_a_drained_worker_is_told_once_its_adapters_are_elsewhere(service)
     service.clock.now += 1
     await service.settle()
     other = {"w0": "w1", "w1": "w0"}[home]
-    assert (await service.adapter())["workers"] == [other]
+    assert (await service.adapter())["status"]["workers"] == [other]
     assert service.agents[home].loaded == {}
     assert service.agents[home].drained
     # Make before break: the new copy was there before the old one went.

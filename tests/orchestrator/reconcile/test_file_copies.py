@@ -172,7 +172,7 @@ async def test_uploaded_bytes_are_kept_twice_and_a_lost_or_drained_keeper_is_rep
     agents = await _uploaded(service)
     assert len(keepers(agents)) == 2
     item = await service.adapter()
-    assert item["copies"] | {"held_by": []} == {
+    assert item["status"]["copies"] | {"held_by": []} == {
         "wanted": 2, "state": "kept", "kept_by": keepers(agents), "held_by": [], "reason": "",
     }  # fmt: skip
     second = next(agent for agent in agents[1:] if agent.disk.get(OWN))
@@ -217,17 +217,17 @@ async def test_files_that_all_workers_have_lost_are_an_error_that_says_what_to_d
     await service.beat()
     await service.turn()
     item = await service.adapter()
-    assert item["state"] == "failed"
-    assert item["error"].startswith("files_lost: ")
-    assert "publish" in item["error"]
-    assert item["copies"]["state"] == "lost"
+    assert item["status"]["state"] == "failed"
+    assert item["status"]["error"].startswith("files_lost: ")
+    assert "publish" in item["status"]["error"]
+    assert item["status"]["copies"]["state"] == "lost"
     (entry,) = (await service.catalog())["adapters"]
     assert entry["error"].startswith("files_lost: ")
     page = (await service.http.get("/metrics")).text
     assert 'lorafleet_orchestrator_copies{state="lost"} 1.0' in page
     agents[3].disk[OWN] = False
     await passes(service)
-    assert (await service.adapter())["state"] != "failed"
+    assert (await service.adapter())["status"]["state"] != "failed"
     assert len(keepers(agents)) == 2
 
 
@@ -282,8 +282,8 @@ async def test_a_worker_that_cannot_keep_a_copy_is_passed_over_for_a_while(servi
     await service.register(source=fleet_source(OWN), digest=OWN, base_model="tiny-qwen")
     await passes(service)
     item = await service.adapter()
-    assert (item["copies"]["state"], item["copies"]["kept_by"]) == ("short", ["w0"])
-    assert "2 copies are wanted" in item["copies"]["reason"]
+    assert (item["status"]["copies"]["state"], item["status"]["copies"]["kept_by"]) == ("short", ["w0"])
+    assert "2 copies are wanted" in item["status"]["copies"]["reason"]
     clock.now += 61
     await passes(service)
     assert len(keepers(agents)) == 2, "tried again when the failures have expired"

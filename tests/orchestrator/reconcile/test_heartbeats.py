@@ -24,8 +24,8 @@ async def holders(service, lora_id="sql/v1"):
     """Workers that have the adapter ready; the catalog of routers agrees on whether there are any."""
     item = await service.adapter(lora_id)
     states = {found["lora_id"]: found["state"] for found in (await service.catalog())["adapters"]}
-    assert (states[lora_id] == "ready") == bool(item["workers"])
-    return item["workers"]
+    assert (states[lora_id] == "ready") == bool(item["status"]["workers"])
+    return item["status"]["workers"]
 
 
 async def finish_actions(service):
@@ -59,7 +59,7 @@ async def test_heartbeat_of_before_a_load_does_not_take_the_load_back(service):
     assert await holders(service) == ["w0"]
     await post(service, held)
     assert await holders(service) == ["w0"]
-    assert (await service.adapter())["state"] == "ready"
+    assert (await service.adapter())["status"]["state"] == "ready"
     assert await finish_actions(service) == []  # no second load
     assert await service.settle() == []
     assert agent.operations().count(("load_lora", "sql/v1")) == 1

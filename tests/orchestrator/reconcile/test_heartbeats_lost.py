@@ -13,7 +13,7 @@ from tests.serving import serving
 async def test_a_lost_workers_adapters_are_placed_elsewhere_at_once(service, clock):
     agents = [await service.worker(f"w{i}") for i in range(2)]
     await ready(service)
-    (home,) = (await service.adapter())["workers"]
+    (home,) = (await service.adapter())["status"]["workers"]
     gone = service.agents.pop(home)
     other = next(agent for agent in agents if agent is not gone)
     # The same worker, but neither its agent nor its engine answers any more.
@@ -24,7 +24,7 @@ async def test_a_lost_workers_adapters_are_placed_elsewhere_at_once(service, clo
     await service.turn()
     await service.settle()
     assert (await service.http.get(f"/v1/workers/{home}")).json()["state"] == "lost"
-    assert (await service.adapter())["workers"] == [other.worker_id]
+    assert (await service.adapter())["status"]["workers"] == [other.worker_id]
     assert "sql/v1" in other.loaded
 
 
@@ -50,11 +50,11 @@ async def test_a_copy_on_a_worker_of_another_base_model_is_unloaded(service, clo
     for name in ("w0", "w1"):
         await service.worker(name)
     await ready(service)
-    (home,) = (await service.adapter())["workers"]
+    (home,) = (await service.adapter())["status"]["workers"]
     # It was started again, under another name, and has brought back what its record says.
     service.agents[home].base_model, service.agents[home].engine_boot_id = "other", "e2"
     await service.beat()
-    assert (await service.adapter())["state"] == "registered"
+    assert (await service.adapter())["status"]["state"] == "registered"
     assert (await service.ensure()).json()["ready"] == []
     await service.settle()
     clock.now += service.store.rules.drain_deadline_s
@@ -74,7 +74,7 @@ async def test_a_worker_whose_address_was_reused_is_lost(service, clock):
     await service.turn()
     await service.settle()
     assert (await service.http.get("/v1/workers/w0")).json()["state"] == "lost"
-    assert (await service.adapter())["workers"] == ["w1"]
+    assert (await service.adapter())["status"]["workers"] == ["w1"]
     assert "sql/v1" in agent.loaded
 
 
@@ -88,7 +88,7 @@ async def test_a_renamed_worker_keeps_its_engines_adapters(service, clock):
     await service.turn()
     assert await service.settle() == []
     assert (await service.http.get("/v1/workers/w0")).json()["state"] == "lost"
-    assert (await service.adapter())["workers"] == ["w1"]
+    assert (await service.adapter())["status"]["workers"] == ["w1"]
 
 
 async def test_a_second_agent_with_the_same_worker_id_is_refused(service, clock):
@@ -116,7 +116,7 @@ async def test_a_worker_whose_engine_still_answers_keeps_its_adapters(service, c
     agent = await service.worker()
     await service.worker("w1")
     await ready(service)
-    (home,) = (await service.adapter())["workers"]
+    (home,) = (await service.adapter())["status"]["workers"]
     agent = service.agents.pop(home)
     report = agent.metadata() | {"agent_url": "http://127.0.0.1:9"}
     await service.http.post("/v1/workers/register", json={"metadata": report, "files": EMPTY_DISK})
@@ -125,7 +125,7 @@ async def test_a_worker_whose_engine_still_answers_keeps_its_adapters(service, c
     await service.turn()
     assert await service.settle() == []
     assert (await service.http.get(f"/v1/workers/{home}")).json()["state"] == "unmanaged"
-    assert (await service.adapter())["workers"] == [home]
+    assert (await service.adapter())["status"]["workers"] == [home]
     assert len(agent.calls) == before
 
 

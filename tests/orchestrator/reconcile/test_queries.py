@@ -14,7 +14,7 @@ async def test_ensure_reports_a_misfit_at_once_and_later_succeeds(service):
     await service.register(source="file:///sql")
     await service.settle()
     says = "rank 128 is above every worker's max_lora_rank (at most 64)"
-    assert says in (await service.adapter())["error"]
+    assert says in (await service.adapter())["status"]["error"]
     # It waits for nothing: no pass runs here until this is answered.
     told = (await asyncio.wait_for(service.ensure(wait_s=600), patience(10))).json()
     assert (told["fits_nowhere"], told["ready"], told["loading"]) == (True, [], [])

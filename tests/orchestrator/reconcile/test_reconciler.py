@@ -26,7 +26,7 @@ async def test_eager_adapters_are_loaded_without_a_request(service):
         await service.worker(name)
     await service.register(policy={"loading": "eager", "min_replicas": 2})
     await service.settle()
-    assert len((await service.adapter())["workers"]) == 2
+    assert len((await service.adapter())["status"]["workers"]) == 2
     assert await service.turn() == []
 
 
@@ -53,7 +53,7 @@ async def test_an_impossible_epoch_ends_no_term_and_is_not_stored(service):
     liar.state, liar.epoch = "draining", 2**70
     service.agents = {"w0": agent}
     await ready(service)
-    assert (await service.adapter())["workers"] == ["w0"]
+    assert (await service.adapter())["status"]["workers"] == ["w0"]
 
 
 async def test_an_agent_that_refuses_every_epoch_ends_only_one_term(service):
@@ -74,8 +74,8 @@ async def test_an_agent_that_refuses_every_epoch_ends_only_one_term(service):
     assert service.reconciler.leadership.is_leading
     await service.ensure(replicas=2)
     await service.settle()
-    assert (await service.adapter())["workers"] == ["w0"]
-    assert "w1 refuses epoch" in (await service.adapter())["error"]
+    assert (await service.adapter())["status"]["workers"] == ["w0"]
+    assert "w1 refuses epoch" in (await service.adapter())["status"]["error"]
     assert service.store.epoch == 2
 
 
@@ -128,7 +128,7 @@ async def test_a_fresh_store_on_a_full_fleet_unloads_nothing_and_reports_orphans
     assert [verb for verb, _ in agent.operations() if verb != "inspect_lora"] == []
     (item,) = (await service.http.get("/v1/workers")).json()["data"]
     assert item["orphans"] == ["a/v1", "b/v1"]
-    assert "no free slot" in (await service.adapter("c/v1"))["error"]
+    assert "no free slot" in (await service.adapter("c/v1"))["status"]["error"]
 
 
 async def test_an_orphan_becomes_ready_when_it_is_registered(service):
@@ -136,7 +136,7 @@ async def test_an_orphan_becomes_ready_when_it_is_registered(service):
     agent.put("sql/v1", SQL)
     await service.register()
     await service.settle()
-    assert (await service.adapter())["workers"] == ["w0"]
+    assert (await service.adapter())["status"]["workers"] == ["w0"]
     assert agent.operations() == [("inspect_lora", "sql/v1")]
 
 
@@ -181,7 +181,7 @@ async def test_a_deletion_survives_a_restart(open_service):
     again = open_service()
     await again.join(agent)
     await again.settle()
-    assert (await again.adapter())["state"] == "deleting"
+    assert (await again.adapter())["status"]["state"] == "deleting"
     agent.running = 0
     again.clock.now += 1
     await again.settle()
@@ -279,5 +279,5 @@ async def test_a_weighted_fleet_shares_its_slots_by_weight(service):
     await service.register("b", policy={"weight": 1})
     await service.register("c", policy={"weight": 1})
     await service.settle()
-    counts = {name: (await service.adapter(name))["replicas"]["ready"] for name in "abc"}
+    counts = {name: (await service.adapter(name))["status"]["replicas"]["ready"] for name in "abc"}
     assert counts == {"a": 4, "b": 2, "c": 2}

@@ -74,7 +74,7 @@ async def told(service):
 
 
 async def ready(service, lora_id):
-    return (await service.adapter(lora_id))["replicas"]["ready"]
+    return (await service.adapter(lora_id))["status"]["replicas"]["ready"]
 
 
 async def test_a_switch_waits_for_the_new_versions_replicas(two_versions):

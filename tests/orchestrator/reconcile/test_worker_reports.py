@@ -25,10 +25,10 @@ async def loaded_on(service, *effects):
 
 async def test_ignored_modules_are_in_the_item_the_history_and_the_event(service):
     item = await loaded_on(service, PARTIAL)
-    assert item["ignored_modules"] == PARTIAL["ignored_modules"]
-    assert (item["effect"], item["note"]) == ("applied", f"w0: {PARTIAL['note']}")
+    assert item["status"]["ignored_modules"] == PARTIAL["ignored_modules"]
+    assert (item["status"]["effect"], item["status"]["note"]) == ("applied", f"w0: {PARTIAL['note']}")
     (listed,) = (await service.http.get("/v1/adapters")).json()["data"]
-    assert listed["note"] == item["note"]
+    assert listed["status"]["note"] == item["status"]["note"]
     (load,) = (await service.http.get("/v1/history", params={"kind": "load"})).json()["data"]
     assert load["body"]["note"] == PARTIAL["note"]
 
@@ -37,13 +37,17 @@ async def test_ignored_modules_are_in_the_item_the_history_and_the_event(service
 async def test_item_shows_the_copy_of_which_least_is_proved(service, order):
     unproved = {"effect": "unknown", "note": "its effect is not proved: the engine did not answer within 2 s"}
     item = await loaded_on(service, *[PARTIAL, {"effect": "seen"}, unproved][::order])
-    assert (item["state"], item["effect"], item["ignored_modules"]) == ("ready", "unknown", None)
-    assert item["note"].endswith(unproved["note"])
+    assert (item["status"]["state"], item["status"]["effect"], item["status"]["ignored_modules"]) == (
+        "ready",
+        "unknown",
+        None,
+    )
+    assert item["status"]["note"].endswith(unproved["note"])
 
 
 async def test_copies_of_older_agents_say_nothing(service):
     item = await loaded_on(service, {})
-    assert (item["effect"], item["note"], item["ignored_modules"]) == ("", "", None)
+    assert (item["status"]["effect"], item["status"]["note"], item["status"]["ignored_modules"]) == ("", "", None)
 
 
 async def test_adapters_own_policy_on_ignored_modules_is_sent_with_its_loads(service):
@@ -54,7 +58,7 @@ async def test_adapters_own_policy_on_ignored_modules_is_sent_with_its_loads(ser
     asked = {body["lora_id"]: body.get("ignored_modules") for verb, body in agent.calls if verb == "load_lora"}
     assert asked == {SQL: "accept", "other": None}
     changed = await service.http.patch(f"/v1/adapters/{SQL}", json={"policy": {"ignored_modules": "refuse"}})
-    assert changed.json()["policy"]["ignored_modules"] == "refuse"
+    assert changed.json()["spec"]["policy"]["ignored_modules"] == "refuse"
     unknown = await service.http.patch(f"/v1/adapters/{SQL}", json={"policy": {"ignored_modules": "often"}})
     assert unknown.status_code == 400
 
@@ -66,12 +70,13 @@ async def test_adapter_that_two_engines_do_not_use_is_failed_with_the_reason(ser
     await service.register(SQL, source=SOURCE, digest="ab" * 32, base_model="tiny-qwen", policy={"min_replicas": 1})
     await service.settle()
     item = await service.adapter(SQL)
-    assert item["state"] == "failed"
-    assert code in item["error"]
+    assert item["status"]["state"] == "failed"
+    assert code in item["status"]["error"]
 
 
 async def test_notes_are_a_column_of_the_list_only_where_there_are_some(service):
     item = await loaded_on(service, PARTIAL)
     headers = [str(column.header) for column in tables.listing(ADAPTERS.view, [item]).columns]
     assert headers[-1] == "note"
-    assert "note" not in [str(column.header) for column in tables.listing(ADAPTERS.view, [item | {"note": ""}]).columns]
+    item["status"]["note"] = ""
+    assert "note" not in [str(column.header) for column in tables.listing(ADAPTERS.view, [item]).columns]

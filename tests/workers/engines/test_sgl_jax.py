@@ -217,7 +217,7 @@ async def test_adapters_are_routed_to_completions_only_and_no_request_falls_to_t
 
         async def is_ready() -> bool:
             items = (await operator.get("/v1/adapters")).json()["data"]
-            return {each["state"] for each in items} == {"ready"}
+            return {each["status"]["state"] for each in items} == {"ready"}
 
         await until(is_ready)
 
@@ -247,7 +247,7 @@ async def test_adapters_are_routed_to_completions_only_and_no_request_falls_to_t
             assert (refused.status_code, code(refused)) == (400, "invalid_request_body")
             assert "runs no adapter at /v1/chat/completions; there is /v1/completions" in refused.text
         (await operator.delete(f"/v1/adapters/{SQL}")).raise_for_status()
-        assert (await operator.get(f"/v1/adapters/{SQL}")).json()["state"] == "deleting"
+        assert (await operator.get(f"/v1/adapters/{SQL}")).json()["status"]["state"] == "deleting"
 
         async def is_gone() -> bool:
             gone = {"model": SQL, "prompt": "Once", "max_tokens": 8}

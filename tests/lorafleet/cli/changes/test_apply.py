@@ -66,8 +66,8 @@ def test_the_documented_example_is_shown_then_applied_and_a_second_run_changes_n
     done = apply(EXAMPLE)
     assert (done.status, "3 changes made" in done.out) == (0, True), done.err
     item = json.loads(run("--orchestrator-url", fleet, "adapters", "show", "sql-expert/v1", "--json").out)
-    assert item["source"] == str(tmp_path / "adapters/sql-expert/v1")
-    assert (item["policy"]["min_replicas"], item["tenants"]) == (2, ["acme"])
+    assert item["spec"]["source"] == str(tmp_path / "adapters/sql-expert/v1")
+    assert (item["spec"]["policy"]["min_replicas"], item["spec"]["tenants"]) == (2, ["acme"])
     assert "sql-expert" in names("aliases")
     again = apply(EXAMPLE)
     assert (again.status, "nothing to do" in again.out) == (0, True), again.out
@@ -79,7 +79,11 @@ def test_a_field_that_is_left_out_stays_and_one_that_differs_changes(apply: Appl
     assert "priority=3" in changed.out
     assert "1 changes made" in changed.out
     item = json.loads(run("--orchestrator-url", fleet, "adapters", "show", "keep/v1", "--json").out)
-    assert (item["policy"]["priority"], item["policy"]["pinned"], item["tenants"]) == (4, True, ["acme"])
+    assert (item["spec"]["policy"]["priority"], item["spec"]["policy"]["pinned"], item["spec"]["tenants"]) == (
+        4,
+        True,
+        ["acme"],
+    )
 
 
 def test_json_with_tabs_is_taken_and_its_fault_named(apply: Apply, names: Names) -> None:

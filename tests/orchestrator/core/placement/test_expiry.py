@@ -288,10 +288,10 @@ async def test_idle_adapter_is_drained_and_unloaded_counted_as_ttl_and_loaded_ag
     await service.settle()
     await pass_time(service, 50, seq=100, age_s=0)
     item = await service.adapter()
-    assert (item["workers"], 45 <= item["idle_s"] <= 55) == (["w0"], True)
+    assert (item["status"]["workers"], 45 <= item["status"]["idle_s"] <= 55) == (["w0"], True)
     await pass_time(service, 40, seq=200, age_s=50)
     assert agent.operations()[-1] == ("unload_lora", "sql/v1")
-    assert (await service.adapter())["workers"] == []
+    assert (await service.adapter())["status"]["workers"] == []
     text = (await service.http.get("/metrics")).text
     assert series(text, "lora_evictions_total") == {'lora_id="sql/v1",reason="ttl"': 1.0}
     entries = (await service.http.get("/v1/history")).json()["data"]
@@ -299,24 +299,24 @@ async def test_idle_adapter_is_drained_and_unloaded_counted_as_ttl_and_loaded_ag
     assert "its ttl_s is 60" in unload["body"]["reason"]
     await service.ensure()
     await service.settle()
-    assert (await service.adapter())["workers"] == ["w0"]
+    assert (await service.adapter())["status"]["workers"] == ["w0"]
 
 
 async def test_adapters_own_ttl_and_its_end_are_set_over_rest(service):
     await service.worker()
     await service.register(policy={"ttl_s": 60})
-    assert (await service.adapter())["policy"]["ttl_s"] == 60
+    assert (await service.adapter())["spec"]["policy"]["ttl_s"] == 60
     await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"ttl_s": 0}})
     await service.http.patch("/v1/policy", json={"ttl_s": 30})
-    assert (await service.adapter())["policy"]["ttl_s"] == 0
+    assert (await service.adapter())["spec"]["policy"]["ttl_s"] == 0
     await service.ensure()
     await service.settle()
     await pass_time(service, 120, seq=1, age_s=0)
-    assert (await service.adapter())["workers"] == ["w0"]
+    assert (await service.adapter())["status"]["workers"] == ["w0"]
     assert (await service.http.patch("/v1/policy", json={"ttl_s": -1})).status_code == 400
     await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"ttl_s": None}})
     await pass_time(service, 40, seq=500, age_s=120)
-    assert (await service.adapter())["workers"] == []
+    assert (await service.adapter())["status"]["workers"] == []
 
 
 async def test_clock_of_the_last_request_goes_on_over_a_restart(open_service, clock):
@@ -365,5 +365,5 @@ async def test_ttl_of_policy_and_adapter_survive_a_restart(open_service):
     await first.http.patch("/v1/policy", json={"ttl_s": 3600})
     await first.close()
     second = open_service()
-    assert (await second.adapter())["policy"]["ttl_s"] == 86_400
+    assert (await second.adapter())["spec"]["policy"]["ttl_s"] == 86_400
     assert (await second.http.get("/v1/policy")).json()["ttl_s"] == 3600

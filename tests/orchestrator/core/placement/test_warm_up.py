@@ -167,7 +167,7 @@ async def test_copies_on_a_warming_worker_are_no_replicas(service):
     agent = await joined(service, slots=16)
     await service.settle()
     assert agent.loaded
-    assert {worker for name in names for worker in (await service.adapter(name))["workers"]} == {"w0"}
+    assert {worker for name in names for worker in (await service.adapter(name))["status"]["workers"]} == {"w0"}
     catalog = (await service.http.get("/v1/catalog")).json()
     assert {w["id"]: w["state"] for w in catalog["workers"]} == {"w0": "ready", "new": "starting"}
     assert len(service.agents["w0"].loaded) == len(names)
