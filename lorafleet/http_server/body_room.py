@@ -6,6 +6,7 @@ Pure: time is an argument.
 from collections import Counter
 from dataclasses import dataclass
 from math import exp
+from typing import NamedTuple
 
 # Over how long the bodies' stay is measured. A guess, nothing measured: some answers, and not a day's.
 _HORIZON_S = 60.0
@@ -18,6 +19,13 @@ _MOST_LINES = 1000
 _ALL = None
 
 _Line = str | None
+
+
+class BodyRefusal(NamedTuple):
+    """Why a body does not fit, and the seconds after which it should."""
+
+    why: str
+    retry_s: float
 
 
 @dataclass(slots=True)
@@ -96,7 +104,7 @@ class BodyRoom:
         if len(self._promised) > _MOST_LINES:
             self._promised = {line: until for line, until in self._promised.items() if until > now}
 
-    def refusal(self, tenant: str, own_bytes: int, whole_bytes: int, now: float) -> tuple[str, float]:
+    def refusal(self, tenant: str, own_bytes: int, whole_bytes: int, now: float) -> BodyRefusal:
         """Why a body does not fit, and the seconds after which it should, behind those that were refused before.
 
         own_bytes    of the body, held already
@@ -111,7 +119,7 @@ class BodyRoom:
             own = own if retry_s else "of your requests"
             of_tenant_s = self._retry_s(tenant, held - own_bytes, self._tenant_bytes, whole_bytes, now)
             retry_s = max(retry_s, of_tenant_s)
-        return f"this server holds as many bytes {own} as it may", retry_s
+        return BodyRefusal(f"this server holds as many bytes {own} as it may", retry_s)
 
     def _retry_s(self, line: _Line, others_bytes: int, most_bytes: int, whole_bytes: int, now: float) -> float:
         """Seconds until a body of `whole_bytes` fits beside the others of its line; remembered as promised."""

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -34,6 +34,13 @@ _IMMUTABLE = ("source", "digest", "base_model")
 
 MOST_GONE_ORDERS = 1_000
 """Orders that are kept for workers that are not registered now: a name may never return, such as that of a pod."""
+
+
+class Registration(NamedTuple):
+    """An adapter that is registered now; `is_new`: it was not before."""
+
+    adapter: RegisteredAdapter
+    is_new: bool
 
 
 class AdapterRegistry:
@@ -95,7 +102,7 @@ class AdapterRegistry:
         _require_same(known, AdapterSpec(lora_id=lora_id, source=known.source, digest=digest))
         return known
 
-    def register(self, spec: AdapterSpec, actor: str = NOBODY) -> tuple[RegisteredAdapter, bool]:
+    def register(self, spec: AdapterSpec, actor: str = NOBODY) -> Registration:
         """Store the adapter, with a history entry, unless it is registered already; returns it, and whether it is new.
 
         A registered adapter without digest or base model gets those of the spec. Raises StateConflict,
@@ -103,14 +110,14 @@ class AdapterRegistry:
         """
         known = self.equal_registration(spec)
         if known is not None:
-            return self._fill_in(known, spec), False
+            return Registration(self._fill_in(known, spec), is_new=False)
         adapter = RegisteredAdapter(spec=spec)
         with self._store.together():
             self._store.put_adapter(adapter)
             body = as_written(spec)
             del body["lora_id"]
             self._store.record("adapter_registered", spec.lora_id, body, actor)
-        return adapter, True
+        return Registration(adapter, is_new=True)
 
     def apply_spec(self, spec: AdapterSpec, actor: str = NOBODY) -> None:
         """Register the adapter, or change a registered one to this spec; fields that it leaves out get their default.

@@ -33,7 +33,7 @@ from orchestrator.core.errors import (
     UploadTooLarge,
     WorkerFailed,
 )
-from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.intent.registry import AdapterRegistry, Registration
 from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
 from orchestrator.reconcile.actor import with_manifest
 from orchestrator.reconcile.agent_client import AgentClient
@@ -330,7 +330,7 @@ class AdapterUploads:
             kept_on = await self._keep_on_workers(ask, found, holder)
             yield KeptUpload(found, fleet_source(found.digest), kept_on)
 
-    async def register(self, ask: UploadAsk, kept: KeptUpload, actor: str) -> tuple[RegisteredAdapter, bool]:
+    async def register(self, ask: UploadAsk, kept: KeptUpload, actor: str) -> Registration:
         """Register the adapter with its digest, and forget the upload; returns it, and whether it is new.
 
         Raises StateConflict where other bytes were registered meanwhile, NotFound if another call deletes the adapter.
@@ -338,7 +338,7 @@ class AdapterUploads:
         known = self._registry.uploadable(ask.lora_id, kept.found.digest)
         if known is not None and known.digest is not None:
             await self.forget(ask.upload_id, ask.wanted.base_model)
-            return known, False
+            return Registration(known, is_new=False)
         source = kept.source if known is None else known.source
         spec = AdapterSpec(
             lora_id=ask.lora_id,
@@ -355,7 +355,7 @@ class AdapterUploads:
             store.put_adapter(replace(verified, pinned_source=None))
         await self._reconciler.publish_change(("adapters", ask.lora_id))
         await self.forget(ask.upload_id, ask.wanted.base_model)
-        return self._registry.adapter(ask.lora_id), is_new
+        return Registration(self._registry.adapter(ask.lora_id), is_new)
 
     def note_on_copies(self, kept: KeptUpload) -> str:
         """What the client should know of where its bytes are; "" if they are as safe as was asked."""

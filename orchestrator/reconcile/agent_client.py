@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -38,6 +38,13 @@ M = TypeVar("M")
 
 _NUMBER_DIGITS = 15
 _MOST_PROOF_BYTES = 16_384
+
+
+class AgentAdapterAnswer(NamedTuple):
+    """An agent's answer about one adapter, and its place among the agent's reports."""
+
+    adapter: WorkerAdapter
+    as_of: AsOf
 
 
 class AgentClient:
@@ -85,10 +92,10 @@ class AgentClient:
             Metadata, await self._post_action(agent_url, "claim", ClaimRequest(), timeout_s=timeout_s)
         )
 
-    async def inspect(self, agent_url: str, ask: InspectRequest, *, timeout_s: float) -> tuple[WorkerAdapter, AsOf]:
+    async def inspect(self, agent_url: str, ask: InspectRequest, *, timeout_s: float) -> AgentAdapterAnswer:
         """Fetch and verify the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
         answer = await self._post_action(agent_url, "inspect_lora", ask, timeout_s=timeout_s)
-        return _parsed_answer(WorkerAdapter, answer), _answer_as_of(answer)
+        return AgentAdapterAnswer(_parsed_answer(WorkerAdapter, answer), _answer_as_of(answer))
 
     async def check_source(self, agent_url: str, source: str, *, timeout_s: float) -> None:
         """Ask whether the worker's settings allow the source.
@@ -99,10 +106,10 @@ class AgentClient:
             "GET", agent_url, f"/v1/admin/source?source={quote(source, safe='')}", timeout_s=timeout_s
         )
 
-    async def load(self, agent_url: str, ask: LoadRequest, *, timeout_s: float) -> tuple[WorkerAdapter, AsOf]:
+    async def load(self, agent_url: str, ask: LoadRequest, *, timeout_s: float) -> AgentAdapterAnswer:
         """Load the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
         answer = await self._post_action(agent_url, "load_lora", ask, timeout_s=timeout_s)
-        return _parsed_answer(WorkerAdapter, answer), _answer_as_of(answer)
+        return AgentAdapterAnswer(_parsed_answer(WorkerAdapter, answer), _answer_as_of(answer))
 
     async def mark_files(self, agent_url: str, ask: MarkFilesRequest, *, timeout_s: float) -> AsOf:
         """Have the agent keep files, or let it delete them again. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
@@ -182,10 +189,10 @@ class AgentClient:
 
     async def install_upload(
         self, agent_url: str, upload_id: str, ask: InspectRequest, *, timeout_s: float
-    ) -> tuple[WorkerAdapter, AsOf]:
+    ) -> AgentAdapterAnswer:
         """Have an upload verified and installed. Raises InvalidAdapter about its bytes, WorkerFailed, LeaseLost."""
         answer = await self._post_action(agent_url, f"/v1/uploads/{upload_id}", ask, timeout_s=timeout_s)
-        return _parsed_answer(WorkerAdapter, answer), _answer_as_of(answer)
+        return AgentAdapterAnswer(_parsed_answer(WorkerAdapter, answer), _answer_as_of(answer))
 
     async def drop_upload(self, agent_url: str, upload_id: str, *, timeout_s: float) -> None:
         """Have what has come of an upload deleted. Raises WorkerFailed, InvalidAdapter, LeaseLost."""

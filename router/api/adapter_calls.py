@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from lorafleet.keys.auth import AuthFirstRoute, requires
 from lorafleet.service.decoding import DECODE_ERRORS
 from orchestrator.model.names import checked_published_name
-from router.api.control_calls import ControlCalls, ControlUnavailable, error_of
+from router.api.control_calls import ControlCalls, ControlUnavailable, decode_error
 from router.protocols.bodies import bad_json_error
 from router.request.services import Services
 
@@ -149,10 +149,10 @@ class _FleetPublisher:
             return spec | {"timeout_s": max(0.1, left_s)}
 
         answer = await self._call("POST", wanted.lora_name, request, deadline, body)
-        if error_of(answer)[0] == _HUB_ID_CODE:
+        if decode_error(answer).code == _HUB_ID_CODE:
             spec["source"] = f"hf://{wanted.lora_path}"
             answer = await self._call("POST", wanted.lora_name, request, deadline, body)
-        if error_of(answer)[0] == _CONFLICT:
+        if decode_error(answer).code == _CONFLICT:
             raise _Refusal(400, "InvalidUserInput", _already_loaded(wanted.lora_name))
         if not answer.is_success:
             raise _refusal_for_error(answer)
@@ -247,7 +247,7 @@ def _already_loaded(name: str) -> str:
 
 def _refusal_for_error(answer: httpx.Response) -> _Refusal:
     """The refusal for the orchestrator's error: 400 for what the caller can mend, else 500; never 404 or 503."""
-    code, message = error_of(answer)
+    code, message = decode_error(answer)
     text = f"{message} [{code}]" if code else message
     if answer.status_code in _OWN_STATUSES:
         return _Refusal(answer.status_code, "InvalidUserInput", text)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -65,7 +65,7 @@ class ControlCalls:
             except (httpx.HTTPError, httpx.InvalidURL) as exc:
                 trouble = f"it does not answer ({type(exc).__name__})"
             else:
-                code, message = error_of(answer)
+                code, message = decode_error(answer)
                 if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or code not in _PASSING_CODES:
                     return answer
                 trouble = message
@@ -73,12 +73,19 @@ class ControlCalls:
         raise ControlUnavailable(trouble)
 
 
-def error_of(answer: httpx.Response) -> tuple[str, str]:
-    """(code, message) of the orchestrator's error; empty for none."""
+class ControlError(NamedTuple):
+    """The code and the message of the orchestrator's error; empty for none."""
+
+    code: str
+    message: str
+
+
+def decode_error(answer: httpx.Response) -> ControlError:
+    """The error in the orchestrator's answer; without a code where it cannot be decoded."""
     if answer.is_success:
-        return "", ""
+        return ControlError("", "")
     try:
         error = msgspec.json.decode(answer.content)["error"]
-        return str(error["code"]), str(error["message"])
+        return ControlError(str(error["code"]), str(error["message"]))
     except (*DECODE_ERRORS, KeyError, TypeError):
-        return "", f"the orchestrator answers HTTP {answer.status_code}"
+        return ControlError("", f"the orchestrator answers HTTP {answer.status_code}")

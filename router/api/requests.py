@@ -19,7 +19,7 @@ from lorafleet.service.times import unix_text
 from lorafleet.telemetry.request_log import KeptLine, RequestLine
 from orchestrator.model.questions import RequestQuery
 from router.api.control import has_adapter_alone, own_decisions
-from router.api.control_calls import ControlCalls, ControlUnavailable, error_of
+from router.api.control_calls import ControlCalls, ControlUnavailable, decode_error
 from router.api.explain import score_item
 from router.core.errors import without_addresses
 from router.core.schedule.cost import ReplicaScore
@@ -139,9 +139,8 @@ def request_routes(
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise not_found(request_id)
         if not answer.is_success:
-            message = (
-                f"this router does not have request {request_id!r}, and may not ask the others: {error_of(answer)[1]}"
-            )
+            message = f"this router does not have request {request_id!r}, and may not ask the others:"
+            message += f" {decode_error(answer).message}"
             raise HttpError(503, "orchestrator_unreachable", message, retry_after_s=2.0)
         return Response(answer.content, media_type="application/json")
 

@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -189,15 +189,22 @@ def has_first_event(got: bytes) -> bool:
 _CODE_IN_TEXT = re.compile(rb"'code': (\d{3})\}")
 
 
-def event_error(event: bytes) -> tuple[int, bytes] | None:
-    """(status, body) of a first event that is an error, as vLLM sends it in a stream with status 200; else None."""
+class StreamedError(NamedTuple):
+    """An error that an engine sent as an event of a stream with status 200."""
+
+    status: int
+    body: bytes
+
+
+def event_error(event: bytes) -> StreamedError | None:
+    """The error in a first event that is one, as vLLM sends it in a stream with status 200; else None."""
     line = event[(_data_at(event) or 0) + len(b"data:") :].split(b"\n", 1)[0].strip()
     if not line.startswith((b'{"error"', b'{"object":"error"', b'{"type":"error"')):
         return None
     try:
         error = msgspec.json.decode(line, type=dict[str, Any])
     except DECODE_ERRORS:
-        return 500, line
+        return StreamedError(500, line)
     inner = error.get("error")
     details = inner if isinstance(inner, dict) else error
     code = details.get("code")
@@ -206,7 +213,7 @@ def event_error(event: bytes) -> tuple[int, bytes] | None:
         # `internal_error` (anthropic/serving.py).
         match = _CODE_IN_TEXT.search(line)
         code = int(match[1]) if match else status_of_type(details.get("type")) or 500
-    return (code if 400 <= code < 600 else 500), line
+    return StreamedError(code if 400 <= code < 600 else 500, line)
 
 
 _DONE = b"data: [DONE]"
@@ -240,8 +247,8 @@ def has_finish_reason(events: bytes) -> bool:
     return bool(found) and not found[-1]
 
 
-def last_error(events: bytes) -> tuple[int, bytes] | None:
-    """(status, body) where the last of these events, `[DONE]` apart, is an error; else None.
+def last_event_error(events: bytes) -> StreamedError | None:
+    """The error in the last of these events, `[DONE]` apart; None where it is no error.
 
     vLLM 0.32 and SGLang 0.5.23 end a stream so when a request, or the whole engine, fails in the middle of its answer.
     """
@@ -249,7 +256,7 @@ def last_error(events: bytes) -> tuple[int, bytes] | None:
     last = text[text.rfind(_END) + 1 :].lstrip(b"\n")
     found = event_error(last)
     if found is None and event_type(last) in _ERROR_TYPES:
-        return 500, last[(_data_at(last) or 0) + len(b"data:") :].strip()
+        return StreamedError(500, last[(_data_at(last) or 0) + len(b"data:") :].strip())
     return found
 
 

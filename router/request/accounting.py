@@ -1,6 +1,7 @@
 """record: what an attempt, and a request's end, mean for load, quotas, circuits, poison books, traces and traffic."""
 
 from http import HTTPStatus
+from typing import NamedTuple
 
 import structlog
 
@@ -234,17 +235,24 @@ def _trace_attributes(route: Route, dispatched: DispatchedRequest) -> dict[str, 
 
 def count_refusal(services: Services, exchange: HttpExchange, status: int, code: str, limit: str) -> None:
     """Count an answer to a request that had no run: it was refused before its model was known."""
-    key, tenant = sender_of(exchange)
+    key, tenant = sender_names(exchange)
     counts = services.usage.counts_of(services.clock(), tenant=tenant, key=key)
     add_error(counts, _code_text(status, code, limit))
 
 
-def sender_of(exchange: HttpExchange) -> tuple[str, str]:
-    """(key id, tenant) of the caller, also where its body was not read; empty: none."""
+class SenderNames(NamedTuple):
+    """The key and the tenant of a request's sender; empty: none."""
+
+    key_id: str
+    tenant: str
+
+
+def sender_names(exchange: HttpExchange) -> SenderNames:
+    """The names of the caller, also where its body was not read."""
     caller, refusal = exchange.caller, exchange.refusal
     if caller is not None:
-        return caller.key_id, caller.tenant or ""
-    return (refusal.key_id, refusal.tenant) if isinstance(refusal, RateLimited) else ("", "")
+        return SenderNames(caller.key_id, caller.tenant or "")
+    return SenderNames(refusal.key_id, refusal.tenant) if isinstance(refusal, RateLimited) else SenderNames("", "")
 
 
 def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:

@@ -22,7 +22,7 @@ from router.http.sse import (
     has_finish_reason,
     has_first_event,
     is_plain,
-    last_error,
+    last_event_error,
     last_type,
     says_done,
 )
@@ -522,7 +522,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     def _check_end(self) -> None:
         """Set `fault` where an ended stream's last event is an error, and `failure` where it is not complete."""
         route, last = self.message.route, b"".join(self._tail or ())
-        if (found := last_error(last)) is not None:
+        if (found := last_event_error(last)) is not None:
             self.fault = found[1] if is_fault(found[0]) else b""
         elif not (self.is_done_sent or not route.streams or has_finish_reason(last)):
             self.failure = StreamBroken(f"replica {self.message.replica} ended its stream in the middle of its answer")

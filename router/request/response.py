@@ -20,7 +20,7 @@ from router.http.error_shapes import shaped
 from router.http.sse import AnswerRewriter, CumulativeRewriter, ModelRenamer, WeightSigner, error_event, refusal_event
 from router.protocols.routes import Route
 from router.protocols.usage import UsageFilter
-from router.request.accounting import count_refusal, count_run, record, record_error, record_usage, sender_of
+from router.request.accounting import count_refusal, count_run, record, record_error, record_usage, sender_names
 from router.request.dispatched import record_first_token, record_whole_answer
 from router.request.engine_attempt import EngineAttempt
 from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest
@@ -356,7 +356,7 @@ def record_line(response: ClientResponse, run: RequestRun | None, status: int) -
     run  its stages; None: it did not come so far, or it is a batch or a stored response
     """
     exchange, services = response.exchange, response.services
-    now, requests, (key, tenant) = services.clock(), services.requests, sender_of(exchange)
+    now, requests, (key, tenant) = services.clock(), services.requests, sender_names(exchange)
     line = RequestLine(
         request_id=exchange.request_id,
         method=exchange.method,

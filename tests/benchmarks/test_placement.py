@@ -9,8 +9,8 @@ import pytest
 import benchmarks.placement.__main__ as command
 from benchmarks.placement.ideal import shared_lru
 from benchmarks.placement.measure import CONTENDERS, run
-from benchmarks.placement.workload import PlacementRequest, Scenario, requests_of
-from benchmarks.placement.world import LOAD_S, World, sure_after_s
+from benchmarks.placement.workload import LOAD_S, PlacementRequest, Scenario, requests_of
+from benchmarks.placement.world import World, sure_after_s
 from orchestrator.config import OrchestratorSettings
 from tests.benchmarks.smoke import rows_of
 

@@ -414,7 +414,7 @@ class WorkerAgent:
         installed_digests = frozenset(adapter.digest for adapter in self.context.installed.all())
         self.context.installed.retry_writes()
         self.usage.save()
-        lost_files, deleted = await self.context.cache.sweep(
+        lost_files, deleted = await self.context.cache.maintain_folder(
             self.inventory.wanted_digests(), installed_digests, self._installer.digests_in_use
         )
         self.inventory.forget_deleted(deleted)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +19,16 @@ class CachedAdapter:
     is_in_use: bool
 
 
+class DeletionPlan(NamedTuple):
+    """The adapters to delete, and the bytes that are still missing after that."""
+
+    chosen: list[CachedAdapter]
+    missing_bytes: int
+
+
 def adapters_to_delete(
     folders: Iterable[CachedAdapter], *, excess_bytes: int, now: float, grace_s: float
-) -> tuple[list[CachedAdapter], int]:
+) -> DeletionPlan:
     """The least recently used adapters with at least `excess_bytes` in all, and the bytes that are still missing.
 
     Adapters in use are never chosen, nor those used less than `grace_s` ago: a request that began before the unload,
@@ -34,4 +42,4 @@ def adapters_to_delete(
             continue
         chosen.append(folder)
         excess_bytes -= folder.size_bytes
-    return chosen, max(0, excess_bytes)
+    return DeletionPlan(chosen, max(0, excess_bytes))

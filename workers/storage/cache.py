@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import structlog
 
@@ -47,6 +47,13 @@ ListDigestsInUse: TypeAlias = Callable[[], Awaitable[frozenset[str]]]
 _RECHECK_S = 60.0
 """Files of one adapter are read again at most this often: other workers may ask for it, and it takes seconds a GB."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class MissingDigests(NamedTuple):
+    """Digests that are not installed: wanted ones, and others that are known."""
+
+    wanted: list[str]
+    known: list[str]
 
 
 class AdapterCache:
@@ -271,9 +278,9 @@ class AdapterCache:
             )
         return deleted
 
-    async def sweep(
+    async def maintain_folder(
         self, wanted: frozenset[str], known_digests: frozenset[str], in_use: ListDigestsInUse
-    ) -> tuple[list[str], list[str]]:
+    ) -> MissingDigests:
         """Remove leftovers, renew the wanted leases, delete adapters beyond the limit and update the figures.
 
         Returns the wanted and the other known digests that are not installed. Deletes none, and logs it, if the engine
@@ -292,7 +299,7 @@ class AdapterCache:
         folders = await asyncio.to_thread(self.folder.adapters, wanted)
         self.used_bytes, self.adapters = sum(folder.size_bytes for folder in folders), len(folders)
         self.held_bytes = sum(folder.size_bytes for folder in folders if folder.is_in_use)
-        return missing_wanted, await asyncio.to_thread(self._missing_digests, known_digests - wanted)
+        return MissingDigests(missing_wanted, await asyncio.to_thread(self._missing_digests, known_digests - wanted))
 
     def _missing_digests(self, digests: Collection[str]) -> list[str]:
         """Those of the digests that are not installed. Blocking."""
@@ -307,7 +314,7 @@ class AdapterCache:
         """A SourceError for an OSError of the disk: `disk_full` or `source_failed`."""
         if exc.errno not in _FULL:
             return SourceError("source_failed", f"source {redacted(ref)}: {exc}", retry_after_s=30)
-        used, free = self.folder.usage()[0], self.folder.free_bytes()
+        used, free = self.folder.usage().size_bytes, self.folder.free_bytes()
         message = (
             f"source {redacted(ref)}: no space left in {self.folder.folder}: {free} bytes are free, {used} are taken by"
             " installed adapters; give it more room, or unload adapters"

@@ -25,6 +25,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -45,6 +46,20 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ABANDONED_S = 3600.0
 """A download of another agent, or a resumable one of ours, is deleted after this long without growth (a guess)."""
 _LOCK_S = 5.0
+
+
+class CacheUsage(NamedTuple):
+    """Total bytes and number of the installed adapters."""
+
+    size_bytes: int
+    adapters: int
+
+
+class CacheDeletion(NamedTuple):
+    """The deleted digests, and the bytes that are still missing."""
+
+    digests: list[str]
+    missing_bytes: int
 
 
 class CacheFolder:
@@ -97,14 +112,14 @@ class CacheFolder:
                 adapters.append(self._cached_adapter(digest, wanted, now))
         return adapters
 
-    def usage(self) -> tuple[int, int]:
+    def usage(self) -> CacheUsage:
         """Total bytes and number of the installed adapters; forgets the sizes of deleted ones."""
         sizes = {}
         for digest in self._digests():
             with contextlib.suppress(OSError):  # on its way out
                 sizes[digest] = self._size(digest)
         self._sizes = sizes
-        return sum(sizes.values()), len(sizes)
+        return CacheUsage(sum(sizes.values()), len(sizes))
 
     def free_bytes(self) -> int:
         """Free bytes of the cache folder's file system."""
@@ -226,32 +241,32 @@ class CacheFolder:
 
     def has_room(self, need_bytes: int) -> bool:
         """Whether `need_bytes` more are within `max_bytes`; always without that limit. Measures the folder."""
-        return not self.max_bytes or self.usage()[0] + need_bytes <= self.max_bytes
+        return not self.max_bytes or self.usage().size_bytes + need_bytes <= self.max_bytes
 
-    def make_room(self, need_bytes: int, wanted: frozenset[str]) -> tuple[list[str], int]:
+    def make_room(self, need_bytes: int, wanted: frozenset[str]) -> CacheDeletion:
         """Delete adapters until `need_bytes` more are within `max_bytes`; returns deleted digests and missing bytes.
 
         If `need_bytes` cannot be freed, nothing is deleted. With 0, as much of the excess as possible is.
         Without `max_bytes` there is no limit.
         """
         if not self.max_bytes:
-            return [], 0
+            return CacheDeletion([], 0)
         folders = self.adapters(wanted)
         excess = sum(folder.size_bytes for folder in folders) + need_bytes - self.max_bytes
-        missing = adapters_to_delete(folders, excess_bytes=excess, now=self._now(), grace_s=self._grace_s)[1]
+        missing = adapters_to_delete(folders, excess_bytes=excess, now=self._now(), grace_s=self._grace_s).missing_bytes
         if need_bytes and missing:
-            return [], missing
+            return CacheDeletion([], missing)
         return self.delete_until_freed(folders, excess, wanted)
 
     def delete_half_of_idle(self, wanted: frozenset[str]) -> list[str]:
         """Delete half of the unused bytes, oldest first: for a disk that is full below `max_bytes`."""
         folders = self.adapters(wanted)
         idle = sum(folder.size_bytes for folder in folders if not folder.is_in_use)
-        return self.delete_until_freed(folders, (idle + 1) // 2, wanted)[0]
+        return self.delete_until_freed(folders, (idle + 1) // 2, wanted).digests
 
     def delete_until_freed(
         self, folders: list[CachedAdapter], excess_bytes: int, wanted: frozenset[str]
-    ) -> tuple[list[str], int]:
+    ) -> CacheDeletion:
         """Delete the least recently used of `folders` until `excess_bytes` are freed.
 
         wanted   digests that are kept; so are those used within the grace, and those that another agent has leased
@@ -265,7 +280,7 @@ class CacheFolder:
                 deleted.append(folder.digest)
             else:
                 missing += folder.size_bytes
-        return deleted, missing
+        return CacheDeletion(deleted, missing)
 
     def _delete(self, digest: str, wanted: frozenset[str]) -> bool:
         """Rename an adapter aside and delete it; False if it is in use, or after an error, which is logged."""

@@ -224,9 +224,9 @@ async def test_nothing_is_deleted_while_the_engine_lists_it_or_is_unreachable(tm
     async def lists() -> frozenset[str]:
         return frozenset({named("listed")})
 
-    await cache.sweep(NOBODY, NOBODY, silent)
+    await cache.maintain_folder(NOBODY, NOBODY, silent)
     assert installed_digests(mine) == {named("listed"), named("idle")}
-    await cache.sweep(NOBODY, NOBODY, lists)
+    await cache.maintain_folder(NOBODY, NOBODY, lists)
     assert installed_digests(mine) == {named("listed")}
 
 
@@ -240,9 +240,9 @@ async def test_only_adapters_in_use_count_as_held_bytes(tmp_path):
     async def lists() -> frozenset[str]:
         return NOBODY
 
-    await cache.sweep(frozenset({named("wanted")}), NOBODY, lists)
+    await cache.maintain_folder(frozenset({named("wanted")}), NOBODY, lists)
     assert (cache.used_bytes, cache.held_bytes, cache.adapters) == (200, 100, 2)
-    await cache.sweep(NOBODY, NOBODY, lists)
+    await cache.maintain_folder(NOBODY, NOBODY, lists)
     assert (cache.used_bytes, cache.held_bytes, cache.adapters) == (200, 0, 2)
 
 
