@@ -9,12 +9,5 @@ AGREED: dict[str, str] = {}
 A change is agreed on after a release in which both forms work, with a line in the changelog.
 """
 
-ADDED_CALLS: dict[tuple[str, str], str] = {
-    ("GET", "/v1/routers/questions"): "an orchestrator without it answers 404, and the router asks a minute later",
-    ("POST", "/v1/routers/answers"): "a router answers only the questions that it has fetched",
-    (
-        "POST",
-        "/v1/admin/mark_files",
-    ): "an agent without it keeps nothing, and deletes what is unused",
-}
+ADDED_CALLS: dict[tuple[str, str], str] = {}
 """Calls that services of the last release neither make nor serve: (method, path of the route) -> the reason."""

@@ -64,7 +64,10 @@ async def test_an_orchestrator_works_with_agents_of(old_agent: OldAgent, is_newe
         client = await stack.enter_async_context(client_of(await stack.enter_async_context(serving(service.app))))
         stack.callback(service.stop)
         await until(lambda: service.leadership.is_leading, what="the orchestrator leads")
-        beat = {"metadata": filled(old_agent.metadata(), old_agent.texts)}
+        beat = {
+            "metadata": filled(old_agent.metadata(), old_agent.texts),
+            "files": {"disk_id": "d0", "since": 0, "upto": 0},
+        }
         if is_newer:
             beat = with_unknown_fields(beat)
         headers = WIRE_HEADERS if is_newer else {}

@@ -69,6 +69,7 @@ def test_another_wire_version_is_a_change() -> None:
 
 
 def test_types_between_services_ignore_unknown_fields() -> None:
+    """But for AliasTarget, which people write, too: routers read a catalog, and what is in it, leniently."""
     types = todays_snapshot().types
     routes = [route for routes in CONVERSATIONS.values() for route in routes]
     waiting = {name for route in routes for name in (route.asks, route.answers) if name}
@@ -76,6 +77,8 @@ def test_types_between_services_ignore_unknown_fields() -> None:
     while waiting:
         name = waiting.pop()
         seen.add(name)
+        if name == "AliasTarget":
+            continue
         assert types[name].get("additionalProperties") is not False, f"{name} refuses what a later release adds to it"
         waiting |= set(re.findall(r"#/\$defs/(\w+)", json.dumps(types[name]))) - seen
     assert "CatalogAdapter" in seen
