@@ -24,6 +24,8 @@ class AdapterPolicy:
     weight: Annotated[float, Gt(0)] = 1.0
     ttl_s: Annotated[float, Ge(0)] | None = None
     """unload after so many seconds without a request; 0: never; null: the policy's"""
+    loss_factor: Annotated[float, Ge(0), Le(1000)] = 1.0
+    """how much the loss of a copy counts beside other adapters' when requests wait for its slot; 0: it goes first"""
     ignored_modules: Literal["accept", "refuse"] | None = None
     """what to do where an engine ignores a part of its modules; null: the worker's setting of this name"""
 

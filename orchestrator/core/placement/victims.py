@@ -21,7 +21,9 @@ which a request waits; a guess otherwise."""
 
 
 def copy_worth(context: PlacementContext, adapter: RegisteredAdapter, at: str | None = None) -> float:
-    """The value of a copy (of the one on worker `at`): expected demand x reload cost; 0 for a surplus copy.
+    """The value of a copy (of the one on worker `at`): expected demand x reload cost x the adapter's `loss_factor`.
+
+    Zero for a surplus copy.
 
     Expected demand is recency (a conversation goes on) plus habit (an adapter that is silent, but usually comes back).
     Counting the requests of the last minute predicts worse: it favours conversations that have ended.
@@ -32,9 +34,8 @@ def copy_worth(context: PlacementContext, adapter: RegisteredAdapter, at: str | 
     if last is None and not context.demand.hears_every_router:
         last = context.now  # a router that is not heard may just have asked for it
     recent = 0.0 if last is None else exp(-max(0.0, context.now - last) / RECENT_S)
-    return (recent + HABIT_WEIGHT * context.demand.habits.get(adapter.lora_id, 0.0)) * load_s(
-        adapter.size_bytes, context.observed.load_figures
-    )
+    demand = recent + HABIT_WEIGHT * context.demand.habits.get(adapter.lora_id, 0.0)
+    return adapter.policy.loss_factor * demand * load_s(adapter.size_bytes, context.observed.load_figures)
 
 
 def is_surplus(context: PlacementContext, lora_id: str, at: str | None = None) -> bool:
@@ -58,7 +59,8 @@ def eviction_loss_s(context: PlacementContext, adapter: RegisteredAdapter, at: s
         return 0.0
     figures = context.observed.load_figures
     away_s = figures.seconds + load_s(adapter.size_bytes, figures)
-    return copy_worth(context, adapter, at) + requests_per_s(context, adapter.lora_id) * away_s**2 / 2
+    waits_s = requests_per_s(context, adapter.lora_id) * away_s**2 / 2
+    return copy_worth(context, adapter, at) + adapter.policy.loss_factor * waits_s
 
 
 def requests_per_s(context: PlacementContext, lora_id: str) -> float:

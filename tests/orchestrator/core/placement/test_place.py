@@ -593,6 +593,18 @@ def test_an_idle_copy_goes_once_the_wait_has_cost_as_much_as_its_loss(table, loa
     assert losses[load.evict] <= min(losses.values()) + load_s
 
 
+@pytest.mark.parametrize(("factor", "evicted"), [(1.0, ["a"]), (0.0, ["a"]), (50.0, ["b"])])
+def test_the_loss_of_a_copy_counts_by_its_adapters_factor(factor, evicted):
+    adapters = intent(adapter("a", loss_factor=factor), adapter("b"), adapter("new"))
+    observed = fleet(worker("w0", held("a"), held("b"), slots=2))
+    demand = replace(want("new"), habits={"a": 0.2, "b": 0.4})
+    assert [load.evict for load in place(adapters, observed, demand, PlacementPolicy(), NOW).loads] == evicted
+    alone = intent(adapter("a", loss_factor=factor), adapter("new"))
+    only = place(alone, fleet(worker("w0", held("a"), slots=1)), demand, PlacementPolicy(), NOW)
+    # It has waited 15 s: less than fifty times the loss of a copy that is asked for every five seconds.
+    assert [load.evict for load in only.loads] == ([] if factor == 50.0 else ["a"])
+
+
 USED = frozenset({("a", "w0"), ("b", "w0")})
 
 
