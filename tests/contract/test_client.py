@@ -183,7 +183,7 @@ async def test_request_for_an_unloaded_adapter_is_an_error(
 async def test_client_reads_the_engines_shape(bench: ClientUnderTest) -> None:
     shape = await bench.engine.read_shape()
     assert (shape.runtime.block_size, shape.runtime.max_model_len, shape.model_name) == (BLOCK, 2048, BASE)
-    assert shape.total_kv_blocks == 256
+    assert shape.runtime.total_kv_blocks == 256
 
 
 async def test_metrics_count_computed_and_cached_tokens(bench: ClientUnderTest) -> None:
