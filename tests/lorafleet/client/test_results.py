@@ -6,7 +6,7 @@ from lorafleet.client.results import Published, Pushed
 
 
 def test_a_registration_is_new_by_its_status():
-    item = {"lora_id": "sql/v1", "digest": "ab", "kept_on": ["w0", "w1"]}
+    item = {"lora_id": "sql/v1", "spec": {"digest": "ab"}, "kept_on": ["w0", "w1"]}
     assert Pushed.read(201, item) == Pushed("sql/v1", "ab", is_new=True, kept_on=("w0", "w1"), note="")
     assert not Pushed.read(200, item | {"note_on_copies": "one copy"}).is_new
 

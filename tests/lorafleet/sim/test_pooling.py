@@ -61,6 +61,6 @@ async def test_an_engine_that_pools_shows_that_it_computes_and_whether_it_caches
         try:
             assert await client.can_generate("tiny-qwen", timeout_s=10)
             shape = await client.read_shape()
-            assert (shape.caches_prefixes, shape.model_path) == (cached, str(model))
+            assert (shape.runtime.caches_prefixes, shape.model_path) == (cached, str(model))
         finally:
             await client.aclose()
