@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from lorafleet.identity import fleet_digest
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, loading_mode
-from orchestrator.core.placement.victims import cheapest_victim, copy_worth, has_waited_long, next_eviction_at
+from orchestrator.core.placement.victims import cheapest_victim, copy_worth, has_waited_long
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.snapshot import ObservedWorker, PlannedLoad
 
@@ -25,31 +25,42 @@ NEAR_WORTH = 1.2
 `benchmarks.placement` needs up to 2 % more loads."""
 
 
-def next_load(context: PlacementContext, adapter: RegisteredAdapter) -> PlannedLoad | None:
-    """The load that adds one copy of the adapter; None when no worker has room that it may take."""
+class LoadChoice(NamedTuple):
+    """The load that adds one copy of an adapter.
+
+    load     None: no worker has room that the adapter may take
+    room_at  when a copy that must stay now may make room for the adapter; infinite: waiting makes none
+    """
+
+    load: PlannedLoad | None
+    room_at: float = inf
+
+
+def next_load(context: PlacementContext, adapter: RegisteredAdapter) -> LoadChoice:
+    """The load that adds one copy of the adapter."""
     lora_id = adapter.lora_id
     present = context.holders.get(lora_id, set())
     able = context.able_workers(adapter)
     homes = context.home_workers(adapter, able, context.targets.get(lora_id, 1))
     able = [worker for worker in able if worker.id not in present and not worker.has_in_slot(lora_id)]
     if not able:
-        return None
+        return LoadChoice(None)
     ranked = _ranked_workers(context, adapter, able, homes, present)
     want = context.demand.wants.get(lora_id)
     is_waiting = want is not None and not want.is_repair
     free = [worker for worker in ranked if context.free_slots[worker.id] > 0]
     idle = [worker for worker in free if not context.is_busy(worker.id)] if is_waiting else free
     if idle:
-        return _planned_load(context, adapter, idle[0], homes)
+        return LoadChoice(_planned_load(context, adapter, idle[0], homes))
+    victim = WorkerVictim(None, "", inf)
     if can_evict(context, adapter):
         below = None if is_waiting else _worth_limit(context, adapter)
         is_repair = want is not None and want.is_repair
         from_use = not free and not context.copy_count(lora_id) and has_waited_long(context, adapter)
-        found = _worker_and_victim(context, adapter, ranked, below=below, is_repair=is_repair, from_use=from_use)
-        if found is not None:
-            worker, evict = found
-            return _planned_load(context, adapter, worker, homes, evict)
-    return _planned_load(context, adapter, free[0], homes) if free else None
+        victim = _worker_and_victim(context, adapter, ranked, below=below, is_repair=is_repair, from_use=from_use)
+    if victim.worker is not None:
+        return LoadChoice(_planned_load(context, adapter, victim.worker, homes, victim.lora_id), victim.next_at)
+    return LoadChoice(_planned_load(context, adapter, free[0], homes) if free else None, victim.next_at)
 
 
 def can_evict(context: PlacementContext, adapter: RegisteredAdapter) -> bool:
@@ -104,6 +115,14 @@ def _ranked_workers(
     return nsmallest(max(CANDIDATES, 1), able, key=order)
 
 
+class WorkerVictim(NamedTuple):
+    """The worker whose copy makes room; None: every copy must stay. `next_at`: as in `VictimChoice`, of all workers."""
+
+    worker: ObservedWorker | None
+    lora_id: str
+    next_at: float
+
+
 def _worker_and_victim(
     context: PlacementContext,
     adapter: RegisteredAdapter,
@@ -112,30 +131,30 @@ def _worker_and_victim(
     below: float | None,
     is_repair: bool,
     from_use: bool,
-) -> tuple[ObservedWorker, str] | None:
-    """The best worker whose victim is among the cheapest, and that victim; None when every adapter must stay.
+) -> WorkerVictim:
+    """The best worker whose victim is among the cheapest, and that victim.
 
     A victim that drains already is preferred, in use or not: otherwise adapters in constant use, each silent for a
     moment in turn, would start drains that never end. Workers with as many loads ahead as a drain takes are left out.
     """
-    found = []
+    found, next_at = [], inf
     for position, worker in enumerate(ranked):
         if context.is_booked(worker.id):
             continue
-        chosen = cheapest_victim(context, adapter, worker, below=below, is_repair=is_repair, from_use=from_use)
-        if chosen is not None:
-            held, value = chosen
+        choice = cheapest_victim(context, adapter, worker, below=below, is_repair=is_repair, from_use=from_use)
+        held, value, next_at = choice.held, choice.worth, min(next_at, choice.next_at)
+        if held is not None:
             known = context.intent.adapters[held.lora_id]
             # Without a free reserve slot the load waits until the victim has drained.
             is_late = worker.occupied_slots >= worker.slots
             order = (held.state != "draining", known.policy.priority, value == inf, context.is_busy(worker.id), is_late)
             found.append((order, value, position, worker, held.lora_id))
     if not found:
-        return None
+        return WorkerVictim(None, "", next_at)
     first = min(found, key=lambda entry: entry[:3])
     equal = [entry for entry in found if entry[0] == first[0] and entry[1] <= first[1] * NEAR_WORTH]
     best = min(equal, key=lambda entry: entry[2])
-    return best[3], best[4]
+    return WorkerVictim(best[3], best[4], next_at)
 
 
 def _planned_load(
@@ -206,8 +225,11 @@ def placement_misfit(adapter: RegisteredAdapter, limits: Mapping[str, PoolLimit]
     )
 
 
-def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter) -> str | None:
-    """Why the adapter gets no further copy; None when it only waits, for a busy worker or for a copy to make room."""
+def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter, room_at: float) -> str | None:
+    """Why the adapter gets no further copy; None when it only waits, for a busy worker or for a copy to make room.
+
+    room_at  as in `LoadChoice`
+    """
     ready = [w for w in context.workers if w.state == "ready"]
     fits = [w for w in ready if w.base_model == adapter.base_model]
     if not fits:
@@ -227,7 +249,11 @@ def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter) -> st
     if not able:
         count = len(context.able_workers(adapter))
         return f"there are no more workers for it: each of the {count} that can have it has it"
-    if can_evict(context, adapter) and next_eviction_at(context, adapter, able) < inf:
+    if room_at < inf:
+        return None
+    if can_evict(context, adapter) and any(
+        context.is_busy(w.id) and cheapest_victim(context, adapter, w).held is not None for w in able
+    ):
         return None
     small = sum(w.max_lora_rank < rank for w in fits)
     others = f"; {small} more take no adapter of rank {rank}" if small else ""

@@ -88,10 +88,10 @@ def _best_move_to(
         for part, adapter in movable:
             evict = None
             if context.free_slots[idle.id] <= 0:
-                spare = cheapest_victim(context, adapter, idle, below=copy_worth(context, adapter) / 2)
+                spare = cheapest_victim(context, adapter, idle, below=copy_worth(context, adapter) / 2).held
                 if spare is None:
                     continue
-                evict = spare[0].lora_id
+                evict = spare.lora_id
             why = f"moves from {donor.id}, {context.loads[donor.id]:.2f} busy with what it holds, and takes {part:.2f}"
             reason = f"{why}; here it is {context.loads[idle.id]:.2f}"
             return PlannedLoad(lora_id=adapter.lora_id, worker_id=idle.id, evict=evict, reason=reason), donor.id

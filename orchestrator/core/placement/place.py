@@ -20,7 +20,6 @@ from lorafleet.identity import lora_id_of, rendezvous_score
 from orchestrator.core.placement import churn
 from orchestrator.core.placement.choose import (
     PlacementMisfit,
-    can_evict,
     limits_by_base_model,
     next_load,
     placement_misfit,
@@ -32,7 +31,7 @@ from orchestrator.core.placement.expiry import expired_removals, last_asked_at
 from orchestrator.core.placement.moves import finished_move_removals, new_moves, surplus_removals, unfinished_moves
 from orchestrator.core.placement.targets import ReplicaTarget, replica_targets
 from orchestrator.core.placement.tenant_order import in_tenant_order, wait_bucket
-from orchestrator.core.placement.victims import next_eviction_at, next_version_removals
+from orchestrator.core.placement.victims import next_version_removals
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
@@ -156,12 +155,10 @@ class _PlacementPass:
             while context.copy_count(adapter.lora_id) < target.replicas:
                 if len(loads) == MOST_LOADS:
                     return loads
-                load = next_load(context, adapter)
+                load, room_at = next_load(context, adapter)
                 if load is None:
-                    waits_until = next_eviction_at(context, adapter, context.able_workers(adapter))
-                    if can_evict(context, adapter) and waits_until > context.now:
-                        self.look_again_at = min(self.look_again_at, waits_until)
-                    reason = unplaced_reason(context, adapter)
+                    self.look_again_at = min(self.look_again_at, room_at)
+                    reason = unplaced_reason(context, adapter, room_at)
                     if reason is not None and context.copy_count(adapter.lora_id) < max(1, target.asked):
                         unplaced[adapter.lora_id] = reason
                     break

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from math import exp, inf
+from typing import NamedTuple
 
 from orchestrator.core.placement.context import PlacementContext, loading_mode
 from orchestrator.core.placement.load_time import load_s
@@ -21,15 +22,16 @@ which a request waits; a guess otherwise."""
 
 
 def copy_worth(context: PlacementContext, adapter: RegisteredAdapter, at: str | None = None) -> float:
-    """The value of a copy (of the one on worker `at`): expected demand x reload cost x the adapter's `loss_factor`.
+    """The worth of a copy (of the one on worker `at`) in seconds; zero for a surplus copy."""
+    return 0.0 if is_surplus(context, adapter.lora_id, at) else _needed_copy_worth(context, adapter)
 
-    Zero for a surplus copy.
+
+def _needed_copy_worth(context: PlacementContext, adapter: RegisteredAdapter) -> float:
+    """The worth of a copy that is no surplus: expected demand x reload cost x the adapter's `loss_factor`.
 
     Expected demand is recency (a conversation goes on) plus habit (an adapter that is silent, but usually comes back).
     Counting the requests of the last minute predicts worse: it favours conversations that have ended.
     """
-    if is_surplus(context, adapter.lora_id, at):
-        return 0.0
     last = context.demand.last_request_at.get(adapter.lora_id)
     if last is None and not context.demand.hears_every_router:
         last = context.now  # a router that is not heard may just have asked for it
@@ -60,12 +62,25 @@ def eviction_loss_s(context: PlacementContext, adapter: RegisteredAdapter, at: s
     figures = context.observed.load_figures
     away_s = figures.seconds + load_s(adapter.size_bytes, figures)
     waits_s = requests_per_s(context, adapter.lora_id) * away_s**2 / 2
-    return copy_worth(context, adapter, at) + adapter.policy.loss_factor * waits_s
+    return _needed_copy_worth(context, adapter) + adapter.policy.loss_factor * waits_s
 
 
 def requests_per_s(context: PlacementContext, lora_id: str) -> float:
     """The adapter's request rate: over the demand window, or by habit where that is more."""
     return max(context.demand.rates.get(lora_id, 0.0), context.demand.habits.get(lora_id, 0.0))
+
+
+class VictimChoice(NamedTuple):
+    """The copy on a worker that makes room for a load.
+
+    held     None: all copies must stay for now
+    worth    of that copy; infinite for one in use
+    next_at  when the first copy that must stay now may go, by its loss as it is now; infinite: waiting frees none
+    """
+
+    held: ReportedAdapter | None
+    worth: float
+    next_at: float
 
 
 def cheapest_victim(
@@ -76,12 +91,11 @@ def cheapest_victim(
     below: float | None = None,
     is_repair: bool = False,
     from_use: bool = False,
-) -> tuple[ReportedAdapter, float] | None:
-    """The evictable copy on the worker with the least worth, and that worth; None when all must stay.
+) -> VictimChoice:
+    """The evictable copy on the worker with the least worth.
 
     A copy that already drains comes first, so that a choice once made stands; then versions that no name points at.
-    An idle copy goes once a request has waited as long as its loss will cost, the rule of renting or buying: the wait
-    in all is at most twice that of a choice that knows the future.
+    An idle copy goes once a request has waited as long as the loss of the copy is expected to cost.
 
     below      only copies worth less than this
     is_repair  only copies with a lower habitual rate: a repair must not evict a hotter adapter that is silent just now
@@ -89,7 +103,7 @@ def cheapest_victim(
     """
     habits = context.demand.habits
     habit = habits.get(adapter.lora_id, 0.0)
-    since = waits_since(context, adapter)
+    since, next_at = waits_since(context, adapter), inf
     best: tuple[tuple[object, ...], ReportedAdapter, float] | None = None
     for held in evictable_copies(context, adapter, worker, from_use=from_use):
         known = context.intent.adapters[held.lora_id]
@@ -98,30 +112,17 @@ def cheapest_victim(
         loss_s, is_draining = eviction_loss_s(context, known, worker.id), held.state == "draining"
         if is_repair and loss_s > 0 and habits.get(held.lora_id, 0.0) >= habit:
             continue
-        if is_in_use(context, held, worker):
-            loss_s = inf
-        elif not is_draining and since + loss_s > context.now:
+        is_used = is_in_use(context, held, worker)
+        if not is_used and not is_draining and since + loss_s > context.now:
+            next_at = min(next_at, since + loss_s)
             continue
         is_current = held.lora_id not in context.intent.superseded
-        value = inf if loss_s == inf else copy_worth(context, known, worker.id)
+        worth = inf if is_used else copy_worth(context, known, worker.id)
         rate = requests_per_s(context, held.lora_id)
-        order = (not is_draining, known.policy.priority, is_current, value, rate, held.since, held.lora_id)
+        order = (not is_draining, known.policy.priority, is_current, worth, rate, held.since, held.lora_id)
         if best is None or order < best[0]:
-            best = (order, held, value)
-    return None if best is None else (best[1], best[2])
-
-
-def next_eviction_at(context: PlacementContext, adapter: RegisteredAdapter, workers: Iterable[ObservedWorker]) -> float:
-    """When the first idle copy on these workers may make room, by what its loss costs now; infinite for none."""
-    since = waits_since(context, adapter)
-    return min(
-        (
-            since + eviction_loss_s(context, context.intent.adapters[held.lora_id], worker.id)
-            for worker in workers
-            for held in evictable_copies(context, adapter, worker)
-        ),
-        default=inf,
-    )
+            best = (order, held, worth)
+    return VictimChoice(None, inf, next_at) if best is None else VictimChoice(best[1], best[2], next_at)
 
 
 def has_waited_long(context: PlacementContext, adapter: RegisteredAdapter) -> bool:

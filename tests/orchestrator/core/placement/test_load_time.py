@@ -73,6 +73,6 @@ def test_of_two_adapters_used_alike_the_one_that_loads_faster_makes_room():
     for figures in (measured(), LoadFigures()):
         observed = replace(inputs.observed, load_figures=figures)
         context = PlacementContext(inputs.intent, observed, demand, inputs.policy, NOW)
-        found = cheapest_victim(context, adapters[2], observed.workers["w0"])
+        found = cheapest_victim(context, adapters[2], observed.workers["w0"]).held
         assert found is not None
-        assert found[0].lora_id == "small"
+        assert found.lora_id == "small"

@@ -272,7 +272,9 @@ def test_a_repair_evicts_no_hotter_adapter_that_is_briefly_silent():
     demand = DemandSnapshot(
         habits={"hot": 0.2, "cool": 0.1}, last_request_at={"hot": NOW - 300, "cool": NOW - 1}, wants=repair
     )
-    assert place(names, observed, demand, RULES, NOW).loads == ()
+    refused = place(names, observed, demand, RULES, NOW)
+    assert refused.loads == ()
+    assert "nothing there may be evicted" in refused.unplaced["cool"]
     # A request that waits does, and so does a repair where it is the hotter one.
     waits = replace(demand, wants={"cool": WantedReplicas(replicas=1, since=NOW - 15)})
     (load,) = place(names, observed, waits, RULES, NOW).loads
