@@ -185,11 +185,8 @@ def _without_texts(value: Any, texts: dict[str, list[Any]], *, in_choice: bool) 
     return blanked
 
 
-@asynccontextmanager
-async def routed(
-    direct: DirectEngine, model_dir: Path, *, figures: Load | None = None, also: Sequence[str] = (), **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
-    """(client of a real router in front of this one engine, the router's parts); it tokenizes itself.
+def control_of(direct: DirectEngine, *, figures: Load | None = None, also: Sequence[str] = ()) -> AgentDouble:
+    """The orchestrator and agent of this one engine.
 
     figures  the engine's load in the agent's metadata
     also     further adapters that the engine has, with the bytes of the first
@@ -197,6 +194,23 @@ async def routed(
     control = AgentDouble(workers={"w0": direct.engine.url}, block_sizes={"w0": 32}, figures=figures or Load())
     for lora_id in (LORA_ID, *also):
         control.add_adapter(lora_id, on=["w0"])
+    return control
+
+
+@asynccontextmanager
+async def routed(
+    direct: DirectEngine,
+    model_dir: Path,
+    *,
+    control: AgentDouble | None = None,
+    also: Sequence[str] = (),
+    **settings: Any,
+) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """(client of a real router in front of this one engine, the router's parts); it tokenizes itself.
+
+    control, also  as `control_of` makes it, and its further adapters
+    """
+    control = control or control_of(direct, also=also)
     async with AsyncExitStack() as stack:
         control.url = await stack.enter_async_context(serving(control.app))
         own = {"orchestrator_url": control.url, "tokenizer_paths": {BASE: str(model_dir)}}
@@ -211,12 +225,6 @@ def has_only_closed_circuits(parts: Any) -> bool:
     """Whether the router's circuit breaker is closed for every replica."""
     replicas, now = parts.discovery.fleet.replicas.values(), parts.clock()
     return all(parts.scheduler.breaker.state(replica, now) == "closed" for replica in replicas)
-
-
-def output_tokens(parts: Any) -> int:
-    """Output tokens in the router's usage report, which has one adapter."""
-    rows = [row for batch in parts.usage.batches(parts.clock()) for row in batch.rows]
-    return sum(row.counts.output_tokens for row in rows)
 
 
 async def assert_same_through_a_router(
