@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import mean, median
 
 from benchmarks.placement.ideal import shared_lru
 from benchmarks.placement.ours import LorafleetOrchestrator
@@ -23,7 +23,7 @@ class PlacementFigures:
     """Of one run. None where the scene has nothing to measure it by.
 
     waits, loads   after the warm-up; `ideal` those of one LRU over all slots, `used` over those that are filled at all
-    p50_s, p99_s   to the first token; `troubled_p99_s` of what came during and soon after the flash and the loss
+    mean_s, p50_s, p99_s  to the first token; `troubled_p99_s` of what came during and soon after the flash and the loss
     back_s         from the loss until each of the hottest that lost a copy has as many as before, or as are due
     begun_s        from the loss until the last of the loads that this took has begun
     doubled        adapters with two copies or more, the median over time; `unasked` loads that nobody waited for
@@ -36,6 +36,7 @@ class PlacementFigures:
     used_waits: int
     used_loads: int
     hours: float
+    mean_s: float
     p50_s: float
     p99_s: float
     troubled_p99_s: float | None = None
@@ -108,6 +109,7 @@ def run(contender: str, scene: Scenario, seed: int, rules: PlacementPolicy | Non
         used_waits=used_waits,
         used_loads=used_loads,
         hours=(scene.lasts_s - scene.warm_s) / 3600,
+        mean_s=mean(served),
         p50_s=median(served),
         p99_s=_p99(served),
         troubled_p99_s=_troubled(scene, requests),
