@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from lorafleet.identity import engine_name
 from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogAlias, CatalogWorker
+from orchestrator.model.changes import reader_of
 from orchestrator.model.names import checked_lora_id
 from orchestrator.model.pauses import PauseLease
 from workers.wire import Metadata
@@ -30,6 +31,12 @@ class RouterCatalog:
     def names(self) -> frozenset[str]:
         """All lora_ids and alias names, which no engine's own list can redefine."""
         return self.deleting.union(self.adapters, self.aliases)
+
+
+def read_catalog(content: bytes) -> Catalog:
+    """A catalog, or its changes, without fields that a later orchestrator may add. Raises pydantic.ValidationError."""
+    catalog: Catalog = reader_of(Catalog).validate_json(content, extra="ignore")
+    return catalog
 
 
 def router_catalog(catalog: Catalog) -> RouterCatalog:

@@ -7,9 +7,7 @@ from math import inf
 import httpx
 
 from lorafleet.service.loops import ChangeSignal
-from orchestrator.model.catalog import Catalog
-from orchestrator.model.changes import reader_of
-from router.fleet.catalog import RouterCatalog, router_catalog, with_changes
+from router.fleet.catalog import RouterCatalog, read_catalog, router_catalog, with_changes
 from router.fleet.saved_catalog import SavedCatalog
 
 # Requests for unknown names make the router read the catalog: at most this often, waiting at most this long.
@@ -156,7 +154,7 @@ class CatalogFollower:
 
     def _adopt_answer(self, content: bytes) -> None:
         """Put a catalog or its changes in force, and save them. Raises ValueError for invalid ones."""
-        answer = reader_of(Catalog).validate_json(content, extra="ignore")
+        answer = read_catalog(content)
         if answer.since is None:
             self._adopt(router_catalog(answer))
             if self._saved is not None:

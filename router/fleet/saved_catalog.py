@@ -18,9 +18,7 @@ from pydantic import ValidationError
 from lorafleet.service.files import make_private_file, make_private_folder, private_opener
 from lorafleet.service.state_files import is_missing
 from lorafleet.telemetry.repeats import RepeatLimiter
-from orchestrator.model.catalog import Catalog
-from orchestrator.model.changes import reader_of
-from router.fleet.catalog import RouterCatalog, router_catalog, with_changes
+from router.fleet.catalog import RouterCatalog, read_catalog, router_catalog, with_changes
 
 log = structlog.get_logger()
 
@@ -93,7 +91,7 @@ class SavedCatalog:
         A change that is broken, or that does not follow from those before it, is left out, and logged.
         """
         try:
-            catalog = router_catalog(reader_of(Catalog).validate_json(self.file.read_bytes(), extra="ignore"))
+            catalog = router_catalog(read_catalog(self.file.read_bytes()))
             lines = self.changes_file.read_bytes().splitlines() if self.changes_file.exists() else []
         except FileNotFoundError:
             return None
@@ -103,7 +101,7 @@ class SavedCatalog:
         unused = 0
         for line in lines:
             try:
-                changed = with_changes(catalog, reader_of(Catalog).validate_json(line, extra="ignore"))
+                changed = with_changes(catalog, read_catalog(line))
             except ValidationError:
                 changed = None  # cut off while it was written
             # Not the end: another process's next line may say the same from an earlier revision on.
