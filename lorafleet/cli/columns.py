@@ -1,4 +1,4 @@
-"""The columns of a list: which field of an item each shows, and when. Pure, and without rich tables."""
+"""The columns of a list: the field of an item that each column shows, and when the column is shown. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,9 +52,9 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class ListView:
-    """How a list is printed.
+    """The columns of a list's table, and the fields by which `-o name` names an item.
 
-    names  fields that name an item, which `-o name` prints with a tab between them
+    names  printed by `-o name` with a tab between them
     part   what an incomplete answer lacks, before the names of those that did not answer
     """
 

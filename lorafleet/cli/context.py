@@ -1,4 +1,4 @@
-"""The servers that a command speaks to, and what several commands share."""
+"""The addresses of orchestrator and router, and small parts that several commands share."""
 
 # ruff: noqa: PLC0415  (httpx is imported when a command needs it)
 
@@ -102,9 +102,9 @@ def parse_setting(text: str, names: str = "lorafleet policy show") -> tuple[str,
 
 
 def names_of(route: str, field: str) -> Callable[[typer.Context, str], list[str]]:
-    """What completes the names of a list: those of its first page that begin with the typed letters.
+    """A shell completion of names: those on the first page of a list that begin with the typed letters.
 
-    None when the orchestrator does not answer within a second, or refuses.
+    It offers no names when the orchestrator refuses, or does not answer within a second.
     """
 
     def complete(context: typer.Context, incomplete: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""How a list or an item is printed: the flags and the formats. Columns are in `columns`, tables in `tables`."""
+"""Output of lists and items: flags and formats. Columns are in `columns`, tables in `tables`."""
 
 # ruff: noqa: PLC0415  (rich tables and YAML are imported when a command needs them)
 

@@ -1,7 +1,7 @@
-"""The table of a fleet's resources: where each is, its columns, and what is done with one of them.
+"""The table of a fleet's resources: the route, the columns and the actions of each.
 
-A field that an answer gets is a column here. Commands that take more than a name are beside their subject: `adapters`,
-`names`, `workers`.
+To show a new field of an answer, add a column here. Commands that take more than a name are beside their subject:
+`adapters`, `names`, `workers`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _DIGEST_DIGITS = 12
 
 
 def _tenants_text(tenants: Sequence[str] | None) -> str:
-    """Who may use an adapter."""
+    """The tenants that may use an adapter, as one text; None means every tenant."""
     return "everyone" if tenants is None else ", ".join(tenants)
 
 
@@ -78,12 +78,12 @@ def _pending_targets_text(alias: Item) -> str | None:
 
 
 def pending_text(pending: Item | None) -> str | None:
-    """What a pending change of an alias waits for; None without one."""
+    """The reason why an alias has not changed yet; None for an alias without a pending change."""
     return None if pending is None else _lacks_text(pending["lacks"]) or pending["error"]
 
 
 def _lacks_text(lacks: Mapping[str, str]) -> str:
-    """What each adapter lacks."""
+    """One text with each adapter and its missing condition, such as a ready replica."""
     return "; ".join(f"{lora_id}: {missing}" for lora_id, missing in sorted(lacks.items()))
 
 
@@ -257,7 +257,7 @@ PLACEMENTS = Resource(
 
 
 def drain_text(drain: Mapping[str, Any] | None) -> str:
-    """How far a worker's drain is, in one line; "" without one."""
+    """The progress of a worker's drain in one line; "" for a worker that does not drain."""
     if drain is None:
         return ""
     left = len(drain["left"])
@@ -351,7 +351,7 @@ ORPHANS = Resource(
 
 
 def _change_details(item: Item) -> object:
-    """What a change did; of an incident its severity, the first line of its cause, and the next step."""
+    """The details of a history entry: the body of a change; severity, cause and next step of an incident."""
     if item.get("severity") is None:
         return item["body"]
     cause = str(item["body"].get("cause", "")).partition("\n")[0]

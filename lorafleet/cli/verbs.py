@@ -1,6 +1,6 @@
-"""What can be done with every resource of a fleet: list, show, act on one, change one, wait for one. Each is here once.
+"""The commands that every resource has: list, show, act on one item, change one, wait for one.
 
-`resources` says of each resource what it is called, where it is, and how it is shown.
+`resources` has the name, the route and the columns of each resource.
 """
 
 import time
