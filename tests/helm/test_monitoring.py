@@ -156,13 +156,12 @@ async def test_heartbeats_that_always_fail_fail_often_enough_for_their_alert(ans
             now += answer_s
             raise TimeoutError
 
-    agent = SimpleNamespace(
+    context = SimpleNamespace(
         settings=WorkerSettings(orchestrator_url="http://orchestrator:8080", engine_url="http://127.0.0.1:8100"),
         timers=AgentTimers(),
-        inventory=SimpleNamespace(version=1),
         metrics=SimpleNamespace(heartbeat_failures=SimpleNamespace(inc=lambda: failed_at.append(now))),
-        end_warming=lambda: None,
     )
+    agent = SimpleNamespace(context=context, inventory=SimpleNamespace(version=1), end_warming=lambda: None)
     monkeypatch.setattr(heartbeat, "asyncio", SimpleNamespace(sleep=sleep))
     with pytest.raises(EOFError):
         await Failing(agent, None, own=None, rng=Random(1), agents=None).run()
