@@ -55,6 +55,10 @@ class RunningFleet:
         """A chat completion through the router at temperature 0; 16 tokens by default."""
         return self.http("POST", f"{self.router}/v1/chat/completions", json=chat(**body))
 
+    def lines_of(self, answer: httpx.Response) -> Any:
+        """What the router kept of this answer's request: its choice of a worker, waits and attempts."""
+        return self.get(f"{self.router}/v1/requests/{answer.headers['x-request-id']}")
+
     def workers(self) -> dict[str, Any]:
         """Worker id -> the agent's /metadata."""
         items = self.get(f"{self.orchestrator}/v1/workers")["data"]

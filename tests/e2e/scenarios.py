@@ -92,7 +92,8 @@ class FleetSuite:
         for prompt, first in zip(prompts, firsts, strict=True):
             assert cached(first) == predicted(first) == 0
             again = fleet.ask(prompt=prompt)
-            assert again.headers["x-lorafleet-worker"] == first.headers["x-lorafleet-worker"]
+            workers = [answer.headers["x-lorafleet-worker"] for answer in (first, again)]
+            assert workers[0] == workers[1], fleet.lines_of(again)
             # The last token is always computed, so a prompt of whole blocks is cached but for the last.
             whole_blocks = (first.json()["usage"]["prompt_tokens"] - 1) // BLOCK
             assert cached(again) == predicted(again) == whole_blocks * BLOCK > 0
