@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 from lorafleet.engine.rates import EngineRates
 from lorafleet.telemetry.metric_table import MetricTable, metric
@@ -66,7 +67,12 @@ class WorkerMetrics(MetricTable):
     unproved_adapters = metric(
         Gauge, "lorafleet_workers_unproved_adapters", "Loaded adapters whose effect in the engine is not proved."
     )
-    load_failures = metric(Counter, "lora_load_failures", "Failed loads by error code.", "code")
+    _load_failures = metric(
+        Counter, "lora_load_failures", "Failed loads, of the adapters that failed last.", "lora_id", "worker_id"
+    )
+    _failures_by_code = metric(
+        Counter, "lorafleet_workers_load_failures", "Failed loads of all adapters, by error code.", "code"
+    )
     _memory_bytes = metric(
         Gauge, "lora_memory_usage_bytes", "Size of the loaded adapters' weights.", "lora_id", "worker_id"
     )
@@ -160,7 +166,8 @@ class WorkerMetrics(MetricTable):
         """worker_id  a label of the adapters' series"""
         super().__init__()
         self._worker_id = worker_id
-        self._named: OrderedDict[str, None] = OrderedDict()
+        self._timed: OrderedDict[str, None] = OrderedDict()
+        self._failed: OrderedDict[str, None] = OrderedDict()
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -170,11 +177,16 @@ class WorkerMetrics(MetricTable):
 
     def load_seconds(self, lora_id: str) -> Histogram:
         """The histogram of an adapter's load durations; only the `MOST_NAMED` adapters asked for last keep series."""
-        return self._load_seconds.labels(*self._labels(lora_id))
+        return self._load_seconds.labels(*self._timed_labels(lora_id))
 
     def unload_seconds(self, lora_id: str) -> Histogram:
         """The histogram of an adapter's unload durations; only the `MOST_NAMED` adapters asked for last keep series."""
-        return self._unload_seconds.labels(*self._labels(lora_id))
+        return self._unload_seconds.labels(*self._timed_labels(lora_id))
+
+    def count_load_failure(self, lora_id: str, code: str) -> None:
+        """Count a failed load; only the `MOST_NAMED` adapters that failed last keep a series."""
+        self._failures_by_code.labels(code).inc()
+        self._load_failures.labels(*self._labels(lora_id, self._failed, self._load_failures)).inc()
 
     def set_loaded_adapters(self, adapters: Iterable[tuple[str, int, int]]) -> None:
         """Replace the memory and request series by those of the loaded adapters.
@@ -191,15 +203,21 @@ class WorkerMetrics(MetricTable):
             self._memory_bytes.labels(lora_id, self._worker_id).set(size_bytes)
             self._requests.labels(lora_id, self._worker_id).set(requests)
 
-    def _labels(self, lora_id: str) -> tuple[str, str]:
-        """Labels of an adapter's duration series; ends the series of all but the `MOST_NAMED` adapters used last."""
-        self._named[lora_id] = None
-        self._named.move_to_end(lora_id)
-        while len(self._named) > MOST_NAMED:
-            oldest, _ = self._named.popitem(last=False)
-            for histogram in (self._load_seconds, self._unload_seconds):
-                with contextlib.suppress(KeyError):  # loaded and never unloaded
-                    histogram.remove(oldest, self._worker_id)
+    def _timed_labels(self, lora_id: str) -> tuple[str, str]:
+        """Labels of an adapter's duration series."""
+        return self._labels(lora_id, self._timed, self._load_seconds, self._unload_seconds)
+
+    def _labels(self, lora_id: str, named: OrderedDict[str, None], *metrics: MetricWrapperBase) -> tuple[str, str]:
+        """Labels of an adapter's series; ends the series of all but the `MOST_NAMED` adapters used last.
+
+        named  the adapters with series in these metrics, least recently used first
+        """
+        named[lora_id] = None
+        named.move_to_end(lora_id)
+        while len(named) > MOST_NAMED:
+            oldest, _ = named.popitem(last=False)
+            for each in metrics:
+                each.remove_by_labels({"lora_id": oldest})  # of loaded and never unloaded ones there may be none
         return lora_id, self._worker_id
 
     def clear_ledger(self) -> None:

@@ -54,6 +54,17 @@ class WorkerAction:
     neighbours: tuple[str, ...] = ()
 
 
+def ends_move(action: WorkerAction, outcome: str, moves: Mapping[Pair, str]) -> bool:
+    """Whether a move ends with this action: with the unload of its old copy, or with a load that failed.
+
+    moves  (lora_id, worker that it leaves) -> worker that it goes to, as the action began
+    """
+    if action.operation == "unload":
+        return (action.lora_id, action.worker_id) in moves
+    is_new_copy = any(moved == action.lora_id and to == action.worker_id for (moved, _), to in moves.items())
+    return action.operation == "load" and outcome != "ok" and is_new_copy
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterDrain:
     """A drain in progress: routers send no new requests for the adapter to the worker.

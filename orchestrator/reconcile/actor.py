@@ -20,7 +20,7 @@ from orchestrator.core.errors import (
     WorkerFailed,
 )
 from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, MOST_TRIED, SOURCE_CODES, failure_scope
-from orchestrator.core.plan import AdapterDrain, WorkerAction
+from orchestrator.core.plan import AdapterDrain, WorkerAction, ends_move
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.snapshot import ReportedAdapter, lora_id_of_held
 from orchestrator.reconcile.context import PassContext
@@ -97,6 +97,7 @@ class ActionRunner:
         Waits first until the intent behind it is durable and the agent has our epoch. A stale epoch ends our term.
         """
         began, requester = self._context.clock(), self._audit.requester(action.lora_id)
+        moves = self._queries.last_pass.desired.memory.moves
         asked = self._inspect_request(action)
         end = _ActionResult("dropped", "", "")
         try:
@@ -134,6 +135,8 @@ class ActionRunner:
         finally:
             work.close()  # it may never have been started
             self._record_end(action, end, requester, self._context.clock() - began)
+            if end.outcome != "dropped" and ends_move(action, end.outcome, moves):
+                self._context.metrics.operations.labels("rebalance", end.outcome).inc()
         self._queries.refresh_catalog()
         self._context.request_pass()
 

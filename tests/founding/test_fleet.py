@@ -75,7 +75,9 @@ def test_workers_have_the_designed_metrics(fleet: FoundingFleet) -> None:
     for name in ("lora_load_duration_seconds_count", "lora_memory_usage_bytes", "lora_request_count"):
         assert {"lora_id": LEGAL, "worker_id": "w0"} in series[name], name
     fleet.post(f"{fleet.worker}/v1/admin/load_lora", {"lora_id": "stolen/v1", "lora_path": "/etc"})
-    assert {"code": "source_forbidden"} in fleet.series(fleet.worker)["lora_load_failures_total"]
+    series = fleet.series(fleet.worker)
+    assert {"lora_id": "stolen/v1", "worker_id": "w0"} in series["lora_load_failures_total"]
+    assert {"code": "source_forbidden"} in series["lorafleet_workers_load_failures_total"]
 
 
 def test_orchestrator_has_the_designed_metrics(fleet: FoundingFleet) -> None:

@@ -223,7 +223,7 @@ async def test_broken_adapters_are_refused_and_the_engine_keeps_serving(worker, 
         assert (await client.get("/v1/metadata/loras/fine/v1")).json()["state"] == "ready"
         assert code(await post(client, "load_lora", lora_id="../x", source=fine)) == "invalid_lora_id"
         page = (await client.get("/metrics")).text
-        assert 'lora_load_failures_total{code="weights_corrupt"} 1.0' in page
+        assert 'lorafleet_workers_load_failures_total{code="weights_corrupt"} 1.0' in page
         assert not list(worker.cache_dir.glob(".partial-*"))
 
 

@@ -29,6 +29,20 @@ def test_only_recently_loaded_adapters_have_a_series():
     assert len(metrics.page()) < 200_000
 
 
+def test_failed_loads_are_counted_by_adapter_and_by_code_and_push_out_no_other_series():
+    metrics = WorkerMetrics("w0")
+    metrics.load_seconds("loaded").observe(1.0)
+    for number in range(MOST_NAMED + 20):
+        metrics.count_load_failure(f"a{number}", "rank_too_big")
+    metrics.count_load_failure("a30", "disk_full")
+    counts = series_lines(metrics, "lora_load_failures_total")
+    assert len(counts) == MOST_NAMED
+    assert 'lora_load_failures_total{lora_id="a30",worker_id="w0"} 2.0' in counts
+    codes = series_lines(metrics, "lorafleet_workers_load_failures_total")
+    assert f'lorafleet_workers_load_failures_total{{code="rank_too_big"}} {MOST_NAMED + 20.0}' in codes
+    assert len(series_lines(metrics, "lora_load_duration_seconds_count")) == 1
+
+
 def test_unloaded_adapter_has_no_size_or_request_series():
     metrics = WorkerMetrics("w0")
     metrics.set_loaded_adapters([("a", 10, 1), ("b", 20, 2), ("b", 5, 1)])

@@ -306,7 +306,7 @@ class Inventory:
         """
         name = engine_name(lora_id, digest) if digest else ""
         log.warning("load failed", lora_id=lora_id, code=exc.code, error=str(exc))
-        self._metrics.load_failures.labels(exc.code).inc()
+        self._metrics.count_load_failure(lora_id, exc.code)
         self.history.record_operation("load", by, lora_id=lora_id, digest=digest, error=f"{exc.code}: {exc}")
         if exc.code == "disk_full":
             self.history.record_incident("disk_full", f"{lora_id}: {exc}")

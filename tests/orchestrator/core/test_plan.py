@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.plan import SHORT_LOAD_S, AdapterDrain, diff, is_drained, parallel_loads_of_adapter
+from orchestrator.core.plan import (
+    SHORT_LOAD_S,
+    AdapterDrain,
+    WorkerAction,
+    diff,
+    ends_move,
+    is_drained,
+    parallel_loads_of_adapter,
+)
 from orchestrator.core.routers import RouterBook
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
@@ -192,3 +200,20 @@ def test_only_a_full_worker_waits_for_its_victim():
     assert loads(full, {("v", "w0"): False}) == []
     assert loads(full, {("v", "w0"): True}) == [("v", None)]
     assert loads(ObservedFleet(workers={"w0": IDLE}), {("v", "w0"): False}) == [(None, "v")]
+
+
+@pytest.mark.parametrize(
+    ("operation", "worker_id", "outcome", "is_end"),
+    [
+        ("load", "w1", "ok", False),  # its old copy is still there
+        ("load", "w1", "failed", True),
+        ("load", "w2", "failed", False),
+        ("unload", "w0", "ok", True),
+        ("unload", "w0", "timeout", True),
+        ("unload", "w1", "ok", False),
+        ("drain", "w0", "ok", False),
+    ],
+)
+def test_a_move_ends_with_the_unload_of_its_old_copy_or_a_failed_load(operation, worker_id, outcome, is_end):
+    action = WorkerAction(operation=operation, lora_id="a", worker_id=worker_id, reason="moves")
+    assert ends_move(action, outcome, {("a", "w0"): "w1", ("b", "w1"): "w2"}) is is_end

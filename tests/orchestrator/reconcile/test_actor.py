@@ -4,6 +4,7 @@ import asyncio
 import gc
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,23 @@ async def test_an_adapter_is_inspected_and_loaded_once_on_request(service):
     assert answer["expected_s"] == 0.0
     assert agent.operations()[-1] == ("load_lora", "sql/v1")
     assert await service.turn() == []
+
+
+async def test_a_finished_move_is_counted_as_a_rebalance(service, clock):
+    for worker_id in ("w0", "w1"):
+        await service.worker(worker_id)
+    await service.register(policy={"min_replicas": 2})
+    await service.settle()
+    series = 'lora_placement_operations_total{operation="rebalance",outcome="ok"}'
+    assert series not in (await service.http.get("/metrics")).text
+    last = service.reconciler.queries.last_pass
+    memory = replace(last.desired.memory, moves={("sql/v1", "w0"): "w1"})
+    service.reconciler.queries.last_pass = replace(last, desired=replace(last.desired, memory=memory))
+    await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 1}})
+    await service.turn()  # drains the old copy
+    clock.now += 1
+    await service.turn()
+    assert f"{series} 1.0" in (await service.http.get("/metrics")).text
 
 
 async def test_agents_are_called_directly_whatever_proxy_the_environment_names(open_service, monkeypatch):
