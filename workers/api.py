@@ -31,6 +31,7 @@ from workers.wire import (
     DrainAnswer,
     DrainRequest,
     InspectRequest,
+    ListedAdapter,
     LoadAnswer,
     LoadedLoras,
     LoadRequest,
@@ -114,15 +115,22 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         """Adapters on disk or in the engine, or that failed to load: in pages, sorted by lora_id."""
         items = [item for item in agent.report.catalog() if item.lora_id > cursor]
         following = items[limit - 1].lora_id if len(items) > limit else None
-        return AvailableLoras(data=tuple(items[:limit]), next=following)
+        page = agent.report.listed(items[:limit])
+        return AvailableLoras(
+            data=page,
+            available_loras=page,
+            loaded_loras=agent.report.loaded(),
+            capacity=agent.report.capacity(),
+            next=following,
+        )
 
     @api.get("/v1/metadata/loras/{lora_id:path}", dependencies=view)
-    async def lora(lora_id: str) -> WorkerAdapter:
+    async def lora(lora_id: str) -> ListedAdapter:
         """One adapter on disk or in the engine, or that failed to load; `adapter_unknown` for any other."""
-        found = next((item for item in agent.report.catalog() if item.lora_id == lora_id), None)
-        if found is None:
+        found = agent.report.listed(item for item in agent.report.catalog() if item.lora_id == lora_id)
+        if not found:
             raise AgentRequestError("adapter_unknown", f"adapter {lora_id!r} is not on this worker", param="lora_id")
-        return found
+        return found[0]
 
     @api.get("/v1/admin/loras", dependencies=view)
     async def loaded() -> LoadedLoras:

@@ -14,7 +14,7 @@ from lorafleet.service.loops import forever
 from lorafleet.service.network.transport import DirectTransport
 from workers.agent.agent import WorkerAgent
 from workers.agent.heartbeat import HeartbeatSender
-from workers.agent.lora_manager import AgentLoraManager
+from workers.agent.lora_manager import DynamoLoraManager
 from workers.agent.supervisor import Supervisor
 from workers.core.errors import WorkerError
 from workers.metrics import WorkerMetrics
@@ -39,7 +39,7 @@ async def running(
     await context.cache.list_held()
     await context.cache.update_free_bytes()
     if context.downloader is not None:
-        start_downloader(context.downloader, AgentLoraManager(agent))
+        start_downloader(context.downloader, DynamoLoraManager(agent))
     async with httpx.AsyncClient(transport=DirectTransport(), trust_env=False) as client:
         tasks = [
             asyncio.create_task(supervisor.run()),

@@ -10,9 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Protocol
 
 from workers.core.errors import SourceError
 from workers.core.references import parse_hub_reference
@@ -22,20 +21,17 @@ from workers.sources.hub import HubSource
 _LARGEST_BYTES = 8 << 30
 
 
-class LoraStatus(StrEnum):
-    """State of an adapter on a worker, as in docs/protocol.md."""
+class LoraStatus(IntEnum):
+    """State of an adapter on a worker. LOADED: in the engine, but no longer for new requests."""
 
-    REMOTE = "remote"
-    DOWNLOADING = "downloading"
-    ON_DISK = "on_disk"
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
-    # The proposal's names. An adapter that the engine has loaded is ready for use.
-    DOWNLOADED = "on_disk"
-    LOADED = "ready"
-    READY_FOR_USE = "ready"
+    DOWNLOADED = 1
+    LOADED = 2
+    READY_FOR_USE = 3
+    # Beyond the proposal.
+    REMOTE = 4
+    DOWNLOADING = 5
+    LOADING = 6
+    FAILED = 7
 
 
 class CacheLocation(StrEnum):
@@ -47,23 +43,24 @@ class CacheLocation(StrEnum):
     DEVICE = "device"
 
 
-class LoraEventType(StrEnum):
-    """The agent's events that a downloader receives."""
+class LoraEventType(IntEnum):
+    """The agent's events that a downloader receives; their names are those of `GET /v1/events`."""
 
-    DOWNLOADING = "DOWNLOADING"
-    DOWNLOADED_TO_DISK = "DOWNLOADED_TO_DISK"
-    DELETED_FROM_DISK = "DELETED_FROM_DISK"
-    LOADED_TO_DEVICE = "LOADED_TO_DEVICE"
-    UNLOADED_FROM_DEVICE = "UNLOADED_FROM_DEVICE"
-    LOAD_FAILED = "LOAD_FAILED"
-    UNLOAD_FAILED = "UNLOAD_FAILED"
+    DOWNLOADED_TO_DISK = 1
+    DELETED_FROM_DISK = 2
+    LOADED_TO_DEVICE = 3
+    UNLOADED_FROM_DEVICE = 4
+    # Beyond the proposal.
+    DOWNLOADING = 5
+    LOAD_FAILED = 6
+    UNLOAD_FAILED = 7
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class LoraModel:
-    """An adapter on a worker.
+    """An adapter on a worker. The first four fields are the proposal's, in its order.
 
-    local_path  its folder, with `adapter_config.json` and `adapter_model.safetensors`; None: not on this disk
+    local_path  its folder, with `adapter_config.json` and `adapter_model.safetensors`; "": not on this disk
     digest      "" while it is not known
     pinned      of a download: the plugin's name for exactly these bytes, under which the agent fetches them again;
                 "": the same name
@@ -72,18 +69,18 @@ class LoraModel:
     """
 
     name: str
-    status: LoraStatus = LoraStatus.ON_DISK
+    status: LoraStatus = LoraStatus.DOWNLOADED
     cache_location: CacheLocation = CacheLocation.DISK
-    local_path: Path | None = None
+    local_path: str = ""
     base_model: str = ""
     size_bytes: int = 0
     digest: str = ""
     pinned: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class LoraEvent:
-    """An event of any adapter of this worker; `timestamp` is in UTC.
+    """An event of any adapter of this worker; `timestamp` is in UTC. The first four fields are the proposal's.
 
     instance_id              the worker's
     done_bytes, total_bytes  of DOWNLOADING, about once a second; None if the source does not report it
@@ -99,15 +96,18 @@ class LoraEvent:
     error: str | None = None
 
 
-class LoraManager(Protocol):
-    """The adapters of one worker, as its downloader sees them. The agent is the manager; see `on_start`."""
+class LoraManager(ABC):
+    """The adapters of one worker, as its downloader sees them. The agent's is given to `on_start`."""
 
+    @abstractmethod
     def lora_models(self) -> Sequence[LoraModel]:
         """The worker's adapters, on disk and in the engine, sorted by name."""
 
+    @abstractmethod
     def load_lora(self, name: str) -> Awaitable[LoraModel]:
         """Load an adapter into a free slot of the engine, fetched first if needed. Raises WorkerError."""
 
+    @abstractmethod
     def unload_lora(self, name: str) -> Awaitable[LoraModel]:
         """Unload an adapter; its files stay on disk.
 
@@ -174,10 +174,11 @@ class HuggingFaceDownloader(LoraDownloaderBase):
         transfer = Transfer()
         await self._hub.fetch(f"hf://{name}", folder, transfer)
         pinned = transfer.pinned.removeprefix("hf://")
-        return LoraModel(name=reference.repo, local_path=folder, size_bytes=transfer.progress.done_bytes, pinned=pinned)
+        size_bytes = transfer.progress.done_bytes
+        return LoraModel(reference.repo, local_path=str(folder), size_bytes=size_bytes, pinned=pinned)
 
     async def delete_lora_from_disk(self, name: str) -> LoraModel:
         """Delete an adapter's download, if there is one."""
         if folder := self._downloads.pop(name, None):
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        return LoraModel(name=name, status=LoraStatus.REMOTE, cache_location=CacheLocation.REMOTE)
+        return LoraModel(name, LoraStatus.REMOTE, CacheLocation.REMOTE)

@@ -7,11 +7,11 @@ anybody else (lorafleet.service.http.known_fields.py).
 import sys
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, FailFast, Field, SerializerFunctionWrapHandler, WrapSerializer
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, SerializerFunctionWrapHandler, WrapSerializer
 
 from lorafleet.identity import KV_HASHING, AdapterLocation, FileMark, Tier
 
@@ -164,6 +164,8 @@ class WorkerAdapter:
     differ with it. zero: its weights change nothing. unknown: not proved."""
     note: str = ""
     """What an operator should know of a ready adapter, as a sentence."""
+    lora_int_id: int | None = None
+    """The engine's own number of it; None: not loaded, or the engine does not say. Another one after a restart."""
     is_wanted: Annotated[bool, _KEPT] = False
     """The engine should have it loaded; a restarted engine loads it again."""
     order: Annotated[int, _KEPT] = 0
@@ -177,6 +179,11 @@ class WorkerAdapter:
     def weights_mb(self) -> float:
         """Size of its weights in MB (10^6 bytes)."""
         return round(self.size_bytes / 1e6, 3)
+
+
+def field_values(adapter: WorkerAdapter) -> dict[str, Any]:
+    """An adapter's fields by name, for a message that has them and more."""
+    return {each.name: getattr(adapter, each.name) for each in fields(adapter)}
 
 
 def _without_empty_fields(adapter: WorkerAdapter, write: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # noqa: ANN202
@@ -425,8 +432,7 @@ class LoadAnswer(WorkerAdapter):
     @classmethod
     def of(cls, adapter: WorkerAdapter) -> "LoadAnswer":
         """The answer about an adapter that is loaded."""
-        told = {field.name: getattr(adapter, field.name) for field in fields(adapter)}
-        return cls(**told, message=f"{adapter.lora_id} is loaded as {adapter.engine_name}")
+        return cls(**field_values(adapter), message=f"{adapter.lora_id} is loaded as {adapter.engine_name}")
 
 
 class UnloadAnswer(LoadedLoras):
@@ -440,13 +446,28 @@ class UnloadAnswer(LoadedLoras):
     message: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedAdapter(WorkerAdapter):
+    """An item of `GET /v1/metadata/loras`: an adapter, and what its folder says of it."""
+
+    loaded: bool = False
+    """Whether the engine has it."""
+    metadata: dict[str, JsonValue] = field(default_factory=dict)
+    """What the file `metadata.json` beside an adapter of `lora_path` holds; nothing of it is acted on."""
+
+
 class AvailableLoras(_WorkerMessage):
     """`GET /v1/metadata/loras`: adapters on disk or in the engine, one item per lora_id, in their order.
 
-    next  the `cursor` of the next page; None at the end
+    available_loras  the same page, with the fields that are not empty
+    loaded_loras     all loaded adapters, as in /metadata
+    next             the `cursor` of the next page; None at the end
     """
 
-    data: tuple[WorkerAdapter, ...]
+    data: tuple[ListedAdapter, ...]
+    available_loras: tuple[Annotated[ListedAdapter, WrapSerializer(_without_empty_fields)], ...]
+    loaded_loras: tuple[WorkerAdapter, ...]
+    capacity: LoraCapacity
     next: str | None = None
 
 

@@ -28,7 +28,7 @@ class SlowDownloader(LoraDownloaderBase):
                 while piece := source.read(_PIECE_BYTES):
                     self._wait(len(piece))
                     target.write(piece)
-        return LoraModel(name=name, local_path=into)
+        return LoraModel(name=name, local_path=str(into))
 
     def delete_lora_from_disk(self, name: str) -> None:
         """Nothing: the folders go with the run."""

@@ -27,6 +27,7 @@ class LoraReport:
     modules, experts  number of modules in the adapter's file, and of those that belong to experts
     ignored           those that this process did not take, by their names in the file; a process of another pipeline
                       stage or of other experts may have taken them
+    lora_int_id       the engine's number of the adapter
     """
 
     rank: int
@@ -34,6 +35,7 @@ class LoraReport:
     modules: int
     ignored: tuple[str, ...]
     experts: int = 0
+    lora_int_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class LoadedModules:
     modules: int
     ignored: tuple[str, ...]
     experts: int = 0
+    lora_int_id: int | None = None
 
     @property
     def ignored_experts(self) -> int:
@@ -65,7 +68,7 @@ def loaded_modules(reports: Iterable[LoraReport]) -> LoadedModules | None:
         return None
     ignored = frozenset(found[0].ignored).intersection(*(report.ignored for report in found[1:]))
     modules, experts = max((report.modules, report.experts) for report in found)
-    return LoadedModules(modules, tuple(sorted(ignored)), experts)
+    return LoadedModules(modules, tuple(sorted(ignored)), experts, found[0].lora_int_id)
 
 
 def ask_for_reports(folder: Path, engine_name: str) -> None:
@@ -98,7 +101,9 @@ def read_reports(folder: Path, engine_name: str) -> Sequence[LoraReport]:
                 rank, world_size, modules, experts = (
                     int(raw[name]) for name in ("rank", "world_size", "modules", "experts")
                 )
-                reports.append(LoraReport(rank, world_size, modules, ignored, experts))
+                number = raw["lora_int_id"]
+                int_id = None if number is None else int(number)
+                reports.append(LoraReport(rank, world_size, modules, ignored, experts, int_id))
     return reports
 
 

@@ -139,7 +139,12 @@ def _write_report_once(worker_manager: Any, lora_request: Any, folder: Path) -> 
         modules = frozenset(engine_names)
     group = sys.modules["vllm.distributed.parallel_state"].get_world_group()
     report = LoraReport(
-        group.rank_in_group, group.world_size, len(modules), tuple(sorted(ignored)), sum(map(is_of_experts, modules))
+        group.rank_in_group,
+        group.world_size,
+        len(modules),
+        tuple(sorted(ignored)),
+        sum(map(is_of_experts, modules)),
+        lora_request.lora_int_id,
     )
     write_report(folder, lora_request.lora_name, report)
 

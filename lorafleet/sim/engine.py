@@ -136,7 +136,7 @@ class SimEngine:
                 )
                 await asyncio.sleep(settings.sim_load_s)
                 if settings.lora_reports is not None:
-                    report = LoraReport(0, 1, adapter.modules, adapter.ignored)
+                    report = LoraReport(0, 1, adapter.modules, adapter.ignored, lora_int_id=int_id)
                     # On a full disk the agent finds no report, as with vLLM, and compares answers.
                     with contextlib.suppress(OSError):
                         await asyncio.to_thread(write_report, settings.lora_reports, name, report)

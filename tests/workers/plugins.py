@@ -27,7 +27,7 @@ class CopyingDownloader(LoraDownloaderBase):
         folder = Path(tempfile.mkdtemp(dir=self.root))
         self.downloads[name] = folder / "copy"
         shutil.copytree(self.root / name, folder / "copy")
-        return LoraModel(name=name, local_path=folder / "copy")
+        return LoraModel(name, local_path=str(folder / "copy"))
 
     def delete_lora_from_disk(self, name: str) -> None:
         shutil.rmtree(self.downloads.pop(name, Path("/nonexistent")), ignore_errors=True)
@@ -63,7 +63,7 @@ class JournalingDownloader(CopyingDownloader):
         self.manager = manager
 
     def on_event(self, event: LoraEvent) -> None:
-        self.journal.append((str(event.event_type), event.lora_model.name, self.installed()))
+        self.journal.append((event.event_type.name, event.lora_model.name, self.installed()))
 
     def installed(self) -> list[str]:
         return [path.name for path in self.cache.iterdir() if len(path.name) == 64]

@@ -79,7 +79,13 @@ async def test_metadata_has_the_engines_shape_and_the_adapters_in_lora_path(work
         found = AvailableLoras.model_validate((await client.get("/v1/metadata/loras")).json())
         assert [item.lora_id for item in found.data] == ["extra/v1", "legal/v2", "python-expert/v1", "sql-expert/v1"]
         one = (await client.get("/v1/metadata/loras/python-expert/v1")).json()
-        assert (one["rank"], one["state"]) == (16, "on_disk")
+        assert (one["rank"], one["state"], one["loaded"], one["lora_int_id"]) == (16, "on_disk", False, None)
+        listed = (await client.get("/v1/metadata/loras")).json()
+        assert [item["lora_id"] for item in listed["available_loras"]] == [item["lora_id"] for item in listed["data"]]
+        assert (listed["loaded_loras"], listed["capacity"]["loaded_count"]) == ([], 0)
+        await post(client, "load_lora", lora_id="python-expert/v1")
+        loaded_one = (await client.get("/v1/metadata/loras/python-expert/v1")).json()
+        assert (loaded_one["loaded"], loaded_one["lora_int_id"], loaded_one["metadata"]) == (True, 1, {})
         assert code(await client.get("/v1/metadata/loras/nobody/v1")) == "adapter_unknown"
         files = (await client.get("/v1/model/files")).json()
         assert "tokenizer.json" in files["files"]

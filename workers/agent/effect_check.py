@@ -132,12 +132,13 @@ class EffectCheck:
                 count("none" if exc.code == "adapter_no_effect" else "refused")
                 raise EngineError(exc.code, f"load {adapter.engine_name}: {exc}") from exc
             count("partial")
-            return AdapterEffect("applied", ignored_note(loaded.modules, loaded.ignored), loaded.ignored)
+            note = ignored_note(loaded.modules, loaded.ignored)
+            return AdapterEffect("applied", note, loaded.ignored, loaded.lora_int_id)
         if _is_zero(adapter):
             count("zero")
-            return AdapterEffect("zero", ZERO_NOTE)
+            return AdapterEffect("zero", ZERO_NOTE, lora_int_id=loaded.lora_int_id)
         count("applied")
-        return AdapterEffect("applied")
+        return AdapterEffect("applied", lora_int_id=loaded.lora_int_id)
 
     async def _shown_effect(self, client: EngineClient, adapter: WorkerAdapter) -> AdapterEffect:
         """The effect of an adapter by the engine's answers. Raises EngineError `adapter_no_effect`."""
@@ -205,7 +206,9 @@ def with_effect(adapter: WorkerAdapter, effect: AdapterEffect) -> WorkerAdapter:
     """The adapter with an effect, of which the count and the first names of ignored modules are kept."""
     count, names = len(effect.ignored), effect.ignored[:NAMES_SHOWN]
     ignored = IgnoredModules(count=count, names=names) if count else None
-    return replace(adapter, effect=effect.effect, note=effect.note, ignored_modules=ignored)
+    return replace(
+        adapter, effect=effect.effect, note=effect.note, ignored_modules=ignored, lora_int_id=effect.lora_int_id
+    )
 
 
 def with_effect_of(adapter: WorkerAdapter, checked: WorkerAdapter) -> WorkerAdapter:

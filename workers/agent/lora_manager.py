@@ -1,15 +1,24 @@
 """The worker's adapters as a downloader plugin sees them."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from workers.agent.agent import WorkerAgent
 from workers.inventory.event_log import PLUGIN
 from workers.plugin import CacheLocation, LoraManager, LoraModel, LoraStatus
-from workers.wire import LoadRequest, UnloadRequest, WorkerAdapter
+from workers.wire import AdapterState, LoadRequest, UnloadRequest, WorkerAdapter
+
+_STATUS: Mapping[AdapterState, LoraStatus] = {
+    "remote": LoraStatus.REMOTE,
+    "downloading": LoraStatus.DOWNLOADING,
+    "on_disk": LoraStatus.DOWNLOADED,
+    "loading": LoraStatus.LOADING,
+    "ready": LoraStatus.READY_FOR_USE,
+    "draining": LoraStatus.LOADED,
+    "failed": LoraStatus.FAILED,
+}
 
 
-class AgentLoraManager(LoraManager):
+class DynamoLoraManager(LoraManager):
     """The `LoraManager` of one agent: the operations behind `/v1/admin/load_lora` and `/v1/admin/unload_lora`."""
 
     def __init__(self, agent: WorkerAgent) -> None:
@@ -30,17 +39,17 @@ class AgentLoraManager(LoraManager):
         """
         self._agent.check_epoch(None, is_destructive=True)
         await self._agent.unload(UnloadRequest(lora_id=name), PLUGIN)
-        remote = LoraModel(name=name, status=LoraStatus.REMOTE, cache_location=CacheLocation.REMOTE)
+        remote = LoraModel(name, LoraStatus.REMOTE, CacheLocation.REMOTE)
         return next((model for model in self.lora_models() if model.name == name), remote)
 
 
 def _lora_model(item: WorkerAdapter) -> LoraModel:
     """An adapter of the wire as a `LoraModel`."""
     return LoraModel(
-        name=item.lora_id,
-        status=LoraStatus(item.state),
-        cache_location=CacheLocation(item.location),
-        local_path=Path(item.path) if item.path else None,
+        item.lora_id,
+        _STATUS[item.state],
+        CacheLocation(item.location),
+        item.path,
         base_model=item.base_model,
         size_bytes=item.size_bytes,
         digest=item.digest,

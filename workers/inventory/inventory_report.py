@@ -1,7 +1,7 @@
 """The inventory as REST routes, heartbeats and events show it."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from statistics import median
@@ -10,7 +10,7 @@ from workers.core.errors import sendable
 from workers.engines.kinds import engine_traits
 from workers.inventory.context import AgentContext
 from workers.inventory.inventory import Inventory
-from workers.wire import LoraCapacity, LoraInfo, WorkerAdapter
+from workers.wire import ListedAdapter, LoraCapacity, LoraInfo, WorkerAdapter, field_values
 
 _LOADS_KEPT = 32
 _AVAILABLE_LISTED = 100
@@ -116,6 +116,17 @@ class InventoryReport:
             self._summary_cache = (revisions, (len(names), digest))
         return self._summary_cache[1]
 
+    def listed(self, adapters: Iterable[WorkerAdapter]) -> tuple[ListedAdapter, ...]:
+        """Adapters of the catalog as items of `GET /v1/metadata/loras`."""
+        registered = self._inventory.slots.registered
+        found = []
+        for adapter in adapters:
+            local_adapter = self._local_adapters.find(adapter.lora_id)
+            metadata = dict(local_adapter.metadata) if local_adapter else {}
+            is_loaded = adapter.engine_name in registered
+            found.append(ListedAdapter(**field_values(adapter), loaded=is_loaded, metadata=metadata))
+        return tuple(found)
+
     def catalog(self) -> tuple[WorkerAdapter, ...]:
         """One item per lora_id, sorted: a loaded (or loading) adapter before one on disk before a failed one."""
         items: dict[str, WorkerAdapter] = {
@@ -165,4 +176,6 @@ class InventoryReport:
 
     def adapter_on_disk(self, adapter: WorkerAdapter) -> WorkerAdapter:
         """An adapter whose verified files are on this disk, and whether the engine has it."""
-        return replace(adapter, state="ready" if self._inventory.slots.has(adapter.engine_name) else "on_disk")
+        if self._inventory.slots.has(adapter.engine_name):
+            return replace(adapter, state="ready")
+        return replace(adapter, state="on_disk", lora_int_id=None)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from datetime import datetime
 from importlib.metadata import entry_points
+from os import PathLike
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -13,6 +14,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from lorafleet.service.settings import SettingsError
+from workers import plugin as plugin_interface
 from workers.core.errors import SourceError, WorkerError
 from workers.core.references import redacted
 from workers.plugin import (
@@ -40,12 +42,12 @@ DEFAULT_DOWNLOADER = f"{HuggingFaceDownloader.__module__}.{HuggingFaceDownloader
 
 _AFTER_EVENT = {
     LoraEventType.DOWNLOADING: (LoraStatus.DOWNLOADING, CacheLocation.REMOTE),
-    LoraEventType.DOWNLOADED_TO_DISK: (LoraStatus.ON_DISK, CacheLocation.DISK),
+    LoraEventType.DOWNLOADED_TO_DISK: (LoraStatus.DOWNLOADED, CacheLocation.DISK),
     LoraEventType.DELETED_FROM_DISK: (LoraStatus.REMOTE, CacheLocation.REMOTE),
-    LoraEventType.LOADED_TO_DEVICE: (LoraStatus.READY, CacheLocation.DEVICE),
-    LoraEventType.UNLOADED_FROM_DEVICE: (LoraStatus.ON_DISK, CacheLocation.DISK),
+    LoraEventType.LOADED_TO_DEVICE: (LoraStatus.READY_FOR_USE, CacheLocation.DEVICE),
+    LoraEventType.UNLOADED_FROM_DEVICE: (LoraStatus.DOWNLOADED, CacheLocation.DISK),
     LoraEventType.LOAD_FAILED: (LoraStatus.FAILED, CacheLocation.DISK),
-    LoraEventType.UNLOAD_FAILED: (LoraStatus.READY, CacheLocation.DEVICE),
+    LoraEventType.UNLOAD_FAILED: (LoraStatus.READY_FOR_USE, CacheLocation.DEVICE),
 }
 """An adapter's status and location after each event."""
 
@@ -89,11 +91,12 @@ class PluginSource:
     async def _copy_download(self, ref: str, name: str, into: Path, transfer: Transfer) -> None:
         """Have the plugin download the adapter, and copy its files into `into`. Raises SourceError."""
         model = await self._call_plugin(ref, self._downloader.download_lora_to_disk, name)
-        if not isinstance(model, LoraModel) or model.local_path is None:
-            what = "LoraModel without a local_path" if isinstance(model, LoraModel) else type(model).__name__
-            message = f"source {redacted(ref)}: the plugin returned a {what}, not a LoraModel with its folder"
-            raise SourceError("source_failed", message)
-        folder, limits = model.local_path, self._limits
+        if not isinstance(model, LoraModel):
+            raise SourceError("source_failed", _wrong_download(ref, type(model).__name__))
+        if not isinstance(model.local_path, str | PathLike) or not str(model.local_path):
+            found = "without a local_path" if not model.local_path else f"whose local_path is {model.local_path!r}"
+            raise SourceError("source_failed", _wrong_download(ref, f"LoraModel {found}"))
+        folder, limits = Path(model.local_path), self._limits
         local = LocalSource(
             [folder], max_bytes=limits.max_bytes, allow_pickle=limits.allow_pickle, calls=self._file_system
         )
@@ -114,6 +117,11 @@ class PluginSource:
             raise SourceError("source_failed", f"source {redacted(ref)}: {failure}", retry_after_s=30) from None
 
 
+def _wrong_download(ref: str, found: str) -> str:
+    """The message about a plugin's download that is no folder."""
+    return f"source {redacted(ref)}: the plugin returned a {found}, not a LoraModel with its folder"
+
+
 def create_downloader(path: str, *, hub: Source, folder: Path) -> LoraDownloaderBase:
     """Import and create the plugin `package.module.Class`. Raises SettingsError unless it is a downloader.
 
@@ -123,7 +131,8 @@ def create_downloader(path: str, *, hub: Source, folder: Path) -> LoraDownloader
     try:
         plugin = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as exc:
-        raise SettingsError(f"lora_downloader_plugin {path!r}: {exc}; expected package.module.Class") from exc
+        advice = _plugin_advice(module, name)
+        raise SettingsError(f"lora_downloader_plugin {path!r}: {exc}; {advice}") from exc
     if not _is_subclass_of(plugin, LoraDownloaderBase):
         raise SettingsError(f"lora_downloader_plugin {path!r}: must be a subclass of workers.plugin.LoraDownloaderBase")
     try:
@@ -133,6 +142,19 @@ def create_downloader(path: str, *, hub: Source, folder: Path) -> LoraDownloader
     except TypeError as exc:
         raise SettingsError(f"lora_downloader_plugin {path!r}: cannot be made without arguments: {exc}") from exc
     return downloader
+
+
+def _plugin_advice(module: str, name: str) -> str:
+    """What to give in place of a plugin's path that cannot be imported."""
+    if name in plugin_interface.__dict__:
+        return f"give {plugin_interface.__name__}.{name}"
+    importable = module.replace("-", "_")
+    if importable != module:
+        return (
+            f"give the name by which Python imports the package, such as {importable}.{name},"
+            f" or put a folder {module.partition('.')[0]!r} with it on PYTHONPATH"
+        )
+    return "expected package.module.Class, of a package that is installed or on PYTHONPATH"
 
 
 def _is_subclass_of(value: object, base: type) -> bool:
@@ -176,22 +198,22 @@ def event_forwarder(
 
     path_of  the folder of a verified adapter, by its digest
     """
-    types = {kind.value for kind in LoraEventType}
 
     def listen(event: AgentEvent) -> None:
         """Pass an adapter's event to the downloader; other events are ignored, the downloader's errors logged."""
-        if event.type not in types or event.lora_id is None:
+        if event.type not in LoraEventType.__members__ or event.lora_id is None:
             return
         digest = event.digest or ""
-        status, location = _AFTER_EVENT[LoraEventType(event.type)]
+        event_type = LoraEventType[event.type]
+        status, location = _AFTER_EVENT[event_type]
         location = location if digest else CacheLocation.REMOTE
         lora_event = LoraEvent(
-            event_type=LoraEventType(event.type),
+            event_type=event_type,
             lora_model=LoraModel(
-                name=event.lora_id,
-                status=status,
-                cache_location=location,
-                local_path=None if location is CacheLocation.REMOTE else path_of(digest),
+                event.lora_id,
+                status,
+                location,
+                "" if location is CacheLocation.REMOTE else str(path_of(digest)),
                 digest=digest,
             ),
             timestamp=datetime.fromisoformat(event.at),

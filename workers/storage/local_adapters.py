@@ -2,10 +2,12 @@
 
 import asyncio
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
+from pydantic import JsonValue, TypeAdapter
 
 from lorafleet.service.files import mode_of
 from orchestrator.model.names import checked_lora_id
@@ -16,6 +18,10 @@ from workers.verification.manifest import CONFIG_NAME, AdapterRules, Manifest
 from workers.verification.verify import read_description, read_manifest
 
 log = structlog.get_logger()
+
+METADATA_NAME = "metadata.json"
+_LARGEST_METADATA_BYTES = 64 << 10  # what follows is cut off, so that it is no JSON
+_METADATA: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
 _Stamp = tuple[tuple[str, int, int], ...]
 
@@ -28,6 +34,8 @@ class LocalAdapter:
     path: Path
     manifest: Manifest | None
     error: str | None = None
+    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+    """What the file `metadata.json` beside it holds; nothing of it is acted on."""
 
 
 class LocalAdapters:
@@ -157,17 +165,30 @@ class LocalAdapters:
         """Verify an adapter; an error is logged and kept in the result."""
         try:
             checked_lora_id(lora_id)
-            return LocalAdapter(lora_id, path, read_manifest(path, self.rules, advance=self._advance))
+            manifest = read_manifest(path, self.rules, advance=self._advance)
+            return LocalAdapter(lora_id, path, manifest, metadata=_read_metadata(lora_id, path / METADATA_NAME))
         except (SourceError, ValueError, OSError) as exc:
             log.warning("adapter in lora_path cannot be served", lora_id=lora_id, error=str(exc))
             return LocalAdapter(lora_id, path, None, str(exc))
+
+
+def _read_metadata(lora_id: str, path: Path) -> Mapping[str, JsonValue]:
+    """The JSON object in an adapter's metadata.json; empty without one, and logged if it is none or too large."""
+    if not mode_of(path):
+        return {}
+    try:
+        with path.open("rb") as file:
+            return _METADATA.validate_json(file.read(_LARGEST_METADATA_BYTES))
+    except (OSError, ValueError) as exc:
+        log.warning("metadata.json is not read", lora_id=lora_id, error=str(exc))
+        return {}
 
 
 def _folder_stamp(path: Path) -> _Stamp:
     """Names, sizes and modification times of an adapter's files. Raises OSError."""
     rows = []
     for file in sorted(path.iterdir()):
-        if is_adapter_file(file.name) and mode_of(file):
+        if (is_adapter_file(file.name) or file.name == METADATA_NAME) and mode_of(file):
             status = file.stat()
             rows.append((file.name, status.st_size, status.st_mtime_ns))
     return tuple(rows)

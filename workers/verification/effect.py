@@ -23,11 +23,13 @@ class AdapterEffect:
              zero: its weights change nothing, by their bytes; unknown: neither could be proved
     note     a sentence, where there is something to say
     ignored  modules of its file that the engine does not have
+    lora_int_id  the engine's number of the adapter, where the engine reports it
     """
 
     effect: Effect = ""
     note: str = ""
     ignored: tuple[str, ...] = ()
+    lora_int_id: int | None = None
 
 
 NOT_CHECKED = AdapterEffect()

@@ -113,7 +113,7 @@ def test_each_load_is_reported_once_where_it_was_asked_for(patched, tmp_path):
     ask_for_reports(tmp_path, "a1")
     assert manager.add_adapter(asked)
     assert manager.add_adapter(other)
-    assert read_reports(tmp_path, "a1") == [LoraReport(1, 2, 3, ())]
+    assert read_reports(tmp_path, "a1") == [LoraReport(1, 2, 3, (), lora_int_id=1)]
     assert read_reports(tmp_path, "a2") == []
     ask_for_reports(tmp_path, "a1")
     assert manager.add_adapter(asked)
@@ -192,4 +192,4 @@ def test_ignored_modules_have_their_names_in_the_file_by_vllms_own_mapping(weigh
     manager = patched(inner, {1: fresh_lora(*in_engine)})
     ask_for_reports(tmp_path, "a1")
     assert manager.add_adapter(SimpleNamespace(lora_int_id=1, lora_name="a1", lora_path=str(tmp_path)))
-    assert read_reports(tmp_path, "a1") == [LoraReport(1, 2, 4, tuple(sorted(in_file[2:])))]
+    assert read_reports(tmp_path, "a1") == [LoraReport(1, 2, 4, tuple(sorted(in_file[2:])), lora_int_id=1)]

@@ -95,13 +95,14 @@ async def test_one_name_is_fetched_once_at_a_time(downloader, tmp_path):
 async def test_download_without_a_folder_is_refused_by_what_it_lacks(tmp_path):
     class Forgetful(LoraDownloaderBase):
         def download_lora_to_disk(self, name):
-            return LoraModel(name=name) if name == "model" else None
+            return {"model": LoraModel(name), "number": LoraModel(name, local_path=7)}.get(name)
 
         def delete_lora_from_disk(self, name):
             return None
 
     source = PluginSource(Forgetful(), Limits(max_bytes=1 << 20))
-    for name, found in {"model": "LoraModel without a local_path", "none": "NoneType"}.items():
+    lacks = {"model": "without a local_path", "number": "whose local_path is 7", "none": "NoneType"}
+    for name, found in lacks.items():
         with pytest.raises(SourceError, match=found):
             await source.fetch(f"plugin://{name}", tmp_path, Transfer())
 
@@ -116,12 +117,12 @@ def test_plugin_receives_known_events_and_its_errors_are_logged():
     loaded_event, progress = downloader.events
     assert loaded_event.lora_model == LoraModel(
         name="sql/v1",
-        status=LoraStatus.LOADED,
+        status=LoraStatus.READY_FOR_USE,
         cache_location=CacheLocation.DEVICE,
-        local_path=Path("/cache/d"),
+        local_path="/cache/d",
         digest="d",
     )
-    assert (progress.event_type, progress.lora_model.local_path, progress.done_bytes) == ("DOWNLOADING", None, 7)
+    assert (progress.event_type.name, progress.lora_model.local_path, progress.done_bytes) == ("DOWNLOADING", "", 7)
     assert {event.instance_id for event in downloader.events} == {"w0"}
     assert {event.timestamp for event in downloader.events} == {datetime(2026, 10, 17, 12, tzinfo=UTC)}
 
@@ -137,7 +138,7 @@ async def test_default_downloader_fetches_a_hub_repository_at_its_commit(tmp_pat
         downloader = create_downloader(DEFAULT_DOWNLOADER, hub=source, folder=folder)
         assert isinstance(downloader, HuggingFaceDownloader)
         model = await downloader.download_lora_to_disk("acme/legal")
-        assert (files_in(model.local_path), model.pinned) == (FILES, f"acme/legal@{commit}")
+        assert (files_in(Path(model.local_path)), model.pinned) == (FILES, f"acme/legal@{commit}")
         gone = await downloader.delete_lora_from_disk("acme/legal")
         assert (gone.cache_location, list(folder.iterdir())) == (CacheLocation.REMOTE, [])
         with pytest.raises(FileNotFoundError):
@@ -230,11 +231,12 @@ async def test_the_guides_example_plugin_loads_manages_and_journals_adapters(
         assert answer.status_code == 200, answer.text
         manager = made[0].manager
         loaded_model = await manager.load_lora("sql-expert/v1")
-        assert (loaded_model.status, loaded_model.local_path.is_dir()) == (LoraStatus.READY, True)
+        assert loaded_model.status is LoraStatus.READY_FOR_USE
+        assert loaded_model.local_path == str(worker.cache_dir / loaded_model.digest)
         states = {model.name: model.status for model in manager.lora_models()}
-        assert (states["ours/legal"], states["sql-expert/v1"]) == ("ready", "ready")
+        assert (states["ours/legal"], states["sql-expert/v1"]) == (LoraStatus.READY_FOR_USE, LoraStatus.READY_FOR_USE)
         unloaded_model = await manager.unload_lora("sql-expert/v1")
-        assert (unloaded_model.status, unloaded_model.cache_location) == (LoraStatus.ON_DISK, CacheLocation.DISK)
+        assert (unloaded_model.status, unloaded_model.cache_location) == (LoraStatus.DOWNLOADED, CacheLocation.DISK)
         assert await loaded(client) == {"ours/legal"}
     lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     events = [(line["event"], line["lora"], line["instance_id"]) for line in lines if line["event"] != "DOWNLOADING"]
@@ -259,7 +261,7 @@ async def test_plugin_may_load_but_not_unload_where_an_orchestrator_decides(work
     monkeypatch.setattr(CopyingDownloader, "on_start", remember)
     plugin = ("--lora-downloader-plugin", "tests.workers.plugins.CopyingDownloader")
     async with worker.together(*plugin, "--orchestrator-url", "http://127.0.0.1:1", "--warm-deadline-s", "0"):
-        assert (await made[0].load_lora("legal/v2")).status is LoraStatus.READY
+        assert (await made[0].load_lora("legal/v2")).status is LoraStatus.READY_FOR_USE
         with pytest.raises(AgentRequestError) as caught:
             await made[0].unload_lora("legal/v2")
         assert caught.value.code == "epoch_required"
@@ -270,6 +272,27 @@ async def test_plugin_may_load_but_not_unload_where_an_orchestrator_decides(work
 )
 def test_unusable_plugin_stops_the_start_by_name(path):
     with pytest.raises(SettingsError, match=path):
+        create_downloader(path, hub=HUB, folder=Path())
+
+
+def test_plugin_in_a_folder_with_a_dash_is_imported_by_its_path(tmp_path, monkeypatch):
+    source = "from tests.workers.plugins import CopyingDownloader as Dashed"
+    (tmp_path / "my-org/loras").mkdir(parents=True)
+    (tmp_path / "my-org/loras/dashed.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(create_downloader("my-org.loras.dashed.Dashed", hub=HUB, folder=Path()), CopyingDownloader)
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("no-org.lora.Custom", "give the name by which Python imports the package, such as no_org.lora.Custom"),
+        ("elsewhere.downloader.HuggingFaceDownloader", "give workers.plugin.HuggingFaceDownloader"),
+        ("nosuch.module.Class", "expected package.module.Class"),
+    ],
+)
+def test_plugin_that_cannot_be_imported_is_refused_with_what_to_give(path, advice):
+    with pytest.raises(SettingsError, match=advice):
         create_downloader(path, hub=HUB, folder=Path())
 
 

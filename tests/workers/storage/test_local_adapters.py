@@ -154,6 +154,23 @@ async def test_a_scan_of_a_hanging_lora_path_keeps_the_last_result(tmp_path, han
     assert {each.lora_id for each in adapters.adapters} == {"a", "b"}
 
 
+@pytest.mark.parametrize(
+    ("text", "found"), [('{"team": "sales", "stars": [1]}', {"team": "sales", "stars": [1]}), ("[1]", {}), ("{", {})]
+)
+async def test_metadata_json_beside_an_adapter_is_read_and_changes_nothing_else(tmp_path, text, found):
+    path = make_adapter(tmp_path, "a") / "metadata.json"
+    adapters = LocalAdapters(tmp_path, AdapterRules(64, frozenset(), "off"))
+    await adapters.scan()
+    before = adapters.find("a")
+    path.write_text(text)
+    await adapters.scan()
+    after = adapters.find("a")
+    assert before is not None
+    assert after is not None
+    assert (before.metadata, after.metadata) == ({}, found)
+    assert (after.error, after.manifest) == (None, before.manifest)
+
+
 async def test_a_scan_that_reads_a_large_adapter_is_not_given_up(tmp_path, monkeypatch):
     """Each read takes a third of the time after which a read is given up."""
     make_adapter(tmp_path, "a", rank=8)
