@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from docs.chart_schema import SCHEMA, SERVICES, schema_with_settings
+from lorafleet.service.other_names import OtherName
 from lorafleet.service.settings import ServiceSettings
 
 _COMMANDS = {"workers": "agent"}
@@ -32,6 +33,9 @@ Unknown flags, unknown `LORAFLEET_<SERVICE>_…` variables and unknown keys are 
 that a file has twice. A typing error never falls back to the default. Lists repeat the flag, or are JSON in the
 environment (`'["a", "b"]'`); so do mappings (`--costs kappa_min=1`, `'{"kappa_min": 1}'`). A service that cannot start
 (its port is in use, a URL is invalid) prints one line on standard error and exits with status 2.
+
+Some names of other systems are understood, or refused with what to use: the tables below the settings have them. A file
+may have the keys `worker` and `lora_orchestrator`: an agent and an orchestrator read their own part of it.
 
 `lorafleet up` accepts these variables and files for all its services, except those that it sets itself:
 [the command line](cli.md#lorafleet-up).
@@ -65,8 +69,25 @@ def section(service: str, settings: type[ServiceSettings]) -> str:
             "|---|---|---|---|",
             *rows,
             "",
+            *_other_names(settings),
         ]
     )
+
+
+def _other_names(settings: type[ServiceSettings]) -> list[str]:
+    """The table of other systems' names for a service's settings; [] without any."""
+    if not settings.other_names:
+        return []
+    rows = [
+        f"| `{name}` | {f'`{other.setting}`' if other.setting else _meaning(other)} |"
+        for name, other in settings.other_names.items()
+    ]
+    return ["Names of other systems, as variables, keys or flags:", "", "| name | here |", "|---|---|", *rows, ""]
+
+
+def _meaning(other: OtherName) -> str:
+    """What another system's name means where no setting takes its value."""
+    return f"`{other.only}`, or refused: {other.advice}" if other.only else f"refused: {other.advice}"
 
 
 def document() -> str:

@@ -1,7 +1,8 @@
 """The orchestrator's settings. `lorafleet.service.settings` says where values come from."""
 
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -9,12 +10,48 @@ from pydantic_settings import SettingsConfigDict
 from lorafleet.engine.agentless import engines_by_id
 from lorafleet.engine.canary import CanaryMode
 from lorafleet.engine.settings import WorkerDiscoverySettings
+from lorafleet.service.other_names import OtherName
 from lorafleet.service.settings import Url
 from orchestrator.store.upload_store import upload_store
 
 
+def _policy(change: str, why: str = "the placement policy is stored and changes at run time") -> OtherName:
+    """A name for which a change of the placement policy, such as `min_replicas=1`, is to be used."""
+    return OtherName(advice=f"{why}: `lorafleet policy set {change}`")
+
+
+_BY_LABEL = OtherName(
+    advice="workers send heartbeats by themselves; those in Kubernetes are found by the labels of their Services in"
+    " LORAFLEET_ORCHESTRATOR_KUBE_SELECTOR"
+)
+_LOADING = _policy("loading=lazy, eager or weighted")
+_OTHER_NAMES: Mapping[str, OtherName] = {
+    # Dynamo's design of LoRA support: variables of its orchestrator's pod, and keys of its file.
+    "DYNAMO_NAMESPACE": _BY_LABEL,
+    "DYNAMO_COMPONENT": _BY_LABEL,
+    "LORA_POLICY": _LOADING,
+    "REBALANCE_INTERVAL_SEC": OtherName("pass_interval_s"),
+    "policy": _LOADING,
+    "min_replicas_per_lora": _policy("min_replicas=N"),
+    "target_replicas_per_lora": OtherName(advice="the target is computed from demand, between min_ and max_replicas"),
+    "max_replicas_per_lora": _policy("max_replicas=N"),
+    "rebalance_interval_sec": OtherName("pass_interval_s"),
+    "enable_auto_scaling": OtherName(
+        only="true", advice="equal bounds switch it off: `lorafleet policy set min_replicas=N max_replicas=N`"
+    ),
+    "lru_eviction_enabled": OtherName(
+        only="true", advice="an adapter is kept by its own policy: `lorafleet adapters set LORA_ID pinned=true`"
+    ),
+    "ttl_eviction_enabled": OtherName(only="false", advice="a time of its own switches it on: see ttl_seconds"),
+    "ttl_seconds": _policy("ttl_s=SECONDS", "0, the default, switches it off"),
+}
+
+
 class OrchestratorSettings(WorkerDiscoverySettings):
     """lorafleet orchestrator: decides which adapter lives on which worker, and makes it so."""
+
+    file_section: ClassVar[str] = "lora_orchestrator"
+    other_names: ClassVar[Mapping[str, OtherName]] = _OTHER_NAMES
 
     model_config = SettingsConfigDict(env_prefix="LORAFLEET_ORCHESTRATOR_")
 

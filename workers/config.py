@@ -3,10 +3,11 @@
 import hashlib
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -14,6 +15,7 @@ from pydantic_settings import SettingsConfigDict
 from lorafleet.engine.canary import CanaryMode
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.network.sockets import UNIX_PATH_BYTES
+from lorafleet.service.other_names import OtherName
 from lorafleet.service.settings import ServiceSettings, Url, checked_url
 from workers.engines.base import UNSUPPORTED_ENGINES
 
@@ -44,8 +46,32 @@ class AgentTimers:
 TIMERS = AgentTimers()
 
 
+_SERVES_ADAPTERS = OtherName(only="true", advice="an agent always serves adapters; leave it out")
+_LOADS_AT_RUN_TIME = OtherName(only="true", advice="an agent always loads adapters at run time; leave it out")
+_OTHER_NAMES: Mapping[str, OtherName] = {
+    # Dynamo's design of LoRA support: variables of its worker's pod, and keys of its two files.
+    "DYNAMO_LORA_PATH": OtherName("lora_path"),
+    "VLLM_ENABLE_LORA": _SERVES_ADAPTERS,
+    "VLLM_MAX_LORAS": OtherName("max_loras"),
+    "VLLM_MAX_LORA_RANK": OtherName("max_lora_rank"),
+    "VLLM_PRELOAD_LORAS": OtherName("preload_loras"),
+    "enable_lora": _SERVES_ADAPTERS,
+    "enable_dynamic_loading": _LOADS_AT_RUN_TIME,
+    "vllm_server_url": OtherName("engine_url"),
+    # SGLang and sgl-jax.
+    "lora_paths": OtherName(
+        advice="give the folder that the adapters are in as --lora-path and their names below it as --preload-loras, or"
+        " the engine's own command behind `--`"
+    ),
+    "max_loras_per_batch": OtherName(advice="it counts the base model, too: give --max-loras, which is one less"),
+}
+
+
 class WorkerSettings(ServiceSettings):
     """The agent beside one engine: starts, watches and restarts it, and loads its adapters."""
+
+    file_section: ClassVar[str] = "worker"
+    other_names: ClassVar[Mapping[str, OtherName]] = _OTHER_NAMES
 
     model_config = SettingsConfigDict(env_prefix="LORAFLEET_WORKERS_")
 
@@ -59,6 +85,7 @@ class WorkerSettings(ServiceSettings):
     zone: str = Field(default="", description="failure zone; the orchestrator spreads replicas over zones")
     node: str = Field(default="", description="machine; the orchestrator spreads replicas over machines")
     namespace: str = Field(default="default", description="namespace in the metadata")
+    component: str = Field(default="worker", description="component in the metadata")
 
     engine: Literal["vllm", "sglang", "sgl-jax", "sim"] = Field(
         default="vllm", description="kind of the engine that is started or runs at engine_url; see docs/engines.md"

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, cast, get_origin
 
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import (
@@ -21,6 +21,7 @@ from pydantic_settings.exceptions import SettingsError as Unparsed
 
 from lorafleet.service import yamls
 from lorafleet.service.network.urls import checked_key, is_http, without_secrets
+from lorafleet.service.other_names import OtherName, refusals, translated
 from lorafleet.telemetry.request_log import AccessLogMode
 
 S = TypeVar("S", bound="ServiceSettings")
@@ -42,7 +43,14 @@ Key = Annotated[str, AfterValidator(checked_key)]
 
 
 class ServiceSettings(BaseSettings):
-    """Settings that every service has. Subclasses set `env_prefix` and add their own; all are frozen."""
+    """Settings that every service has. Subclasses set `env_prefix` and add their own; all are frozen.
+
+    file_section  the key of a file for several services that has this service's settings; empty: none
+    other_names   variables, keys and flags of other systems, and what they mean here
+    """
+
+    file_section: ClassVar[str] = ""
+    other_names: ClassVar[Mapping[str, OtherName]] = {}
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", nested_model_default_partial_update=True)
 
@@ -120,7 +128,8 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     peek = argparse.ArgumentParser(add_help=False)
     peek.add_argument("--config", default=os.environ.get(f"{prefix}CONFIG"))
     path = peek.parse_known_args(list(argv))[0].config
-    from_file = read_file(Path(path)) if path else {}
+    from_file = _own_names(cls, _own_section(cls, read_file(Path(path))), f"--config {path}: ") if path else {}
+    from_others = _own_names(cls, {name: os.environ[name] for name in os.environ if name in cls.other_names})
 
     class Sourced(cls):  # type: ignore[valid-type,misc]
         @classmethod
@@ -136,7 +145,8 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
                 cli_avoid_json=True,
                 cli_exit_on_error=False,  # argparse would print all flags before the error
             )
-            return init_settings, flags, _EnvironmentSource(settings_cls), _MappingSource(settings_cls, from_file)
+            environment = _EnvironmentSource(settings_cls), _MappingSource(settings_cls, from_others)
+            return init_settings, flags, *environment, _MappingSource(settings_cls, from_file)
 
     Sourced.__doc__ = cls.__doc__
     try:
@@ -145,7 +155,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
         problems = "; ".join(_problem(error, cls.model_fields) for error in exc.errors())
         raise SettingsError(f"{problems} (see `{prog} --help`)") from exc
     except Unparsed as exc:  # an unknown flag, a missing value, or an invalid list or mapping
-        raise SettingsError(f"{_flag_problem(str(exc), cls.model_fields)} (see `{prog} --help`)") from exc
+        raise SettingsError(f"{_flag_problem(str(exc), cls)} (see `{prog} --help`)") from exc
     return cast("S", found)
 
 
@@ -192,15 +202,18 @@ def _problem(error: Mapping[str, Any], known: Iterable[str]) -> str:
     return ": ".join(filter(None, (name, finding_message(error))))
 
 
-def _flag_problem(found: str, known: Iterable[str]) -> str:
-    """argparse's error, with the flag that may have been meant."""
+def _flag_problem(found: str, cls: type[ServiceSettings]) -> str:
+    """argparse's error, with the flag that may have been meant, or what to use for another system's."""
     name, no_pair, _ = found.removeprefix("Parsing error encountered for ").partition(": not enough values")
     if no_pair:
         return f"{_kebab(name)}: expected NAME=VALUE, the flag once for each"
     message = found.removeprefix("error parsing CLI: ")
     _, _, unrecognized = message.partition("unrecognized arguments: ")
     name = unrecognized.partition("=")[0].partition(" ")[0]
-    meant = did_you_mean(name.removeprefix("--"), map(_kebab, known))  # dashes would make any two names alike
+    if other := cls.other_names.get(name.removeprefix("--").replace("-", "_")):
+        return f"{name}: {other.advice or f'give --{_kebab(other.setting)}'}"
+    # Dashes would make any two names alike.
+    meant = did_you_mean(name.removeprefix("--"), map(_kebab, cls.model_fields))
     return message + meant.replace("mean ", "mean --")
 
 
@@ -227,6 +240,42 @@ def read_file(path: Path, source: str = "--config") -> dict[str, Any]:
     if not isinstance(values, dict):
         raise SettingsError(f"{source} {path}: expected a mapping of settings, found {type(values).__name__}")
     return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+_SECTIONS = frozenset({"worker", "lora_orchestrator"})
+
+
+def _own_section(cls: type[ServiceSettings], values: dict[str, Any]) -> dict[str, Any]:
+    """This service's settings in a file with a section for each service; all of a file without sections.
+
+    Raises SettingsError for a section that is no mapping.
+    """
+    if not values or not values.keys() <= _SECTIONS:
+        return values
+    section = values.get(cls.file_section) or {}
+    if not isinstance(section, dict):
+        raise SettingsError(f"{cls.file_section}: expected a mapping of settings, found {type(section).__name__}")
+    return section
+
+
+def _own_names(cls: type[ServiceSettings], found: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """The values found by our settings' names; texts of lists are divided at commas.
+
+    Raises SettingsError, which names every one of another system that has no meaning here, and what to use.
+    """
+    if refused := refusals(found, cls.other_names):
+        raise SettingsError(where + "; ".join(refused))
+    ours = translated(found, cls.other_names)
+    lists = {name for name in ours if name in cls.model_fields and _is_list(cls.model_fields[name].annotation)}
+    return {
+        name: [item.strip() for item in value.split(",")] if name in lists and isinstance(value, str) else value
+        for name, value in ours.items()
+    }
+
+
+def _is_list(annotation: Any) -> bool:
+    """Whether a setting of this type is a list."""
+    return get_origin(annotation) is tuple
 
 
 def _refuse_unknown_environment(cls: type[ServiceSettings], prefix: str) -> None:

@@ -439,6 +439,7 @@ class WorkerAgent:
         return Metadata(
             instance_id=settings.instance_id,
             namespace=settings.namespace,
+            component=settings.component,
             state=self.state,
             state_reason=self.state_reason,
             is_suspect=bool(self.engine.suspicion),
