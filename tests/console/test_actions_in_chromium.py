@@ -238,7 +238,7 @@ async def test_several_adapters_are_retried_and_deleted_at_once(scene, page):
         scene.call("POST", "/v1/adapters", json={"lora_id": name, "source": f"file://{broken}"})
     for name in names:
         path = f"/v1/adapters/{name}"
-        await until(lambda path=path: scene.call("GET", path).json()["state"] == "failed")
+        await until(lambda path=path: scene.call("GET", path).json()["status"]["state"] == "failed")
     await visit(page, "/adapters?q=bulk")
     await page.check("[aria-label='Choose bulk/0']")
     await page.click("text=Choose all 3 shown")

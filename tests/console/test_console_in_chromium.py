@@ -158,6 +158,7 @@ async def test_a_view_is_its_address(scene, browser):
         await page.click(".ranges >> text=1 h")
         address = page.url
         assert {"q=expert", "sort=id", "range=3600"} <= set(address.partition("?")[2].split("&"))
+        await page.wait_for_selector("tbody td:first-child:not(:has-text('expert'))", state="detached")
         names = await page.locator("tbody td:first-child").all_inner_texts()
         await page.goto(address)
         await page.wait_for_selector("tbody td")

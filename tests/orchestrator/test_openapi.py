@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+from pathlib import Path
 from urllib.parse import quote
 
 import httpx
@@ -171,3 +172,10 @@ def test_no_malformed_call_gets_a_500(document, tmp_path):
     # Otherwise it only knocked at the door.
     least = examples(600) // 12
     assert min(seen[status] for status in (200, 400, 404)) > least
+
+
+def test_every_schema_that_the_console_reads_is_described(document):
+    pages = (Path(__file__).parents[2] / "orchestrator/api/console").rglob("*.js")
+    asked = {name for page in pages for name in re.findall(r"components\.schemas\.(\w+)", page.read_text())}
+    assert asked
+    assert asked <= document["components"]["schemas"].keys()

@@ -10,7 +10,7 @@ import { Act } from "./actions.js";
 let fields = null;  // name -> {default, description, type, enum}, as the REST API describes them
 
 async function described(signal) {
-  fields ||= (await get("/openapi.json", { signal })).components.schemas.Policy.properties;
+  fields ||= (await get("/openapi.json", { signal })).components.schemas.PlacementPolicy.properties;
   return fields;
 }
 
