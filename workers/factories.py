@@ -29,7 +29,7 @@ from workers.metrics import WorkerMetrics
 from workers.plugin import LoraDownloaderBase
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source
 from workers.sources.file_system import FileSystemCalls
-from workers.sources.fleet import FLEET_SCHEMES, FleetAgents, FleetSource
+from workers.sources.fleet import FLEET_SCHEMES, FleetSource, OtherAgents
 from workers.sources.guard import GuardedTransport
 from workers.sources.hub import HubSource
 from workers.sources.local import LocalSource
@@ -175,7 +175,7 @@ def _own_agent_url(host: str, port: int) -> str:
 
 def _fleet_source(settings: WorkerSettings, port: int, own: OwnKey, rng: Random) -> FleetSource:
     """The source of files by digest from the fleet's other workers, at another URL than this agent's own."""
-    limits, agents = limits_of(settings, rng), FleetAgents(_agent_url(settings, port))
+    limits, agents = limits_of(settings, rng), OtherAgents(_agent_url(settings, port))
     return FleetSource(limits, orchestrator_urls=settings.orchestrator_urls, own_key=own, agents=agents)
 
 

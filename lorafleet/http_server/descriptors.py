@@ -36,8 +36,8 @@ def most_clients(limit: int, others: int, each: int) -> int:
     return max(1, (limit - kept_free(limit) - others) // each)
 
 
-def backlog(limit: int) -> int:
-    """Connections that the kernel keeps for the server, at most half of what is kept free.
+def listen_backlog(limit: int) -> int:
+    """Connections that the kernel keeps for a server with so many descriptors, at most half of those kept free.
 
     An event loop accepts all of them in one turn, before any of them can be closed again. Of more clients than that the
     kernel takes the handshake later, and resets none.

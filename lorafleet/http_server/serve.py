@@ -15,7 +15,7 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from lorafleet.http_server.descriptors import backlog, descriptor_limit
+from lorafleet.http_server.descriptors import descriptor_limit, listen_backlog
 from lorafleet.http_server.intake import ClientLimits, UploadBytes
 from lorafleet.http_server.listener import listener_for_app
 from lorafleet.service.network.sockets import bind_socket
@@ -45,7 +45,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening TCP socket; port 0 picks a free one. Raises OSError, whose message says what to do."""
     sock = bind_only(host, port)
     try:
-        sock.listen(backlog(descriptor_limit()))
+        sock.listen(listen_backlog(descriptor_limit()))
     except OSError as exc:  # two sockets may be bound to one port, but only one of them may listen
         sock.close()
         raise _port_error(host, port, exc) from exc
@@ -124,7 +124,7 @@ def uvicorn_config(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None
         date_header=False,
         timeout_graceful_shutdown=max(1, int(grace_s)),
         timeout_keep_alive=75,
-        backlog=backlog(descriptor_limit()),
+        backlog=listen_backlog(descriptor_limit()),
     )
 
 

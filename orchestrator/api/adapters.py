@@ -225,16 +225,16 @@ def _matching_ids(
             lambda adapter: (reconciler.queries.quarantine_reason(adapter.lora_id) is not None) == wanted.quarantined
         )
     if wanted.has_error is not None:
-        troubled = reconciler.queries.troubled_ids()
-        tests.append(lambda adapter: _has_error(adapter, troubled, reconciler) == wanted.has_error)
+        maybe_troubled = reconciler.queries.troubled_ids()
+        tests.append(lambda adapter: _has_error(adapter, maybe_troubled, reconciler) == wanted.has_error)
     if wanted.state is not None:
         tests.append(lambda adapter: reconciler.queries.adapter_state(adapter, ready) == wanted.state)
     return [name for name in rows if all(test(store.adapters[name]) for test in tests)] if tests else rows
 
 
-def _has_error(adapter: RegisteredAdapter, troubled: Container[str], reconciler: Reconciler) -> bool:
-    """Whether a reason is known why the adapter lacks copies. `troubled`: ids that may have one."""
-    if adapter.lora_id not in troubled and adapter.quarantine is None:
+def _has_error(adapter: RegisteredAdapter, maybe_troubled: Container[str], reconciler: Reconciler) -> bool:
+    """Whether a reason is known why the adapter lacks copies. `maybe_troubled`: ids that may have one."""
+    if adapter.lora_id not in maybe_troubled and adapter.quarantine is None:
         return False
     return reconciler.queries.last_error(adapter.lora_id) is not None
 

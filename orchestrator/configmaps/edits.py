@@ -325,7 +325,7 @@ class ObjectEdits:
             self._refused.discard(name)
             self._read.pop(name, None)
             if lora_id is not None and lora_id not in self._store.adapters:
-                self._record_deletion(lora_id) if is_explicit else self._backend.forget_adapter_object(lora_id)
+                self._record_missed_deletion(lora_id) if is_explicit else self._backend.forget_adapter_object(lora_id)
             elif name in homes and not is_ours:  # ours: the row was registered again meanwhile, and is to be written
                 is_explicit &= doubt is DoubtReason.DELETED or lora_id == homes[name][1]
                 self._end_row(*homes[name], name, is_explicit=is_explicit)
@@ -350,7 +350,7 @@ class ObjectEdits:
         else:
             self._registry.delete_alias(key, ACTOR)
 
-    def _record_deletion(self, lora_id: str) -> None:
+    def _record_missed_deletion(self, lora_id: str) -> None:
         """Record, and log, the deletion of an adapter whose object was deleted while no orchestrator led; forget it."""
         digest = self._backend.tables.rows.of(KNOWN)[lora_id].digest
         log.info("adapter was deleted while no orchestrator led", lora_id=lora_id)

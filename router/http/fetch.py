@@ -152,7 +152,7 @@ async def fetch(
     """
     origin = Origin.parse(url)
     method = "GET" if body is None else "POST"
-    request, name = _request_bytes(method, origin, path, token, body), f"{method} {url}{path}"
+    request, name = _encoded_request(method, origin, path, token, body), f"{method} {url}{path}"
     answer = await exchange(pool, origin, request, name=name, timeout_s=timeout_s, max_bytes=max_bytes)
     if answer.status != 200:
         raise FetchRefused(f"{name}: {answer.status} {answer.body[:200]!r}", answer.status, answer.body)
@@ -207,7 +207,7 @@ async def stream(
     connection = pool.take_idle(origin) or await pool.connect(origin)
     answer = FetchedStream(connection, idle_s)
     connection.deadline = asyncio.get_running_loop().time() + idle_s
-    connection.send(_request_bytes("GET", origin, path, token), answer)
+    connection.send(_encoded_request("GET", origin, path, token), answer)
     try:
         await answer.begun
         yield answer
@@ -215,7 +215,7 @@ async def stream(
         answer.close()
 
 
-def _request_bytes(method: str, origin: Origin, path: str, token: str, body: bytes | None = None) -> bytes:
+def _encoded_request(method: str, origin: Origin, path: str, token: str, body: bytes | None = None) -> bytes:
     """The bytes of one request, head and body."""
     lines = [f"{path} HTTP/1.1", f"host: {origin.host_header.decode()}", "accept-encoding: identity"]
     if token:

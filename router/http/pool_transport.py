@@ -35,7 +35,7 @@ class PoolTransport(httpx.AsyncBaseTransport):
             answer = await exchange(
                 self._pool,
                 Origin.parse(f"{url.scheme}://{url.netloc.decode()}"),
-                _request_bytes(request, await request.aread()),
+                _encoded_request(request, await request.aread()),
                 name=name,
                 timeout_s=request.extensions.get("timeout", {}).get("read"),
                 max_bytes=_MAX_ANSWER_BYTES,
@@ -47,7 +47,7 @@ class PoolTransport(httpx.AsyncBaseTransport):
         return httpx.Response(answer.status, headers=list(answer.headers.items()), stream=httpx.ByteStream(answer.body))
 
 
-def _request_bytes(request: httpx.Request, body: bytes) -> bytes:
+def _encoded_request(request: httpx.Request, body: bytes) -> bytes:
     """The bytes of one request, head and body."""
     headers = [b"%b: %b\r\n" % header for header in request.headers.raw]
     return b"%b %b HTTP/1.1\r\n%b\r\n%b" % (request.method.encode(), request.url.raw_path, b"".join(headers), body)

@@ -381,7 +381,7 @@ class _Supervisor:
     async def _wait_for_end(self, process: asyncio.subprocess.Process, lifeline: socket.socket) -> int:
         """Wait for a process's end, and kill it if it stops too slowly; returns its status."""
         listening = asyncio.create_task(self._wait_until_serving(lifeline))
-        stopping = asyncio.create_task(self._kill_if_late(process))
+        stopping = asyncio.create_task(self._kill_after_stop_deadline(process))
         try:
             return await process.wait()
         finally:
@@ -397,8 +397,11 @@ class _Supervisor:
                 self._has_served = True
                 self._write_port_file()
 
-    async def _kill_if_late(self, process: asyncio.subprocess.Process) -> None:
-        """After a stop signal, kill the process if it does not end in time, and count the run as failed. Logged."""
+    async def _kill_after_stop_deadline(self, process: asyncio.subprocess.Process) -> None:
+        """Wait for a stop signal and its deadline, then kill the process, and count the run as failed. Logged.
+
+        The caller cancels this once the process has ended.
+        """
         await self._stopping.wait()
         if await _is_set_within(self._forced, self._stop_s):
             await asyncio.sleep(self._forced_s)

@@ -96,14 +96,14 @@ def usage_of(kind: UsageKind, body: bytes) -> EngineUsage | None:
         return None  # an unknown form
 
 
-def usage_of_events(kind: UsageKind, events: bytes) -> EngineUsage | None:
-    """The usage in the last of these whole events that has one; None if none has.
+def usage_of_events(kind: UsageKind, whole_events: bytes) -> EngineUsage | None:
+    """The usage in the last of these events that has one; None if none has.
 
     vLLM may send a usage with every event, but only the last one has the cached tokens. Inside a JSON string the quotes
     of "usage" would be escaped, so a plain search finds the field.
     """
-    at = events.rfind(_SGLANG_MARK if kind == "sglang" else _USAGE_MARK)
-    line = events[events.rfind(b"\n", 0, max(at, 0)) + 1 :].split(b"\n", 1)[0]
+    at = whole_events.rfind(_SGLANG_MARK if kind == "sglang" else _USAGE_MARK)
+    line = whole_events[whole_events.rfind(b"\n", 0, max(at, 0)) + 1 :].split(b"\n", 1)[0]
     return usage_of(kind, line.removeprefix(b"data:")) if line.startswith(b"data:") else None
 
 

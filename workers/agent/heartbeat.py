@@ -12,7 +12,7 @@ from lorafleet.service.http.known_fields import WIRE_HEADERS
 from lorafleet.service.loops import backoff_s
 from orchestrator.model.agents import Heartbeat, HeartbeatAnswer
 from workers.agent.agent import WorkerAgent
-from workers.sources.fleet import FleetAgents
+from workers.sources.fleet import OtherAgents
 from workers.wire import MOST_DIGESTS
 
 log = structlog.get_logger()
@@ -31,7 +31,7 @@ class HeartbeatSender:
     """Posts heartbeats until cancelled. An unreachable orchestrator costs only log lines."""
 
     def __init__(
-        self, agent: WorkerAgent, client: httpx.AsyncClient, *, own: OwnKey, rng: Random, agents: FleetAgents
+        self, agent: WorkerAgent, client: httpx.AsyncClient, *, own: OwnKey, rng: Random, agents: OtherAgents
     ) -> None:
         """`agents` gets the list that the orchestrator's answers have."""
         self._agents = agents

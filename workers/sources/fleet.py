@@ -44,7 +44,7 @@ _PROBES = 16
 """Workers asked at a time whether they have a digest."""
 
 
-class FleetAgents:
+class OtherAgents:
     """The fleet's other agents, as the leading orchestrator last named them: asked for files while it is away.
 
     Only the leader's answers to heartbeats name them: this worker sends them its key.
@@ -83,7 +83,7 @@ class FleetSource:
         *,
         orchestrator_urls: Sequence[str],
         own_key: OwnKey,
-        agents: FleetAgents,
+        agents: OtherAgents,
         only: Sequence[str] | None = None,
     ) -> None:
         """`only`: places that are asked, and no others; None: agents and orchestrators as known."""

@@ -448,7 +448,7 @@ class FairQueue:
             return
         staying = _StayingRequests()
         for queued in self._candidates():
-            if rooms is not None and not self._may_be_sent(queued, rooms, staying, now):
+            if rooms is not None and not self._might_be_sent(queued, rooms, staying, now):
                 staying.add(queued)
                 continue
             decision = self._decide_safely(queued, staying, now)
@@ -475,10 +475,10 @@ class FairQueue:
             rates.advance(tenants, now)
         self._full.clear()
 
-    def _may_be_sent(self, queued: QueuedRequest, rooms: EngineRooms, staying: _StayingRequests, now: float) -> bool:
+    def _might_be_sent(self, queued: QueuedRequest, rooms: EngineRooms, staying: _StayingRequests, now: float) -> bool:
         """Whether this request's decision may be an engine with room; False only where it certainly is not."""
         is_full = queued.hashed.request.base_model in self._full
-        return not is_full and rooms.may_be_sent(queued, staying.ahead_s, now)
+        return not is_full and rooms.might_be_sent(queued, staying.ahead_s, now)
 
     def _decide_safely(self, queued: QueuedRequest, staying: _StayingRequests, now: float) -> Decision | NoReplica:
         """The decision behind the staying requests; NoReplica also for an unexpected error, which stops no other."""

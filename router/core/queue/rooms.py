@@ -74,7 +74,7 @@ class EngineRooms:
         """Whether any replica of these base models has room."""
         return any(self._rooms(name, now).positions for name in base_models)
 
-    def may_be_sent(self, queued: QueuedRequest, ahead: Mapping[WorkerId, float], now: float) -> bool:
+    def might_be_sent(self, queued: QueuedRequest, ahead: Mapping[WorkerId, float], now: float) -> bool:
         """Whether the request's decision may be a replica with room; False only where `keeps_line` would be true."""
         rooms = self._rooms(queued.hashed.request.base_model, now)
         is_likely = rooms.is_at(queued.likely_worker)

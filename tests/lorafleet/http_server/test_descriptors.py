@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.http_server.descriptors import backlog, kept_free, most_clients
+from lorafleet.http_server.descriptors import kept_free, listen_backlog, most_clients
 from tests.patience import patience, until, within
 
 LIMIT = 256
@@ -117,6 +117,6 @@ def test_clients_others_and_a_whole_backlog_fit_into_the_limit(limit: int, other
     most = most_clients(limit, others, each)
     assert most >= 1
     if most > 1:
-        assert most * each + others + backlog(limit) <= limit
+        assert most * each + others + listen_backlog(limit) <= limit
         assert (most + 1) * each + others + kept_free(limit) > limit
-    assert 1 <= backlog(limit) <= kept_free(limit) / 2
+    assert 1 <= listen_backlog(limit) <= kept_free(limit) / 2

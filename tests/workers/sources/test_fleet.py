@@ -11,7 +11,7 @@ from tests.serving import serving
 from workers.core.errors import SourceError
 from workers.core.retry import RetryPolicy
 from workers.sources.base import Limits, Transfer
-from workers.sources.fleet import FleetAgents, FleetSource, fleet_and_digest
+from workers.sources.fleet import FleetSource, OtherAgents, fleet_and_digest
 
 DIGEST = "d" * 64
 WEIGHTS = bytes(range(256)) * 16384
@@ -60,7 +60,7 @@ class RelayDouble:
 
 def source_at(url, **limits):
     bounds = Limits(max_bytes=1 << 30, retry=RetryPolicy(attempts=3, base_s=0.01, max_s=0.01), **limits)
-    return FleetSource(bounds, orchestrator_urls=(url,), own_key=OwnKey("lf-agent", None), agents=FleetAgents(""))
+    return FleetSource(bounds, orchestrator_urls=(url,), own_key=OwnKey("lf-agent", None), agents=OtherAgents(""))
 
 
 async def test_a_download_that_breaks_off_goes_on_where_it_was(tmp_path):

@@ -44,7 +44,7 @@ class DecideAll(EngineRooms):
     def is_any(self, base_models, now):
         return True
 
-    def may_be_sent(self, queued, ahead, now):
+    def might_be_sent(self, queued, ahead, now):
         return True
 
 
