@@ -4,9 +4,11 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
+from posixpath import normpath
 from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from lorafleet import identity
 from lorafleet.identity import AdapterLocation
@@ -259,6 +261,18 @@ class RouterFleet:
         return MappingProxyType(found)
 
     @cached_property
+    def by_folder(self) -> Mapping[str, tuple[CatalogAdapter, ...]]:
+        """Adapters by the folder that they are fetched from.
+
+        Computed once a fleet, when a request first names a folder: it walks every adapter.
+        """
+        found: dict[str, tuple[CatalogAdapter, ...]] = {}
+        for adapter in self.adapters.values():
+            if folder := source_folder(adapter.source):
+                found[folder] = (*found.get(folder, ()), adapter)
+        return MappingProxyType(found)
+
+    @cached_property
     def _rosters(self) -> dict[str, Roster]:
         """The rosters of all base models, by name; computed once a fleet."""
         by_model: dict[str, list[Replica]] = {}
@@ -296,6 +310,12 @@ class RouterFleet:
             and engine_name not in replica.draining
             and replica.incarnation not in excluded
         ]
+
+
+def source_folder(source: str) -> str:
+    """The normal form of an absolute path, or of a `file://` reference; "" for any other source."""
+    path = unquote(source.removeprefix("file://")) if source.startswith("file:///") else source
+    return normpath(path) if path.startswith("/") else ""
 
 
 _EMPTY_ROSTER = Roster()

@@ -1,7 +1,8 @@
 """resolve: the model name of a request -> a base model, and perhaps an adapter.
 
 A name is read in this order: a base model; the whole name of an adapter or alias; `name@digest12`, one version of it;
-`base:` and one of these. So a name with colons (`m:eval@3`) never depends on which base models are served.
+the folder that an adapter was registered from; `base:` and one of these. So a name with colons (`m:eval@3`) never
+depends on which base models are served.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from lorafleet.identity import asked_version, split_version_id
 from orchestrator.model.catalog import CatalogAdapter
 from router.core.errors import AdapterFailed, AdapterInspecting, BadBody, ModelNotFound, without_places
-from router.core.fleet import Incarnation, RouterFleet
+from router.core.fleet import Incarnation, RouterFleet, source_folder
 
 Visible = Callable[[CatalogAdapter], bool]
 
@@ -167,15 +168,17 @@ def _adapter_target(fleet: RouterFleet, adapter: CatalogAdapter, name: str, aske
 
 
 def _find_adapter(fleet: RouterFleet, visible: Visible, session: str, rng: Random, name: str) -> CatalogAdapter | None:
-    """The visible adapter with this lora_id, alias or version, or None.
+    """The visible adapter with this lora_id, alias, version or folder, or None.
 
-    Of an alias's targets the session or chance chooses.
+    Of an alias's targets the session or chance chooses. Raises BadBody for a folder of several adapters.
     """
     adapter = fleet.adapters.get(name)
     if adapter is not None:
         return adapter if visible(adapter) else None
     alias = fleet.aliases.get(name)
     if alias is None:
+        if name.startswith("/"):
+            return _find_in_folder(fleet, visible, name)
         return _find_version(fleet, visible, name) if "@" in name else None
     usable = [(fleet.adapters[each.lora_id], each.weight) for each in alias.targets if each.lora_id in fleet.adapters]
     usable = [(adapter, weight) for adapter, weight in usable if weight > 0 and visible(adapter)]
@@ -194,6 +197,18 @@ def _find_version(fleet: RouterFleet, visible: Visible, name: str) -> CatalogAda
     lora_id, digest = version
     kept = (adapter for adapter in fleet.by_digest.get(digest, ()) if visible(adapter))
     return next((adapter for adapter in kept if _is_version(fleet, adapter.lora_id, lora_id)), None)
+
+
+def _find_in_folder(fleet: RouterFleet, visible: Visible, path: str) -> CatalogAdapter | None:
+    """The visible adapter that was registered from this folder, or None.
+
+    raises  BadBody where several with different bytes were
+    """
+    found = [adapter for adapter in fleet.by_folder.get(source_folder(path), ()) if visible(adapter)]
+    if len({adapter.digest for adapter in found}) > 1:
+        names = ", ".join(sorted(adapter.lora_id for adapter in found))
+        raise BadBody(f"several adapters come from {path}: {names}; name one of them", param="lora_path")
+    return found[0] if found else None
 
 
 def _is_version(fleet: RouterFleet, lora_id: str, name: str) -> bool:

@@ -292,6 +292,37 @@ def test_a_request_for_a_version_never_gets_the_bytes_that_replaced_it_while_it_
         exact.with_adapter(after)
 
 
+FOLDERS = with_adapters(
+    replace(an_adapter("sql/v1"), source="/models/lora/sql"),
+    replace(an_adapter("legal/v1", tenants=("acme",)), source="file:///models/lora/le%20gal"),
+    replace(an_adapter("old/v1"), source="/models/lora/moved"),
+    replace(an_adapter("new/v1"), source="/models/lora/moved/", digest="b" * 64, engine_name=None),
+    replace(an_adapter("hub/v1"), source="hf://models/lora"),
+)
+
+
+@pytest.mark.parametrize("path", ["/models/lora/sql", "/models/lora/sql/", "/models//lora/./sql"])
+def test_a_folder_names_the_adapter_that_was_registered_from_it(path):
+    assert named_in(FOLDERS, "tiny", path) == ("sql/v1", "tiny", "tiny")
+    assert named_in(FOLDERS, path) == ("sql/v1", "tiny", path)
+
+
+@pytest.mark.parametrize("path", ["/models/lora/le gal", "/models/lora", "/models/lora/sql/..", "/"])
+def test_the_folder_of_a_hidden_adapter_or_of_none_names_nothing(path):
+    with pytest.raises(ModelNotFound):
+        named_in(FOLDERS, "tiny", path)
+
+
+def test_a_tenant_names_its_own_adapter_by_the_folder_in_a_file_reference():
+    target = resolve(FOLDERS, model=None, lora_id="/models/lora/le gal", visible=lambda _adapter: True, rng=Random(1))
+    assert target.adapter is FOLDERS.adapters["legal/v1"]
+
+
+def test_a_folder_of_adapters_with_different_bytes_names_none_and_the_error_names_them():
+    with pytest.raises(BadBody, match="new/v1, old/v1; name one of them"):
+        named_in(FOLDERS, lora_id="/models/lora/moved")
+
+
 def test_a_quarantined_adapter_says_why():
     with pytest.raises(AdapterFailed, match="rank 512"):
         resolved("broken/v1")
