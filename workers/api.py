@@ -212,12 +212,15 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         caller: Annotated[Caller, Depends(leader)],
         epoch: Epoch,
     ) -> UnloadAnswer:
-        """Unload an adapter; answers with the adapters that are still loaded. A stale epoch is refused."""
+        """Unload an adapter; answers with the adapters that are still loaded, also where it was not loaded.
+
+        A stale epoch is refused.
+        """
         agent.check_epoch(epoch, is_destructive=True)
         names = await agent.unload(body, requester(caller.name, is_leader=epoch is not None))
         return UnloadAnswer(
             lora_id=body.lora_id,
-            message=f"{body.lora_id} is unloaded: {', '.join(names) or 'its load was cancelled'}",
+            message=f"{body.lora_id} is unloaded: {', '.join(names)}" if names else f"{body.lora_id} is not loaded",
             loaded_loras=agent.report.loaded(),
             capacity=agent.report.capacity(),
         )

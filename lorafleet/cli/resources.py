@@ -295,6 +295,7 @@ WORKERS = Resource(
             Column("free slots", lambda item: item["capacity"].get("available_slots")),
             Column("capacity", shown=Shown.wide),
             Column("orphans", shown=Shown.wide),
+            Column("kept out", "kept_out", shown=Shown.if_any),
             Column("agent", "agent_url"),
             Column("engine", "engine_url"),
             Column("takes no adapters", "refusal", shown=Shown.if_any),

@@ -1,4 +1,4 @@
-"""`lorafleet placements`, `workers drain`, `policy set` and `pauses end`."""
+"""`lorafleet placements`, `workers drain`, `workers unload`, `policy set` and `pauses end`."""
 
 from typing import Annotated
 
@@ -7,9 +7,10 @@ import typer
 from lorafleet.cli.columns import Item
 from lorafleet.cli.context import parse_setting
 from lorafleet.cli.output import AsJson, Output, OutputFormat
-from lorafleet.cli.resources import PAUSES, PLACEMENTS, POLICY, WORKERS, drain_text
+from lorafleet.cli.resources import ADAPTERS, PAUSES, PLACEMENTS, POLICY, WORKERS, drain_text
 from lorafleet.cli.verbs import change, follow, print_all
 from lorafleet.service.failure import CommandFailed
+from lorafleet.service.network.urls import url_path
 
 app = typer.Typer(no_args_is_help=True)
 workers_app = WORKERS.app()
@@ -93,6 +94,59 @@ def _require_drained(item: Item) -> None:
         raise CommandFailed(f"{item['id']} is {item['state']}: its drain was taken back, or it is gone")
     if left := item["drain"]["left"]:
         raise CommandFailed(f"these adapters of {item['id']} are ready nowhere else: {', '.join(left)}")
+
+
+@workers_app.command("unload")
+def workers_unload(
+    context: typer.Context,
+    worker: Annotated[str, WORKERS.argument()],
+    lora_id: Annotated[str, ADAPTERS.argument()],
+    wait: Annotated[bool, typer.Option("--wait", help="return when the copy is gone")] = False,
+) -> None:
+    """Unload one adapter from one worker, and keep it out of there until `workers allow`. Its requests finish first.
+
+    LORA_ID may be the engine name of a copy that another client loaded.
+
+    Examples:
+
+      lorafleet workers unload w1 sql-expert/v1
+
+      lorafleet workers unload w1 sql-expert/v1 --wait
+    """
+
+    def line(item: Item) -> str:
+        """Whether the copy is there still."""
+        state = "drains" if lora_id in item["adapters"] else "is not loaded"
+        return f"{lora_id} {state} on {item['id']}, which keeps it out until `workers allow`"
+
+    with context.obj.orchestrator() as api:
+        item = api.call("DELETE", f"{WORKERS.path(worker)}/adapters/{url_path(lora_id)}")
+        typer.echo(line(item))
+        if wait:
+            follow(
+                api,
+                WORKERS.path(worker),
+                item,
+                line=line,
+                is_over=lambda item: lora_id not in item["adapters"],
+                every_s=_POLL_S,
+                passing=(404,),
+            )
+
+
+@workers_app.command("allow")
+def workers_allow(
+    context: typer.Context,
+    worker: Annotated[str, WORKERS.argument()],
+    lora_id: Annotated[str, ADAPTERS.argument()],
+) -> None:
+    """Let an adapter be placed on a worker again that `workers unload` keeps out. Loads nothing by itself.
+
+    Example: lorafleet workers allow w1 sql-expert/v1
+    """
+    with context.obj.orchestrator() as api:
+        item = api.call("POST", f"{WORKERS.path(worker)}/adapters/{url_path(lora_id)}")
+    typer.echo(f"{lora_id} may be placed on {item['id']} again")
 
 
 @policy_app.command("set")

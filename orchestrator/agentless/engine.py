@@ -206,7 +206,7 @@ class AgentlessEngineDriver:
         return replace(lora, effect=shown.effect, note=shown.note)
 
     async def unload_lora(self, ask: UnloadRequest, _epoch: int) -> UnloadAnswer:
-        """Unload the adapter in all versions that match the request. Raises AgentlessRefusal if there is none."""
+        """Unload the adapter in all versions that match the request; there may be none. Raises AgentlessRefusal."""
         async with self._lock:
             found = [
                 lora.engine_name
@@ -215,8 +215,6 @@ class AgentlessEngineDriver:
             ]
             for name in found:
                 await self._unload(name)
-        if not found:
-            raise AgentlessRefusal(404, "not_loaded", f"adapter {ask.lora_id!r} is not loaded on {self.worker.id}")
         lora = (await self.metadata()).lora
         return UnloadAnswer(lora_id=ask.lora_id, loaded_loras=lora.loaded_loras, capacity=lora.capacity)
 

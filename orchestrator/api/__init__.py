@@ -14,7 +14,7 @@ from lorafleet.service.http import add_routes
 from orchestrator.api.adapters import adapter_routes
 from orchestrator.api.aliases import alias_routes, published_routes
 from orchestrator.api.decisions import decision_routes, request_routes
-from orchestrator.api.fleet import fleet_routes, heartbeat_routes, inspection_routes, worker_routes
+from orchestrator.api.fleet import copy_routes, fleet_routes, heartbeat_routes, inspection_routes, worker_routes
 from orchestrator.api.history import history_routes, record_routes
 from orchestrator.api.open_routes import health_routes, ui_routes
 from orchestrator.api.placements import placement_routes, policy_routes
@@ -74,6 +74,7 @@ def build_router(
         history_routes(keys, reconciler.store),
         heartbeat_routes(keys, reconciler),
         fleet_routes(keys, registry, reconciler, views),
+        copy_routes(keys, registry, reconciler, views),
         record_routes(keys, registry, reconciler, uploads.relay),
         pause_routes(keys, reconciler, is_stopping),
         placement_routes(keys, registry, reconciler, views, clock),

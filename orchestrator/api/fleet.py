@@ -2,22 +2,27 @@
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Body, Depends, Query
+from fastapi import APIRouter, Body, Depends, Query, Response
+from fastapi import Path as PathParameter
 
 from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.keys.roles import Caller
 from lorafleet.keys.whoami import KeyList, key_item
 from orchestrator.agentless.transport import agent_url_of
-from orchestrator.api.tenancy import Actor, Cursor, Limit, TenantView, page_after, tenant_view_of
+from orchestrator.api.tenancy import Actor, Cursor, Limit, TenantView, WhoCalls, page_after, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import NotFound, OrchestratorUnavailable, StateConflict, WorkerFailed
+from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.agents import Heartbeat, HeartbeatAnswer
+from orchestrator.model.snapshot import WorkerIntent
 from orchestrator.model.workers import WorkerDrain, WorkerItem, WorkerList
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports
 from workers.wire import LogTail, Metadata
+
+HeldName = Annotated[str, PathParameter(min_length=1, max_length=300, description="a lora_id, or an engine name")]
 
 
 def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> APIRouter:
@@ -117,12 +122,47 @@ def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         elif is_changed:
             reconciler.runner.forget_drain(worker_id)
         await reconciler.publish_change(("workers", worker_id))
-        return views.worker(worker_id) if worker_id in reconciler.reports.workers else _unknown_worker(worker_id)
+        return _shown_worker(worker_id, reconciler, views)
 
     return api
 
 
-def _unknown_worker(worker_id: str) -> WorkerItem:
+def copy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews) -> APIRouter:
+    """The routes that unload one copy from a worker, and let its adapter in again. They need scope `operate`."""
+    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "operate"))])
+
+    @api.delete("/v1/workers/{worker_id}/adapters/{lora_id:path}", responses={202: {"description": "the copy drains"}})
+    async def unload_copy(worker_id: str, lora_id: HeldName, response: Response, caller: WhoCalls) -> WorkerItem:
+        """Unload one copy, and keep the adapter out of this worker until it is let in: 200 when it is not there.
+
+        202 while it drains: it takes no new requests, and is unloaded when those on it have ended, or after
+        `drain_deadline_s`. An engine name stands for a copy that another client loaded.
+        """
+        owners.require_copy_change(caller, lora_id)
+        if registry.keep_out(worker_id, lora_id, caller.name):
+            await reconciler.publish_change(("workers", worker_id))
+        response.status_code = 202 if reconciler.queries.has_copy(worker_id, lora_id) else 200
+        return _shown_worker(worker_id, reconciler, views)
+
+    @api.post("/v1/workers/{worker_id}/adapters/{lora_id:path}")
+    async def allow_copy(worker_id: str, lora_id: HeldName, caller: WhoCalls) -> WorkerItem:
+        """Let an adapter in again that was kept out of this worker. Loads nothing; a copy that still drains stays."""
+        owners.require_copy_change(caller, lora_id)
+        if registry.allow(worker_id, lora_id, caller.name):
+            await reconciler.publish_change(("workers", worker_id))
+        return _shown_worker(worker_id, reconciler, views)
+
+    return api
+
+
+def _shown_worker(worker_id: str, reconciler: Reconciler, views: WireViews) -> WorkerItem:
+    """The worker, of which only the orders may be known."""
+    if worker_id in reconciler.reports.workers:
+        return views.worker(worker_id)
+    return _unknown_worker(worker_id, reconciler.store.workers.get(worker_id))
+
+
+def _unknown_worker(worker_id: str, order: WorkerIntent | None) -> WorkerItem:
     """A worker with an operator's order that has not reported since our start, or was dropped."""
     return WorkerItem(
         id=worker_id,
@@ -134,6 +174,7 @@ def _unknown_worker(worker_id: str) -> WorkerItem:
         node="",
         capacity={},
         adapters=(),
+        kept_out=() if order is None else order.kept_out,
     )
 
 

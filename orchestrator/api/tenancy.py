@@ -245,6 +245,7 @@ class TenantView:
                 "capacity": {name: count for name, count in item.capacity.items() if name in _SHOWN_CAPACITY},
                 "adapters": tuple(filter(self.sees_adapter, item.adapters)),
                 "orphans": (),
+                "kept_out": tuple(filter(self.sees_adapter, item.kept_out)),
                 "refusal": self.text(item.refusal),
                 "drain": None,
                 "load": None,

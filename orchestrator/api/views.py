@@ -54,7 +54,7 @@ class WireViews:
             ready = {adapter.lora_id: self._reconciler.queries.ready_workers(adapter.lora_id)}
         if copies is None:
             copies = self._reconciler.queries.copies_with_notes({adapter.lora_id}) if ready else {}
-        workers = ready.get(adapter.lora_id, ())
+        workers, orders = ready.get(adapter.lora_id, ()), self._reconciler.store.workers
         worker_id, copy = copies.get(adapter.lora_id, ("", None))
         status = AdapterStatus(
             state=self._reconciler.queries.adapter_state(adapter, ready),
@@ -62,6 +62,7 @@ class WireViews:
             size_bytes=adapter.size_bytes,
             replicas=Replicas(desired=self.desired(adapter.lora_id), ready=len(workers)),
             workers=tuple(workers),
+            kept_out_of=tuple(name for name, order in orders.items() if adapter.lora_id in order.kept_out),
             requests_per_s=round(self._reconciler.demand.request_rate(adapter.lora_id, self._clock()), 4),
             idle_s=self._idle_s(adapter.lora_id),
             error=self._reconciler.queries.last_error(adapter.lora_id),
@@ -110,6 +111,7 @@ class WireViews:
         if entry is None:
             raise NotFound(f"worker {worker_id!r} has not registered", code="worker_not_found")
         report, store = entry.report, self._reconciler.store
+        order = store.workers.get(worker_id)
         held = [lora for lora in report.lora.loaded_loras if lora.state in OCCUPYING]
         orphan_ids = [lora.lora_id for lora in held if is_orphan(lora, store)]
         return WorkerItem.model_validate(
@@ -118,16 +120,17 @@ class WireViews:
                 "agent_url": agent_url_of(report),
                 "engine_url": report.transport.engine_url,
                 "base_model": report.model.base_model,
-                "state": worker_state(entry, store.workers.get(worker_id)),
+                "state": worker_state(entry, order),
                 "zone": report.zone,
                 "node": report.node,
                 "capacity": report.lora.capacity.model_dump() | {"max_lora_rank": report.lora.max_lora_rank},
                 "adapters": sorted(lora.lora_id for lora in held),
                 "orphans": sorted(orphan_ids),
+                "kept_out": () if order is None else order.kept_out,
                 "is_terminating": entry.is_terminating,
                 "refusal": report.lora.refusal,
                 "files": self._files_of(worker_id),
-                "drain": self._drain_of(entry, store.workers.get(worker_id)),
+                "drain": self._drain_of(entry, order),
                 "load": report.load,
             }
         )

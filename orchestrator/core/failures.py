@@ -96,7 +96,7 @@ def failure_scope(
     current = {id_: failure for id_, failure in failures.items() if failure is not None and failure.until > now}
     if sum(failure.code in ENGINE_REFUSALS for failure in current.values()) >= MOST_REFUSALS:
         return "adapter"
-    fitting = (w.id for w in observed.workers.values() if w.can_accept(adapter.base_model, adapter.rank or 0))
+    fitting = (w.id for w in observed.workers.values() if w.can_take(adapter))
     return "worker" if any(id_ not in current for id_ in fitting) else "fleet"
 
 
@@ -110,7 +110,7 @@ def failure_everywhere(adapter: RegisteredAdapter, observed: ObservedFleet, now:
     if lora_id in observed.inspecting or any(name == lora_id for name, _ in observed.load_began):
         return None
     if adapter.is_inspected:
-        takers = [w for w in observed.workers.values() if w.can_accept(adapter.base_model, adapter.rank or 0)]
+        takers = [w for w in observed.workers.values() if w.can_take(adapter)]
         takers = [w for w in takers if w.has_agent or fleet_digest(adapter.source) is None]
     else:
         takers = [w for w in observed.workers.values() if w.state == "ready" and w.can_serve(adapter.base_model)]

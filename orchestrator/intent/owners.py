@@ -9,6 +9,7 @@
 | published name | the tenant that it was published for; none: operators |
 | upload | the key that began it |
 | pause | the tenant and namespace of the key that began it; of the whole fleet: operators |
+| copy on a worker | operators: slots are the fleet's |
 
 What nobody owns belongs to operators: a tenant's key changes nothing that operators made. A free name goes to whoever
 may give it: a key gives the names of its `lora_ids`, else those below its namespace, else those below its tenant.
@@ -256,6 +257,13 @@ def require_own_bytes(store: IntentStore, caller: Caller, source: str, param: st
         problem = digest_problem(source, mine)
         if problem is not None:
             raise OrchestratorRequestError(problem, code="source_forbidden", param=param)
+
+
+def require_copy_change(caller: Caller, lora_id: str) -> None:
+    """Raise Forbidden unless the caller may have a copy unloaded and kept out of one worker, or let in again."""
+    if not caller.may_for_fleet("operate"):
+        message = f"a copy of {lora_id!r} leaves one worker by an operator's key, with scope 'operate' and no tenant"
+        raise Forbidden(message, code="scope_missing")
 
 
 def upload_owner(caller: Caller) -> str:

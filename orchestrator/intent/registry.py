@@ -32,6 +32,9 @@ from orchestrator.store.store import NOBODY, IntentStore
 
 _IMMUTABLE = ("source", "digest", "base_model")
 
+MOST_KEPT_OUT = 1_000
+"""Adapters that one worker keeps out: routers read them with the worker, and one ConfigMap has those of all workers."""
+
 MOST_GONE_ORDERS = 1_000
 """Orders that are kept for workers that are not registered now: a name may never return, such as that of a pod."""
 
@@ -360,23 +363,68 @@ class AdapterRegistry:
 
         deadline_s  seconds after which a drain stops waiting for moves; None: it follows what must be moved
         """
-        if worker_id not in self._reports.workers and worker_id not in self._store.workers:
-            known = ", ".join(sorted(self._reports.workers)) or "none"
-            raise NotFound(f"worker {worker_id!r} has not registered; known: {known}", code="worker_not_found")
-        order = self._store.workers.get(worker_id)
+        order = self._worker_order(worker_id)
         present = (None, None) if order is None else (order.state, order.deadline_s)
         if present == (state, deadline_s):
             return False
         now = self._wall()
         until = None if deadline_s is None else now + deadline_s
-        intent = None if state is None else WorkerIntent(state=state, since=now, until=until, deadline_s=deadline_s)
-        if intent is not None and order is not None and order.state == intent.state:  # a drain with a new deadline
-            intent = replace(intent, moves=order.moves, move_bytes=order.move_bytes)
+        fresh = WorkerIntent(state=state, since=now, until=until, deadline_s=deadline_s)
+        if order is not None and order.state == state:  # a drain with a new deadline
+            fresh = replace(fresh, moves=order.moves, move_bytes=order.move_bytes)
+        intent = fresh.with_kept_out(() if order is None else order.kept_out)
         with self._store.together():
             self._forget_oldest_orders()
             self._store.put_worker(worker_id, intent)
             self._store.record(f"worker_{state or 'uncordoned'}", worker_id, {"drain_s": deadline_s}, actor)
         return True
+
+    def keep_out(self, worker_id: str, lora_id: str, actor: str = NOBODY) -> bool:
+        """Store that the worker gets no copy of the adapter, and loses one that it has; with a history entry.
+
+        Returns whether that is new. Raises NotFound for an unknown worker, or an adapter that is neither registered nor
+        there; StateConflict where too many are kept out.
+
+        lora_id  of another client's adapter its engine name
+        """
+        order = self._worker_order(worker_id) or WorkerIntent(since=self._wall())
+        if lora_id in order.kept_out:
+            return False
+        if lora_id not in self._store.adapters and not self._reports.has_copy(worker_id, lora_id):
+            message = f"adapter {lora_id!r} is neither registered nor on {worker_id!r}; GET /v1/placements lists copies"
+            raise NotFound(message, param="lora_id")
+        if len(order.kept_out) >= MOST_KEPT_OUT:
+            message = f"{worker_id!r} keeps {MOST_KEPT_OUT} adapters out, the most that it may; let some in again"
+            raise StateConflict(message, code="too_many_kept_out", param="lora_id")
+        self._put_kept_out(worker_id, order, {*order.kept_out, lora_id}, ("copy_kept_out", lora_id), actor)
+        return True
+
+    def allow(self, worker_id: str, lora_id: str, actor: str = NOBODY) -> bool:
+        """Store that the worker may have a copy of the adapter again, with a history entry.
+
+        Returns whether it was kept out. Raises NotFound for an unknown worker.
+        """
+        order = self._worker_order(worker_id)
+        if order is None or lora_id not in order.kept_out:
+            return False
+        self._put_kept_out(worker_id, order, {*order.kept_out} - {lora_id}, ("copy_allowed", lora_id), actor)
+        return True
+
+    def _put_kept_out(
+        self, worker_id: str, order: WorkerIntent, names: set[str], entry: tuple[str, str], actor: str
+    ) -> None:
+        """Store the adapters that a worker keeps out, with a history entry of this kind and adapter."""
+        with self._store.together():
+            self._forget_oldest_orders()
+            self._store.put_worker(worker_id, order.with_kept_out(names))
+            self._store.record(*entry, {"worker_id": worker_id}, actor)
+
+    def _worker_order(self, worker_id: str) -> WorkerIntent | None:
+        """The operator's orders for a worker; None: there are none. Raises NotFound for an unknown worker."""
+        if worker_id not in self._reports.workers and worker_id not in self._store.workers:
+            known = ", ".join(sorted(self._reports.workers)) or "none"
+            raise NotFound(f"worker {worker_id!r} has not registered; known: {known}", code="worker_not_found")
+        return self._store.workers.get(worker_id)
 
     def _forget_oldest_orders(self) -> None:
         """Take back the oldest orders for workers that are not registered, so that MOST_GONE_ORDERS of them are left.

@@ -41,6 +41,7 @@ class AdapterStatus(ServiceDocument):
     rank, size_bytes  null until a worker has inspected it
     copies   null for an adapter with a source outside the fleet
     workers  where it is ready
+    kept_out_of  workers that it gets no copy on, because an operator had it unloaded there
     ignored_modules  modules of its file that an engine does not have: the worst of its copies; null without any
     effect   whether it changes the engines' answers, as agents say (docs/protocol.md); the least proved of its copies
     published_as  published name that it is a version of; null for any other adapter
@@ -53,6 +54,7 @@ class AdapterStatus(ServiceDocument):
     size_bytes: int | None = None
     replicas: Replicas
     workers: tuple[str, ...]
+    kept_out_of: tuple[str, ...] = ()
     requests_per_s: float = 0.0
     idle_s: float | None = None
     error: str | None = None

@@ -72,6 +72,8 @@ class CatalogWorker:
     engine_url: str = ""
     agent_boot_id: str = ""
     """boot id of the agent that reported this state; a new agent of the worker has a state of its own"""
+    kept_out: tuple[str, ...] = ()
+    """adapters that get no copy there, because an operator keeps them out"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

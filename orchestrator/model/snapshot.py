@@ -3,8 +3,8 @@
 All times are seconds of the monotonic clock of the process that took the snapshot.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
 
@@ -83,20 +83,28 @@ def lora_id_of_held(held: ReportedAdapter) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIntent:
-    """An operator's order for a worker, as it is stored. Times are Unix times: an order outlives its leader.
+    """An operator's orders for a worker, as they are stored. Times are Unix times: an order outlives its leader.
 
+    state       None: the worker is in use, but for the adapters that are kept out
     since       when it was given
     until       when a drain stops waiting for moves, at the earliest; None: not computed yet
     deadline_s  seconds for moves, as the operator named them; None: they follow what must be moved
     moves       adapters that had to be moved when the drain began, and their bytes; None: not counted yet
+    kept_out    lora_ids (of another client's adapter its engine name) that get no copy there, in order
     """
 
-    state: Literal["cordoned", "draining"]
+    state: Literal["cordoned", "draining"] | None = None
     since: float
     until: float | None = None
     deadline_s: float | None = None
     moves: int | None = None
     move_bytes: int = 0
+    kept_out: tuple[str, ...] = ()
+
+    def with_kept_out(self, names: Iterable[str]) -> "WorkerIntent | None":
+        """The orders with these adapters kept out; None: no order is left."""
+        kept_out = tuple(sorted(set(names)))
+        return replace(self, kept_out=kept_out) if kept_out or self.state is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +168,7 @@ class ObservedWorker:
     is_terminating  Kubernetes is ending its pod: nothing is done there, and its adapters are needed elsewhere
     reported_at     when the report was made, so that "nothing runs" differs from "nothing ran a while ago"
     has_agent       an agent keeps files there: without one, the engine loads none that only the fleet has
+    kept_out        as in `WorkerIntent`
     """
 
     id: str
@@ -178,11 +187,20 @@ class ObservedWorker:
     is_terminating: bool = False
     reported_at: float = 0.0
     has_agent: bool = True
+    kept_out: frozenset[str] = frozenset()
 
     def can_accept(self, base_model: str | None, rank: int) -> bool:
         """Whether the worker is ready and its engine takes adapters of this base model and rank; it may be full."""
         is_open = self.state == "ready" and self.slots > 0
         return is_open and base_model == self.base_model and rank <= self.max_lora_rank
+
+    def can_take(self, adapter: RegisteredAdapter) -> bool:
+        """Whether the worker `can_accept` the adapter, and no operator keeps it out."""
+        return adapter.lora_id not in self.kept_out and self.can_accept(adapter.base_model, adapter.rank or 0)
+
+    def keeps_out(self, held: ReportedAdapter) -> bool:
+        """Whether an operator keeps out this adapter on the worker."""
+        return bool(self.kept_out) and not self.kept_out.isdisjoint((lora_id_of_held(held), held.engine_name))
 
     def can_serve(self, base_model: str | None) -> bool:
         """Whether requests for an adapter of this base model may go to the worker. None (not known yet) counts as yes.

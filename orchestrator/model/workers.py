@@ -52,6 +52,7 @@ class WorkerItem(ServiceDocument):
 
     files           null for a worker without an agent, or with one of an older version
     orphans         adapters that it holds and that are not registered
+    kept_out        adapters that an operator keeps out: they get no copy here until they are let in again
     is_terminating  Kubernetes is terminating its pod, so it drains
     refusal         why it takes no adapters at all; empty: it takes them
     drain           how far its drain is; null for a worker that does not drain
@@ -68,6 +69,7 @@ class WorkerItem(ServiceDocument):
     capacity: dict[str, int]
     adapters: tuple[str, ...]
     orphans: tuple[str, ...] = ()
+    kept_out: tuple[str, ...] = ()
     is_terminating: bool = False
     refusal: str = ""
     files: WorkerFiles | None = None

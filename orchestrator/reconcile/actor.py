@@ -361,7 +361,7 @@ class ActionRunner:
         )
 
     def _eviction_reason(self, action: WorkerAction) -> str | None:
-        """Why the unload is an eviction; None: the adapter was deleted.
+        """Why the unload is an eviction; None: the adapter was deleted, or an operator keeps it out of the worker.
 
         lru: it made room for another adapter; capacity: its worker drains; ttl: nobody asked for it in its `ttl_s`;
         surplus: a copy above demand, or the old copy of a move
@@ -369,9 +369,9 @@ class ActionRunner:
         if (action.lora_id, action.worker_id) in self._context.operations.reserve_victims:
             return "lru"
         adapter = self._context.store.adapters.get(action.lora_id)
-        if adapter is None or adapter.is_deleting:
-            return None  # deleted, not evicted
         intent = self._context.store.workers.get(action.worker_id)
+        if adapter is None or adapter.is_deleting or (intent is not None and action.lora_id in intent.kept_out):
+            return None
         if intent is not None and intent.state == "draining":
             return "capacity"
         return "ttl" if action.is_expired else "surplus"

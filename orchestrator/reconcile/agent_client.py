@@ -116,11 +116,8 @@ class AgentClient:
         return _answer_as_of(await self._post_action(agent_url, "mark_files", ask, timeout_s=timeout_s))
 
     async def unload(self, agent_url: str, ask: UnloadRequest, *, timeout_s: float) -> AsOf:
-        """Unload the adapter; a 404 counts as success. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
-        accepted = frozenset({404})
-        return _answer_as_of(
-            await self._post_action(agent_url, "unload_lora", ask, timeout_s=timeout_s, accepted=accepted)
-        )
+        """Unload the adapter, also where it is not loaded. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
+        return _answer_as_of(await self._post_action(agent_url, "unload_lora", ask, timeout_s=timeout_s))
 
     async def drain(self, agent_url: str, ask: DrainRequest, *, timeout_s: float) -> None:
         """Make the agent drain its worker, and wait until it has drained.
@@ -211,18 +208,12 @@ class AgentClient:
         ask: BaseModel,
         *,
         timeout_s: float,
-        accepted: frozenset[int] = frozenset(),
     ) -> httpx.Response:
-        """POST an action with our epoch. Raises WorkerFailed, InvalidAdapter, LeaseLost.
-
-        accepted  error statuses that count as success
-        """
+        """POST an action with our epoch. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         headers = await self._action_headers(agent_url)
         body = ask.model_dump(mode="json", exclude_none=True)
         path = verb_or_path if verb_or_path.startswith("/") else f"/v1/admin/{verb_or_path}"
-        return await self._send_request(
-            "POST", agent_url, path, timeout_s=timeout_s, body=body, headers=headers, accepted=accepted
-        )
+        return await self._send_request("POST", agent_url, path, timeout_s=timeout_s, body=body, headers=headers)
 
     async def _send_request(
         self,
@@ -233,11 +224,10 @@ class AgentClient:
         timeout_s: float,
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
-        accepted: frozenset[int] = frozenset(),
     ) -> httpx.Response:
         """Send one request, by default with our key. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         headers = await self.key_headers(base_url) if headers is None else headers
-        return await self._request(method, base_url, path, headers, timeout_s=timeout_s, json=body, accepted=accepted)
+        return await self._request(method, base_url, path, headers, timeout_s=timeout_s, json=body)
 
     async def _request(
         self,
@@ -247,7 +237,6 @@ class AgentClient:
         headers: Mapping[str, str],
         *,
         timeout_s: float,
-        accepted: frozenset[int] = frozenset(),
         **body: Any,
     ) -> httpx.Response:
         """Send one request with a body as httpx takes it. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
@@ -259,7 +248,7 @@ class AgentClient:
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             self.proofs.forget(agent_url)  # by the next call another may have the address
             raise WorkerFailed(f"{method} {url}: {why_no_answer(exc)}", code="worker_unreachable") from exc
-        if answer.is_success or answer.status_code in accepted:
+        if answer.is_success:
             return answer
         raise _error_of_response(method, url, answer)
 

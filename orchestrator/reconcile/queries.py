@@ -147,6 +147,10 @@ class FleetQueries:
             return False
         return adapter.base_model in (None, self._context.reports.workers[worker_id].report.model.base_model)
 
+    def has_copy(self, worker_id: str, name: str) -> bool:
+        """Whether an adapter with this lora_id or engine name is in a slot of the worker, or a load of ours puts it."""
+        return (name, worker_id) in self._context.operations.loading or self._context.reports.has_copy(worker_id, name)
+
     def loading_workers(self, lora_id: str) -> list[str]:
         """Workers where a load of the adapter is in progress."""
         return sorted(worker_id for name, worker_id in self._context.operations.loading if name == lora_id)
@@ -285,6 +289,7 @@ class FleetQueries:
         if now - self._refreshed_at < unless_within_s:
             return
         self._refreshed_at = now
+        orders = self._context.store.workers
         workers = {
             name: CatalogWorker(
                 id=name,
@@ -292,6 +297,7 @@ class FleetQueries:
                 engine_url="" if agent_url_of(entry.report) else entry.report.transport.engine_url,
                 state=self._catalog_state(name, entry),
                 agent_boot_id=entry.report.agent_boot_id if agent_url_of(entry.report) else "",
+                kept_out=() if (order := orders.get(name)) is None else order.kept_out,
             )
             for name, entry in self._context.reports.workers.items()
         }

@@ -527,7 +527,7 @@ def _count_key(name: ServedName) -> _CountKey:
 
 def _able_worker_count(adapter: RegisteredAdapter, workers: Collection[ObservedWorker], holders: Sequence[str]) -> int:
     """Number of workers that can hold the adapter, or do."""
-    fits = {worker.id for worker in workers if worker.can_accept(adapter.base_model, adapter.rank or 0)}
+    fits = {worker.id for worker in workers if worker.can_take(adapter)}
     return len(fits.union(holders))
 
 

@@ -231,6 +231,12 @@ class WorkerReports:
         """Names of the base models that known workers serve."""
         return frozenset(entry.report.model.base_model for entry in self.workers.values())
 
+    def has_copy(self, worker_id: str, name: str) -> bool:
+        """Whether the worker reports an adapter with this lora_id or engine name in one of its slots."""
+        entry = self.workers.get(worker_id)
+        loras = () if entry is None else entry.report.lora.loaded_loras
+        return any(lora.state in OCCUPYING and name in {lora.lora_id, lora.engine_name} for lora in loras)
+
     def observed_fleet(
         self,
         intents: Mapping[str, WorkerIntent],
@@ -300,6 +306,7 @@ class WorkerReports:
             is_terminating=entry.is_terminating,
             reported_at=entry.reported_at,
             has_agent=bool(agent_url_of(report)),
+            kept_out=frozenset() if intent is None else frozenset(intent.kept_out),
         )
 
     def _drain_order(self, intent: WorkerIntent | None) -> WorkerDrainOrder | None:
@@ -385,16 +392,16 @@ def worker_state(entry: KnownWorker, intent: WorkerIntent | None) -> WorkerState
         return "draining"  # its pod is being terminated: its adapters must be elsewhere soon
     if entry.reach == "unmanaged":
         return entry.reach
-    reported = _AGENT_STATES[entry.report.state]
-    if reported == "ready" and intent is None and entry.report.is_suspect:
+    reported, ordered = _AGENT_STATES[entry.report.state], None if intent is None else intent.state
+    if reported == "ready" and ordered is None and entry.report.is_suspect:
         return "cordoned"  # a load hangs in its engine: it keeps its adapters and gets no new ones
-    return intent.state if reported == "ready" and intent is not None else reported
+    return ordered if reported == "ready" and ordered is not None else reported
 
 
 def is_warming(entry: KnownWorker, intent: WorkerIntent | None) -> bool:
     """Whether the worker waits for warm-up loads. A cordoned, terminating or suspect worker gets none."""
     report = entry.report
-    is_held_back = report.is_suspect or entry.is_terminating or intent is not None
+    is_held_back = report.is_suspect or entry.is_terminating or (intent is not None and intent.state is not None)
     return entry.reach == "heard" and report.is_warming and not is_held_back
 
 

@@ -55,7 +55,8 @@ _USUAL_RULES = PlacementPolicy()
 KINDS = (
     "adapter_registered", "adapter_adopted", "adapter_changed", "adapter_deleted", "adapter_retried",
     "alias_set", "alias_deleted", "alias_rollout", "name_published", "name_deleted", "policy_changed",
-    "worker_cordoned", "worker_draining", "worker_uncordoned", "load", "drain", "unload", *KINDS_OF_INCIDENTS,
+    "worker_cordoned", "worker_draining", "worker_uncordoned", "copy_kept_out", "copy_allowed",
+    "load", "drain", "unload", *KINDS_OF_INCIDENTS,
 )  # fmt: skip
 """The kinds of history entries."""
 
@@ -257,6 +258,9 @@ class IntentStore:
         with self.together():
             adapter = self.adapters[lora_id]
             self._put(ADAPTERS, lora_id, None)
+            for worker_id, order in list(self.workers.items()):
+                if lora_id in order.kept_out:  # the name may be registered again, for other bytes
+                    self.put_worker(worker_id, order.with_kept_out({*order.kept_out} - {lora_id}))
             if adapter.digest is not None and not is_retired_version(lora_id, self.next_numbers, self.adapters):
                 self.put_tombstone(lora_id, adapter.digest)
 

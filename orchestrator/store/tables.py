@@ -126,4 +126,6 @@ def backup_rows(stored: StoredRows) -> StoredRows:
     for worker_id, intent in stored.of(WORKERS).items():
         if intent.state == "draining":
             del kept.of(WORKERS)[worker_id]
+        if intent.state == "draining" and intent.kept_out:
+            kept.of(WORKERS)[worker_id] = WorkerIntent(since=intent.since, kept_out=intent.kept_out)
     return kept

@@ -467,6 +467,11 @@ class Discovery:
             return False
         return True
 
+    def kept_out(self, worker_id: str) -> frozenset[str]:
+        """lora_ids of the adapters that an operator keeps out of the worker, by the catalog."""
+        followed = self.followed.get(worker_id)
+        return frozenset() if followed is None else followed.source.kept_out
+
     def _schedule_rebuild(self) -> None:
         """Rebuild the fleet in a quarter of a second, unless that is scheduled already."""
         if self._rebuild_timer is None:

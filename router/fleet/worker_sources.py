@@ -17,6 +17,7 @@ class WorkerSource:
     addresses  of its agent, or of its engine if it has no agent; the most reliable first
     drained    boot id of the agent that the catalog drains; "" for any agent, None for none
     is_ending  whether Kubernetes is ending its pod
+    kept_out   lora_ids of adapters that get no copy there
     """
 
     id: str
@@ -24,6 +25,7 @@ class WorkerSource:
     has_agent: bool
     drained: str | None = None
     is_ending: bool = False
+    kept_out: frozenset[str] = frozenset()
     zone: str = ""
     node: str = ""
     kv_events: tuple[str, ...] = ()
@@ -64,6 +66,7 @@ def _merged_source(name: str, in_catalog: CatalogWorker | None, in_slices: Disco
         has_agent=has_agent,
         drained=in_catalog.agent_boot_id if in_catalog is not None and in_catalog.state == "draining" else None,
         is_ending=in_slices is not None and in_slices.is_terminating,
+        kept_out=frozenset(in_catalog.kept_out) if in_catalog is not None else frozenset(),
         zone=in_slices.zone if in_slices else "",
         node=in_slices.node if in_slices else "",
         kv_events=(in_slices.kv_events,) if in_slices and in_slices.kv_events else (),

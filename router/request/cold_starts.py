@@ -549,6 +549,7 @@ class ColdStarts:
             and not replica.is_ending
             and replica.agent_url
             and not replica.refusal
+            and adapter.lora_id not in self.discovery.kept_out(replica.id)
             and adapter.rank <= (replica.max_lora_rank or inf)
         ]
         order = rendezvous_order(adapter.lora_id, able)

@@ -286,7 +286,7 @@ class FakeAgent:
         key = f"{body['engine_name']}@" if "engine_name" in body else body["lora_id"]
         held = self.loaded.get(key)
         if held is None or body.get("digest") not in (None, held["digest"]):
-            return JSONResponse(envelope(404, "not_loaded", "not here"), 404)
+            return {}
         del self.loaded[key]
         self.changes += 1
         return {}

@@ -141,6 +141,7 @@ class AgentDouble:
     suspects: frozenset = frozenset()
     draining: tuple = ()
     drained: dict[str, str] = field(default_factory=dict)  # worker -> boot id of the agent that the catalog says drains
+    kept_out: dict[str, tuple[str, ...]] = field(default_factory=dict)  # worker -> lora_ids, by the catalog
     aliases: tuple = ()
     named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
@@ -233,6 +234,7 @@ class AgentDouble:
                     agent_url=f"{self.url}/{self.agents}/{w}",
                     state="draining" if w in self.drained else "ready",
                     agent_boot_id=self.drained.get(w, "a"),
+                    kept_out=self.kept_out.get(w, ()),
                 )
                 for w in self.workers
                 if self.named is None or w in self.named

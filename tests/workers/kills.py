@@ -42,7 +42,7 @@ ENGINE_FLAGS = ("--max-cpu-loras", str(SLOTS))
 ASK = {"prompt": "select the answer from", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 CODES = {
     "cancelled", "disk_full", "done", "engine_down", "engine_timeout", "engine_unreachable", "no_free_slot",
-    "not_loaded", "not_ready", "source_failed",
+    "not_ready", "source_failed",
 }  # fmt: skip
 
 

@@ -263,10 +263,12 @@ class WorkerAgent:
         """
         if epoch is None:
             if is_destructive and self.context.settings.orchestrator_url:
+                url, name = self.context.settings.orchestrator_urls[0], self.context.settings.instance_id
                 raise AgentRequestError(
                     "epoch_required",
-                    "this worker belongs to an orchestrator: only it may unload or evict (header x-lorafleet-epoch);"
-                    " without an epoch a load may take a free slot",
+                    "this worker belongs to an orchestrator: only it may unload or evict (header x-lorafleet-epoch)."
+                    f" `lorafleet workers unload {name} LORA_ID` asks it to, or DELETE"
+                    f" {url}/v1/workers/{name}/adapters/LORA_ID; without an epoch a load may take a free slot",
                 )
             return
         if epoch < self.context.installed.epoch:

@@ -100,11 +100,11 @@ class Loader:
     async def unload(self, request: UnloadRequest, by: Requester) -> tuple[str, ...]:
         """Unload an adapter (or one version) and cancel its loads in progress; returns the unloaded engine names.
 
-        Requests that use it finish. It is not loaded again after a restart. Raises WorkerError, `not_loaded` if it was
-        neither loaded nor being loaded.
+        Requests that use it finish. It is not loaded again after a restart. No names if it is not loaded, which is a
+        success. Raises WorkerError.
         """
         check_lora_id(request.lora_id)
-        was_loading = await self._operations.cancel(request.lora_id, request.digest)
+        await self._operations.cancel(request.lora_id, request.digest)
         async with self._lock(request.lora_id), self._engine.lock:
             client = self._engine.require_client()
             if request.engine_name and self._inventory.installed.get(request.engine_name) is None:
@@ -114,21 +114,18 @@ class Loader:
                 for adapter in self._inventory.installed.versions(request.lora_id)
                 if self._inventory.slots.has(adapter.engine_name) and request.digest in {None, adapter.digest}
             ]
-            if not adapters and not was_loading:
-                version = f" with digest {request.digest}" if request.digest else ""
-                raise AgentRequestError("not_loaded", f"adapter {request.lora_id!r}{version} is not loaded here")
             for adapter in adapters:
                 await self._call_unload(client, adapter, by)
                 self._inventory.mark_unwanted(adapter)
             return tuple(adapter.engine_name for adapter in adapters)
 
     async def _unload_foreign(self, client: EngineClient, name: str, by: Requester) -> tuple[str, ...]:
-        """Unload an adapter that another client loaded; returns its engine name.
+        """Unload an adapter that another client loaded; returns its engine name, or none if it is gone already.
 
-        Raises EngineError, AgentRequestError `not_loaded`.
+        Raises EngineError.
         """
         if not self._inventory.slots.has(name):
-            raise AgentRequestError("not_loaded", f"the engine lists no adapter {name!r}")
+            return ()
         await client.unload(name, timeout_s=self._settings.load_deadline_s)
         self._inventory.mark_foreign_unloaded(name, by)
         return (name,)

@@ -44,7 +44,6 @@ class AgentRequestError(WorkerError):
         "adapter_unknown": 404,
         "address_not_mine": 409,
         "cancelled": 409,
-        "not_loaded": 404,
         "stale_epoch": 409,
         "epoch_required": 409,
         "model_files_unavailable": 404,

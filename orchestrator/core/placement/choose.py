@@ -168,7 +168,7 @@ def _planned_load(
     present, target = context.copy_count(adapter.lora_id), context.targets.get(adapter.lora_id, 1)
     want = context.demand.wants.get(adapter.lora_id)
     asked = "" if want is None else " lost its place" if want.is_repair else " on request"
-    moving = " to leave a draining worker" if adapter.lora_id in context.draining_ids else ""
+    moving = " to leave a worker" if adapter.lora_id in context.draining_ids else ""
     where = "its home" if worker.id in homes else "next best to its home"
     reason = f"replica {present + 1} of {target} ({loading_mode(adapter, context.policy)}{asked}{moving}); {where}"
     if evict is not None:
@@ -225,6 +225,22 @@ def placement_misfit(adapter: RegisteredAdapter, limits: Mapping[str, PoolLimit]
     )
 
 
+def kept_out_misfit(context: PlacementContext, adapter: RegisteredAdapter) -> PlacementMisfit | None:
+    """Why no worker gets the adapter, where operators keep it out of all that could hold it; else None."""
+    if adapter.lora_id not in context.kept_out_ids:
+        return None
+    fits = [w for w in context.workers if w.base_model == adapter.base_model and (adapter.rank or 0) <= w.max_lora_rank]
+    if not fits or any(adapter.lora_id not in worker.kept_out for worker in fits):
+        return None
+    return PlacementMisfit("kept_out", kept_out_text(adapter.lora_id, fits))
+
+
+def kept_out_text(lora_id: str, workers: Iterable[ObservedWorker]) -> str:
+    """Of which workers an operator keeps the adapter out, and the call that ends it."""
+    names = ", ".join(worker.id for worker in workers if lora_id in worker.kept_out)
+    return f"an operator keeps it out of {names}; POST /v1/workers/WORKER/adapters/{lora_id} lets it in again"
+
+
 def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter, room_at: float) -> str | None:
     """Why the adapter gets no further copy; None when it only waits, for a busy worker or for a copy to make room.
 
@@ -240,15 +256,18 @@ def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter, room_
     takers = context.accepting_workers(adapter.base_model, rank)
     if fleet_digest(adapter.source) is not None:
         takers = [w for w in takers if w.has_agent]
+    kept_out = [w for w in takers if adapter.lora_id in w.kept_out]
+    takers = [w for w in takers if adapter.lora_id not in w.kept_out]
     if not takers:
-        return _no_taker_reason(context, adapter, fits)
+        return kept_out_text(adapter.lora_id, kept_out) if kept_out else _no_taker_reason(context, adapter, fits)
     failures = [context.current_failure(adapter.lora_id, w.id) for w in takers]
     if all(failure is not None for failure in failures):
         return "; ".join(sorted({failure.message for failure in failures if failure is not None}))
     able = [w for w in context.able_workers(adapter) if not w.has_in_slot(adapter.lora_id)]
     if not able:
         count = len(context.able_workers(adapter))
-        return f"there are no more workers for it: each of the {count} that can have it has it"
+        others = f", and {kept_out_text(adapter.lora_id, kept_out)}" if kept_out else ""
+        return f"there are no more workers for it: each of the {count} that can have it has it{others}"
     if room_at < inf:
         return None
     if can_evict(context, adapter) and any(

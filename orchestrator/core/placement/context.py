@@ -60,7 +60,8 @@ class PlacementContext:
     targets        lora_id -> replica target
     needed_copies  lora_id -> copies below which none counts as surplus
     holders        lora_id -> workers whose copy counts, loads of this pass included
-    draining_ids   adapters on draining workers, which must be elsewhere before they may leave
+    draining_ids   adapters that should be elsewhere: of draining workers, and those in use that an operator keeps out
+    kept_out_ids   adapters that an operator keeps out of some worker
     weights        lora_id -> demand, see `demand_weight`
     loads          worker_id -> its part of the demand for what it holds, in the unit of `weights`
     """
@@ -83,6 +84,7 @@ class PlacementContext:
         self.needed_copies: Mapping[str, int] = {}
         self.holders: dict[str, set[str]] = {}
         self.draining_ids: set[str] = set()
+        self.kept_out_ids = frozenset[str]().union(*(worker.kept_out for worker in self.workers))
         self._find_holders()
         self._able: dict[tuple[str | None, int], list[ObservedWorker]] = {}
         self._failures: dict[str, dict[str, AdapterFailure]] = {}
@@ -95,7 +97,8 @@ class PlacementContext:
     def _find_holders(self) -> None:
         """Fill `holders` and `draining_ids` from the reports of workers that serve or drain.
 
-        Copies of another digest or base model do not count, nor loads on a worker whose agent does not answer.
+        Copies of another digest or base model do not count, nor loads on a worker whose agent does not answer, nor
+        copies that an operator keeps out: they leave.
         """
         adapters = self.intent.adapters
         for worker in self.workers:
@@ -110,9 +113,11 @@ class PlacementContext:
                 # The agent does not answer, so the end of that load is unknown, and a request may wait for the adapter.
                 if held.state == "loading" and worker.state == "unmanaged":
                     continue
-                if worker.state == "draining":
+                is_leaving = worker.keeps_out(held)
+                is_in_use = self.demand.rates.get(held.lora_id, 0.0) > 0
+                if worker.state == "draining" or (is_leaving and is_in_use):
                     self.draining_ids.add(held.lora_id)
-                else:
+                elif not is_leaving:
                     self.holders.setdefault(held.lora_id, set()).add(worker.id)
 
     def _worker_loads(self) -> dict[str, float]:
@@ -182,15 +187,16 @@ class PlacementContext:
 
     def can_load(self, adapter: RegisteredAdapter, worker: ObservedWorker) -> bool:
         """Whether the worker is one of the adapter's `able_workers`."""
-        fits = worker.can_accept(adapter.base_model, adapter.rank or 0)
-        fits = fits and (worker.has_agent or fleet_digest(adapter.source) is None)
+        fits = worker.can_take(adapter) and (worker.has_agent or fleet_digest(adapter.source) is None)
         return fits and self.current_failure(adapter.lora_id, worker.id) is None
 
     def able_workers(self, adapter: RegisteredAdapter) -> list[ObservedWorker]:
-        """Ready workers that take the adapter and where it has not failed of late."""
+        """Ready workers that take the adapter, where no operator keeps it out and it has not failed of late."""
         fitting = self.accepting_workers(adapter.base_model, adapter.rank or 0)
         if fleet_digest(adapter.source) is not None:
             fitting = [worker for worker in fitting if worker.has_agent]
+        if adapter.lora_id in self.kept_out_ids:
+            fitting = [worker for worker in fitting if adapter.lora_id not in worker.kept_out]
         if adapter.lora_id not in self._failures:
             return fitting
         return [worker for worker in fitting if self.current_failure(adapter.lora_id, worker.id) is None]

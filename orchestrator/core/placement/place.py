@@ -20,6 +20,7 @@ from lorafleet.identity import lora_id_of, rendezvous_score
 from orchestrator.core.placement import churn
 from orchestrator.core.placement.choose import (
     PlacementMisfit,
+    kept_out_misfit,
     limits_by_base_model,
     next_load,
     placement_misfit,
@@ -67,9 +68,9 @@ def place(
 ) -> DesiredPlacement:
     """Where every adapter should be, and the steps there. Deterministic: the order of the mappings does not matter.
 
-    Low demand alone removes nothing, unless a `ttl_s` is set. Removals are deleted adapters, finished moves, expired
-    copies, and copies above the target, but not the last one; victims are named in the load that needs their slot.
-    Adapters unknown to the intent stay.
+    Low demand alone removes nothing, unless a `ttl_s` is set. Removals are deleted adapters, copies that an operator
+    keeps out, finished moves, expired copies, and copies above the target, but not the last one; victims are named in
+    the load that needs their slot. Adapters unknown to the intent stay, unless an operator keeps them out.
     """
     return _PlacementPass(PlacementContext(intent, observed, demand, policy, now)).run()
 
@@ -224,7 +225,7 @@ class _PlacementPass:
             yield from equal_rank if is_idle else in_tenant_order(context, equal_rank, loads_by_tenant)
 
     def _due_removals(self) -> Iterable[PlannedRemoval]:
-        """Removals that no limiter holds back: deleted, misplaced and moved adapters, and victims in the reserve."""
+        """Removals that no limiter holds back: deleted, kept-out, misplaced and moved adapters, reserve victims."""
         for worker in self.context.workers:
             if worker.state in ("lost", "unmanaged", "starting"):
                 continue
@@ -237,6 +238,8 @@ class _PlacementPass:
     def _removal_reason(self, worker: ObservedWorker, held: ReportedAdapter) -> str | None:
         """Why the adapter must leave the worker; None when it stays."""
         context = self.context
+        if worker.keeps_out(held):
+            return "an operator keeps it out of this worker"
         if held.is_foreign:
             return self._foreign_removal_reason(worker, held)
         adapter = context.intent.adapters.get(held.lora_id)
@@ -302,7 +305,7 @@ class _PlacementPass:
         found = {}
         for adapter in self.context.intent.adapters.values():
             if adapter.is_inspected and not adapter.is_deleting and not self.context.copy_count(adapter.lora_id):
-                misfit = placement_misfit(adapter, limits)
+                misfit = placement_misfit(adapter, limits) or kept_out_misfit(self.context, adapter)
                 if misfit is not None:
                     found[adapter.lora_id] = misfit
         return found

@@ -182,6 +182,7 @@ def _cloned_worker(
         running=0,
         load=0.0,
         drain=None,
+        kept_out=frozenset(),
         is_agent_draining=False,
         reported_at=now,
     )

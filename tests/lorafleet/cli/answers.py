@@ -49,7 +49,7 @@ def answering(*answers: dict[str, object]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
-        do_POST = do_GET  # noqa: N815  (the base's name)
+        do_POST = do_DELETE = do_GET  # noqa: N815  (the base's names)
 
     with HTTPServer(("127.0.0.1", 0), WorkerHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

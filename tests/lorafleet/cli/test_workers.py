@@ -57,6 +57,23 @@ def test_a_drain_that_is_waited_for_ends_when_the_worker_is_drained(run: Run) ->
     assert (back.status, "w0 is ready: its drain was taken back" in back.err) == (1, True)
 
 
+def test_an_unload_of_one_copy_says_what_it_is_and_can_be_waited_for(run: Run) -> None:
+    there, gone = READY_WORKERS[1], READY_WORKERS[1] | {"adapters": ["legal/v2"], "kept_out": ["sql-expert/v1"]}
+    with answering(there, gone) as url:
+        result = run("--orchestrator-url", url, "workers", "unload", "w1", "sql-expert/v1", "--wait")
+    assert result.out.splitlines() == [
+        "sql-expert/v1 drains on w1, which keeps it out until `workers allow`",
+        "sql-expert/v1 is not loaded on w1, which keeps it out until `workers allow`",
+    ]
+    with answering(gone) as url:
+        assert "drains" not in run("--orchestrator-url", url, "workers", "unload", "w1", "sql-expert/v1").out
+    with answering({"data": [gone], "next": None}) as url:
+        assert "kept out" in run("--orchestrator-url", url, "workers", "list").out
+    with answering(there) as url:
+        allowed = run("--orchestrator-url", url, "workers", "allow", "w1", "sql-expert/v1")
+    assert allowed.out == "sql-expert/v1 may be placed on w1 again\n"
+
+
 def test_a_policy_changes_only_if_its_etag_matches(ask: Run, run: Run, orchestrator: str) -> None:
     tag = next(line.split()[1] for line in ask("policy", "show").out.splitlines() if line.startswith("etag"))
     ask("policy", "set", "min_residency_s=61", "--if-match", tag)

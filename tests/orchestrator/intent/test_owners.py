@@ -77,6 +77,8 @@ ROUTES: dict[tuple[str, str], Named | str] = {
     ("POST", "/v1/workers/{worker_id}/cordon"): FLEET,
     ("POST", "/v1/workers/{worker_id}/uncordon"): FLEET,
     ("POST", "/v1/workers/{worker_id}/drain"): FLEET,
+    ("DELETE", "/v1/workers/{worker_id}/adapters/{lora_id:path}"): FLEET,
+    ("POST", "/v1/workers/{worker_id}/adapters/{lora_id:path}"): FLEET,
     ("PUT", "/v1/policy"): FLEET,
     ("PATCH", "/v1/policy"): FLEET,
     ("POST", "/v1/rebalance"): FLEET,

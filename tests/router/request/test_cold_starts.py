@@ -208,6 +208,17 @@ async def test_full_home_yields_to_the_next_without_an_orchestrator():
     assert control.loads_at == [*full, free]
 
 
+async def test_home_that_keeps_the_adapter_out_is_not_asked_without_an_orchestrator():
+    workers = ["w0", "w1"]
+    home, other = [replica.id for replica in rendezvous_order("sql/v1", [a_replica(w) for w in workers])]
+    control = with_sql()
+    control.ensure, control.kept_out = nobody_leads, {home: ("sql/v1",)}
+    async with fleet(*map(EngineDouble, workers), control=control) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
+        assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, other)
+    assert control.loads_at == [other]
+
+
 async def test_request_without_free_slots_or_leader_gets_no_capacity():
     control = with_sql()
     control.ensure, control.is_full = nobody_leads, True
@@ -240,6 +251,9 @@ class FakeDiscovery:
 
     def catalog_age_s(self):
         return 0.0
+
+    def kept_out(self, worker):
+        return frozenset()
 
     def report_age_s(self, worker):
         return self.report_ages_s.get(worker, 0.0)

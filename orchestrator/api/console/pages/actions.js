@@ -89,6 +89,17 @@ export function WorkerActions({ worker }) {
       <${Act} label="Drain" tone="danger" what=${`Move its ${held} elsewhere, each new copy before the old one goes, then let ${worker.id} take no more requests. Those under way finish.`} run=${() => call("POST", at + "/drain", { body: {} })} undo=${back} done=${`${worker.id} drains.`} verb="Drain it"/>`;
 }
 
+// One copy: out of the worker, until it is let in again. `name`: its lora_id; of another client's copy its engine name.
+export function UnloadCopy({ worker, name }) {
+  const at = `/v1/workers/${encodeURIComponent(worker)}/adapters/${path(name)}`;
+  return html`<${Act} label="Unload" tone="danger" title=${`Unload ${name} from ${worker}`} verb="Unload it" what=${`${name} takes no new requests on ${worker} and is unloaded there when those under way have ended. It is kept out of ${worker} until it is let in again; other workers may have it.`} run=${() => call("DELETE", at)} undo=${() => call("POST", at)} done=${`${name} leaves ${worker}.`}/>`;
+}
+
+export function AllowCopy({ worker, name }) {
+  const at = `/v1/workers/${encodeURIComponent(worker)}/adapters/${path(name)}`;
+  return html`<${Act} label="Let in" title=${`Let ${name} in`} what=${`${name} may be placed on ${worker} again. Nothing is loaded by that.`} run=${() => call("POST", at)} undo=${() => call("DELETE", at)} done=${`${name} may be placed on ${worker}.`}/>`;
+}
+
 function useNames() { return useLoad((signal) => get("/v1/adapters?limit=2000", { signal }), [], { follow: "none" }).data?.data.map((one) => one.lora_id) || []; }
 
 function Weights({ targets, setTargets }) {

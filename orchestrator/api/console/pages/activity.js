@@ -7,7 +7,7 @@ import { ZONE, clock, digest12, missing, plural, seconds, share } from "../forma
 
 const GROUPS = { "": "everything", incident: "incidents", changes: "changes by people", loads: "loads and unloads" };
 export const KINDS = {
-  changes: ["adapter_registered", "adapter_adopted", "adapter_changed", "adapter_deleted", "adapter_retried", "alias_set", "alias_deleted", "alias_rollout", "name_published", "name_deleted", "policy_changed", "worker_cordoned", "worker_draining", "worker_uncordoned"],
+  changes: ["adapter_registered", "adapter_adopted", "adapter_changed", "adapter_deleted", "adapter_retried", "alias_set", "alias_deleted", "alias_rollout", "name_published", "name_deleted", "policy_changed", "worker_cordoned", "worker_draining", "worker_uncordoned", "copy_kept_out", "copy_allowed"],
   loads: ["load", "unload", "drain"], incident: ["incident"], "": [],
 };
 const TONES = { error: "bad-text", warning: "warn-text" };

@@ -8,7 +8,7 @@ import { AdapterLink, Link } from "../route.js";
 import { ago, bytes, clock, digest12, missing, number, plural, seconds, share, span } from "../format.js";
 import { traffic, WorkerTable } from "./fleet.js";
 import { EventLines, HistoryLines } from "./activity.js";
-import { WorkerActions } from "./actions.js";
+import { AllowCopy, UnloadCopy, WorkerActions } from "./actions.js";
 import { SharesPanel } from "./shares.js";
 
 export function WorkersPage() {
@@ -65,6 +65,7 @@ export function WorkerPage({ id }) {
       ${item.refusal && html`<p class="notice bad">It takes no adapters: ${item.refusal}</p>`}
       ${item.orphans?.length > 0 && html`<p class="notice"><b>${plural(item.orphans.length, "adapter")} here ${item.orphans.length === 1 ? "is" : "are"} not registered</b>, and ${item.orphans.length === 1 ? "gets" : "get"} no requests: <${Link} to="adapters" query=${{ show: "orphans" }}>adopt or unload<//>.</p>`}
       ${item.drain && html`<${Drain} drain=${item.drain}/>`}
+      ${item.kept_out?.length > 0 && html`<${Panel} title="Kept out" note="by an operator: these get no copy here">${item.kept_out.map((name) => html`<div class="bar" key=${name}><${AdapterLink} id=${name}/><${AllowCopy} worker=${id} name=${name}/></div>`)}<//>`}
       <${Panel}><${Facts} rows=${[
         ["Base model", report.model.base_model], ["Engine", `${report.transport.dialect} ${report.engine_version || ""}`], ["Circuit", html`<${State} is=${circuits[id] || "closed"}/>`],
         ["Running / waiting", `${report.load.running} / ${report.load.waiting}`], ["KV cache in use", share(report.load.kv_usage)], ["Waiting for a slot", number(report.load.waiting_for_slot)],
@@ -74,7 +75,7 @@ export function WorkerPage({ id }) {
         ["Zone / node", [item.zone, item.node].filter(Boolean).join(" / ") || missing], ["Agent", html`<code>${item.agent_url || "none"}</code>`], ["Engine address", html`<code>${item.engine_url}</code>`],
         report.state_reason && ["Why", report.state_reason],
       ]}/><//>
-      <${Holds} report=${report}/>`}<//>
+      <${Holds} report=${report} worker=${id}/>`}<//>
     <${Loaded} of=${series} shape="charts">${({ points }) => html`<div class="grid">
       <${Chart} title="Requests" note="a second, sent here" at=${points.at} format=${(value) => number(value)} series=${[{ label: "all", values: points.requests_per_s, fill: true }, { label: "failed", values: points.errors_per_s, at: 5 }]}/>
       <${Chart} title="In the engine" note="requests" at=${points.at} format=${(value) => number(value)} series=${["running", "waiting", "waiting_for_slot"].map((name, order) => ({ label: name.replaceAll("_", " "), values: points.gauges[name] || points.at.map(() => null), at: [0, 1, 3][order], fill: !order }))}/>
@@ -94,7 +95,7 @@ function Drain({ drain }) {
     ${Object.entries(drain.stuck).map(([adapter, why]) => html`<br/>${adapter} finds no other place: ${why}`)}</p>`;
 }
 
-function Holds({ report }) {
+function Holds({ report, worker }) {
   const loaded = new Set(report.lora.loaded_loras.map((one) => one.digest));
   const rows = [...report.lora.loaded_loras.map((one) => ({ ...one, where: one.location })), ...report.lora.available_loras.filter((one) => !loaded.has(one.digest)).map((one) => ({ ...one, where: "disk" }))];
   const more = report.lora.available_count - report.lora.available_loras.length;
@@ -103,6 +104,7 @@ function Holds({ report }) {
       { id: "id", label: "adapter", value: (row) => row.lora_id, cell: (row) => html`<${AdapterLink} id=${row.lora_id}/>` },
       { id: "where", label: "where", value: (row) => ["device", "host", "disk", "remote"].indexOf(row.where), cell: (row) => html`<span class="tag">${row.where}</span>` },
       { id: "state", label: "state", value: (row) => row.state, cell: (row) => html`<${State} is=${row.state}/>` },
+      { id: "act", label: "actions", cell: (row) => row.where !== "disk" && row.where !== "remote" && row.state !== "failed" && html`<${UnloadCopy} worker=${worker} name=${row.digest ? row.lora_id : row.engine_name}/>` },
       { id: "requests", label: "requests", numeric: true, value: (row) => row.request_count ?? null, cell: (row) => number(row.request_count) },
       { id: "rank", label: "rank", numeric: true, hide: "narrow", value: (row) => row.rank || null, cell: (row) => number(row.rank || null) },
       { id: "size", label: "size", numeric: true, hide: "narrow", value: (row) => row.size_bytes || null, cell: (row) => bytes(row.size_bytes) },

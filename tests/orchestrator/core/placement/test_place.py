@@ -173,6 +173,51 @@ def test_loads_go_only_where_the_adapter_fits_and_may_go(case):
 
 
 @settings(max_examples=examples(60))
+@given(fleets(), st.data())
+def test_a_worker_gets_nothing_that_it_keeps_out_and_loses_what_it_has_of_it(case, data):
+    wanted, observed, demand, rules = case
+    names = st.frozensets(st.sampled_from([*wanted.adapters, "orphan"]))
+    kept = {name: replace(w, kept_out=data.draw(names)) for name, w in observed.workers.items()}
+    desired = place(wanted, replace(observed, workers=kept), demand, rules, NOW)
+    assert all(load.lora_id not in kept[load.worker_id].kept_out for load in desired.loads)
+    assert all(kept[w].kept_out.isdisjoint({lora_id}) for lora_id, held in desired.replicas.items() for w in held)
+    removed = {(step.lora_id, step.worker_id) for step in desired.removals}
+    for there in kept.values():
+        if there.state not in ("lost", "unmanaged"):
+            assert {(name, there.id) for name in there.kept_out if there.has_in_slot(name)} <= removed
+
+
+def test_a_copy_in_use_that_is_kept_out_is_loaded_elsewhere_at_once():
+    observed = fleet(worker("w0", held("a"), kept_out=frozenset("a")), worker("w1"))
+    idle = place(intent(adapter("a")), observed, DemandSnapshot(), PlacementPolicy(), NOW)
+    assert ([step.lora_id for step in idle.removals], idle.loads) == (["a"], ())
+    used = place(intent(adapter("a")), observed, DemandSnapshot(rates={"a": 1.0}), PlacementPolicy(), NOW)
+    assert [(load.lora_id, load.worker_id) for load in used.loads] == [("a", "w1")]
+    assert [step.reason for step in used.removals] == ["an operator keeps it out of this worker"]
+
+
+def test_an_adapter_that_is_kept_out_of_every_worker_that_could_hold_it_fits_nowhere():
+    small = worker("w1", max_lora_rank=4)
+    desired = place(
+        intent(adapter("a")), fleet(worker("w0", kept_out=frozenset("a")), small), want("a"), PlacementPolicy(), NOW
+    )
+    assert desired.fits_nowhere == {"a": "kept_out"}
+    assert "POST /v1/workers/WORKER/adapters/a lets it in again" in desired.unplaced["a"]
+    # Where it is only short of copies, the reason names the call, too.
+    two = fleet(worker("w0", kept_out=frozenset("a")), worker("w1", held("a")))
+    short = place(intent(adapter("a", min_replicas=2)), two, DemandSnapshot(), PlacementPolicy(), NOW)
+    assert (short.fits_nowhere, "keeps it out of w0" in short.unplaced["a"]) == ({}, True)
+
+
+def test_a_copy_of_another_client_is_kept_out_by_its_engine_name():
+    stray = replace(held("mine@", digest="d"), engine_name="mine", is_foreign=True)
+    desired = place(
+        intent(), fleet(worker("w0", stray, kept_out=frozenset({"mine"}))), DemandSnapshot(), PlacementPolicy(), NOW
+    )
+    assert [(step.lora_id, step.worker_id) for step in desired.removals] == [("mine@", "w0")]
+
+
+@settings(max_examples=examples(60))
 @given(fleets())
 def test_victims_are_never_pinned_in_use_unknown_or_needed(case):
     wanted, observed, demand, rules = case
