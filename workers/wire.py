@@ -14,6 +14,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, SerializerFunctionWrapHandler, WrapSerializer
 
 from lorafleet.identity import KV_HASHING, AdapterLocation, FileMark, Tier
+from orchestrator.model.cards import AdapterCard
 
 WIRE = 1
 MOST_NEIGHBOURS = 64
@@ -30,7 +31,6 @@ What such an answer says is older than reports with a higher number, and as new 
 
 AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "draining", "failed"]
 AgentState = Literal["starting", "ready", "draining", "engine_down"]
-AdapterEffectState = Literal["", "applied", "seen", "zero", "unknown"]
 AdapterOperationKind = Literal["load", "unload"]
 AgentIncidentKind = Literal[
     "agent_started", "engine_started", "engine_start_failed", "engine_died", "engine_hung", "engine_back", "disk_full"
@@ -123,29 +123,20 @@ class IgnoredModules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerAdapter:
-    """An adapter on a worker: its files, its place in the engine, and what is known of its effect.
+class WorkerAdapter(AdapterCard):
+    """An adapter on a worker: its card, its place in the engine, and what is known of its effect.
 
     The worker's inventory keeps these, writes them to its state folder and reports them. What it keeps for itself is
     never sent: `is_wanted`, `order`, `secret` and `ignored_policy`.
     """
 
-    __pydantic_config__ = _LENIENT
-
     lora_id: str
-    digest: str
-    """Empty for an adapter that another client loaded: the engine may have read other bytes than are there now."""
     engine_name: str = ""
     state: AdapterState = "on_disk"
     location: AdapterLocation = "disk"
     path: str = ""
-    source: str = ""
-    """The reference that was asked for."""
     pinned_source: str = ""
     """The immutable reference of these bytes: `source` with a branch resolved to its commit, for example."""
-    base_model: str = ""
-    rank: int = 0
-    size_bytes: int = 0
     files_digest: str = ""
     """Of an adapter that another client loaded: digest of the files at its path; empty while they are not read."""
     loaded_at: str | None = None
@@ -159,9 +150,6 @@ class WorkerAdapter:
     """Why it is not loaded or not readable, or what is wrong with a loaded one."""
     ignored_modules: IgnoredModules | None = None
     """None: the engine has all of them, or does not say."""
-    effect: AdapterEffectState = ""
-    """Whether it changes the engine's answers. Empty: not checked. applied: the engine has its modules. seen: answers
-    differ with it. zero: its weights change nothing. unknown: not proved."""
     note: str = ""
     """What an operator should know of a ready adapter, as a sentence."""
     lora_int_id: int | None = None
@@ -261,11 +249,37 @@ class Load(_WorkerMessage):
     still_s: float | None = None
 
 
+class DeploymentCard(_WorkerMessage):
+    """The model deployment card of a worker's base model, as Dynamo's metadata has one, with what adapters need.
+
+    max_rank      largest rank of an adapter
+    module_names  last parts of the names of the loaded adapters' modules
+    """
+
+    display_name: str
+    context_length: int
+    kv_cache_block_size: int
+    max_rank: int
+    module_names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: ModelCard, lora: LoraInfo) -> "DeploymentCard":
+        """The card of a worker with this base model and these adapters."""
+        return cls(
+            display_name=model.name,
+            context_length=model.runtime_config.max_model_len,
+            kv_cache_block_size=model.runtime_config.block_size,
+            max_rank=lora.max_lora_rank,
+            module_names=tuple(sorted({name for adapter in lora.loaded_loras for name in adapter.target_modules})),
+        )
+
+
 class Metadata(_WorkerMessage):
     """`GET /metadata`: the state of a worker for routers and orchestrators.
 
     instance_id  appears in headers, logs and terminals, so special characters are excluded
     is_suspect   the engine seems to hang, even if its health route answers; it gets no loads until it returns a token
+    mdc          the base model's deployment card; adapters have cards of their own in `lora`. None: no agent
     engine_version  as the engine says it, such as 0.32.0; "" if it does not
     is_warming   the worker is starting and already accepts loads: the orchestrator loads its hot adapters first
     report_number  changes of the worker's state so far, the first report's being 1, within an `agent_boot_id`: of two
@@ -284,6 +298,7 @@ class Metadata(_WorkerMessage):
     zone: str = ""
     node: str = ""
     model: ModelCard
+    mdc: DeploymentCard | None = None
     transport: Transport
     engine_version: str = ""
     lora: LoraInfo = LoraInfo()

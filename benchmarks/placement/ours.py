@@ -5,6 +5,7 @@ from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff
 from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
+from orchestrator.model.cards import AdapterCard
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     DesiredPlacement,
@@ -39,8 +40,7 @@ class LorafleetOrchestrator:
             adapters={
                 name: RegisteredAdapter(
                     spec=AdapterSpec(lora_id=name, source="s3://a", base_model="m", digest=digest),
-                    rank=16,
-                    size_bytes=10**8,
+                    card=AdapterCard(rank=16, size_bytes=10**8),
                 )
                 for name, digest in digests.items()
             }

@@ -338,7 +338,8 @@ class LocalFleet:
                 digest, status = item.get("spec", {}).get("digest"), item.get("status", {})
                 if digest:
                     waiting.discard(lora_id)
-                    self.steps.say(f"adapter {lora_id}: rank {status['rank']}, digest {digest[:12]}")
+                    rank = (status.get("card") or {}).get("rank", "not known yet")
+                    self.steps.say(f"adapter {lora_id}: rank {rank}, digest {digest[:12]}")
                 elif status.get("state") == "failed":
                     waiting.discard(lora_id)
                     self.steps.say(f"adapter {lora_id}: failed: {status['error']}")

@@ -12,13 +12,22 @@ _SPEC = {
     "policy": {"loading": "eager", "min_replicas": 2},
     "tenants": ["acme"],
 }
+_CARD = {
+    "base_model": "tiny-qwen",
+    "rank": 16,
+    "alpha": 32.0,
+    "target_modules": ["k_proj", "o_proj", "q_proj", "v_proj"],
+    "dtype": "BF16",
+    "size_bytes": 5_242_880,
+    "digest": _DIGEST,
+    "source": "file:///srv/adapters/sql-expert/v1",
+}
 _ADAPTER = {
     "lora_id": "sql-expert/v1",
     "spec": _SPEC | {"digest": _DIGEST},
     "status": {
         "state": "ready",
-        "rank": 16,
-        "size_bytes": 5_242_880,
+        "card": _CARD | {"effect": "applied"},
         "replicas": {"desired": 2, "ready": 2},
         "workers": ["w0", "w1"],
     },
@@ -78,12 +87,8 @@ _HISTORY = {
 }
 _ORPHAN = {
     "lora_id": "sql-expert/v1",
-    "digest": _DIGEST,
+    "card": _CARD,
     "engine_name": "sql-expert/v1@3f9a1c2b77aa",
-    "base_model": "tiny-qwen",
-    "rank": 16,
-    "size_bytes": 5_242_880,
-    "source": "file:///srv/adapters/sql-expert/v1",
     "workers": ["w0"],
 }
 _RECORD = {

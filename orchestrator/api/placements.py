@@ -17,6 +17,7 @@ from orchestrator.intent.orphans import adopt, orphans
 from orchestrator.intent.registry import AdapterRegistry, changed_policy, changed_spec
 from orchestrator.model.adapter_documents import AdoptRequest, BatchAnswer, OrphanList
 from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.cards import AdapterCard
 from orchestrator.model.changes import PolicyChanges
 from orchestrator.model.plans import PlacementList, Plan, PlanRequest
 from orchestrator.model.policy import PlacementPolicy
@@ -102,7 +103,7 @@ def placement_routes(
         """Adapters that workers hold and that are not registered; they serve no requests and are not removed."""
         # Orphans have no tenants, so a tenant sees none.
         found = orphans(reports, store) if seen.is_whole else []
-        rows = {f"{item.lora_id} {item.digest} {item.engine_name}": item for item in found}
+        rows = {f"{item.lora_id} {item.card.digest} {item.engine_name}": item for item in found}
         page, following = page_after(sorted(rows), limit, cursor)
         return OrphanList(data=tuple(rows[key] for key in page), next=following)
 
@@ -149,7 +150,10 @@ def _plan_hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
             known_ids = ", ".join(sorted(workers)) or "none"
             raise NotFound(f"worker {worker_id!r} has not registered; known: {known_ids}", code="worker_not_found")
     added = {
-        spec.lora_id: RegisteredAdapter(spec=spec, rank=spec.rank, size_bytes=spec.size_bytes) for spec in ask.adapters
+        spec.lora_id: RegisteredAdapter(
+            spec=spec, card=AdapterCard(rank=spec.rank or 0, size_bytes=spec.size_bytes or 0)
+        )
+        for spec in ask.adapters
     }
     for lora_id in (*ask.demand, *ask.adapter_policies):
         if lora_id not in known and lora_id not in added:

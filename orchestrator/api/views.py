@@ -1,6 +1,7 @@
 """Wire models of stored intent and reported state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from math import inf
 
@@ -58,8 +59,7 @@ class WireViews:
         worker_id, copy = copies.get(adapter.lora_id, ("", None))
         status = AdapterStatus(
             state=self._reconciler.queries.adapter_state(adapter, ready),
-            rank=adapter.rank,
-            size_bytes=adapter.size_bytes,
+            card=adapter.card if adapter.card is None or copy is None else replace(adapter.card, effect=copy.effect),
             replicas=Replicas(desired=self.desired(adapter.lora_id), ready=len(workers)),
             workers=tuple(workers),
             kept_out_of=tuple(name for name, order in orders.items() if adapter.lora_id in order.kept_out),
@@ -67,7 +67,6 @@ class WireViews:
             idle_s=self._idle_s(adapter.lora_id),
             error=self._reconciler.queries.last_error(adapter.lora_id),
             ignored_modules=None if copy is None else copy.ignored_modules,
-            effect="" if copy is None else copy.effect,
             note=f"{worker_id}: {copy.note}" if copy is not None and copy.note else "",
             published_as=self._reconciler.store.published_as(adapter.lora_id),
             copies=self._copies_of(adapter),

@@ -6,6 +6,7 @@ An adopted foreign one is registered, loaded under the fleet's engine name, and 
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from orchestrator.core.errors import NotFound, OrchestratorError, StateConflict
 from orchestrator.intent.registry import AdapterRegistry
@@ -64,12 +65,12 @@ def _adopt_one(item: OrphanItem, tenants: tuple[str, ...] | None, registry: Adap
             raise StateConflict(item.problem, code="not_adoptable")
         spec = AdapterSpec(
             lora_id=item.lora_id,
-            source=item.source,
-            base_model=item.base_model or None,
-            digest=item.digest or None,
+            source=item.card.source,
+            base_model=item.card.base_model or None,
+            digest=item.card.digest or None,
             tenants=tenants,
         )
-        adapter = RegisteredAdapter(spec=spec, rank=item.rank or None, size_bytes=item.size_bytes)
+        adapter = RegisteredAdapter(spec=spec, card=item.card if item.card.rank else None)
         registry.adopt(adapter, actor, replaces=item.engine_name if item.is_foreign else None)
     except OrchestratorError as exc:
         return BatchResult(lora_id=item.lora_id, status=exc.status, code=exc.code, error=str(exc))
@@ -89,12 +90,8 @@ def _orphan_item(copies: list[tuple[str, WorkerAdapter]], versions: int, store: 
     lora = next((lora for _, lora in copies if lora.source), copies[0][1])
     return OrphanItem(
         lora_id=lora.lora_id,
-        digest=_known_digest(lora),
+        card=replace(lora.card, digest=_known_digest(lora)),
         engine_name=lora.engine_name,
-        base_model=lora.base_model,
-        rank=lora.rank,
-        size_bytes=lora.size_bytes or None,
-        source=lora.source,
         workers=tuple(worker_id for worker_id, _ in copies),
         is_foreign=is_foreign(lora),
         problem=_register_problem(lora, versions, store),

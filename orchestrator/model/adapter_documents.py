@@ -5,11 +5,12 @@ from typing import Annotated, Literal
 from pydantic import FailFast, Field
 
 from orchestrator.model.adapters import AdapterSpec, Tenants
+from orchestrator.model.cards import AdapterCard
 from orchestrator.model.catalog import AdapterState
 from orchestrator.model.changes import WrittenAdapter
 from orchestrator.model.documents import ServiceDocument, WrittenDocument
 from orchestrator.model.names import WIRE
-from workers.wire import AdapterEffectState, IgnoredModules, ReceivedFile
+from workers.wire import IgnoredModules, ReceivedFile
 
 
 class Replicas(ServiceDocument):
@@ -38,20 +39,19 @@ class FileCopiesItem(ServiceDocument):
 class AdapterStatus(ServiceDocument):
     """What is observed of a registered adapter.
 
-    rank, size_bytes  null until a worker has inspected it
+    card     its model card; null until a worker has inspected it. Its `effect` is the least proved of its copies
+             (docs/protocol.md)
     copies   null for an adapter with a source outside the fleet
     workers  where it is ready
     kept_out_of  workers that it gets no copy on, because an operator had it unloaded there
     ignored_modules  modules of its file that an engine does not have: the worst of its copies; null without any
-    effect   whether it changes the engines' answers, as agents say (docs/protocol.md); the least proved of its copies
     published_as  published name that it is a version of; null for any other adapter
     note     what to know of a copy that is ready, with the worker's name; "" without any
     idle_s   seconds since it was asked for last; null without a `ttl_s` or a copy, and where nobody has asked yet
     """
 
     state: AdapterState
-    rank: int | None
-    size_bytes: int | None = None
+    card: AdapterCard | None = None
     replicas: Replicas
     workers: tuple[str, ...]
     kept_out_of: tuple[str, ...] = ()
@@ -59,7 +59,6 @@ class AdapterStatus(ServiceDocument):
     idle_s: float | None = None
     error: str | None = None
     ignored_modules: IgnoredModules | None = None
-    effect: AdapterEffectState = ""
     note: str = ""
     published_as: str | None = None
     copies: FileCopiesItem | None = None
@@ -124,17 +123,14 @@ class BatchAnswer(ServiceDocument):
 class OrphanItem(ServiceDocument):
     """An adapter that workers hold and that is not registered with this digest.
 
+    card        its model card; of a foreign one the digest is that of its files, as the worker has read them
     problem     why it cannot be adopted
-    is_foreign  another client loaded it into the engine; `digest` is that of its files, as the worker has read them
+    is_foreign  another client loaded it into the engine
     """
 
     lora_id: str
-    digest: str
+    card: AdapterCard
     engine_name: str
-    base_model: str
-    rank: int
-    size_bytes: int | None
-    source: str
     workers: tuple[str, ...]
     problem: str | None = None
     is_foreign: bool = False

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from annotated_types import MaxLen, MinLen
 
+from orchestrator.model.cards import AdapterCard
 from orchestrator.model.names import RESOURCE, LoraId, Pattern
 from orchestrator.model.policy import AdapterPolicy
 
@@ -65,14 +66,13 @@ CHANGEABLE = ("policy", "tenants", "secret_ref")
 class RegisteredAdapter:
     """A registered adapter as it is stored: what is written, and what inspection found.
 
-    rank, size_bytes  None until an agent has inspected it
+    card              what an agent found; None until one has inspected it
     pinned_source     `source` with its branch replaced by the commit that was inspected
     quarantine        why no engine takes its bytes; None while it may be loaded
     """
 
     spec: AdapterSpec
-    rank: int | None = None
-    size_bytes: int | None = None
+    card: AdapterCard | None = None
     pinned_source: str | None = None
     quarantine: str | None = None
     is_deleting: bool = False
@@ -84,6 +84,16 @@ class RegisteredAdapter:
     @property
     def source(self) -> str:
         return self.spec.source
+
+    @property
+    def rank(self) -> int | None:
+        """None until an agent has inspected it."""
+        return self.card.rank if self.card is not None else None
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Of its files; None until an agent has inspected it, and where it does not say."""
+        return self.card.size_bytes or None if self.card is not None else None
 
     @property
     def base_model(self) -> str | None:
@@ -123,7 +133,7 @@ class RegisteredAdapter:
     def with_inspection_of(self, known: "RegisteredAdapter") -> "RegisteredAdapter":
         """The adapter with what was found in the bytes of the other one, which has the same source."""
         named = self.with_spec(digest=known.digest, base_model=known.base_model)
-        return replace(named, rank=known.rank, size_bytes=known.size_bytes, pinned_source=known.pinned_source)
+        return replace(named, card=known.card, pinned_source=known.pinned_source)
 
     def with_policy(self, **changes: Any) -> "RegisteredAdapter":
         """The adapter with these fields of its policy."""

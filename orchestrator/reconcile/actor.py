@@ -521,8 +521,7 @@ def with_manifest(adapter: RegisteredAdapter, found: WorkerAdapter) -> Registere
     named = adapter.with_spec(digest=found.digest, base_model=adapter.base_model or found.base_model)
     return replace(
         named,
-        rank=found.rank,
-        size_bytes=found.size_bytes or None,
+        card=found.card,
         pinned_source=found.pinned_source if _is_pin(found.pinned_source, adapter.source) else None,
     )
 

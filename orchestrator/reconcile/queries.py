@@ -9,6 +9,7 @@ from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.failures import failure_everywhere
 from orchestrator.core.placement.load_time import load_figures, load_s
 from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.cards import AdapterEffectState
 from orchestrator.model.catalog import AdapterState, CatalogWorker, Draining, WorkerState
 from orchestrator.model.pauses import PauseLease
 from orchestrator.model.snapshot import (
@@ -21,7 +22,7 @@ from orchestrator.model.snapshot import (
 )
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.worker_reports import KnownWorker, is_warming, serving_adapters, worker_state
-from workers.wire import AdapterEffectState, WorkerAdapter
+from workers.wire import WorkerAdapter
 
 
 @dataclass(frozen=True, slots=True)

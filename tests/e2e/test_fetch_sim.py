@@ -48,7 +48,7 @@ async def test_five_workers_that_need_an_adapter_at_one_moment_ask_its_source_on
             return (await fleet.adapter("far/v1"))["status"]["replicas"]["ready"] == 5
 
         await until(are_ready, within_s=60, what="all five workers have it")
-        size = (await fleet.adapter("far/v1"))["status"]["size_bytes"]
+        size = (await fleet.adapter("far/v1"))["status"]["card"]["size_bytes"]
         assert size > 4_000_000
         assert size <= connection.carried < 1.1 * size, "TLS adds some bytes"
 

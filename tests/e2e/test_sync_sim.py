@@ -50,7 +50,7 @@ async def test_another_fleets_record_is_shown_taken_over_by_digest_and_the_secon
             assert status == 0, output
             taken = await here.adapter("sql/v1")
             assert (taken["spec"]["digest"], taken["spec"]["tenants"]) == (digest, ["acme"])
-            assert taken["status"]["rank"] == 8, "a worker here has verified the bytes"
+            assert taken["status"]["card"]["rank"] == 8, "a worker here has verified the bytes"
             status, output = await here.cli(*source, "--from-token-file", str(key), "--yes")
             assert (status, "nothing to do" in output) == (0, True), output
 
@@ -76,7 +76,7 @@ async def test_a_load_by_a_script_is_adopted_by_the_whole_fleet_and_every_router
         await fleet.script_loads("w0", "mine", folder)
 
         async def orphans():
-            return [item for item in (await fleet.http.get("/v1/orphans")).json()["data"] if item["digest"]]
+            return [item for item in (await fleet.http.get("/v1/orphans")).json()["data"] if item["card"]["digest"]]
 
         (orphan,) = await until(orphans, what="the load is shown as an orphan")
         assert (orphan["lora_id"], orphan["workers"], orphan["problem"]) == ("mine", ["w0"], None)

@@ -90,7 +90,7 @@ async def test_an_upload_is_registered_kept_on_two_workers_and_answers_at_once(t
         assert answer.status_code == 201, answer.text
         item = answer.json()
         assert item["spec"]["source"] == fleet_source(item["spec"]["digest"])
-        assert (len(set(item["kept_on"])), item["note_on_copies"], item["status"]["rank"]) == (2, "", 8)
+        assert (len(set(item["kept_on"])), item["note_on_copies"], item["status"]["card"]["rank"]) == (2, "", 8)
         holders = [
             name
             for name, agent in fleet.agents.items()

@@ -164,7 +164,7 @@ def test_load_at_one_engine_is_shown_as_an_orphan_and_adopted_with_one_call(flee
 
     def is_verified() -> bool:
         orphans = fleet.get(f"{fleet.orchestrator}/v1/orphans")["data"]
-        return any(item["lora_id"] == "script-made" and item["digest"] for item in orphans)
+        return any(item["lora_id"] == "script-made" and item["card"]["digest"] for item in orphans)
 
     until(is_verified, within_s=30, what="the load is seen and its files are read")
     adopted = fleet.post(f"{fleet.orchestrator}/v1/orphans/adopt", {"lora_ids": ["script-made"]})

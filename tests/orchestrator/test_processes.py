@@ -301,6 +301,6 @@ async def test_a_leader_that_is_stopped_hands_over_at_once_and_ends_its_calls_af
     assert one.process.returncode is None
     go_on.set()
     answer = await asyncio.wait_for(dry_run, patience(20))
-    assert (answer.status_code, answer.json()["status"]["rank"]) == (200, 8)
+    assert (answer.status_code, answer.json()["status"]["card"]["rank"]) == (200, 8)
     assert await asyncio.wait_for(one.process.wait(), patience(20)) == 0
     await two.stop()

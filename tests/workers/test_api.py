@@ -23,6 +23,8 @@ from tests.workers.running import code, group_of, is_running, loaded, metadata_o
 from workers.config import AgentTimers
 from workers.wire import AvailableLoras, Metadata
 
+MODULES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
 JSON = {"content-type": "application/json"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
 
@@ -87,6 +89,14 @@ async def test_metadata_has_the_engines_shape_and_the_adapters_in_lora_path(work
         await post(client, "load_lora", lora_id="python-expert/v1")
         loaded_one = (await client.get("/v1/metadata/loras/python-expert/v1")).json()
         assert (loaded_one["loaded"], loaded_one["lora_int_id"], loaded_one["metadata"]) == (True, 1, {})
+        assert (one["alpha"], one["target_modules"], one["dtype"]) == (32.0, MODULES, "BF16")
+        assert (await client.get("/metadata")).json()["mdc"] == {
+            "display_name": "tiny-qwen",
+            "context_length": 2048,
+            "kv_cache_block_size": 64,
+            "max_rank": 16,
+            "module_names": MODULES,
+        }
         assert code(await client.get("/v1/metadata/loras/nobody/v1")) == "adapter_unknown"
         files = (await client.get("/v1/model/files")).json()
         assert "tokenizer.json" in files["files"]

@@ -35,6 +35,7 @@ from workers.wire import (
     AdapterFile,
     AdapterFiles,
     AgentState,
+    DeploymentCard,
     DrainAnswer,
     InspectRequest,
     LoadRequest,
@@ -437,7 +438,7 @@ class WorkerAgent:
 
     def metadata(self) -> Metadata:
         """The worker's state as `GET /metadata` and heartbeats have it."""
-        settings = self.context.settings
+        settings, model, lora = self.context.settings, self.engine.model_card(), self.report.info()
         return Metadata(
             instance_id=settings.instance_id,
             namespace=settings.namespace,
@@ -450,10 +451,11 @@ class WorkerAgent:
             pool=settings.pool,
             zone=settings.zone,
             node=settings.node,
-            model=self.engine.model_card(),
+            model=model,
+            mdc=DeploymentCard.of(model, lora),
             transport=self.engine.transport,
             engine_version=self.engine.version,
-            lora=self.report.info(),
+            lora=lora,
             load=self.engine.load_figures(load_seconds=self.report.load_seconds()),
             agent_boot_id=self.context.boot_id,
             engine_boot_id=self.engine.boot_id,

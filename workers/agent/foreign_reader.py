@@ -7,6 +7,7 @@ from pathlib import Path
 
 import structlog
 
+from orchestrator.model.cards import card_fields
 from workers.agent.loader import Loader
 from workers.core.errors import WorkerError
 from workers.inventory.context import AgentContext
@@ -78,13 +79,7 @@ class ForeignFilesReader:
             found = await self._loader.inspect(ask, reader=self._source_at(Path(path)))
         except WorkerError as exc:
             return self._failed(adapter, f"{exc.code}: {exc}")
-        return replace(
-            adapter,
-            files_digest=found.digest,
-            base_model=found.base_model,
-            rank=found.rank,
-            size_bytes=found.size_bytes,
-        )
+        return replace(adapter, **card_fields(replace(found, digest="", source=source)), files_digest=found.digest)
 
     def _source_at(self, folder: Path) -> Source:
         """A source for one folder: the engine has read it already, so it need not be below `lora_roots`."""

@@ -10,6 +10,7 @@ from typing import Any
 import structlog
 
 from lorafleet.identity import engine_name, fleet_digest, fleet_source
+from orchestrator.model.cards import card_fields
 from orchestrator.model.names import checked_lora_id
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.file_fetcher import FileFetcher, is_about_source, no_way_error
@@ -366,15 +367,11 @@ def check_lora_id(lora_id: str) -> None:
 def _installed_adapter(lora_id: str, source: str, pinned: str, manifest: Manifest, path: Path) -> WorkerAdapter:
     """The entry of an adapter that was just installed, not loaded yet."""
     return WorkerAdapter(
+        **card_fields(replace(manifest, source=source)),
         lora_id=lora_id,
-        digest=manifest.digest,
         engine_name=engine_name(lora_id, manifest.digest),
         path=str(path),
-        source=source,
         pinned_source=pinned,
-        base_model=manifest.base_model,
-        rank=manifest.rank,
-        size_bytes=manifest.size_bytes,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import islice
 from statistics import median
 
+from orchestrator.model.cards import card_fields
 from workers.core.errors import sendable
 from workers.engines.kinds import engine_traits
 from workers.inventory.context import AgentContext
@@ -92,14 +93,7 @@ class InventoryReport:
             yield self.adapter_on_disk(adapter)
         for item in self._local_adapters.adapters:
             if item.manifest is not None and (item.lora_id, item.manifest.digest) not in cached:
-                yield WorkerAdapter(
-                    lora_id=item.lora_id,
-                    path=str(item.path),
-                    base_model=item.manifest.base_model,
-                    rank=item.manifest.rank,
-                    digest=item.manifest.digest,
-                    size_bytes=item.manifest.size_bytes,
-                )
+                yield WorkerAdapter(**card_fields(item.manifest), lora_id=item.lora_id, path=str(item.path))
 
     def _available_summary(self) -> tuple[int, str]:
         """Number of adapters on this disk, and a digest of their names.

@@ -4,10 +4,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from orchestrator.model.cards import AdapterEffectState
 from workers.core.errors import EngineError
 
 IgnoredPolicy = Literal["auto", "accept", "refuse"]
-Effect = Literal["", "applied", "seen", "zero", "unknown"]
 
 NAMES_SHOWN = 5
 ADVICE = (
@@ -26,7 +26,7 @@ class AdapterEffect:
     lora_int_id  the engine's number of the adapter, where the engine reports it
     """
 
-    effect: Effect = ""
+    effect: AdapterEffectState = ""
     note: str = ""
     ignored: tuple[str, ...] = ()
     lora_int_id: int | None = None

@@ -5,11 +5,12 @@ of another base model, with more layers or without any matching module, and then
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from lorafleet.identity import FileEntry
 from lorafleet.identity import files_digest as digest
+from orchestrator.model.cards import AdapterCard
 from workers.core.errors import SourceError
 from workers.verification.base_check import (
     NOTHING_COMPARED,
@@ -40,20 +41,14 @@ __all__ = [
 
 # Limit for rank_pattern keys times modules, a microsecond each: 4,000 modules with a key each are fine.
 _MOST_MATCHES = 16_000_000
+# Of a card, which each heartbeat may have a hundred times.
+_MOST_TARGETS, _MOST_TARGET_CHARACTERS = 32, 64
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """A verified adapter.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(AdapterCard):
+    """A verified adapter: its card, and how many modules it has. `base_model`: "" if its config names none."""
 
-    rank        the largest of its modules
-    base_model  "" if its config names none
-    """
-
-    digest: str
-    rank: int
-    base_model: str
-    size_bytes: int
     modules: int
 
 
@@ -69,6 +64,9 @@ class AdapterDescription:
     """
 
     rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    dtype: str
     base_model: str
     modules: int
     experts: int = 0
@@ -121,6 +119,9 @@ def check_adapter(
     check_rank(rank, rules)
     return AdapterDescription(
         rank=rank,
+        alpha=lora_config.alpha,
+        target_modules=_target_modules(parts.pairs),
+        dtype=",".join(sorted({tensor.dtype for tensor in tensors.values()})),
         base_model=lora_config.base_model,
         modules=len(parts.pairs),
         experts=sum(".experts" in module for module in parts.pairs),
@@ -129,6 +130,12 @@ def check_adapter(
         notes=verdict.notes,
         scale=lora_config.scale,
     )
+
+
+def _target_modules(modules: Iterable[str]) -> tuple[str, ...]:
+    """Last parts of these modules' names, sorted; bounded, since a file may have any names."""
+    names = sorted({module.removesuffix(".base_layer").rpartition(".")[2] for module in modules})
+    return tuple(name[:_MOST_TARGET_CHARACTERS] for name in names[:_MOST_TARGETS])
 
 
 def _check_against_config(parts: AdapterTensors, config: LoraConfig, base: BaseModel | None, time: MatchTime) -> None:

@@ -52,6 +52,7 @@ class LoraConfig:
     """
 
     rank: int
+    alpha: float
     ranks: tuple[ModulePattern, ...]
     alphas: tuple[ModulePattern, ...]
     scale: float
@@ -126,6 +127,7 @@ def parse_config(raw: bytes, *, embeddings: Collection[str] | None = None) -> Lo
     largest_alpha = max(map(abs, [alpha, *(pattern.value for pattern in alphas)]))
     return LoraConfig(
         rank=rank,
+        alpha=alpha,
         ranks=ranks,
         alphas=alphas,
         scale=largest_alpha / (math.sqrt(least_rank) if config.get("use_rslora") else least_rank),

@@ -68,6 +68,9 @@ def read_manifest(
     return Manifest(
         digest=manifests.digest(files),
         rank=described.rank,
+        alpha=described.alpha,
+        target_modules=described.target_modules,
+        dtype=described.dtype,
         base_model=described.base_model,
         size_bytes=size_bytes,
         modules=described.modules,

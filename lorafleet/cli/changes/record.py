@@ -283,7 +283,7 @@ def _wait_for_files(api: "RestClient", lora_ids: Sequence[str], within_s: float)
         while missing and time.monotonic() < deadline:
             items = read_patiently(lambda: api.list_all("/v1/adapters"))
             found = {item["lora_id"]: item["status"] for item in items if item["lora_id"] in missing}
-            missing = {lora_id for lora_id in missing if lora_id in found and found[lora_id]["rank"] is None}
+            missing = {lora_id for lora_id in missing if lora_id in found and found[lora_id]["card"] is None}
             errors = {lora_id: found[lora_id]["error"] for lora_id in missing if found[lora_id]["error"]}
             if missing:
                 time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))

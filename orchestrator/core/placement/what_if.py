@@ -12,6 +12,7 @@ from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff, required_drains
 from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.cards import AdapterCard
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     OCCUPYING,
@@ -150,11 +151,12 @@ def _with_typical_shape(adapter: RegisteredAdapter, inputs: PlacementInputs) -> 
         digest=adapter.digest or UNKNOWN_DIGEST,
         base_model=adapter.base_model or (max(bases, key=bases.count) if bases else ""),
     )
-    return replace(
-        named,
-        rank=ranks[len(ranks) // 2] if adapter.rank is None else adapter.rank,
-        size_bytes=adapter.size_bytes or sizes[len(sizes) // 2] or None,
+    card = replace(
+        adapter.card or AdapterCard(),
+        rank=adapter.rank or ranks[len(ranks) // 2],
+        size_bytes=adapter.size_bytes or sizes[len(sizes) // 2],
     )
+    return replace(named, card=card)
 
 
 def _with_loads_done(worker: ObservedWorker) -> ObservedWorker:

@@ -64,7 +64,7 @@ def test_files_are_waited_for_through_a_change_of_the_leader(
     answer: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr", io.StringIO())
-    answer(_NOT_LEADER, {"data": [{"lora_id": "a", "status": {"rank": 8, "error": ""}}], "next": None})
+    answer(_NOT_LEADER, {"data": [{"lora_id": "a", "status": {"card": {"rank": 8}, "error": ""}}], "next": None})
     with RestClient("http://orchestrator") as api:
         record._wait_for_files(api, ["a"], 60.0)
 

@@ -400,10 +400,10 @@ async def test_engine_without_an_agent_that_ignores_an_adapter_does_not_serve_it
 
 async def test_canary_of_engines_without_agents_may_warn_or_be_off(house_of, model, shelf):
     item, _ = await agentless_item(house_of, model, shelf, engine_canary="warn")
-    assert (item["status"]["state"], item["status"]["effect"]) == ("ready", "unknown")
+    assert (item["status"]["state"], item["status"]["card"]["effect"]) == ("ready", "unknown")
     assert "to the last bit" in item["status"]["note"]
     item, _ = await agentless_item(house_of, model, shelf, engine_canary="off")
-    assert (item["status"]["state"], item["status"]["effect"], item["status"]["note"]) == ("ready", "", "")
+    assert (item["status"]["state"], item["status"]["card"]["effect"], item["status"]["note"]) == ("ready", "", "")
 
 
 async def test_zeros_of_an_adapter_at_an_engine_without_an_agent_are_read_where_its_folder_is(
@@ -411,7 +411,7 @@ async def test_zeros_of_an_adapter_at_an_engine_without_an_agent_are_read_where_
 ):
     adapter_of_zeros(shelf / "sql", tmp_path / "shelf" / "fresh")
     item, listed = await agentless_item(house_of, model, tmp_path / "shelf", "fresh")
-    assert (item["status"]["state"], item["status"]["effect"], len(listed)) == ("ready", "zero", 1)
+    assert (item["status"]["state"], item["status"]["card"]["effect"], len(listed)) == ("ready", "zero", 1)
 
 
 async def test_effect_that_the_engines_answers_show_is_in_the_item(house_of, model, shelf):
@@ -421,4 +421,4 @@ async def test_effect_that_the_engines_answers_show_is_in_the_item(house_of, mod
         await service.settle()
         await service.ensure(SQL)
         await service.settle()
-        assert (await service.adapter(SQL))["status"]["effect"] == "seen"
+        assert (await service.adapter(SQL))["status"]["card"]["effect"] == "seen"

@@ -153,7 +153,7 @@ async def test_a_dry_run_inspects_and_registers_nothing(service):
     assert "retry-after" in answer.headers
     agent = await service.worker()
     answer = await service.http.post("/v1/adapters?dry_run=1", json=SPEC)
-    assert (answer.status_code, answer.json()["status"]["rank"]) == (200, 8)
+    assert (answer.status_code, answer.json()["status"]["card"]["rank"]) == (200, 8)
     assert (await service.http.get("/v1/adapters")).json()["data"] == []
     agent.refuse["sql/v1"] = "adapter_invalid"
     answer = await service.http.post("/v1/adapters?dry_run=1", json=SPEC)
@@ -163,7 +163,7 @@ async def test_a_dry_run_inspects_and_registers_nothing(service):
     answer = await service.http.post("/v1/adapters?dry_run=1", json=SPEC)
     assert (answer.status_code, code_of(answer)) == (400, "rank_too_big")
     await service.worker("w1", max_lora_rank=128)
-    assert (await service.http.post("/v1/adapters?dry_run=1", json=SPEC)).json()["status"]["rank"] == 65
+    assert (await service.http.post("/v1/adapters?dry_run=1", json=SPEC)).json()["status"]["card"]["rank"] == 65
 
 
 async def test_an_adapter_on_no_worker_is_deleted_without_a_pass(service):

@@ -133,7 +133,7 @@ async def test_an_adapter_that_a_script_loaded_at_one_engine_is_adopted_fleet_wi
     await pass_by(service)
     assert set(one.loaded) == {"mine@"}, "kept until it is adopted"
     (orphan,) = (await service.http.get("/v1/orphans")).json()["data"]
-    assert (orphan["lora_id"], orphan["digest"], orphan["problem"]) == ("mine", digest_of("file:///mine"), None)
+    assert (orphan["lora_id"], orphan["card"]["digest"], orphan["problem"]) == ("mine", digest_of("file:///mine"), None)
     assert (orphan["is_foreign"], orphan["workers"]) == (True, ["w0"])
     counted = (await service.http.get("/metrics")).text
     assert 'lorafleet_orchestrator_orphans{origin="another_client"} 1.0' in counted

@@ -17,7 +17,7 @@ async def test_an_adapter_is_inspected_and_loaded_once_on_request(service):
     assert (await service.register())["status"]["state"] == "registered"
     await service.settle()
     item = await service.adapter()
-    assert (item["status"]["state"], item["status"]["rank"], item["spec"]["base_model"]) == (
+    assert (item["status"]["state"], item["status"]["card"]["rank"], item["spec"]["base_model"]) == (
         "registered",
         8,
         "tiny-qwen",

@@ -198,7 +198,7 @@ async def test_a_changed_registration_is_inspected_again_after_a_refusal(service
     item = await service.adapter()
     assert (item["status"]["state"], item["status"]["error"]) == ("registered", None)
     await service.settle()
-    assert (await service.adapter())["status"]["rank"] == 8
+    assert (await service.adapter())["status"]["card"]["rank"] == 8
 
 
 async def test_a_refusal_of_the_former_registration_is_ignored(service):
@@ -212,7 +212,7 @@ async def test_a_refusal_of_the_former_registration_is_ignored(service):
     agent.refuse.clear()
     assert (await service.adapter())["status"]["error"] is None
     await service.settle()
-    assert (await service.adapter())["status"]["rank"] == 8
+    assert (await service.adapter())["status"]["card"]["rank"] == 8
 
 
 async def test_a_digest_stated_during_an_inspection_binds_the_next_one(service):

@@ -23,10 +23,26 @@ async def loaded_on(service, *effects):
     return await service.adapter(SQL)
 
 
+async def test_card_is_what_inspection_found_with_the_effect_of_a_copy(service):
+    assert (await service.register("new/v1"))["status"]["card"] is None
+    item = await loaded_on(service, {"effect": "seen"})
+    assert item["status"]["card"] == {
+        "base_model": "tiny-qwen",
+        "rank": 8,
+        "alpha": 16.0,
+        "target_modules": ["q_proj", "v_proj"],
+        "dtype": "BF16",
+        "size_bytes": 1000,
+        "digest": item["spec"]["digest"],
+        "source": SOURCE,
+        "effect": "seen",
+    }
+
+
 async def test_ignored_modules_are_in_the_item_the_history_and_the_event(service):
     item = await loaded_on(service, PARTIAL)
     assert item["status"]["ignored_modules"] == PARTIAL["ignored_modules"]
-    assert (item["status"]["effect"], item["status"]["note"]) == ("applied", f"w0: {PARTIAL['note']}")
+    assert (item["status"]["card"]["effect"], item["status"]["note"]) == ("applied", f"w0: {PARTIAL['note']}")
     (listed,) = (await service.http.get("/v1/adapters")).json()["data"]
     assert listed["status"]["note"] == item["status"]["note"]
     (load,) = (await service.http.get("/v1/history", params={"kind": "load"})).json()["data"]
@@ -37,7 +53,7 @@ async def test_ignored_modules_are_in_the_item_the_history_and_the_event(service
 async def test_item_shows_the_copy_of_which_least_is_proved(service, order):
     unproved = {"effect": "unknown", "note": "its effect is not proved: the engine did not answer within 2 s"}
     item = await loaded_on(service, *[PARTIAL, {"effect": "seen"}, unproved][::order])
-    assert (item["status"]["state"], item["status"]["effect"], item["status"]["ignored_modules"]) == (
+    assert (item["status"]["state"], item["status"]["card"]["effect"], item["status"]["ignored_modules"]) == (
         "ready",
         "unknown",
         None,
@@ -47,7 +63,11 @@ async def test_item_shows_the_copy_of_which_least_is_proved(service, order):
 
 async def test_copies_of_older_agents_say_nothing(service):
     item = await loaded_on(service, {})
-    assert (item["status"]["effect"], item["status"]["note"], item["status"]["ignored_modules"]) == ("", "", None)
+    assert (item["status"]["card"]["effect"], item["status"]["note"], item["status"]["ignored_modules"]) == (
+        "",
+        "",
+        None,
+    )
 
 
 async def test_adapters_own_policy_on_ignored_modules_is_sent_with_its_loads(service):

@@ -42,7 +42,18 @@ def adapter(folder: Path, policy: str = "") -> WorkerAdapter:
 
 def described(ignored=(), experts=0, modules=6) -> AdapterDescription:
     why = (f"{len(ignored)} of its {modules} modules are ignored",) if ignored else ()
-    return AdapterDescription(8, "", modules, experts=experts, ignored=ignored, why=why, notes=(UNCOMPARED,))
+    return AdapterDescription(
+        rank=8,
+        alpha=16,
+        target_modules=(),
+        dtype="BF16",
+        base_model="",
+        modules=modules,
+        experts=experts,
+        ignored=ignored,
+        why=why,
+        notes=(UNCOMPARED,),
+    )
 
 
 async def test_modules_that_the_table_calls_ignored_are_listed_with_the_adapter(tmp_path):

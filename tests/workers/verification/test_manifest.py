@@ -98,6 +98,13 @@ def test_digest_does_not_depend_on_file_order(pair):
 def test_plain_adapter_is_accepted_and_described():
     found = describe()
     assert (found.rank, found.base_model, found.modules) == (8, "org/Base-7B", 1)
+    assert (found.alpha, found.target_modules, found.dtype) == (CONFIG["lora_alpha"], ("q_proj",), "BF16")
+
+
+def test_card_has_the_modules_of_the_tensors_and_every_dtype():
+    both = tensors() | tensors(module="model.layers.1.self_attn.k_proj", out=16, dtype="F32")
+    found = describe(shapes=both)
+    assert (found.target_modules, found.dtype) == (("k_proj", "q_proj"), "BF16,F32")
 
 
 def test_rank_is_the_largest_of_all_modules():

@@ -49,7 +49,7 @@ const COLUMNS = [
   { id: "cold", label: "cold starts", numeric: true, hide: "wide", value: (row) => row.sums?.cold_starts ?? 0, cell: (row) => number(row.sums?.cold_starts ?? 0) },
   { id: "workers", label: "workers", hide: "narrow", value: (row) => row.workers.join(" "), cell: (row) => html`<span class="clip">${row.workers.slice(0, 3).map((one, at) => html`${at ? ", " : ""}<${WorkerLink} id=${one}/>`)}${row.workers.length > 3 ? ` +${row.workers.length - 3}` : ""}</span>` },
   { id: "tenants", label: "tenants", hide: "wide", value: (row) => (row.tenants || ["everyone"]).join(", "), cell: (row) => html`<span class="clip">${row.tenants ? row.tenants.join(", ") || "none" : "everyone"}</span>` },
-  { id: "rank", label: "rank", numeric: true, hide: "wide", value: (row) => row.rank, cell: (row) => number(row.rank) },
+  { id: "rank", label: "rank", numeric: true, hide: "wide", value: (row) => row.card?.rank ?? null, cell: (row) => number(row.card?.rank ?? null) },
   { id: "base", label: "base model", hide: "wide", value: (row) => row.base_model || "", cell: (row) => row.base_model || missing },
 ];
 const promptOf = (sums) => (sums && sums.requests > sums.refusals ? Math.round(sums.prompt_tokens / (sums.requests - sums.refusals)) : null);
@@ -86,6 +86,12 @@ const NEXT = [
 ];
 export const nextStep = (error) => NEXT.find(([pattern]) => pattern.test(error))?.[1] || "Mend the cause, then retry: it forgets the failure and loads again.";
 
+// The model card, beside base model, digest and source, which are known before it.
+const cardFacts = (card) => [
+  ["Rank / alpha", card ? `${number(card.rank || null)} / ${number(card.alpha)}` : missing], ["Modules", card?.target_modules.join(", ") || missing], ["Numbers", card?.dtype || missing], ["Size", bytes(card?.size_bytes || null)],
+  ["Effect on answers", card?.effect ? html`<${State} is=${card.effect}/>` : "not checked"],
+];
+
 export function AdapterPage({ id }) {
   const rangeS = useRange(), path = id.split("/").map(encodeURIComponent).join("/");
   const found = useLoad((signal) => Promise.all([
@@ -100,8 +106,8 @@ export function AdapterPage({ id }) {
       ${item.error && html`<div class="notice bad" role="alert"><b>${item.error}</b><br/>${nextStep(item.error)}</div>`}
       ${item.note && html`<p class="notice">${item.note}</p>`}
       <${Panel}><${Facts} rows=${[
-        ["Replicas ready / wanted", `${item.replicas.ready} / ${item.replicas.desired}`], ["Requests now", number(item.requests_per_s, 2) + " /s"], ["Base model", item.base_model || "not inspected yet"], ["Rank", number(item.rank)], ["Size", bytes(item.size_bytes)],
-        ["Effect on answers", item.effect ? html`<${State} is=${item.effect}/>` : "not checked"], ["Tenants", item.tenants ? item.tenants.join(", ") || "none" : "everyone"], ["Loading", policyText(item.policy)],
+        ["Replicas ready / wanted", `${item.replicas.ready} / ${item.replicas.desired}`], ["Requests now", number(item.requests_per_s, 2) + " /s"], ["Base model", item.base_model || "not inspected yet"], ...cardFacts(item.card),
+        ["Tenants", item.tenants ? item.tenants.join(", ") || "none" : "everyone"], ["Loading", policyText(item.policy)],
         ["Asked last", item.idle_s === null ? (item.requests_per_s > 0 ? "now" : "not known") : span(item.idle_s) + " ago"], ["Digest", html`<code title=${item.digest}>${digest12(item.digest)}</code>`], ["Source", html`<code>${item.source}</code>`, true],
       ]}/><//>
       <div class="grid two"><${Panel} title="Where it is, and why"><${Copies} item=${item} placements=${placements.data} workers=${workers.data} history=${history.data}/><//>

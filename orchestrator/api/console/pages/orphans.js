@@ -14,9 +14,9 @@ export function Orphans() {
     { id: "workers", label: "workers", value: (row) => row.workers.join(", "), cell: (row) => row.workers.map((id, at) => html`${at ? ", " : ""}<${WorkerLink} id=${id}/>`) },
     { id: "act", label: "actions", cell: (row) => !row.problem && html`<span class="bar nowrap"><${AdoptButton} orphan=${row}/><${UnloadButton} orphan=${row}/></span>` },
     { id: "from", label: "loaded by", value: (row) => row.is_foreign ? "another client" : "this fleet, before its store was lost" },
-    { id: "rank", label: "rank", numeric: true, hide: "medium", value: (row) => row.rank || null, cell: (row) => row.rank || missing },
-    { id: "size", label: "size", numeric: true, hide: "medium", value: (row) => row.size_bytes, cell: (row) => bytes(row.size_bytes) },
-    { id: "digest", label: "digest", hide: "narrow", value: (row) => row.digest, cell: (row) => html`<code>${digest12(row.digest)}</code>` },
+    { id: "rank", label: "rank", numeric: true, hide: "medium", value: (row) => row.card.rank || null, cell: (row) => row.card.rank || missing },
+    { id: "size", label: "size", numeric: true, hide: "medium", value: (row) => row.card.size_bytes || null, cell: (row) => bytes(row.card.size_bytes || null) },
+    { id: "digest", label: "digest", hide: "narrow", value: (row) => row.card.digest, cell: (row) => html`<code>${digest12(row.card.digest)}</code>` },
     { id: "problem", label: "can be adopted", value: (row) => row.problem || "yes", cell: (row) => row.problem ? html`<span class="wrap">${row.problem}</span>` : "yes" }]}/>`}<//>`;
 }
 
