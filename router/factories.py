@@ -45,6 +45,7 @@ from router.http.fetch import FetchedStream, fetch, stream
 from router.http.pool_transport import PoolTransport
 from router.kv.feeds import KvFeeds
 from router.request.cold_starts import ColdStarts
+from router.request.engine_body import dialect_of
 from router.request.pauses import PauseGate
 from router.request.queue import RequestQueue
 from router.request.stages import match
@@ -111,7 +112,7 @@ class WorkerListener:
             await self.tokenizers.load_or_probe(
                 replica.base_model,
                 agent_url=replica.agent_url,
-                engine_url=replica.engine_url,
+                engine_url=replica.engine_url if dialect_of(replica.dialect, "").has_tokenize else "",
                 incarnation=_restartable_incarnation(replica),
             )
         except (httpx.HTTPError, ValueError) as exc:

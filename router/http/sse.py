@@ -11,6 +11,7 @@ from lorafleet.service.decoding import DECODE_ERRORS
 from lorafleet.service.http import envelope
 from router.core.errors import StreamBroken
 from router.http.error_shapes import status_of_type
+from router.protocols.chat_completion import ChatStream, chat_answer
 from router.protocols.routes import ErrorShape, UsageKind, event_type
 
 # The end of an event: a blank line, with either line end.
@@ -144,6 +145,32 @@ class StoredAnswerRewriter(ModelRenamer):
     def rewrite(self, chunk: bytes) -> bytes:
         """The events that this chunk completes, renamed, and without digests; the rest is kept. Raises StreamBroken."""
         return _ENGINE_NAME.sub(rb'\1"', super().rewrite(chunk))
+
+
+class ChatRewriter:
+    """Makes a chat's answer of a completion's, behind another rewriter."""
+
+    __slots__ = ("_inner", "_stream")
+    usage: UsageKind | None = None
+
+    def __init__(self, inner: AnswerRewriter) -> None:
+        self._inner, self._stream = inner, ChatStream()
+
+    def whole(self, body: bytes) -> bytes:
+        """A complete body, rewritten. Raises ReplicaUnreachable for what is no completion."""
+        return chat_answer(self._inner.whole(body))
+
+    def rewrite(self, chunk: bytes) -> bytes:
+        """The events that this chunk completes, rewritten; the rest is kept. Raises StreamBroken."""
+        return self._stream.events(self._inner.rewrite(chunk))
+
+    def end(self) -> bytes:
+        """The kept rest of a stream that has ended, rewritten. Raises StreamBroken."""
+        return self._stream.events(self._inner.end())
+
+    def discard_partial_event(self) -> None:
+        """Forget the kept rest: the stream goes on with whole events of our own."""
+        self._inner.discard_partial_event()
 
 
 class CumulativeRewriter(ModelRenamer):

@@ -1,4 +1,4 @@
-"""Errors for request bodies that are not JSON or have too many items."""
+"""What several request formats share: errors for bodies, values of batches, and the data of events."""
 
 import re
 from collections.abc import Mapping
@@ -76,3 +76,8 @@ class ItemAnswer(NamedTuple):
 
     body: bytes
     weights: str
+
+
+def data_lines(events: bytes) -> list[bytes]:
+    """The data of each of these events."""
+    return [line[len(b"data:") :].strip() for line in events.split(b"\n") if line.startswith(b"data:")]

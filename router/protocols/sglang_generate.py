@@ -17,7 +17,7 @@ from lorafleet.service.decoding import DECODE_ERRORS
 from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
 from router.protocols import sglang_logprobs
 from router.protocols.adapter_fields import adapter_field_error, chosen_adapter, is_adapter_name
-from router.protocols.bodies import BOM, ItemAnswer, bad_json_error, is_streamed_call, per_item
+from router.protocols.bodies import BOM, ItemAnswer, bad_json_error, data_lines, is_streamed_call, per_item
 from router.protocols.sglang_logprobs import LogprobsRequest
 
 PATH = "/generate"
@@ -206,7 +206,7 @@ class CumulativeStream:
         event is passed on. Raises StreamBroken for anything else.
         """
         try:
-            return b"".join(filter(None, map(self._event, _data_lines(events))))
+            return b"".join(filter(None, map(self._event, data_lines(events))))
         except _PARSE_ERRORS as exc:
             raise StreamBroken("the engine sent what is no completion's event") from exc
 
@@ -339,8 +339,3 @@ def _finish_reason(choice: Mapping[str, Any], ids: Sequence[int]) -> dict[str, A
         # vLLM names no stop reason for the end-of-text token, which is then the last one.
         return {"type": "stop", "matched": matched if matched is not None else (ids[-1] if ids else None)}
     return {"type": reason}
-
-
-def _data_lines(events: bytes) -> list[bytes]:
-    """The data of each of these events."""
-    return [line[len(b"data:") :].strip() for line in events.split(b"\n") if line.startswith(b"data:")]

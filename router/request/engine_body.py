@@ -235,11 +235,15 @@ class Dialect:
     model  (the base model's served name, engine name or "") -> value of `model` in request and answer
     body   (client's fields, that name, options) -> the bytes to send
     paths  where an adapter is selected; None: everywhere. At other paths the base model answers under its name
+    completes_chats  a chat with an adapter goes there as a completion of its token ids
+    has_tokenize     it has /tokenize
     """
 
     model: Callable[[str, str], str]
     body: Callable[[Body, str, EngineOptions], bytes]
     paths: frozenset[str] | None = None
+    completes_chats: bool = False
+    has_tokenize: bool = True
 
 
 def _vllm_model(model_name: str, engine_name: str) -> str:
@@ -275,8 +279,9 @@ _SGLANG_PATHS = frozenset(
     }
 )
 
-# sgl-jax, read in its source: of its OpenAI routes this one alone hands `lora_path` on. Chat is the base model's.
-_SGL_JAX_PATHS = frozenset({"/v1/completions"})
+# sgl-jax, read in its source: of its OpenAI routes completions alone hand `lora_path` on. Its chats are the base
+# model's, so that an adapter's go there as completions.
+_SGL_JAX_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 
 def _base_model(model_name: str, engine_name: str) -> str:  # noqa: ARG001  (other dialects name the adapter)
@@ -288,7 +293,7 @@ def _base_model(model_name: str, engine_name: str) -> str:  # noqa: ARG001  (oth
 DIALECTS: Mapping[str, Dialect] = {
     "vllm": Dialect(_vllm_model, vllm_body),
     "sglang": Dialect(_sglang_model, sglang_body, _SGLANG_PATHS),
-    "sgl-jax": Dialect(_base_model, sgl_jax_body, _SGL_JAX_PATHS),
+    "sgl-jax": Dialect(_base_model, sgl_jax_body, _SGL_JAX_PATHS, completes_chats=True, has_tokenize=False),
 }
 
 

@@ -1,22 +1,27 @@
 """open: the HTTP message that an engine gets: its address, headers and body."""
 
+from array import array
 from functools import lru_cache
 from secrets import token_hex
 
 import msgspec
 
+from router.core.errors import NoReplica
 from router.core.fleet import Replica
 from router.http.engine_connection import Origin
-from router.protocols.routes import Route
+from router.protocols.chat_completion import completion_of_chat
+from router.protocols.routes import COMPLETIONS, ROUTES, Route
 from router.protocols.sglang_logprobs import check_for_completions
 from router.protocols.stored_responses import tagged_response_id
 from router.request.engine_body import EngineOptions, dialect_of, may_send_ids, salt_for, sglang_native_body
 from router.request.parsed_request import ParsedRequest
 from router.request.record import DispatchedRequest
 from router.request.services import Services
+from router.tokenizing.tokens import Tokens
 
 # An item of `/generate` at an SGLang: its own call, which alone gives token ids and log-probabilities there.
 SGLANG_ITEM = Route(path="/generate", summary="A text continued", generates=True, streams=True, usage="sglang")
+COMPLETION = ROUTES["POST", COMPLETIONS]
 # Shorter prompts are sent as text: the engine tokenizes them in less time than we write their ids.
 _MIN_SENT_IDS = 256
 
@@ -87,6 +92,7 @@ def engine_message(
 
     response_id  the id that the engine gives its response, see `new_response_id`
     raises       ReplicaUnreachable, `unknown_dialect`: this engine cannot be given an adapter
+                 NoReplica before the tokenizer was read that a chat as a completion needs
                  BadBody, see `dialect_of` and `salt_for`
     """
     route, replica, routing = request.route, dispatched.replica, dispatched.decision.request
@@ -113,6 +119,14 @@ def engine_message(
             head = endpoint.request(request, body, dispatched.decision.rank)
             return EngineMessage(route, endpoint.origin, head, model, routing.engine_name, replica.id, request.streamed)
         check_for_completions(native, replica.dialect)
+    if routing.engine_name and dialect.completes_chats and route.prompt == "chat":
+        ids = _text_ids(dispatched.prompt)
+        if ids is None and not services.tokenizers.knows(replica.base_model):
+            message = f"no tokenizer of {replica.base_model!r} has been read yet, which a chat with this adapter needs"
+            raise NoReplica(f"{message}; the worker's agent serves it from its `model`", retry_after_s=1.0)
+        fields = completion_of_chat(request.fields, ids, replica.max_model_len)
+        route = COMPLETION
+        request = msgspec.structs.replace(request, target=route.path.encode(), fields=fields)
     body = dialect.body(request.fields, model, options)
     return EngineMessage(
         route,
@@ -124,6 +138,11 @@ def engine_message(
         request.streamed,
         response_id,
     )
+
+
+def _text_ids(tokens: Tokens) -> "array[int] | None":
+    """The token ids of a prompt of text alone; None for another one, and where they are not known."""
+    return None if tokens.pictures else tokens.ids
 
 
 def _sends_ids(services: Services, request: ParsedRequest, dispatched: DispatchedRequest) -> bool:

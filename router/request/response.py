@@ -17,12 +17,21 @@ from lorafleet.telemetry.request_log import RequestLine, cause_of
 from router.core.errors import BadBody, DeadlineExceeded, RateLimited, RouterError, StreamBroken, without_addresses
 from router.core.queue.quota import QuotaGrant
 from router.http.error_shapes import shaped
-from router.http.sse import AnswerRewriter, CumulativeRewriter, ModelRenamer, WeightSigner, error_event, refusal_event
+from router.http.sse import (
+    AnswerRewriter,
+    ChatRewriter,
+    CumulativeRewriter,
+    ModelRenamer,
+    WeightSigner,
+    error_event,
+    refusal_event,
+)
 from router.protocols.routes import Route
 from router.protocols.usage import UsageFilter
 from router.request.accounting import count_refusal, count_run, record, record_error, record_usage, sender_names
 from router.request.dispatched import record_first_token, record_whole_answer
 from router.request.engine_attempt import EngineAttempt
+from router.request.engine_request import COMPLETION
 from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest
 from router.request.record import DispatchedRequest
 from router.request.run import RequestRun
@@ -150,6 +159,8 @@ class ClientResponse(msgspec.Struct, eq=False):
         rewriter: AnswerRewriter = ModelRenamer(model, target.asked if run.request.route.echoes_model else model)
         if run.request.names_weights and run.request.route.signs:
             rewriter = WeightSigner(model, target.asked, target.weights)
+        if answer.message.route is COMPLETION and run.request.route.prompt == "chat":
+            rewriter = ChatRewriter(rewriter)
         if answer.metadata is not None:
             headers += f"metadata: {rewriter.whole(answer.metadata).decode('latin-1')}\r\n"
         return headers, rewriter

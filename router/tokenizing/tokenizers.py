@@ -196,6 +196,7 @@ class Tokenizers:
         If most engines disagree with the tokenizer, the files of the next disagreeing engine replace it. A worker
         without success is tried again after a minute; other workers are tried meanwhile.
 
+        engine_url   empty: an engine without /tokenize, which goes by the files that its agent serves
         incarnation  its boot id is empty for an engine whose restarts would not be noticed; None: without a name, too
         raises       httpx.HTTPError if agent or engine cannot be reached now
         """
@@ -496,7 +497,10 @@ class Tokenizers:
             )
         if not agrees:
             return None
-        log.info("tokenizing here: equal to the engine on every probe that it took", base_model=base_model)
+        if engine_url:
+            log.info("tokenizing here: equal to the engine on every probe that it took", base_model=base_model)
+        else:
+            log.info("tokenizing here by its files: the engine has no /tokenize", base_model=base_model)
         return local, reading
 
     async def _engine_agrees(
@@ -504,11 +508,13 @@ class Tokenizers:
     ) -> tuple[bool | None, _Reading | None]:
         """POST every probe to the engine; whether it has our ids for each that it accepts, and the date that it shows.
 
-        None if it accepts none; no date if that cannot be read.
+        None if it accepts none; no date if that cannot be read. An engine without a URL is taken at its files' word.
 
         raises  httpx.HTTPError if the engine cannot be reached now
         """
         agrees, reading = None, await self._read_date(local, engine_url)
+        if not engine_url:
+            return True, reading
         number = 0
         probes: list[Mapping[str, Any]] = [*PROBES, *added_token_probes(local.added_tokens)]
         contested, until = self._contested.get(base_model, (None, 0.0))
@@ -541,6 +547,8 @@ class Tokenizers:
         """
         if not local.date_forms:
             return _Reading(ShownDate(), inf)
+        if not engine_url:
+            return None
         answers = [(probe, *await self._post_date_probe(probe, engine_url)) for probe in date_probes(local)]
         if any(engine_ids is None for _, engine_ids, _ in answers):
             return None

@@ -268,15 +268,16 @@ def test_sglang_serves_its_base_model_everywhere_and_adapters_at_some_paths():
         dialect_of("sglang", engine_name="sql/v1@1", path="/v1/responses")
 
 
-def test_sgl_jax_gets_an_adapter_as_lora_path_at_completions_and_nowhere_else():
+def test_sgl_jax_gets_an_adapter_as_lora_path_at_completions_which_chats_become_and_nowhere_else():
     jax = dialect_of("sgl-jax", engine_name="sql/v1@1")
     options = EngineOptions(adapter="sql/v1@1", prompt_ids=IDS, report_full=True)
     sent = json.loads(jax.body(body('{"prompt":"x","cache_salt":"s"}'), jax.model("base", "sql/v1@1"), options))
     assert sent == {"prompt": "x", "model": "base", "lora_path": "sql/v1@1", "extra_key": "s"}
     assert "lora_path" not in json.loads(jax.body(body("{}"), "base", EngineOptions()))
-    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/tokenize"):
+    assert dialect_of("sgl-jax", engine_name="sql/v1@1", path="/v1/chat/completions").completes_chats
+    for path in ("/v1/messages", "/v1/responses", "/v1/embeddings", "/tokenize"):
         assert dialect_of("sgl-jax", engine_name="", path=path).model("base", "") == "base"
-        with pytest.raises(BadBody, match="there is /v1/completions"):
+        with pytest.raises(BadBody, match="there is /v1/chat/completions, /v1/completions"):
             dialect_of("sgl-jax", engine_name="sql/v1@1", path=path)
 
 

@@ -24,6 +24,20 @@ async def test_a_tokenizer_that_differs_from_the_engine_is_not_used(client, work
     tokenizers.close()
 
 
+async def test_an_engine_without_tokenize_goes_by_the_files_that_its_agent_serves(client, worker):
+    tokenizers, engine = Tokenizers(client), ("w0", "1")
+    worker.offset = 1  # nobody asks it
+    async with serving(worker.app) as url:
+        await tokenizers.load_or_probe(BASE, agent_url=url, engine_url="", incarnation=engine)
+        found = await tokenizers.ids(HI, base_model=BASE, engine_url="")
+    assert (found.source, tokenizers.has_probed(BASE, engine), tokenizers.agrees(engine, found)) == (
+        "local",
+        True,
+        True,
+    )
+    tokenizers.close()
+
+
 @pytest.mark.parametrize(
     ("file", "named"),
     [

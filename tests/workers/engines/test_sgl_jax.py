@@ -204,10 +204,11 @@ async def through_a_fleet(worker: RunningWorker, folder: Path) -> AsyncIterator[
                 lambda: any(each.residents for each in parts.discovery.fleet.replicas.values()),
                 timeout_s=patience(20),
             )
+            await until(lambda: parts.tokenizers.knows("tiny-qwen"))
             yield client, operator
 
 
-async def test_adapters_are_routed_to_completions_only_and_no_request_falls_to_the_base_model(
+async def test_adapters_have_completions_and_chats_and_no_request_falls_to_the_base_model(
     worker, jax_adapters, tmp_path
 ):
     async with through_a_fleet(worker, tmp_path) as (client, operator):
@@ -240,12 +241,35 @@ async def test_adapters_are_routed_to_completions_only_and_no_request_falls_to_t
         answers = [each["text"] for each in (await client.post("/generate", json=native)).json()]
         # On the CPU the real engine computes a mixed batch otherwise than its requests alone (sglang-jax#610).
         assert answers == [base, sql, legal] or (SGL_JAX_PYTHON and len(set(answers)) == 3)
-        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
-        assert (await client.post("/v1/chat/completions", json={"model": "tiny-qwen", **chat})).status_code == 200
-        for stream in (False, True):
-            refused = await client.post("/v1/chat/completions", json={"model": SQL, "stream": stream, **chat})
-            assert (refused.status_code, code(refused)) == (400, "invalid_request_body")
-            assert "runs no adapter at /v1/chat/completions; there is /v1/completions" in refused.text
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
+        said = {}
+        for model in ("tiny-qwen", SQL, LEGAL):
+            answer = await client.post("/v1/chat/completions", json={"model": model, **chat})
+            assert answer.status_code == 200, answer.text
+            whole = answer.json()
+            assert (whole["object"], whole["model"], whole["usage"]["completion_tokens"]) == (
+                "chat.completion",
+                model,
+                8,
+            )
+            assert whole["choices"][0]["message"]["role"] == "assistant"
+            said[model] = whole["choices"][0]["message"]["content"]
+        assert len(set(said.values())) == 3
+        streamed = await client.post("/v1/chat/completions", json={"model": SQL, "stream": True, **chat})
+        chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        assert ([delta.get("role") for delta in deltas][:2], streamed.text[-14:]) == (
+            ["assistant", None],
+            "data: [DONE]\n\n",
+        )
+        assert "".join(delta["content"] for delta in deltas) == said[SQL]
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        refused = await client.post("/v1/chat/completions", json={"model": SQL, "tools": tools, **chat})
+        assert (refused.status_code, code(refused)) == (400, "invalid_request_body")
+        assert "tools is not offered for chats with this adapter's engine" in refused.text
+        other = await client.post("/v1/messages", json={"model": SQL, **chat})
+        assert "runs no adapter at /v1/messages; there is /v1/chat/completions, /v1/completions" in other.text
         (await operator.delete(f"/v1/adapters/{SQL}")).raise_for_status()
         assert (await operator.get(f"/v1/adapters/{SQL}")).json()["status"]["state"] == "deleting"
 
