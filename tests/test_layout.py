@@ -52,7 +52,6 @@ TESTED_FROM_OUTSIDE = {
     "router/items/stored": "router/protocols/test_routes.py",
     "router/request/services": "router/request/test_run.py",
     "router/telemetry/otlp": "router/telemetry/test_tracing.py",
-    "workers/agent/lora_manager": "workers/sources/test_plugins.py",
     "workers/agent/uploaded_adapters": "workers/storage/test_uploads.py",
     "workers/engines/client": "workers/engines/test_vllm.py",
     "workers/engines/guard": "workers/engines/test_process.py",

@@ -97,6 +97,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FoundingFleet]:
     }
     environment = {f"LORAFLEET_{service}_LOG_FORMAT": "json" for service in ("ROUTER", "ORCHESTRATOR", "WORKERS")}
     adapters = ("--adapters", str(folder / "adapters"), "--max-loras", "8")
+    environment["LORAFLEET_WORKERS_ACCESS_LOG"] = "all"
     flags = ("--engine", "sim", "--workers", "2", *adapters, "--key-file", str(path))
     with running(folder / "state", *flags, token=keys["admin"], environment=environment) as started:
         changed = started.http("PATCH", f"{started.orchestrator}/v1/adapters/{ACME}", json={"tenants": ["acme"]})

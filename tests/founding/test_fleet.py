@@ -1,7 +1,14 @@
 """What the documents ask of the orchestrator and of the fleet: placement, policy, metrics, security, open questions."""
 
-import pytest
+import shutil
+from pathlib import Path
+from typing import Any
 
+import pytest
+import yaml
+
+from lorafleet.service.settings import SettingsError, load
+from orchestrator.config import OrchestratorSettings
 from tests.e2e.fleets import until
 from tests.founding.conftest import ACME, LEGAL, PYTHON, SQL, FoundingFleet, models
 
@@ -17,7 +24,7 @@ def test_ensure_loads_an_adapter_on_as_many_workers_as_asked(fleet: FoundingFlee
 def test_policy_is_read_and_changed_without_a_restart(fleet: FoundingFleet) -> None:
     address = f"{fleet.orchestrator}/v1/policy"
     before = fleet.get(address)
-    assert {"loading", "min_replicas", "max_replicas"} <= before.keys()
+    assert (before["loading"], before["min_replicas"], before["max_replicas"]) == ("lazy", 1, 64)
     for loading in ("eager", "weighted", before["loading"]):
         changed = fleet.send("PATCH", address, json={"loading": loading})
         assert (changed.status_code, changed.json()["loading"]) == (200, loading)
@@ -51,10 +58,95 @@ def test_adapter_that_nobody_asks_for_in_its_ttl_leaves_and_returns_on_demand(fl
     assert fleet.send("PATCH", policy, json={"min_residency_s": before["min_residency_s"]}).is_success
 
 
-def test_plan_and_rebalance_say_what_a_pass_does(fleet: FoundingFleet) -> None:
-    planned = fleet.post(f"{fleet.orchestrator}/v1/placements/plan", {})
-    assert planned.status_code == 200, planned.text
+def test_lazy_waits_for_a_request_and_eager_does_not(fleet: FoundingFleet) -> None:
+    adapters = f"{fleet.orchestrator}/v1/adapters"
+    source = fleet.get(f"{adapters}/{LEGAL}")["spec"]["source"]
+    for loading in ("lazy", "eager"):
+        spec = {"lora_id": f"{loading}/v1", "source": source, "policy": {"loading": loading}}
+        assert fleet.post(adapters, spec).status_code == 201
+    until(lambda: fleet.fleet.held_by("eager/v1"), within_s=30, what="the eager one is loaded, and nobody asked")
+    assert not fleet.fleet.held_by("lazy/v1")
+    assert fleet.chat(lora_id="lazy/v1").is_success
+    assert fleet.fleet.held_by("lazy/v1")
+
+
+def test_keys_of_the_designed_orchestrator_are_understood_or_refused_with_what_to_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = {"rebalance_interval_sec": 300, "enable_auto_scaling": True}
+    taken |= {"lru_eviction_enabled": True, "ttl_eviction_enabled": False}
+    path = tmp_path / "lora_orchestrator.yaml"
+    path.write_text(yaml.safe_dump({"lora_orchestrator": taken, "worker": {"max_loras": 4}}))
+    assert load(OrchestratorSettings, ["--config", str(path)], prog="orchestrator").pass_interval_s == 300
+    for name in ("enable_auto_scaling", "lru_eviction_enabled", "ttl_eviction_enabled"):
+        path.write_text(yaml.safe_dump({"lora_orchestrator": {name: not taken[name]}}))
+        with pytest.raises(SettingsError, match=f"{name}: .*`lorafleet |{name}: .*ttl_seconds"):
+            load(OrchestratorSettings, ["--config", str(path)], prog="orchestrator")
+    monkeypatch.setenv("REBALANCE_INTERVAL_SEC", "60")
+    assert load(OrchestratorSettings, [], prog="orchestrator").pass_interval_s == 60
+
+
+def test_plan_says_what_the_next_pass_would_do_and_rebalance_does_it(fleet: FoundingFleet) -> None:
+    adapters = f"{fleet.orchestrator}/v1/adapters"
+    source = fleet.get(f"{adapters}/{LEGAL}")["spec"]["source"]
+    assert fleet.post(adapters, {"lora_id": "planned/v1", "source": source}).status_code == 201
+    until(
+        lambda: (
+            fleet.get(f"{adapters}/planned/v1")["status"]["state"] == "registered"
+            and fleet.get(f"{adapters}/planned/v1")["spec"]["digest"]
+        ),
+        within_s=30,
+        what="it is inspected",
+    )
+    assert not fleet.fleet.held_by("planned/v1")
+    supposed = {"adapter_policies": {"planned/v1": {"loading": "eager", "min_replicas": 2}}, "passes": 3}
+    planned = fleet.post(f"{fleet.orchestrator}/v1/placements/plan", supposed).json()
+    loads = [each for each in planned["actions"] if (each["operation"], each["lora_id"]) == ("load", "planned/v1")]
+    assert {each["worker_id"] for each in loads} == {"w0", "w1"}
+    assert not fleet.fleet.held_by("planned/v1"), "a plan does nothing"
+    policy = {"policy": {"loading": "eager", "min_replicas": 2}}
+    assert fleet.send("PATCH", f"{adapters}/planned/v1", json=policy).is_success
     assert fleet.post(f"{fleet.orchestrator}/v1/rebalance", {}).is_success
+    until(lambda: len(fleet.fleet.held_by("planned/v1")) == 2, within_s=30, what="both workers have it")
+
+
+def test_orchestrator_loads_by_the_workers_own_route(fleet: FoundingFleet) -> None:
+    fleet.ensure(PYTHON, replicas=2)
+    calls = [line for line in fleet.log_lines("w0") if line.get("path") == "/v1/admin/load_lora"]
+    assert 200 in {line["status"] for line in calls}
+    assert OrchestratorSettings().load_timeout_s == 300
+
+
+def test_failed_load_is_logged_with_worker_and_error(fleet: FoundingFleet) -> None:
+    adapters = f"{fleet.orchestrator}/v1/adapters"
+    folder = Path(fleet.get(f"{adapters}/{LEGAL}")["spec"]["source"])
+    broken = folder.parent / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "adapter_model.safetensors").write_bytes(b"no weights")
+    assert fleet.post(adapters, {"lora_id": "broken/v1", "source": str(broken)}).status_code == 201
+
+    def said() -> list[dict[str, Any]]:
+        return [line for line in fleet.log_lines("orchestrator") if line.get("lora_id") == "broken/v1"]
+
+    until(lambda: any(line.get("outcome") == "refused" for line in said()), within_s=30, what="it is refused")
+    line = next(line for line in said() if line.get("outcome") == "refused")
+    assert (line["code"], line["worker_id"] in {"w0", "w1"}) == ("weights_corrupt", True)
+    assert line["error"]
+    assert fleet.send("DELETE", f"{adapters}/broken/v1").is_success
+
+
+def test_load_by_vllms_own_call_at_the_router_reaches_every_worker(fleet: FoundingFleet) -> None:
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["spec"]["source"]
+    body = {"lora_name": "tenants-own", "lora_path": source}
+    loaded = fleet.post(f"{fleet.router}/v1/load_lora_adapter", body)
+    assert loaded.status_code == 200, loaded.text
+    assert "tenants-own" in models(fleet)
+    placed = fleet.get(f"{fleet.orchestrator}/v1/placements")["data"]
+    held = {item["worker_id"] for item in placed if item["lora_id"].startswith("tenants-own")}
+    assert held == {"w0", "w1"}
+    assert fleet.chat(model="tenants-own").is_success
+    assert fleet.post(f"{fleet.router}/v1/unload_lora_adapter", {"lora_name": "tenants-own"}).status_code == 200
+    assert "tenants-own" not in models(fleet)
 
 
 def test_workers_are_listed_with_state_capacity_and_adapters(fleet: FoundingFleet) -> None:
@@ -74,6 +166,13 @@ def test_workers_have_the_designed_metrics(fleet: FoundingFleet) -> None:
     series = fleet.series(fleet.worker)
     for name in ("lora_load_duration_seconds_count", "lora_memory_usage_bytes", "lora_request_count"):
         assert {"lora_id": LEGAL, "worker_id": "w0"} in series[name], name
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["spec"]["source"]
+    assert fleet.post(f"{fleet.orchestrator}/v1/adapters", {"lora_id": "short/v1", "source": source}).is_success
+    assert "w0" in fleet.ensure("short/v1", replicas=2)
+    assert fleet.send("DELETE", f"{fleet.orchestrator}/v1/adapters/short/v1").is_success
+    until(lambda: not fleet.fleet.held_by("short/v1"), within_s=60, what="it is unloaded")
+    unloads = fleet.series(fleet.worker)["lora_unload_duration_seconds_count"]
+    assert {"lora_id": "short/v1", "worker_id": "w0"} in unloads
     fleet.post(f"{fleet.worker}/v1/admin/load_lora", {"lora_id": "stolen/v1", "lora_path": "/etc"})
     series = fleet.series(fleet.worker)
     assert {"lora_id": "stolen/v1", "worker_id": "w0"} in series["lora_load_failures_total"]
@@ -82,8 +181,14 @@ def test_workers_have_the_designed_metrics(fleet: FoundingFleet) -> None:
 
 def test_orchestrator_has_the_designed_metrics(fleet: FoundingFleet) -> None:
     fleet.ensure(LEGAL)
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["spec"]["source"]
+    assert fleet.post(f"{fleet.orchestrator}/v1/adapters", {"lora_id": "short/v2", "source": source}).is_success
+    fleet.ensure("short/v2")
+    assert fleet.send("DELETE", f"{fleet.orchestrator}/v1/adapters/short/v2").is_success
+    until(lambda: not fleet.fleet.held_by("short/v2"), within_s=60, what="it is unloaded")
     series = fleet.series(fleet.orchestrator)
-    assert "load" in {labels["operation"] for labels in series["lora_placement_operations_total"]}
+    operations = {labels["operation"] for labels in series["lora_placement_operations_total"]}
+    assert {"load", "unload"} <= operations
     for name in ("lora_replicas_current", "lora_replicas_target"):
         assert {"lora_id": LEGAL} in series[name], name
 
@@ -95,6 +200,22 @@ def test_usage_is_counted_by_adapter(fleet: FoundingFleet) -> None:
         within_s=20,
         what="the router has reported the request",
     )
+
+
+def test_copy_that_leaves_a_drained_worker_is_an_eviction_for_capacity(fleet: FoundingFleet) -> None:
+    worker = f"{fleet.orchestrator}/v1/workers/w1"
+    assert "w1" in fleet.ensure(SQL, replicas=2)
+    assert fleet.post(f"{worker}/drain", {}).is_success
+    try:
+        evicted = {"lora_id": SQL, "reason": "capacity"}
+        until(
+            lambda: evicted in fleet.series(fleet.orchestrator).get("lora_evictions_total", []),
+            within_s=60,
+            what="the drained worker has lost its copy",
+        )
+    finally:
+        assert fleet.post(f"{worker}/uncordon", {}).is_success
+        until(lambda: fleet.get(worker)["state"] == "ready", within_s=60, what="it serves again")
 
 
 def test_router_counts_each_request_by_adapter_and_outcome(fleet: FoundingFleet) -> None:

@@ -46,6 +46,17 @@ def test_generate_answers_a_text_by_an_adapter_and_a_batch_by_several(fleet: Fou
     assert len({item["text"] for item in batch}) == 3
 
 
+def test_generate_takes_folders_as_lora_path(fleet: FoundingFleet) -> None:
+    folders = [fleet.get(f"{fleet.orchestrator}/v1/adapters/{name}")["spec"]["source"] for name in (SQL, PYTHON)]
+    sampling = {"max_new_tokens": 4, "temperature": 0}
+
+    def texts(lora_path: list[str]) -> list[str]:
+        body = {"text": ["Hello"] * 2, "lora_path": lora_path, "sampling_params": sampling}
+        return [item["text"] for item in fleet.post(f"{fleet.router}/generate", body).json()]
+
+    assert texts(folders) == texts([SQL, PYTHON])
+
+
 def test_name_of_no_adapter_is_refused_and_never_answered_by_the_base_model(fleet: FoundingFleet) -> None:
     for field in ("lora_id", "lora_path", "model"):
         answer = fleet.chat(**{field: "nobody/v1"})

@@ -25,6 +25,7 @@ def test_metadata_has_the_designed_fields(fleet: FoundingFleet) -> None:
     assert "w0" in fleet.ensure(LEGAL, replicas=2)
     metadata = fleet.get(f"{fleet.worker}/metadata")
     assert {"name", "type", "base_model", "runtime_config"} <= metadata["model"].keys()
+    assert metadata["model"]["type"] == "Completions"
     runtime = metadata["model"]["runtime_config"]
     assert {"total_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "block_size"} <= runtime.keys()
     lora = metadata["lora"]
@@ -36,6 +37,21 @@ def test_metadata_has_the_designed_fields(fleet: FoundingFleet) -> None:
     assert item.keys() >= LOADED
     assert item["state"] == "ready"
     assert metadata["transport"]["engine_url"]
+
+
+def test_worker_says_that_it_is_ready(fleet: FoundingFleet) -> None:
+    assert fleet.send("GET", f"{fleet.worker}/ready", key="").status_code == 200
+    assert fleet.get(f"{fleet.worker}/metadata")["state"] == "ready"
+
+
+def test_worker_and_adapters_have_their_cards(fleet: FoundingFleet) -> None:
+    assert "w0" in fleet.ensure(LEGAL, replicas=2)
+    card = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["status"]["card"]
+    assert (card["base_model"], card["rank"], card["dtype"]) == ("tiny-qwen", 8, "BF16")
+    metadata = fleet.get(f"{fleet.worker}/metadata")
+    mdc = metadata["mdc"]
+    assert (mdc["display_name"], mdc["max_rank"]) == ("tiny-qwen", metadata["lora"]["max_lora_rank"])
+    assert set(card["target_modules"]) <= set(mdc["module_names"])
 
 
 def test_adapters_on_disk_are_listed_with_rank_and_base_model(fleet: FoundingFleet) -> None:
@@ -52,15 +68,6 @@ def test_one_adapters_metadata_is_found_by_its_name_with_slashes(fleet: Founding
     assert item.keys() >= AVAILABLE
     missing = fleet.send("GET", f"{fleet.worker}/v1/metadata/loras/nobody/v1")
     assert (missing.status_code, fleet.code(missing)) == (404, "adapter_unknown")
-
-
-def test_load_over_rest_is_idempotent_and_listed(fleet: FoundingFleet) -> None:
-    fleet.ensure(LEGAL, replicas=2)
-    for _ in range(2):
-        answer = fleet.post(f"{fleet.worker}/v1/admin/load_lora", {"lora_id": LEGAL})
-        assert (answer.status_code, answer.json()["lora_id"]) == (200, LEGAL)
-    listed = fleet.get(f"{fleet.worker}/v1/admin/loras")
-    assert LEGAL in {item["lora_id"] for item in listed["loaded_loras"]}
 
 
 def test_unload_is_the_orchestrators_alone(fleet: FoundingFleet) -> None:

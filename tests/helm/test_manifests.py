@@ -269,3 +269,28 @@ def test_the_pod_of_helm_test_runs_where_routers_may_run():
     of_router = router["spec"]["template"]["spec"]
     for name in ("nodeSelector", "tolerations", "imagePullSecrets"):
         assert pod["spec"][name] == of_router[name]
+
+
+def test_adapters_are_mounted_read_only_from_a_claim():
+    (spec,) = (
+        item["spec"]["template"]["spec"]
+        for item in of_kind("everything", "StatefulSet", "Deployment")
+        if any(volume["name"] == "adapters" for volume in item["spec"]["template"]["spec"]["volumes"])
+    )
+    (volume,) = (volume for volume in spec["volumes"] if volume["name"] == "adapters")
+    assert volume["persistentVolumeClaim"]["claimName"] == "adapters"
+    (mount,) = (each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "adapters")
+    assert (mount["mountPath"], mount["readOnly"]) == ("/adapters", True)
+
+
+def test_orchestrators_are_a_deployment_with_a_service_at_port_8080():
+    (deployment,) = (
+        found for found in of_kind("defaults", "Deployment") if found["metadata"]["name"].endswith("-orchestrator")
+    )
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert {"name": "http", "containerPort": 8080} in container["ports"]
+    (service,) = (
+        found for found in of_kind("defaults", "Service") if found["metadata"]["name"].endswith("-orchestrator")
+    )
+    (port,) = (each for each in service["spec"]["ports"] if each["name"] == "http")
+    assert (port["port"], port["targetPort"]) == (8080, "http")
