@@ -132,7 +132,7 @@ class LorafleetOrchestrator:
         if desired.look_again_at is not None and not now < self._looks_at < desired.look_again_at:
             self._looks_at = max(now, desired.look_again_at)
             self.world.at(self._looks_at, self._poke)
-        actions = diff(desired, observed, self._drained(), self.rules, 0, now)
+        actions = diff(desired, observed, self.rules, 0, now)
         self._end_drains(desired)
         wants = self.book.open_wants(now)
         for action in actions:
@@ -146,6 +146,7 @@ class LorafleetOrchestrator:
             busy=busy,
             loads_in_flight=sum(busy.values()),
             reserve_victims=dict(self.reserve_victims),
+            drains={pair: self._is_drained(pair, since) for pair, since in self.drains.items()},
             memory=self.desired.memory,
             load_figures=LoadFigures(seconds=self.world.scene.load_s, size_bytes=10**8),
         )
@@ -171,9 +172,6 @@ class LorafleetOrchestrator:
             node=engine.name,
             load=max(0.0, engine.free_at - self.world.now),
         )
-
-    def _drained(self) -> dict[Pair, bool]:
-        return {pair: self._is_drained(pair, since) for pair, since in self.drains.items()}
 
     def _is_drained(self, pair: Pair, since: float) -> bool:
         copy = self._copy(pair)

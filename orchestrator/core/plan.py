@@ -124,7 +124,6 @@ def required_drains(desired: DesiredPlacement) -> dict[Pair, str]:
 def diff(
     desired: DesiredPlacement,
     observed: ObservedFleet,
-    drained: Mapping[Pair, bool],
     policy: PlacementPolicy,
     inspects: int,
     now: float,
@@ -135,7 +134,6 @@ def diff(
 
     A load whose files another worker is fetching waits; see `fetch_choice`.
 
-    drained    (lora_id, worker_id) of every drain in progress -> whether it has finished
     inspects   number of further inspections that may start
     adapters   the registered adapters; a load of another one fetches at once
     """
@@ -146,11 +144,11 @@ def diff(
     actions += [
         WorkerAction(operation="drain", lora_id=lora_id, worker_id=worker_id, reason=reason)
         for (lora_id, worker_id), reason in required_drains(desired).items()
-        if (lora_id, worker_id) not in drained
+        if (lora_id, worker_id) not in observed.drains
     ]
     busy = dict(observed.busy)
-    actions += _unload_actions(desired, observed, drained, policy, busy, now)
-    actions += _load_actions(desired, observed, drained, policy, busy, adapters=adapters, now=now)
+    actions += _unload_actions(desired, observed, policy, busy, now)
+    actions += _load_actions(desired, observed, policy, busy, adapters=adapters, now=now)
     actions += [
         WorkerAction(
             operation="drain", lora_id="", worker_id=worker_id, reason="asked to drain; nothing is left to move"
@@ -164,7 +162,6 @@ def diff(
 def _unload_actions(
     desired: DesiredPlacement,
     observed: ObservedFleet,
-    drained: Mapping[Pair, bool],
     policy: PlacementPolicy,
     busy: dict[str, int],
     now: float,
@@ -176,7 +173,7 @@ def _unload_actions(
     actions: list[WorkerAction] = []
     for step in desired.removals:
         is_failing = observed.current_failure(step.lora_id, step.worker_id, now) is not None
-        if not drained.get((step.lora_id, step.worker_id)) or is_failing:
+        if not observed.drains.get((step.lora_id, step.worker_id)) or is_failing:
             continue
         if busy.get(step.worker_id, 0) < policy.loads_per_worker:
             busy[step.worker_id] = busy.get(step.worker_id, 0) + 1
@@ -200,7 +197,6 @@ def parallel_loads_of_adapter(serving_workers: int) -> int:
 def _load_actions(
     desired: DesiredPlacement,
     observed: ObservedFleet,
-    drained: Mapping[Pair, bool],
     policy: PlacementPolicy,
     busy: dict[str, int],
     *,
@@ -225,7 +221,7 @@ def _load_actions(
         if left <= 0:
             break
         has_slot = free[step.worker_id] > 0
-        if not has_slot and (step.evict is None or not drained.get((step.evict, step.worker_id))):
+        if not has_slot and (step.evict is None or not observed.drains.get((step.evict, step.worker_id))):
             continue
         worker = observed.workers[step.worker_id]
         is_warming = worker.state == WARMING

@@ -306,6 +306,8 @@ class ObservedFleet:
     """(lora_id, worker_id) of each load in progress -> since when"""
     reserve_victims: Mapping[Pair, str] = field(default_factory=dict)
     """(lora_id, worker_id) that leaves once drained -> adapter whose load took the reserve slot instead of waiting"""
+    drains: Mapping[Pair, bool] = field(default_factory=dict)
+    """(lora_id, worker_id) of each drain in progress -> whether it has finished"""
     loading_victims: frozenset[Pair] = frozenset()
     """victims of loads in progress: the agent unloads the victim as part of the load"""
     load_figures: LoadFigures = field(default_factory=LoadFigures)

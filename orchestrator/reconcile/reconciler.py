@@ -340,6 +340,7 @@ class Reconciler:
         observed = self.queries.observe()
         if not self._can_decide:
             return DesiredPlacement(), observed, [], {}
+        observed = replace(observed, drains=self._drain_results(observed))
         self.demand.window_s = self.store.rules.demand_window_s
         intent = self.wanted_intent(self.store.intent, observed)
         self.demand.keep_asked_s = max(longest_ttl_s(intent, self.store.rules), self.store.rules.scale_down_after_s)
@@ -356,8 +357,7 @@ class Reconciler:
         inspects = self.settings.inspects_in_flight - len(self.operations.inspecting)
         # Warm-up loads come after every load that a request may wait for.
         steps = replace(desired, loads=(*desired.loads, *chain.from_iterable(warming.values())))
-        drained, rules = self._drain_results(observed), self.store.rules
-        actions = diff(steps, observed, drained, rules, inspects, now, adapters=intent.adapters)
+        actions = diff(steps, observed, self.store.rules, inspects, now, adapters=intent.adapters)
         return desired, observed, actions, warming
 
     def wanted_intent(self, stored: Intent, observed: ObservedFleet) -> Intent:

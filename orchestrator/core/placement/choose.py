@@ -134,8 +134,9 @@ def _worker_and_victim(
 ) -> WorkerVictim:
     """The best worker whose victim is among the cheapest, and that victim.
 
-    A victim that drains already is preferred, in use or not: otherwise adapters in constant use, each silent for a
-    moment in turn, would start drains that never end. Workers with as many loads ahead as a drain takes are left out.
+    A victim that has drained, or drains already, is preferred, in use or not: otherwise adapters in constant use, each
+    silent for a moment in turn, would start drains that never end. Workers with as many loads ahead as a drain takes
+    are left out.
     """
     found, next_at = [], inf
     for position, worker in enumerate(ranked):
@@ -147,7 +148,8 @@ def _worker_and_victim(
             known = context.intent.adapters[held.lora_id]
             # Without a free reserve slot the load waits until the victim has drained.
             is_late = worker.occupied_slots >= worker.slots
-            order = (held.state != "draining", known.policy.priority, value == inf, context.is_busy(worker.id), is_late)
+            steps_left = context.steps_until_room(held, worker.id)
+            order = (steps_left, known.policy.priority, value == inf, context.is_busy(worker.id), is_late)
             found.append((order, value, position, worker, held.lora_id))
     if not found:
         return WorkerVictim(None, "", next_at)

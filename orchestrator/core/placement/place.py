@@ -213,7 +213,7 @@ class _PlacementPass:
 
         def order(adapter: RegisteredAdapter) -> tuple[object, ...]:
             want = demand.wants.get(adapter.lora_id)
-            turn = wait_bucket(want) if want is not None and want.is_waited_for else 0.0
+            turn = wait_bucket(context, want) if want is not None and want.is_waited_for else 0.0
             return (*rank(adapter), want is None, turn, -demand.rates.get(adapter.lora_id, 0.0), adapter.lora_id)
 
         adapters = sorted((context.intent.adapters[lora_id] for lora_id in short), key=order)

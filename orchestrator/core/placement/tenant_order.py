@@ -3,14 +3,16 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from math import log2
 
 from orchestrator.core.placement.context import PlacementContext
 from orchestrator.model.adapters import RegisteredAdapter
-from orchestrator.model.snapshot import WantedReplicas
+from orchestrator.model.snapshot import LoadFigures, WantedReplicas
 
-WAIT_BUCKET_S = 10.0
-"""Requests that began to wait in the same bucket of this length are served by request rate, earlier buckets first. By
-rate alone an adapter just below the hottest ones would wait for ever."""
+WAIT_BUCKET_LOADS = 3.0
+WAIT_BUCKET_BOUNDS_S = (1 / 16, 8.0)
+"""Requests that began to wait in the same bucket, which is as long as so many loads take, are served by request rate,
+earlier buckets first. By rate alone an adapter just below the hottest ones would wait for ever."""
 
 
 def in_tenant_order(
@@ -58,16 +60,23 @@ def _tenant_turns(
     context: PlacementContext, want: WantedReplicas, loads_by_tenant: Counter[str]
 ) -> Iterator[tuple[int, float]]:
     """For each tenant of the want: its loads of this pass, and since when it waits."""
-    since = wait_bucket(want)
+    since = wait_bucket(context, want)
     if not want.tenants:
         yield 0, since
     for tenant in want.tenants:
         yield loads_by_tenant[tenant], max(since, context.demand.last_load_at.get(tenant, 0.0))
 
 
-def wait_bucket(want: WantedReplicas) -> float:
+def wait_bucket(context: PlacementContext, want: WantedReplicas) -> float:
     """The start of the clock bucket in which the wait began.
 
     Buckets of the clock, not ages, so that two waiting adapters never change places as time passes.
     """
-    return want.since // WAIT_BUCKET_S * WAIT_BUCKET_S
+    bucket_s = wait_bucket_s(context.observed.load_figures)
+    return want.since // bucket_s * bucket_s
+
+
+def wait_bucket_s(figures: LoadFigures) -> float:
+    """Length of a bucket: a power of two in seconds, so that one more measured load seldom changes it."""
+    least_s, most_s = WAIT_BUCKET_BOUNDS_S
+    return 2.0 ** round(log2(min(most_s, max(least_s, WAIT_BUCKET_LOADS * figures.seconds))))

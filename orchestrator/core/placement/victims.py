@@ -94,7 +94,8 @@ def cheapest_victim(
 ) -> VictimChoice:
     """The evictable copy on the worker with the least worth.
 
-    A copy that already drains comes first, so that a choice once made stands; then versions that no name points at.
+    A copy that has drained comes first, so that the adapter whose turn it is does not wait for another drain; then one
+    that drains, so that a choice once made stands; then versions that no name points at.
     An idle copy goes once a request has waited as long as the loss of the copy is expected to cost.
 
     below      only copies worth less than this
@@ -119,7 +120,8 @@ def cheapest_victim(
         is_current = held.lora_id not in context.intent.superseded
         worth = inf if is_used else copy_worth(context, known, worker.id)
         rate = requests_per_s(context, held.lora_id)
-        order = (not is_draining, known.policy.priority, is_current, worth, rate, held.since, held.lora_id)
+        steps_left = context.steps_until_room(held, worker.id)
+        order = (steps_left, known.policy.priority, is_current, worth, rate, held.since, held.lora_id)
         if best is None or order < best[0]:
             best = (order, held, worth)
     return VictimChoice(None, inf, next_at) if best is None else VictimChoice(best[1], best[2], next_at)

@@ -259,11 +259,11 @@ def _placement_pass(inputs: PlacementInputs) -> DesiredPlacement:
 def _actions_after_drains(desired: DesiredPlacement, inputs: PlacementInputs) -> list[WorkerAction]:
     """The actions of a pass that wants this placement, if every drain ended at once."""
     # Every drain is taken to end at once, because the duration of requests in flight is not known.
-    drained = dict.fromkeys(required_drains(desired), True)
+    observed = replace(inputs.observed, drains=dict.fromkeys(required_drains(desired), True))
     leaving = replace(
         desired, workers_to_drain=tuple(w for w in desired.workers_to_drain if not _is_draining(inputs, w))
     )
-    return diff(leaving, inputs.observed, drained, inputs.policy, 0, inputs.now)
+    return diff(leaving, observed, inputs.policy, 0, inputs.now)
 
 
 def _is_draining(inputs: PlacementInputs, worker_id: str) -> bool:

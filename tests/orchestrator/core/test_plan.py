@@ -105,7 +105,7 @@ def many(count, worker_id="w0"):
 
 
 def started(loads, observed, rules, now=0.0):
-    actions = diff(DesiredPlacement(loads=loads), observed, {}, rules, 0, now)
+    actions = diff(DesiredPlacement(loads=loads), observed, rules, 0, now)
     return [action.worker_id for action in actions]
 
 
@@ -167,7 +167,7 @@ def test_loads_that_should_be_short_are_not_spread():
     # An adapter that is much larger than those that loaded so fast is spread.
     large = {"a": registered("a", source="file:///a", size_bytes=10**9)}
     observed = ObservedFleet(workers=workers, load_figures=LoadFigures(seconds=0.01, size_bytes=1000))
-    actions = diff(DesiredPlacement(loads=loads), observed, {}, PlacementPolicy(), 0, 0.0, adapters=large)
+    actions = diff(DesiredPlacement(loads=loads), observed, PlacementPolicy(), 0, 0.0, adapters=large)
     assert len(actions) == 2
 
 
@@ -181,8 +181,10 @@ def test_a_removal_is_drained_first_and_unloaded_only_then():
     desired = DesiredPlacement(removals=(PlannedRemoval(lora_id="a", worker_id="w0", reason="deleted"),))
     observed = ObservedFleet(workers={"w0": IDLE})
 
-    def operations(drained):
-        return [action.operation for action in diff(desired, observed, drained, PlacementPolicy(), 0, 0.0)]
+    def operations(drains):
+        return [
+            action.operation for action in diff(desired, replace(observed, drains=drains), PlacementPolicy(), 0, 0.0)
+        ]
 
     assert operations({}) == ["drain"]
     assert operations({("a", "w0"): False}) == []
@@ -193,8 +195,8 @@ def test_only_a_full_worker_waits_for_its_victim():
     load = (PlannedLoad(lora_id="a", worker_id="w0", reason="wanted", evict="v"),)
     full = ObservedFleet(workers={"w0": replace(IDLE, slots=0)})
 
-    def loads(observed, drained):
-        actions = diff(DesiredPlacement(loads=load), observed, drained, PlacementPolicy(), 0, 0.0)
+    def loads(observed, drains):
+        actions = diff(DesiredPlacement(loads=load), replace(observed, drains=drains), PlacementPolicy(), 0, 0.0)
         return [(a.evict, a.evict_after) for a in actions if a.operation == "load"]
 
     assert loads(full, {("v", "w0"): False}) == []

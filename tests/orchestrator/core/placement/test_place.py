@@ -666,6 +666,22 @@ def test_a_long_wait_takes_the_slot_in_use_that_is_asked_for_least(used):
     assert load.evict == "b"
 
 
+def test_the_first_in_turn_takes_the_victim_that_has_drained():
+    """Otherwise each pass would begin a drain for it, and give the one that has ended to those behind it."""
+    drains = {("a", "w0"): False, ("b", "w1"): True}
+    copies = (held("a", state="draining"), held("b", state="draining"))
+    observed = fleet(*(worker(f"w{at}", lora, slots=1) for at, lora in enumerate(copies)), drains=drains)
+    for first, second in (("x", "y"), ("y", "x")):
+        demand = DemandSnapshot(
+            wants={
+                first: WantedReplicas(replicas=1, since=NOW - 40),
+                second: WantedReplicas(replicas=1, since=NOW - 20),
+            }
+        )
+        desired = place(intent(*map(adapter, "abxy")), observed, demand, PlacementPolicy(), NOW)
+        assert [(load.lora_id, load.evict) for load in desired.loads] == [(first, "b"), (second, "a")]
+
+
 def test_a_started_eviction_goes_on_though_another_adapter_falls_silent():
     adapters = intent(adapter("a"), adapter("b"), adapter("new"))
     going = worker("w0", held("a", state="draining"), slots=1)

@@ -3,18 +3,20 @@
 from collections import Counter, defaultdict
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement.place import place
-from orchestrator.core.placement.tenant_order import WAIT_BUCKET_S
+from orchestrator.core.placement.tenant_order import wait_bucket_s
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.snapshot import DemandSnapshot, WantedReplicas
+from orchestrator.model.snapshot import DemandSnapshot, LoadFigures, WantedReplicas
 from tests.orchestrator.core.placement.test_place import NOW, adapter, fleet, intent, worker
 from tests.properties import examples
 
 RULES = PlacementPolicy()
+WAIT_BUCKET_S = wait_bucket_s(LoadFigures())
 TENANTS = ("", "acme", "bolt", "core")
 WIDE = fleet(*(worker(f"w{number:02}", slots=1) for number in range(12)))
 """Room for all at once, so that only the order matters."""
@@ -83,6 +85,15 @@ def test_within_one_tenant_earlier_and_then_hotter_adapters_come_first(case):
         == order_of(alone, rates=rates, last_load_at=turns)
         == expected
     )
+
+
+@pytest.mark.parametrize(("load_s", "comes_first"), [(0.03, "early"), (3.0, "hot")])
+def test_waits_that_differ_by_more_than_a_few_loads_keep_their_order(load_s, comes_first):
+    wants = {"early": waits(NOW), "hot": waits(NOW + 1)}
+    known = [adapter(name) for name in wants]
+    observed = fleet(worker("w0", slots=1), load_figures=LoadFigures(seconds=load_s))
+    demand = DemandSnapshot(wants=wants, rates={"hot": 9.0})
+    assert [load.lora_id for load in place(intent(*known), observed, demand, RULES, NOW + 2).loads] == [comes_first]
 
 
 @st.composite
