@@ -171,6 +171,7 @@ class LorafleetOrchestrator:
             adapters=held,
             node=engine.name,
             load=max(0.0, engine.free_at - self.world.now),
+            finishes_unloaded=True,
         )
 
     def _is_drained(self, pair: Pair, since: float) -> bool:

@@ -1,6 +1,7 @@
 """The actions of a pass: the difference between the desired placement and the observed fleet, within the budgets.
 
-An adapter is unloaded only where `place` names it with a reason, and only after it has drained there.
+An adapter is unloaded only where `place` names it with a reason, and only after it has drained there; an idle victim of
+a load need not drain on an engine that finishes what runs on an unloaded adapter.
 """
 
 import math
@@ -38,7 +39,7 @@ _NO_ADAPTERS: Mapping[str, RegisteredAdapter] = MappingProxyType({})
 class WorkerAction:
     """One operation on one worker. A drain with an empty lora_id drains the whole worker.
 
-    evict        victim of a load without a free slot: drained already, and unloaded by the agent as part of the load
+    evict        victim of a load without a free slot: drained or idle, and unloaded by the agent as part of the load
     evict_after  victim of a load that takes a reserve slot: it drains meanwhile and is unloaded afterwards
     is_expired   an unload for want of requests
     neighbours   of a load: workers that have the adapter's files, asked before its source
@@ -203,7 +204,7 @@ def _load_actions(
     adapters: Mapping[str, RegisteredAdapter],
     now: float,
 ) -> list[WorkerAction]:
-    """Loads that have a slot or a drained victim, within the budgets. Adds them to the counts in `busy`.
+    """Loads that have a slot, or a victim that can leave now, within the budgets. Adds them to the counts in `busy`.
 
     An adapter is loaded on half of its base model's workers at once, since they stall meanwhile. A load that takes
     longer than `load_spread_s` holds the others up no more, nor does one that should take less than `SHORT_LOAD_S`.
@@ -221,7 +222,8 @@ def _load_actions(
         if left <= 0:
             break
         has_slot = free[step.worker_id] > 0
-        if not has_slot and (step.evict is None or not observed.drains.get((step.evict, step.worker_id))):
+        has_room = has_slot or step.evicts_at_once or observed.drains.get((step.evict or "", step.worker_id))
+        if not has_room:
             continue
         worker = observed.workers[step.worker_id]
         is_warming = worker.state == WARMING

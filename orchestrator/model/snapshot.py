@@ -169,6 +169,7 @@ class ObservedWorker:
     reported_at     when the report was made, so that "nothing runs" differs from "nothing ran a while ago"
     has_agent       an agent keeps files there: without one, the engine loads none that only the fleet has
     kept_out        as in `WorkerIntent`
+    finishes_unloaded  its engine finishes the requests that run on an adapter which is unloaded, and refuses later ones
     """
 
     id: str
@@ -188,6 +189,7 @@ class ObservedWorker:
     reported_at: float = 0.0
     has_agent: bool = True
     kept_out: frozenset[str] = frozenset()
+    finishes_unloaded: bool = False
 
     def can_accept(self, base_model: str | None, rank: int) -> bool:
         """Whether the worker is ready and its engine takes adapters of this base model and rank; it may be full."""
@@ -396,12 +398,17 @@ class DemandSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLoad:
-    """Load the adapter on the worker; `evict` names the adapter that makes room."""
+    """Load the adapter on the worker.
+
+    evict            the adapter that makes room
+    evicts_at_once   that adapter is idle, and its engine spares a request that comes meanwhile: it need not drain first
+    """
 
     lora_id: str
     worker_id: str
     reason: str
     evict: str | None = None
+    evicts_at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,9 @@ from orchestrator.reconcile.agent_view import (
 )
 from workers.wire import Metadata, WorkerAdapter
 
+# Engines that finish what runs on an unloaded adapter, and answer later requests for it 404 (vLLM 0.32, seen running).
+# SGLang loads it again for the next request.
+_FINISHES_UNLOADED = frozenset({"vllm"})
 _AGENT_STATES: Mapping[str, Literal["starting", "draining", "ready"]] = {
     "starting": "starting",
     "engine_down": "starting",
@@ -306,6 +309,7 @@ class WorkerReports:
             is_terminating=entry.is_terminating,
             reported_at=entry.reported_at,
             has_agent=bool(agent_url_of(report)),
+            finishes_unloaded=report.transport.dialect in _FINISHES_UNLOADED,
             kept_out=frozenset() if intent is None else frozenset(intent.kept_out),
         )
 

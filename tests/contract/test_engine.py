@@ -528,6 +528,24 @@ def test_load_and_unload_answer_plain_text_and_take_effect_at_once(bench: Engine
     assert (gone.status_code, gone.json()["error"]["type"]) == (404, "NotFoundError")
 
 
+def test_a_stream_on_an_unloaded_adapter_is_finished(bench: EngineUnderTest) -> None:
+    """An idle victim may be unloaded although a router has just sent it a request."""
+    body = {"model": "spared", "messages": HELLO, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    bench.load("spared", bench.adapters["sql"])
+    whole = bench.client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
+    with bench.client.stream("POST", CHAT, json=body | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        said = [next(line for line in lines if line)]
+        bench.unload("spared")
+        assert bench.client.post(CHAT, json=body).status_code == 404
+        said += [line for line in lines if line]
+    *events, done = (line.removeprefix("data: ") for line in said)
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    assert done == "[DONE]"
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == whole
+    assert choices[-1]["finish_reason"] == "length"
+
+
 def test_name_can_be_loaded_once(bench: EngineUnderTest) -> None:
     bench.load("twice", bench.adapters["sql"])
     answer = bench.client.post(LOAD, json={"lora_name": "twice", "lora_path": str(bench.adapters["python"])})

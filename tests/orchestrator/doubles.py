@@ -30,8 +30,11 @@ class FakeAgent:
     `made` may be one list of several agents: all their calls in order, of which the `fail_made`-th fails.
     """
 
-    def __init__(self, worker_id, *, slots=4, base_model="tiny-qwen", max_lora_rank=64, zone="", node=""):
+    def __init__(
+        self, worker_id, *, slots=4, base_model="tiny-qwen", max_lora_rank=64, zone="", node="", dialect="vllm"
+    ):
         self.worker_id = worker_id
+        self.dialect = dialect
         self.slots = slots
         self.base_model = base_model
         self.max_lora_rank = max_lora_rank
@@ -138,7 +141,7 @@ class FakeAgent:
                     "max_model_len": 2048,
                 },
             },
-            "transport": {"engine_url": self.url},
+            "transport": {"engine_url": self.url, "dialect": self.dialect},
             "lora": {
                 "enabled": not self.refusal,
                 "refusal": self.refusal,

@@ -14,7 +14,13 @@ from typing import NamedTuple
 
 from lorafleet.identity import fleet_digest
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, loading_mode
-from orchestrator.core.placement.victims import cheapest_victim, copy_worth, has_waited_long
+from orchestrator.core.placement.victims import (
+    can_leave_at_once,
+    cheapest_victim,
+    copy_worth,
+    has_waited_long,
+    room_order,
+)
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.snapshot import ObservedWorker, PlannedLoad
 
@@ -134,9 +140,9 @@ def _worker_and_victim(
 ) -> WorkerVictim:
     """The best worker whose victim is among the cheapest, and that victim.
 
-    A victim that has drained, or drains already, is preferred, in use or not: otherwise adapters in constant use, each
-    silent for a moment in turn, would start drains that never end. Workers with as many loads ahead as a drain takes
-    are left out.
+    A victim that can leave at once is preferred, then one that drains already, in use or not: otherwise adapters in
+    constant use, each silent for a moment in turn, would start drains that never end. Workers with as many loads ahead
+    as a drain takes are left out.
     """
     found, next_at = [], inf
     for position, worker in enumerate(ranked):
@@ -148,8 +154,8 @@ def _worker_and_victim(
             known = context.intent.adapters[held.lora_id]
             # Without a free reserve slot the load waits until the victim has drained.
             is_late = worker.occupied_slots >= worker.slots
-            steps_left = context.steps_until_room(held, worker.id)
-            order = (steps_left, known.policy.priority, value == inf, context.is_busy(worker.id), is_late)
+            room = room_order(context, held, worker)
+            order = (room, known.policy.priority, value == inf, context.is_busy(worker.id), is_late)
             found.append((order, value, position, worker, held.lora_id))
     if not found:
         return WorkerVictim(None, "", next_at)
@@ -175,7 +181,13 @@ def _planned_load(
     reason = f"replica {present + 1} of {target} ({loading_mode(adapter, context.policy)}{asked}{moving}); {where}"
     if evict is not None:
         reason += f"; {evict} makes room: least asked for there"
-    return PlannedLoad(lora_id=adapter.lora_id, worker_id=worker.id, evict=evict, reason=reason)
+    return PlannedLoad(
+        lora_id=adapter.lora_id,
+        worker_id=worker.id,
+        evict=evict,
+        evicts_at_once=evict is not None and can_leave_at_once(context, worker.adapters[evict], worker),
+        reason=reason,
+    )
 
 
 class PoolLimit(NamedTuple):

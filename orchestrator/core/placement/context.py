@@ -210,12 +210,6 @@ class PlacementContext:
         ahead_s = self.operation_count(worker_id) * self.observed.load_figures.seconds
         return self.is_busy(worker_id) and ahead_s >= DRAIN_AHEAD_S
 
-    def steps_until_room(self, held: ReportedAdapter, worker_id: str) -> int:
-        """How far a victim is from making room: 0 it has drained, 1 it drains, 2 its drain has not begun."""
-        if self.observed.drains.get((held.lora_id, worker_id)):
-            return 0
-        return 1 if held.state == "draining" else 2
-
     def operation_count(self, worker_id: str) -> int:
         """Operations in progress at the worker, and the loads that this pass has named for it."""
         return self.observed.busy.get(worker_id, 0) + self.loads_named[worker_id]

@@ -94,7 +94,7 @@ def cheapest_victim(
 ) -> VictimChoice:
     """The evictable copy on the worker with the least worth.
 
-    A copy that has drained comes first, so that the adapter whose turn it is does not wait for another drain; then one
+    A copy that can leave at once comes first, so that the adapter whose turn it is does not wait for a drain; then one
     that drains, so that a choice once made stands; then versions that no name points at.
     An idle copy goes once a request has waited as long as the loss of the copy is expected to cost.
 
@@ -120,8 +120,8 @@ def cheapest_victim(
         is_current = held.lora_id not in context.intent.superseded
         worth = inf if is_used else copy_worth(context, known, worker.id)
         rate = requests_per_s(context, held.lora_id)
-        steps_left = context.steps_until_room(held, worker.id)
-        order = (steps_left, known.policy.priority, is_current, worth, rate, held.since, held.lora_id)
+        room = room_order(context, held, worker)
+        order = (room, known.policy.priority, is_current, worth, rate, held.since, held.lora_id)
         if best is None or order < best[0]:
             best = (order, held, worth)
     return VictimChoice(None, inf, next_at) if best is None else VictimChoice(best[1], best[2], next_at)
@@ -143,6 +143,22 @@ def is_in_use(context: PlacementContext, held: ReportedAdapter, worker: Observed
     """Whether requests run on this copy, or wait in routers for room on the adapter's workers."""
     demand = context.demand
     return (held.lora_id, worker.id) in demand.in_use or held.lora_id in demand.backlog
+
+
+def can_leave_at_once(context: PlacementContext, held: ReportedAdapter, worker: ObservedWorker) -> bool:
+    """Whether the copy need not drain first: it has drained, or is idle on an engine that spares its requests.
+
+    A router may have sent such an engine a request since its last report. It is finished, or refused before its first
+    byte and sent elsewhere.
+    """
+    if context.observed.drains.get((held.lora_id, worker.id)):
+        return True
+    return worker.finishes_unloaded and context.demand.hears_every_router and not is_in_use(context, held, worker)
+
+
+def room_order(context: PlacementContext, held: ReportedAdapter, worker: ObservedWorker) -> tuple[bool, bool]:
+    """Sort key of victims by how soon they make room: those that can leave at once, then those that drain."""
+    return not can_leave_at_once(context, held, worker), held.state != "draining"
 
 
 def evictable_copies(

@@ -8,7 +8,7 @@ from tests.orchestrator.reconcile.ready_adapters import SQL, SQL_ENGINE, ready
 
 
 async def test_a_victim_is_drained_before_it_makes_room(service, clock):
-    agent = await service.worker(slots=1)
+    agent = await service.worker(slots=1, dialect="sglang")
     await service.http.patch("/v1/policy", json={"min_residency_s": 5})
     await ready(service, "a/v1", source="a")
     name = engine_name("a/v1", digest_of("a"))
@@ -24,6 +24,26 @@ async def test_a_victim_is_drained_before_it_makes_room(service, clock):
     catalog = await service.catalog()
     assert [(d["worker_id"], d["lora_id"]) for d in catalog["draining"]] == [("w0", "a/v1")]
     await service.usage(catalog["revision"], use, seq=2)
+    await service.settle()
+    assert list(agent.loaded) == ["b/v1"]
+    assert [body.get("evict") for verb, body in agent.calls if verb == "load_lora"] == [None, name]
+    assert (await service.catalog())["draining"] == []
+
+
+async def test_an_idle_victim_makes_room_at_once_where_the_engine_finishes_what_it_runs(service, clock):
+    agent = await service.worker(slots=1)
+    await ready(service, "a/v1", source="a")
+    name = engine_name("a/v1", digest_of("a"))
+    clock.now += 10
+    use = {"worker_id": "w0", "engine_name": name, "requests": 1, "in_flight": 1}
+    await service.usage((await service.catalog())["revision"], use)
+    await service.register("b/v1", source="b")
+    await service.ensure("b/v1")
+    await service.settle()
+    assert list(agent.loaded) == ["a/v1"], "a request runs on it"
+    # No router has seen a catalog without it: a request that one sends now is refused, and sent elsewhere.
+    clock.now += 10
+    await service.usage((await service.catalog())["revision"] - 1, use | {"in_flight": 0}, seq=2)
     await service.settle()
     assert list(agent.loaded) == ["b/v1"]
     assert [body.get("evict") for verb, body in agent.calls if verb == "load_lora"] == [None, name]
