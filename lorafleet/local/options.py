@@ -262,14 +262,16 @@ def _device_names(devices: str | None) -> list[str]:
     return names
 
 
+def takes_adapters_at_start(engine: str) -> bool:
+    """Whether this kind of engine takes adapters at its start alone, so that its workers are started with all."""
+    return engine == "sgl-jax"
+
+
 def _checked_engine(engine: str) -> str:
-    """The engine's kind; raises SettingsError if it is unknown, or if `up` does not start it."""
+    """The engine's kind; raises SettingsError if it is unknown."""
     if engine not in arguments.SETTING_OF_FLAG:
         known = arguments.SETTING_OF_FLAG
         raise SettingsError(f"engine {engine!r} is unknown; known: {', '.join(known)}{did_you_mean(engine, known)}")
-    if engine == "sgl-jax":
-        # Its adapters are those of its start, so a fleet of empty workers would serve none.
-        raise SettingsError("`up` does not start sgl-jax: use `lorafleet agent --engine sgl-jax`, see docs/engines.md")
     return engine
 
 

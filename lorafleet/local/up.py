@@ -43,6 +43,11 @@ def require_startable(options: FleetOptions, *, has: Callable[[str], bool] = is_
         raise CommandFailed(
             "SGLang is not installed in this environment: `pip install sglang`, on a machine with a GPU"
         )
+    if options.engine == "sgl-jax" and not has("sgl_jax"):
+        raise CommandFailed(
+            "sgl-jax is not installed in this environment: install sglang-jax from its repository, with JAX for this"
+            " machine's device (docs/engines.md)"
+        )
     if options.model is None and not (has("numpy") and has("safetensors")):
         raise CommandFailed(
             "creating the tiny demo model needs numpy and safetensors, which are not both installed:"

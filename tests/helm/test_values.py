@@ -52,7 +52,15 @@ def test_a_pool_takes_from_the_defaults_what_it_does_not_say_itself():
     }
     assert ranks == {
         "fleet-lorafleet-h100-r16": "16", "fleet-lorafleet-h100-r128": "128", "fleet-lorafleet-sglang": "64",
+        "fleet-lorafleet-jax": "64",
     }  # fmt: skip
+
+
+def test_a_pool_of_sgl_jax_starts_with_the_adapters_of_its_volume():
+    spec = one("everything", "StatefulSet", "fleet-lorafleet-jax")["spec"]["template"]["spec"]["containers"][0]
+    told = {entry["name"].removeprefix("LORAFLEET_WORKERS_"): entry.get("value") for entry in spec["env"]}
+    assert (told["ENGINE"], told["LORA_PATH"]) == ("sgl-jax", "/adapters")
+    assert json.loads(told["PRELOAD_LORAS"]) == ["sql-expert/v1", "legal/v2"]
 
 
 def test_labels_of_ones_own_come_before_those_of_all_and_those_before_the_charts():

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import structlog
 
-from lorafleet.engine.arguments import has_flag
+from lorafleet.engine.arguments import LORA_PATHS, has_flag, without_flag
 from lorafleet.engine.devices import SGLANG_CPU, is_on_cpu
 from lorafleet.engine.lora_reports import REPORTS_VARIABLE
 from workers.config import WorkerSettings
@@ -70,6 +70,9 @@ def launch_command(
     """
     is_cpu = settings.engine != "sim" and is_on_cpu(settings.engine, settings.device_profile, os.environ)
     base = tuple(own_command) or (sys.executable, "-P", "-m", MODULES[settings.engine])
+    engine_args = settings.engine_args
+    if settings.engine == "sgl-jax" and settings.preload_loras:  # which the command's own have become
+        base, engine_args = without_flag(base, LORA_PATHS), without_flag(engine_args, LORA_PATHS)
     command = list(base)
     if settings.engine == "sglang":
         flags = _sglang_flags(settings, port=port, topic=topic, is_cpu=is_cpu)
@@ -89,7 +92,7 @@ def launch_command(
     if own_command:
         log.info("added to the engine's command", flags=" ".join(added))
     command += added
-    command += settings.engine_args
+    command += engine_args
     if Path(settings.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if is_cpu and settings.engine == "vllm":
@@ -176,14 +179,21 @@ def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bo
 def _sgl_jax_flags(settings: WorkerSettings, *, port: int, is_cpu: bool, adapters: Mapping[str, Path]) -> _Flags:
     """sgl-jax's flags (srt/server_args.py).
 
-    --max-loras-per-batch counts the base model, too, and is the most adapters that it takes at all, plus one.
+    --max-loras-per-batch counts the base model, too, and is the most adapters that it takes at all, plus one. On a CPU
+    only `native` attention runs, and compiling ahead for every batch size takes minutes.
     """
     block_size = settings.block_size or _SGLANG_BLOCK_SIZE
     blocks = settings.num_gpu_blocks_override
     optional: list[tuple[str, object]] = [
         ("--context-length", settings.max_model_len),
         ("--max-total-tokens", blocks * block_size if blocks else None),
-        ("--device", "cpu" if is_cpu else None),
+    ]
+    on_cpu: _Flags = [
+        ("--device", "cpu"),
+        ("--attention-backend", "native"),
+        ("--disable-overlap-schedule", None),
+        ("--disable-precompile", None),
+        ("--skip-server-warmup", None),
     ]
     loras: _Flags = [
         ("--enable-lora", None),
@@ -201,6 +211,7 @@ def _sgl_jax_flags(settings: WorkerSettings, *, port: int, is_cpu: bool, adapter
         ("--max-running-requests", str(settings.max_num_seqs)),
         ("--chunked-prefill-size", str(settings.max_num_batched_tokens)),
         ("--enable-cache-report", None),
+        *(on_cpu if is_cpu else []),
         *(loras if adapters else []),
         *((flag, str(value)) for flag, value in optional if value is not None),
     ]

@@ -263,7 +263,8 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- $_ := set $seen .name true }}
 {{- $pool := include "lorafleet.pool" (dict "root" $ "pool" .) | fromYaml }}
 {{- if has .name (list "router" "orchestrator" "worker" "tokens" "keys") }}{{- fail (printf "pools: the name %q is taken by the chart itself; give another" .name) }}{{- end }}
-{{- if and (eq $pool.engine "sglang") (not $pool.image.repository) }}{{- fail (printf "pool %s: agentImage has vLLM; give pool.image.repository an image with SGLang and the agent" .name) }}{{- end }}
+{{- if and (has $pool.engine (list "sglang" "sgl-jax")) (not $pool.image.repository) }}{{- fail (printf "pool %s: agentImage has vLLM; give pool.image.repository an image with %s and the agent" .name (ternary "SGLang" "sgl-jax" (eq $pool.engine "sglang"))) }}{{- end }}
+{{- if and (eq $pool.engine "sgl-jax") (not $pool.settings.preload_loras) }}{{- fail (printf "pool %s: sgl-jax serves the adapters of its start alone: name those of adapterVolume in settings.preload_loras" .name) }}{{- end }}
 {{- $name := include "lorafleet.poolName" (dict "root" $ "pool" .) }}
 {{- /* Its pods' label controller-revision-hash is its name and 11 characters, and a label has 63: Kubernetes, ControllerRevisionName. */}}
 {{- if and (eq $pool.kind "StatefulSet") (gt (len $name) 52) }}{{- fail (printf "pool %s: its StatefulSet would be named %s, of %d characters, and pods of one of more than 52 cannot be made: give the pool a shorter name, or fullnameOverride" .name $name (len $name)) }}{{- end }}

@@ -18,6 +18,7 @@ app = typer.Typer(no_args_is_help=True)
 class EngineName(StrEnum):
     vllm = "vllm"
     sglang = "sglang"
+    sgl_jax = "sgl-jax"
     sim = "sim"
 
 
@@ -49,7 +50,7 @@ def up(
     ] = None,
     engine: Annotated[
         EngineName | None,
-        typer.Option(help="vllm (default), sglang, or sim: a simulator of vLLM that needs no GPU"),
+        typer.Option(help="vllm (default), sglang, sgl-jax, or sim: a simulator of vLLM that needs no GPU"),
     ] = None,
     workers: Annotated[
         int | None,

@@ -37,6 +37,7 @@ def test_visible_gpus_are_those_that_cuda_shows(
         ("vllm", "--tensor-parallel-size two", 1),
         ("vllm", "-tp 0", 1),
         ("sglang", "--tp 2 --dp-size 2", 4),
+        ("sgl-jax", "--tp-size 2", 2),
         ("sglang", "--tensor-parallel-size 8 --dp-size 8 --enable-dp-attention", 8),
     ],
 )
@@ -49,3 +50,5 @@ def test_the_profile_decides_about_the_cpu_before_anything_else() -> None:
     assert not is_on_cpu("sglang", "gpu", {"SGLANG_USE_CPU_ENGINE": "1"})
     assert is_on_cpu("sglang", "auto", {"SGLANG_USE_CPU_ENGINE": "1"})
     assert not is_on_cpu("sglang", "auto", {})
+    assert is_on_cpu("sgl-jax", "auto", {"JAX_PLATFORMS": "cpu"})
+    assert not is_on_cpu("sgl-jax", "auto", {"JAX_PLATFORMS": "tpu"})

@@ -226,10 +226,6 @@ def test_a_forbidden_engine_argument_is_refused_with_the_reason(words: tuple[str
         ({"LORAFLEET_ORCHESTRATOR_KEY_FILES": "k"}, "give --key-file"),
         ({"LORAFLEET_ROUTER_PORT": "eight"}, "port 'eight' of the router"),
         ({"LORAFLEET_WORKERS_ENGINE": "vlm"}, "engine 'vlm'.*did you mean vllm"),
-        (
-            {"LORAFLEET_WORKERS_ENGINE": "sgl-jax"},
-            "does not start sgl-jax: use `lorafleet agent --engine sgl-jax`",
-        ),
         ({"LORAFLEET_WORKERS_ENGINE_ARGS": "--seed 1"}, "it must be a JSON list"),
         ({"LORAFLEET_WORKERS_ENGINE_ARGS": '["--seed", 1]'}, "must be a list of strings"),
         ({"LORAFLEET_WORKERS_ENGINE_ARGS": '["--port", "1"]'}, "--port cannot be given"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.patience import patience
 from tests.workers.running import SIM, RunningWorker
 from workers.config import WorkerSettings
 from workers.engines.command import CommandError, settings_from_command
+from workers.engines.launch import launch_command
 from workers.wire import Metadata
 
 SERVE = ("vllm", "serve", "/models/m")
@@ -123,6 +125,33 @@ async def test_contradicting_command_ends_the_start_with_one_line(agent_model, a
     assert agent.returncode == 2
     assert b"max_cpu_loras is 3" in message
     assert b"Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "lora_path", "preloads"),
+    [
+        (("/m/lora/a", "/m/lora/b/v1"), "/m/lora", ("a", "b/v1")),
+        (("b/v1=/m/lora/b/v1", "/m/lora/a"), "/m/lora", ("b/v1", "a")),
+        (("mine=/m/lora/a",), None, ()),
+        (("/a/x", "/b/y"), None, ()),
+        (("org/hub",), None, ()),
+    ],
+)
+def test_sgl_jaxs_adapters_below_one_folder_become_preloads_that_the_agent_verifies(words, lora_path, preloads):
+    command = ("python", "-m", "sgl_jax.launch_server", "--lora-paths", *words, "--max-loras-per-batch", "8")
+    found = settings_from_command(settings(engine="sgl-jax"), command, {})
+    assert (found.lora_path, found.preload_loras) == (lora_path and Path(lora_path), preloads)
+    assert found.max_loras == 7
+    started = launch_command(found, port=9, topic="t", own_command=command, adapters={"a@1": Path("/cache/1")}).command
+    at = started.index("--lora-paths")
+    assert started.count("--lora-paths") == 1
+    assert started[at + 1] == ("a@1=/cache/1" if preloads else words[0])
+
+
+def test_sgl_jaxs_adapters_outside_lora_path_keep_the_names_of_the_command():
+    given = settings(engine="sgl-jax", lora_path="/other")
+    assert settings_from_command(given, ("x", "--lora-paths", "/m/a"), {}).preload_loras == ()
+    assert settings_from_command(given, ("x", "--lora-paths", "/other/a/v1"), {}).preload_loras == ("a/v1",)
 
 
 def test_sglangs_batch_flag_counts_the_base_model():

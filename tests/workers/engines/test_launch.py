@@ -90,6 +90,7 @@ def test_sgl_jax_gets_its_adapters_and_no_kv_events():
     assert command[at + 1 : at + 3] == ("sql/v1@1=/cache/1", "law/v2@2=/cache/2")
     assert (flag(command, "--max-loras-per-batch"), flag(command, "--max-lora-rank")) == ("4", "32")
     assert (flag(command, "--device"), flag(command, "--page-size")) == ("cpu", "16")
+    assert flag(command, "--attention-backend") == "native"
     assert "--kv-events-config" not in command
     assert not [each for each in launch_command(given, port=9, topic="t").command if "lora" in each]
 

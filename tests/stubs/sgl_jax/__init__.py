@@ -1,0 +1,1 @@
+"""Stands where SGLang would be installed: with this folder's parent on PYTHONPATH."""
