@@ -23,7 +23,7 @@ from workers.agent.supervisor import Supervisor
 from workers.api import MOST_UPLOAD_BYTES, UPLOADS_PATH, build_router
 from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.errors import WorkerError
-from workers.factories import agent_context, lock_state_folder
+from workers.factories import agent_context, lock_folders
 from workers.lifespan import running
 from workers.report_header import ReportHeaderMiddleware
 
@@ -61,15 +61,15 @@ def build(
 ) -> WorkerService:
     """Build the agent's service; the engine starts with the app.
 
-    Creates the cache folder and the state folder, and locks the state folder. `own_command` is the engine's command, if
-    the user gives one. `log_lines`: the last lines of this process's log.
+    Creates the cache folder, the state folder and `record_dir`, and locks the last two. `own_command` is the engine's
+    command, if the user gives one. `log_lines`: the last lines of this process's log.
 
     raises  KeyFileError, OSError, CommandError, SettingsError
     """
     keys, own = ApiKeys(settings.key_files), OwnKey(settings.token, settings.token_file)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     _require_model(settings)
-    state_lock, rng = lock_state_folder(settings.state), Random()
+    locks, rng = lock_folders(settings), Random()
     context = agent_context(settings, port=port, own_command=own_command, own=own, rng=rng, timers=timers)
     agent = WorkerAgent(context)
     echo = logs.unlogged_output("lines of the engine's output").write_bytes if settings.engine_output else None
@@ -78,7 +78,7 @@ def build(
         title="lorafleet worker",
         version=version("lorafleet"),
         description="The agent beside one engine: starts and watches it, and holds its adapters.",
-        lifespan=lambda _app: running(agent, supervisor, own=own, rng=rng, state_lock=state_lock),
+        lifespan=lambda _app: running(agent, supervisor, own=own, rng=rng, locks=locks),
     )
     requests = RequestLog("worker", settings.access_log)
     add_routes(app, build_router(agent, keys, own, log_lines=log_lines, metrics_need_key=settings.metrics_need_key))

@@ -55,6 +55,8 @@ _OTHER_NAMES: Mapping[str, OtherName] = {
     "VLLM_MAX_LORAS": OtherName("max_loras"),
     "VLLM_MAX_LORA_RANK": OtherName("max_lora_rank"),
     "VLLM_PRELOAD_LORAS": OtherName("preload_loras"),
+    # vLLM's RFC of production LoRA serving.
+    "VLLM_LORA_ADAPTER_CACHE": OtherName("record_dir"),
     "enable_lora": _SERVES_ADAPTERS,
     "enable_dynamic_loading": _LOADS_AT_RUN_TIME,
     "vllm_server_url": OtherName("engine_url"),
@@ -193,6 +195,11 @@ class WorkerSettings(ServiceSettings):
         default=None,
         description="folder of this worker's installed adapters and engine log;"
         " default: ~/.local/state/lorafleet/<instance_id>",
+    )
+    record_dir: Path | None = Field(
+        default=None,
+        description="folder with a JSON file for each adapter that the engine should have, named after it, written"
+        " after its load and read at start; of this worker alone; default: `adapters` in state_dir",
     )
     ipc_dir: Path = Field(
         default=Path(tempfile.gettempdir()) / f"lorafleet-{os.getuid()}",

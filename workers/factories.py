@@ -80,7 +80,7 @@ def agent_context(
             parallel_fetches=settings.parallel_fetches,
         ),
         local_adapters=LocalAdapters(settings.lora_path.resolve() if settings.lora_path else None, rules, calls=calls),
-        installed=InstalledAdapters(settings.state),
+        installed=InstalledAdapters(settings.state, settings.record_dir),
         uploads=Uploads(cache_folder, limits_of(settings, rng)),
         events=AgentEventLog(
             boot_id=boot_id,
@@ -114,21 +114,34 @@ def _engine_facts_before_start(settings: WorkerSettings, own_command: Sequence[s
     return vllm_facts(words_in_effect(settings, own_command)) if is_vllm else NO_ENGINE
 
 
-def lock_state_folder(state: Path) -> int:
-    """Create the state folder and lock it for this process; raises OSError if another agent uses it.
+def lock_folders(settings: WorkerSettings) -> list[int]:
+    """Create the state folder and `record_dir`, and lock them for this process. Raises OSError if another uses one.
 
-    returns  the lock's file descriptor; closing it, or the end of the process, releases the lock
+    returns  file descriptors of the locks; closing them, or the end of the process, releases the locks
 
-    Two agents with one state folder would overwrite each other's files and share their engines' sockets.
+    Two agents with one state folder would overwrite each other's files and share their engines' sockets. With one
+    record each would load what the other has, and an unload by one would lose the other's.
     """
-    make_folder(state, "state_dir", is_private=True)
-    handle = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    make_folder(settings.state, "state_dir", is_private=True)
+    locks = [_lock_of(settings.state, "state_dir", "instance_id or state_dir")]
+    if settings.record_dir is not None:
+        try:
+            make_folder(settings.record_dir, "record_dir")
+            locks.append(_lock_of(settings.record_dir, "record_dir", "record_dir (VLLM_LORA_ADAPTER_CACHE)"))
+        except OSError:
+            os.close(locks[0])
+            raise
+    return locks
+
+
+def _lock_of(folder: Path, setting: str, advice: str) -> int:
+    """Lock a folder for this process; returns the lock's file descriptor. Raises OSError if another agent uses it."""
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as exc:
         os.close(handle)
-        message = f"state_dir {state}: another agent uses it; give this one its own instance_id or state_dir"
-        raise OSError(message) from exc
+        raise OSError(f"{setting} {folder}: another agent uses it; give this one its own {advice}") from exc
     return handle
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from random import Random
 
 import httpx
@@ -25,13 +25,13 @@ log = structlog.get_logger()
 
 @contextlib.asynccontextmanager
 async def running(
-    agent: WorkerAgent, supervisor: Supervisor, *, own: OwnKey, rng: Random, state_lock: int
+    agent: WorkerAgent, supervisor: Supervisor, *, own: OwnKey, rng: Random, locks: Sequence[int]
 ) -> AsyncIterator[None]:
     """Remove leftovers, then run the supervisor, background loops and heartbeats during the block.
 
     At the end: send a last heartbeat, save unwritten state and counts, stop the engine and free the state folder.
 
-    state_lock  the file descriptor of the state folder's lock
+    locks  file descriptors of the folders' locks
     """
     context = agent.context
     settings, metrics = context.settings, context.metrics
@@ -59,7 +59,8 @@ async def running(
             agent.usage.save()
             await agent.engine.close_ledgers()
             await supervisor.stop()
-            os.close(state_lock)  # last: another agent may now use the state folder
+            for lock in locks:  # last: another agent may now use the folders
+                os.close(lock)
 
 
 @contextlib.asynccontextmanager

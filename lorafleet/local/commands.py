@@ -171,6 +171,8 @@ def agent_command(
         "ipc_dir": sockets,
         "orchestrator_url": orchestrator_url,
     }
+    if record := given.get("record_dir"):
+        fixed["record_dir"] = Path(str(record)) / name  # no two agents share one
     flags = {"max_loras": max_loras, "max_lora_rank": max_lora_rank}
     fixed |= {name: value for name, value in flags.items() if value is not None}
     slots = max_loras or _whole_number(given.get("max_loras")) or DEFAULT_SLOTS

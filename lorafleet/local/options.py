@@ -48,6 +48,9 @@ _FIXED_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "ipc_dir": "the sockets are in a temporary folder",
     },
 }
+_RECORD_VARIABLE = "VLLM_LORA_ADAPTER_CACHE"
+"""vLLM's name of the agents' `record_dir`, below which each worker has a folder."""
+
 _FIXED_ENGINE_FLAGS = {
     "--model": "give --model of `lorafleet up`",
     "--model-path": "give --model of `lorafleet up`",
@@ -317,6 +320,8 @@ def _service_options(service: str, config: Path | None, environment: Mapping[str
     from_environment = {
         name.removeprefix(prefix).lower(): text for name, text in environment.items() if name.startswith(prefix)
     }
+    if service == "workers" and (record := environment.get(_RECORD_VARIABLE)):
+        from_environment.setdefault("record_dir", record)
     config_name = str(config) if config is not None else from_environment.pop("config", "")
     from_environment.pop("config", None)
     source = f"--{service}-config" if config is not None else f"{prefix}CONFIG"

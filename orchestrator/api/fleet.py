@@ -3,7 +3,6 @@
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Depends, Query, Response
-from fastapi import Path as PathParameter
 
 from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.keys.roles import Caller
@@ -15,14 +14,13 @@ from orchestrator.core.errors import NotFound, OrchestratorUnavailable, StateCon
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.agents import Heartbeat, HeartbeatAnswer
+from orchestrator.model.names import HeldName
 from orchestrator.model.snapshot import WorkerIntent
 from orchestrator.model.workers import WorkerDrain, WorkerItem, WorkerList
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports
 from workers.wire import LogTail, Metadata
-
-HeldName = Annotated[str, PathParameter(min_length=1, max_length=300, description="a lora_id, or an engine name")]
 
 
 def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> APIRouter:

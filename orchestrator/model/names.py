@@ -83,6 +83,16 @@ def checked_name(name: str, what: str, *, most: int = 200) -> str:
 LoraId = Annotated[str, Checked(checked_lora_id)]
 
 
+def _checked_engine_name(name: str) -> str:
+    """The lora_id, or a version's name in an engine. Raises ValueError, which names the rule that it breaks."""
+    checked_lora_id(lora_id_of(name))
+    return name
+
+
+HeldName = Annotated[str, Checked(_checked_engine_name)]
+"""An adapter on a worker: its lora_id, or its engine name."""
+
+
 MOST_VERSIONS = 100
 """Versions of a published name that may stay. A worker has a few slots; more would be a way to fill disks."""
 

@@ -230,16 +230,19 @@ class KillTrial:
         metadata = (await self.client.get("/metadata")).json()
         async with httpx.AsyncClient(timeout=patience(10)) as direct:
             names = set(await listed_adapters(direct, await self._engine_url()))
-        records = [json.loads(path.read_text()) for path in (self.worker.state_dir / "adapters").glob("*.json")]
+        wanted, unwanted = (
+            [json.loads(path.read_text()) for path in (self.worker.state_dir / folder).glob("*.json")]
+            for folder in ("adapters", "on_disk")
+        )
         items = metadata["lora"]["loaded_loras"]
         views = {
             "engine": names,
             "agent": {item["engine_name"] for item in items if item["state"] == "ready"},
-            "record": {record["engine_name"] for record in records if record["is_wanted"]},
+            "record": {record["engine_name"] for record in wanted},
         }
         found = [] if len({frozenset(view) for view in views.values()}) == 1 else [str(views)]
         found += [f"in progress: {item}" for item in items if item["state"] in {"loading", "downloading"}]
-        for record in records:
+        for record in (*wanted, *unwanted):
             if not is_intact(Path(record["path"]), record["digest"]):
                 found.append(f"{record['engine_name']}: a record without its files")
         for path in self.worker.cache_dir.iterdir():

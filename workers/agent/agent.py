@@ -144,7 +144,9 @@ class WorkerAgent:
         return {adapter.engine_name: Path(adapter.path) for adapter in await self._loader.install_preloads()}
 
     async def _load_wanted_adapters(self) -> None:
-        """Load the adapters from before a restart and `preload_loras`; a new worker then waits until it is warm.
+        """Load the adapters from before a restart, other clients' included, and `preload_loras`.
+
+        A new worker then waits until it is warm.
 
         An engine that takes adapters at its start alone has them already.
         """
@@ -152,6 +154,7 @@ class WorkerAgent:
         if not self._takes_loads:
             return
         await self._loader.restore()
+        await self._loader.restore_foreign()
         is_new = not self.inventory.slots.registered
         await self._loader.preload()
         if is_new:
@@ -405,8 +408,11 @@ class WorkerAgent:
                 await self._loader.check_unproved()
 
     async def read_foreign_files(self) -> None:
-        """Read the files of adapters that another client loaded into the engine, so that they can be adopted."""
-        if self.state in {"ready", "draining"}:
+        """Record what another client loaded into the engine, and read its files, so that it can be adopted.
+
+        Not while the agent ignores the engine's list; see `reconcile`.
+        """
+        if self.state in {"ready", "draining"} and not self.inventory.kv_connector.refusal:
             await self._foreign_reader.read_new()
 
     async def run_maintenance(self) -> None:

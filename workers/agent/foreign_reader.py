@@ -1,8 +1,10 @@
-"""Adapters that another client loaded into the engine: their files are read, verified and kept, for an adoption."""
+"""Adapters that another client loaded into the engine: recorded, and their files read, verified and kept.
+
+So a restarted engine has them again, and the fleet may adopt them.
+"""
 
 import re
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 
 import structlog
@@ -28,6 +30,7 @@ class ForeignFilesReader:
 
     def __init__(self, context: AgentContext, inventory: Inventory, loader: Loader) -> None:
         self._inventory = inventory
+        self._installed = context.installed
         self._loader = loader
         self._settings = context.settings
         self._clock = context.clock
@@ -35,21 +38,24 @@ class ForeignFilesReader:
         self._failed_at: dict[str, float] = {}
 
     async def read_new(self) -> None:
-        """Read the files of every foreign adapter that is new or has another path; failures again after a minute.
+        """Record every foreign adapter, and read the files of those that are new or have another path.
 
-        The files are installed as those of an adapter with the same name, so that an adoption finds them on this
-        disk whatever happens to the folder. Changes the inventory. A failure is recorded, never raised.
+        One that the engine does not list any longer is forgotten. Failures are tried again after a minute. The files
+        are installed as those of an adapter with the same name, so that an adoption finds them on this disk whatever
+        happens to the folder. Changes the inventory. A failure is recorded, never raised.
         """
         foreign = self._inventory.foreign_paths()
-        for name in self._inventory.foreign_adapters.keys() - foreign.keys():
-            del self._inventory.foreign_adapters[name]
+        for name in self._installed.foreign.keys() - foreign.keys():
+            self._installed.forget_foreign(name)
             self._failed_at.pop(name, None)
-        for name, path in foreign.items():
-            if not self._is_due(name, path):
-                continue
+        due = {name: path for name, path in foreign.items() if self._is_due(name, path)}
+        for name, path in due.items():
+            if name not in self._installed.foreign or self._installed.foreign[name].path != path:
+                self._installed.store_foreign(_unread(name, path))
+        for name, path in due.items():
             adapter = await self._read(name, path)
             if name in self._inventory.foreign_paths():
-                self._inventory.foreign_adapters[name] = adapter
+                self._installed.store_foreign(adapter)
                 self._inventory.mark_changed()
                 log.warning(
                     "the engine has an adapter that another client loaded",
@@ -61,25 +67,28 @@ class ForeignFilesReader:
 
     def _is_due(self, name: str, path: str) -> bool:
         """Whether the files at a path are to be read: new ones, and after a failure a minute ago."""
-        known = self._inventory.foreign_adapters.get(name)
+        known = self._installed.foreign.get(name)
         if known is None or known.path != path:
             return True
-        return known.error is not None and self._clock() - self._failed_at.get(name, -inf) >= _RETRY_S
+        if name in self._failed_at:
+            return self._clock() - self._failed_at[name] >= _RETRY_S
+        return not known.files_digest and not known.source.startswith("hf://")
 
     async def _read(self, name: str, path: str) -> WorkerAdapter:
         """The adapter with this engine name, with what is known of its files at the path that the engine names."""
-        source = source_of(path)
-        adapter = WorkerAdapter(lora_id=name, digest="", engine_name=name, path=path, source=source)
-        if not source:
+        adapter = _unread(name, path)
+        if not adapter.source:
             return self._failed(adapter, f"the engine names {path!r} as its folder; expected an absolute path")
-        if not source.startswith("file://"):
+        if not adapter.source.startswith("file://"):
             return adapter  # not downloaded before somebody adopts it
         try:
-            ask = InspectRequest(lora_id=name, source=source)
+            ask = InspectRequest(lora_id=name, source=adapter.source)
             found = await self._loader.inspect(ask, reader=self._source_at(Path(path)))
         except WorkerError as exc:
             return self._failed(adapter, f"{exc.code}: {exc}")
-        return replace(adapter, **card_fields(replace(found, digest="", source=source)), files_digest=found.digest)
+        self._failed_at.pop(name, None)
+        card = card_fields(replace(found, digest="", source=adapter.source))
+        return replace(adapter, **card, files_digest=found.digest)
 
     def _source_at(self, folder: Path) -> Source:
         """A source for one folder: the engine has read it already, so it need not be below `lora_roots`."""
@@ -92,6 +101,11 @@ class ForeignFilesReader:
         """The adapter with why its files are not known; they are read again in a minute."""
         self._failed_at[adapter.engine_name] = self._clock()
         return replace(adapter, error=error)
+
+
+def _unread(name: str, path: str) -> WorkerAdapter:
+    """The adapter with this engine name, before its files at the path that the engine names are read."""
+    return WorkerAdapter(lora_id=name, digest="", engine_name=name, path=path, source=source_of(path))
 
 
 def source_of(path: str) -> str:

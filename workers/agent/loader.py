@@ -38,6 +38,7 @@ class Loader:
         report: InventoryReport,
     ) -> None:
         self._settings = context.settings
+        self._installed = context.installed
         self._engine = engine
         self._installer = installer
         self._inventory = inventory
@@ -107,11 +108,11 @@ class Loader:
         await self._operations.cancel(request.lora_id, request.digest)
         async with self._lock(request.lora_id), self._engine.lock:
             client = self._engine.require_client()
-            if request.engine_name and self._inventory.installed.get(request.engine_name) is None:
+            if request.engine_name and self._installed.get(request.engine_name) is None:
                 return await self._unload_foreign(client, request.engine_name, by)
             adapters = [
                 adapter
-                for adapter in self._inventory.installed.versions(request.lora_id)
+                for adapter in self._installed.versions(request.lora_id)
                 if self._inventory.slots.has(adapter.engine_name) and request.digest in {None, adapter.digest}
             ]
             for adapter in adapters:
@@ -165,9 +166,7 @@ class Loader:
         Adapters without a free slot, or at fault for a failed load, are not loaded again after the next restart either.
         """
         slots = self._inventory.slots
-        wanted = [
-            each for each in self._inventory.installed.all() if each.is_wanted and not slots.has(each.engine_name)
-        ]
+        wanted = [each for each in self._installed.all() if each.is_wanted and not slots.has(each.engine_name)]
         for adapter in wanted[slots.free :]:
             log.warning("adapter not loaded again: no free slot", lora_id=adapter.lora_id)
             self._inventory.mark_unwanted(adapter)
@@ -190,6 +189,31 @@ class Loader:
             await asyncio.gather(*tasks, return_exceptions=True)
         if restored := [adapter for adapter in wanted if self._inventory.slots.has(adapter.engine_name)]:
             await self._forget_unlisted(restored)
+
+    async def restore_foreign(self) -> None:
+        """Load what other clients had loaded into the engine before its restart, as far as slots are free.
+
+        Raises EngineError if the engine fails. An adapter at fault for a failed load is forgotten, as is one without a
+        free slot.
+        """
+        async with self._engine.lock:
+            client = self._engine.require_client()
+            slots = self._inventory.slots
+            lost = [each for name, each in sorted(self._installed.foreign.items()) if not slots.has(name)]
+            for adapter in lost:
+                try:
+                    if self._inventory.slots.free <= 0:
+                        raise self._inventory.no_free_slot_error()
+                    await self._call_load(client, adapter)
+                except EngineError as exc:
+                    if not await self._is_adapters_fault(exc):
+                        raise
+                    log.warning("another client's adapter not loaded again", lora_id=adapter.lora_id, error=str(exc))
+                    self._installed.forget_foreign(adapter.engine_name)
+                else:
+                    self._inventory.mark_foreign_restored(adapter)
+            if lost:
+                self._inventory.record_paths(await client.list_adapters())
 
     async def _restore_one(self, adapter: WorkerAdapter, load_slots: asyncio.Semaphore) -> None:
         """Fetch lost files and load one adapter again; raises EngineError for a fault of the engine.
@@ -248,7 +272,7 @@ class Loader:
 
         The engine dies when it next reads them.
         """
-        for adapter in self._inventory.installed.all():
+        for adapter in self._installed.all():
             if adapter.digest in digests and adapter.is_wanted:
                 log.error("an adapter in use has lost its files", lora_id=adapter.lora_id, digest=adapter.digest)
                 try:
@@ -334,9 +358,7 @@ class Loader:
             self._operations.commit(adapter.lora_id)
             client = self._engine.require_client()
             if self._inventory.slots.has(adapter.engine_name):
-                return (
-                    adapter if adapter.is_wanted else self._inventory.installed.store(replace(adapter, is_wanted=True))
-                )
+                return adapter if adapter.is_wanted else self._installed.store(replace(adapter, is_wanted=True))
             victim = await self._evict_if_full(client, evict, made_room(by, adapter.lora_id))
             began_at = self._clock()
             try:
@@ -431,9 +453,9 @@ class Loader:
                 self._inventory.mark_unwanted(adapter)
                 self._inventory.record_failure(adapter.lora_id, adapter.digest, exc, CHECKING)
             else:
-                current = self._inventory.installed.get(adapter.engine_name)
+                current = self._installed.get(adapter.engine_name)
                 if current is not None and checked != adapter:
-                    self._inventory.installed.store(with_effect_of(current, checked))
+                    self._installed.store(with_effect_of(current, checked))
                     self._inventory.mark_changed()
 
     async def _call_load(self, client: EngineClient, adapter: WorkerAdapter) -> None:

@@ -1,15 +1,21 @@
-"""The adapters installed on this worker and the highest epoch seen, as JSON files in the state folder.
+"""The adapters of this worker and the highest epoch seen, as JSON files: one per adapter, replaced atomically.
 
-One file per adapter, replaced atomically.
+The record is the folder of adapters that the engine should have: a file named after each, written after its load
+succeeded, deleted with its unload, and read at start. `lora_name` and `lora_path` in it are the body of vLLM's own
+`/v1/load_lora_adapter`; a file with these two alone is an adapter that another client loaded. Adapters that are only on
+disk have the same files in a folder of their own.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import structlog
 from pydantic import TypeAdapter
@@ -22,29 +28,57 @@ log = structlog.get_logger()
 
 
 _RECORD = TypeAdapter(WorkerAdapter)
+_LONGEST_NAME = 200
+"""Characters of an adapter's name in a file's name, of the 255 that file systems take."""
 
 
 class InstalledAdapters:
-    """The installed adapters of one state folder, in memory and on disk.
+    """The installed adapters of one worker, and those that other clients loaded, in memory and on disk.
+
+    foreign  engine name -> an adapter that another client loaded
 
     Every change is written at once, so a killed process loses nothing. A thread does the fsync, because in the event
     loop it would take as long as the load of a small adapter: a crashed machine may lose the last few milliseconds.
     A failed write (full disk) is logged once and repeated by `retry_writes`, as is that of a file that was deleted.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Read the adapters and the epoch in the state folder, which is created. Raises OSError for a damaged epoch."""
+    def __init__(self, folder: Path, record: Path | None = None) -> None:
+        """Read the adapters and the epoch. Raises OSError for a damaged epoch.
+
+        folder  the state folder, which is created
+        record  folder of the adapters that the engine should have; default: `adapters` in the state folder
+        """
         self._fsync_thread = ThreadPoolExecutor(1, thread_name_prefix="records")
-        self._folder = folder / "adapters"
+        self._record, self._on_disk = record or folder / "adapters", folder / "on_disk"
         self._epoch_file = folder / "epoch.json"
-        make_private_folder(self._folder)
-        self._state_folder = StateFile.at(folder)
+        self._make_folders()
+        self._volumes = [StateFile.at(folder), *([] if record is None else [StateFile.at(record)])]
         self._is_away = False
         self.revision = 0  # grows when an adapter is added or removed
         self._sorted: tuple[WorkerAdapter, ...] | None = None
         self._unwritten: set[Path] = set()
-        self._adapters = {adapter.engine_name: adapter for adapter in _read_all(self._folder)}
+        self._adapters: dict[str, WorkerAdapter] = {}
+        self.foreign: dict[str, WorkerAdapter] = {}
+        self._read_all()
         self.epoch = _read_epoch(self._epoch_file)
+
+    def _make_folders(self) -> None:
+        """Create both folders of adapters; one that the user named keeps its mode. Raises OSError."""
+        if self._record.parent == self._on_disk.parent:
+            make_private_folder(self._record)
+        else:
+            self._record.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._on_disk)
+
+    def _read_all(self) -> None:
+        """Read all adapters; damaged files are logged and left out. The record's file counts where there are two."""
+        for folder in (self._on_disk, self._record):
+            for adapter in _adapters_in(folder):
+                if adapter.digest:
+                    self._adapters[adapter.engine_name] = replace(adapter, is_wanted=folder == self._record)
+                elif folder == self._record:
+                    # What was known of its files may have changed since.
+                    self.foreign[adapter.engine_name] = replace(adapter, is_wanted=True, files_digest="")
 
     def get(self, engine_name: str) -> WorkerAdapter | None:
         """The adapter with this engine name; None if it is not installed."""
@@ -64,18 +98,43 @@ class InstalledAdapters:
         """Add or replace an adapter in memory and write its file; returns it. A failed write is logged, not raised."""
         self.revision += adapter.engine_name not in self._adapters
         self.update_in_memory(adapter)
-        self.write_json(self._folder / _file_name(adapter.engine_name), asdict(adapter))
+        self._write(adapter)
         return adapter
 
+    def store_foreign(self, adapter: WorkerAdapter) -> None:
+        """Add or replace an adapter that another client loaded, and write its file, as `store` does."""
+        self.foreign[adapter.engine_name] = adapter = replace(adapter, is_wanted=True)
+        self._write(adapter)
+
+    def forget_foreign(self, name: str) -> None:
+        """Remove an adapter that another client loaded, with its file. No-op for one that is not there."""
+        if (adapter := self.foreign.pop(name, None)) is not None:
+            self._delete(self._path(adapter))
+
     def remove(self, adapter: WorkerAdapter) -> None:
-        """Remove an adapter from memory and delete its JSON file; an error of the disk is ignored."""
-        self._adapters.pop(adapter.engine_name, None)
+        """Remove an adapter from memory and delete its file."""
+        stored = self._adapters.pop(adapter.engine_name, adapter)
         self._sorted = None
         self.revision += 1
-        path = self._folder / _file_name(adapter.engine_name)
+        self._delete(self._path(stored))
+
+    def _path(self, adapter: WorkerAdapter) -> Path:
+        """The file of an adapter: in the record where the engine should have it."""
+        return (self._record if adapter.is_wanted else self._on_disk) / file_name(adapter.engine_name)
+
+    def _write(self, adapter: WorkerAdapter) -> None:
+        """Write an adapter's file, then delete the one in the other folder: a failed write must not lose both."""
+        if self.write_json(self._path(adapter), _content(adapter)):
+            self._delete(self._path(replace(adapter, is_wanted=not adapter.is_wanted)))
+
+    def _delete(self, path: Path) -> None:
+        """Delete a file, which may be missing; `retry_writes` tries again what fails."""
         self._unwritten.discard(path)
-        with contextlib.suppress(OSError):  # the next start reads it again, finds no weights and removes it
+        try:
             path.unlink(missing_ok=True)
+        except OSError as exc:
+            log.warning("state file not deleted", path=str(path), error=str(exc))
+            self._unwritten.add(path)
 
     def update_in_memory(self, adapter: WorkerAdapter) -> None:
         """Replace an adapter in memory only, for request counts. The next `store` writes them to disk."""
@@ -95,41 +154,46 @@ class InstalledAdapters:
     def retry_writes(self) -> None:
         """Write the adapters' files and the epoch again whose last write failed, or that somebody deleted.
 
+        Deletes files whose deletion failed.
+
         Without them the next start would lose the adapters, and obey a leader that was replaced. Another failure keeps
         them for later.
         """
         missing = self._missing_files() - self._unwritten
         if missing:
-            log.error("state files were deleted: they are written again", folder=str(self._folder), files=len(missing))
+            log.error("state files were deleted: they are written again", folder=str(self._record), files=len(missing))
         for path in sorted(missing | self._unwritten):
             if path == self._epoch_file:
                 self.write_json(path, {"epoch": self.epoch}, is_flushed=True)
             elif (adapter := self._by_file.get(path)) is not None:
-                self.write_json(path, asdict(adapter))
+                self._write(adapter)
+            elif path.parent in (self._record, self._on_disk):
+                self._delete(path)
 
     @property
     def _by_file(self) -> dict[Path, WorkerAdapter]:
         """The file of each adapter -> the adapter."""
-        return {self._folder / _file_name(adapter.engine_name): adapter for adapter in self.all()}
+        return {self._path(adapter): adapter for adapter in (*self.all(), *self.foreign.values())}
 
     def _missing_files(self) -> set[Path]:
-        """The files that the folder should have and does not; makes the folder anew.
+        """The files that the folders should have and do not; makes the folders anew.
 
-        None, and logged once, where the folder's volume went away: it comes back with its own files.
+        None, and logged once, where a folder's volume went away: it comes back with its own files.
         """
-        was_away, self._is_away = self._is_away, not self._state_folder.may_be_written_again()
-        if self._is_away:
+        was_away, lost = self._is_away, [each for each in self._volumes if not each.may_be_written_again()]
+        self._is_away = bool(lost)
+        if lost:
             if not was_away:
-                why = state_text(self._state_folder.state())
-                log.error("state folder lost; bring it back, or restart the agent", folder=str(self._folder), why=why)
+                why, folder = state_text(lost[0].state()), str(lost[0].path)
+                log.error("state folder lost; bring it back, or restart the agent", folder=folder, why=why)
             return set()
         try:
-            make_private_folder(self._folder)
-            names = set(os.listdir(self._folder))  # noqa: PTH208  (names alone)
+            self._make_folders()
+            there = {folder / name for folder in (self._record, self._on_disk) for name in os.listdir(folder)}  # noqa: PTH208  (names alone)
             is_epoch_there = not self.epoch or self._epoch_file.exists()
         except OSError:
             return set()
-        missing = {path for path in self._by_file if path.name not in names}
+        missing = self._by_file.keys() - there
         return missing if is_epoch_there else missing | {self._epoch_file}
 
     def write_json(self, path: Path, value: object, *, is_flushed: bool = False) -> bool:
@@ -152,21 +216,36 @@ class InstalledAdapters:
         return True
 
 
-def _file_name(engine_name: str) -> str:
-    """Name of an adapter's JSON file: a hash of its engine name."""
-    return hashlib.sha256(engine_name.encode()).hexdigest()[:32] + ".json"
+def file_name(engine_name: str) -> str:
+    """Name of an adapter's file: its engine name, in which `/` and what file systems refuse is percent-encoded.
+
+    A long name is cut, and ends with its hash.
+    """
+    name = quote(engine_name, safe="@:")
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME - 33]}~{hashlib.sha256(engine_name.encode()).hexdigest()[:32]}"
+    return f"{name}.json"
 
 
-def _read_all(folder: Path) -> list[WorkerAdapter]:
-    """Read all JSON files of the folder; damaged ones are logged and left out."""
-    adapters = []
+def _content(adapter: WorkerAdapter) -> Mapping[str, Any]:
+    """An adapter's file: the body of vLLM's own load, and what is known of the adapter beside it."""
+    known = asdict(adapter)
+    del known["is_wanted"]  # its folder says so
+    return {"lora_name": adapter.engine_name, "lora_path": adapter.path, **known}
+
+
+def _adapters_in(folder: Path) -> Iterator[WorkerAdapter]:
+    """The adapters of a folder; damaged files are logged and left out."""
     for path in sorted(folder.glob("*.json")):
         try:
-            adapters.append(_RECORD.validate_json(path.read_bytes()))
-        except (OSError, ValueError) as exc:
+            found = json.loads(path.read_bytes())
+            if "lora_id" not in found:
+                name, place = found["lora_name"], found["lora_path"]
+                found = {"lora_id": name, "digest": "", "engine_name": name, "path": place}
+            yield _RECORD.validate_python(found)
+        except (OSError, ValueError, KeyError, TypeError) as exc:
             # A damaged file costs one adapter's history, not the worker's start.
-            log.warning("damaged state file ignored", path=str(path), error=str(exc))
-    return adapters
+            log.warning("damaged state file ignored", path=str(path), error=repr(exc))
 
 
 def _read_epoch(path: Path) -> int:

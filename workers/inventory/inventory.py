@@ -37,7 +37,6 @@ class Inventory:
 
     changes    wakes the senders of heartbeats; `version` grows with each change
     kv_connector  what the engine's KV connector allows adapters
-    foreign_adapters  engine name -> an adapter that another client loaded, once its files were read
     refused_names  engine names that the engine still lists, though their adapters were refused for their effect
     """
 
@@ -59,7 +58,6 @@ class Inventory:
         self._metrics = metrics
         self.history = UnrecordedHistory(timestamp)
         self.listed_at: float | None = None  # by the caller's clock; see `confirm_list`
-        self.foreign_adapters: dict[str, WorkerAdapter] = {}
         self.refused_names: set[str] = set()
         self._listed_paths: Mapping[str, str] = {}
         self._progress: dict[str, WorkerAdapter] = {}
@@ -211,9 +209,16 @@ class Inventory:
     def mark_foreign_unloaded(self, name: str, by: Requester) -> None:
         """Record and publish that the engine has unloaded an adapter that another client had loaded."""
         self.slots = self.slots.after_unload(name)
-        self.foreign_adapters.pop(name, None)
+        self.installed.forget_foreign(name)
         self.events.add("UNLOADED_FROM_DEVICE", engine_name=name)
         self.history.record_operation("unload", by, lora_id=name, digest="")
+        self.mark_changed()
+
+    def mark_foreign_restored(self, adapter: WorkerAdapter) -> None:
+        """Record and publish that a restarted engine has loaded again what another client had loaded."""
+        self.slots = self.slots.after_load(adapter.engine_name)
+        self.events.add("LOADED_TO_DEVICE", engine_name=adapter.engine_name)
+        self.history.record_operation("load", RESTORING, lora_id=adapter.lora_id, digest="")
         self.mark_changed()
 
     def mark_unwanted(self, adapter: WorkerAdapter) -> None:
@@ -244,7 +249,7 @@ class Inventory:
         loading = [item.digest for item in self._progress.values() if item.digest]
         foreign = [
             adapter.files_digest
-            for name, adapter in self.foreign_adapters.items()
+            for name, adapter in self.installed.foreign.items()
             if adapter.files_digest and self.slots.has(name)
         ]
         return frozenset((*loaded, *loading, *foreign))

@@ -82,7 +82,7 @@ class InventoryReport:
 
     def _foreign_adapter(self, name: str) -> WorkerAdapter:
         """An adapter that another client loaded: its digest is not known, that of the files at its path may be."""
-        known = self._inventory.foreign_adapters.get(name) or WorkerAdapter(lora_id=name, digest="", engine_name=name)
+        known = self._installed.foreign.get(name) or WorkerAdapter(lora_id=name, digest="", engine_name=name)
         return replace(known, state="ready", location=self._inventory.slots.location(name))
 
     def available(self) -> Iterator[WorkerAdapter]:

@@ -54,6 +54,11 @@ def settings_of(
     return settings_from_command(load(WorkerSettings, command[4:], prog="workers"), (), {})
 
 
+def test_each_worker_has_a_folder_of_its_own_in_vllms_folder_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"VLLM_LORA_ADAPTER_CACHE": "/adapters"}
+    assert settings_of(ask(environment=environment), monkeypatch, environment).record_dir == Path("/adapters/w0")
+
+
 def last(words: Sequence[str], flag: str) -> str:
     return words[len(words) - 1 - words[::-1].index(flag) + 1]
 

@@ -1,11 +1,17 @@
 """Adapters that another client loads into the engine are found, read, kept and unloaded on request."""
 
+import json
+import os
 import shutil
+import signal
+
+import pytest
 
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until
 from tests.serving import client_of
-from tests.workers.running import metadata_of, post
+from tests.workers.running import SIM, RunningWorker, metadata_of, post
+from workers.inventory.installed_adapters import file_name
 from workers.wire import AdapterFiles, WorkerAdapter
 
 
@@ -52,6 +58,61 @@ async def test_an_adapter_that_a_script_loaded_is_reported_with_the_digest_of_it
         assert [lora for lora in answer.json()["loaded_loras"] if lora["state"] == "ready"] == []
         async with client_of(await engine_url(client)) as engine:
             assert [item["id"] for item in (await engine.get("/v1/models")).json()["data"]] == ["tiny-qwen"]
+
+
+def record_of(folder):
+    return sorted(path.name for path in folder.glob("*.json"))
+
+
+@pytest.mark.fleet
+async def test_a_load_by_vllms_own_call_is_remembered_over_restarts_until_its_unload(worker, tmp_path, monkeypatch):
+    record = tmp_path / "record"
+    monkeypatch.setenv("VLLM_LORA_ADAPTER_CACHE", str(record))
+    folder = make_adapter(tmp_path / "scripts", "mine")
+    async with worker.running() as client:
+        own = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()["engine_name"]
+        await load_behind_our_back(client, "team/mine", folder)
+        digest = (await found(client, "team/mine", lambda lora: lora.files_digest)).files_digest
+        files = [file_name(own), "team%2Fmine.json"]
+        assert record_of(record) == files
+        saved = json.loads((record / "team%2Fmine.json").read_text())
+        assert (saved["lora_name"], saved["lora_path"]) == ("team/mine", str(folder))
+
+        before = await metadata_of(client)
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        await worker.ready_again(client, before)
+        assert (await found(client, "team/mine", lambda lora: lora.files_digest)).path == str(folder)
+        worker.process.kill()  # the agent, and its engine ends with it
+        await worker.process.wait()
+    assert record_of(record) == files
+    async with worker.running() as client:
+        assert (await found(client, "team/mine", lambda lora: lora.files_digest)).files_digest == digest
+        await found(client, own, lambda lora: lora.state == "ready")
+        async with client_of(await engine_url(client)) as engine:
+            (await engine.post("/v1/unload_lora_adapter", json={"lora_name": "team/mine"})).raise_for_status()
+        await until(lambda: record_of(record) == files[:1], what="its file is gone")
+
+
+async def test_an_adapter_of_another_client_that_does_not_load_again_ends_no_start(worker, tmp_path):
+    (worker.state_dir / "adapters").mkdir(parents=True)
+    for name in ("gone", "kept"):
+        folder = make_adapter(tmp_path / "scripts", name)
+        text = json.dumps({"lora_name": name, "lora_path": str(folder)})
+        (worker.state_dir / "adapters" / f"{name}.json").write_text(text)
+    shutil.rmtree(tmp_path / "scripts" / "gone")
+    async with worker.together() as client:
+        await found(client, "kept", lambda lora: lora.files_digest)
+        names = {lora.engine_name for lora in (await metadata_of(client)).lora.loaded_loras}
+    assert (names, record_of(worker.state_dir / "adapters")) == ({"kept"}, ["kept.json"])
+
+
+async def test_two_agents_share_no_record(agent_model, agent_adapters, tmp_path):
+    workers = [RunningWorker(agent_model, agent_adapters, tmp_path / name, *SIM) for name in ("one", "two")]
+    shared = ("--record-dir", str(tmp_path / "record"))
+    async with workers[0].together(*shared):
+        with pytest.raises(OSError, match="another agent uses it; give this one its own record_dir"):
+            async with workers[1].together(*shared):
+                pass
 
 
 async def test_an_adapter_whose_files_this_worker_would_refuse_is_reported_with_the_reason(worker, tmp_path):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -100,10 +99,11 @@ async def test_adapters_found_in_an_attached_engine_are_wanted_again(agent_model
             await post(client, "load_lora", lora_id="sql-expert/v1")
         # As left by an agent that is killed between the engine's load and its own record.
         [path] = (worker.state_dir / "adapters").glob("*.json")
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"is_wanted": False}))
+        path.rename(worker.state_dir / "on_disk" / path.name)
         async with worker.inside() as client:
             assert await loaded(client) == {"sql-expert/v1"}
-            assert json.loads(await asyncio.to_thread(path.read_text))["is_wanted"] is True
+            assert await asyncio.to_thread(path.exists)
+            assert list((worker.state_dir / "on_disk").iterdir()) == []
     finally:
         engine.stop()
 

@@ -4,8 +4,11 @@ import asyncio
 import json
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts, UsageReport
@@ -13,7 +16,7 @@ from tests.patience import until, within
 from tests.serving import client_of
 from tests.workers.running import RunningWorker, post
 from workers.inventory.adapter_usage import ReportedAdapterUsage
-from workers.inventory.installed_adapters import InstalledAdapters
+from workers.inventory.installed_adapters import InstalledAdapters, file_name
 from workers.wire import AvailableLoras, Metadata, WorkerAdapter
 
 
@@ -65,6 +68,75 @@ def test_state_files_that_were_deleted_are_written_again(tmp_path):
     assert {each.engine_name for each in again.all()} == {record(number).engine_name for number in range(3)}
     assert again.epoch == 7, "else a leader that was replaced would be obeyed"
     assert counts.count_uses(report(1, 5)) is None
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_record_has_a_file_named_after_each_adapter_that_the_engine_should_have(tmp_path):
+    records = InstalledAdapters(tmp_path / "state", tmp_path / "record")
+    there = records.store(replace(record(1), is_wanted=True))
+    records.store(record(2))
+    records.store_foreign(WorkerAdapter(lora_id="mine", digest="", engine_name="mine", path="/srv/mine"))
+    assert names_in(tmp_path / "record") == ["mine.json", "tenant-1%2Fadapter-0001@000000000000.json"]
+    saved = json.loads((tmp_path / "record/mine.json").read_text())
+    assert (saved["lora_name"], saved["lora_path"]) == ("mine", "/srv/mine"), "the body of vLLM's own load"
+    again = InstalledAdapters(tmp_path / "state", tmp_path / "record")
+    assert {each.engine_name: each.is_wanted for each in again.all()} == {
+        there.engine_name: True, record(2).engine_name: False,
+    }  # fmt: skip
+    assert list(again.foreign) == ["mine"]
+    again.store(replace(there, is_wanted=False))
+    again.forget_foreign("mine")
+    assert names_in(tmp_path / "record") == []
+    assert len(names_in(tmp_path / "state/on_disk")) == 2
+    again.remove(there)
+    assert len(InstalledAdapters(tmp_path / "state", tmp_path / "record").all()) == 1
+
+
+def test_an_agent_killed_between_two_files_of_an_adapter_counts_the_records(tmp_path):
+    records = InstalledAdapters(tmp_path)
+    loaded = records.store(replace(record(1), is_wanted=True))
+    (tmp_path / "on_disk" / file_name(loaded.engine_name)).write_bytes(
+        (tmp_path / "adapters" / file_name(loaded.engine_name)).read_bytes()
+    )
+    again = InstalledAdapters(tmp_path)
+    assert [each.is_wanted for each in again.all()] == [True]
+    again.store(loaded)
+    assert names_in(tmp_path / "on_disk") == []
+
+
+def test_a_file_with_the_body_of_vllms_own_load_alone_is_read(tmp_path):
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters/mine.json").write_text('{"lora_name": "mine", "lora_path": "/srv/mine"}')
+    for number, text in enumerate(("[", "[]", "{}", '{"lora_name": 3, "lora_path": "x"}')):
+        (tmp_path / f"adapters/damaged-{number}.json").write_text(text)
+    (found,) = InstalledAdapters(tmp_path).foreign.values()
+    assert (found.engine_name, found.path, found.digest, found.is_wanted) == ("mine", "/srv/mine", "", True)
+
+
+def test_a_file_that_could_not_be_deleted_is_deleted_later(tmp_path):
+    records = InstalledAdapters(tmp_path)
+    loaded = records.store(replace(record(1), is_wanted=True))
+    path = tmp_path / "adapters" / file_name(loaded.engine_name)
+    path.unlink()
+    path.mkdir()  # as a disk that fails: a folder cannot be unlinked
+    records.store(record(1))
+    path.rmdir()
+    path.write_text("back")
+    records.retry_writes()
+    assert (names_in(tmp_path / "adapters"), len(names_in(tmp_path / "on_disk"))) == ([], 1)
+
+
+@given(st.text(min_size=1, max_size=400), st.text(min_size=1, max_size=400))
+def test_every_name_has_one_file_in_the_folder(first, second):
+    name = file_name(first)
+    assert "/" not in name
+    assert name not in {".", ".."}
+    assert len(name.encode()) <= 255 - len(".partial")
+    assert (name == file_name(second)) == (first == second)
+    assert file_name("../../etc/passwd") == "..%2F..%2Fetc%2Fpasswd.json"
 
 
 def test_nothing_is_written_where_the_volume_of_the_state_folder_went_away(tmp_path):
