@@ -48,7 +48,7 @@ from workers.storage.local_adapters import LocalAdapters
 from workers.storage.uploads import Uploads
 from workers.verification.base_model import NO_ENGINE, EngineFacts
 from workers.verification.manifest import AdapterRules
-from workers.verification.verify import base_model_or_none
+from workers.verification.verify import base_model_or_none, model_folder
 
 _ATTACHED_ENGINE_LEASE_S = 7 * 86400.0
 _LIST_TIMEOUT_S = 2.0
@@ -250,4 +250,5 @@ def rules_of(settings: WorkerSettings, facts: EngineFacts = NO_ENGINE) -> Adapte
         base=base_model_or_none(folder, facts) if has_folder else None,
         max_bytes=settings.max_adapter_bytes,
         allow_pickle=settings.allow_pickle,
+        tokenizer=model_folder(facts.tokenizer) if facts.tokenizer else folder if has_folder else None,
     )

@@ -135,11 +135,11 @@ class ChatTokenizer:
         config = _parsed_object(files, "tokenizer_config.json")
         return cls(
             tokenizer,
-            _templates(files, config),
-            _named_tokens(config, _parsed_object(files, "special_tokens_map.json")),
+            chat_templates(files, config),
+            named_tokens(config, _parsed_object(files, "special_tokens_map.json")),
             split_points,
             word_cache=word_cache,
-            added_tokens=_added_tokens(files),
+            added_tokens=added_tokens(files),
             special_frame=frame,
         )
 
@@ -300,7 +300,7 @@ def _parsed_object(files: Mapping[str, str], name: str) -> dict[str, Any]:
     return parsed
 
 
-def _templates(files: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, str]:
+def chat_templates(files: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name, none if the model has none. As in Transformers, a file overrides the configuration.
 
     Raises Untokenizable for a file that is no JSON object.
@@ -315,7 +315,7 @@ def _templates(files: Mapping[str, str], config: Mapping[str, Any]) -> dict[str,
     return {}
 
 
-def _named_tokens(config: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str]:
+def named_tokens(config: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str]:
     """The named special tokens of a tokenizer's configuration.
 
     The older `special_tokens_map.json` comes first where the configuration has no `added_tokens_decoder`, and is not
@@ -332,7 +332,7 @@ def _named_tokens(config: Mapping[str, Any], special_tokens_map: Mapping[str, An
     return tokens
 
 
-def _added_tokens(files: Mapping[str, str]) -> list[str]:
+def added_tokens(files: Mapping[str, str]) -> list[str]:
     """Every added token that some file names, once each, in any order.
 
     source  Transformers 5.19 tokenization_utils_base.py: besides the named ones `extra_special_tokens` (a list, or by

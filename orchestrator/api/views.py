@@ -67,7 +67,7 @@ class WireViews:
             idle_s=self._idle_s(adapter.lora_id),
             error=self._reconciler.queries.last_error(adapter.lora_id),
             ignored_modules=None if copy is None else copy.ignored_modules,
-            note=f"{worker_id}: {copy.note}" if copy is not None and copy.note else "",
+            note=_note_on(adapter, worker_id, copy),
             published_as=self._reconciler.store.published_as(adapter.lora_id),
             copies=self._copies_of(adapter),
         )
@@ -290,6 +290,13 @@ class WireViews:
         for worker_id, entry in self._reconciler.reports.workers.items():
             counts[worker_state(entry, self._reconciler.store.workers.get(worker_id))] += 1
         return counts
+
+
+def _note_on(adapter: RegisteredAdapter, worker_id: str, copy: WorkerAdapter | None) -> str:
+    """What to know of an adapter: of the files beside its own, and of its copy, with the worker that has it."""
+    on_files = "" if adapter.card is None else adapter.card.files_note
+    on_copy = f"{worker_id}: {copy.note}" if copy is not None and copy.note else ""
+    return "; ".join(filter(None, (on_files, on_copy)))
 
 
 def _wire_plan(steps: Sequence[SimulatedStep], unplaced: Mapping[str, str], seconds: float) -> Plan:

@@ -31,6 +31,7 @@ SOURCE_CODES = frozenset(
 CONTENT_CODES = frozenset(
     {
         "adapter_config_invalid",
+        "adapter_file_unsupported",
         "adapter_incomplete",
         "adapter_invalid",
         "adapter_no_effect",

@@ -46,7 +46,8 @@ class AdapterStatus(ServiceDocument):
     kept_out_of  workers that it gets no copy on, because an operator had it unloaded there
     ignored_modules  modules of its file that an engine does not have: the worst of its copies; null without any
     published_as  published name that it is a version of; null for any other adapter
-    note     what to know of a copy that is ready, with the worker's name; "" without any
+    note     what lies beside its files at the source and is not served; what to know of a copy that is ready, with the
+             worker's name; "" without any
     idle_s   seconds since it was asked for last; null without a `ttl_s` or a copy, and where nobody has asked yet
     """
 

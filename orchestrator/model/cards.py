@@ -29,6 +29,8 @@ class AdapterCard:
     """Empty for an adapter that another client loaded: the engine may have read other bytes than are there now."""
     source: str = ""
     """The reference that was asked for."""
+    files_note: str = ""
+    """What lies beside its files at its source and is not served; known to the worker that read the source."""
     effect: AdapterEffectState = ""
     """Whether it changes the engine's answers. Empty: not checked. applied: the engine has its modules. seen: answers
     differ with it. zero: its weights change nothing. unknown: not proved."""

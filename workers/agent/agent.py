@@ -176,7 +176,8 @@ class WorkerAgent:
             log.warning("this version of the engine has no table of its modules", version=version)
         base = await asyncio.to_thread(base_model_or_none, folder, facts)
         self._facts = facts
-        self.context.cache.rules = replace(self.context.cache.rules, base=base)
+        tokenizer = folder if not facts.tokenizer else await asyncio.to_thread(model_folder, facts.tokenizer)
+        self.context.cache.rules = replace(self.context.cache.rules, base=base, tokenizer=tokenizer)
         self.context.local_adapters.use_rules(self.context.cache.rules)
 
     async def _wait_until_warm(self) -> None:

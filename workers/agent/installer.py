@@ -14,7 +14,7 @@ from orchestrator.model.cards import card_fields
 from orchestrator.model.names import checked_lora_id
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.file_fetcher import FileFetcher, is_about_source, no_way_error
-from workers.core.errors import AgentRequestError, DigestMismatch, SourceError, WrongBytes
+from workers.core.errors import AgentRequestError, SourceError, WrongBytes
 from workers.core.fetch_ways import FetchWay, fetch_ways
 from workers.core.references import scheme
 from workers.inventory.context import AgentContext
@@ -197,8 +197,6 @@ class Installer:
             raise SourceError("source_not_found", f"digest {digest}: not on this worker's disk")
         if way == "neighbours":
             fetch_once = partial(self._files.from_neighbours, fetch, lora_id, digest, neighbours)
-        elif way == "source":
-            fetch_once = partial(_fetch_by_either_digest, fetch)
         else:
             fetch_once = partial(fetch, way=way)
         try:
@@ -236,7 +234,6 @@ class Installer:
         allow_any_rank: bool,
         reader: Source | None = None,
         way: FetchWay = "source",
-        with_all_weights: bool = False,
     ) -> WorkerAdapter:
         """Fetch, verify and install an adapter, record and publish it. May delete idle adapters. Raises WorkerError."""
         loop = asyncio.get_running_loop()
@@ -246,7 +243,6 @@ class Installer:
             loop.call_soon_threadsafe(self._inventory.report_download, lora_id, progress)
 
         transfer = Transfer(on_progress=report_progress)
-        transfer.with_all_weights = with_all_weights
         place = pinned if way == "source" else fleet_source(digest or "")
         if way == "source" and secret:
             transfer.credential = await self._credentials.read(secret, pinned)
@@ -255,11 +251,13 @@ class Installer:
                 verified = await self._verified(folder, digest, base_model, transfer, allow_any_rank, way)
                 # The adapter fits this worker's base model, so it gets that name, not the trainer's path.
                 manifest = replace(
-                    verified, base_model=self._engine.model_card().base_model or base_model or verified.base_model
+                    verified,
+                    base_model=self._engine.model_card().base_model or base_model or verified.base_model,
+                    files_note="; ".join((*transfer.notes, *await self._cache.notes_on_texts(transfer.texts))),
                 )
                 if way != "disk":
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
-                _check_digest(lora_id, manifest.digest, digest, transfer.left_out)
+                _check_digest(lora_id, manifest.digest, digest)
             with self._metrics.timed("install"):
                 path = folder
                 if way != "disk":
@@ -343,19 +341,6 @@ class Installer:
         return is_same_base(base_model, rules.base_names, rules.base_check)
 
 
-async def _fetch_by_either_digest(fetch: Callable[..., Coroutine[Any, Any, WorkerAdapter]]) -> WorkerAdapter:
-    """Fetch the files that engines read; if their digest is another, all weights, as earlier releases did.
-
-    Raises WorkerError.
-    """
-    try:
-        return await fetch()
-    except DigestMismatch as exc:
-        if not exc.left_out:
-            raise
-    return await fetch(with_all_weights=True)
-
-
 def check_lora_id(lora_id: str) -> None:
     """Raises AgentRequestError `invalid_lora_id` for a lora_id that is not allowed."""
     try:
@@ -375,11 +360,8 @@ def _installed_adapter(lora_id: str, source: str, pinned: str, manifest: Manifes
     )
 
 
-def _check_digest(lora_id: str, digest: str, expected: str | None, left_out: frozenset[str]) -> None:
-    """Raises DigestMismatch if a digest was requested and the files have another one."""
+def _check_digest(lora_id: str, digest: str, expected: str | None) -> None:
+    """Raises SourceError `digest_mismatch` if a digest was requested and the files have another one."""
     if expected is not None and digest != expected:
-        raise DigestMismatch(
-            f"adapter {lora_id!r}: its source has digest {digest}, requested was {expected};"
-            " new bytes need a new lora_id",
-            left_out,
-        )
+        message = f"adapter {lora_id!r}: its source has digest {digest}, requested was {expected}"
+        raise SourceError("digest_mismatch", f"{message}; new bytes need a new lora_id")

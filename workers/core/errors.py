@@ -3,7 +3,6 @@
 WorkerError
 ├── AgentRequestError  the request is wrong: unknown adapter, invalid name, missing or old epoch
 ├── SourceError        the adapter's files are missing, forbidden, too big, or invalid
-│   ├── DigestMismatch     they are others than the request's; perhaps only by weights that engines do not read
 │   └── WrongBytes         other workers of the fleet sent other bytes than the digest's: they are asked no more
 ├── EngineError        the engine has no free slot, refused the adapter, is unreachable, down or draining
 └── WorkerBusy         as much is under way as this worker allows: a retry, here or elsewhere, helps
@@ -77,6 +76,7 @@ class SourceError(WorkerError):
         "adapter_invalid": 422,
         "adapter_incomplete": 422,
         "adapter_pickled": 422,
+        "adapter_file_unsupported": 422,
         "adapter_config_invalid": 422,
         "peft_type_unsupported": 422,
         "peft_feature_unsupported": 422,
@@ -100,14 +100,6 @@ class SourceError(WorkerError):
         "digest_mismatch": 409,
         "disk_full": 507,
     }
-
-
-class DigestMismatch(SourceError):
-    """The files have another digest than the request's. `left_out` names weights of the source that it lacks."""
-
-    def __init__(self, message: str, left_out: frozenset[str]) -> None:
-        super().__init__("digest_mismatch", message)
-        self.left_out = left_out
 
 
 class WrongBytes(SourceError):

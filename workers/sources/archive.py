@@ -17,7 +17,8 @@ from typing import IO
 from workers.core.errors import SourceError
 from workers.core.references import redacted
 from workers.sources.base import Transfer
-from workers.verification.adapter_files import PICKLES, folder_description, is_adapter_file, is_stored_file
+from workers.verification.adapter_files import PICKLES, folder_description, is_adapter_file
+from workers.verification.beside import MOST_TEXT_BYTES, compared_names
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 _CHUNK_BYTES = 1 << 20
@@ -102,9 +103,9 @@ ArchiveEntries = Iterator[tuple[ArchiveMember, "IO[bytes] | None"]]
 def _unpack_adapter_files(
     entries: ArchiveEntries, into: Path, ref: str, bounds: _Bounds, transfer: Transfer
 ) -> dict[PurePosixPath, list[str]]:
-    """Write the adapter files of every archive folder into a subfolder `.<number>`; returns folder -> file names.
+    """Write what is read of every archive folder into a subfolder `.<number>`; returns folder -> file names.
 
-    The names include those of files that are not written.
+    The names include those of files that are not written; of a text that is compared, the beginning is.
     raises  SourceError `source_unsafe`, `source_too_big`; TransferCancelled
     """
     total, count = 0, 0
@@ -119,7 +120,7 @@ def _unpack_adapter_files(
             raise SourceError("source_too_big", message)
         if total > bounds.unpacked_bytes:
             raise SourceError("source_too_big", f"source {redacted(ref)}: unpacks to {bounds.excess_text()}")
-        if content is None or not _is_weights_or_config(path.name):
+        if member.kind != "file":
             continue
         if path.name == CONFIG_NAME and member.size_bytes > MAX_CONFIG_BYTES:
             message = f"source {redacted(ref)}: {CONFIG_NAME} has more than {MAX_CONFIG_BYTES} bytes"
@@ -128,10 +129,11 @@ def _unpack_adapter_files(
         if path.name in names:
             raise SourceError("source_unsafe", f"source {redacted(ref)}: has {path.name} twice in one folder")
         names.append(path.name)
-        target = into / f".{list(folder_files).index(path.parent)}"
-        target.mkdir(exist_ok=True)
-        if transfer.with_all_weights or is_adapter_file(path.name) or path.name in PICKLES:
-            _write_file(content, target / path.name, transfer)
+        if content is not None and _is_read(path.name):
+            target = into / f".{list(folder_files).index(path.parent)}"
+            target.mkdir(exist_ok=True)
+            most = MOST_TEXT_BYTES if compared_names([path.name]) else None
+            _write_file(content, target / path.name, transfer, most)
     return folder_files
 
 
@@ -140,10 +142,9 @@ def _with_slashes(path: str) -> str:
     return path.replace("\\", "/")
 
 
-def _is_weights_or_config(name: str) -> bool:
-    """Whether a file is a config, safetensors or a pickle: such files say what a folder is."""
-    # macOS adds a file `._<name>` beside each file.
-    return (is_stored_file(name) or name in PICKLES) and not name.startswith(".")
+def _is_read(name: str) -> bool:
+    """Whether a file is an adapter's, a pickle, or a text that is compared with the base model's."""
+    return is_adapter_file(name) or name in PICKLES or bool(compared_names([name]))
 
 
 def _keep_adapter_folder(
@@ -155,14 +156,19 @@ def _keep_adapter_folder(
         code = "source_invalid" if folders else "source_not_found"
         message = f"source {redacted(ref)}: {CONFIG_NAME} is in {len(folders)} of its folders; expected one adapter"
         if not folders:
-            all_names = {name for names in folder_files.values() for name in names}
+            # macOS adds a file `._<name>` beside each file.
+            all_names = {name for names in folder_files.values() for name in names if not name.startswith(".")}
             message += f", {folder_description(all_names)}"
         raise SourceError(code, message)
-    number = list(folder_files).index(folders[0])
-    for name in transfer.choose_files(folder_files[folders[0]], allow_pickle=allow_pickle):
-        (into / f".{number}" / name).rename(into / name)
+    (folder,) = folders
+    names, unpacked = folder_files[folder], into / f".{list(folder_files).index(folder)}"
+    below = (other.relative_to(folder) for other in folder_files if other.is_relative_to(folder) and other != folder)
+    chosen = transfer.choose_files(names, allow_pickle=allow_pickle, folders={path.parts[0] for path in below})
+    transfer.texts.update((name, (unpacked / name).read_bytes()) for name in compared_names(names))
+    for name in chosen:
+        (unpacked / name).rename(into / name)
     for other in range(len(folder_files)):
-        shutil.rmtree(into / f".{other}")
+        shutil.rmtree(into / f".{other}", ignore_errors=True)
 
 
 def _checked_path(member: ArchiveMember, ref: str) -> PurePosixPath:
@@ -180,23 +186,23 @@ def _checked_path(member: ArchiveMember, ref: str) -> PurePosixPath:
     return path
 
 
-def _write_file(content: IO[bytes], target_path: Path, transfer: Transfer) -> None:
-    """Write a member's content to a new file. Raises TransferCancelled."""
+def _write_file(content: IO[bytes], target_path: Path, transfer: Transfer, most: int | None) -> None:
+    """Write a member's content, or its first `most` bytes, to a new file. Raises TransferCancelled."""
     with target_path.open("xb") as target:
-        while chunk := content.read(_CHUNK_BYTES):
+        while (most is None or target.tell() < most) and (chunk := content.read(_CHUNK_BYTES)):
             target.write(chunk)
             transfer.advance(0)  # counted on download; raises if the fetch was cancelled
 
 
 def _zip_members(packed: Path) -> ArchiveEntries:
-    """The members of a zip file, with a stream for weights and configs; reads it as they go. Raises BadZipFile."""
+    """The members of a zip file, with a stream for files that are read; reads it as they go. Raises BadZipFile."""
     with packed.open("rb") as raw, zipfile.ZipFile(_BoundedReader(raw)) as archive:
         for info in archive.infolist():
             mode = stat.S_IFMT(info.external_attr >> 16)
             name = _with_slashes(info.filename)
             kind = "folder" if name.endswith("/") else _KINDS.get(mode, "special file")
             member = ArchiveMember(name, info.file_size, kind)
-            if kind != "file" or not _is_weights_or_config(PurePosixPath(name).name):
+            if kind != "file" or not _is_read(PurePosixPath(name).name):
                 yield member, None
                 continue
             if info.compress_type not in _METHODS or info.flag_bits & _ENCRYPTED:

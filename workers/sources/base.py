@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 from workers.core.errors import SourceError
 from workers.core.references import is_below, parse_reference, redacted, scheme
 from workers.core.retry import RetryPolicy
-from workers.verification.adapter_files import adapter_file_names, is_stored_file
+from workers.verification.adapter_files import adapter_file_names
+from workers.verification.beside import notes_on_files
 
 T = TypeVar("T")
 
@@ -45,8 +46,8 @@ class Transfer:
 
     pinned      the immutable reference of the files (a branch resolved to its commit); else the reference itself
     credential  used for this fetch in place of the worker's own; "" for none
-    left_out    names of weights in the source that engines do not read, and that were not fetched
-    with_all_weights  fetch those, too: digests of earlier releases count them
+    notes       what to know of the files beside the adapter's, by their names
+    texts       the beginnings of those files beside them that are compared with the base model's
     served_by   URLs of the workers of the fleet that sent some of the bytes
     """
 
@@ -56,8 +57,8 @@ class Transfer:
         """`on_progress` is called about every `every_s` seconds, in the thread that received the bytes."""
         self.pinned = ""
         self.credential = ""
-        self.left_out: frozenset[str] = frozenset()
-        self.with_all_weights = False
+        self.notes: tuple[str, ...] = ()
+        self.texts: dict[str, bytes] = {}
         self.served_by: set[str] = set()
         self._on_progress = on_progress
         self._lock = threading.Lock()
@@ -86,14 +87,13 @@ class Transfer:
     def choose_files(
         self, names: Collection[str], *, allow_pickle: bool, folders: Collection[str] = ()
     ) -> frozenset[str]:
-        """The names of the adapter's files among those in its source folder; sets `left_out`. Raises SourceError.
+        """The names of the adapter's files among those in its source folder; sets `notes`. Raises SourceError.
 
-        See `adapter_file_names`.
+        See `adapter_file_names` and `notes_on_files`.
         """
-        chosen = adapter_file_names(
-            names, allow_pickle=allow_pickle, folders=folders, with_all_weights=self.with_all_weights
-        )
-        self.left_out = frozenset(filter(is_stored_file, names)) - chosen
+        chosen = adapter_file_names(names, allow_pickle=allow_pickle, folders=folders)
+        if chosen:
+            self.notes = notes_on_files({*names} - chosen, folders)
         return chosen
 
     def expect(self, total_bytes: int) -> None:
@@ -127,9 +127,10 @@ class Source(Protocol):
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         """Fetch the files of the adapter at `ref`, see `Transfer.choose_files`, into the empty folder `into`.
 
-        No other files may be left there; after an error the caller deletes them all. Count bytes in `transfer`, and set
-        `transfer.pinned` if the reference can be made immutable. Error messages name the reference by `redacted` and
-        never quote libraries or servers, whose texts may contain addresses and signatures.
+        No other files may be left there; after an error the caller deletes them all. Count bytes in `transfer`, set
+        `transfer.pinned` if the reference can be made immutable, and `transfer.texts` where there are any. Error
+        messages name the reference by `redacted` and never quote libraries or servers, whose texts may contain
+        addresses and signatures.
 
         raises  SourceError: not found, forbidden, too big, or not reachable
         """

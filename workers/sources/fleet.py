@@ -29,7 +29,7 @@ from workers.sources.base import (
     with_retries,
 )
 from workers.sources.web import RETRIED_STATUSES, download_file, retry_after_s, tag_file_of
-from workers.verification.adapter_files import WEIGHTS_NAME, is_stored_file
+from workers.verification.adapter_files import WEIGHTS_NAME, is_adapter_file
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.wire import AdapterFiles
 
@@ -271,7 +271,7 @@ def _checked_files(ref: str, answer: httpx.Response) -> AdapterFiles:
             "source_invalid", f"source {redacted(ref)}: {answer.request.url.host} sends no list of files"
         ) from exc
     names = [file.name for file in files.files]
-    is_plain = all(is_stored_file(name) and "/" not in name and not name.startswith(".") for name in names)
+    is_plain = all(is_adapter_file(name) and "/" not in name and not name.startswith(".") for name in names)
     if not is_plain or len(set(names)) < len(names) or not 0 < len(names) <= _MOST_FILES:
         raise SourceError("source_unsafe", f"source {redacted(ref)}: its list has names that are no adapter's files")
     return files

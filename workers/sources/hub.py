@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
+
 from workers.core.errors import SourceError
 from workers.core.references import HubReference, parse_hub_reference, redacted
 from workers.sources.base import (
@@ -18,9 +20,11 @@ from workers.sources.base import (
     with_retries,
 )
 from workers.verification.adapter_files import folder_description
+from workers.verification.beside import MOST_TEXT_BYTES, compared_names
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 T = TypeVar("T")
+_CHUNK_BYTES = 1 << 16
 _PROBE_S = 5.0
 """A caller waits for the answer whether a relative path is a repository."""
 
@@ -59,6 +63,9 @@ class HubSource:
         )
         names = self._adapter_files(ref, reference, info, transfer)
         transfer.pinned = reference.at_commit(info.sha)
+        for name in _compared_paths(reference, info):
+            head = await call(_read_head, api, reference.repo, name, info.sha, self._limits.timeout_s)
+            transfer.texts[name.rpartition("/")[2]] = head
         scratch = into / ".hub"
         bar = _progress_bar_class(transfer)
         for name in names:
@@ -114,12 +121,8 @@ class HubSource:
 
         raises  SourceError if there are none, or too many bytes
         """
-        prefix = f"{reference.folder}/" if reference.folder else ""
-        below = {
-            file.rfilename[len(prefix) :]: file.size or 0
-            for file in info.siblings or ()
-            if file.rfilename.startswith(prefix)
-        }
+        prefix = _folder_prefix(reference)
+        below = _sizes_below(prefix, info)
         folder_files = {name: size for name, size in below.items() if "/" not in name}
         folders = sorted({name.partition("/")[0] for name in below if "/" in name})
         adapter_files = transfer.choose_files(folder_files, allow_pickle=self._limits.allow_pickle, folders=folders)
@@ -135,6 +138,44 @@ class HubSource:
             raise too_big_error(ref, total, self._limits)
         transfer.expect(total)
         return sorted(sizes)
+
+
+def _folder_prefix(reference: HubReference) -> str:
+    """The beginning of all paths of the adapter's files in the repository."""
+    return f"{reference.folder}/" if reference.folder else ""
+
+
+def _sizes_below(prefix: str, info: Any) -> dict[str, int]:
+    """Path below a folder of the repository -> size of the file."""
+    files = [file for file in info.siblings or () if file.rfilename.startswith(prefix)]
+    return {file.rfilename[len(prefix) :]: file.size or 0 for file in files}
+
+
+def _compared_paths(reference: HubReference, info: Any) -> list[str]:
+    """The paths of texts beside the adapter that are compared with the base model's."""
+    prefix = _folder_prefix(reference)
+    return [prefix + name for name in compared_names(_sizes_below(prefix, info))]
+
+
+def _read_head(api: Any, repo: str, name: str, commit: str, timeout_s: float) -> bytes:
+    """The beginning of a file of the repository. Blocking; raises the library's errors."""
+    from huggingface_hub import get_session, hf_hub_url  # noqa: PLC0415  (heavy, and used by few)
+    from huggingface_hub.utils._headers import build_hf_headers  # noqa: PLC0415
+    from huggingface_hub.utils._http import hf_raise_for_status  # noqa: PLC0415
+
+    url = hf_hub_url(repo, name, revision=commit, endpoint=api.endpoint)
+    headers = build_hf_headers(token=api.token, library_name=api.library_name)
+    headers |= {"range": f"bytes=0-{MOST_TEXT_BYTES - 1}", "accept-encoding": "identity"}
+    head = b""
+    with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=timeout_s) as answer:
+        if answer.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return b""  # an empty file
+        hf_raise_for_status(answer)
+        for chunk in answer.iter_bytes(_CHUNK_BYTES):
+            head += chunk
+            if len(head) >= MOST_TEXT_BYTES:
+                break
+    return head[:MOST_TEXT_BYTES]
 
 
 async def _call_hub(ref: str, transfer: Transfer, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

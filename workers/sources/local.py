@@ -4,7 +4,7 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 from urllib.parse import unquote, urlsplit
 
 from lorafleet.service.files import mode_of, stamp_of
@@ -13,6 +13,7 @@ from workers.core.references import is_like_repository, relative_problem
 from workers.sources.base import Transfer
 from workers.sources.file_system import FileSystemCalls
 from workers.verification.adapter_files import folder_description
+from workers.verification.beside import MOST_TEXT_BYTES, compared_names
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 
@@ -133,6 +134,8 @@ class LocalSource:
             description = folder_description(found, folders)
             raise SourceError("source_not_found", f"source {ref!r}: no {CONFIG_NAME} in it, {description}")
         stamps = [stamp_of(folder / name) for name in names]
+        for name in compared_names(found):
+            transfer.texts[name] = self._read_text(folder / name, f"{ref.rstrip('/')}/{name}")
         left = self._max_bytes
         for name in names:
             limit = min(left, MAX_CONFIG_BYTES) if name == CONFIG_NAME else left
@@ -147,20 +150,9 @@ class LocalSource:
         ref     of the file, as the request names its folder
         raises  SourceError
         """
-        resolved = self._resolve_below_roots(path, ref)
-        try:
-            # NONBLOCK: opening a FIFO must not block. NOFOLLOW: the path is resolved, so a link is an attack.
-            fd = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as exc:
-            raise SourceError("source_not_found", f"source {ref!r}: {exc.strerror}") from exc
-        with os.fdopen(fd, "rb") as source:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise SourceError("source_invalid", f"source {ref!r}: not a regular file")
-            if status.st_size > limit:
-                raise SourceError(
-                    "source_too_big", f"source {ref!r}: {status.st_size} bytes, at most {limit} are allowed"
-                )
+        with self._open_file(path, ref) as source:
+            if (size := os.fstat(source.fileno()).st_size) > limit:
+                raise SourceError("source_too_big", f"source {ref!r}: {size} bytes, at most {limit} are allowed")
             with target_path.open("xb") as target:
                 while chunk := source.read(1 << 20):
                     target.write(chunk)
@@ -168,6 +160,25 @@ class LocalSource:
                     if target.tell() > limit:  # the file grew during the copy
                         raise SourceError("source_too_big", f"source {ref!r}: at most {limit} bytes are allowed")
                 return target.tell()
+
+    def _read_text(self, path: Path, ref: str) -> bytes:
+        """The beginning of a text beside the adapter. Raises SourceError."""
+        with self._open_file(path, ref) as source:
+            return source.read(MOST_TEXT_BYTES)
+
+    def _open_file(self, path: Path, ref: str) -> BinaryIO:
+        """Open a regular file below the roots, for reading. Raises SourceError."""
+        resolved = self._resolve_below_roots(path, ref)
+        try:
+            # NONBLOCK: opening a FIFO must not block. NOFOLLOW: the path is resolved, so a link is an attack.
+            fd = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as exc:
+            raise SourceError("source_not_found", f"source {ref!r}: {exc.strerror}") from exc
+        source = os.fdopen(fd, "rb")
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            source.close()
+            raise SourceError("source_invalid", f"source {ref!r}: not a regular file")
+        return source
 
 
 def _reference_path(ref: str) -> str:

@@ -12,6 +12,7 @@ from workers.core.errors import SourceError
 from workers.core.references import bucket_and_folder, redacted
 from workers.sources.base import Limits, Transfer, TransientSourceError, clear_folder, too_big_error, with_retries
 from workers.verification.adapter_files import folder_description
+from workers.verification.beside import MOST_TEXT_BYTES, compared_names
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 _PART_BYTES = 16 << 20
@@ -50,7 +51,11 @@ class ObjectSource:
         bucket, folder = bucket_and_folder(ref)
         folder_path = f"{bucket}/{folder}"
         await asyncio.to_thread(self._open_store, ref)
-        files = self._adapter_files(ref, await self._list_folder(ref, folder_path), transfer)
+        rows = await self._list_folder(ref, folder_path)
+        files = self._adapter_files(ref, rows, transfer)
+        sizes = {row["name"].rpartition("/")[2]: int(row.get("size") or 0) for row in rows if row["type"] == "file"}
+        for name in compared_names(sizes):
+            transfer.texts[name] = await self._read_text(ref, f"{folder_path}/{name}", sizes[name])
         transfer.expect(sum(size for size, _ in files.values()))
         parts = await asyncio.to_thread(_FetchedParts.read, into, files, self._part_bytes)
         for name, (size, _) in sorted(files.items()):
@@ -130,6 +135,11 @@ class ObjectSource:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read_text(self, ref: str, path: str, size: int) -> bytes:
+        """The beginning of a text beside the adapter. Raises SourceError."""
+        end = min(size, MOST_TEXT_BYTES)
+        return await with_retries(lambda: self._fetch_part(ref, path, 0, end), ref, self._limits) if end else b""
 
     async def _fetch_part(self, ref: str, path: str, start: int, end: int) -> bytes:
         """Fetch the bytes from `start` to `end` of a file. Raises TransientSourceError, SourceError."""

@@ -21,10 +21,12 @@ from workers.sources.base import (
     with_retries,
 )
 from workers.verification.adapter_files import PICKLES, WEIGHTS_NAME
+from workers.verification.beside import ASKED_NAMES, MOST_TEXT_BYTES, compared_names, notes_on_files
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 _CHUNK_BYTES = 1 << 20
 _REDIRECTS = 5
+_NO_NAME = "no-file-of-an-adapter.safetensors"
 RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -76,6 +78,10 @@ class WebSource:
                 await self._download_file(
                     client, ref, f"{base}/{CONFIG_NAME}", into / CONFIG_NAME, MAX_CONFIG_BYTES, transfer
                 )
+                names = await self._named_beside(client, base)
+                transfer.notes = notes_on_files(names)
+                for name in compared_names(names):
+                    transfer.texts[name] = await self._read_text(client, ref, f"{base}/{name}")
                 left = self._limits.max_bytes - (into / CONFIG_NAME).stat().st_size
                 try:
                     await self._download_file(client, ref, f"{base}/{WEIGHTS_NAME}", weights, left, transfer)
@@ -84,6 +90,41 @@ class WebSource:
                         raise
                     weights.unlink()
                     await self._download_file(client, ref, f"{base}/{PICKLES[0]}", into / PICKLES[0], left, transfer)
+
+    async def _named_beside(self, client: httpx.AsyncClient, base: str) -> list[str]:
+        """Those of `ASKED_NAMES` that the server has beside an adapter; it has no list of its files to ask for.
+
+        None of a server that also has a name that nobody uses: it answers alike for every name.
+        """
+        asked = await asyncio.gather(*(self._has_file(client, f"{base}/{name}") for name in (*ASKED_NAMES, _NO_NAME)))
+        *found, is_alike = asked
+        return [] if is_alike else [name for name, is_there in zip(ASKED_NAMES, found, strict=True) if is_there]
+
+    @staticmethod
+    async def _has_file(client: httpx.AsyncClient, url: str) -> bool:
+        """Whether the server has a file; False where it does not answer, or takes no HEAD."""
+        try:
+            return (await client.head(url)).status_code == httpx.codes.OK
+        except (httpx.HTTPError, httpx.InvalidURL):
+            return False
+
+    async def _read_text(self, client: httpx.AsyncClient, ref: str, url: str) -> bytes:
+        """The beginning of a text beside the adapter. Raises SourceError `source_failed` if it breaks off."""
+
+        async def attempt() -> bytes:
+            """Read it once. Raises TransientSourceError."""
+            head = b""
+            try:
+                async with client.stream("GET", url, headers={"range": f"bytes=0-{MOST_TEXT_BYTES - 1}"}) as answer:
+                    async for chunk in answer.aiter_bytes(_CHUNK_BYTES):
+                        head += chunk
+                        if len(head) >= MOST_TEXT_BYTES:
+                            break
+            except (httpx.HTTPError, httpx.InvalidURL) as exc:
+                raise TransientSourceError(type(exc).__name__) from None
+            return head[:MOST_TEXT_BYTES] if answer.is_success else b""
+
+        return await with_retries(attempt, ref, self._limits)
 
     def _netrc_auth(self, ref: str) -> httpx.Auth | None:
         """Read the credentials in `source_netrc`; None without that setting. Raises SourceError."""

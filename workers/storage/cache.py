@@ -10,7 +10,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
@@ -35,7 +35,8 @@ from workers.storage.cache_folder import CacheFolder, boot_id
 from workers.storage.held_files import HeldFilesLog
 from workers.storage.pickled import convert_pickles
 from workers.verification import manifest as manifests
-from workers.verification.adapter_files import is_stored_file
+from workers.verification.adapter_files import is_adapter_file
+from workers.verification.beside import notes_on_texts
 from workers.verification.manifest import AdapterDescription, AdapterRules, Manifest
 from workers.verification.verify import read_description, read_file_entry, read_manifest
 
@@ -145,7 +146,11 @@ class AdapterCache:
         """
         rules = replace(self.rules, max_rank=None) if allow_any_rank else self.rules
         rules = replace(rules, base_check="off") if trust_base_model else rules
-        return await asyncio.to_thread(read_manifest, folder, rules, is_counted=is_stored_file)
+        return await asyncio.to_thread(read_manifest, folder, rules)
+
+    async def notes_on_texts(self, texts: Mapping[str, bytes]) -> tuple[str, ...]:
+        """What to know of the texts beside an adapter at its source. Raises SourceError `adapter_file_unsupported`."""
+        return await asyncio.to_thread(notes_on_texts, texts, self.rules.tokenizer) if texts else ()
 
     def describe(self, folder: Path) -> AdapterDescription | None:
         """What the engine's table says of an adapter that was verified before; None if it cannot be read. Blocking."""
@@ -347,7 +352,7 @@ def is_intact(folder: Path, digest: str) -> bool:
     """Whether an installed adapter's files match its digest; reads all of them."""
     try:
         return (
-            manifests.digest(read_file_entry(path) for path in folder.iterdir() if is_stored_file(path.name)) == digest
+            manifests.digest(read_file_entry(path) for path in folder.iterdir() if is_adapter_file(path.name)) == digest
         )
     except (OSError, SourceError):
         return False
@@ -356,7 +361,7 @@ def is_intact(folder: Path, digest: str) -> bool:
 def _file_sizes(folder: Path) -> dict[str, int]:
     """name -> size of the adapter's files in a folder; empty if it is gone."""
     try:
-        return {path.name: path.stat().st_size for path in folder.iterdir() if is_stored_file(path.name)}
+        return {path.name: path.stat().st_size for path in folder.iterdir() if is_adapter_file(path.name)}
     except OSError:
         return {}
 

@@ -32,7 +32,7 @@ import structlog
 from lorafleet.service.files import write_atomically
 from workers.core.eviction import CachedAdapter, adapters_to_delete
 from workers.storage import leases
-from workers.verification.adapter_files import is_stored_file
+from workers.verification.adapter_files import is_adapter_file
 
 log = structlog.get_logger()
 
@@ -372,7 +372,7 @@ class CacheFolder:
         """Size of an installed adapter's files, cached as they never change. Raises OSError if its folder is gone."""
         size_bytes = self._sizes.get(digest)
         if size_bytes is None:
-            files = [file for file in self.path(digest).iterdir() if is_stored_file(file.name)]
+            files = [file for file in self.path(digest).iterdir() if is_adapter_file(file.name)]
             size_bytes = self._sizes[digest] = sum(file.stat().st_size for file in files)
         return size_bytes
 

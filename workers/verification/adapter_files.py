@@ -24,29 +24,18 @@ def is_adapter_file(name: str) -> bool:
     return name in (CONFIG_NAME, WEIGHTS_NAME)
 
 
-def is_stored_file(name: str) -> bool:
-    """Whether a file of this name in the cache belongs to an adapter.
-
-    Digests of earlier releases also count other safetensors of the source: such adapters keep them.
-    """
-    return name == CONFIG_NAME or name.endswith(".safetensors")
-
-
-def adapter_file_names(
-    names: Collection[str], *, allow_pickle: bool, folders: Collection[str] = (), with_all_weights: bool = False
-) -> frozenset[str]:
+def adapter_file_names(names: Collection[str], *, allow_pickle: bool, folders: Collection[str] = ()) -> frozenset[str]:
     """The names of an adapter's files among the names in its source folder; empty without a config.
 
     Pickled weights count only if there are no safetensors and `allow_pickle` is set.
 
-    folders           the names of the subfolders, as far as they are known: for the message of an error
-    with_all_weights  all safetensors, as digests of earlier releases count them
-    raises            SourceError `adapter_pickled`; `adapter_incomplete` if there are no weights that engines read
+    folders  the names of the subfolders, as far as they are known: for the message of an error
+    raises   SourceError `adapter_pickled`; `adapter_incomplete` if there are no weights that engines read
     """
     if CONFIG_NAME not in names:
         return frozenset()
     if WEIGHTS_NAME in names:
-        return frozenset(filter(is_stored_file if with_all_weights else is_adapter_file, names))
+        return frozenset(filter(is_adapter_file, names))
     pickles = [name for name in PICKLES if name in names]
     if not pickles:
         raise SourceError("adapter_incomplete", f"{WEIGHTS_NAME} missing, {folder_description(names, folders)}")

@@ -95,11 +95,13 @@ class EngineFacts:
     table         the model classes of its version; None: its version has no table, or it is no vLLM
     with_towers   it takes adapters on the towers of multimodal models
     is_pooling    it serves embeddings, scores or classes; None: as the architecture says
+    tokenizer     model or folder whose tokenizer it has; "": its base model's
     """
 
     table: ModelTable | None = None
     with_towers: bool = False
     is_pooling: bool | None = None
+    tokenizer: str = ""
 
 
 NO_ENGINE = EngineFacts()

@@ -7,6 +7,7 @@ of another base model, with more layers or without any matching module, and then
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from lorafleet.identity import FileEntry
 from lorafleet.identity import files_digest as digest
@@ -84,6 +85,7 @@ class AdapterRules:
     base_names   names of the worker's base model
     base         the base model's modules; None if unknown: then adapters are not compared with them
     max_bytes    largest total size of an adapter's files; None: no limit
+    tokenizer    the folder with the engine's tokenizer; None: not on this disk
     """
 
     max_rank: int | None
@@ -92,6 +94,7 @@ class AdapterRules:
     base: BaseModel | None = None
     max_bytes: int | None = None
     allow_pickle: bool = False
+    tokenizer: Path | None = None
 
 
 def check_adapter(

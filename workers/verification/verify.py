@@ -23,6 +23,7 @@ from workers.verification.adapter_files import (
     is_adapter_file,
 )
 from workers.verification.base_model import NO_ENGINE, BaseModel, EngineFacts, base_model
+from workers.verification.beside import compared_names, notes_on_files, notes_on_texts, text_head
 from workers.verification.finite import FiniteCheck
 from workers.verification.manifest import (
     AdapterDescription,
@@ -47,22 +48,21 @@ def read_manifest(
     folder: Path,
     rules: AdapterRules,
     *,
-    is_counted: Callable[[str], bool] = is_adapter_file,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
     """Check the adapter in a folder and return its manifest; raises SourceError with the rule that it breaks.
 
-    is_counted  whether digest and size count a file of this name
-    advance     called with the number of bytes of each read
+    advance  called with the number of bytes of each read
     """
-    described, tensors = _read_headers(folder, rules, is_counted)
+    described, tensors = _read_headers(folder, rules)
+    notes = _notes_beside(folder, rules)
     values = FiniteCheck((folder / WEIGHTS_NAME).stat().st_size, tensors, described.scale)
 
     def read_entry(path: Path) -> FileEntry:
         """The entry of one file; the values of the weights are checked on the way."""
         return read_file_entry(path, advance, values.feed if path.name == WEIGHTS_NAME else None)
 
-    files = tuple(read_entry(path) for path in sorted(folder.iterdir()) if is_counted(path.name))
+    files = tuple(read_entry(path) for path in sorted(folder.iterdir()) if is_adapter_file(path.name))
     values.require_finite()
     size_bytes = sum(entry.size_bytes for entry in files)
     return Manifest(
@@ -74,22 +74,28 @@ def read_manifest(
         base_model=described.base_model,
         size_bytes=size_bytes,
         modules=described.modules,
+        files_note="; ".join(notes),
     )
 
 
-def read_description(
-    folder: Path, rules: AdapterRules, *, is_counted: Callable[[str], bool] = is_adapter_file
-) -> AdapterDescription:
-    """The checked description of an adapter, from its config and tensor header only. Raises SourceError."""
-    return _read_headers(folder, rules, is_counted)[0]
+def read_description(folder: Path, rules: AdapterRules) -> AdapterDescription:
+    """The checked description of an adapter; of its weights only the header is read. Raises SourceError."""
+    _notes_beside(folder, rules)
+    return _read_headers(folder, rules)[0]
 
 
-def _read_headers(
-    folder: Path, rules: AdapterRules, is_counted: Callable[[str], bool]
-) -> tuple[AdapterDescription, Mapping[str, TensorHeader]]:
+def _notes_beside(folder: Path, rules: AdapterRules) -> tuple[str, ...]:
+    """What to know of the files beside the adapter's in its folder. Raises SourceError `adapter_file_unsupported`."""
+    others = {path.name: path.is_dir() for path in folder.iterdir() if not is_adapter_file(path.name)}
+    notes = notes_on_files(others, [name for name, is_folder in others.items() if is_folder])
+    names = [name for name in compared_names(others) if stat.S_ISREG(mode_of(folder / name))]
+    texts = {name: text_head(folder / name) for name in names}
+    return (*notes, *notes_on_texts(texts, rules.tokenizer))
+
+
+def _read_headers(folder: Path, rules: AdapterRules) -> tuple[AdapterDescription, Mapping[str, TensorHeader]]:
     """The checked description of an adapter, and its tensors. Raises SourceError."""
-    files = sorted(folder.iterdir())
-    _check_files(files, rules, is_counted)
+    _check_files(sorted(folder.iterdir()), rules)
     config = folder / CONFIG_NAME
     if (size := config.stat().st_size) > MAX_CONFIG_BYTES:
         message = f"{CONFIG_NAME} has {size} bytes; accepted are at most {MAX_CONFIG_BYTES}"
@@ -171,13 +177,13 @@ def base_model_or_none(folder: Path, facts: EngineFacts = NO_ENGINE) -> BaseMode
         return None
 
 
-def _check_files(files: list[Path], rules: AdapterRules, is_counted: Callable[[str], bool]) -> None:
+def _check_files(files: list[Path], rules: AdapterRules) -> None:
     """Raises SourceError if files are missing, special, pickled or too big."""
     names = [path.name for path in files]
     folders = [path.name for path in files if path.is_dir()]
     if not adapter_file_names(names, allow_pickle=False, folders=folders):
         raise SourceError("adapter_incomplete", f"{CONFIG_NAME} missing, {folder_description(names, folders)}")
-    counted = [path for path in files if is_counted(path.name)]
+    counted = [path for path in files if is_adapter_file(path.name)]
     for path in counted:
         _check_regular_file(path)
     size_bytes = sum(path.stat().st_size for path in counted)

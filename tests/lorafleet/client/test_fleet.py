@@ -55,6 +55,31 @@ def test_an_archive_from_any_byte_on_is_the_end_of_the_tar_file_of_the_folder(co
         assert archive.digest == digest_at_workers(entries)
 
 
+def test_an_archive_names_what_lies_beside_and_has_the_beginning_of_texts_that_workers_compare(tmp_path):
+    folder = folder_with(tmp_path / "a")
+    plain = AdapterArchive(folder)
+    (folder / "adapter_model.bin").write_bytes(bytes(5000))
+    (folder / "README.md").write_text("hello")
+    (folder / "chat_template.jinja").write_text("{{ x }}")
+    (folder / "other").mkdir()
+    (folder / "other" / "weights.bin").write_bytes(bytes(5000))
+    archive = AdapterArchive(folder)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(archive.chunks(0)))) as read:
+        beside = {
+            member.name: read.extractfile(member).read() for member in read if member.name not in {CONFIG, WEIGHTS}
+        }
+    assert beside == {"adapter_model.bin": b"", "chat_template.jinja": b"{{ x }}", "other/other": b""}
+    assert archive.digest == plain.digest
+
+
+def test_a_folder_with_trained_embeddings_beside_is_refused_before_a_byte_is_sent(tmp_path):
+    folder = folder_with(tmp_path / "a")
+    (folder / "new_embeddings.safetensors").write_bytes(b"1")
+    with pytest.raises(FleetError, match="trained embeddings") as refused:
+        AdapterArchive(folder)
+    assert refused.value.code == "adapter_file_unsupported"
+
+
 @pytest.mark.parametrize("kind", [Fleet, AsyncFleet])
 async def test_an_answer_that_cannot_be_decoded_and_a_folder_that_goes_away_are_the_clients_error(tmp_path, kind):
     folder = folder_with(tmp_path / "a")

@@ -39,12 +39,14 @@ from workers.sources.hub import HubSource
 from workers.sources.local import LocalSource
 from workers.sources.objects import ObjectSource
 from workers.sources.web import WebSource
+from workers.verification.beside import MOST_TEXT_BYTES
 
 MAX_BYTES = 40 << 20
 PART_BYTES = 1 << 20
 LOOPBACK = parse_networks(["127.0.0.0/8"])
 ADAPTER = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": Random(5).randbytes(3 << 20)}
 BESIDE = {"README.md": b"# hello", "checkpoint-1/adapter_model.safetensors": b"older"}
+PICKLE = {"adapter_model.bin": b"pickled"}
 MERGED = {"model-00001-of-00002.safetensors": b"1" * 1000, "model-00002-of-00002.safetensors": b"2" * 1000}
 
 
@@ -65,7 +67,7 @@ class SourceStore:
 
 
 class WebFiles(SourceStore):
-    suffix = ""
+    has_list = False
 
     @contextlib.asynccontextmanager
     async def open(self):
@@ -87,6 +89,8 @@ class WebFiles(SourceStore):
 
 
 class WebTar(WebFiles):
+    has_list = True
+
     def put(self, name, files):
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
@@ -99,6 +103,8 @@ class WebTar(WebFiles):
 
 
 class WebZip(WebFiles):
+    has_list = True
+
     def put(self, name, files):
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -246,12 +252,11 @@ async def put(store, name, files):
     return await asyncio.to_thread(store.put, name, files)
 
 
-async def fetched(store, ref, *, with_all_weights=False, **changes) -> tuple[dict[str, bytes], Transfer]:
+async def fetched(store, ref, **changes) -> tuple[dict[str, bytes], Transfer]:
     into = store.tmp_path / "into"
     into.mkdir(exist_ok=True)
     reports = []
     transfer = Transfer(on_progress=reports.append, every_s=0)
-    transfer.with_all_weights = with_all_weights
     async with within(20):
         await store.source(**changes).fetch(ref, into, transfer)
     assert reports[-1] == transfer.progress
@@ -274,14 +279,29 @@ async def test_only_the_adapters_files_are_fetched_byte_for_byte(store):
 
 
 @every
-async def test_weights_that_engines_do_not_read_are_left_out_or_fetched_on_request(store):
-    ref = await put(store, "merged", ADAPTER | MERGED)
-    found, transfer = await fetched(store, ref)
+async def test_weights_that_engines_do_not_read_are_left_out_and_named(store):
+    found, transfer = await fetched(store, await put(store, "merged", ADAPTER | MERGED | PICKLE))
     assert found == ADAPTER
-    if transfer.left_out:  # plain https has no list of files
-        assert transfer.left_out == set(MERGED)
-        shutil.rmtree(store.tmp_path / "into")
-        assert (await fetched(store, ref, with_all_weights=True))[0] == ADAPTER | MERGED
+    if not isinstance(store, WebFiles) or store.has_list:
+        assert [note.partition(" (")[0] for note in transfer.notes] == [
+            "not served: adapter_model.bin",
+            "not served: model-00001-of-00002.safetensors, model-00002-of-00002.safetensors",
+        ]
+
+
+@every
+async def test_trained_embeddings_beside_an_adapter_are_refused(store):
+    refused = await refusal(store, await put(store, "tokens", ADAPTER | {"new_embeddings.safetensors": b"1" * 100}))
+    assert refused.code == "adapter_file_unsupported"
+    assert "new_embeddings.safetensors" in str(refused)
+
+
+@every
+async def test_of_a_tokenizer_beside_an_adapter_the_beginning_is_read_and_nothing_kept(store):
+    text = b'{"added_tokens": [' + b" " * MOST_TEXT_BYTES + b"]}"
+    found, transfer = await fetched(store, await put(store, "tok", ADAPTER | {"tokenizer.json": text}))
+    assert found == ADAPTER
+    assert transfer.texts == {"tokenizer.json": text[:MOST_TEXT_BYTES]}
 
 
 @every

@@ -93,7 +93,8 @@ async def test_credential_is_not_sent_to_a_redirects_other_host(tmp_path, creden
         requested.append((request.url.host, request.headers.get("authorization")))
         if request.url.host == "a.example":
             return httpx.Response(302, headers={"location": f"https://cdn.example{request.url.path}"})
-        return httpx.Response(200, content=ADAPTER[request.url.path.rpartition("/")[2]])
+        content = ADAPTER.get(request.url.path.rpartition("/")[2])
+        return httpx.Response(404) if content is None else httpx.Response(200, content=content)
 
     source = WebSource(limits(), transport=functools.partial(httpx.MockTransport, answer))
     transfer = Transfer()

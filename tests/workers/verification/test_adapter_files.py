@@ -1,4 +1,4 @@
-"""Which files of a folder are an adapter's, what other folders are, and digests of earlier releases."""
+"""Which files of a folder are an adapter's, and what other folders are."""
 
 from pathlib import Path
 
@@ -84,21 +84,10 @@ async def test_merged_model_beside_an_adapter_is_neither_stored_nor_counted(tmp_
     entries = [read_file_entry(folder / name) for name in (CONFIG, WEIGHTS)]
     assert (found.digest, found.size_bytes) == (digest(entries), sum(entry.size_bytes for entry in entries))
     assert set(await disk.cache.files(found.digest)) == {CONFIG, WEIGHTS}
+    assert "model.safetensors (a whole model" in found.files_note
 
 
-async def test_digest_of_an_earlier_release_is_still_found_with_all_weights_of_the_source(tmp_path):
-    folder = adapter_beside_its_merged_model(tmp_path)
-    old = digest([read_file_entry(folder / name) for name in (CONFIG, WEIGHTS, "model.safetensors")])
-    disk = InstallerOnDisk(tmp_path)
-    found = await disk.installer.install(LoadRequest(lora_id="a/v1", source=str(folder), digest=old))
-    assert found.digest == old
-    assert await disk.cache.has_intact(old)
-    assert set(await disk.cache.files(old)) == {CONFIG, WEIGHTS, "model.safetensors"}
-    again = InstallerOnDisk(tmp_path)  # after a restart the installed files still match
-    assert await again.cache.has_intact(old)
-
-
-async def test_other_bytes_are_a_mismatch_with_and_without_other_weights(tmp_path):
+async def test_other_bytes_are_a_mismatch_and_a_merged_model_beside_counts_for_neither(tmp_path):
     folder = adapter_beside_its_merged_model(tmp_path)
     disk = InstallerOnDisk(tmp_path)
     with pytest.raises(SourceError) as refused:

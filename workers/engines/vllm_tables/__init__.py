@@ -38,6 +38,7 @@ def vllm_facts(words: Sequence[str]) -> EngineFacts:
         table=vllm_table(DEFAULT_VERSION),
         with_towers=has_flag(words, "--enable-tower-connector-lora"),
         is_pooling=True if runner == "pooling" or convert in {"embed", "classify"} else None,
+        tokenizer=value_of(words, "--tokenizer") or "",
     )
 
 
