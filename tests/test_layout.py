@@ -57,7 +57,6 @@ TESTED_FROM_OUTSIDE = {
     "workers/engines/guard": "workers/engines/test_process.py",
     "workers/file_routes": "workers/agent/test_file_fetcher.py",
     "workers/inventory/context": "workers/inventory/test_installed_adapters.py",
-    "workers/inventory/inventory_report": "workers/inventory/test_installed_adapters.py",
     "workers/lifespan": "workers/agent/test_heartbeat.py",
     "workers/storage/unpickle": "workers/storage/test_pickled.py",
 }

@@ -111,9 +111,15 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         return agent.metadata()
 
     @api.get("/v1/metadata/loras", dependencies=view)
-    async def loras(limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 1000, cursor: str = "") -> AvailableLoras:
-        """Adapters on disk or in the engine, or that failed to load: in pages, sorted by lora_id."""
-        items = [item for item in agent.report.catalog() if item.lora_id > cursor]
+    async def loras(
+        limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 1000, cursor: str = "", configured: bool = False
+    ) -> AvailableLoras:
+        """Adapters on disk or in the engine, or that failed to load: in pages, sorted by lora_id.
+
+        With `configured` those that the operator's settings name, and nothing else.
+        """
+        found = agent.report.configured() if configured else agent.report.catalog()
+        items = [item for item in found if item.lora_id > cursor]
         following = items[limit - 1].lora_id if len(items) > limit else None
         page = agent.report.listed(items[:limit])
         return AvailableLoras(

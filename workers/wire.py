@@ -154,6 +154,9 @@ class WorkerAdapter(AdapterCard):
     """What an operator should know of a ready adapter, as a sentence."""
     lora_int_id: int | None = None
     """The engine's own number of it; None: not loaded, or the engine does not say. Another one after a restart."""
+    is_configured: bool = False
+    """The operator's own settings name these bytes: a folder in `lora_path`, `preload_loras`, or what the engine had at
+    its start, such as its `--lora-modules`."""
     is_wanted: Annotated[bool, _KEPT] = False
     """The engine should have it loaded; a restarted engine loads it again."""
     order: Annotated[int, _KEPT] = 0
@@ -202,6 +205,8 @@ class LoraInfo(_WorkerMessage):
 
     available_loras  the first of `available_count` adapters on its disk, without empty fields; all are at
                      `GET /v1/metadata/loras`, a list that changes together with `available_digest`
+    configured_digest  of the adapters that the operator's settings name, "" without any; they are all at
+                     `GET /v1/metadata/loras?configured=true`, a list that changes together with it
     list_age_s       seconds since the engine's own list last agreed with `loaded_loras`; None: not known
     refusal          why this worker accepts no adapters at all; "" if it does
     is_salted        every request for an adapter needs its `cache_salt` (lorafleet/identity.py adapter_salt), because
@@ -217,6 +222,7 @@ class LoraInfo(_WorkerMessage):
     ] = ()
     available_count: int = 0
     available_digest: str = ""
+    configured_digest: str = ""
     loaded_loras: Annotated[tuple[WorkerAdapter, ...], FailFast()] = ()
     list_age_s: float | None = None
     refusal: str = ""
@@ -473,6 +479,8 @@ class ListedAdapter(WorkerAdapter):
 
 class AvailableLoras(_WorkerMessage):
     """`GET /v1/metadata/loras`: adapters on disk or in the engine, one item per lora_id, in their order.
+
+    With `?configured=true` those that the operator's settings name.
 
     available_loras  the same page, with the fields that are not empty
     loaded_loras     all loaded adapters, as in /metadata

@@ -343,6 +343,7 @@ ORPHANS = Resource(
             Column("base model", "card.base_model"),
             Column("rank", "card.rank"),
             Column("source", "card.source"),
+            Column("named by settings", "is_configured", lambda is_configured: "yes" if is_configured else "no"),
             Column("loaded by", "is_foreign", lambda is_foreign: "another client" if is_foreign else "the fleet"),
             Column("engine name", "engine_name", shown=Shown.wide),
             Column("bytes", "card.size_bytes", shown=Shown.wide),
@@ -350,8 +351,8 @@ ORPHANS = Resource(
         ),
         names=("lora_id",),
     ),
-    list_help="List adapters on workers that are not registered: another client loaded them, or the store was lost or"
-    " restored.",
+    list_help="List adapters on workers that are not registered: another client loaded them, the store was lost or"
+    " restored, or a worker's settings name them and they cannot be adopted.",
 )
 
 

@@ -77,6 +77,6 @@ def build_router(
         copy_routes(keys, registry, reconciler, views),
         record_routes(keys, registry, reconciler, uploads.relay),
         pause_routes(keys, reconciler, is_stopping),
-        placement_routes(keys, registry, reconciler, views, clock),
+        placement_routes(keys, reconciler, views, clock),
     )
     return api

@@ -13,7 +13,6 @@ from orchestrator.api.tenancy import Actor, Cursor, IfMatch, Limit, TenantView, 
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import NotFound, OrchestratorRequestError
 from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, what_if
-from orchestrator.intent.orphans import adopt, orphans
 from orchestrator.intent.registry import AdapterRegistry, changed_policy, changed_spec
 from orchestrator.model.adapter_documents import AdoptRequest, BatchAnswer, OrphanList
 from orchestrator.model.adapters import RegisteredAdapter
@@ -22,6 +21,7 @@ from orchestrator.model.changes import PolicyChanges
 from orchestrator.model.plans import PlacementList, Plan, PlanRequest
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import Intent
+from orchestrator.reconcile.orphans import adopt, orphans
 from orchestrator.reconcile.reconciler import Reconciler
 
 PLAN_EXAMPLE = {
@@ -45,9 +45,7 @@ class PlacementListQuery(BaseModel):
     cursor: Cursor = None
 
 
-def placement_routes(
-    keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews, clock: Callable[[], float]
-) -> APIRouter:
+def placement_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews, clock: Callable[[], float]) -> APIRouter:
     """The routes that list placements, plan or run a pass, and list or adopt orphans.
 
     Reads and plans need scope `view`, a pass `operate`, an adoption `admin`.
@@ -117,7 +115,7 @@ def placement_routes(
         Only those that another client loaded are loaded again, on as many workers as had them, under the fleet's name.
         """
         foreign = {item.lora_id: len(item.workers) for item in orphans(reports, store) if item.is_foreign}
-        results = adopt(ask, reports, store, registry, actor)
+        results = adopt(ask, reports, store, actor)
         await reconciler.publish_change(*(("adapters", result.lora_id) for result in results))
         for lora_id in [each.lora_id for each in results if each.error is None and each.lora_id in foreign]:
             replicas = reconciler.allowed_replicas(lora_id, foreign[lora_id])

@@ -14,7 +14,6 @@ from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.pools import AdapterNeed, PoolFigures, PoolMember, engine_wait_s, pool_figures
 from orchestrator.core.placement.what_if import SimulatedStep, WhatIfOutcome
 from orchestrator.core.plan import WorkerAction
-from orchestrator.intent.orphans import is_orphan, orphans
 from orchestrator.metrics import Counts
 from orchestrator.model.adapter_documents import (
     AdapterItem,
@@ -27,6 +26,7 @@ from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.plans import ActionItem, PlacementItem, Plan, PlanCost, TargetChange
 from orchestrator.model.snapshot import OCCUPYING, DesiredPlacement, WorkerIntent
 from orchestrator.model.workers import WorkerDrainProgress, WorkerFiles, WorkerItem
+from orchestrator.reconcile.orphans import is_orphan, orphans
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.worker_reports import KnownWorker, worker_state
 from workers.wire import WorkerAdapter
@@ -279,10 +279,11 @@ class WireViews:
                 )
 
     def orphans_by_origin(self) -> dict[str, int]:
-        """Origin -> number of orphans: loaded by another client, or by the fleet before its store was lost."""
-        found = orphans(self._reconciler.reports, self._reconciler.store)
-        foreign = sum(item.is_foreign for item in found)
-        return {"another_client": foreign, "fleet": len(found) - foreign}
+        """Origin -> number of orphans: of settings, of another client, or of the fleet before its store was lost."""
+        found = {"settings": 0, "another_client": 0, "fleet": 0}
+        for item in orphans(self._reconciler.reports, self._reconciler.store):
+            found["settings" if item.is_configured else "another_client" if item.is_foreign else "fleet"] += 1
+        return found
 
     def workers_by_state(self) -> dict[str, int]:
         """Worker state -> number of workers."""

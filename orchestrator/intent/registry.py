@@ -25,8 +25,8 @@ from orchestrator.model.adapters import CHANGEABLE, AdapterSpec, RegisteredAdapt
 from orchestrator.model.changes import as_written, reader_of, with_changes
 from orchestrator.model.policy import PlacementPolicy, require_bounds
 from orchestrator.model.served_names import AliasSpec, ServedName, weight_pairs
-from orchestrator.model.snapshot import WorkerIntent, foreign_key
-from orchestrator.reconcile.served_names import NameMover
+from orchestrator.model.snapshot import WorkerIntent
+from orchestrator.reconcile.served_names import NameMover, name_problem
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.store import NOBODY, IntentStore
 
@@ -77,11 +77,14 @@ class AdapterRegistry:
     def equal_registration(self, spec: AdapterSpec) -> RegisteredAdapter | None:
         """The registered adapter if it equals the spec; None if the spec is new and may be registered.
 
+        One that was only adopted counts as new: nobody has registered it yet.
+
         Raises StateConflict when it cannot be registered, OrchestratorRequestError for a source with credentials in it.
         """
         known = self._store.adapters.get(spec.lora_id)
-        if known is None:
-            self.require_free(spec.lora_id, "lora_id")
+        if known is None or (known.is_adopted and not known.is_deleting):
+            if known is None:
+                self.require_free(spec.lora_id, "lora_id")
             _require_no_secret(spec.source)
             return None
         _require_same(known, spec)
@@ -115,6 +118,11 @@ class AdapterRegistry:
         if known is not None:
             return Registration(self._fill_in(known, spec), is_new=False)
         adapter = RegisteredAdapter(spec=spec)
+        adopted = self._store.adapters.get(spec.lora_id)
+        if adopted is not None and _is_same_bytes(adopted, spec):
+            adapter = adapter.with_inspection_of(adopted)
+        elif adopted is not None:
+            self._forget_failures(spec.lora_id)
         with self._store.together():
             self._store.put_adapter(adapter)
             body = as_written(spec)
@@ -128,7 +136,7 @@ class AdapterRegistry:
         Raises StateConflict, OrchestratorRequestError.
         """
         known = self._store.adapters.get(spec.lora_id)
-        if known is None:
+        if known is None or (known.is_adopted and not known.is_deleting):
             self.register(spec, actor)
             return
         _require_same(known, spec)
@@ -136,24 +144,6 @@ class AdapterRegistry:
         self._require_bounds(known.spec, changed)  # before anything is written
         with self._store.together():
             self._change(self._fill_in(known, spec), changed, actor)
-
-    def adopt(self, adapter: RegisteredAdapter, actor: str = NOBODY, *, replaces: str | None = None) -> None:
-        """Register an orphan with all that its agent has reported, and record it in the history. Nothing is loaded.
-
-        Raises StateConflict for a taken name.
-
-        replaces  engine name under which another client loaded it: that copy leaves the workers, once it can
-        """
-        is_registered = replaces is not None and adapter.lora_id in self._store.adapters
-        if not is_registered:
-            self.require_free(adapter.lora_id, "lora_id")
-        with self._store.together():
-            if replaces is not None:
-                self._store.put_tombstone(foreign_key(replaces), adapter.digest or "")
-            if not is_registered:
-                self._store.put_adapter(adapter)
-            body = {name: getattr(adapter, name) for name in ("source", "base_model", "digest", "tenants")}
-            self._store.record("adapter_adopted", adapter.lora_id, body, actor)
 
     def _fill_in(self, known: RegisteredAdapter, spec: AdapterSpec) -> RegisteredAdapter:
         """Store digest and base model from the spec where the registration has none, and drop the failures then."""
@@ -177,8 +167,8 @@ class AdapterRegistry:
         return self._change(before, spec, actor)
 
     def _change(self, before: RegisteredAdapter, spec: AdapterSpec, actor: str) -> RegisteredAdapter:
-        """Store the adapter with this spec; returns it."""
-        adapter = before.with_spec(**_changeable_fields(spec))
+        """Store the adapter with this spec; returns it. An adopted one is registered from now on."""
+        adapter = replace(before.with_spec(**_changeable_fields(spec)), is_adopted=False, left_at=None)
         if adapter != before:
             with self._store.together():
                 self._store.put_adapter(adapter)
@@ -300,20 +290,9 @@ class AdapterRegistry:
 
         param  named in the error
         """
-        taken = None
-        if self._store.targets_of(name):
-            taken = "an alias"
-        elif name in self._store.adapters:
-            taken = "an adapter"
-        elif name in self._store.names:
-            taken = "a published name"
-        elif name in (bases := self._reports.base_model_names()):
-            taken = "a base model that a worker serves"
-        elif any(name.startswith(f"{base}:") for base in bases):
-            message = f"{name!r} begins with a base model's name and a colon, which requests write before an adapter's"
-            raise StateConflict(f"{message}; choose another", code="name_taken", param=param)
-        if taken is not None:
-            raise StateConflict(f"{name!r} is the name of {taken}; choose another", code="name_taken", param=param)
+        problem = name_problem(self._store, self._reports, name)
+        if problem is not None:
+            raise StateConflict(problem, code="name_taken", param=param)
 
     def policy_etag(self) -> str:
         """ETag of the global policy."""
@@ -464,6 +443,13 @@ def _require_same(known: RegisteredAdapter, spec: AdapterSpec) -> None:
                 code="immutable",
                 param=name,
             )
+
+
+def _is_same_bytes(adopted: RegisteredAdapter, spec: AdapterSpec) -> bool:
+    """Whether the spec means the bytes of an adopted adapter: by their digest, else by their place."""
+    if spec.digest is not None:
+        return spec.digest == adopted.digest
+    return spec.source.removeprefix("file://") == adopted.source.removeprefix("file://")
 
 
 def spec_of(written: Mapping[str, Any]) -> AdapterSpec:

@@ -10,6 +10,7 @@ from orchestrator.model.catalog import AdapterState
 from orchestrator.model.changes import WrittenAdapter
 from orchestrator.model.documents import ServiceDocument, WrittenDocument
 from orchestrator.model.names import WIRE
+from orchestrator.model.orphans import OrphanItem
 from workers.wire import IgnoredModules, ReceivedFile
 
 
@@ -119,22 +120,6 @@ class BatchResult(ServiceDocument):
 
 class BatchAnswer(ServiceDocument):
     data: tuple[BatchResult, ...]
-
-
-class OrphanItem(ServiceDocument):
-    """An adapter that workers hold and that is not registered with this digest.
-
-    card        its model card; of a foreign one the digest is that of its files, as the worker has read them
-    problem     why it cannot be adopted
-    is_foreign  another client loaded it into the engine
-    """
-
-    lora_id: str
-    card: AdapterCard
-    engine_name: str
-    workers: tuple[str, ...]
-    problem: str | None = None
-    is_foreign: bool = False
 
 
 class OrphanList(ServiceDocument):

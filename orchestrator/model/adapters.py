@@ -69,6 +69,8 @@ class RegisteredAdapter:
     card              what an agent found; None until one has inspected it
     pinned_source     `source` with its branch replaced by the commit that was inspected
     quarantine        why no engine takes its bytes; None while it may be loaded
+    is_adopted        registered because a worker's settings name it, and by nobody's call
+    left_at           since when no worker's settings name an adopted one (Unix time); None: they do
     """
 
     spec: AdapterSpec
@@ -76,6 +78,8 @@ class RegisteredAdapter:
     pinned_source: str | None = None
     quarantine: str | None = None
     is_deleting: bool = False
+    is_adopted: bool = False
+    left_at: float | None = None
 
     @property
     def lora_id(self) -> str:

@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le
 from orchestrator.model.names import MOST_VERSIONS, RESOURCE
 
 Loading = Literal["lazy", "eager", "weighted"]
+Adopt = Literal["configured", "all", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,11 @@ class PlacementPolicy:
     """a version that its published name left so many seconds ago is deleted, also if it is one of `keep_versions`; 0:
     never"""
     unused_name_s: Annotated[float, Ge(0)] = 7 * 86400.0
-    """a published name that nobody published or asked for in so many seconds is deleted; 0: never"""
+    """a published name that nobody published or asked for in so many seconds is deleted, and an adopted adapter that is
+    left nowhere; 0: never"""
+    adopt: Adopt = "configured"
+    """which adapters on workers are registered without a call. configured: those that a worker's settings name; all:
+    also those that another client loaded, or that the fleet loaded with a store it has lost; none: no adapter"""
 
     def __post_init__(self) -> None:
         require_bounds(self.min_replicas, self.max_replicas)

@@ -55,6 +55,7 @@ class ReportedAdapter:
     since         when it became ready there
     last_used_at  when a router last told the agent of a request for it; None: never, or not known
     is_foreign    another client loaded it: the digest is that of its files, and routers send it nothing
+    is_configured the worker's settings name it
     """
 
     lora_id: str
@@ -65,6 +66,7 @@ class ReportedAdapter:
     since: float = 0.0
     last_used_at: float | None = None
     is_foreign: bool = False
+    is_configured: bool = False
 
 
 def foreign_key(engine_name: str) -> str:

@@ -19,6 +19,7 @@ from orchestrator.core.failures import FINAL_CODES
 from orchestrator.reconcile.agent_view import AsOf
 from workers.wire import (
     REPORT_HEADER,
+    AvailableLoras,
     BeginFileRequest,
     ClaimRequest,
     DrainRequest,
@@ -38,6 +39,7 @@ M = TypeVar("M")
 
 _NUMBER_DIGITS = 15
 _MOST_PROOF_BYTES = 16_384
+_MOST_CONFIGURED = 100_000
 
 
 class AgentAdapterAnswer(NamedTuple):
@@ -80,6 +82,17 @@ class AgentClient:
     async def metadata(self, agent_url: str, *, timeout_s: float) -> Metadata:
         """Read the agent's report. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         return _parsed_answer(Metadata, await self._send_request("GET", agent_url, "/metadata", timeout_s=timeout_s))
+
+    async def configured_adapters(self, agent_url: str, *, timeout_s: float) -> tuple[WorkerAdapter, ...]:
+        """Read which adapters the worker's settings name. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
+        found: list[WorkerAdapter] = []
+        cursor: str | None = ""
+        while cursor is not None and len(found) < _MOST_CONFIGURED:
+            path = f"/v1/metadata/loras?configured=true&limit=1000&cursor={quote(cursor, safe='')}"
+            page = _parsed_answer(AvailableLoras, await self._send_request("GET", agent_url, path, timeout_s=timeout_s))
+            found += page.data
+            cursor = page.next
+        return tuple(found)
 
     async def log_tail(self, agent_url: str, lines: int, *, timeout_s: float) -> LogTail:
         """Read the last lines of the agent's log. Raises WorkerFailed, InvalidAdapter, LeaseLost."""

@@ -9,7 +9,7 @@ import structlog
 
 from lorafleet.engine.worker_proofs import AgentUnproved, ProvedAgent
 from orchestrator.agentless.transport import agent_url_of
-from orchestrator.core.errors import LeaseLost, StateConflict, WorkerFailed
+from orchestrator.core.errors import InvalidAdapter, LeaseLost, StateConflict, WorkerFailed
 from orchestrator.model.snapshot import WantedReplicas
 from orchestrator.reconcile.agent_view import as_of
 from orchestrator.reconcile.context import PassContext
@@ -24,6 +24,7 @@ MOST_AHEAD = 1 << 20
 
 
 _AGENTS_EVERY_S = 1.0
+_READ_AGAIN_S = 1.0
 _MOST_AGENTS = 1000
 """Agents named to an agent: 30 KB, and enough to find any adapter at."""
 
@@ -41,6 +42,7 @@ class HeartbeatMonitor:
             "",
         )  # when it was listed, the list, its digest
         self._refused: dict[str, int] = {}  # worker_id -> our epoch that it refused last
+        self._lists_tried: dict[str, tuple[int, float]] = {}  # configured_digest -> calls, time of the last
 
     async def require_proof(self, report: Metadata, key_id: str) -> None:
         """Have the agent prove the address of its heartbeat, unless it has; raises StateConflict `worker_unproved`.
@@ -176,6 +178,33 @@ class HeartbeatMonitor:
         """Probe silent workers, each in its own task."""
         for worker_id in self._context.reports.workers_to_probe(self._context.settings.probe_after_s):
             self._context.tasks.spawn(self._probe_worker(worker_id))
+
+    def read_configured_adapters(self) -> None:
+        """Read the lists of adapters that workers' settings name and that are new, each in a task of its own.
+
+        Workers with the same list are asked for it once. After a failure another one is asked, a second later.
+        """
+        now = self._context.clock()
+        for digest, worker_ids in self._context.reports.unread_lists().items():
+            tried, at = self._lists_tried.get(digest, (0, -inf))
+            if now - at >= _READ_AGAIN_S:
+                self._lists_tried[digest] = tried + 1, now
+                self._context.tasks.spawn(self._read_configured(digest, worker_ids[tried % len(worker_ids)]))
+
+    async def _read_configured(self, digest: str, worker_id: str) -> None:
+        """Read a worker's list of configured adapters, and request a pass; a failure is logged."""
+        entry = self._context.reports.workers.get(worker_id)
+        if entry is None:
+            return
+        url, timeout_s = entry.report.agent_url, self._context.settings.probe_timeout_s
+        try:
+            found = await self._context.agents.configured_adapters(url, timeout_s=timeout_s)
+        except (WorkerFailed, InvalidAdapter, LeaseLost) as exc:
+            log.warning("configured adapters not read", worker_id=worker_id, error=str(exc))
+            return
+        self._lists_tried.pop(digest, None)
+        self._context.reports.configured[digest] = found
+        self._context.request_pass()
 
     def drop_lost_workers(self) -> None:
         """Drop and log workers that have been lost for `forget_after_s`."""

@@ -27,11 +27,16 @@ from workers.wire import WorkerAdapter
 
 @dataclass(frozen=True, slots=True)
 class LastPass:
-    """What the last pass observed and decided. `warming`: worker_id -> loads a warming worker still lacks."""
+    """What the last pass observed and decided.
+
+    warming     worker_id -> loads a warming worker still lacks
+    configured  digests of the lists of configured adapters that it has looked at
+    """
 
     observed: ObservedFleet
     desired: DesiredPlacement
     warming: Mapping[str, Sequence[PlannedLoad]] = field(default_factory=dict)
+    configured: Collection[str] = ()
 
 
 # A fetch without a byte for longer is said to be silent.
@@ -257,11 +262,12 @@ class FleetQueries:
         return lora_id in self.last_pass.desired.fits_nowhere
 
     def is_warm(self, worker_id: str) -> bool:
-        """Whether a warming worker has loaded its share, or is given none."""
+        """Whether a warming worker has loaded its share, or is given none, and what its settings name is registered."""
         entry = self._context.reports.workers.get(worker_id)
         if entry is not None and not is_warming(entry, self._context.store.workers.get(worker_id)):
             return True
-        return self.last_pass.warming.get(worker_id) == ()  # None: no pass has seen the worker yet
+        has_list = entry is None or entry.report.lora.configured_digest in ("", *self.last_pass.configured)
+        return has_list and self.last_pass.warming.get(worker_id) == ()  # None: no pass has seen the worker yet
 
     def failed_count(self) -> int:
         """Number of adapters in state `failed`."""

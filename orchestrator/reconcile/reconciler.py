@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
+from math import inf
 
 import structlog
 
@@ -35,6 +36,7 @@ from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.file_copies import FileCopies
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
 from orchestrator.reconcile.incidents import IncidentRecorder
+from orchestrator.reconcile.orphans import adopt_by_policy
 from orchestrator.reconcile.queries import FleetQueries, LastPass
 from orchestrator.reconcile.served_names import NameMover, VersionRetention
 from orchestrator.reconcile.worker_reports import worker_state
@@ -44,6 +46,7 @@ from orchestrator.store.tables import Subject
 
 log = structlog.get_logger()
 
+_LOOK_FOR_LEFT_S = 60.0
 _LATE_S = 0.05  # grace for a heartbeat that is only just due, so that it does not cost a pass
 
 
@@ -70,6 +73,7 @@ class Reconciler:
         self.operations, self.files = context.operations, context.files
         self.confirmations = RouterConfirmations(context.clock)
         self._started_at = self._term_began_at = context.clock()
+        self._looked_for_left_at = -inf
         self.pass_ended = asyncio.Event()
         self.audit = AuditLog(self.store)
         self.incidents = IncidentRecorder(
@@ -300,6 +304,8 @@ class Reconciler:
         self.incidents.look()
         if not self.leadership.is_leading:
             return []
+        self.monitor.read_configured_adapters()
+        self._adopt()
         self._drop_finished()
         self._store_router_count()
         self.pauses.end_expired()
@@ -307,7 +313,7 @@ class Reconciler:
         desired, observed, actions, warming = self._decide()
         if desired.frozen_reason is not None and self.queries.last_pass.desired.frozen_reason is None:
             log.warning("moves frozen", reason=desired.frozen_reason)
-        self.queries.last_pass = LastPass(observed, desired, warming)
+        self.queries.last_pass = LastPass(observed, desired, warming, tuple(self.reports.configured))
         self._end_drains(desired)
         self._count_moves(desired)
         if self._can_decide:
@@ -403,7 +409,39 @@ class Reconciler:
                 self.audit.forget_requester(lora_id)
         if self._can_decide:
             self.retention.retire()
+            self._forget_left()
             self._finish_deletions()
+
+    def _adopt(self) -> None:
+        """Register what workers' settings name; copies under an engine's own names are loaded under the fleet's.
+
+        A later pass does, if the store cannot be written now.
+        """
+        if not self.store.is_caught_up:
+            return
+        with contextlib.suppress(StoreError, OrchestratorUnavailable):
+            for item in adopt_by_policy(self.reports, self.store):
+                if item.is_foreign:
+                    self.ensure_replicas(item.lora_id, self.allowed_replicas(item.lora_id, len(item.workers)))
+
+    def _forget_left(self) -> None:
+        """Once a minute, drop adopted adapters that are left nowhere, if all lists of configured adapters are read."""
+        now = self._context.clock()
+        entries = self.reports.workers.values()
+        are_read = all(entry.report.lora.configured_digest in ("", *self.reports.configured) for entry in entries)
+        if not are_read or now - self._looked_for_left_at < _LOOK_FOR_LEFT_S:
+            return
+        self._looked_for_left_at = now
+        named = {
+            lora.lora_id
+            for entry in entries
+            for lora in (*self.reports.configured_adapters(entry), *entry.report.lora.loaded_loras)
+            if lora.is_configured
+        }
+        observed = self.queries.observe().workers.values()
+        held = {lora_id for worker in observed for lora_id in worker.adapters if worker.has_in_slot(lora_id)}
+        with contextlib.suppress(StoreError, OrchestratorUnavailable):
+            self._forget_gone(self.retention.forget_left(named, held))
 
     def finish_deletions(self) -> None:
         """While we lead and may decide, drop deleted adapters that no worker holds, and request a pass in any case.
@@ -415,7 +453,7 @@ class Reconciler:
             self.request_pass()
 
     def _finish_deletions(self) -> None:
-        """Drop and log deleted adapters that no worker holds or inspects, with their demand, failures and metrics."""
+        """Drop deleted adapters that no worker holds or inspects, with their demand, failures and metrics."""
         deleting = [adapter for adapter in self.store.adapters.values() if adapter.is_deleting]
         if not deleting:
             return
@@ -431,6 +469,10 @@ class Reconciler:
         with self.store.together():
             for lora_id in gone:
                 self.store.drop_adapter(lora_id)
+        self._forget_gone(gone)
+
+    def _forget_gone(self, gone: Iterable[str]) -> None:
+        """Forget demand, failures and metrics of adapters that were dropped, and log each."""
         for lora_id in gone:
             self.demand.forget_adapter(lora_id)
             self.operations.failures.forget_adapter(lora_id)  # the name may be registered again with another source

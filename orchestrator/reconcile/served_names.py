@@ -5,12 +5,13 @@ was published. `VersionRetention` deletes the versions that are too many, too ol
 died leaves nothing behind. Both run once a pass, and store what is decided.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
 import structlog
 
+from orchestrator.core.adoption import is_left_nowhere, with_left_at
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import NotFound, OrchestratorRequestError, StateConflict
 from orchestrator.core.published_names import (
@@ -49,6 +50,7 @@ from orchestrator.model.served_names import (
 from orchestrator.model.snapshot import DemandSnapshot, Intent, ObservedWorker
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.queries import FleetQueries
+from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.store import NOBODY, IntentStore
 
 log = structlog.get_logger()
@@ -458,6 +460,31 @@ class VersionRetention:
                 gone += self._retire_versions(name, current, targeted, busy)
         return gone
 
+    def forget_left(self, named: Container[str], held: Container[str]) -> list[str]:
+        """Note which adopted adapters no worker's settings name, and drop those that are left nowhere; returns these.
+
+        Not where a worker holds one, a name points at it or a request waits for it, nor while a router may be unheard.
+
+        named, held  lora_ids that workers' settings name, and that workers hold in a slot
+        """
+        adopted = [each for each in self._store.adapters.values() if each.is_adopted and not each.is_deleting]
+        now, demand = self._wall(), self._demand.snapshot(self._clock())
+        is_listening = self._clock() - self._term_began_at >= _LISTEN_S and not demand.has_unheard_routers
+        targeted, busy = self.targeted_ids(), self.busy_ids()
+        gone = []
+        with self._store.together():
+            for adapter in adopted:
+                noted = with_left_at(adapter, is_named=adapter.lora_id in named, now=now)
+                if noted is not adapter:
+                    self._store.put_adapter(noted)
+                asked_at = now - (self._clock() - demand.asked_at(adapter.lora_id))
+                is_idle = is_left_nowhere(noted, asked_at, self._store.rules, now)
+                is_needed = adapter.lora_id in held or adapter.lora_id in targeted or adapter.lora_id in busy
+                if is_listening and is_idle and not is_needed:
+                    self._store.forget_adapter(adapter.lora_id, "no worker's settings name it, and nobody asks for it")
+                    gone.append(adapter.lora_id)
+        return gone
+
     def _retire_versions(self, name: str, record: Publication, targeted: frozenset[str], busy: frozenset[str]) -> int:
         """Mark a name's retired versions as to be deleted, and drop them from its record; returns their number.
 
@@ -518,6 +545,23 @@ class VersionRetention:
         used = replace(record, used_at=asked_at)
         self._store.put_name(replace(self._store.names[name], published=used))
         return used
+
+
+def name_problem(store: IntentStore, reports: WorkerReports, name: str) -> str | None:
+    """Why nothing new may get the name: it is an alias, a published name, an adapter or a base model. None: it may."""
+    taken = None
+    if store.targets_of(name):
+        taken = "an alias"
+    elif name in store.adapters:
+        taken = "an adapter"
+    elif name in store.names:
+        taken = "a published name"
+    elif name in (bases := reports.base_model_names()):
+        taken = "a base model that a worker serves"
+    elif any(name.startswith(f"{base}:") for base in bases):
+        begin = f"{name!r} begins with a base model's name and a colon, which requests write before an adapter's"
+        return f"{begin}; choose another"
+    return None if taken is None else f"{name!r} is the name of {taken}; choose another"
 
 
 def _count_key(name: ServedName) -> _CountKey:

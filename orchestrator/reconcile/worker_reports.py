@@ -96,13 +96,15 @@ class ReportChange:
 class WorkerReports:
     """All known workers. One writer: the event loop.
 
-    workers  worker_id -> last report and how the worker was reached
+    workers     worker_id -> last report and how the worker was reached
+    configured  `configured_digest` of reports -> the adapters that those workers' settings name, once they are read
     """
 
     def __init__(self, *, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock = clock
         self._wall = wall
         self.workers: dict[str, KnownWorker] = {}
+        self.configured: dict[str, tuple[WorkerAdapter, ...]] = {}
         self._kube_workers: Mapping[str, DiscoveredWorker] = {}
 
     def set_kube_workers(self, found: Mapping[str, DiscoveredWorker]) -> bool:
@@ -229,6 +231,20 @@ class WorkerReports:
         for name in old:
             del self.workers[name]
         return old
+
+    def configured_adapters(self, entry: KnownWorker) -> tuple[WorkerAdapter, ...]:
+        """The adapters that the worker's settings name; none while they are not read."""
+        return self.configured.get(entry.report.lora.configured_digest, ())
+
+    def unread_lists(self) -> dict[str, list[str]]:
+        """Digest -> workers that answer, of lists of configured adapters that are not read. Drops lists of nobody."""
+        found: dict[str, list[str]] = {"": []}
+        for worker_id, entry in self.workers.items():
+            found.setdefault(entry.report.lora.configured_digest, []).extend(
+                [worker_id] if entry.reach == "heard" else []
+            )
+        self.configured = {digest: items for digest, items in self.configured.items() if digest in found}
+        return {digest: ids for digest, ids in found.items() if ids and digest and digest not in self.configured}
 
     def base_model_names(self) -> frozenset[str]:
         """Names of the base models that known workers serve."""
@@ -361,6 +377,7 @@ class WorkerReports:
             location=lora.location,
             since=since,
             is_foreign=is_foreign(lora),
+            is_configured=lora.is_configured,
             last_used_at=None if unused_s is None else self._clock() - unused_s,
         )
 
@@ -449,5 +466,15 @@ def _decision_fields(report: Metadata) -> tuple[object, ...]:
     capacity = report.lora.capacity
     held = frozenset((lora.lora_id, lora.digest, lora.files_digest, lora.state) for lora in report.lora.loaded_loras)
     shape = (capacity.loaded_count + capacity.available_slots, report.lora.max_lora_rank, report.lora.enabled)
+    configured = report.lora.configured_digest
     identity = (report.agent_url, report.transport.engine_url, report.engine_boot_id, report.zone, report.node)
-    return (report.state, report.is_warming, held, shape, report.lora.refusal, identity, report.model.base_model)
+    return (
+        report.state,
+        report.is_warming,
+        held,
+        configured,
+        shape,
+        report.lora.refusal,
+        identity,
+        report.model.base_model,
+    )

@@ -44,6 +44,8 @@ MOST_TOMBSTONES = 20_000
 """Tombstones kept; of more the oldest go, some at a time. A trainer that names each step anew deletes one a step."""
 _TOMBSTONES_SPARE = 500
 
+_TOMBSTONE_RENEWED_S = 86_400.0
+
 _RESERVED = 1000
 """Revisions reserved in the backend at a time; unused ones are skipped after a crash."""
 
@@ -253,7 +255,8 @@ class IntentStore:
     def drop_adapter(self, lora_id: str) -> None:
         """Delete the adapter and leave a tombstone, so that a worker that comes back with it unloads it.
 
-        Without a known digest there is no tombstone, nor for a version of a published name, whose number is used.
+        Without a known digest there is no tombstone, but for an adopted adapter, which its worker still names. Nor is
+        there one for a version of a published name, whose number is used.
         """
         with self.together():
             adapter = self.adapters[lora_id]
@@ -261,8 +264,15 @@ class IntentStore:
             for worker_id, order in list(self.workers.items()):
                 if lora_id in order.kept_out:  # the name may be registered again, for other bytes
                     self.put_worker(worker_id, order.with_kept_out({*order.kept_out} - {lora_id}))
-            if adapter.digest is not None and not is_retired_version(lora_id, self.next_numbers, self.adapters):
-                self.put_tombstone(lora_id, adapter.digest)
+            digest = "" if adapter.is_adopted and adapter.digest is None else adapter.digest
+            if digest is not None and not is_retired_version(lora_id, self.next_numbers, self.adapters):
+                self.put_tombstone(lora_id, digest)
+
+    def forget_adapter(self, lora_id: str, why: str) -> None:
+        """Delete an adapter that is left nowhere, with a history entry. No tombstone: its worker may come back."""
+        with self.together():
+            self.record("adapter_deleted", lora_id, {"digest": self.adapters[lora_id].digest, "why": why}, NOBODY)
+            self._put(ADAPTERS, lora_id, None)
 
     def put_tombstone(self, lora_id: str, digest: str) -> None:
         """Store that workers must unload this version of the adapter, also those that are away now."""
@@ -273,6 +283,12 @@ class IntentStore:
                 oldest = sorted(stones, key=lambda key: stones[key].at)[:-MOST_TOMBSTONES]
                 for old in oldest:
                     self._put(TOMBSTONES, old, None)
+
+    def renew_tombstone(self, lora_id: str, digest: str) -> None:
+        """Remember a deletion longer, because a worker still names the deleted version. Once a day; else a no-op."""
+        stone = self._rows.of(TOMBSTONES).get(tombstone_key(lora_id, digest))
+        if stone is not None and self._wall() - stone.at >= _TOMBSTONE_RENEWED_S:
+            self.put_tombstone(lora_id, digest)
 
     def record_deletion(self, lora_id: str, digest: str | None, actor: str) -> None:
         """Leave a tombstone and a history entry for an adapter whose object was deleted while no orchestrator led."""

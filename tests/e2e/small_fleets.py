@@ -88,6 +88,7 @@ async def small_fleet(
     tenants: Sequence[str] = (),
     router_settings: Mapping[str, Any] = MappingProxyType({}),
     agent: Sequence[str] = (),
+    adopt: str = "none",
     **settings: Any,
 ) -> AsyncIterator[SmallFleet]:
     """A ready fleet with keys, whose workers may read adapters below `shelf` alone. `settings`: the orchestrator's.
@@ -96,6 +97,7 @@ async def small_fleet(
     tenants          each has a key with scopes infer and register, in `keys` by its name
     router_settings  further settings of each router
     agent            further flags of each agent
+    adopt            the policy's: by default `shelf` is no more than where specs point at
     """
     folder.mkdir(parents=True)  # noqa: ASYNC240  (a test's own folder)
     key_file = folder / "keys.yaml"
@@ -132,6 +134,7 @@ async def small_fleet(
         url = await start_orchestrator()
         port = int(url.rpartition(":")[2])
         http = await stack.enter_async_context(client_of(url, headers=operator))
+        (await http.patch("/v1/policy", json={"adopt": adopt})).raise_for_status()
         fleet = SmallFleet(url, http, keys, parts=parts, start_orchestrator=start_orchestrator)
         for number in range(workers):
             name = f"w{number}"

@@ -45,6 +45,7 @@ class FakeAgent:
         self.url = ""
         self.key = ""
         self.loaded = {}
+        self.configured = {}  # lora_id -> adapter that the worker's settings name
         self.calls = []
         self.claims = []
         self.refused = []
@@ -109,6 +110,12 @@ class FakeAgent:
         self.loaded = ours
         self.loaded[f"{name}@"] = lora | {"digest": "", "engine_name": name, "files_digest": lora["digest"]}
 
+    def configure(self, lora_id, source, **fields):
+        """Name an adapter in the worker's settings, in a folder of its disk, without loading it."""
+        adapter = {"lora_id": lora_id, "digest": digest_of(source), "rank": 8, "size_bytes": 1000, "source": source}
+        self.configured[lora_id] = adapter | {"is_configured": True, **fields}
+        self.changes += 1
+
     @property
     def report_number(self):
         return self.changes if self.numbers_reports else 0
@@ -148,6 +155,7 @@ class FakeAgent:
                 "max_loras": 2,
                 "max_cpu_loras": self.slots,
                 "max_lora_rank": self.max_lora_rank,
+                "configured_digest": self.configured_digest,
                 "loaded_loras": [*self.loaded.values(), *self.loading.values()],
                 "capacity": {
                     "loaded_count": len(self.loaded) + len(self.loading),
@@ -161,6 +169,10 @@ class FakeAgent:
             "engine_boot_id": self.engine_boot_id,
             "epoch": self.epoch,
         } | ({"report_number": self.report_number} if self.numbers_reports else {})
+
+    @property
+    def configured_digest(self):
+        return hashlib.sha256(repr(sorted(self.configured.items())).encode()).hexdigest() if self.configured else ""
 
     def heartbeat(self):
         held, kept = ([name for name, is_kept in self.disk.items() if is_kept is wanted] for wanted in (False, True))
@@ -176,6 +188,12 @@ class FakeAgent:
     async def _file(self, digest: str, name: str, request: Request):
         self.ranges.append(request.headers.get("range"))
         return Response(self.files[digest][name], headers={"etag": f'"{digest}"', "x-inner": "not passed on"})
+
+    async def _loras(self, configured: bool, limit: int, cursor: str):
+        names = [name for name in sorted(self.configured) if name > cursor]
+        more = names[limit - 1] if len(names) > limit else None
+        page = [self.configured[name] for name in names[:limit]]
+        return {"data": page, "available_loras": page, "loaded_loras": [], "capacity": {}, "next": more}
 
     async def _check_source(self, source: str):
         if source in self.forbidden:
@@ -201,6 +219,7 @@ class FakeAgent:
         async def models():
             return {"data": [{"id": lora["engine_name"]} for lora in self.loaded.values()]}
 
+        app.add_api_route("/v1/metadata/loras", self._loras)
         app.add_api_route("/v1/admin/source", self._check_source)
         app.add_api_route("/v1/files/{digest}", self._list_files)
         app.add_api_route("/v1/files/{digest}/{name}", self._file)

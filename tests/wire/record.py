@@ -172,6 +172,8 @@ async def started_router(settings: RouterSettings) -> AsyncIterator[tuple[httpx.
 
 async def converse(fleet: RecordedFleet) -> None:
     """Have the services say to each other all that they say."""
+    # What the worker's settings name needs no inspection; registered by calls, it does.
+    (await fleet.operator.patch("/v1/policy", json={"adopt": "none"})).raise_for_status()
     await fleet.register(SQL)
     alias = {"targets": [{"lora_id": SQL, "weight": 1.0}], "place_s": 0}
     (await fleet.operator.put("/v1/aliases/sql", json=alias)).raise_for_status()

@@ -33,7 +33,8 @@ def agents_peer(_method: str, path: str, headers: Mapping[str, str]) -> str:
     A router loads without an epoch, and its reads of metadata name no user agent.
     """
     is_orchestrator = path.startswith("/v1/admin/") and not path.endswith("/load_lora")
-    if is_orchestrator or "x-lorafleet-epoch" in headers or (path == "/metadata" and "user-agent" in headers):
+    is_read = path.startswith(("/metadata", "/v1/metadata/"))
+    if is_orchestrator or "x-lorafleet-epoch" in headers or (is_read and "user-agent" in headers):
         return "orchestrator-to-agent"
     return "router-to-agent"
 

@@ -64,7 +64,8 @@ class WireReplay:
                 self.texts[recorded[name]] = content[name]
                 self.texts[recorded[name][:12]] = content[name][:12]
         for ours, theirs in zip(recorded.get("data", ()), content.get("data", ()), strict=False):
-            self.texts[ours["id"]] = theirs["id"]
+            if "id" in ours:
+                self.texts[ours["id"]] = theirs["id"]
         if "seq" in content:
             self.texts[SINCE] = str(content["seq"])
         elif "revision" in content:

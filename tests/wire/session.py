@@ -54,6 +54,7 @@ CONVERSATIONS: Mapping[str, tuple[WireRoute, ...]] = {
     ),
     "orchestrator-to-agent": (
         _METADATA,
+        WireRoute("GET", "/v1/metadata/loras", answers="AvailableLoras"),
         WireRoute("POST", "/v1/admin/claim", "ClaimRequest", "Metadata"),
         WireRoute("GET", "/v1/admin/source"),
         WireRoute("POST", "/v1/admin/inspect_lora", "InspectRequest", "WorkerAdapter"),

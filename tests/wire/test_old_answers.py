@@ -64,6 +64,7 @@ async def test_an_orchestrator_works_with_agents_of(old_agent: OldAgent, is_newe
         client = await stack.enter_async_context(client_of(await stack.enter_async_context(serving(service.app))))
         stack.callback(service.stop)
         await until(lambda: service.leadership.is_leading, what="the orchestrator leads")
+        (await client.patch("/v1/policy", json={"adopt": "none"})).raise_for_status()  # so that it inspects
         beat = {
             "metadata": filled(old_agent.metadata(), old_agent.texts),
             "files": {"disk_id": "d0", "since": 0, "upto": 0},

@@ -108,7 +108,8 @@ class WorkerAgent:
     async def attach_engine(self, client: EngineClient, *, engine_boot_id: str, transport: Transport) -> None:
         """Use a healthy engine: load the wanted adapters, then become ready. Raises EngineError.
 
-        Reads the base model's shapes and the engine's KV connector first, and waits for the first scan of lora_path. A
+        Reads the base model's shapes and the engine's KV connector first, and waits for the first scan of lora_path and
+        for the files of adapters that the engine had, so that the report of a ready worker has all adapters. A
         connector that mixes adapters is logged, and no adapter is loaded.
         """
         await self.engine.attach(client, boot_id=engine_boot_id, transport=transport)
@@ -123,11 +124,14 @@ class WorkerAgent:
         if connector.refusal:
             log.error("engine takes no adapters", reason=connector.refusal)
             self.inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)
-        else:
-            await self._load_wanted_adapters()
+        is_new = not connector.refusal and await self._load_wanted_adapters()
         if not self.context.local_adapters.has_scanned.is_set():
             self.set_state("starting", "the adapters in lora_path are read")
             await self.context.local_adapters.has_scanned.wait()
+        if not connector.refusal:
+            await self._foreign_reader.read_new()
+        if is_new:
+            await self._wait_until_warm()
         if self.engine.client is not client:
             raise EngineError("engine_down", "the engine was lost while its adapters were loaded")
         self.context.metrics.engine_up.set(1)
@@ -143,22 +147,21 @@ class WorkerAgent:
         """
         return {adapter.engine_name: Path(adapter.path) for adapter in await self._loader.install_preloads()}
 
-    async def _load_wanted_adapters(self) -> None:
+    async def _load_wanted_adapters(self) -> bool:
         """Load the adapters from before a restart, other clients' included, and `preload_loras`.
 
-        A new worker then waits until it is warm.
+        Returns whether the fleet had loaded none before.
 
-        An engine that takes adapters at its start alone has them already.
+        An engine that takes adapters at its start alone has them already: False.
         """
         await self._loader.adopt_engine_list()
         if not self._takes_loads:
-            return
+            return False
         await self._loader.restore()
         await self._loader.restore_foreign()
-        is_new = not self.inventory.slots.registered
+        is_new = not self.inventory.loaded_adapters()
         await self._loader.preload()
-        if is_new:
-            await self._wait_until_warm()
+        return is_new
 
     async def _read_base_model(self, version: str) -> None:
         """Read the base model into the rules, if it is missing or the engine's version has another table.

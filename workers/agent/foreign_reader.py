@@ -57,13 +57,11 @@ class ForeignFilesReader:
             if name in self._inventory.foreign_paths():
                 self._installed.store_foreign(adapter)
                 self._inventory.mark_changed()
-                log.warning(
-                    "the engine has an adapter that another client loaded",
-                    engine_name=name,
-                    path=path,
-                    digest=adapter.files_digest,
-                    problem=adapter.error,
-                )
+                about = {"engine_name": name, "path": path, "digest": adapter.files_digest, "problem": adapter.error}
+                if name in self._inventory.engine_modules:
+                    log.info("the engine has an adapter of its own", **about)
+                else:
+                    log.warning("the engine has an adapter that another client loaded", **about)
 
     def _is_due(self, name: str, path: str) -> bool:
         """Whether the files at a path are to be read: new ones, and after a failure a minute ago."""

@@ -158,6 +158,8 @@ class Loader:
             for name in listed:
                 self._inventory.adopt(name)
             self._inventory.record_paths(listed)
+            foreign = self._inventory.foreign_paths()
+            self._inventory.engine_modules = self._inventory.installed.names_at_start(self._engine.boot_id, foreign)
             self._inventory.confirm_list(listed_at)
 
     async def restore(self) -> None:
@@ -284,7 +286,9 @@ class Loader:
         """Load the adapters of `preload_loras`; an adapter's fault is logged, the engine's raises EngineError."""
         for lora_id in self._settings.preload_loras:
             try:
-                await self.load(LoadRequest(lora_id=lora_id), PRELOADING)
+                adapter = await self.load(LoadRequest(lora_id=lora_id), PRELOADING)
+                self._inventory.preloaded[lora_id] = adapter.engine_name
+                self._inventory.mark_changed()
             except (SourceError, AgentRequestError) as exc:
                 log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
             except EngineError as exc:
@@ -307,6 +311,7 @@ class Loader:
                             message = f"load {adapter.engine_name}: {refusal}; see docs/engines.md"
                             raise EngineError("adapter_refused", message)
                         installed.append(adapter)
+                        self._inventory.preloaded[lora_id] = adapter.engine_name
             except WorkerError as exc:
                 log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
         return installed

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from urllib.parse import quote
 import structlog
 from pydantic import TypeAdapter
 
+from lorafleet.identity import lora_id_of
 from lorafleet.service.files import make_private_folder, private_opener, write_error_text
 from lorafleet.service.state_files import StateFile, state_text
 from workers.wire import WorkerAdapter
@@ -61,6 +62,8 @@ class InstalledAdapters:
         self.foreign: dict[str, WorkerAdapter] = {}
         self._read_all()
         self.epoch = _read_epoch(self._epoch_file)
+        self._start_file = folder / "engine_start.json"
+        self._at_start = _read_engine_start(self._start_file)
 
     def _make_folders(self) -> None:
         """Create both folders of adapters; one that the user named keeps its mode. Raises OSError."""
@@ -145,6 +148,22 @@ class InstalledAdapters:
         """The `order` of an adapter that is loaded now: one more than the highest."""
         return max((adapter.order for adapter in self._adapters.values()), default=0) + 1
 
+    def names_at_start(self, engine_boot_id: str, listed: Iterable[str]) -> frozenset[str]:
+        """The names of its own that an engine had when this worker first saw this start of it; `listed`: those now.
+
+        Written to disk, so that an agent that is started again takes nothing for the engine's own that a client has
+        loaded meanwhile. Names with a digest are the fleet's.
+        """
+        if self._at_start[0] != engine_boot_id:
+            self._at_start = engine_boot_id, frozenset(name for name in listed if lora_id_of(name) == name)
+            self._write_engine_start()
+        return self._at_start[1]
+
+    def _write_engine_start(self) -> None:
+        """Write which names the engine had at its start."""
+        boot_id, names = self._at_start
+        self.write_json(self._start_file, {"engine_boot_id": boot_id, "names": sorted(names)})
+
     def raise_epoch(self, epoch: int) -> None:
         """Set the epoch and write it to disk if it is higher than the stored one; a lower one changes nothing."""
         if epoch > self.epoch:
@@ -165,6 +184,8 @@ class InstalledAdapters:
         for path in sorted(missing | self._unwritten):
             if path == self._epoch_file:
                 self.write_json(path, {"epoch": self.epoch}, is_flushed=True)
+            elif path == self._start_file:
+                self._write_engine_start()
             elif (adapter := self._by_file.get(path)) is not None:
                 self._write(adapter)
             elif path.parent in (self._record, self._on_disk):
@@ -258,6 +279,18 @@ def _read_epoch(path: Path) -> int:
         # Not 0: a replaced leader's commands would be accepted again.
         message = f'{path} is damaged ({exc!r}); write the orchestrator\'s epoch into it as {{"epoch": N}}'
         raise OSError(message) from exc
+
+
+def _read_engine_start(path: Path) -> tuple[str, frozenset[str]]:
+    """(boot id of an engine, the names of its own that it had at its start); of no engine without a readable file."""
+    try:
+        found = json.loads(path.read_text())
+        return str(found["engine_boot_id"]), frozenset(map(str, found["names"]))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        log.warning("damaged state file ignored", path=str(path), error=str(exc))
+    return "", frozenset()
 
 
 def write_json_atomically(path: Path, value: object, *, is_flushed: bool) -> None:

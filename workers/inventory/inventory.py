@@ -38,6 +38,8 @@ class Inventory:
     changes    wakes the senders of heartbeats; `version` grows with each change
     kv_connector  what the engine's KV connector allows adapters
     refused_names  engine names that the engine still lists, though their adapters were refused for their effect
+    preloaded      lora_id -> engine name of the adapters that `preload_loras` has brought
+    engine_modules  engine names of the adapters that the engine itself had at its start, such as its --lora-modules
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class Inventory:
         self.history = UnrecordedHistory(timestamp)
         self.listed_at: float | None = None  # by the caller's clock; see `confirm_list`
         self.refused_names: set[str] = set()
+        self.preloaded: dict[str, str] = {}
+        self.engine_modules: frozenset[str] = frozenset()
         self._listed_paths: Mapping[str, str] = {}
         self._progress: dict[str, WorkerAdapter] = {}
         self._failures: OrderedDict[str, WorkerAdapter] = OrderedDict()

@@ -11,6 +11,7 @@ from workers.core.errors import sendable
 from workers.engines.kinds import engine_traits
 from workers.inventory.context import AgentContext
 from workers.inventory.inventory import Inventory
+from workers.storage.local_adapters import LocalAdapter
 from workers.wire import ListedAdapter, LoraCapacity, LoraInfo, WorkerAdapter, field_values
 
 _LOADS_KEPT = 32
@@ -28,6 +29,7 @@ class InventoryReport:
         self._local_adapters = context.local_adapters
         self._clock = context.clock
         self._summary_cache: tuple[tuple[int, int], tuple[int, str]] = ((-1, -1), (0, ""))
+        self._local_cache: tuple[int, str] = (-1, "")
 
     @property
     def _takes_loads(self) -> bool:
@@ -48,6 +50,7 @@ class InventoryReport:
             available_loras=tuple(islice(self.available(), _AVAILABLE_LISTED)),
             available_count=count,
             available_digest=digest,
+            configured_digest=self._configured_digest(),
             loaded_loras=self.loaded(),
             list_age_s=None if listed_at is None else self._clock() - listed_at,
             refusal=refusal,
@@ -77,13 +80,67 @@ class InventoryReport:
             *map(self.as_loaded, loaded),
             *unknown,
             *self._inventory.loads_in_progress,
-            *self._inventory.failed_loads,
+            *map(self._marked, self._inventory.failed_loads),
         )
 
     def _foreign_adapter(self, name: str) -> WorkerAdapter:
         """An adapter that another client loaded: its digest is not known, that of the files at its path may be."""
         known = self._installed.foreign.get(name) or WorkerAdapter(lora_id=name, digest="", engine_name=name)
-        return replace(known, state="ready", location=self._inventory.slots.location(name))
+        return self._marked(replace(known, state="ready", location=self._inventory.slots.location(name)))
+
+    def _marked(self, adapter: WorkerAdapter) -> WorkerAdapter:
+        """The adapter, marked as configured where the operator's settings name its bytes."""
+        name, preloaded = adapter.engine_name, self._inventory.preloaded
+        local = self._local_adapters.find(adapter.lora_id)
+        is_configured = (
+            name in self._inventory.engine_modules
+            or (bool(name) and preloaded.get(adapter.lora_id) == name)
+            or (adapter.state == "failed" and adapter.lora_id in self._settings.preload_loras)
+            or (local is not None and local.manifest is not None and local.manifest.digest == adapter.digest)
+        )
+        return replace(adapter, is_configured=True) if is_configured else adapter
+
+    def _local_adapter(self, item: LocalAdapter) -> WorkerAdapter:
+        """An adapter in lora_path: with its bytes as they are there, or failed with the reason."""
+        place = str(item.path)
+        if item.manifest is None:
+            return WorkerAdapter(
+                lora_id=item.lora_id,
+                digest="",
+                state="failed",
+                path=sendable(place),
+                source=sendable(place),
+                error=item.error,
+                is_configured=True,
+            )
+        known = card_fields(item.manifest) | {"source": place}
+        return WorkerAdapter(**known, lora_id=item.lora_id, path=place, is_configured=True)
+
+    def configured(self) -> tuple[WorkerAdapter, ...]:
+        """The adapters that the operator's settings name, sorted by lora_id; faulty ones are failed, with the reason.
+
+        Where a folder in lora_path has other bytes than those loaded of that name, the item is the folder's.
+        """
+        items = {item.lora_id: item for item in self.loaded() if item.is_configured}
+        items |= {item.lora_id: self._local_adapter(item) for item in self._local_adapters.adapters}
+        return tuple(items[lora_id] for lora_id in sorted(items))
+
+    def _configured_digest(self) -> str:
+        """A digest of `configured`; "" without any. The part of lora_path is cached until a scan finds a change."""
+        revision = self._local_adapters.revision
+        if self._local_cache[0] != revision:
+            rows = (
+                f"{item.path} {item.manifest.digest if item.manifest else item.error}"
+                for item in self._local_adapters.adapters
+            )
+            self._local_cache = revision, "\n".join(rows)
+        others = (
+            f"{item.engine_name or item.lora_id} {item.digest or item.files_digest or item.error}"
+            for item in self.loaded()
+            if item.is_configured
+        )
+        text = "\n".join((self._local_cache[1], *others)).strip()
+        return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16] if text else ""
 
     def available(self) -> Iterator[WorkerAdapter]:
         """Adapters with verified files on this disk: installed ones by latest load, then those only in lora_path."""
@@ -93,7 +150,7 @@ class InventoryReport:
             yield self.adapter_on_disk(adapter)
         for item in self._local_adapters.adapters:
             if item.manifest is not None and (item.lora_id, item.manifest.digest) not in cached:
-                yield WorkerAdapter(**card_fields(item.manifest), lora_id=item.lora_id, path=str(item.path))
+                yield self._local_adapter(item)
 
     def _available_summary(self) -> tuple[int, str]:
         """Number of adapters on this disk, and a digest of their names.
@@ -124,15 +181,7 @@ class InventoryReport:
     def catalog(self) -> tuple[WorkerAdapter, ...]:
         """One item per lora_id, sorted: a loaded (or loading) adapter before one on disk before a failed one."""
         items: dict[str, WorkerAdapter] = {
-            local_adapter.lora_id: WorkerAdapter(
-                lora_id=local_adapter.lora_id,
-                digest="",
-                engine_name="",
-                state="failed",
-                location="disk",
-                path=sendable(str(local_adapter.path)),
-                error=local_adapter.error,
-            )
+            local_adapter.lora_id: self._local_adapter(local_adapter)
             for local_adapter in self._local_adapters.adapters
             if local_adapter.manifest is None
         }
@@ -148,13 +197,14 @@ class InventoryReport:
 
     def as_loaded(self, adapter: WorkerAdapter) -> WorkerAdapter:
         """An adapter that the engine has, with its place there and what is wrong with its source."""
-        return replace(
+        loaded = replace(
             adapter,
             state="ready",
             location=self._inventory.slots.location(adapter.engine_name),
             memory_mb=adapter.weights_mb,
             error=self._source_changed_error(adapter),
         )
+        return self._marked(loaded)
 
     def _source_changed_error(self, adapter: WorkerAdapter) -> str | None:
         """An error text if the adapter's folder in lora_path now holds other bytes; else None."""
@@ -171,5 +221,5 @@ class InventoryReport:
     def adapter_on_disk(self, adapter: WorkerAdapter) -> WorkerAdapter:
         """An adapter whose verified files are on this disk, and whether the engine has it."""
         if self._inventory.slots.has(adapter.engine_name):
-            return replace(adapter, state="ready")
-        return replace(adapter, state="on_disk", lora_int_id=None)
+            return self._marked(replace(adapter, state="ready"))
+        return self._marked(replace(adapter, state="on_disk", lora_int_id=None))

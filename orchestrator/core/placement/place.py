@@ -265,7 +265,8 @@ class _PlacementPass:
     def _foreign_removal_reason(self, worker: ObservedWorker, held: ReportedAdapter) -> str | None:
         """Why a copy that another client loaded must leave the worker; None when it stays.
 
-        An adopted one leaves once the fleet's own copy serves somewhere, or when its slot is needed for that.
+        An adopted one leaves once the fleet's own copy serves somewhere, or when its slot is needed for that. What the
+        engine had at its start leaves only when its slot is needed: its clients may call the engine directly.
         """
         if not self.context.intent.is_deleted(held.lora_id, held.digest):
             return None
@@ -273,7 +274,8 @@ class _PlacementPass:
         adapter = self.context.intent.adapters.get(lora_id)
         if adapter is None or adapter.is_deleting:
             return "deleted"
-        if ready_elsewhere(self.context, adapter, "") or worker.occupied_slots >= worker.slots:
+        is_replaced = not held.is_configured and ready_elsewhere(self.context, adapter, "")
+        if is_replaced or worker.occupied_slots >= worker.slots:
             return f"adopted as {lora_id}, which is loaded under its own engine name"
         return None
 
