@@ -9,6 +9,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from lorafleet.engine.rates import EngineRates
 from lorafleet.telemetry.metric_table import MetricTable, metric
+from workers.wire import WorkerAdapter
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 _FEW_BUCKETS = (0.05, 0.25, 1, 5, 20, 60)
@@ -74,7 +75,19 @@ class WorkerMetrics(MetricTable):
         Counter, "lorafleet_workers_load_failures", "Failed loads of all adapters, by error code.", "code"
     )
     _memory_bytes = metric(
-        Gauge, "lora_memory_usage_bytes", "Size of the loaded adapters' weights.", "lora_id", "worker_id"
+        Gauge,
+        "lora_memory_usage_bytes",
+        "What the engine holds for a loaded adapter: its padded device slot and its copy in host memory.",
+        "lora_id",
+        "worker_id",
+    )
+    _file_bytes = metric(Gauge, "lora_file_size_bytes", "Size of a loaded adapter's files.", "lora_id", "worker_id")
+    pool_requests = metric(
+        Counter,
+        "lorafleet_workers_pool_requests",
+        "Requests by where the engine found their adapter, as the engine counts or as its slots are estimated.",
+        "found",
+        "by",
     )
     _requests = metric(
         Gauge, "lora_request_count", "Requests to the loaded adapters, by the routers' reports.", "lora_id", "worker_id"
@@ -188,20 +201,18 @@ class WorkerMetrics(MetricTable):
         self._failures_by_code.labels(code).inc()
         self._load_failures.labels(*self._labels(lora_id, self._failed, self._load_failures)).inc()
 
-    def set_loaded_adapters(self, adapters: Iterable[tuple[str, int, int]]) -> None:
-        """Replace the memory and request series by those of the loaded adapters.
+    def set_loaded_adapters(self, adapters: Iterable[WorkerAdapter]) -> None:
+        """Replace the memory, size and request series by those of the loaded adapters.
 
-        (lora_id, bytes, requests) of several versions of one adapter are added up.
+        Those of several versions of one adapter are added up.
         """
-        totals: dict[str, tuple[int, int]] = {}
-        for lora_id, size_bytes, requests in adapters:
-            total = totals.get(lora_id, (0, 0))
-            totals[lora_id] = (total[0] + size_bytes, total[1] + requests)
-        self._memory_bytes.clear()
-        self._requests.clear()
-        for lora_id, (size_bytes, requests) in totals.items():
-            self._memory_bytes.labels(lora_id, self._worker_id).set(size_bytes)
-            self._requests.labels(lora_id, self._worker_id).set(requests)
+        gauges = (self._memory_bytes, self._file_bytes, self._requests)
+        for gauge in gauges:
+            gauge.clear()
+        for adapter in adapters:
+            values = (adapter.held_bytes, adapter.size_bytes, adapter.request_count)
+            for gauge, value in zip(gauges, values, strict=True):
+                gauge.labels(adapter.lora_id, self._worker_id).inc(value)
 
     def _timed_labels(self, lora_id: str) -> tuple[str, str]:
         """Labels of an adapter's duration series."""

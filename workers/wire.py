@@ -33,7 +33,14 @@ AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "
 AgentState = Literal["starting", "ready", "draining", "engine_down"]
 AdapterOperationKind = Literal["load", "unload"]
 AgentIncidentKind = Literal[
-    "agent_started", "engine_started", "engine_start_failed", "engine_died", "engine_hung", "engine_back", "disk_full"
+    "agent_started",
+    "engine_started",
+    "engine_start_failed",
+    "engine_died",
+    "engine_hung",
+    "engine_back",
+    "disk_full",
+    "lora_kernels_missing",
 ]
 AgentEventType = Literal[
     "DOWNLOADING",
@@ -123,6 +130,20 @@ class IgnoredModules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterMemory:
+    """What an engine holds for a loaded adapter. Its file may be much smaller, or larger."""
+
+    __pydantic_config__ = _LENIENT
+
+    slot_bytes: int
+    """On the device, while it is in a slot: the engine pads every slot to its `max_lora_rank`."""
+    host_bytes: int
+    """Of its copy in host memory, from which a slot is filled."""
+    by: Literal["engine", "estimate"]
+    """engine: its processes have said so. estimate: by the adapter's own modules, two bytes a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAdapter(AdapterCard):
     """An adapter on a worker: its card, its place in the engine, and what is known of its effect.
 
@@ -143,7 +164,10 @@ class WorkerAdapter(AdapterCard):
     last_used: str | None = None
     request_count: int = 0
     load_seconds: float | None = None
+    memory: AdapterMemory | None = None
+    """None: not loaded, or not known; then the size of its files stands for it."""
     memory_mb: float = 0.0
+    """Of a loaded one: what the engine holds where the adapter is now, in 10^6 bytes."""
     fetched_bytes: int | None = None
     """Of an adapter that is being downloaded: bytes so far."""
     error: str | None = None
@@ -167,9 +191,18 @@ class WorkerAdapter(AdapterCard):
     """What the load request said about modules that the engine ignores; empty: the setting decides."""
 
     @property
-    def weights_mb(self) -> float:
-        """Size of its weights in MB (10^6 bytes)."""
-        return round(self.size_bytes / 1e6, 3)
+    def held_bytes(self) -> int:
+        """Bytes that the engine holds for it, by its place there."""
+        if self.location not in {"device", "host"}:
+            return 0
+        if self.memory is None:
+            return self.size_bytes
+        return self.memory.host_bytes + (self.memory.slot_bytes if self.location == "device" else 0)
+
+    @property
+    def held_mb(self) -> float:
+        """`held_bytes` in MB (10^6 bytes)."""
+        return round(self.held_bytes / 1e6, 3)
 
 
 def field_values(adapter: WorkerAdapter) -> dict[str, Any]:
@@ -209,6 +242,7 @@ class LoraInfo(_WorkerMessage):
                      `GET /v1/metadata/loras?configured=true`, a list that changes together with it
     list_age_s       seconds since the engine's own list last agreed with `loaded_loras`; None: not known
     refusal          why this worker accepts no adapters at all; "" if it does
+    punica           class of the engine's wrapper of LoRA kernels, such as PunicaWrapperGPU; "": it does not say
     is_salted        every request for an adapter needs its `cache_salt` (lorafleet/identity.py adapter_salt), because
                      the engine's KV connector separates adapters by nothing else
     """
@@ -226,6 +260,7 @@ class LoraInfo(_WorkerMessage):
     loaded_loras: Annotated[tuple[WorkerAdapter, ...], FailFast()] = ()
     list_age_s: float | None = None
     refusal: str = ""
+    punica: str = ""
     is_salted: bool = False
     capacity: LoraCapacity = LoraCapacity()
 

@@ -302,6 +302,7 @@ WORKERS = Resource(
             Column("kept out", "kept_out", shown=Shown.if_any),
             Column("agent", "agent_url"),
             Column("engine", "engine_url"),
+            Column("LoRA kernels", "punica", shown=Shown.wide),
             Column("takes no adapters", "refusal", shown=Shown.if_any),
         ),
         names=("id",),

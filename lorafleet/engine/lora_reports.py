@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lorafleet.engine.engine_reports import is_engine_folder
+
 REPORTS_VARIABLE = "LORAFLEET_LORA_REPORTS"
 """Environment variable of the engine that names the reports' folder; without it nothing is reported."""
 
@@ -28,6 +30,7 @@ class LoraReport:
     ignored           those that this process did not take, by their names in the file; a process of another pipeline
                       stage or of other experts may have taken them
     lora_int_id       the engine's number of the adapter
+    host_bytes        of the copy in this process's host memory
     """
 
     rank: int
@@ -36,16 +39,21 @@ class LoraReport:
     ignored: tuple[str, ...]
     experts: int = 0
     lora_int_id: int | None = None
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModules:
-    """How many modules an adapter has, how many of experts, and those that no process of the engine has, sorted."""
+    """How many modules an adapter has, how many of experts, and those that no process of the engine has, sorted.
+
+    host_bytes  of its copies in the host memory of all processes
+    """
 
     modules: int
     ignored: tuple[str, ...]
     experts: int = 0
     lora_int_id: int | None = None
+    host_bytes: int = 0
 
     @property
     def ignored_experts(self) -> int:
@@ -68,7 +76,9 @@ def loaded_modules(reports: Iterable[LoraReport]) -> LoadedModules | None:
         return None
     ignored = frozenset(found[0].ignored).intersection(*(report.ignored for report in found[1:]))
     modules, experts = max((report.modules, report.experts) for report in found)
-    return LoadedModules(modules, tuple(sorted(ignored)), experts, found[0].lora_int_id)
+    return LoadedModules(
+        modules, tuple(sorted(ignored)), experts, found[0].lora_int_id, sum(each.host_bytes for each in found)
+    )
 
 
 def ask_for_reports(folder: Path, engine_name: str) -> None:
@@ -98,12 +108,12 @@ def read_reports(folder: Path, engine_name: str) -> Sequence[LoraReport]:
             if path.stat().st_size <= _LARGEST_BYTES:
                 raw = json.loads(path.read_bytes())
                 ignored = tuple(str(name) for name in raw["ignored"])
-                rank, world_size, modules, experts = (
-                    int(raw[name]) for name in ("rank", "world_size", "modules", "experts")
+                rank, world_size, modules, experts, host_bytes = (
+                    int(raw[name]) for name in ("rank", "world_size", "modules", "experts", "host_bytes")
                 )
                 number = raw["lora_int_id"]
                 int_id = None if number is None else int(number)
-                reports.append(LoraReport(rank, world_size, modules, ignored, experts, int_id))
+                reports.append(LoraReport(rank, world_size, modules, ignored, experts, int_id, host_bytes))
     return reports
 
 
@@ -114,7 +124,10 @@ def forget_reports(folder: Path, engine_name: str) -> None:
 
 def forget_all_reports(folder: Path) -> None:
     """Delete the reports on all adapters, of loads that failed or were cut short; errors of the disk are ignored."""
-    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if not is_engine_folder(path):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _reports_folder(folder: Path, engine_name: str) -> Path:

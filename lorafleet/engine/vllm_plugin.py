@@ -1,4 +1,4 @@
-"""lorafleet's plugin of vLLM (`vllm.general_plugins`): fixes for the CPU, and reports on loaded adapters.
+"""lorafleet's plugin of vLLM (`vllm.general_plugins`): fixes for the CPU, and reports on adapters and their kernels.
 
 After a load it reports which modules of the adapter vLLM's LoRA manager really has. vLLM 0.32 drops a module without a
 word if its own name table maps the module's name to none of its layers, and then answers by the base model.
@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from lorafleet.engine import vllm_cpu
+from lorafleet.engine.engine_reports import EngineProcessReport, PoolMissCounter, write_engine_report
 from lorafleet.engine.lora_reports import REPORTS_VARIABLE, LoraReport, is_of_experts, write_report
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ _WORKER_MANAGER = "vllm.lora.worker_manager"
 _WEIGHTS = "adapter_model.safetensors"
 # What vLLM 0.32 lora/utils.py parse_fine_tuned_lora_name takes off a tensor's name, and `.weight` of a whole module.
 _SUFFIX = re.compile(r"\.(?:lora_[AB]\.weight|lora_embedding_[AB]|weight|bias)$")
+# Of the adapters with which vLLM 0.32 warms up (v1/worker/lora_model_runner_mixin.py maybe_setup_dummy_loras).
+_DUMMY_PATH = "/not/a/real/path"
 _FIRST_EXPERT_LAYER = ".base_layer"
 
 
@@ -99,6 +102,8 @@ def patch_worker_manager(module: Any, folder: Path) -> None:
         log.warning("lorafleet cannot ask this vLLM for an adapter's modules: its LoRA manager has another shape")
         return
     load, add = loads._load_adapter, adds.add_adapter  # type: ignore[union-attr]
+    if hasattr(adds, "create_lora_manager") and hasattr(adds, "_apply_adapters"):
+        _patch_pool(adds, folder)
 
     def load_adapter(self: Any, lora_request: Any) -> Any:
         """Load an adapter from its files, and keep its modules' names: vLLM merges some of them afterwards."""
@@ -117,6 +122,69 @@ def patch_worker_manager(module: Any, folder: Path) -> None:
         return is_added
 
     loads._load_adapter, adds.add_adapter = load_adapter, add_adapter  # type: ignore[union-attr]
+
+
+def _patch_pool(manager_class: Any, folder: Path) -> None:
+    """Patch vLLM's class of adapters so that its process says what it runs them with, and counts pool misses."""
+    create, apply = manager_class.create_lora_manager, manager_class._apply_adapters
+
+    def create_lora_manager(self: Any, *args: Any, **named: Any) -> Any:
+        """Create the manager of a model's adapters, and report on it."""
+        model = create(self, *args, **named)
+        try:
+            write_engine_report(folder, _engine_report(self._adapter_manager))
+            if sys.modules["vllm.distributed.parallel_state"].get_world_group().rank_in_group == 0:
+                self.lorafleet_misses = PoolMissCounter(folder)
+        except Exception:
+            log.exception("lorafleet: no report on the LoRA kernels")  # it works all the same
+        return model
+
+    def apply_adapters(self: Any, lora_requests: Any) -> None:
+        """Put a batch's adapters into slots; count those that are in none."""
+        misses: PoolMissCounter | None = getattr(self, "lorafleet_misses", None)
+        if misses is not None:
+            wanted = {each.lora_int_id for each in lora_requests if each and each.lora_path != _DUMMY_PATH}
+            manager = self._adapter_manager
+            misses.count(wanted, manager._active_adapters, manager._registered_adapters)
+        apply(self, lora_requests)
+
+    manager_class.create_lora_manager, manager_class._apply_adapters = create_lora_manager, apply_adapters
+
+
+def _engine_report(manager: Any) -> EngineProcessReport:
+    """What a process runs adapters with: vLLM allocates every slot at its start, padded to `max_lora_rank`.
+
+    source  0.32 lora/layers: the attributes `..._stacked` of a layer, of which those of experts share their memory
+    """
+    storages: dict[int, int] = {}
+    for layer in manager.modules.values():
+        for name, value in vars(layer).items():
+            if name.endswith("_stacked"):
+                for tensor in _tensors_in(value):
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    wrappers = {type(wrapper).__name__ for wrapper in manager.punica_wrapper_mapping.values()}
+    slots = manager.lora_slots
+    return EngineProcessReport(", ".join(sorted(wrappers)), str(manager.device.type), sum(storages.values()) // slots)
+
+
+def _host_bytes(lora: Any) -> int:
+    """Bytes of an adapter's copy in host memory."""
+    tensors = {
+        id(tensor): tensor.numel() * tensor.element_size()
+        for weights in lora.loras.values()
+        for tensor in (*_tensors_in(getattr(weights, "lora_a", None)), *_tensors_in(getattr(weights, "lora_b", None)))
+    }
+    return sum(tensors.values())
+
+
+def _tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors of a tensor, or of a list with gaps."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+    elif value is not None:
+        yield value
 
 
 def _write_report_once(worker_manager: Any, lora_request: Any, folder: Path) -> None:
@@ -145,6 +213,7 @@ def _write_report_once(worker_manager: Any, lora_request: Any, folder: Path) -> 
         tuple(sorted(ignored)),
         sum(map(is_of_experts, modules)),
         lora_request.lora_int_id,
+        _host_bytes(lora),
     )
     write_report(folder, lora_request.lora_name, report)
 

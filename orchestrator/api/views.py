@@ -128,6 +128,7 @@ class WireViews:
                 "kept_out": () if order is None else order.kept_out,
                 "is_terminating": entry.is_terminating,
                 "refusal": report.lora.refusal,
+                "punica": report.lora.punica,
                 "files": self._files_of(worker_id),
                 "drain": self._drain_of(entry, order),
                 "load": report.load,

@@ -32,6 +32,9 @@ KINDS_OF_INCIDENTS = {
         "error", "the engine is restarted; see whether its device is healthy (nvidia-smi, dmesg)"
     ),
     "engine_back": IncidentKind("info"),
+    "lora_kernels_missing": IncidentKind(
+        "error", "install a vLLM build for the worker's device, with Triton; adapters are slow or wrong without it"
+    ),
     "worker_lost": IncidentKind("error", "see whether its node and agent run; its adapters are loaded elsewhere"),
     "worker_back": IncidentKind("info"),
     "circuit_opened": IncidentKind("warning", "see the worker's own incidents; requests go elsewhere meanwhile"),

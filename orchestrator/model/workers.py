@@ -55,6 +55,7 @@ class WorkerItem(ServiceDocument):
     kept_out        adapters that an operator keeps out: they get no copy here until they are let in again
     is_terminating  Kubernetes is terminating its pod, so it drains
     refusal         why it takes no adapters at all; empty: it takes them
+    punica          class of its engine's wrapper of LoRA kernels, such as PunicaWrapperGPU; empty: it does not say
     drain           how far its drain is; null for a worker that does not drain
     load            its load and rates by its last report
     """
@@ -72,6 +73,7 @@ class WorkerItem(ServiceDocument):
     kept_out: tuple[str, ...] = ()
     is_terminating: bool = False
     refusal: str = ""
+    punica: str = ""
     files: WorkerFiles | None = None
     drain: WorkerDrainProgress | None = None
     load: Load | None = None

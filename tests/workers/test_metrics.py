@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.patience import patience, within
 from tests.workers.running import post
 from workers.metrics import MOST_NAMED, WorkerMetrics
+from workers.wire import AdapterMemory, WorkerAdapter
 
 
 def series_lines(metrics: WorkerMetrics, name: str) -> list[str]:
@@ -43,17 +45,40 @@ def test_failed_loads_are_counted_by_adapter_and_by_code_and_push_out_no_other_s
     assert len(series_lines(metrics, "lora_load_duration_seconds_count")) == 1
 
 
+def loaded_adapter(lora_id: str, size_bytes: int, requests: int, digest: str = "", *, slot_bytes: int = 0):
+    memory = AdapterMemory(slot_bytes=slot_bytes, host_bytes=2 * size_bytes, by="engine") if slot_bytes else None
+    return WorkerAdapter(
+        lora_id=lora_id,
+        digest=digest,
+        size_bytes=size_bytes,
+        request_count=requests,
+        memory=memory,
+        location="device",
+    )
+
+
 def test_unloaded_adapter_has_no_size_or_request_series():
     metrics = WorkerMetrics("w0")
-    metrics.set_loaded_adapters([("a", 10, 1), ("b", 20, 2), ("b", 5, 1)])
-    assert 'lora_memory_usage_bytes{lora_id="b",worker_id="w0"} 25.0' in series_lines(
-        metrics, "lora_memory_usage_bytes"
+    metrics.set_loaded_adapters(
+        [loaded_adapter("a", 10, 1), loaded_adapter("b", 20, 2), loaded_adapter("b", 5, 1, digest="other")]
     )
-    metrics.set_loaded_adapters([("a", 10, 4)])
+    for name in ("lora_memory_usage_bytes", "lora_file_size_bytes"):
+        assert f'{name}{{lora_id="b",worker_id="w0"}} 25.0' in series_lines(metrics, name)
+        assert f'{name}{{lora_id="a",worker_id="w0"}} 10.0' in series_lines(metrics, name)
+    metrics.set_loaded_adapters([loaded_adapter("a", 10, 4)])
     assert series_lines(metrics, "lora_memory_usage_bytes") == [
         'lora_memory_usage_bytes{lora_id="a",worker_id="w0"} 10.0'
     ]
     assert series_lines(metrics, "lora_request_count") == ['lora_request_count{lora_id="a",worker_id="w0"} 4.0']
+
+
+@pytest.mark.parametrize(("location", "held"), [("device", 120.0), ("host", 20.0), ("disk", 0.0)])
+def test_memory_is_what_the_engine_holds_by_the_adapters_place(location, held):
+    metrics = WorkerMetrics("w0")
+    metrics.set_loaded_adapters([replace(loaded_adapter("a", 10, 0, slot_bytes=100), location=location)])
+    labels = '{lora_id="a",worker_id="w0"}'
+    assert series_lines(metrics, "lora_memory_usage_bytes") == [f"lora_memory_usage_bytes{labels} {held}"]
+    assert series_lines(metrics, "lora_file_size_bytes") == [f"lora_file_size_bytes{labels} 10.0"]
 
 
 async def test_loads_fetches_and_hits_are_counted(worker):
@@ -66,7 +91,13 @@ async def test_loads_fetches_and_hits_are_counted(worker):
         labels = '{lora_id="legal/v2",worker_id="worker-0"}'
         assert f"lora_load_duration_seconds_count{labels} 2.0" in page
         assert f"lora_unload_duration_seconds_count{labels} 1.0" in page
-        assert f"lora_memory_usage_bytes{labels} {float(size)}" in page
+        assert f"lora_file_size_bytes{labels} {float(size)}" in page
+        (lora,) = (await client.get("/metadata")).json()["lora"]["loaded_loras"]
+        # Rank 8, of which a slot of the sim's engine takes two: 16, and the copy in host memory one.
+        memory = lora["memory"]
+        assert (memory["by"], memory["slot_bytes"]) == ("estimate", 2 * memory["host_bytes"])
+        assert lora["memory_mb"] == round(3 * memory["host_bytes"] / 1e6, 3)
+        assert f"lora_memory_usage_bytes{labels} {3.0 * memory['host_bytes']}" in page
         fetched = next(line for line in page if line.startswith("lorafleet_workers_fetched_bytes_total "))
         assert float(fetched.split()[1]) % size == 0
         assert 'lorafleet_workers_cache_total{outcome="hit"} 1.0' in page

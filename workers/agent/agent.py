@@ -13,6 +13,7 @@ from typing import Literal
 
 import structlog
 
+from lorafleet.engine.engine_reports import EngineProcessReport, has_no_gpu_kernels, punica_names
 from lorafleet.kv.connectors import NO_CONNECTOR, apply_setting
 from orchestrator.model.usage import UsageReport
 from workers.agent.current_engine import CurrentEngine
@@ -39,6 +40,7 @@ from workers.wire import (
     DrainAnswer,
     InspectRequest,
     LoadRequest,
+    LoraInfo,
     MarkFilesRequest,
     Metadata,
     Transport,
@@ -105,14 +107,24 @@ class WorkerAgent:
         self._state, self._state_reason = state, reason
         self.inventory.mark_changed()
 
-    async def attach_engine(self, client: EngineClient, *, engine_boot_id: str, transport: Transport) -> None:
+    async def attach_engine(
+        self,
+        client: EngineClient,
+        *,
+        engine_boot_id: str,
+        transport: Transport,
+        printed: EngineProcessReport | None = None,
+    ) -> None:
         """Use a healthy engine: load the wanted adapters, then become ready. Raises EngineError.
+
+        printed  as of `CurrentEngine.attach`
 
         Reads the base model's shapes and the engine's KV connector first, and waits for the first scan of lora_path and
         for the files of adapters that the engine had, so that the report of a ready worker has all adapters. A
         connector that mixes adapters is logged, and no adapter is loaded.
         """
-        await self.engine.attach(client, boot_id=engine_boot_id, transport=transport)
+        await self.engine.attach(client, boot_id=engine_boot_id, transport=transport, printed=printed)
+        self._check_kernels()
         self.context.cache.folder.engine_url = transport.engine_url
         self.inventory.mark_changed()
         self.engine.version = await client.version()
@@ -182,6 +194,15 @@ class WorkerAgent:
         tokenizer = folder if not facts.tokenizer else await asyncio.to_thread(model_folder, facts.tokenizer)
         self.context.cache.rules = replace(self.context.cache.rules, base=base, tokenizer=tokenizer)
         self.context.local_adapters.use_rules(self.context.cache.rules)
+
+    def _check_kernels(self) -> None:
+        """Record as an incident that an engine on a GPU runs adapters without its device's kernels."""
+        reports = self.engine.reports
+        if has_no_gpu_kernels(reports):
+            punica, device = punica_names(reports), reports[0].device
+            log.error("engine runs adapters without LoRA kernels", punica=punica, device=device)
+            cause = f"on {device} its wrapper is {punica or 'none'}; expected is PunicaWrapperGPU or PunicaWrapperXPU"
+            self.inventory.history.record_incident("lora_kernels_missing", cause)
 
     async def _wait_until_warm(self) -> None:
         """Wait until the orchestrator has loaded a new worker's share of hot adapters, at most `warm_deadline_s`.
@@ -391,7 +412,7 @@ class WorkerAgent:
     def count_usage(self, report: UsageReport) -> bool:
         """Add a router's request counts and move the used adapters up in the LRU; False if counted before."""
         used = self.usage.count_uses(report)
-        self.inventory.mark_used(used or ())
+        self.inventory.mark_used(used or {})
         return used is not None
 
     # --- background loops ----------------------------------------------------------------------------------------
@@ -448,7 +469,7 @@ class WorkerAgent:
 
     def metadata(self) -> Metadata:
         """The worker's state as `GET /metadata` and heartbeats have it."""
-        settings, model, lora = self.context.settings, self.engine.model_card(), self.report.info()
+        settings, model, lora = self.context.settings, self.engine.model_card(), self._lora_info()
         return Metadata(
             instance_id=settings.instance_id,
             namespace=settings.namespace,
@@ -472,6 +493,10 @@ class WorkerAgent:
             epoch=self.context.installed.epoch,
             report_number=self._report_number,
         )
+
+    def _lora_info(self) -> LoraInfo:
+        """The adapters' part of /metadata."""
+        return self.report.info().model_copy(update={"punica": punica_names(self.engine.reports)})
 
     def as_of(self) -> str:
         """The value of `REPORT_HEADER` now."""

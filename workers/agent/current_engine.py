@@ -11,6 +11,7 @@ import structlog
 from zmq import ZMQError
 
 from lorafleet.engine.agentless import EngineLoad
+from lorafleet.engine.engine_reports import EngineProcessReport, read_engine_reports
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.engine.rates import EngineRates
 from lorafleet.identity import KV_HASHING
@@ -31,6 +32,7 @@ class CurrentEngine:
     """One engine at a time; `client` is None while there is none.
 
     version     as the engine says it; "" if it does not
+    reports     of its processes, on what they run adapters with; empty if they do not say
     lock        held while adapters are loaded or unloaded: each load stalls the whole engine
     suspicion   why the engine is suspected to hang, so that no load may begin; "" while it is trusted
     patience_s  seconds a suspect engine gets before it is restarted
@@ -42,6 +44,7 @@ class CurrentEngine:
         self.lock = asyncio.Lock()
         self.client: EngineClient | None = None
         self.boot_id = self.version = ""
+        self.reports: tuple[EngineProcessReport, ...] = ()
         self.transport = Transport(engine_url="")
         self.suspicion = ""
         self.patience_s = 0.0
@@ -73,9 +76,16 @@ class CurrentEngine:
             if not self._sharers:
                 self.lock.release()
 
-    async def attach(self, client: EngineClient, *, boot_id: str, transport: Transport) -> None:
-        """Use this healthy engine: read its shape, reset the measured rates, start KV ledgers. Raises EngineError."""
+    async def attach(
+        self, client: EngineClient, *, boot_id: str, transport: Transport, printed: EngineProcessReport | None = None
+    ) -> None:
+        """Use this healthy engine: read its shape, reset the measured rates, start KV ledgers. Raises EngineError.
+
+        printed  what its output says of its LoRA kernels, for an engine whose processes write no reports
+        """
         self._shape = await client.read_shape()
+        written = await asyncio.to_thread(read_engine_reports, self._settings.lora_reports)
+        self.reports = written or (() if printed is None else (printed,))
         self._boot_mark = self._shape.boot_mark or await client.boot_mark()
         self._load.rates = EngineRates()
         self.client, self.boot_id = client, boot_id

@@ -19,6 +19,7 @@ from lorafleet.engine.lora_reports import (
     read_reports,
 )
 from lorafleet.engine.lora_weights import ZERO_NOTE, has_zero_weights, weights_effect
+from orchestrator.model.cards import AdapterEffectState
 from workers.agent.current_engine import CurrentEngine
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
@@ -35,10 +36,12 @@ from workers.verification.effect import (
     ignored_note,
 )
 from workers.verification.manifest import AdapterDescription
-from workers.wire import IgnoredModules, WorkerAdapter
+from workers.wire import AdapterMemory, IgnoredModules, WorkerAdapter
 
 log = structlog.get_logger()
 
+_NUMBER_BYTES = 2
+"""Of a number in an engine: bfloat16 or float16, whatever the adapter's file has."""
 _MOST_ATTEMPTS = 2
 """Later canaries of an adapter whose first one proved nothing."""
 
@@ -94,7 +97,16 @@ class EffectCheck:
             effect = replace(effect, note=_joined_notes(effect.note, *described.notes))
         if effect.note:
             log.warning("adapter's effect", lora_id=adapter.lora_id, effect=effect.effect, note=effect.note)
-        return with_effect(adapter, effect)
+        return replace(with_effect(adapter, effect), memory=self._memory(effect, described))
+
+    def _memory(self, effect: AdapterEffect, described: AdapterDescription | None) -> AdapterMemory | None:
+        """What the engine holds for an adapter: as its processes say, else by the adapter's own modules."""
+        if effect.host_bytes and (slot_bytes := sum(report.slot_bytes for report in self._engine.reports)):
+            return AdapterMemory(slot_bytes=slot_bytes, host_bytes=effect.host_bytes, by="engine")
+        if described is None:
+            return None
+        slot_bytes = described.width * self._settings.max_lora_rank * _NUMBER_BYTES
+        return AdapterMemory(slot_bytes=slot_bytes, host_bytes=described.numbers * _NUMBER_BYTES, by="estimate")
 
     def _check_table(self, adapter: WorkerAdapter, described: AdapterDescription) -> None:
         """Raises EngineError if the adapter must not be served without the modules that its table calls ignored."""
@@ -133,12 +145,11 @@ class EffectCheck:
                 raise EngineError(exc.code, f"load {adapter.engine_name}: {exc}") from exc
             count("partial")
             note = ignored_note(loaded.modules, loaded.ignored)
-            return AdapterEffect("applied", note, loaded.ignored, loaded.lora_int_id)
-        if _is_zero(adapter):
-            count("zero")
-            return AdapterEffect("zero", ZERO_NOTE, lora_int_id=loaded.lora_int_id)
-        count("applied")
-        return AdapterEffect("applied", lora_int_id=loaded.lora_int_id)
+            return AdapterEffect("applied", note, loaded.ignored, loaded.lora_int_id, loaded.host_bytes)
+        found: AdapterEffectState = "zero" if _is_zero(adapter) else "applied"
+        count(found)
+        note = ZERO_NOTE if found == "zero" else ""
+        return AdapterEffect(found, note, lora_int_id=loaded.lora_int_id, host_bytes=loaded.host_bytes)
 
     async def _shown_effect(self, client: EngineClient, adapter: WorkerAdapter) -> AdapterEffect:
         """The effect of an adapter by the engine's answers. Raises EngineError `adapter_no_effect`."""

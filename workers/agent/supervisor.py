@@ -17,6 +17,8 @@ from typing import Any
 import structlog
 
 from lorafleet.engine.arguments import value_of
+from lorafleet.engine.devices import is_on_cpu
+from lorafleet.engine.engine_reports import EngineProcessReport, forget_engine_reports
 from lorafleet.service.network.sockets import bind_socket
 from workers.agent.agent import WorkerAgent
 from workers.core.errors import EngineError, WorkerError
@@ -176,6 +178,7 @@ class Supervisor:
         start = launch_command(
             self._settings, port=self._port, topic=topic, own_command=self._own_command, adapters=adapters
         )
+        await asyncio.to_thread(forget_engine_reports, self._settings.lora_reports)
         self._process = await EngineProcess.start(start, state_dir=self._settings.state, echo=self._echo)
         client = engine_client(self._settings.engine, self._engine_url())
         client_stack.push_async_callback(client.aclose)
@@ -188,8 +191,16 @@ class Supervisor:
             sockets = {"kv_events": (str(kv["endpoint"]),), "kv_replay": (str(kv["replay_endpoint"]),)}
             transport = transport.model_copy(update=sockets)
         # If the process dies while adapters are loaded, fail at once, not after a timeout.
-        await self._run_unless_exited(self._agent.attach_engine(client, engine_boot_id=boot_id, transport=transport))
+        attaching = self._agent.attach_engine(
+            client, engine_boot_id=boot_id, transport=transport, printed=self._printed_report(self._process.punica)
+        )
+        await self._run_unless_exited(attaching)
         return client
+
+    def _printed_report(self, punica: str) -> EngineProcessReport | None:
+        """What the engine's output says of its LoRA kernels; None if it says nothing."""
+        is_cpu = is_on_cpu(self._settings.engine, self._settings.device_profile, os.environ)
+        return EngineProcessReport(punica, "cpu" if is_cpu else "gpu", slot_bytes=0) if punica else None
 
     async def _attach_running_engine(self, stack: contextlib.AsyncExitStack) -> EngineClient:
         """Wait until the engine at `engine_url` is healthy and attach it to the agent. Raises EngineError.

@@ -34,6 +34,9 @@ _GIVEN_SECRET = re.compile(r"(\w*(?:key|token|password|secret))=(?:'[^']*'|\"[^\
 # vLLM 0.32 v1/worker/lora_model_runner_mixin.py: the base model's class, in a line of a traceback.
 _WITHOUT_LORA = re.compile(rb"ValueError: (\w{1,100}) does not support LoRA yet")
 
+# vLLM 0.32 lora/punica_wrapper/punica_selector.py: the class of its LoRA kernels' wrapper.
+_PUNICA = re.compile(rb"Using (PunicaWrapper\w{1,100})\.")
+
 Echo: TypeAlias = Callable[[bytes], None]
 """Receives each line of an engine's output; must neither raise nor block."""
 
@@ -41,6 +44,7 @@ Echo: TypeAlias = Callable[[bytes], None]
 class EngineProcess:
     """One run of an engine under its guard process, in a process group of its own.
 
+    punica             class of vLLM's wrapper of LoRA kernels, once the engine has named it; else ""
     unsupported_model  the base model's class, if the engine said that it takes no adapters for it; else ""
     """
 
@@ -50,7 +54,7 @@ class EngineProcess:
         self._process = process
         self._echo = echo
         self._pid_file = pid_file
-        self.unsupported_model = ""
+        self.punica = self.unsupported_model = ""
         self._error, self._lines_since_error = "", 0
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._reader = asyncio.create_task(self._copy_output(log_file))
@@ -152,6 +156,8 @@ class EngineProcess:
                 self._lines_since_error += 1
                 if error := error_in(text):
                     self._error, self._lines_since_error = error, 0
+                if named := _PUNICA.search(line):
+                    self.punica = named[1].decode()
                 if found := _WITHOUT_LORA.search(line):
                     self.unsupported_model = found[1].decode()
                 if self._echo is not None:

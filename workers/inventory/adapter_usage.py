@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,8 +34,8 @@ class ReportedAdapterUsage:
         if file.exists():
             self._read_saved()
 
-    def count_uses(self, report: UsageReport) -> list[str] | None:
-        """Add a router's report to the adapters' counts in memory; returns the engine names used since its last report.
+    def count_uses(self, report: UsageReport) -> Mapping[str, int] | None:
+        """Add a router's report to the adapters' counts in memory; returns engine name -> requests since its last one.
 
         Sets when they were last used. Forgets the router heard of longest ago beyond the bound. None if the report was
         counted before.
@@ -53,14 +53,14 @@ class ReportedAdapterUsage:
                 for row in batch.rows:
                     if row.worker == self._worker_id and row.adapter and row.counts.sent:
                         requests[row.adapter] += row.counts.sent
-        used = []
+        used: dict[str, int] = {}
         for lora_id, count in requests.items():
             # Of several versions the one that was loaded last gets the requests.
             for adapter in sorted(self._installed.versions(lora_id), key=lambda version: version.order)[-1:]:
                 self._installed.update_in_memory(
                     replace(adapter, request_count=adapter.request_count + count, last_used=self._now())
                 )
-                used.append(adapter.engine_name)
+                used[adapter.engine_name] = count
         self._routers.pop(key, None)  # the router that reported longest ago comes first
         self._routers[key] = (report.seq, last_batch)
         self._is_saved = self._is_saved and not used

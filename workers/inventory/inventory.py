@@ -18,6 +18,7 @@ from workers.core.errors import EngineError, WorkerError
 from workers.core.slots import AdapterSlots
 from workers.inventory.event_log import CORRECTING, RESTORING, AgentEventLog, Requester, UnrecordedHistory
 from workers.inventory.installed_adapters import InstalledAdapters
+from workers.inventory.pool_requests import PoolRequests
 from workers.metrics import WorkerMetrics
 from workers.sources.base import FetchProgress
 from workers.wire import AgentEventType, LoadRequest, WorkerAdapter
@@ -59,6 +60,7 @@ class Inventory:
         self._settings = settings
         self._metrics = metrics
         self.history = UnrecordedHistory(timestamp)
+        self._pool_requests = PoolRequests(metrics, settings.lora_reports)
         self.listed_at: float | None = None  # by the caller's clock; see `confirm_list`
         self.refused_names: set[str] = set()
         self.preloaded: dict[str, str] = {}
@@ -166,6 +168,7 @@ class Inventory:
     def _add_loaded(self, adapter: WorkerAdapter, by: Requester) -> WorkerAdapter:
         """Add the adapter to the slots, drop its failure and progress, publish the event and wake the heartbeats."""
         self.slots = self.slots.after_load(adapter.engine_name)
+        adapter = replace(adapter, location=self.slots.location(adapter.engine_name))
         self._failures.pop(adapter.lora_id, None)
         self._progress.pop(adapter.lora_id, None)
         self.events.add(
@@ -176,7 +179,7 @@ class Inventory:
             lora_id=adapter.lora_id,
             worker_id=self._settings.instance_id,
             duration_sec=adapter.load_seconds,
-            memory_mb=adapter.weights_mb,
+            memory_mb=adapter.held_mb,
             asked_by=by.name,
             reason=by.reason,
         )
@@ -186,7 +189,7 @@ class Inventory:
             lora_id=adapter.lora_id,
             digest=adapter.digest,
             duration_s=adapter.load_seconds,
-            memory_mb=adapter.weights_mb,
+            memory_mb=adapter.held_mb,
         )
         self.mark_changed()
         return adapter
@@ -329,9 +332,10 @@ class Inventory:
                 self._failures.popitem(last=False)
         self.mark_changed()
 
-    def mark_used(self, names: Collection[str]) -> None:
-        """Move adapters that requests used to the front of the engine's (estimated) LRU."""
-        for name in names:
+    def mark_used(self, requests: Mapping[str, int]) -> None:
+        """Count requests by where their adapters were, and move these to the front of the engine's (estimated) LRU."""
+        self._pool_requests.count(requests, self.slots)
+        for name in requests:
             self.slots = self.slots.after_use(name)
 
     # --- slots ---------------------------------------------------------------------------------------------------
@@ -373,5 +377,6 @@ class Inventory:
         self._metrics.partial_adapters.set(sum(adapter.ignored_modules is not None for adapter in loaded))
         self._metrics.unproved_adapters.set(sum(adapter.effect == "unknown" for adapter in loaded))
         self._metrics.set_loaded_adapters(
-            (adapter.lora_id, adapter.size_bytes, adapter.request_count) for adapter in loaded
+            replace(adapter, location=self.slots.location(adapter.engine_name)) for adapter in loaded
         )
+        self._pool_requests.read_misses()

@@ -197,14 +197,10 @@ class InventoryReport:
 
     def as_loaded(self, adapter: WorkerAdapter) -> WorkerAdapter:
         """An adapter that the engine has, with its place there and what is wrong with its source."""
-        loaded = replace(
-            adapter,
-            state="ready",
-            location=self._inventory.slots.location(adapter.engine_name),
-            memory_mb=adapter.weights_mb,
-            error=self._source_changed_error(adapter),
+        held = replace(adapter, location=self._inventory.slots.location(adapter.engine_name))
+        return self._marked(
+            replace(held, state="ready", memory_mb=held.held_mb, error=self._source_changed_error(adapter))
         )
-        return self._marked(loaded)
 
     def _source_changed_error(self, adapter: WorkerAdapter) -> str | None:
         """An error text if the adapter's folder in lora_path now holds other bytes; else None."""

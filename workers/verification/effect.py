@@ -24,12 +24,14 @@ class AdapterEffect:
     note     a sentence, where there is something to say
     ignored  modules of its file that the engine does not have
     lora_int_id  the engine's number of the adapter, where the engine reports it
+    host_bytes   of the engine's copies in host memory, where the engine reports it
     """
 
     effect: AdapterEffectState = ""
     note: str = ""
     ignored: tuple[str, ...] = ()
     lora_int_id: int | None = None
+    host_bytes: int = 0
 
 
 NOT_CHECKED = AdapterEffect()

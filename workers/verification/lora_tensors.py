@@ -42,6 +42,11 @@ class LoraPair:
         return self.a[0]
 
     @property
+    def numbers(self) -> int:
+        """How many numbers both matrices have."""
+        return self.a[0] * self.a[1] + self.b[0] * self.b[1]
+
+    @property
     def base_shape(self) -> Shape:
         """The shape of the base model's weight to which this pair applies; of stacked experts that of one."""
         return (self.a[1], self.b[0]) if self.is_embedding else (self.b[0], self.a[1])

@@ -61,6 +61,7 @@ class AdapterDescription:
     ignored   modules that the engine takes and does not use, as far as its table says; `why` says why, and
               what the table does not say
     notes     sentences for operators: what could not be compared
+    numbers   in its matrices; `width`: of each module's by its rank, so that a slot of rank R has `width * R`
     scale     the largest factor by which engines multiply a module's change
     """
 
@@ -70,6 +71,8 @@ class AdapterDescription:
     dtype: str
     base_model: str
     modules: int
+    numbers: int = 0
+    width: int = 0
     experts: int = 0
     ignored: tuple[str, ...] = ()
     why: tuple[str, ...] = ()
@@ -118,7 +121,8 @@ def check_adapter(
     _check_embedding_copies(parts, tensors, rules.base)
     _check_against_config(parts, lora_config, rules.base, MatchTime(clock))
     verdict = check_against_base(parts, rules.base) if rules.base else NOTHING_COMPARED
-    rank = max(with_single_ranks(parts.pairs, rules.base).values())
+    ranks = with_single_ranks(parts.pairs, rules.base)
+    rank = max(ranks.values())
     check_rank(rank, rules)
     return AdapterDescription(
         rank=rank,
@@ -127,6 +131,8 @@ def check_adapter(
         dtype=",".join(sorted({tensor.dtype for tensor in tensors.values()})),
         base_model=lora_config.base_model,
         modules=len(parts.pairs),
+        numbers=sum(pair.numbers for pair in parts.pairs.values()),
+        width=sum(pair.numbers // ranks[module] for module, pair in parts.pairs.items()),
         experts=sum(".experts" in module for module in parts.pairs),
         ignored=verdict.ignored,
         why=verdict.why,

@@ -33,7 +33,7 @@ def test_a_report_is_written_only_where_it_was_asked_for(tmp_path):
     assert (read_reports(tmp_path / "reports", NAME), list((tmp_path / "reports").iterdir())) == ([], [])
     ask_for_reports(tmp_path / "reports", NAME)
     forget_all_reports(tmp_path / "reports")
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "reports").iterdir()) == []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"rank": 0}', '{"rank": "x", "world_size": 1, "ignored": []}'])

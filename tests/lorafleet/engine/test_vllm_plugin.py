@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from lorafleet.engine import vllm_cpu, vllm_plugin
+from lorafleet.engine.engine_reports import EngineProcessReport, PoolMisses, read_engine_reports, read_pool_misses
 from lorafleet.engine.lora_reports import LoraReport, ask_for_reports, read_reports
 from tests.workers.broken import safetensors
 
@@ -82,12 +83,48 @@ class WorkerLoRAManager:
     def __init__(self, manager: Manager, files: dict[int, SimpleNamespace]) -> None:
         self._adapter_manager = manager
         self.files = files
+        self.applied: list[int] = []
 
     def _load_adapter(self, request: SimpleNamespace) -> SimpleNamespace:
         return self.files[request.lora_int_id]
 
 
+class Tensor:
+    """A tensor of 2-byte numbers as far as the plugin reads it. A view has the storage of all its tensor's numbers."""
+
+    def __init__(self, storage: int, count: int, of: int = 0) -> None:
+        self.storage, self.count, self.of = storage, count, of or count
+
+    def untyped_storage(self) -> SimpleNamespace:
+        return SimpleNamespace(data_ptr=lambda: self.storage, nbytes=lambda: 2 * self.of)
+
+    def numel(self) -> int:
+        return self.count
+
+    def element_size(self) -> int:
+        return 2
+
+
+class PunicaWrapperCPU:
+    """By its name alone."""
+
+
 class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
+    def create_lora_manager(self, model: object) -> object:
+        experts = Tensor(3, 1000)
+        manager = self._adapter_manager
+        manager.modules = {
+            "q": SimpleNamespace(lora_a_stacked=(Tensor(1, 40),), lora_b_stacked=(Tensor(2, 60),), other=Tensor(9, 7)),
+            "experts": SimpleNamespace(w13_lora_a_stacked=(experts,), lora_a_stacked=[Tensor(3, 500, of=1000), None]),
+        }
+        manager.punica_wrapper_mapping = {"language_model": PunicaWrapperCPU()}
+        manager.device, manager.lora_slots = SimpleNamespace(type="cpu"), 4
+        manager._active_adapters, manager._registered_adapters = {1: None}, {1: None, 2: None}
+        return model
+
+    def _apply_adapters(self, requests: set[SimpleNamespace]) -> None:
+        self.applied += sorted(each.lora_int_id for each in requests)
+
     def add_adapter(self, request: SimpleNamespace) -> bool:
         if request.lora_int_id not in self._adapter_manager.adapters:
             lora = self._load_adapter(request)
@@ -100,7 +137,8 @@ class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
 def patched(monkeypatch, tmp_path) -> type[LRUCacheWorkerLoRAManager]:
     group = SimpleNamespace(rank_in_group=1, world_size=2)
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", SimpleNamespace(get_world_group=lambda: group))
-    for owner, name in ((WorkerLoRAManager, "_load_adapter"), (LRUCacheWorkerLoRAManager, "add_adapter")):
+    patches = ("add_adapter", "create_lora_manager", "_apply_adapters")
+    for owner, name in ((WorkerLoRAManager, "_load_adapter"), *((LRUCacheWorkerLoRAManager, name) for name in patches)):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     shape = SimpleNamespace(WorkerLoRAManager=WorkerLoRAManager, LRUCacheWorkerLoRAManager=LRUCacheWorkerLoRAManager)
     vllm_plugin.patch_worker_manager(shape, tmp_path)
@@ -118,6 +156,32 @@ def test_each_load_is_reported_once_where_it_was_asked_for(patched, tmp_path):
     ask_for_reports(tmp_path, "a1")
     assert manager.add_adapter(asked)
     assert read_reports(tmp_path, "a1") == [], "a further request reads no file again"
+
+
+def test_a_process_says_what_it_runs_adapters_with_and_what_a_slot_takes(patched, tmp_path):
+    manager = patched(Manager(LAYERS, PACKED), {})
+    assert manager.create_lora_manager("model") == "model"
+    # Four slots of 100 numbers in one layer and 1,000 in another, whose views count once; two bytes each.
+    assert read_engine_reports(tmp_path) == (EngineProcessReport("PunicaWrapperCPU", "cpu", 2 * 1100 // 4),)
+    assert read_pool_misses(tmp_path) == {}, "the first process alone counts"
+
+
+def test_misses_of_the_pool_are_counted_where_they_happen(patched, tmp_path):
+    sys.modules["vllm.distributed.parallel_state"].get_world_group().rank_in_group = 0
+    manager = patched(Manager(LAYERS, PACKED), {})
+    manager.create_lora_manager("model")
+    wanted = [SimpleNamespace(lora_int_id=number, lora_path="/a") for number in (1, 2, 3)]
+    warm_up = SimpleNamespace(lora_int_id=4, lora_path="/not/a/real/path")
+    manager._apply_adapters([*wanted, warm_up])
+    assert manager.applied == [1, 2, 3, 4]
+    assert list(read_pool_misses(tmp_path).values()) == [PoolMisses(host=1, disk=1)]
+
+
+def test_a_report_on_kernels_that_fails_costs_the_engine_nothing(patched, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(Tensor, "untyped_storage", None)
+    assert patched(Manager(LAYERS, PACKED), {}).create_lora_manager("model") == "model"
+    assert read_engine_reports(tmp_path) == ()
+    assert "no report on the LoRA kernels" in caplog.text
 
 
 def test_a_report_that_fails_costs_the_engine_nothing(patched, tmp_path, caplog):

@@ -36,6 +36,7 @@ async def test_card_is_what_inspection_found_with_the_effect_of_a_copy(service):
         "digest": item["spec"]["digest"],
         "source": SOURCE,
         "effect": "seen",
+        "files_note": "",
     }
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ class StubOrchestrator:
     is_warm: bool | None = False  # None: an orchestrator without warming
     interval_s: float = 1.0
     reports: list[dict] = field(default_factory=list)
+    incidents: list[str] = field(default_factory=list)
     key: str | None = None  # of the last heartbeat
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -34,7 +36,9 @@ class StubOrchestrator:
     async def serving(self) -> AsyncIterator[str]:
         async def register(request: Request) -> JSONResponse:
             self.key = request.headers.get("authorization")
-            self.reports.append((await request.json())["metadata"])
+            heartbeat = await request.json()
+            self.incidents += [incident["kind"] for incident in heartbeat["incidents"]]
+            self.reports.append(heartbeat["metadata"])
             self.news.set()
             answer = {} if self.is_warm is None else {"is_warm": self.is_warm}
             return JSONResponse({"epoch": 1, "revision": 1, "interval_s": self.interval_s} | answer)
@@ -129,3 +133,16 @@ async def test_changed_key_file_is_used_by_the_next_heartbeats(worker, tmp_path)
         file.write_text("another")
         orchestrator.reports.clear()
         await orchestrator.until(lambda _: orchestrator.key == "Bearer another")
+
+
+@pytest.mark.fleet
+@pytest.mark.parametrize(("profile", "is_incident"), [("auto", True), ("cpu", False)])
+async def test_kernels_for_another_device_than_the_engines_are_an_incident(worker, profile, is_incident) -> None:
+    orchestrator = StubOrchestrator(is_warm=True)
+    says = f'echo "INFO Using PunicaWrapperCPU."; exec {sys.executable} -P -m lorafleet.sim "$@"'
+    command = ("--device-profile", profile, "--", "sh", "-c", says, "sim")
+    async with orchestrator.serving() as url, worker.inside("--orchestrator-url", url, *command):
+        report = await orchestrator.until(lambda report: report["state"] == "ready")
+        await orchestrator.until(lambda _: "engine_started" in orchestrator.incidents)
+    assert report["lora"]["punica"] == "PunicaWrapperCPU"
+    assert ("lora_kernels_missing" in orchestrator.incidents) is is_incident

@@ -67,7 +67,7 @@ export function WorkerPage({ id }) {
       ${item.drain && html`<${Drain} drain=${item.drain}/>`}
       ${item.kept_out?.length > 0 && html`<${Panel} title="Kept out" note="by an operator: these get no copy here">${item.kept_out.map((name) => html`<div class="bar" key=${name}><${AdapterLink} id=${name}/><${AllowCopy} worker=${id} name=${name}/></div>`)}<//>`}
       <${Panel}><${Facts} rows=${[
-        ["Base model", report.model.base_model], ["Engine", `${report.transport.dialect} ${report.engine_version || ""}`], ["Circuit", html`<${State} is=${circuits[id] || "closed"}/>`],
+        ["Base model", report.model.base_model], ["Engine", `${report.transport.dialect} ${report.engine_version || ""}`], ["LoRA kernels", report.lora.punica || "not known"], ["Circuit", html`<${State} is=${circuits[id] || "closed"}/>`],
         ["Running / waiting", `${report.load.running} / ${report.load.waiting}`], ["KV cache in use", share(report.load.kv_usage)], ["Waiting for a slot", number(report.load.waiting_for_slot)],
         ["Slots in use", `${item.capacity.loaded_count ?? 0} of ${(item.capacity.loaded_count ?? 0) + (item.capacity.available_slots ?? 0)}, rank up to ${item.capacity.max_lora_rank ?? missing}`],
         ["Prefill, learned", report.load.prefill_tokens_per_s ? number(report.load.prefill_tokens_per_s) + " tokens/s" : "not yet"], ["Decode, learned", report.load.decode_tokens_per_s ? number(report.load.decode_tokens_per_s) + " tokens/s" : "not yet"],
@@ -108,6 +108,7 @@ function Holds({ report, worker }) {
       { id: "requests", label: "requests", numeric: true, value: (row) => row.request_count ?? null, cell: (row) => number(row.request_count) },
       { id: "rank", label: "rank", numeric: true, hide: "narrow", value: (row) => row.rank || null, cell: (row) => number(row.rank || null) },
       { id: "size", label: "size", numeric: true, hide: "narrow", value: (row) => row.size_bytes || null, cell: (row) => bytes(row.size_bytes) },
+      { id: "memory", label: "in the engine", numeric: true, hide: "medium", title: "memory that the engine holds for it", value: (row) => row.memory_mb || null, cell: (row) => bytes(row.memory_mb ? row.memory_mb * 1e6 : null) },
       { id: "load", label: "loaded in", numeric: true, hide: "medium", value: (row) => row.load_seconds ?? null, cell: (row) => seconds(row.load_seconds ?? null) },
       { id: "used", label: "last used", hide: "medium", value: (row) => row.last_used || "", cell: (row) => row.last_used ? ago(row.last_used) : missing },
       { id: "digest", label: "digest", hide: "medium", value: (row) => row.digest, cell: (row) => html`<code>${digest12(row.digest)}</code>` },

@@ -1,0 +1,77 @@
+"""Real vLLM says which LoRA kernels it runs, what it holds for an adapter, and where it found adapters."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lorafleet.engine.lora_reports import REPORTS_VARIABLE
+from lorafleet.local.tiny_model import make_adapter, make_model
+from tests.engines import RunningEngine, start_engine
+from tests.patience import patience, until
+from tests.workers.running import RunningWorker, metadata_of, post
+
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
+
+RANKS = {"a": 4, "b": 8, "c": 16}
+
+
+@dataclass(frozen=True)
+class SmallPool:
+    """A vLLM with one device slot of rank 16, and room for two adapters in host memory."""
+
+    engine: RunningEngine
+    model: Path
+    adapters: Path
+    reports: Path
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory) -> Iterator[SmallPool]:
+    folder = tmp_path_factory.mktemp("pool")
+    for name, rank in RANKS.items():
+        make_adapter(folder / "adapters", name, rank=rank)
+    reports = folder / "reports"
+    reports.mkdir()
+    model = make_model(folder / "model")
+    flags = ("--max-loras", "1", "--max-cpu-loras", "2")
+    engine = start_engine("vllm", model, flags=flags, environment={REPORTS_VARIABLE: str(reports)})
+    yield SmallPool(engine, model, folder / "adapters", reports)
+    engine.stop()
+
+
+async def test_vllm_shows_its_kernels_its_slots_and_its_misses(pool, tmp_path):
+    worker = RunningWorker(pool.model, pool.adapters, tmp_path, "--engine-url", pool.engine.url)
+    worker.state_dir.mkdir(parents=True)
+    (worker.state_dir / "lora-reports").symlink_to(pool.reports)
+    async with worker.inside() as client:
+        loaded = {name: (await post(client, "load_lora", lora_id=name)).raise_for_status().json() for name in RANKS}
+        assert (await metadata_of(client)).lora.punica == "PunicaWrapperCPU"
+        memories = [loaded[name]["memory"] for name in RANKS]
+        assert {memory["by"] for memory in memories} == {"engine"}
+        # A slot is padded to rank 16, whatever is in it; the copy in host memory is not.
+        assert len({memory["slot_bytes"] for memory in memories}) == 1
+        assert memories[2]["host_bytes"] == 2 * memories[1]["host_bytes"] == 4 * memories[0]["host_bytes"]
+        # c is in the slot, b in host memory, a was dropped.
+        before = await misses(client)
+        async with httpx.AsyncClient(timeout=patience(60)) as engine:
+            for name in ("c", "b", "a"):
+                body = {"model": loaded[name]["engine_name"], "prompt": "hello", "max_tokens": 2}
+                (await engine.post(f"{pool.engine.url}/v1/completions", json=body)).raise_for_status()
+
+        async def are_counted() -> bool:
+            now = await misses(client)
+            return (now[0] - before[0], now[1] - before[1]) == (1.0, 1.0)
+
+        await until(are_counted, what="b was found in host memory, and a on disk")
+
+
+async def misses(client: httpx.AsyncClient) -> tuple[float, float]:
+    """Requests whose adapter was in host memory, and on disk, by the engine's count."""
+    page = (await client.get("/metrics")).text.splitlines()
+    name = "lorafleet_workers_pool_requests_total"
+    lines = [f'{name}{{by="engine",found="{found}"}} ' for found in ("host", "disk")]
+    host, disk = (sum(float(line.split()[-1]) for line in page if line.startswith(start)) for start in lines)
+    return host, disk
