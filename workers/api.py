@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.params import Depends as Depended
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from lorafleet.engine.worker_proofs import ProvedAgent, proof_of
@@ -16,7 +16,6 @@ from lorafleet.keys.own_key import OwnKey
 from lorafleet.keys.roles import Caller, check_scope
 from lorafleet.service.http import EventStream, add_routes
 from lorafleet.tokenizer.chat import read_files
-from orchestrator.model.usage import UsageReport
 from workers.agent.agent import WorkerAgent
 from workers.core.errors import AgentRequestError, EngineError
 from workers.epochs import Epoch
@@ -97,13 +96,9 @@ def _log_routes(keys: ApiKeys, log_lines: Callable[[int], list[str]]) -> APIRout
 
 
 def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
-    """Routes that change no adapter: metadata, adapters, event stream, tokenizer files.
-
-    Also `POST /v1/usage`, which counts a router's report and needs scope `agent-load`.
-    """
+    """Routes that change no adapter: metadata, adapters, event stream, tokenizer files."""
     api = APIRouter()
     view = [Depends(requires(keys, "view", "agent-load", is_for_fleet=True))]
-    load = [Depends(requires(keys, "agent-load"))]
 
     @api.get("/metadata", dependencies=view)
     async def metadata() -> Metadata:
@@ -142,11 +137,6 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     async def loaded() -> LoadedLoras:
         """Loaded, loading and failed adapters, and the engine's slots."""
         return LoadedLoras(loaded_loras=agent.report.loaded(), capacity=agent.report.capacity())
-
-    @api.post("/v1/usage", dependencies=load)
-    async def usage(body: UsageReport) -> JSONResponse:
-        """Count a router's report of requests; `accepted` is false for a report that was counted before."""
-        return JSONResponse({"accepted": agent.count_usage(body), "wire": 1})
 
     @api.get("/v1/events", dependencies=view)
     async def events(last_event_id: Annotated[str | None, Header()] = None) -> EventStream:

@@ -68,12 +68,15 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
             )
         reconciler.monitor.record_heartbeat(report)
         agents, agents_digest = reconciler.monitor.agents_for(body.agents_digest)
+        uses_number, uses = reconciler.demand.uses.untold(report.instance_id, body.uses_seen)
         return HeartbeatAnswer(
             epoch=reconciler.store.epoch,
             revision=reconciler.catalog.revision,
             interval_s=reconciler.settings.heartbeat_interval_s,
             is_warm=not report.is_warming or reconciler.queries.is_warm(report.instance_id),
             in_flight=reconciler.router_in_flight(report.instance_id),
+            uses=uses,
+            uses_number=uses_number,
             files_seen=reconciler.monitor.record_files(report, body.files),
             agents=agents,
             agents_digest=agents_digest,

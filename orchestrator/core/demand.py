@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from orchestrator.core.routers import ROUTER_LIVE_S, RouterBook, RouterProgress
+from orchestrator.core.worker_uses import WorkerUses
 from orchestrator.model.snapshot import DemandSnapshot, Pair, WantedReplicas
 from orchestrator.model.usage import RequestCounts, UsageReport
 
@@ -54,6 +55,7 @@ class DemandBook:
     """Routers' usage reports and open requests for replicas. One writer: the event loop.
 
     routers       the routers by their last reports
+    uses          what each worker is to know of them
     keep_asked_s  how long the time of an adapter's last request is remembered: at least the longest `ttl_s`, and
                   the time after which a published name is idle
     """
@@ -62,6 +64,7 @@ class DemandBook:
         self.window_s = window_s
         self.keep_asked_s = 0.0
         self.routers = RouterBook()
+        self.uses = WorkerUses()
         self._sums: dict[str, _AdapterSums] = {}
         self._open_wants: dict[str, _OpenWant] = {}
         self._last_load_at: dict[str, float] = {}
@@ -82,6 +85,7 @@ class DemandBook:
         progress = self.routers.record(report, now)
         if progress is None:
             return None
+        self.uses.add(progress.batches)
         # What was counted before we knew the router is of unknown age: no rate.
         if not progress.is_first:
             self._add_progress(progress, now)

@@ -166,6 +166,17 @@ def test_workers_have_the_designed_metrics(fleet: FoundingFleet) -> None:
     series = fleet.series(fleet.worker)
     for name in ("lora_load_duration_seconds_count", "lora_memory_usage_bytes", "lora_request_count"):
         assert {"lora_id": LEGAL, "worker_id": "w0"} in series[name], name
+    for number in range(8):
+        assert fleet.chat(lora_id=LEGAL, prompt=f"{number} " * 60).is_success
+    count = f'lora_request_count{{lora_id="{LEGAL}",worker_id="w0"}} '
+    page = f"{fleet.worker}/metrics"
+    until(
+        lambda: any(
+            line.startswith(count) and float(line.split()[1]) > 0 for line in fleet.send("GET", page).text.splitlines()
+        ),
+        within_s=20,
+        what="the worker has been told of its requests",
+    )
     source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["spec"]["source"]
     assert fleet.post(f"{fleet.orchestrator}/v1/adapters", {"lora_id": "short/v1", "source": source}).is_success
     assert "w0" in fleet.ensure("short/v1", replicas=2)

@@ -44,6 +44,19 @@ def test_worker_says_that_it_is_ready(fleet: FoundingFleet) -> None:
     assert fleet.get(f"{fleet.worker}/metadata")["state"] == "ready"
 
 
+def test_request_counts_and_is_the_adapters_last_use(fleet: FoundingFleet) -> None:
+    assert "w0" in fleet.ensure(LEGAL, replicas=2)
+    before = loaded(fleet.get(f"{fleet.worker}/metadata"))[LEGAL]
+    answers = [fleet.chat(lora_id=LEGAL, prompt=f"{number} " * 60) for number in range(8)]
+    assert "w0" in {answer.headers["x-lorafleet-worker"] for answer in answers}
+
+    def is_counted() -> bool:
+        now = loaded(fleet.get(f"{fleet.worker}/metadata"))[LEGAL]
+        return now["request_count"] > before["request_count"] and now["last_used"] > (before["last_used"] or "")
+
+    wait_until(is_counted, within_s=20, what="the router has reported the requests")
+
+
 def test_worker_and_adapters_have_their_cards(fleet: FoundingFleet) -> None:
     assert "w0" in fleet.ensure(LEGAL, replicas=2)
     card = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["status"]["card"]

@@ -14,7 +14,7 @@ from tests.wire.session import Content, Exchange, WireRoute, field_paths, filled
 
 UNKNOWN_FIELD = "added_by_a_later_release"
 _MEDIA = {"json": "application/json", "sse": "text/event-stream"}
-_MAPS = frozenset({"files", "waits_s"})
+_MAPS = frozenset({"files", "uses", "waits_s"})
 
 
 def with_unknown_fields(content: Content) -> Content:

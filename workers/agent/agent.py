@@ -7,6 +7,7 @@ The Installer puts files on disk, the Loader loads them into the engine, the Inv
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,6 @@ import structlog
 
 from lorafleet.engine.engine_reports import EngineProcessReport, has_no_gpu_kernels, punica_names
 from lorafleet.kv.connectors import NO_CONNECTOR, apply_setting
-from orchestrator.model.usage import UsageReport
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.foreign_reader import ForeignFilesReader
 from workers.agent.installer import Installer
@@ -26,7 +26,7 @@ from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import EngineClient
 from workers.engines.kinds import engine_traits
 from workers.engines.vllm_tables import with_version
-from workers.inventory.adapter_usage import ReportedAdapterUsage
+from workers.inventory.adapter_usage import AdapterUsage
 from workers.inventory.context import AgentContext
 from workers.inventory.event_log import Requester
 from workers.inventory.inventory import Inventory, timestamp
@@ -61,10 +61,9 @@ class WorkerAgent:
             settings=context.settings, installed=context.installed, events=context.events, metrics=context.metrics
         )
         self.report = InventoryReport(context, self.inventory)
-        self.usage = ReportedAdapterUsage(
+        self.usage = AdapterUsage(
             context.settings.state / "usage.json",
             context.installed,
-            worker_id=context.settings.instance_id,
             now=timestamp,
         )
         self._installer = Installer(context, inventory=self.inventory, engine=self.engine)
@@ -409,11 +408,9 @@ class WorkerAgent:
             self.context.events.add("UNDRAINED")
             self.inventory.mark_changed()
 
-    def count_usage(self, report: UsageReport) -> bool:
-        """Add a router's request counts and move the used adapters up in the LRU; False if counted before."""
-        used = self.usage.count_uses(report)
-        self.inventory.mark_used(used or {})
-        return used is not None
+    def count_uses(self, uses: Mapping[str, int]) -> None:
+        """Add requests by adapter to the counts, and move the used adapters up in the LRU."""
+        self.inventory.mark_used(self.usage.count_uses(uses))
 
     # --- background loops ----------------------------------------------------------------------------------------
 

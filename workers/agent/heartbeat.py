@@ -47,6 +47,7 @@ class HeartbeatSender:
         self._every_s = settings.heartbeat_s or _FIRST_INTERVAL_S
         self._acknowledged_version = -1  # the newest inventory version that an orchestrator accepted
         self._files_seen = 0  # the number of changes of our files that it has confirmed
+        self._uses_seen = 0  # the number of the last uses that it has told
         self._has_more = False  # more of them are to be sent at once
 
     @property
@@ -93,7 +94,7 @@ class HeartbeatSender:
             self._url_index += 1
 
     async def _post_heartbeat(self, *, timeout_s: float) -> None:
-        """Post one heartbeat and apply the answer: epoch, interval, requests in flight, end of warming, agents.
+        """Post one heartbeat and apply the answer: epoch, interval, requests, end of warming, agents.
 
         Raises at any failure.
         """
@@ -108,6 +109,7 @@ class HeartbeatSender:
             incidents=history.incidents(),
             files=self._agent.context.cache.held.report_since(self._files_seen, disk_id=disk_id, most=MOST_DIGESTS),
             agents_digest=self._agents.digest,
+            uses_seen=self._uses_seen,
         ).model_dump_json()
         headers = {"content-type": "application/json", **WIRE_HEADERS, **self._own_key.headers}
         async with asyncio.timeout(timeout_s):  # httpx's timeout is per chunk of the answer
@@ -123,6 +125,9 @@ class HeartbeatSender:
         if self._own_interval_s is None:
             self._every_s = min(max(_LEAST_INTERVAL_S, reply.interval_s), _MOST_INTERVAL_S)
         self._agent.engine.set_requests_in_flight(reply.in_flight)
+        if reply.uses_number != self._uses_seen:
+            self._agent.count_uses(reply.uses)
+            self._uses_seen = reply.uses_number
         history.forget_recorded(operations=reply.recorded, incidents=reply.recorded_incidents)
         self._confirm_files(reply.files_seen)
         if reply.agents is not None:

@@ -46,7 +46,7 @@ CHANGES = {
         "/v1/adapters",
         "/v1/usage",
     ],
-    "agent": ["/v1/admin/drain", "/v1/admin/undrain", "/v1/admin/load_lora", "/v1/admin/unload_lora", "/v1/usage"],
+    "agent": ["/v1/admin/drain", "/v1/admin/undrain", "/v1/admin/load_lora", "/v1/admin/unload_lora"],
 }
 
 

@@ -1,4 +1,4 @@
-"""The agent's answers to unusual requests, usage reports and drains."""
+"""The agent's answers to unusual requests and drains."""
 
 import asyncio
 import contextlib
@@ -72,57 +72,6 @@ async def test_engine_does_not_inherit_the_agents_own_secrets(worker, monkeypatc
     async with worker.inside():
         environ = Path("/proc") / str(worker.engine_pid) / "environ"
         assert b"very-secret" not in await asyncio.to_thread(environ.read_bytes)
-
-
-@pytest.mark.fleet
-async def test_usage_report_counts_once_and_only_for_this_worker(worker):
-    async with worker.inside() as client:
-        item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
-
-        async def report(seq: int, **uses: int) -> bool:
-            rows = [
-                {"worker": worker_id, "adapter": item["lora_id"], "counts": {"sent": requests}}
-                for worker_id, requests in uses.items()
-            ]
-            batches = [{"number": seq, "rows": rows}]
-            body = {"router_id": "r", "boot_id": "b", "seq": seq, "revision_seen": 0, "batches": batches}
-            return (await client.post("/v1/usage", json=body)).json()["accepted"]
-
-        async def count() -> tuple[int, bool]:
-            [one] = (await client.get("/v1/admin/loras")).json()["loaded_loras"]
-            return one["request_count"], one["last_used"] is not None
-
-        worker_id = (await metadata_of(client)).instance_id
-        assert await count() == (0, False)
-        assert await report(1, **{worker_id: 3, "elsewhere": 50}) is True
-        assert await count() == (3, True)
-        assert await report(1, **{worker_id: 9}) is False
-        assert await report(0, **{worker_id: 9}) is False
-        assert await count() == (3, True)
-        assert await report(2, **{worker_id: 2}) is True
-        assert await report(3) is True
-        assert await report(4, **{worker_id: 1}) is True
-        assert await count() == (6, True)
-    async with worker.inside() as client:  # what the router has reported is not counted twice
-        assert await report(4, **{worker_id: 1}) is False
-        assert await report(5, **{worker_id: 2}) is True
-        assert await count() == (8, True)
-
-
-async def test_drain_waits_for_running_requests_until_its_deadline(worker):
-    slow = ("--sim-decode-tokens-per-s", str(60 / patience(1)))
-    timers = AgentTimers(quiet_s=0.1)
-    async with worker.together(engine=slow, timers=timers) as client, httpx.AsyncClient(timeout=patience(10)) as direct:
-        url = (await metadata_of(client)).transport.engine_url
-        body = {"model": "tiny-qwen", "prompt": "a", "max_tokens": 40}
-        running = asyncio.create_task(direct.post(f"{url}/v1/completions", json=body))
-        async with within(10):
-            while (await metadata_of(client)).load.running == 0:
-                await asyncio.sleep(0.02)
-        early = (await post(client, "drain", deadline_s=0.2)).json()
-        assert (early["is_drained"], early["running"]) == (False, 1)
-        assert (await post(client, "drain", deadline_s=20)).json()["is_drained"] is True
-        assert (await running).status_code == 200
 
 
 @pytest.mark.fleet

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts, UsageReport
 from tests.patience import until, within
 from tests.serving import client_of
 from tests.workers.running import RunningWorker, post
-from workers.inventory.adapter_usage import ReportedAdapterUsage
+from workers.inventory.adapter_usage import AdapterUsage
 from workers.inventory.installed_adapters import InstalledAdapters, file_name
 from workers.wire import AvailableLoras, Metadata, WorkerAdapter
 
@@ -36,38 +35,28 @@ def record(number: int) -> WorkerAdapter:
     )
 
 
-def report(seq: int, *requests: int, router: str = "r", lora_id: str = "tenant-1/adapter-0001") -> UsageReport:
-    """The report after which so many requests were counted; those of earlier reports that were not accepted come again.
-
-    requests  of the batches that end with this report's
-    """
-    first = seq + 1 - len(requests)
-    batches = tuple(
-        CountBatch(number=first + at, rows=(CountedRow(adapter=lora_id, worker="w", counts=RequestCounts(sent=sent)),))
-        for at, sent in enumerate(requests)
-    )
-    return UsageReport(router_id=router, boot_id="b", seq=seq, revision_seen=0, batches=batches)
+USES = {"tenant-1/adapter-0001": 5}
 
 
 def test_state_files_that_were_deleted_are_written_again(tmp_path):
     state = tmp_path / "state"
     state.mkdir()
     records = InstalledAdapters(state)
-    usage = ReportedAdapterUsage(state / "usage.json", records, worker_id="w", now=lambda: "now")
+    usage = AdapterUsage(state / "usage.json", records, now=lambda: "now")
     for number in range(3):
         records.store(record(number))
     records.raise_epoch(7)
-    usage.count_uses(report(1, 5))
+    usage.count_uses(USES)
     usage.save()
     shutil.rmtree(state)
     state.mkdir()
     records.retry_writes()
     usage.save()
     again = InstalledAdapters(state)
-    counts = ReportedAdapterUsage(state / "usage.json", again, worker_id="w", now=lambda: "now")
+    AdapterUsage(state / "usage.json", again, now=lambda: "now")
     assert {each.engine_name for each in again.all()} == {record(number).engine_name for number in range(3)}
     assert again.epoch == 7, "else a leader that was replaced would be obeyed"
-    assert counts.count_uses(report(1, 5)) is None
+    assert [each.request_count for each in again.all()] == [0, 5, 0]
 
 
 def names_in(folder):
@@ -159,55 +148,42 @@ def test_nothing_is_written_where_the_volume_of_the_state_folder_went_away(tmp_p
     assert InstalledAdapters(state).epoch == 7
 
 
-def test_requests_are_counted_once_even_after_an_agents_crash(tmp_path):
-    def start() -> tuple[InstalledAdapters, ReportedAdapterUsage]:
+def test_counts_of_a_crashed_agent_are_those_that_it_saved_last(tmp_path):
+    def start() -> tuple[InstalledAdapters, AdapterUsage]:
         records = InstalledAdapters(tmp_path)
-        return records, ReportedAdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+        return records, AdapterUsage(tmp_path / "usage.json", records, now=lambda: "now")
 
     records, usage = start()
     records.store(record(1))
-    assert list(usage.count_uses(report(1, 5)) or ()) == [record(1).engine_name]
+    assert list(usage.count_uses(USES)) == [record(1).engine_name]
     usage.save()
-    usage.count_uses(report(2, 4))
-    records.store(records.all()[0])  # the count 9 is written, but not the router's position
+    usage.count_uses(USES)
+    records.store(records.all()[0])  # the count 10 is in the adapter's own file, and was not saved
     records, usage = start()
     assert records.all()[0].request_count == 5
-    assert usage.count_uses(report(1, 5)) is None
-    assert list(usage.count_uses(report(3, 4, 3)) or ()) == [record(1).engine_name]
-    assert list(usage.count_uses(report(1, 2, router="other")) or ()) == [record(1).engine_name]
-    assert records.all()[0].request_count == 14
-
-
-def test_restarting_router_does_not_double_another_routers_counts(tmp_path):
-    records = InstalledAdapters(tmp_path)
-    records.store(record(1))
-    usage = ReportedAdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
-    for start in range(300):
-        usage.count_uses(report(start, 1 if start else 1000, router="lives on"))
-        usage.count_uses(report(1, 0, router=f"start {start}"))
-    assert records.all()[0].request_count == 1299
+    assert list(usage.count_uses(USES | {"unknown/v1": 7})) == [record(1).engine_name]
+    assert (records.all()[0].request_count, records.all()[0].last_used) == (10, "now")
 
 
 def test_counts_of_deleted_adapters_are_forgotten(tmp_path):
     records = InstalledAdapters(tmp_path)
-    usage = ReportedAdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+    usage = AdapterUsage(tmp_path / "usage.json", records, now=lambda: "now")
     for number in range(300):  # a trainer's versions: a router reports each for a while, then it is deleted
         version = records.store(record(number))
-        assert list(usage.count_uses(report(number, 7, lora_id=version.lora_id)) or ()) == [version.engine_name]
+        assert list(usage.count_uses({version.lora_id: 7})) == [version.engine_name]
         if number < 299:
             records.remove(version)
     usage.save()
     saved = json.loads((tmp_path / "usage.json").read_text())
-    assert saved["adapters"] == {record(299).engine_name: [7, "now"]}
-    assert saved["routers"] == [["r", "b", 299, 299]]
+    assert saved == {record(299).engine_name: [7, "now"]}
 
 
 def test_damaged_counts_lose_only_the_counts(tmp_path):
     (tmp_path / "usage.json").write_text("[1")
     records = InstalledAdapters(tmp_path)
     records.store(record(1))
-    usage = ReportedAdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
-    assert list(usage.count_uses(report(1, 5)) or ()) == [record(1).engine_name]
+    usage = AdapterUsage(tmp_path / "usage.json", records, now=lambda: "now")
+    assert list(usage.count_uses(USES)) == [record(1).engine_name]
 
 
 async def test_heartbeat_stays_small_with_thousands_of_adapters_on_disk(worker):

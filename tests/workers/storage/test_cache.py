@@ -11,7 +11,6 @@ import sys
 import httpx
 import pytest
 
-from lorafleet.identity import lora_id_of
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import patience, until, within
 from tests.workers.running import RunningWorker, code, loaded, metadata_of, post
@@ -43,7 +42,6 @@ async def test_full_disk_fails_no_unload_lease_engine_or_request(worker):
         assert code(await post(client, "unload_lora", lora_id=THREE[1], epoch=6)) == "stale_epoch"
 
         before = await metadata_of(client)
-        await client.post("/v1/usage", json=usage_report_of(before.lora.loaded_loras[0].engine_name))
         [lease] = (worker.cache_dir / digests[THREE[2]] / ".users").iterdir()
         renewed_at = lease.stat().st_mtime
         await until(lambda: lease.stat().st_mtime > renewed_at)
@@ -85,12 +83,6 @@ async def test_failed_writes_are_repeated_when_the_disk_has_space(worker):
 def simulate_full_disk(pid: int, is_full: bool = True) -> None:
     """Make all file writes of a process and its children fail, as on a full disk."""
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if is_full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
-def usage_report_of(engine_name: str) -> dict:
-    """A router's usage report of one request."""
-    row = {"worker": "worker-0", "adapter": lora_id_of(engine_name), "counts": {"sent": 1}}
-    return {"router_id": "r", "boot_id": "b", "seq": 1, "batches": [{"number": 1, "rows": [row]}], "revision_seen": 0}
 
 
 @pytest.mark.fleet
