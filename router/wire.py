@@ -123,6 +123,53 @@ class DecisionList(_RouterModel):
     missing: tuple[int, ...] = ()
 
 
+class KvTreeNode(_RouterModel):
+    """Blocks in a row of one or more prompts, with equal holders.
+
+    block      hash of the first block, as 16 hex digits
+    depth      blocks before it, from the beginning of the prompt
+    prompts    of the prompts that the tree is made of, how many go through it
+    holders    workers that have these blocks on the device, the first 16 by name; `held_by`: how many have
+    lower      workers that have them in host memory or storage alone, the first 16
+    more       further branches that the answer leaves out
+    """
+
+    block: str
+    depth: int
+    blocks: int
+    prompts: int
+    held_by: int
+    holders: tuple[str, ...]
+    lower: tuple[str, ...] = ()
+    more: int = 0
+    children: "tuple[KvTreeNode, ...]" = ()
+
+
+class KvTreeRoot(_RouterModel):
+    """The prompts of an adapter (its engine name), or `base`, at one block size."""
+
+    adapter: str
+    block_size: int
+    prompts: int
+    more: int = 0
+    children: tuple[KvTreeNode, ...] = ()
+
+
+class KvTree(_RouterModel):
+    """`GET /v1/kv/tree`: the prefix index of a base model as the tree that it is, below each adapter.
+
+    stored_blocks  of the whole index, by block size: also of prompts that are not in the tree
+    prompts        the newest prompts that this router process sent; their branches are the tree's edges
+    nodes          in this answer
+    """
+
+    base_model: str
+    stored_blocks: dict[int, int]
+    prompts: int
+    nodes: int
+    roots: tuple[KvTreeRoot, ...]
+
+
 class RequestList(_RouterModel):
     """`GET /v1/requests` and `/v1/requests/{request_id}`: items as docs/protocol.md has them, the newest first.
 

@@ -17,6 +17,7 @@ from lorafleet.cli.bench import command as bench
 from lorafleet.cli.changes import apply, plan, record
 from lorafleet.cli.context import FleetAddress
 from lorafleet.cli.decisions import commands as decisions
+from lorafleet.cli.decisions import kv_tree
 from lorafleet.cli.local import folders, logs, monitoring, services, up
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import is_full
@@ -133,6 +134,7 @@ for name, group in (
     ("pauses", workers.pauses_app),
     ("keys", keys.keys_app),
     ("chart", monitoring.chart_app),
+    ("kv", kv_tree.kv_app),
 ):
     app.add_typer(group, name=name)
 for part in (up, workers, decisions, plan, record, apply, history, monitoring, logs, services, bench):

@@ -7,6 +7,7 @@ import structlog
 
 from lorafleet.keys.roles import Caller
 from router.core.failover.poison import PoisonRequests
+from router.core.kv.tree import SentPrompt
 from router.core.resolve import RequestTarget
 from router.core.schedule.policy import Decision
 from router.core.schedule.request import HashedRequest
@@ -69,6 +70,9 @@ def begin_dispatched(  # noqa: PLR0917  (for each request, and names take time)
         ranks = decision.snapshot.ranks
         member = services.feeds.member_name(worker, ranks.get(worker)) if ranks else worker
         dispatched.index, dispatched.pending = index, index.add_pending(member, dispatched.hashes)
+        if is_known:
+            sent = SentPrompt(replica.base_model, routing.engine_name, replica.block_size, dispatched.pending.hashes)
+            services.sent_prompts.add(sent)
     metrics = services.metrics
     metrics.waited.observe(waited_s)
     metrics.live_cost.value += score.cost_s

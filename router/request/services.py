@@ -15,6 +15,7 @@ from router.core.failover.poison import PoisonRequests
 from router.core.fleet import Incarnation
 from router.core.kv.cache_disclosure import CacheDisclosure
 from router.core.kv.prediction_accuracy import PredictionAccuracy
+from router.core.kv.tree import SentPrompts
 from router.core.queue.quota import Quotas
 from router.core.scheduler import Scheduler
 from router.fleet.background import Background
@@ -66,6 +67,7 @@ class Services:
     chain_cache: BlockHashCache = field(default_factory=BlockHashCache)
     clock: Callable[[], float] = time.monotonic
     decisions: Decisions = field(default_factory=Decisions)
+    sent_prompts: SentPrompts = field(default_factory=SentPrompts)
     signatures: dict[str, bytes] = field(default_factory=dict)
     speculations: DelayedCalls = field(default_factory=lambda: DelayedCalls(_SPECULATE_S))
     stopping: bool = False

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import NewType
+from itertools import groupby
+from operator import or_
+from typing import NamedTuple, NewType
 
 import msgspec
 
@@ -28,6 +30,16 @@ WorkerId = NewType("WorkerId", str)
 _MASK_BYTES = 48
 # Unused masks are swept once there are so many more of them than blocks; and the workers of so many masks are cached.
 _SPARE_MASKS = 4096
+
+
+class Holders(NamedTuple):
+    """Who has a block on the device, pending and estimated ones included, and who below it alone."""
+
+    device: tuple[WorkerId, ...] = ()
+    lower: tuple[WorkerId, ...] = ()
+
+
+NOBODY = Holders()
 
 
 class PendingBlocks(msgspec.Struct, eq=False):
@@ -154,6 +166,24 @@ class KvIndex:
             depths[single] = depth
         elif workers:
             depths.update(dict.fromkeys(self._worker_names.get(workers) or self._members(workers), depth))
+
+    def holders(self, chain: tuple[BlockHash, ...], start: int, end: int) -> list[tuple[Holders, int]]:
+        """The holders of a prompt's blocks from `start` to `end`, and how many blocks in a row have them."""
+        blocks = chain[start:end]
+        device = self._device.masks(blocks)
+        for chains in (self._estimated, self._pending):
+            at = 0
+            for upto, mask in chains.walk(chain[:end]) if chains else ():
+                for position in range(max(at, start), upto):
+                    device[position - start] |= mask
+                at = upto
+        lower = map(or_, self._tiers["host"].masks(blocks), self._tiers["storage"].masks(blocks))
+        used = self._used_bits
+        pairs = ((on & used, below & ~on & used) for on, below in zip(device, lower, strict=True))
+        return [
+            (Holders(*(tuple(sorted(self._members(mask))) for mask in masks)), len(list(run)))
+            for masks, run in groupby(pairs)
+        ]
 
     def lower_tiers(
         self, hashes: Sequence[BlockHash], depths: Mapping[WorkerId, int]
