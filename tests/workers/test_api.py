@@ -72,6 +72,15 @@ async def test_loads_and_unloads_answer_in_words_and_the_list_has_the_engines_sl
         assert gone["capacity"]["loaded_count"] == 0
 
 
+async def test_the_path_in_the_list_loads_its_own_adapter_and_no_other(worker):
+    async with worker.together() as client:
+        path = (await post(client, "load_lora", lora_id="legal/v2")).json()["path"]
+        for _ in range(2):
+            assert (await post(client, "load_lora", lora_id="legal/v2", lora_path=path)).status_code == 200
+            assert (await post(client, "unload_lora", lora_id="legal/v2")).status_code == 200
+        assert code(await post(client, "load_lora", lora_id="stolen/v2", lora_path=path)) == "source_forbidden"
+
+
 @pytest.mark.fleet
 async def test_metadata_has_the_engines_shape_and_the_adapters_in_lora_path(worker):
     async with worker.inside("--block-size", "64", "--num-gpu-blocks-override", "100") as client:

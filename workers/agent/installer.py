@@ -294,6 +294,7 @@ class Installer:
     async def _known_adapter(self, request: LoadRequest) -> WorkerAdapter | None:
         """The installed adapter that satisfies a request without a fetch: same digest, and no other source named.
 
+        A request may also name the folder where it is installed, as the list of adapters has it.
         None: it must be fetched. A request with neither gets the newest version, unless lora_path has the adapter. The
         digest alone is not a permission: this lora_id's own source was verified here before. Raises SourceError if
         lora_path hangs.
@@ -302,6 +303,8 @@ class Installer:
         for adapter in reversed(self._installed.versions(request.lora_id)):
             places = {None, adapter.source, adapter.pinned_source}
             if request.digest is not None and adapter.digest == request.digest and requested_source in places:
+                return adapter
+            if requested_source == adapter.path and request.digest in {None, adapter.digest}:
                 return adapter
         if request.digest is not None or requested_source is not None:
             return None

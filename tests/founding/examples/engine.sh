@@ -1,0 +1,1 @@
+vllm serve model --enable-lora --max-lora-rank 64
