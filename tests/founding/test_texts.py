@@ -83,7 +83,7 @@ def worker_in(folder: Path, *flags: str) -> RunningWorker:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fleet:
+class OneWorkerFleet:
     """One worker behind a router and an orchestrator."""
 
     worker: httpx.AsyncClient
@@ -109,7 +109,7 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet_of(worker: RunningWorker, folder: Path, base_model: str, *words: str) -> AsyncIterator[Fleet]:
+async def fleet_of(worker: RunningWorker, folder: Path, base_model: str, *words: str) -> AsyncIterator[OneWorkerFleet]:
     """The worker with these flags, an orchestrator and a router that serves all of the worker's loaded adapters."""
     settings = OrchestratorSettings(store=folder / "store.db", settle_s=0.2, **ORCHESTRATOR_WAITS)
     async with (
@@ -123,7 +123,7 @@ async def fleet_of(worker: RunningWorker, folder: Path, base_model: str, *words:
             serving(app, http=app.state.http) as router_url,
             client_of(router_url, timeout=patience(60)) as client,
         ):
-            fleet = Fleet(agent, client, orchestrator)
+            fleet = OneWorkerFleet(agent, client, orchestrator)
             loaded = (await agent.get("/metadata")).json()["lora"]["loaded_loras"]
 
             async def has_adapters() -> bool:
