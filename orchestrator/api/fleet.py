@@ -32,7 +32,7 @@ def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> AP
     @api.get("/v1/workers")
     async def workers(seen: seen_by, limit: Limit = 1000, cursor: Cursor = None) -> WorkerList:
         """All workers by id."""
-        ids = sorted(reconciler.reports.workers)
+        ids = list(reconciler.reports.workers)
         page, following = page_after(ids, limit, cursor)
         return WorkerList(data=tuple(seen.worker(views.worker(worker_id)) for worker_id in page), next=following)
 

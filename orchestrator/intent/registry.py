@@ -401,7 +401,7 @@ class AdapterRegistry:
     def _worker_order(self, worker_id: str) -> WorkerIntent | None:
         """The operator's orders for a worker; None: there are none. Raises NotFound for an unknown worker."""
         if worker_id not in self._reports.workers and worker_id not in self._store.workers:
-            known = ", ".join(sorted(self._reports.workers)) or "none"
+            known = ", ".join(self._reports.workers) or "none"
             raise NotFound(f"worker {worker_id!r} has not registered; known: {known}", code="worker_not_found")
         return self._store.workers.get(worker_id)
 

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Literal
 
+from sortedcontainers import SortedDict  # type: ignore[import-untyped]
+
 from lorafleet.service.numbered_log import NumberedLog
 from lorafleet.service.times import utc_text
 from orchestrator.core.errors import EventsExpired
@@ -38,12 +40,12 @@ class CatalogBook:
         self._wall = wall
         self._events = NumberedLog[tuple[FleetEvent, Tenants]](buffer, last=store.revision)
         self._most_changes = buffer
-        self._adapters: dict[str, CatalogAdapter] = {}
+        self._adapters: dict[str, CatalogAdapter] = SortedDict()
         self._sources: dict[str, tuple[RegisteredAdapter, str, str | None]] = {}
-        self._aliases: dict[str, CatalogAlias] = {}
-        self._workers: dict[str, CatalogWorker] = {}
+        self._aliases: dict[str, CatalogAlias] = SortedDict()
+        self._workers: dict[str, CatalogWorker] = SortedDict()
         self._draining: tuple[Draining, ...] = ()
-        self._pauses: dict[str, PauseLease] = {}
+        self._pauses: dict[str, PauseLease] = SortedDict()
         self.pause_revisions: dict[str, int] = {}
         """Key of a pause's scope -> the revision since which the catalog has it as it is."""
         self._body: tuple[int, bytes] = (-1, b"")
@@ -185,11 +187,11 @@ class CatalogBook:
         if self._body[0] != self.revision:
             catalog = Catalog(
                 revision=self.revision,
-                adapters=tuple(self._adapters[lora_id] for lora_id in sorted(self._adapters)),
-                aliases=tuple(self._aliases[name] for name in sorted(self._aliases)),
+                adapters=tuple(self._adapters.values()),
+                aliases=tuple(self._aliases.values()),
                 draining=self._draining,
-                workers=tuple(self._workers[name] for name in sorted(self._workers)),
-                pauses=tuple(self._pauses[key] for key in sorted(self._pauses)),
+                workers=tuple(self._workers.values()),
+                pauses=tuple(self._pauses.values()),
             )
             self._body = (self.revision, reader_of(Catalog).dump_json(catalog))
         return self._body
@@ -212,8 +214,8 @@ class CatalogBook:
             gone_adapters=tuple(name for name in adapters if name not in self._adapters),
             gone_aliases=tuple(name for name in aliases if name not in self._aliases),
             draining=self._draining,
-            workers=tuple(self._workers[name] for name in sorted(self._workers)),
-            pauses=tuple(self._pauses[key] for key in sorted(self._pauses)),
+            workers=tuple(self._workers.values()),
+            pauses=tuple(self._pauses.values()),
         )
         return reader_of(Catalog).dump_json(changes)
 

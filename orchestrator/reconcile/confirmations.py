@@ -171,7 +171,7 @@ class FleetPauses:
     def in_force(self) -> list[PauseLease]:
         """The pauses that have not ended, by scope."""
         now = self._wall()
-        return [lease for _, lease in sorted(self._store.pauses.items()) if lease.expires_at > now]
+        return [lease for lease in self._store.pauses.values() if lease.expires_at > now]
 
     def progress(self, lease: PauseLease) -> PauseProgress:
         """How far the pause has reached the routers, by the catalog as it is now."""

@@ -53,7 +53,7 @@ def orphans(reports: WorkerReports, store: IntentStore, *, is_configured: bool |
 
 def _candidates(reports: WorkerReports) -> Iterator[tuple[str, WorkerAdapter]]:
     """(worker_id, adapter) of all that workers hold in a slot, and all that their settings name."""
-    for worker_id, entry in sorted(reports.workers.items()):
+    for worker_id, entry in reports.workers.items():
         if entry.reach != "lost":
             held = (lora for lora in entry.report.lora.loaded_loras if lora.state in OCCUPYING)
             for lora in (*held, *reports.configured_adapters(entry)):

@@ -123,7 +123,7 @@ class FleetQueries:
     def ready_workers_by_adapter(self) -> dict[str, list[str]]:
         """lora_id -> `ready_workers`, for every adapter that is ready anywhere, in one walk over the fleet."""
         table: dict[str, list[str]] = {}
-        for worker_id, entry in sorted(self._context.reports.workers.items()):
+        for worker_id, entry in self._context.reports.workers.items():
             for lora in serving_adapters(entry):
                 if self._is_ready(lora, worker_id):
                     table.setdefault(lora.lora_id, []).append(worker_id)
@@ -135,7 +135,7 @@ class FleetQueries:
         lora_ids  of these adapters alone; None: of all
         """
         copies: dict[str, tuple[str, WorkerAdapter]] = {}
-        for worker_id, entry in sorted(self._context.reports.workers.items()):
+        for worker_id, entry in self._context.reports.workers.items():
             for lora in serving_adapters(entry):
                 if (lora_ids is not None and lora.lora_id not in lora_ids) or not self._is_ready(lora, worker_id):
                     continue

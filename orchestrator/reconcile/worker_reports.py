@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Literal
 
+from sortedcontainers import SortedDict  # type: ignore[import-untyped]
+
 from lorafleet.kube.slices import DiscoveredWorker
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.placement.warm_up import WARMING
@@ -96,14 +98,14 @@ class ReportChange:
 class WorkerReports:
     """All known workers. One writer: the event loop.
 
-    workers     worker_id -> last report and how the worker was reached
+    workers     worker_id -> last report and how the worker was reached, in the order of ids
     configured  `configured_digest` of reports -> the adapters that those workers' settings name, once they are read
     """
 
     def __init__(self, *, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock = clock
         self._wall = wall
-        self.workers: dict[str, KnownWorker] = {}
+        self.workers: dict[str, KnownWorker] = SortedDict()
         self.configured: dict[str, tuple[WorkerAdapter, ...]] = {}
         self._kube_workers: Mapping[str, DiscoveredWorker] = {}
 

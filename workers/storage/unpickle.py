@@ -7,6 +7,8 @@ not be written; the errno is on stderr.
 
 import re
 import sys
+import zipfile
+from collections import Counter
 
 
 def main() -> int:
@@ -18,9 +20,16 @@ def main() -> int:
     except ImportError:
         return 3
     try:
-        state_dict = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
-        # Copies: safetensors refuses tensors that share memory.
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in state_dict.items()}, sys.argv[2])
+        # Read as it is written, page by page; torch's format before 1.6 is no zip file and has to be read at once.
+        is_mapped = zipfile.is_zipfile(sys.argv[1])
+        state_dict = torch.load(sys.argv[1], map_location="cpu", weights_only=True, mmap=is_mapped)
+        seen = Counter(tensor.untyped_storage().data_ptr() for tensor in state_dict.values())
+        # Copies of those that share memory, which safetensors refuses.
+        whole = {
+            name: tensor.clone() if seen[tensor.untyped_storage().data_ptr()] > 1 else tensor.contiguous()
+            for name, tensor in state_dict.items()
+        }
+        save_file(whole, sys.argv[2])
     except Exception as exc:  # noqa: BLE001  (the file is untrusted)
         # safetensors 0.8 (in Rust) reports disk errors only in its message.
         if isinstance(exc, SafetensorError) and (number := re.search(r"\(os error (\d+)\)", str(exc))):

@@ -57,6 +57,25 @@ async def test_pickled_weights_become_safetensors_with_the_same_tensors(tmp_path
     assert read_manifest(installed, it.rules).digest == installed.name
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+async def test_tensors_that_share_memory_and_torchs_old_format_are_converted(tmp_path, is_old):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    folder = make_adapter(tmp_path, "a/v1")
+    tensors = load_file(folder / PROPER)
+    (folder / PROPER).unlink()
+    first, *_ = tensors
+    whole = torch.cat([tensors[first], tensors[first]])
+    tensors[first] = whole[: len(whole) // 2].t().contiguous().t()  # neither contiguous nor alone in its memory
+    shared = {name: tensors[first] if tensor.equal(tensors[first]) else tensor for name, tensor in tensors.items()}
+    torch.save(shared | {first: tensors[first]}, folder / BIN, _use_new_zipfile_serialization=not is_old)
+    async with cache(tmp_path, allow_pickle=True).fetch(str(folder)) as fetched:
+        found = load_file(fetched / PROPER)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
 async def test_pickle_with_a_call_is_refused_without_the_call(tmp_path):
     pytest.importorskip("torch")
     folder = make_adapter(tmp_path, "a/v1")
