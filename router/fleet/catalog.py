@@ -1,6 +1,6 @@
 """What a router keeps of the orchestrator's catalog, and adapters that only engines without an agent list."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -9,7 +9,7 @@ from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogAlias, Ca
 from orchestrator.model.changes import reader_of
 from orchestrator.model.names import checked_lora_id
 from orchestrator.model.pauses import PauseLease
-from workers.wire import Metadata
+from workers.wire import Metadata, WorkerAdapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +80,14 @@ def _draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
     return {worker: frozenset(worker_names) for worker, worker_names in names.items()}
 
 
-def discovered_adapters(reports: Iterable[Metadata], catalog_names: Container[str]) -> Mapping[str, CatalogAdapter]:
+def discovered_adapters(
+    reports: Iterable[Metadata], catalog_names: Container[str], *, has_orchestrator: bool = True
+) -> Mapping[str, CatalogAdapter]:
     """Adapters that engines without an agent list and the catalog does not have, by lora_id.
 
     Every tenant may use them. Engine names that the fleet gave (`lora_id@digest12`) are left out: the catalog knows
-    them. So are names that `checked_lora_id` refuses: vLLM accepts names that would break our headers. If two base
+    them. Without an orchestrator an agent gave them, and they answer for their lora_id, of several versions the first.
+    Left out are names that `checked_lora_id` refuses, too: vLLM accepts names that would break our headers. If two base
     models list one name, the first base model has it. An engine that takes no adapters lists them with an error; such
     an entry counts only if no other engine has the name.
 
@@ -94,7 +97,9 @@ def discovered_adapters(reports: Iterable[Metadata], catalog_names: Container[st
     for report in reports:
         base_model = report.model.base_model
         for lora in report.lora.loaded_loras:
-            if lora.engine_name != lora.lora_id or lora.lora_id in catalog_names or not _is_lora_id(lora.lora_id):
+            if has_orchestrator and lora.engine_name != lora.lora_id:
+                continue
+            if lora.lora_id in catalog_names or not _is_lora_id(lora.lora_id):
                 continue
             known = adapters_by_id.get(lora.lora_id)
             if known is None or _discovery_rank(base_model, lora.error) < _discovery_rank(
@@ -105,9 +110,53 @@ def discovered_adapters(reports: Iterable[Metadata], catalog_names: Container[st
                     base_model=base_model,
                     digest=None,
                     error=lora.error,
-                    engine_name=lora.lora_id,
+                    engine_name=lora.engine_name,
                 )
     return adapters_by_id
+
+
+def configured_adapters(lists: Iterable[tuple[str, Sequence[WorkerAdapter]]]) -> Mapping[str, CatalogAdapter]:
+    """The adapters that workers' settings name, by lora_id, for a router that has no orchestrator.
+
+    Every tenant may use them. What an engine had at its start is served under the engine's own name. A faulty adapter
+    has its error, as has a name that settings give to different bytes.
+
+    lists  base model of a worker, and what its settings name
+    """
+    found: dict[str, dict[str, CatalogAdapter]] = {}
+    failed: dict[str, CatalogAdapter] = {}
+    for base_model, items in lists:
+        for item in items:
+            if not _is_lora_id(item.lora_id):
+                continue
+            is_own = item.engine_name == item.lora_id and item.state == "ready"
+            if not item.digest and not is_own:
+                error = item.error or "its digest is not known"
+                failed[item.lora_id] = CatalogAdapter(
+                    lora_id=item.lora_id, digest=None, base_model=base_model, state="failed", error=error
+                )
+                continue
+            bytes_of = item.digest or item.files_digest or item.path
+            found.setdefault(item.lora_id, {})[bytes_of] = CatalogAdapter(
+                lora_id=item.lora_id,
+                digest=item.digest or None,
+                base_model=base_model,
+                source=item.source,
+                rank=item.rank,
+                engine_name=item.engine_name if is_own else None,
+            )
+    return failed | {lora_id: _only_version(versions) for lora_id, versions in found.items()}
+
+
+def _only_version(versions: Mapping[str, CatalogAdapter]) -> CatalogAdapter:
+    """The one version of a name; with an error where workers' settings give the name to different bytes."""
+    first = next(iter(versions.values()))
+    if len(versions) == 1:
+        return first
+    error = (
+        f"workers' settings give this name to different bytes ({', '.join(sorted(versions))}); give each its own name"
+    )
+    return CatalogAdapter(lora_id=first.lora_id, digest=None, base_model=first.base_model, state="failed", error=error)
 
 
 def _discovery_rank(base_model: str | None, error: str | None) -> tuple[bool, str]:

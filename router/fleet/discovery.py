@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol
+from urllib.parse import quote
 
 import httpx
 import structlog
@@ -22,7 +23,7 @@ from router.config import RouterSettings
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
 from router.core.fleet import Replica, RouterFleet, with_last_resort
 from router.core.kv.index import WorkerId
-from router.fleet.catalog import RouterCatalog, discovered_adapters
+from router.fleet.catalog import RouterCatalog, configured_adapters, discovered_adapters
 from router.fleet.catalog_follower import CatalogFollower
 from router.fleet.replica_report import (
     FollowedWorker,
@@ -36,7 +37,7 @@ from router.fleet.saved_catalog import SavedCatalog
 from router.fleet.worker_sources import WorkerSource, merged_worker_sources
 from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchedStream, FetchRefused
-from workers.wire import Metadata
+from workers.wire import AvailableLoras, Metadata, WorkerAdapter
 
 log = structlog.get_logger()
 
@@ -47,6 +48,7 @@ _METRICS_REBUILD_DELAY_S = 0.25
 _CATALOG_BACKOFF_S = 1.0
 # A router that starts while the API server is unreachable waits this long, then takes its workers from the catalog.
 _SLICES_WAIT_S = 10.0
+_MOST_CONFIGURED = 100_000
 
 
 class ReplicaListener(Protocol):
@@ -118,6 +120,7 @@ class Discovery:
         self._access = access
         self._url = settings.orchestrator_url.rstrip("/")
         self._engines = engines_by_id(settings.engines)
+        self._agents: dict[str, DiscoveredWorker] = {}  # of `engines` those that have turned out to be agents
         self.slices = access.slices
         self._slice_workers: Mapping[str, DiscoveredWorker] = MappingProxyType({})
         self._agent_names: dict[tuple[str, str], str] = {}
@@ -303,7 +306,8 @@ class Discovery:
             if id_ not in now and not in_use.isdisjoint((id_, worker.agent_url, worker.engine_url))
         }
         self._slice_workers = MappingProxyType({**missing, **now})
-        present = {(worker.id, worker.agent_url or "") for worker in self._slice_workers.values()}
+        listed = (*self._slice_workers.values(), *self._agents.values())
+        present = {(worker.id, worker.agent_url or "") for worker in listed}
         self._agent_names = {key: name for key, name in self._agent_names.items() if key in present}
         self._update_followed()
         self.rebuild_fleet()
@@ -314,12 +318,11 @@ class Discovery:
         A worker that none of them names is still followed for as long as it answers. An orchestrator that just started
         has no reports yet, and a pod may have lost its label.
         """
-        named = self._catalog.current.workers
-        workers = merged_worker_sources(named, self._slice_workers, self._engines, self._agent_names)
+        workers = self._merged_sources(self._slice_workers)
         named_ids = workers.keys()
         now = self._slice_workers if self.slices is None else self.slices.workers
         if len(now) < len(self._slice_workers):
-            named_ids = merged_worker_sources(named, now, self._engines, self._agent_names).keys()
+            named_ids = self._merged_sources(now).keys()
         for id_, followed in self.followed.items():
             followed.is_named = id_ in named_ids
         for id_, worker in workers.items():
@@ -332,6 +335,12 @@ class Discovery:
                     self.stop_following(id_)
             if id_ in named_ids:
                 self._start_following(worker)
+
+    def _merged_sources(self, in_slices: Mapping[str, DiscoveredWorker]) -> dict[str, WorkerSource]:
+        """The workers that catalog, these slices and settings name, by id."""
+        engines = {id_: url for id_, url in self._engines.items() if id_ not in self._agents}
+        named = self._catalog.current.workers
+        return merged_worker_sources(named, {**self._agents, **in_slices}, engines, self._agent_names)
 
     def _has_moved(self, followed: FollowedWorker) -> bool:
         """Whether to follow a worker at another address. A worker that answers is not moved."""
@@ -391,7 +400,11 @@ class Discovery:
         asked_at = self.clock()
         try:
             metadata = await self._fetch_report(followed)
+            listed = await self._read_configured(followed, metadata)
         except Exception:  # any error counts as no report: one odd answer must not hold up the first sync
+            if await self._is_agent(followed):
+                self._follow_as_agent(followed)
+                return
             await self._on_missing_report(followed)
             raise
         if self.followed.get(followed.source.id) is not followed:
@@ -403,7 +416,9 @@ class Discovery:
         _log_refusal(before, metadata)
         followed.asked_at, followed.heard_at = asked_at, self.clock()
         followed.is_answering, followed.engine_answers = True, True
-        if followed.agentless is not None and (before is None or before.lora != metadata.lora):
+        has_other_list, followed.configured = listed != followed.configured, listed
+        is_other_engine = followed.agentless is not None and (before is None or before.lora != metadata.lora)
+        if is_other_engine or has_other_list:
             self._update_known_adapters()
         replica = self._replica_of(followed, followed.metadata)
         known = self.fleet.replicas.get(replica.id)
@@ -442,6 +457,43 @@ class Discovery:
             raise FetchRefused(f"{followed.url} is worker {metadata.instance_id!r} by now, not {id_!r}")
         return metadata
 
+    async def _read_configured(
+        self, followed: FollowedWorker, metadata: Metadata
+    ) -> tuple[str, tuple[WorkerAdapter, ...]]:
+        """What the worker's settings name, with the digest in its report; read where that is new.
+
+        Nothing where an orchestrator registers it. Raises what the read raises.
+        """
+        digest = metadata.lora.configured_digest
+        if self._url or followed.agentless is not None or digest == followed.configured[0]:
+            return followed.configured
+        found: list[WorkerAdapter] = []
+        cursor: str | None = ""
+        while digest and cursor is not None and len(found) < _MOST_CONFIGURED:
+            path = f"/v1/metadata/loras?configured=true&limit=1000&cursor={quote(cursor, safe='')}"
+            page = AvailableLoras.model_validate_json(await self._access.get(followed.url, path))
+            found += page.data
+            cursor = page.next
+        return digest, tuple(found)
+
+    async def _is_agent(self, followed: FollowedWorker) -> bool:
+        """Whether one of `engines` that gives no report as an engine does is an agent. It is asked without our key."""
+        if followed.agentless is None or followed.source.id not in self._engines or followed.metadata is not None:
+            return False
+        try:
+            Metadata.model_validate_json(await self._access.get_from_engine(followed.url, "/metadata"))
+        except Exception:  # noqa: BLE001  (any error: it is no agent, or none that answers now)
+            return False
+        return True
+
+    def _follow_as_agent(self, followed: FollowedWorker) -> None:
+        """Follow one of `engines` as the agent that it is."""
+        id_, url = followed.source.id, followed.url
+        log.info("an entry of engines is an agent", worker=id_, agent_url=url)
+        self._agents[id_] = DiscoveredWorker(id=id_, namespace="", agent_url=url, engine_url=None)
+        self._update_followed()
+        self.rebuild_fleet()
+
     def _rename_worker(self, followed: FollowedWorker, name: str) -> None:
         """Follow a worker under the name that its agent reports, not that of the slices; rebuilds the fleet."""
         log.info("worker goes by its own name", found=followed.source.id, worker=name, agent_url=followed.url)
@@ -451,10 +503,17 @@ class Discovery:
         self.rebuild_fleet()
 
     def _update_known_adapters(self) -> None:
-        """Merge the catalog's adapters with those that engines without an agent last listed."""
-        agentless = [f.metadata for f in self.followed.values() if f.agentless is not None and f.metadata is not None]
-        catalog = self._catalog.current
-        listed = discovered_adapters(agentless, catalog.names()) if agentless else {}
+        """Merge the catalog's adapters with those that engines without an agent last listed.
+
+        Without an orchestrator, with those that workers' settings name, too.
+        """
+        heard = [(f, f.metadata) for f in self.followed.values() if f.metadata is not None]
+        agentless = [metadata for f, metadata in heard if f.agentless is not None]
+        catalog, has_orchestrator = self._catalog.current, bool(self._url)
+        listed = discovered_adapters(agentless, catalog.names(), has_orchestrator=has_orchestrator) if agentless else {}
+        if not has_orchestrator:
+            lists = [(metadata.model.base_model, f.configured[1]) for f, metadata in heard if f.configured[1]]
+            listed = {**listed, **configured_adapters(lists)}
         self._all_adapters = MappingProxyType({**catalog.adapters, **listed}) if listed else catalog.adapters
 
     async def _is_engine_healthy(self, followed: FollowedWorker) -> bool:

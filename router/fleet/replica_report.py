@@ -11,7 +11,7 @@ from router.core.fleet import EngineReport, Replica, ReplicaState, ResidentAdapt
 from router.core.kv.index import WorkerId
 from router.fleet.report_reader import ReportReader, is_same_but_load
 from router.fleet.worker_sources import WorkerSource
-from workers.wire import Metadata
+from workers.wire import Metadata, WorkerAdapter
 
 _fields_but_report = attrgetter(*(each.name for each in fields(Replica) if each.name != "report"))
 
@@ -27,6 +27,7 @@ class FollowedWorker:
     asked_at        when the report in `metadata` was requested
     is_answering    whether the last poll succeeded; `heard_at` is the last success, or the first poll
     engine_answers  whether its engine answers while its agent is silent
+    configured      what its settings name, of which the report has the digest; only read without an orchestrator
     made_from       the inputs of `replica`
     """
 
@@ -41,6 +42,7 @@ class FollowedWorker:
     asked_at: float = 0.0
     heard_at: float = 0.0
     engine_answers: bool = False
+    configured: tuple[str, tuple[WorkerAdapter, ...]] = ("", ())
     replica: Replica | None = None
     made_from: tuple[Metadata, ReplicaState, bool, frozenset[str]] | None = None
     tasks: tuple[asyncio.Task[None], ...] = ()

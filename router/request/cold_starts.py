@@ -387,6 +387,8 @@ class ColdStarts:
 
     async def _place(self, lora_id: str) -> str | None:
         """Ask the orchestrator or, in its absence, a home to load it. The worker where it is ready; None: not yet."""
+        if not self.orchestrator_url:
+            return await self._load_at_a_home(lora_id)
         try:
             return await self._ensure(lora_id)
         except (EngineLost, FetchRefused, ValueError) as exc:

@@ -91,3 +91,25 @@ def test_a_worker_with_an_orchestrator_serves_what_its_settings_name_as_soon_as_
     assert [item["spec"]["tenants"] for item in stored] == [None] * 3
     told = httpx.get(f"{orchestrator.url}/v1/history", params={"kind": "adapter_adopted"}, trust_env=False).json()
     assert {entry["subject"] for entry in told["data"]} == {PRELOADED, ON_DISK, FAULTY}
+
+
+def test_a_router_without_an_orchestrator_serves_what_the_settings_of_an_agent_name(
+    tmp_path: Path, model: Path, shelf: Path, services: list[ServiceProcess]
+) -> None:
+    agent = worker(tmp_path, model, shelf)
+    services.append(agent)
+    agent.start()
+    router = ServiceProcess("router", tmp_path / "r", ("--engines", agent.url, "--drain-s", "0"))
+    services.append(router)
+    router.start()
+    for lora_id in (PRELOADED, ON_DISK):
+        assert_served(router, lora_id)
+    assert_failed(router, FAULTY)
+    engine = httpx.get(f"{agent.url}/metadata", trust_env=False).json()["transport"]["engine_url"]
+
+    alone = ServiceProcess("router", tmp_path / "alone", ("--engines", engine, "--drain-s", "0"))
+    services.append(alone)
+    alone.start()
+    assert_served(alone, PRELOADED)
+    unknown = ask(alone, lora_id="no/v1")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")

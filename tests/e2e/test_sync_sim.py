@@ -64,7 +64,7 @@ async def test_another_fleets_record_is_shown_taken_over_by_digest_and_the_secon
 
 async def _is_inspected(fleet, *lora_ids: str) -> bool:
     """Whether workers have verified these adapters."""
-    return all([(await fleet.adapter(lora_id)).get("status", {}).get("rank") for lora_id in lora_ids])
+    return all([(await fleet.adapter(lora_id)).get("status", {}).get("card") for lora_id in lora_ids])
 
 
 async def test_a_load_by_a_script_is_adopted_by_the_whole_fleet_and_every_router_lists_it_in_time(
@@ -91,7 +91,7 @@ async def test_a_load_by_a_script_is_adopted_by_the_whole_fleet_and_every_router
 
         async def names_at_w0():
             loaded = (await fleet.agents["w0"].get("/v1/admin/loras")).json()["loaded_loras"]
-            return [lora["engine_name"] for lora in loaded] == [f"mine@{orphan['digest'][:12]}"]
+            return [lora["engine_name"] for lora in loaded] == [f"mine@{orphan['card']['digest'][:12]}"]
 
         await until(names_at_w0, within_s=40, what="the script's copy has left the engine")
         answer = await fleet.routers[0].post(
