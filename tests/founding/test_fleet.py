@@ -213,6 +213,19 @@ def test_usage_is_counted_by_adapter(fleet: FoundingFleet) -> None:
     )
 
 
+def test_worker_counts_where_requests_found_their_adapter(fleet: FoundingFleet) -> None:
+    assert "w0" in fleet.ensure(LEGAL, replicas=2)
+    for number in range(8):
+        assert fleet.chat(lora_id=LEGAL, prompt=f"pool {number} " * 60).is_success
+    until(
+        lambda: (
+            "device" in {each["found"] for each in fleet.series(fleet.worker)["lorafleet_workers_pool_requests_total"]}
+        ),
+        within_s=20,
+        what="the worker has been told of its requests",
+    )
+
+
 def test_copy_that_leaves_a_drained_worker_is_an_eviction_for_capacity(fleet: FoundingFleet) -> None:
     worker = f"{fleet.orchestrator}/v1/workers/w1"
     assert "w1" in fleet.ensure(SQL, replicas=2)
@@ -303,6 +316,20 @@ def test_load_at_one_engine_is_shown_as_an_orphan_and_adopted_with_one_call(flee
     assert [item["status"] for item in adopted.json()["data"]] == [201], adopted.text
     until(lambda: "script-made" in models(fleet), within_s=20, what="the router lists it")
     assert fleet.chat(lora_id="script-made").is_success
+
+
+def test_load_at_one_engine_reaches_the_fleet_by_policy(fleet: FoundingFleet) -> None:
+    engine = fleet.get(f"{fleet.worker}/metadata")["transport"]["engine_url"]
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{PYTHON}")["spec"]["source"]
+    assert fleet.send("PATCH", f"{fleet.orchestrator}/v1/policy", json={"adopt": "all"}).is_success
+    try:
+        body = {"lora_name": "tenants-script", "lora_path": source}
+        assert fleet.send("POST", f"{engine}/v1/load_lora_adapter", json=body).is_success
+        until(lambda: "tenants-script" in models(fleet), within_s=30, what="it is registered without a call")
+        assert sorted(fleet.ensure("tenants-script", replicas=2)) == ["w0", "w1"]
+        assert fleet.chat(model="tenants-script").is_success
+    finally:
+        assert fleet.send("PATCH", f"{fleet.orchestrator}/v1/policy", json={"adopt": "configured"}).is_success
 
 
 def test_record_is_exported_as_one_document(fleet: FoundingFleet) -> None:
