@@ -1,9 +1,12 @@
-"""The code that a test runs of the tests: its own, and that of the helpers, fixtures and constants that it uses."""
+"""The code that a test runs of the tests: its own, that of helpers, fixtures and constants, and the examples."""
 
 import ast
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+
+from tests.founding.texts import EXAMPLES, PIECES
 
 TESTS = Path(__file__).parents[1]
 _DOCUMENTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
@@ -85,7 +88,10 @@ def code_of_test(file: str, name: str) -> str:
             text, names = _code_and_names(node)
             code.append(text)
             waiting += [found for used in names for found in _meanings(path, used)]
-    return "\n".join(code)
+    asked = re.finditer(r"""\bpiece\(f?(["'])(.+?)(?:\1|\{)""", "\n".join(code))
+    beginnings = tuple(found[2] for found in asked)
+    examples = [(EXAMPLES / each.file).read_text() for name, each in PIECES.items() if name.startswith(beginnings)]
+    return "\n".join([*code, *examples])
 
 
 def has_test(file: str, name: str) -> bool:

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from lorafleet.service.settings import SettingsError, load
 from orchestrator.config import OrchestratorSettings
 from tests.e2e.fleets import until
 from tests.founding.conftest import ACME, LEGAL, PYTHON, SQL, FoundingFleet, models
@@ -68,22 +66,6 @@ def test_lazy_waits_for_a_request_and_eager_does_not(fleet: FoundingFleet) -> No
     assert not fleet.fleet.held_by("lazy/v1")
     assert fleet.chat(lora_id="lazy/v1").is_success
     assert fleet.fleet.held_by("lazy/v1")
-
-
-def test_keys_of_the_designed_orchestrator_are_understood_or_refused_with_what_to_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = {"rebalance_interval_sec": 300, "enable_auto_scaling": True}
-    taken |= {"lru_eviction_enabled": True, "ttl_eviction_enabled": False}
-    path = tmp_path / "lora_orchestrator.yaml"
-    path.write_text(yaml.safe_dump({"lora_orchestrator": taken, "worker": {"max_loras": 4}}))
-    assert load(OrchestratorSettings, ["--config", str(path)], prog="orchestrator").pass_interval_s == 300
-    for name in ("enable_auto_scaling", "lru_eviction_enabled", "ttl_eviction_enabled"):
-        path.write_text(yaml.safe_dump({"lora_orchestrator": {name: not taken[name]}}))
-        with pytest.raises(SettingsError, match=f"{name}: .*`lorafleet |{name}: .*ttl_seconds"):
-            load(OrchestratorSettings, ["--config", str(path)], prog="orchestrator")
-    monkeypatch.setenv("REBALANCE_INTERVAL_SEC", "60")
-    assert load(OrchestratorSettings, [], prog="orchestrator").pass_interval_s == 60
 
 
 def test_plan_says_what_the_next_pass_would_do_and_rebalance_does_it(fleet: FoundingFleet) -> None:

@@ -3,15 +3,12 @@
 from datetime import UTC, datetime
 from pathlib import Path
 
-from workers.agent.lora_manager import DynamoLoraManager
 from workers.plugin import (
     CacheLocation,
     LoraDownloaderBase,
     LoraEvent,
     LoraEventType,
-    LoraManager,
     LoraModel,
-    LoraStatus,
 )
 from workers.sources.plugins import event_forwarder
 from workers.wire import AgentEvent
@@ -31,25 +28,6 @@ class ListeningDownloader(LoraDownloaderBase):
 
     def on_event(self, event: LoraEvent) -> None:
         self.events.append(event)
-
-
-def test_types_are_those_of_the_proposal() -> None:
-    model = LoraModel("sql/v1", LoraStatus.DOWNLOADED, CacheLocation.DISK, "/loras/sql/v1")
-    assert (model.name, model.cache_location, model.local_path) == ("sql/v1", CacheLocation("disk"), "/loras/sql/v1")
-    model.status = LoraStatus.LOADED
-    assert [LoraStatus.DOWNLOADED, model.status, LoraStatus.READY_FOR_USE] == [1, 2, 3]
-    assert {location.value for location in CacheLocation} == {"device", "host", "disk", "remote"}
-    kinds = ("DOWNLOADED_TO_DISK", "DELETED_FROM_DISK", "LOADED_TO_DEVICE", "UNLOADED_FROM_DEVICE")
-    assert [LoraEventType[kind] for kind in kinds] == [1, 2, 3, 4]
-    moment = datetime.now(UTC)
-    event = LoraEvent(LoraEventType.LOADED_TO_DEVICE, model, moment, "worker-0")
-    assert (event.event_type, event.lora_model, event.timestamp, event.instance_id) == (3, model, moment, "worker-0")
-
-
-def test_the_agents_manager_is_a_lora_manager() -> None:
-    assert issubclass(DynamoLoraManager, LoraManager)
-    assert {"lora_models", "load_lora", "unload_lora"} <= LoraManager.__abstractmethods__
-    assert DynamoLoraManager.__abstractmethods__ == frozenset()
 
 
 def test_a_plugin_receives_the_four_designed_events() -> None:

@@ -9,14 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from lorafleet.local.tiny_model import make_adapter, make_model
-from lorafleet.service.settings import load
 from tests.founding.conftest import LEGAL, PYTHON, SQL
 from tests.patience import patience, until
 from tests.serving import client_of, serving
@@ -139,19 +137,30 @@ async def test_loads_and_unloads_over_rest_answer_as_designed(worker: RunningWor
 
 
 @asynccontextmanager
-async def recorded(engine_url: str) -> AsyncIterator[tuple[str, list[tuple[str, dict[str, str]]]]]:
-    """The URL of a proxy to an engine, and the loads and unloads that it passed on."""
+async def recorded(engine_url: str, *, fails: str = "") -> AsyncIterator[tuple[str, list[tuple[str, dict[str, str]]]]]:
+    """The URL of a proxy to an engine, and the loads and unloads that it passed on, one at a time.
+
+    fails  the path that it answers itself, with a 500
+    """
     calls: list[tuple[str, dict[str, str]]] = []
+    under_way: list[str] = []
     async with client_of(engine_url, timeout=patience(20)) as engine:
 
         async def forward(request: Request) -> Response:
             body = await request.body()
-            if request.url.path.endswith("_lora_adapter"):
+            is_change = request.url.path.endswith("_lora_adapter")
+            if is_change:
                 calls.append((request.url.path, json.loads(body)))
+                assert not under_way, "another one is under way"
+                under_way.append(request.url.path)
+            if request.url.path == fails:
+                return Response('{"error": {"message": "no"}}', 500, media_type="application/json")
             answer = await engine.request(
                 request.method, request.url.path, params=str(request.query_params), content=body,
                 headers={"content-type": request.headers.get("content-type", "application/json")},
             )  # fmt: skip
+            if is_change:
+                under_way.clear()
             return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
 
         async with serving(Starlette(routes=[Route("/{path:path}", forward, methods=["GET", "POST"])])) as url:
@@ -173,6 +182,30 @@ async def test_agent_loads_and_unloads_by_vllms_own_calls(worker: RunningWorker)
     ]
 
 
+async def test_loads_that_are_asked_for_together_reach_the_engine_one_at_a_time(worker: RunningWorker) -> None:
+    slots = ("--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
+    async with (
+        sim_inside(worker.model, *slots, "--sim-load-s", "0.1") as sim,
+        recorded(sim) as (url, calls),
+        worker.inside("--engine-url", url) as client,
+    ):
+        asked = [client.post(LOAD, json={"lora_id": lora_id}) for lora_id in (SQL, PYTHON)]
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+    assert len(calls) == 2
+
+
+async def test_failed_unload_is_an_error_and_the_adapter_stays_listed(worker: RunningWorker) -> None:
+    async with (
+        sim_inside(worker.model, "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16") as sim,
+        recorded(sim, fails="/v1/unload_lora_adapter") as (url, _),
+        worker.inside("--engine-url", url) as client,
+    ):
+        assert (await client.post(LOAD, json={"lora_id": SQL})).status_code == 200
+        failed = await client.post(UNLOAD, json={"lora_id": SQL})
+        assert (failed.is_server_error, failed.json()["error"]["code"]) == (True, "engine_failed")
+        assert [each["lora_id"] for each in (await client.get(LIST)).json()["loaded_loras"]] == [SQL]
+
+
 def test_engine_is_started_with_adapters_enabled_and_its_limits() -> None:
     settings = WorkerSettings(model="/models/m", max_loras=4, max_lora_rank=64)
     started = launch_command(settings, port=8100, topic="kv@b")
@@ -181,33 +214,6 @@ def test_engine_is_started_with_adapters_enabled_and_its_limits() -> None:
     for flag, value in (("--max-loras", "4"), ("--max-lora-rank", "64")):
         assert command[command.index(flag) + 1] == value
     assert started.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-
-
-def test_configuration_file_has_the_designed_keys(tmp_path: Path) -> None:
-    own = {
-        "model": "/models/m", "max_loras": 4, "max_lora_rank": 64, "lora_path": "/shared/loras",
-        "preload_loras": [SQL, PYTHON], "namespace": "dynamo", "component": "worker",
-    }  # fmt: skip
-    path = tmp_path / "lora_worker.yaml"
-    path.write_text(yaml.safe_dump(own | {"enable_lora": True}))
-    read = load(WorkerSettings, ["--config", str(path)], prog="agent").model_dump(mode="json")
-    assert {name: read[name] for name in own} == own
-    part = {"enable_dynamic_loading": True, "vllm_server_url": "http://localhost:8000", "max_loras": 6}
-    path.write_text(yaml.safe_dump({"worker": part, "lora_orchestrator": {}}))
-    settings = load(WorkerSettings, ["--config", str(path)], prog="agent")
-    assert (settings.engine_url, settings.max_loras) == ("http://localhost:8000", 6)
-
-
-def test_variables_of_the_designed_manifest_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {
-        "DYNAMO_LORA_PATH": "/shared/loras", "VLLM_ENABLE_LORA": "true", "VLLM_MAX_LORAS": "3",
-        "VLLM_MAX_LORA_RANK": "32", "VLLM_PRELOAD_LORAS": f"{SQL},{PYTHON}",
-    }  # fmt: skip
-    for name, value in asked.items():
-        monkeypatch.setenv(name, value)
-    settings = load(WorkerSettings, ["--model", "/models/m"], prog="agent")
-    assert (str(settings.lora_path), settings.max_loras, settings.max_lora_rank) == ("/shared/loras", 3, 32)
-    assert settings.preload_loras == (SQL, PYTHON)
 
 
 @pytest.mark.fleet
