@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -15,11 +15,20 @@ _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 @contextmanager
 def local_fleet(
-    state_dir: Path, engine: str, *flags: str, workers: int, environment: Mapping[str, str] = _NO_VARIABLES
+    state_dir: Path,
+    engine: str,
+    *flags: str,
+    workers: int,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] = _NO_VARIABLES,
 ) -> Iterator[tuple[dict[str, str], subprocess.Popen[str]]]:
-    """A ready `lorafleet up`: the URLs of its `router` and `orchestrator`, and its process. `flags`: each engine's."""
+    """A ready `lorafleet up`: the URLs of its `router` and `orchestrator`, and its process.
+
+    flags    each engine's
+    options  of `up` itself
+    """
     command = ["lorafleet", "up", "--engine", engine, "--workers", str(workers), "--state-dir", str(state_dir)]
-    command += ["--router-port", "0", "--orchestrator-port", "0", *(("--", *flags) if flags else ())]
+    command += ["--router-port", "0", "--orchestrator-port", "0", *options, *(("--", *flags) if flags else ())]
     with running(command, stdout=subprocess.PIPE, env={**os.environ, **environment}) as up:
         assert up.stdout is not None
         line = next((line for line in up.stdout if line.startswith("ready ")), None)

@@ -83,12 +83,7 @@ def run(contender: str, scene: Scenario, seed: int, rules: PlacementPolicy | Non
     """Simulate; the same seed gives every contender the same requests."""
     requests = requests_of(scene, seed)
     world = World(scene, requests, seed)
-    placer: Placer
-    if contender in (OURS, RESERVE):
-        rules = rules or PlacementPolicy()
-        placer = LorafleetOrchestrator(world, replace(rules, reserve_slots=1) if contender == RESERVE else rules)
-    else:
-        placer = next(peer for peer in PEERS if peer.name == contender)(world)
+    placer = placer_of(contender, world, rules)
     target = placer.target if isinstance(placer, LorafleetOrchestrator) else lambda _: scene.workers
     watch = FleetSampler(world, () if scene.lost is None else hottest(requests, scene.lost, HOT), scene.lost, target)
     for tenth in range(1, int(scene.lasts_s * 2)):
@@ -120,6 +115,14 @@ def run(contender: str, scene: Scenario, seed: int, rules: PlacementPolicy | Non
         frozen_s=placer.frozen_s if isinstance(placer, LorafleetOrchestrator) else None,
         unserved=len(counted) - len(served),
     )
+
+
+def placer_of(contender: str, world: World, rules: PlacementPolicy | None = None) -> Placer:
+    """The contender of this name in this world. `rules`: ours; the default policy without them."""
+    if contender in (OURS, RESERVE):
+        rules = rules or PlacementPolicy()
+        return LorafleetOrchestrator(world, replace(rules, reserve_slots=1) if contender == RESERVE else rules)
+    return next(peer for peer in PEERS if peer.name == contender)(world)
 
 
 def _begun(scene: Scenario, world: World, watch: FleetSampler) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from math import ceil, exp
 from typing import Any
 
-from benchmarks.placement.world import SimulatedWorker, World
+from benchmarks.placement.world import Copy, SimulatedWorker, World
 from lorafleet.identity import rendezvous_score
 
 WINDOW_S = 60.0
@@ -51,7 +51,7 @@ class Lazy:
             return
         if len(worker.copies) >= worker.slots:
             spare = [
-                (copy.last_used, adapter)
+                (self._eviction_rank(adapter, copy), adapter)
                 for adapter, copy in worker.copies.items()
                 if copy.state == "ready" and not copy.in_flight and adapter not in self.world.line
             ]
@@ -61,6 +61,11 @@ class Lazy:
         adapter = queue.popleft()
         if adapter not in worker.copies:
             self.world.load(adapter, worker)
+
+    def _eviction_rank(self, adapter: int, copy: Copy) -> float:
+        """The idle copy with the least makes room."""
+        del adapter
+        return copy.last_used
 
     def loaded(self, worker: SimulatedWorker) -> None:
         self._go(worker)

@@ -27,6 +27,7 @@ class Scenario:
     turns       mean requests of a session; 1: nobody comes back for another turn
     load_s      median seconds of a load; `stall_s`: the last of them, in which its engine stands still
     answer_s    from the first token to the last
+    burst       (at, count): one request for each of so many adapters that nobody else asks for
     """
 
     name: str
@@ -47,6 +48,7 @@ class Scenario:
     load_s: float = LOAD_S
     stall_s: float = 0.5
     answer_s: float = 3.0
+    burst: tuple[float, int] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +86,9 @@ def requests_of(scene: Scenario, seed: int) -> list[PlacementRequest]:
         at, crowded = began, popular[scene.adapters // 2]
         while (at := at + rng.expovariate(more)) < until:
             found.append((at, crowded))
+    if scene.burst is not None:
+        began, count = scene.burst
+        found += ((began, scene.adapters + number) for number in range(count))
     found = [entry for entry in found if entry[0] < scene.lasts_s]
     heapq.heapify(found)
     sigma = 0.8
