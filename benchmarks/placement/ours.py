@@ -4,6 +4,7 @@ from benchmarks.placement.world import Copy, SimulatedWorker, World
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff
+from orchestrator.model.adapter_index import adapter_index
 from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
 from orchestrator.model.cards import AdapterCard
 from orchestrator.model.policy import PlacementPolicy
@@ -35,16 +36,15 @@ class LorafleetOrchestrator:
         self.world = world
         self.rules = rules or PlacementPolicy()
         self.book = DemandBook(self.rules.demand_window_s)
-        digests = {lora_id(n): f"{n:064x}" for n in range(world.scene.adapters)}
-        self.intent = Intent(
-            adapters={
-                name: RegisteredAdapter(
-                    spec=AdapterSpec(lora_id=name, source="s3://a", base_model="m", digest=digest),
-                    card=AdapterCard(rank=16, size_bytes=10**8),
-                )
-                for name, digest in digests.items()
-            }
-        )
+        burst = 0 if world.scene.burst is None else world.scene.burst[1]
+        adapters = {
+            lora_id(n): RegisteredAdapter(
+                spec=AdapterSpec(lora_id=lora_id(n), source="s3://a", base_model="m", digest=f"{n:064x}"),
+                card=AdapterCard(rank=16, size_bytes=10**8),
+            )
+            for n in range(world.scene.adapters + burst)
+        }
+        self.intent = Intent(adapters=adapters, known_index=adapter_index(adapters))
         self.desired = DesiredPlacement()
         self.drains: dict[Pair, float] = {}
         self.reserve_victims: dict[Pair, str] = {}

@@ -279,7 +279,7 @@ async def _dry_run(
         raise OrchestratorRequestError(f"preflight failed: {exc}", code=exc.code, param="source") from exc
     except WorkerFailed as exc:
         raise OrchestratorUnavailable(f"worker {home.id} could not inspect it: {exc}", code=exc.code) from exc
-    misfit = placement_misfit(found, limits_by_base_model(workers))
+    misfit = placement_misfit(found.base_model, found.rank or 0, limits_by_base_model(workers))
     if misfit is not None:
         raise OrchestratorRequestError(f"preflight failed: {misfit.message}", code=misfit.code, param="source")
     return views.adapter(found, ready={})

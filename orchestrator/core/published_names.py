@@ -255,7 +255,7 @@ def with_published_floors(
             has_next.add(adapter.base_model)  # one for all trainers: few publish in the same moment
             taken.take(count, sizes)
     superseded = frozenset().union(*(record.lora_ids for _, record in published)) - current
-    return replace(intent, adapters={**intent.adapters, **raised}, superseded=superseded)
+    return replace(intent.with_raised(raised), superseded=superseded)
 
 
 @dataclass(slots=True)

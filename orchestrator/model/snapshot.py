@@ -9,6 +9,7 @@ from math import inf
 from typing import Literal
 
 from lorafleet.identity import lora_id_of
+from orchestrator.model.adapter_index import AdapterIndex, adapter_index
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.served_names import is_retired_version
 
@@ -30,12 +31,24 @@ class Intent:
     tombstones    lora_id -> digests of its deleted versions
     next_numbers  published name -> number of its next version; all before were used
     superseded    versions of published names that no name points at any longer
+    known_index   the index of `adapters`, where the store keeps one; see `index`
     """
 
     adapters: Mapping[str, RegisteredAdapter] = field(default_factory=dict)
     tombstones: Mapping[str, frozenset[str]] = field(default_factory=dict)
     next_numbers: Mapping[str, int] = field(default_factory=dict)
     superseded: frozenset[str] = frozenset()
+    known_index: AdapterIndex | None = None
+
+    @property
+    def index(self) -> AdapterIndex:
+        """The index of `adapters`: the store's, or made here."""
+        return adapter_index(self.adapters) if self.known_index is None else self.known_index
+
+    def with_raised(self, adapters: Mapping[str, RegisteredAdapter]) -> "Intent":
+        """The intent in which these adapters, which it has, have another policy."""
+        index = None if self.known_index is None else self.known_index.with_standing(adapters)
+        return replace(self, adapters={**self.adapters, **adapters}, known_index=index)
 
     def is_deleted(self, lora_id: str, digest: str) -> bool:
         """Whether this version of the adapter was deleted, and is not what is registered now."""

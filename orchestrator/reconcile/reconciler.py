@@ -454,7 +454,8 @@ class Reconciler:
 
     def _finish_deletions(self) -> None:
         """Drop deleted adapters that no worker holds or inspects, with their demand, failures and metrics."""
-        deleting = [adapter for adapter in self.store.adapters.values() if adapter.is_deleting]
+        standing = map(self.store.adapters.__getitem__, sorted(self.store.intent.index.standing))
+        deleting = [adapter for adapter in standing if adapter.is_deleting]
         if not deleting:
             return
         # Agents report a failed load for as long as they run; a deletion need not wait for it.

@@ -111,7 +111,7 @@ class NameMover:
             return intent
         found = {name: intent.adapters[name] for name in wanted if name in intent.adapters}
         raised = {name: self._with_min_replicas(adapter, wanted[name]) for name, adapter in found.items()}
-        return replace(intent, adapters={**intent.adapters, **raised})
+        return intent.with_raised(raised)
 
     def point_alias(self, name: str, targets: Targets, actor: str, *, place_s: float) -> None:
         """Set a name's targets: at once if it is new or `place_s` is 0, else when the targets are placed.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS
+from orchestrator.model.adapter_index import adapter_index
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.history import HistoryEntry
 from orchestrator.model.pauses import PauseLease
@@ -148,7 +149,12 @@ class IntentStore:
     @property
     def intent(self) -> Intent:
         """The part of the stored intent that placement needs: views, not copies."""
-        return Intent(adapters=self.adapters, tombstones=self.tombstones, next_numbers=self.next_numbers)
+        return Intent(
+            adapters=self.adapters,
+            tombstones=self.tombstones,
+            next_numbers=self.next_numbers,
+            known_index=self._adapter_index,
+        )
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -355,6 +361,10 @@ class IntentStore:
                 self._index_versions(key, each.published, is_there=each is row)
             elif isinstance(each, Tombstone):
                 self._index_tombstone(key, each, is_there=each is row)
+        if isinstance(before, RegisteredAdapter):
+            self._adapter_index.remove(before)
+        if isinstance(row, RegisteredAdapter):
+            self._adapter_index.add(row)
 
     def _index_versions(self, name: str, published: Publication, *, is_there: bool) -> None:
         """Add the versions of a published name to the indices, or take them out."""
@@ -381,6 +391,7 @@ class IntentStore:
         self.names: MutableMapping[str, ServedName] = stored.of(NAMES)
         self.workers: MutableMapping[str, WorkerIntent] = stored.of(WORKERS)
         self.pauses: MutableMapping[str, PauseLease] = stored.of(PAUSES)  # by the key of their scope
+        self._adapter_index = adapter_index(self.adapters)
         self._tenants = (-1, frozenset())
         self.next_numbers: dict[str, int] = {}  # published name -> number of its next version
         self._version_names: dict[str, str] = {}  # lora_id of a version -> its published name

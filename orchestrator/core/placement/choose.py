@@ -223,19 +223,22 @@ def limits_by_base_model(workers: Iterable[ObservedWorker]) -> dict[str, PoolLim
     return limits
 
 
-def placement_misfit(adapter: RegisteredAdapter, limits: Mapping[str, PoolLimit]) -> PlacementMisfit | None:
-    """Why no worker behind `limits` could ever hold the adapter. None while one could, or none has its base model."""
-    limit = limits.get(adapter.base_model or "")
+def placement_misfit(base_model: str | None, rank: int, limits: Mapping[str, PoolLimit]) -> PlacementMisfit | None:
+    """Why no worker behind `limits` could ever hold such an adapter.
+
+    None while one could, or none has its base model.
+    """
+    limit = limits.get(base_model or "")
     if limit is None:
         return None
     if limit.refusal:
-        message = f"no worker of {adapter.base_model} takes adapters ({limit.refusal}); start one that does"
+        message = f"no worker of {base_model} takes adapters ({limit.refusal}); start one that does"
         return PlacementMisfit("adapters_refused", message)
-    if (adapter.rank or 0) <= limit.max_lora_rank:
+    if rank <= limit.max_lora_rank:
         return None
     most = f"(at most {limit.max_lora_rank})"
     return PlacementMisfit(
-        "rank_too_big", f"rank {adapter.rank} is above every worker's max_lora_rank {most}; start a worker with more"
+        "rank_too_big", f"rank {rank} is above every worker's max_lora_rank {most}; start a worker with more"
     )
 
 
@@ -264,7 +267,7 @@ def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter, room_
     fits = [w for w in ready if w.base_model == adapter.base_model]
     if not fits:
         return f"no ready worker serves {adapter.base_model}"
-    if (misfit := placement_misfit(adapter, limits_by_base_model(ready))) is not None:
+    if (misfit := placement_misfit(adapter.base_model, adapter.rank or 0, limits_by_base_model(ready))) is not None:
         return misfit.message
     rank = adapter.rank or 0
     takers = context.accepting_workers(adapter.base_model, rank)

@@ -1,7 +1,7 @@
 """The placement context: a pass's working copy of the fleet, with the loads that the pass has named so far."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import nsmallest
 
 from lorafleet.identity import fleet_digest, rendezvous_score
@@ -62,6 +62,7 @@ class PlacementContext:
     holders        lora_id -> workers whose copy counts, loads of this pass included
     draining_ids   adapters that should be elsewhere: of draining workers, and those in use that an operator keeps out
     kept_out_ids   adapters that an operator keeps out of some worker
+    index          of the registered adapters
     weights        lora_id -> demand, see `demand_weight`
     loads          worker_id -> its part of the demand for what it holds, in the unit of `weights`
     """
@@ -92,6 +93,7 @@ class PlacementContext:
             if failure.until > now:
                 self._failures.setdefault(lora_id, {})[worker_id] = failure
         self.weights = _demand_weights(demand)
+        self.index = intent.index
         self.loads = self._worker_loads()
 
     def _find_holders(self) -> None:
@@ -119,6 +121,19 @@ class PlacementContext:
                     self.draining_ids.add(held.lora_id)
                 elif not is_leaving:
                     self.holders.setdefault(held.lora_id, set()).add(worker.id)
+
+    def adapters_to_look_at(self) -> Iterator[RegisteredAdapter]:
+        """Registered adapters that may be due a replica, by lora_id: all where the policy loads them unasked."""
+        adapters = self.intent.adapters
+        if self.policy.loading != "lazy":
+            yield from (adapters[lora_id] for lora_id in sorted(adapters))
+            return
+        asked = self.index.standing.union(self.demand.wants, self.draining_ids)
+        yield from (adapters[lora_id] for lora_id in sorted(asked & adapters.keys()))
+
+    def standing_adapters(self) -> Iterator[RegisteredAdapter]:
+        """Registered adapters for which something is due though nobody asks, by lora_id."""
+        yield from (self.intent.adapters[lora_id] for lora_id in sorted(self.index.standing))
 
     def _worker_loads(self) -> dict[str, float]:
         """worker_id -> its part of the demand for what it holds; 0.0 for a worker that holds nothing in demand."""

@@ -21,7 +21,10 @@ def ttl_s(adapter: RegisteredAdapter, policy: PlacementPolicy) -> float:
 
 def longest_ttl_s(intent: Intent, policy: PlacementPolicy) -> float:
     """The longest `ttl_s` in force; 0.0 where no adapter expires."""
-    return max((ttl_s(adapter, policy) for adapter in intent.adapters.values()), default=0.0)
+    in_force = [ttl_s(intent.adapters[lora_id], policy) for lora_id in intent.index.standing]
+    if len(in_force) < len(intent.adapters):
+        in_force.append(policy.ttl_s)  # adapters with a `ttl_s` of their own stand
+    return max(in_force, default=0.0)
 
 
 def last_asked_at(context: PlacementContext) -> Mapping[str, float]:

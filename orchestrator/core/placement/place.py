@@ -296,20 +296,21 @@ class _PlacementPass:
             return {}
         return {
             adapter.lora_id: f"no ready worker serves {adapter.base_model!r}; those there are serve {sorted(served)}"
-            for adapter in self.context.intent.adapters.values()
+            for adapter in self.context.standing_adapters()
             if not adapter.is_inspected and not adapter.is_deleting
             if adapter.base_model is not None and adapter.base_model not in served
         }
 
     def _misfits(self) -> dict[str, PlacementMisfit]:
         """lora_id -> why no worker could ever hold it. Starting and lost workers count, as they may be back soon."""
-        limits = limits_by_base_model(self.context.workers)
+        context, limits = self.context, limits_by_base_model(self.context.workers)
         found = {}
-        for adapter in self.context.intent.adapters.values():
-            if adapter.is_inspected and not adapter.is_deleting and not self.context.copy_count(adapter.lora_id):
-                misfit = placement_misfit(adapter, limits) or kept_out_misfit(self.context, adapter)
-                if misfit is not None:
-                    found[adapter.lora_id] = misfit
+        for (base_model, rank), lora_ids in context.index.by_shape.items():
+            misfit = placement_misfit(base_model, rank, limits)
+            for lora_id in lora_ids if misfit is not None else lora_ids & context.kept_out_ids:
+                reason = misfit or kept_out_misfit(context, context.intent.adapters[lora_id])
+                if reason is not None and not context.copy_count(lora_id):
+                    found[lora_id] = reason
         return found
 
     def _inspections(self) -> Iterable[PlannedInspection]:
@@ -321,7 +322,7 @@ class _PlacementPass:
         ready = [w for w in context.workers if w.state == "ready" and w.max_lora_rank > 0]
         unknown = [
             adapter
-            for adapter in context.intent.adapters.values()
+            for adapter in context.standing_adapters()
             if not adapter.is_inspected and not adapter.is_deleting and adapter.quarantine is None
         ]
         wants = context.demand.wants

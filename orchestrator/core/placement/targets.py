@@ -151,13 +151,11 @@ def _requested_replicas(context: PlacementContext) -> dict[str, int]:
     """lora_id -> replicas due without demand: its minimum, share of slots, `ensure` calls, or a worker that drains."""
     weighted = _weighted_replicas(context)
     found = {}
-    for lora_id, adapter in context.intent.adapters.items():
+    for adapter in context.adapters_to_look_at():
         if is_placeable(adapter):
-            count = min(
-                max(weighted.get(lora_id, 0), _replicas_asked_for(context, adapter)), context.max_replicas(adapter)
-            )
-            if count:
-                found[lora_id] = count
+            count = max(weighted.get(adapter.lora_id, 0), _replicas_asked_for(context, adapter))
+            if count := min(count, context.max_replicas(adapter)):
+                found[adapter.lora_id] = count
     return found
 
 
@@ -173,7 +171,7 @@ def _replicas_asked_for(context: PlacementContext, adapter: RegisteredAdapter) -
 def _weighted_replicas(context: PlacementContext) -> dict[str, int]:
     """lora_id -> replicas, of weighted adapters: each base model's slots that no other adapter needs, by weight."""
     groups: dict[str, list[RegisteredAdapter]] = {}
-    for adapter in context.intent.adapters.values():
+    for adapter in context.adapters_to_look_at():
         if adapter.base_model is None or not is_placeable(adapter):
             continue
         if loading_mode(adapter, context.policy) == "weighted":
@@ -202,7 +200,7 @@ def _lacking_slots(context: PlacementContext, base_model: str) -> int:
     """Slots that the base model's other adapters still lack; weighted ones divide what is left after those."""
     return sum(
         max(0, _replicas_asked_for(context, a) - context.copy_count(a.lora_id))
-        for a in context.intent.adapters.values()
+        for a in context.adapters_to_look_at()
         if a.base_model == base_model and is_placeable(a) and loading_mode(a, context.policy) != "weighted"
     )
 

@@ -117,7 +117,7 @@ def what_if(inputs: PlacementInputs, hypothesis: Hypothesis, *, passes: int) -> 
 def hypothetical_inputs(inputs: PlacementInputs, hypothesis: Hypothesis) -> PlacementInputs:
     """The inputs changed by the hypothesis, with operations in progress taken as done."""
     adapters = {name: _with_typical_shape(adapter, inputs) for name, adapter in hypothesis.adapters.items()}
-    intent = replace(inputs.intent, adapters={**inputs.intent.adapters, **adapters})
+    intent = replace(inputs.intent, adapters={**inputs.intent.adapters, **adapters}, known_index=None)
     gone = {name: inputs.observed.workers[name] for name in hypothesis.workers_gone}
     kept = {name: _with_loads_done(worker) for name, worker in inputs.observed.workers.items() if name not in gone}
     more = {

@@ -25,7 +25,7 @@ from tests.orchestrator.store.test_backend import ADAPTER
 from tests.registered import changed, registered
 
 
-@pytest.mark.parametrize("bad", [replace(ADAPTER, rank=object()), replace(ADAPTER, quarantine="half a pair: \ud800")])
+@pytest.mark.parametrize("bad", [changed(ADAPTER, rank=object()), replace(ADAPTER, quarantine="half a pair: \ud800")])
 def test_a_value_that_no_store_can_hold_writes_nothing(tmp_path, bad):
     store = IntentStore(tmp_path / "s.db")
 
@@ -214,7 +214,7 @@ def _text(path):
             _changed("UPDATE intent SET json = json_set(json, '$.spec.tenants', 'acme')"),
             r"adapter '.*': Expected `array . null`",
         ),
-        (_changed("UPDATE intent SET json = json_set(json, '$.rank', 'x')"), r"adapter '.*': Expected `int"),
+        (_changed("UPDATE intent SET json = json_set(json, '$.card.rank', 'x')"), r"adapter '.*': Expected `int"),
         (_changed("UPDATE intent SET json = json_remove(json, '$.spec.source')"), r"adapter '.*': .*missing.*`source`"),
         (_changed("UPDATE intent SET json = 'acme'"), r"adapter '.*': JSON is malformed"),
         (_changed("UPDATE intent SET json = ?", '{"x":' + "[" * 100_000), r"adapter '.*': "),
