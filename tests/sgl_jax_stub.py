@@ -38,13 +38,17 @@ class StubLoraRef:
     lora_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
+def ref_of(argument: str) -> StubLoraRef:
+    """An adapter of `--lora-paths`: `name=path`, or a path whose last part is the name."""
+    name, separator, path = argument.partition("=")
+    return StubLoraRef(name, path) if separator else StubLoraRef(Path(argument).name, argument)
+
+
 class SglJaxStub:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.tokenizer = ChatTokenizer.from_dir(Path(args.model_path))
-        self.refs = {
-            name: StubLoraRef(name, path) for name, _, path in (each.partition("=") for each in args.lora_paths)
-        }
+        self.refs = {ref.lora_name: ref for ref in map(ref_of, args.lora_paths)}
         if len(self.refs) > args.max_loras_per_batch - 1:
             raise SystemExit(f"Cannot pin adapter: max {args.max_loras_per_batch - 1}")
         self.weights = {

@@ -193,10 +193,14 @@ asyncio.run(main())
 
 
 def vllm_command(origin: Origin, model: Path) -> str:
-    """The proposal's launch line of vLLM, with our folder of a base model."""
+    """The proposal's launch line of vLLM, with our folder of a base model.
+
+    `vllm serve` runs this module; the command itself does not start in a build for the CPU, which has another name.
+    """
     (line,) = command_lines(piece("vLLM", origin))
-    assert " model " in line
-    return line.replace("vllm serve model", f"{Path(sys.executable).parent / 'vllm'} serve {model}")
+    return moved(
+        line, {"vllm serve model": f"{sys.executable} -P -m vllm.entrypoints.openai.api_server --model {model}"}
+    )
 
 
 @ORIGINS

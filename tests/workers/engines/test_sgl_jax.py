@@ -218,7 +218,8 @@ async def test_adapters_have_completions_and_chats_and_no_request_falls_to_the_b
 
         async def is_ready() -> bool:
             items = (await operator.get("/v1/adapters")).json()["data"]
-            return {each["status"]["state"] for each in items} == {"ready"}
+            states = {each["lora_id"]: each["status"]["state"] for each in items}
+            return (states.get(SQL), states.get(LEGAL)) == ("ready", "ready")
 
         await until(is_ready)
 
