@@ -214,7 +214,10 @@ def _text(path):
             _changed("UPDATE intent SET json = json_set(json, '$.spec.tenants', 'acme')"),
             r"adapter '.*': Expected `array . null`",
         ),
-        (_changed("UPDATE intent SET json = json_set(json, '$.card.rank', 'x')"), r"adapter '.*': Expected `int"),
+        (
+            _changed("UPDATE intent SET json = json_set(json, '$.card', json_object('rank', 'x'))"),
+            r"adapter '.*': Expected `int",
+        ),
         (_changed("UPDATE intent SET json = json_remove(json, '$.spec.source')"), r"adapter '.*': .*missing.*`source`"),
         (_changed("UPDATE intent SET json = 'acme'"), r"adapter '.*': JSON is malformed"),
         (_changed("UPDATE intent SET json = ?", '{"x":' + "[" * 100_000), r"adapter '.*': "),
