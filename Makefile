@@ -3,6 +3,7 @@
 # make test       before each commit: the checks, and every test that a change needs, some on real vLLM
 # make test-fast  while you write: no vLLM (nor its 3 GB: make install-fast), no fleets of processes, nothing slow
 # make test-all   before a release: everything, with long runs, kills, and the whole of vLLM's contract
+# make test-gpu   on a machine with a GPU: at most eight minutes, and its table goes into docs/benchmarks.md
 # make lint       the checks alone
 # make docs       the documentation site in .site/site, with search and every REST route
 # make release    VERSION=0.2.0: wheel, sdist, chart, checksums in .release; TAG=yes commits and tags
@@ -15,6 +16,8 @@ SITE   ?= .site
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
 FAST   := $(VENV)/installed-fast
+# Of an environment with a vLLM build for the GPU, and `pip install -e '.[reference,dev]'`.
+GPU_PYTHON ?= $(PYTHON)
 # Tests wait as much as they compute, so there are more workers than cores.
 JOBS   ?= $(shell expr `nproc` \* 2)
 PYTEST  = $(BIN)/pytest --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder
@@ -26,11 +29,11 @@ TORCH     := 2.13.0
 # Asked only when no configured index has a CPU build: the plain one is the CUDA build, gigabytes that a CPU cannot use.
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help install install-fast demo demo-real test test-fast test-all lint docs release clean
+.PHONY: help install install-fast demo demo-real test test-fast test-all test-gpu lint docs release clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile | head -9
+	@sed -n 's/^# //p' Makefile | head -10
 
 install: $(STAMP)
 install-fast: $(FAST)
@@ -108,6 +111,10 @@ test-fast: $(FAST)
 
 test-all: $(STAMP) lint
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
+
+# Installs nothing: `make install` would put vLLM's build for the CPU in the place of the GPU's.
+test-gpu:
+	$(GPU_PYTHON) -P -m tests.gpu --into docs/benchmarks.md
 
 clean:
 	rm -rf $(VENV) $(STATE) $(SITE) .release .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
