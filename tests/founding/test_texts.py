@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import httpx
 import pytest
@@ -46,6 +47,7 @@ CODER, LLAMA = "Qwen/Qwen2.5-Coder-7B", "meta-llama/Llama-3-8B"
 ROOT = Path(__file__).parents[2]
 SHARED, MODELS = "/shared/loras", "/models/lora"
 TRANSLATION, SUMMARIZATION = "translation", "summarization"
+SHORT_NAMES = {"translation": TRANSLATION, "summary": SUMMARIZATION}
 ORIGINS = pytest.mark.parametrize("origin", ["ours", "texts"])
 ENGINES = pytest.mark.parametrize(
     "engine", ["sim", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)])]
@@ -171,6 +173,7 @@ async def test_phase_a_is_served_from_its_own_file_and_passes_its_own_test(
         assert {item["lora_id"] for item in metadata["lora"]["loaded_loras"]} == {SQL, PYTHON}
         assert metadata["component"] == "worker"
         assert metadata["lora"]["max_lora_rank"] == 64
+        assert missing_names(designed_metadata(origin), metadata) == []
         numbers = [item["lora_int_id"] for item in metadata["lora"]["loaded_loras"]]
         assert sorted(numbers) == [1, 2]
         engine_url = metadata["transport"]["engine_url"]
@@ -190,6 +193,25 @@ async def main():
 asyncio.run(main())
 """
         )
+
+
+def designed_metadata(origin: Origin) -> dict[str, Any]:
+    """The design's example of a worker's metadata."""
+    names: dict[str, Any] = {"true": True}
+    exec(piece("metadata", origin), names)
+    designed: dict[str, Any] = names["metadata"]
+    return designed
+
+
+def missing_names(designed: Any, found: Any, where: str = "metadata") -> list[str]:
+    """The designed names that are not found, at any depth. Of a list of items the first stands for all."""
+    if isinstance(designed, list) and designed:
+        return [] if not isinstance(found, list) else missing_names(designed[0], found[0], f"{where}[]")
+    if not isinstance(designed, dict):
+        return []
+    absent = [f"{where}.{name}" for name in designed if name not in found]
+    inner = (missing_names(each, found[name], f"{where}.{name}") for name, each in designed.items() if name in found)
+    return [*absent, *(name for names in inner for name in names)]
 
 
 def vllm_command(origin: Origin, model: Path) -> str:
@@ -408,7 +430,12 @@ async def test_sgl_jax_is_launched_and_asked_as_designed(
         assert first
         assert len(set(ast.literal_eval(texts))) == 3
         assert await fleet.answers_by_adapter() == {TRANSLATION: 2, SUMMARIZATION: 1}
+        places = {f"/path/to/{name}_lora": f"{models}/{lora_id}" for name, lora_id in SHORT_NAMES.items()}
+        call, _, body = moved(piece("sgl-jax, request", origin), places).partition("\n")
+        method, path = call.split()
+        answer = await fleet.router.request(method, path, json=json.loads(body))
+        assert [bool(item["text"]) for item in answer.json()] == [True, True]
         assert (await run_python(chat)).strip()
-        assert sum((await fleet.answers_by_adapter()).values()) == 4
+        assert sum((await fleet.answers_by_adapter()).values()) == 6
         refused = await fleet.router.post("/generate", json={"text": "a", "lora_path": f"{models}/nobody"})
         assert refused.status_code == 404

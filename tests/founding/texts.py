@@ -32,6 +32,7 @@ class Piece:
 
 
 PIECES: Mapping[str, Piece] = {
+    "metadata": Piece("metadata.py", "000", "# Enhanced metadata structure"),
     "phase A": Piece("phase_a.py", "000", "Total available"),
     "worker's file": Piece("worker.yaml", "000", "config/lora_worker.yaml"),
     "worker's pod": Piece("worker_pod.yaml", "000", "deploy/lora-worker.yaml"),
@@ -43,6 +44,7 @@ PIECES: Mapping[str, Piece] = {
     "plugins": Piece("plugins.sh", "001", "--lora-downloader-plugin"),
     "vLLM": Piece("engine.sh", "001", "vllm serve"),
     "sgl-jax": Piece("sgl_jax.sh", "003", "sgl_jax.launch_server"),
+    "sgl-jax, request": Piece("sgl_jax_request.txt", "003", "POST /generate"),
     "sgl-jax, one": Piece("sgl_jax_one.py", "003", '["text"])'),
     "sgl-jax, batch": Piece("sgl_jax_batch.py", "003", "Use base model"),
     "sgl-jax, chat": Piece("sgl_jax_chat.py", "003", "extra_body"),
