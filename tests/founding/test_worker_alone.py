@@ -229,6 +229,7 @@ async def test_preloads_are_ready_at_the_start_and_the_log_has_each_load_failure
         assert (await client.post(UNLOAD, json={"lora_id": SQL})).status_code == 200
     lines = [json.loads(line) for line in (worker.folder / "agent.log").read_text().splitlines() if line[:1] == "{"]
     said = {(line["event"], line.get("lora_id")): line for line in lines}
+    assert said["adapters in lora_path", None]["found"] == 4
     assert said["preload failed", "nowhere/v1"]["code"] == "adapter_unknown"
     assert {("lora_loaded", SQL), ("lora_loaded", PYTHON)} <= said.keys()
     failed = said["load failed", LEGAL]

@@ -14,7 +14,7 @@ from tests.patience import patience, wait_until
 pytestmark = pytest.mark.fleet
 
 AVAILABLE = {"lora_id", "path", "base_model", "rank", "state"}
-LOADED = {"lora_id", "state", "loaded_at", "last_used", "memory_mb", "request_count"}
+LOADED = {"lora_id", "state", "loaded_at", "last_used", "memory_mb", "request_count", "path", "load_seconds"}
 
 
 def loaded(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -294,3 +294,10 @@ def test_orchestrators_are_a_deployment_with_a_service_at_port_8080():
     )
     (port,) = (each for each in service["spec"]["ports"] if each["name"] == "http")
     assert (port["port"], port["targetPort"]) == (8080, "http")
+
+
+def test_workers_are_ready_by_a_route_of_their_own():
+    (worker,) = of_kind("sim", "StatefulSet")
+    (container,) = worker["spec"]["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "agent"}
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health"

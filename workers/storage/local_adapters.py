@@ -113,6 +113,8 @@ class LocalAdapters:
         if self._is_stopping:
             return False
         changed = adapters != self._scanned
+        if len(adapters) != len(self._scanned):
+            log.info("adapters in lora_path", found=len(adapters), before=len(self._scanned))
         self._is_stale = False
         self._scanned = adapters
         self.revision += changed
