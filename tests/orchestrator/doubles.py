@@ -39,6 +39,7 @@ class FakeAgent:
         self.base_model = base_model
         self.max_lora_rank = max_lora_rank
         self.refusal = ""
+        self.punica = ""
         self.zone = zone
         self.node = node
         self.state = "ready"
@@ -152,6 +153,7 @@ class FakeAgent:
             "lora": {
                 "enabled": not self.refusal,
                 "refusal": self.refusal,
+                "punica": self.punica,
                 "max_loras": 2,
                 "max_cpu_loras": self.slots,
                 "max_lora_rank": self.max_lora_rank,

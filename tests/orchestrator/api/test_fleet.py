@@ -22,6 +22,15 @@ async def test_a_workers_item_has_its_load(service):
     assert {"running", "kv_usage", "prefill_tokens_per_s"} <= load.keys()
 
 
+async def test_a_workers_item_names_its_engines_lora_kernels(service):
+    agent = await service.worker()
+    assert (await service.http.get("/v1/workers/w0")).json()["punica"] == ""
+    agent.punica = "PunicaWrapperGPU"
+    await service.beat()
+    (item,) = (await service.http.get("/v1/workers")).json()["data"]
+    assert item["punica"] == "PunicaWrapperGPU"
+
+
 async def test_keys_are_listed_by_id_and_never_shown(open_service, tmp_path):
     path = tmp_path / "keys.yaml"
     secret = "lf-operator"
