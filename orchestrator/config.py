@@ -24,7 +24,7 @@ _BY_LABEL = OtherName(
     advice="workers send heartbeats by themselves; those in Kubernetes are found by the labels of their Services in"
     " LORAFLEET_ORCHESTRATOR_KUBE_SELECTOR"
 )
-_LOADING = _policy("loading=lazy, eager or weighted")
+_LOADING = _policy("loading=lazy, eager, weighted or everywhere")
 _OTHER_NAMES: Mapping[str, OtherName] = {
     # Dynamo's design of LoRA support: variables of its orchestrator's pod, and keys of its file.
     "DYNAMO_NAMESPACE": _BY_LABEL,

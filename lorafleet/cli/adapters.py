@@ -26,6 +26,7 @@ class LoadingName(StrEnum):
     lazy = "lazy"
     eager = "eager"
     weighted = "weighted"
+    everywhere = "everywhere"
 
 
 @adapters_app.command("add")

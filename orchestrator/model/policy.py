@@ -7,7 +7,7 @@ from annotated_types import Ge, Gt, Le
 
 from orchestrator.model.names import MOST_VERSIONS, RESOURCE
 
-Loading = Literal["lazy", "eager", "weighted"]
+Loading = Literal["lazy", "eager", "weighted", "everywhere"]
 Adopt = Literal["configured", "all", "none"]
 
 
@@ -43,7 +43,8 @@ class PlacementPolicy:
 
     loading: Loading = "lazy"
     """lazy: an adapter is loaded with its first request; eager: `min_replicas` of it at once; weighted: slots that no
-    other adapter needs are divided among adapters by `weight`"""
+    other adapter needs are divided among adapters by `weight`; everywhere: a copy on every worker that takes it, up to
+    `max_replicas`, of which requests for other adapters may evict all above `min_replicas`"""
     min_replicas: Annotated[int, Ge(0)] = 1
     """least copies of an adapter that is loaded"""
     max_replicas: Annotated[int, Ge(1)] = 64

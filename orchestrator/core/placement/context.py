@@ -36,7 +36,7 @@ def usable_slots(slots: int, reserve: int) -> int:
 
 
 def loading_mode(adapter: RegisteredAdapter, policy: PlacementPolicy) -> str:
-    """lazy, eager or weighted: the adapter's own setting, else the global one."""
+    """The adapter's own setting, else the global one; see `PlacementPolicy.loading`."""
     return adapter.policy.loading or policy.loading
 
 
@@ -183,7 +183,18 @@ class PlacementContext:
         loading = loading_mode(adapter, self.policy)
         if loading == "weighted":
             return self.targets.get(adapter.lora_id, 0)
-        return self.min_replicas(adapter) if loading == "eager" else adapter.policy.min_replicas or 0
+        return adapter.policy.min_replicas or 0 if loading == "lazy" else self.min_replicas(adapter)
+
+    def is_everywhere(self, adapter: RegisteredAdapter) -> bool:
+        """Whether the adapter is to be on every worker that takes it: no version that its published name has left."""
+        return loading_mode(adapter, self.policy) == "everywhere" and adapter.lora_id not in self.intent.superseded
+
+    def possible_replicas(self, adapter: RegisteredAdapter) -> int:
+        """Workers that take the adapter, and those that have it and take nothing new."""
+        workers = self.observed.workers
+        holders = self.holders.get(adapter.lora_id, ())
+        closed = sum(not self.can_load(adapter, workers[worker_id]) for worker_id in holders)
+        return len(self.able_workers(adapter)) + closed
 
     def current_failure(self, lora_id: str, worker_id: str) -> AdapterFailure | None:
         """The adapter's failure that blocks loads on the worker now, or None; see `ObservedFleet.current_failure`."""

@@ -44,7 +44,7 @@ def last_asked_at(context: PlacementContext) -> Mapping[str, float]:
 
 
 def expired_removals(context: PlacementContext, moving: Iterable[str]) -> Iterable[PlannedRemoval]:
-    """Removals of expired copies: never pinned ones, never below the minimum. Adds each to `context.leaving`.
+    """Removals of expired copies: none pinned or `everywhere`, none below the minimum. Adds each to `context.leaving`.
 
     At most one copy of a worker at a time, so that a load there never waits for many unloads. The copy that drains
     already goes first, then the one that was idle longest. Nothing expires while a router may be unheard.
@@ -78,7 +78,8 @@ def _may_expire(context: PlacementContext, lora_id: str) -> bool:
     """Whether the adapter may leave for want of requests: it can be loaded again, and nobody waits for it."""
     adapter, demand = context.intent.adapters[lora_id], context.demand
     is_waited_for = lora_id in demand.wants or lora_id in demand.backlog
-    return not (adapter.policy.pinned or is_waited_for or lora_id in context.draining_ids) and is_placeable(adapter)
+    is_to_stay = adapter.policy.pinned or context.is_everywhere(adapter)
+    return not (is_to_stay or is_waited_for or lora_id in context.draining_ids) and is_placeable(adapter)
 
 
 def _may_leave(context: PlacementContext, lora_id: str, worker: ObservedWorker) -> bool:

@@ -163,6 +163,8 @@ def _replicas_asked_for(context: PlacementContext, adapter: RegisteredAdapter) -
     """Replicas that the adapter's minimum, requests for replicas or a draining worker ask for, up to its maximum."""
     is_eager = loading_mode(adapter, context.policy) == "eager"
     target = context.min_replicas(adapter) if is_eager else adapter.policy.min_replicas or 0
+    if context.is_everywhere(adapter):
+        target = max(target, context.possible_replicas(adapter))
     want = context.demand.wants.get(adapter.lora_id)
     asked = 0 if want is None else want.replicas
     return min(max(target, asked, int(adapter.lora_id in context.draining_ids)), context.max_replicas(adapter))

@@ -133,7 +133,7 @@ function Copies({ item, placements, workers, history }) {
     const worker = entry.body?.worker_id || entry.body?.worker;
     if (worker && /load/.test(entry.kind) && !reasons.has(worker)) reasons.set(worker, entry);
   }
-  if (!placements.length) return html`<p class="muted">It is on no worker, and none is to have it${item.error ? ": it cannot be loaded, see above" : item.policy.loading === "eager" ? "" : ": it is loaded with its first request"}.</p>`;
+  if (!placements.length) return html`<p class="muted">It is on no worker, and none is to have it${item.error ? ": it cannot be loaded, see above" : ["eager", "everywhere"].includes(item.policy.loading) ? "" : ": it is loaded with its first request"}.</p>`;
   return html`<ul class="lines">${placements.map((copy) => { const why = reasons.get(copy.worker_id); return html`<li key=${copy.worker_id}><b><${WorkerLink} id=${copy.worker_id}/></b><${State} is=${copy.desired && copy.state === "remote" ? "wanted" : copy.state}/><span class="tag">${copy.location}</span>
     <span class="grow muted">${copy.desired ? "wanted here" : "kept, not wanted"}${why?.body?.reason ? `: ${why.body.reason}` : ""}${why?.body?.duration_s ? `, loaded in ${seconds(why.body.duration_s)}` : ""}</span></li>`; })}</ul>`;
 }

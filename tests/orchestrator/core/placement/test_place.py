@@ -89,7 +89,7 @@ def fleets(draw):
                 name,
                 base_model=draw(st.sampled_from(BASES)),
                 rank=draw(st.sampled_from([8, 16, 64])),
-                loading=draw(st.sampled_from([None, "lazy", "eager", "weighted"])),
+                loading=draw(st.sampled_from([None, "lazy", "eager", "weighted", "everywhere"])),
                 min_replicas=least,
                 max_replicas=draw(st.none() | st.integers(max(1, least or 0), 4)),
                 pinned=draw(st.booleans()),
@@ -137,7 +137,7 @@ def fleets(draw):
             for name in wanted
         },
     )
-    loading = draw(st.sampled_from(["lazy", "eager", "weighted"]))
+    loading = draw(st.sampled_from(["lazy", "eager", "weighted", "everywhere"]))
     rules = PlacementPolicy(
         loading=loading,
         min_replicas=draw(st.integers(0, 2)),
@@ -207,6 +207,32 @@ def test_an_adapter_that_is_kept_out_of_every_worker_that_could_hold_it_fits_now
     two = fleet(worker("w0", kept_out=frozenset("a")), worker("w1", held("a")))
     short = place(intent(adapter("a", min_replicas=2)), two, DemandSnapshot(), PlacementPolicy(), NOW)
     assert (short.fits_nowhere, "keeps it out of w0" in short.unplaced["a"]) == ({}, True)
+
+
+def test_an_adapter_that_is_everywhere_is_on_every_worker_that_takes_it_and_stays_on_a_cordoned_one():
+    everywhere = PlacementPolicy(loading="everywhere")
+    busy = {"w2": worker("w2", kept_out=frozenset("a")), "w3": worker("w3", base_model="llama")}
+    held_here = worker("w1", held("a"), state="cordoned")
+    observed = fleet(worker("w0"), held_here, *busy.values(), worker("w4"))
+    desired = place(intent(adapter("a")), observed, DemandSnapshot(), everywhere, NOW)
+    assert sorted(load.worker_id for load in desired.loads) == ["w0", "w4"]
+    assert (desired.removals, desired.unplaced) == ((), {})
+    again = place(intent(adapter("a")), applied(observed, desired), DemandSnapshot(), everywhere, NOW)
+    assert (again.loads, again.removals) == ((), ())
+    most = place(intent(adapter("a", max_replicas=2)), observed, DemandSnapshot(), everywhere, NOW)
+    assert len(most.loads) == 1
+    timed = replace(everywhere, ttl_s=1.0, min_residency_s=0.0)
+    assert place(intent(adapter("a")), applied(observed, desired), DemandSnapshot(), timed, NOW + 99).removals == ()
+    # A version that its name has left is not spread again.
+    old = place(intent(adapter("a"), superseded=frozenset("a")), observed, DemandSnapshot(), everywhere, NOW)
+    assert old.loads == ()
+
+
+def test_a_waiting_request_takes_the_slot_of_a_copy_that_is_everywhere():
+    everywhere = changed(adapter("a"), loading="everywhere")
+    full = [worker(name, held("a"), slots=1) for name in ("w0", "w1")]
+    desired = place(intent(everywhere, adapter("b")), fleet(*full), want("b"), PlacementPolicy(), NOW)
+    assert [(load.lora_id, load.evict) for load in desired.loads] == [("b", "a")]
 
 
 def test_a_copy_of_another_client_is_kept_out_by_its_engine_name():
