@@ -71,8 +71,8 @@ async def test_a_load_by_vllms_own_call_at_one_engine_reaches_every_worker_when_
 
         await until(is_orphan, what="its files are read")
         assert [path.name for path in record.iterdir()] == ["mine.json"]
-        (await fleet.http.patch("/v1/policy", json={"loading": "everywhere"})).raise_for_status()
-        (await fleet.http.post("/v1/orphans/adopt", json={"tenants": None})).raise_for_status()
+        rules = {"adopt": "all", "loading": "everywhere"}
+        (await fleet.http.patch("/v1/policy", json=rules)).raise_for_status()
 
         async def are_ready() -> bool:
             return (await fleet.adapter("mine"))["status"]["workers"] == ["w0", "w1", "w2"]

@@ -51,7 +51,7 @@ class ForeignFilesReader:
         due = {name: path for name, path in foreign.items() if self._is_due(name, path)}
         for name, path in due.items():
             if name not in self._installed.foreign or self._installed.foreign[name].path != path:
-                self._installed.store_foreign(_unread(name, path))
+                self._installed.store_foreign(self._unread(name, path))
         for name, path in due.items():
             adapter = await self._read(name, path)
             if name in self._inventory.foreign_paths():
@@ -72,9 +72,19 @@ class ForeignFilesReader:
             return self._clock() - self._failed_at[name] >= _RETRY_S
         return not known.files_digest and not known.source.startswith("hf://")
 
+    def _unread(self, name: str, path: str) -> WorkerAdapter:
+        """The adapter with this engine name, before its files at the path that the engine names are read.
+
+        Not wanted where the engine's own settings name it: an engine that starts again has it, or no longer.
+        """
+        is_wanted = name not in self._inventory.engine_modules
+        return WorkerAdapter(
+            lora_id=name, digest="", engine_name=name, path=path, source=source_of(path), is_wanted=is_wanted
+        )
+
     async def _read(self, name: str, path: str) -> WorkerAdapter:
         """The adapter with this engine name, with what is known of its files at the path that the engine names."""
-        adapter = _unread(name, path)
+        adapter = self._unread(name, path)
         if not adapter.source:
             return self._failed(adapter, f"the engine names {path!r} as its folder; expected an absolute path")
         if not adapter.source.startswith("file://"):
@@ -99,11 +109,6 @@ class ForeignFilesReader:
         """The adapter with why its files are not known; they are read again in a minute."""
         self._failed_at[adapter.engine_name] = self._clock()
         return replace(adapter, error=error)
-
-
-def _unread(name: str, path: str) -> WorkerAdapter:
-    """The adapter with this engine name, before its files at the path that the engine names are read."""
-    return WorkerAdapter(lora_id=name, digest="", engine_name=name, path=path, source=source_of(path))
 
 
 def source_of(path: str) -> str:

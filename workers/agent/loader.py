@@ -201,7 +201,8 @@ class Loader:
         async with self._engine.lock:
             client = self._engine.require_client()
             slots = self._inventory.slots
-            lost = [each for name, each in sorted(self._installed.foreign.items()) if not slots.has(name)]
+            foreign = sorted(self._installed.foreign.items())
+            lost = [each for name, each in foreign if each.is_wanted and not slots.has(name)]
             for adapter in lost:
                 try:
                     if self._inventory.slots.free <= 0:

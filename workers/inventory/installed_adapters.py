@@ -36,7 +36,7 @@ _LONGEST_NAME = 200
 class InstalledAdapters:
     """The installed adapters of one worker, and those that other clients loaded, in memory and on disk.
 
-    foreign  engine name -> an adapter that another client loaded
+    foreign  engine name -> an adapter that another client loaded, or, not wanted, the engine's own settings
 
     Every change is written at once, so a killed process loses nothing. A thread does the fsync, because in the event
     loop it would take as long as the load of a small adapter: a crashed machine may lose the last few milliseconds.
@@ -105,14 +105,17 @@ class InstalledAdapters:
         return adapter
 
     def store_foreign(self, adapter: WorkerAdapter) -> None:
-        """Add or replace an adapter that another client loaded, and write its file, as `store` does."""
-        self.foreign[adapter.engine_name] = adapter = replace(adapter, is_wanted=True)
-        self._write(adapter)
+        """Add or replace an adapter that another client loaded. One that is wanted has a file, as `store` writes it."""
+        self.foreign[adapter.engine_name] = adapter
+        if adapter.is_wanted:
+            self._write(adapter)
+        else:
+            self._delete(self._path(replace(adapter, is_wanted=True)))
 
     def forget_foreign(self, name: str) -> None:
         """Remove an adapter that another client loaded, with its file. No-op for one that is not there."""
         if (adapter := self.foreign.pop(name, None)) is not None:
-            self._delete(self._path(adapter))
+            self._delete(self._path(replace(adapter, is_wanted=True)))
 
     def remove(self, adapter: WorkerAdapter) -> None:
         """Remove an adapter from memory and delete its file."""
@@ -194,7 +197,8 @@ class InstalledAdapters:
     @property
     def _by_file(self) -> dict[Path, WorkerAdapter]:
         """The file of each adapter -> the adapter."""
-        return {self._path(adapter): adapter for adapter in (*self.all(), *self.foreign.values())}
+        foreign = (adapter for adapter in self.foreign.values() if adapter.is_wanted)
+        return {self._path(adapter): adapter for adapter in (*self.all(), *foreign)}
 
     def _missing_files(self) -> set[Path]:
         """The files that the folders should have and do not; makes the folders anew.

@@ -67,7 +67,9 @@ def test_the_record_has_a_file_named_after_each_adapter_that_the_engine_should_h
     records = InstalledAdapters(tmp_path / "state", tmp_path / "record")
     there = records.store(replace(record(1), is_wanted=True))
     records.store(record(2))
-    records.store_foreign(WorkerAdapter(lora_id="mine", digest="", engine_name="mine", path="/srv/mine"))
+    mine = WorkerAdapter(lora_id="mine", digest="", engine_name="mine", path="/srv/mine", is_wanted=True)
+    records.store_foreign(mine)
+    records.store_foreign(replace(mine, engine_name="engines-own", is_wanted=False))
     assert names_in(tmp_path / "record") == ["mine.json", "tenant-1%2Fadapter-0001@000000000000.json"]
     saved = json.loads((tmp_path / "record/mine.json").read_text())
     assert (saved["lora_name"], saved["lora_path"]) == ("mine", "/srv/mine"), "the body of vLLM's own load"

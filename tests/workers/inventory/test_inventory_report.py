@@ -98,6 +98,8 @@ async def test_what_an_engine_had_at_its_start_is_configured_and_what_a_script_l
 
             await until(is_seen, what="the script's load is seen")
             assert await marked(client) == {"own": True, "script": False}
+            record = worker.state_dir / "adapters"  # an engine that starts again has its own by its settings
+            await until(lambda: [path.name for path in record.glob("*.json")] == ["script.json"])
         async with worker.inside("--engine-url", url) as client:
             assert await marked(client) == {"own": True, "script": False}
             assert (await configured(client)).keys() == {"own"}
