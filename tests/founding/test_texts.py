@@ -50,7 +50,8 @@ TRANSLATION, SUMMARIZATION = "translation", "summarization"
 SHORT_NAMES = {"translation": TRANSLATION, "summary": SUMMARIZATION}
 ORIGINS = pytest.mark.parametrize("origin", ["ours", "texts"])
 ENGINES = pytest.mark.parametrize(
-    "engine", ["sim", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)])]
+    "engine",
+    ["sim", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(900)])],
 )
 SMALL = ("--max-model-len", "2048", "--max-num-seqs", "4", "--max-num-batched-tokens", "2048")
 
