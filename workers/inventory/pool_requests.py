@@ -12,7 +12,7 @@ class PoolRequests:
     """Counts requests as hits and misses of the adapter pool, in the agent's metrics.
 
     An engine that counts its misses is believed; all other requests that routers report were hits. For another engine
-    the model of its slots says where the first request of a report found its adapter.
+    the model of its slots says where the first request of an adapter, of those that came together, found it.
     """
 
     def __init__(self, metrics: WorkerMetrics, reports: Path) -> None:
