@@ -40,7 +40,6 @@ from router.api.control import control_routes, describe_inference, health_routes
 from router.api.engine_calls import engine_call_routes
 from router.api.forward import forward_routes, upload_bytes
 from router.api.inference import InferenceHandler
-from router.api.kv_tree import kv_tree_routes
 from router.api.not_offered import unknown_path
 from router.api.openapi import openapi_paths
 from router.api.pauses import pause_routes
@@ -208,7 +207,6 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     add_routes(
         app,
         control_routes(services, processes),
-        kv_tree_routes(services),
         request_routes(services, control, processes),
         pause_routes(services, control),
         engine_call_routes(services),

@@ -25,13 +25,14 @@ from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
 from router.core.fleet import ReplicaState, RouterFleet
 from router.core.resolve import usable_adapters, whole_name
+from router.kv.tree import kv_tree_of
 from router.processes.aggregate import Answer, WorkerProcesses
 from router.protocols.routes import likely_route
 from router.request.parsed_request import parse_request
 from router.request.record import DispatchedRequest
 from router.request.services import Services
 from router.request.stages import hash_prompt, resolve_target, tokenize
-from router.wire import DecisionList, ReplayBody, RouteAnswer
+from router.wire import DecisionList, KvTree, ReplayBody, RouteAnswer
 
 _DECISIONS = "decisions"
 # A thousand decisions take a process of a large fleet three seconds.
@@ -147,6 +148,17 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
             {"data": [item for _, item in items[:limit]], "next": None, "missing": sorted(missing)}
         )
         return Response(whole, media_type="application/json")
+
+    @api.get("/v1/kv/tree", dependencies=[Depends(requires(services.keys, "view", is_for_fleet=True))])
+    async def kv_tree(
+        model: Annotated[str, Query(description="base model; default: the only one")] = "",
+        adapter: Annotated[str, Query(description="lora_id, engine name, or `base`; default: all")] = "",
+        limit: Annotated[int, Query(ge=1, le=1000, description="nodes in the answer")] = 200,
+        depth: Annotated[int, Query(ge=1, le=64, description="levels below a root")] = 16,
+    ) -> KvTree:
+        """The prompts that this process sent lately, as a tree, with who holds each part of them now."""
+        base_model, sent = await _named_base_model(services, model), tuple(services.sent_prompts)
+        return await kv_tree_of(services.feeds, sent, base_model, adapter=adapter, limit=limit, depth=depth)
 
     @api.post(
         "/v1/decisions/replay", dependencies=[Depends(requires(services.keys, "view"))], response_model=RouteAnswer
@@ -284,6 +296,18 @@ async def known_fleet(services: Services) -> RouterFleet:
     if not services.discovery.has_catalog:
         raise services.discovery.catalog_unavailable()
     return services.discovery.fleet
+
+
+async def _named_base_model(services: Services, model: str) -> str:
+    """The base model of this name; of "" the only one that has workers. Raises ModelNotFound."""
+    fleet = await known_fleet(services)
+    served = [name for name, replica in fleet.base_models.items() if replica]
+    if not model and len(served) == 1:
+        return served[0]
+    if model not in fleet.base_models:
+        why = f"{model!r} is no base model here" if model else f"there are {len(served)} base models"
+        raise ModelNotFound(f"{why}; `model` is one of: {', '.join(sorted(served)) or 'none yet'}", param="model")
+    return model
 
 
 def _caller_as_reader(caller: Caller) -> Caller:

@@ -199,7 +199,10 @@ def notes_on_texts(texts: Mapping[str, bytes], base: Path | None) -> tuple[str, 
         advice = "adapter's tokenizer (`--tokenizer`), or delete these files if training used no such token"
         found = ", ".join(compared_names(own))
         raise SourceError("adapter_file_unsupported", f"{found}: {message} {accepted} {advice}")
-    notes = [] if known is not None or not tokens else [_NOT_COMPARED]
+    damaged = [name for name, text in own.items() if name.endswith(".json") and not text.lstrip().startswith("{")]
+    notes = [f"not compared with the base model's: {_listed(damaged)} (no JSON object)"] if damaged else []
+    if known is None and tokens:
+        notes.append(_NOT_COMPARED)
     return (*notes, *(() if base is None else (*_notes_on_template(own, base), *_notes_on_generation(own, base))))
 
 

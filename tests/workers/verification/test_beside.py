@@ -140,8 +140,11 @@ def test_tokens_at_the_head_of_a_text_that_was_cut_are_seen(base):
 
 
 @pytest.mark.parametrize("damaged", [b"", b"[]", b"{", b"\xff\xfe", b'{"added_tokens": [1, {}]}', b"[" * 100_000])
-def test_a_damaged_text_names_no_token(base, damaged):
-    assert notes_on_texts(dict.fromkeys(compared_names(["tokenizer.json", "added_tokens.json"]), damaged), base) == ()
+def test_a_damaged_text_names_no_token_and_one_that_is_no_object_is_noted(base, damaged):
+    names = compared_names(["tokenizer.json", "added_tokens.json"])
+    found = notes_on_texts(dict.fromkeys(names, damaged), base)
+    assert len(found) == (not damaged.startswith(b"{"))
+    assert all("added_tokens.json, tokenizer.json (no JSON object)" in note for note in found)
 
 
 @pytest.mark.parametrize("has_folder", [True, False])

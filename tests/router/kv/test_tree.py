@@ -1,8 +1,8 @@
 """`GET /v1/kv/tree`: what an operator sees of the index, and that nobody else does."""
 
 from lorafleet.keys.key_files import hash_key
-from router.api.kv_tree import kv_tree_of
 from router.core.kv.tree import SentPrompt
+from router.kv.tree import kv_tree_of
 from tests.router.doubles import CHAT, EngineDouble, error_of, fleet, with_sql
 from tests.router.sql_adapter import SQL
 
@@ -49,7 +49,7 @@ async def test_the_limit_holds_over_all_roots_and_the_busiest_come_first():
             for number in range(count):
                 hashes = (hash(adapter) & (1 << 60), *range(number << 20 | count, (number << 20 | count) + 4))
                 parts.sent_prompts.add(SentPrompt("base", adapter, 16, hashes))
-        tree = await kv_tree_of(parts, "base", adapter="", limit=2, depth=16)
+        tree = await kv_tree_of(parts.feeds, parts.sent_prompts, "base", adapter="", limit=2, depth=16)
         first, second = tree.roots
         assert (first.adapter, first.prompts) == ("many/v1@000000000000", 3)
         assert tree.nodes == 2
