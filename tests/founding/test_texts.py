@@ -13,29 +13,24 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from lorafleet.local.tiny_model import make_adapter, make_model
 from lorafleet.service.settings import SettingsError, load
-from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from orchestrator.model.policy import PlacementPolicy
-from router.app import build as build_router
-from router.config import RouterSettings
 from tests.founding.conftest import LEGAL, PYTHON, SQL
 from tests.founding.texts import Origin, command_lines, moved, piece
-from tests.patience import ORCHESTRATOR_WAITS, patience, until
-from tests.serving import client_of, serving
+from tests.patience import patience
+from tests.workers.routed import RoutedWorker, behind_a_router
 from tests.workers.running import RunningWorker
 from workers import plugin
 from workers.agent.lora_manager import DynamoLoraManager
@@ -85,57 +80,23 @@ def worker_in(folder: Path, *flags: str) -> RunningWorker:
     return worker
 
 
-@dataclasses.dataclass(frozen=True)
-class OneWorkerFleet:
-    """One worker behind a router and an orchestrator."""
-
-    worker: httpx.AsyncClient
-    router: httpx.AsyncClient
-    orchestrator: httpx.AsyncClient
-
-    @property
-    def hosts(self) -> Mapping[str, str]:
-        """Hosts and ports of the texts -> ours."""
-        return {"http://worker:8000": str(self.worker.base_url), "http://router:8000": str(self.router.base_url)}
-
-    async def answers_by_adapter(self) -> dict[str, float]:
-        """How many answers each adapter has given, as the router counts them; the base model's are not among them."""
-        page = (await self.router.get("/metrics")).text
-        samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
-        counts = [sample for sample in samples if sample.name == "lora_routing_decisions_total"]
-        return {sample.labels["lora_id"]: sample.value for sample in counts if sample.labels["outcome"] == "success"}
-
-    async def adapters_that_answered(self) -> list[str]:
-        """The adapters of the router's requests, the oldest first; `base`: the base model."""
-        lines = (await self.router.get("/v1/requests")).json()["data"]
-        return [line["adapter"].partition("@")[0] for line in reversed(lines)]
+def hosts(fleet: RoutedWorker) -> Mapping[str, str]:
+    """Hosts and ports of the texts -> ours."""
+    return {"http://worker:8000": str(fleet.agent.base_url), "http://router:8000": str(fleet.router.base_url)}
 
 
-@asynccontextmanager
-async def fleet_of(worker: RunningWorker, folder: Path, base_model: str, *words: str) -> AsyncIterator[OneWorkerFleet]:
-    """The worker with these flags, an orchestrator and a router that serves all of the worker's loaded adapters."""
-    settings = OrchestratorSettings(store=folder / "store.db", settle_s=0.2, **ORCHESTRATOR_WAITS)
-    async with (
-        serving(build_orchestrator(settings).app) as url,
-        client_of(url, timeout=patience(60)) as orchestrator,
-        worker.inside("--orchestrator-url", url, *words, until_ready=False) as agent,
-    ):
-        await worker.ready(agent, within_s=120)
-        app, parts = build_router(RouterSettings(orchestrator_url=url, metadata_poll_s=0.1))
-        async with (
-            serving(app, http=app.state.http) as router_url,
-            client_of(router_url, timeout=patience(60)) as client,
-        ):
-            fleet = OneWorkerFleet(agent, client, orchestrator)
-            loaded = (await agent.get("/metadata")).json()["lora"]["loaded_loras"]
+async def answers_by_adapter(fleet: RoutedWorker) -> dict[str, float]:
+    """How many answers each adapter has given, as the router counts them; the base model's are not among them."""
+    page = (await fleet.router.get("/metrics")).text
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    counts = [sample for sample in samples if sample.name == "lora_routing_decisions_total"]
+    return {sample.labels["lora_id"]: sample.value for sample in counts if sample.labels["outcome"] == "success"}
 
-            async def has_adapters() -> bool:
-                listed = {item["id"] for item in (await client.get("/v1/models")).json()["data"]}
-                return {base_model, *(item["lora_id"] for item in loaded)} <= listed
 
-            await until(has_adapters, what="the router lists base model and adapters")
-            await until(lambda: parts.tokenizers.knows(base_model), what="the router has the tokenizer")
-            yield fleet
+async def adapters_that_answered(fleet: RoutedWorker) -> list[str]:
+    """The adapters of the router's requests, the oldest first; `base`: the base model."""
+    lines = (await fleet.router.get("/v1/requests")).json()["data"]
+    return [line["adapter"].partition("@")[0] for line in reversed(lines)]
 
 
 async def run_python(code: str) -> str:
@@ -164,13 +125,13 @@ async def test_phase_a_is_served_from_its_own_file_and_passes_its_own_test(
     config = written(moved(piece("worker's file", origin), places), tmp_path)
     worker = worker_in(tmp_path, "--config", config, "--engine", engine, "--served-model-name", CODER, *SMALL)
     words = ("--", *shlex.split(vllm_command(origin, model))) if engine == "vllm" else ()
-    async with fleet_of(worker, tmp_path, CODER, *words) as fleet:
-        output = await run_python(moved(piece("phase A", origin), fleet.hosts))
+    async with behind_a_router(worker, tmp_path, *words, base_model=CODER, within_s=120) as fleet:
+        output = await run_python(moved(piece("phase A", origin), hosts(fleet)))
         answers = [ast.literal_eval(line) for line in output.splitlines() if line.startswith("{")]
         assert len(answers) == 2
         assert all(answer["choices"][0]["message"]["content"] for answer in answers), output
-        assert await fleet.adapters_that_answered() == [SQL, "base"]
-        metadata = (await fleet.worker.get("/metadata")).json()
+        assert await adapters_that_answered(fleet) == [SQL, "base"]
+        metadata = (await fleet.agent.get("/metadata")).json()
         assert {item["lora_id"] for item in metadata["lora"]["loaded_loras"]} == {SQL, PYTHON}
         assert metadata["component"] == "worker"
         assert metadata["lora"]["max_lora_rank"] == 64
@@ -420,8 +381,9 @@ async def test_sgl_jax_is_launched_and_asked_as_designed(
     assert words[0] == "python"
     flags = ("--engine", "sgl-jax", "--model", str(model), "--served-model-name", LLAMA, *SMALL)
     worker = worker_in(tmp_path, *flags, "--max-lora-rank", "16")
-    async with fleet_of(worker, tmp_path, LLAMA, "--", sys.executable, "-P", *words[1:]) as fleet:
-        info = (await fleet.worker.get("/metadata")).json()
+    command = ("--", sys.executable, "-P", *words[1:])
+    async with behind_a_router(worker, tmp_path, *command, base_model=LLAMA, within_s=60) as fleet:
+        info = (await fleet.agent.get("/metadata")).json()
         assert {item["lora_id"] for item in info["lora"]["loaded_loras"]} == {TRANSLATION, SUMMARIZATION}
         assert info["lora"]["max_loras"] == int(words[words.index("--max-loras-per-batch") + 1]) - 1
         host = {"http://127.0.0.1:30000": str(fleet.router.base_url).rstrip("/"), MODELS: str(models)}
@@ -430,13 +392,13 @@ async def test_sgl_jax_is_launched_and_asked_as_designed(
         first, *_, texts = output.splitlines()
         assert first
         assert len(set(ast.literal_eval(texts))) == 3
-        assert await fleet.answers_by_adapter() == {TRANSLATION: 2, SUMMARIZATION: 1}
+        assert await answers_by_adapter(fleet) == {TRANSLATION: 2, SUMMARIZATION: 1}
         places = {f"/path/to/{name}_lora": f"{models}/{lora_id}" for name, lora_id in SHORT_NAMES.items()}
         call, _, body = moved(piece("sgl-jax, request", origin), places).partition("\n")
         method, path = call.split()
         answer = await fleet.router.request(method, path, json=json.loads(body))
         assert [bool(item["text"]) for item in answer.json()] == [True, True]
         assert (await run_python(chat)).strip()
-        assert sum((await fleet.answers_by_adapter()).values()) == 6
+        assert sum((await answers_by_adapter(fleet)).values()) == 6
         refused = await fleet.router.post("/generate", json={"text": "a", "lora_path": f"{models}/nobody"})
         assert refused.status_code == 404

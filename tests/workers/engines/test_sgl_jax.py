@@ -18,13 +18,10 @@ import httpx
 import pytest
 
 from lorafleet.local import tiny_model
-from orchestrator.app import build as build_orchestrator
-from orchestrator.config import OrchestratorSettings
-from router.app import build as build_router
-from router.config import RouterSettings
 from tests.engines import MODULES, SGL_JAX_PYTHON, start_engine
-from tests.patience import ORCHESTRATOR_WAITS, patience, until
-from tests.serving import client_of, serving
+from tests.patience import patience, until
+from tests.serving import client_of
+from tests.workers.routed import behind_a_router
 from tests.workers.running import RunningWorker, code, loaded, metadata_of, post
 from workers.config import AgentTimers
 
@@ -192,20 +189,9 @@ async def test_attached_engine_is_served_with_the_names_of_its_own_command(worke
 @asynccontextmanager
 async def through_a_fleet(worker: RunningWorker, folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, ...]]:
     """Clients of a router and an orchestrator with this worker, which has two adapters."""
-    settings = OrchestratorSettings(store=folder / "store.db", settle_s=0.2, **ORCHESTRATOR_WAITS)
-    async with (
-        serving(build_orchestrator(settings).app) as url,
-        client_of(url, timeout=patience(30)) as operator,
-        worker.inside("--orchestrator-url", url, *PRELOAD, *ENGINE),
-    ):
-        app, parts = build_router(RouterSettings(orchestrator_url=url, metadata_poll_s=0.1))
-        async with serving(app, http=app.state.http) as router, client_of(router, timeout=patience(30)) as client:
-            assert await parts.discovery.changes.until(
-                lambda: any(each.residents for each in parts.discovery.fleet.replicas.values()),
-                timeout_s=patience(20),
-            )
-            await until(lambda: parts.tokenizers.knows("tiny-qwen"))
-            yield client, operator
+    words = (*PRELOAD, *ENGINE)
+    async with behind_a_router(worker, folder, *words, base_model="tiny-qwen", within_s=STARTS_WITHIN_S) as routed:
+        yield routed.router, routed.orchestrator
 
 
 async def test_adapters_have_completions_and_chats_and_no_request_falls_to_the_base_model(
