@@ -104,7 +104,11 @@ async def run_python(code: str) -> str:
     program = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    output, _ = await asyncio.wait_for(program.communicate(), patience(90))
+    try:
+        output, _ = await asyncio.wait_for(program.communicate(), patience(90))
+    finally:
+        if program.returncode is None:
+            program.kill()
     assert program.returncode == 0, output.decode()
     return output.decode()
 
