@@ -52,12 +52,16 @@ def orphans(reports: WorkerReports, store: IntentStore, *, is_configured: bool |
 
 
 def _candidates(reports: WorkerReports) -> Iterator[tuple[str, WorkerAdapter]]:
-    """(worker_id, adapter) of all that workers hold in a slot, and all that their settings name."""
+    """(worker_id, adapter) of all that workers hold in a slot, and all that their settings name.
+
+    Not what an engine had at its start that loads nothing else: routers serve that under the engine's own names.
+    """
     for worker_id, entry in reports.workers.items():
         if entry.reach != "lost":
             held = (lora for lora in entry.report.lora.loaded_loras if lora.state in OCCUPYING)
             for lora in (*held, *reports.configured_adapters(entry)):
-                yield worker_id, lora
+                if entry.report.lora.enabled or not (lora.is_configured and is_foreign(lora)):
+                    yield worker_id, lora
 
 
 def adopt_by_policy(reports: WorkerReports, store: IntentStore) -> list[OrphanItem]:

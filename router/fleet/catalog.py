@@ -115,6 +115,17 @@ def discovered_adapters(
     return adapters_by_id
 
 
+def with_own_adapters(report: Metadata) -> Metadata:
+    """An agent's report with those adapters alone that only its engine's own names serve.
+
+    They are those that the engine had at its start, where it loads nothing else: the fleet cannot load them there under
+    its own names.
+    """
+    own = () if report.lora.enabled else report.lora.loaded_loras
+    listed = tuple(lora for lora in own if lora.is_configured and not lora.digest and lora.state == "ready")
+    return report.model_copy(update={"lora": report.lora.model_copy(update={"loaded_loras": listed})})
+
+
 def configured_adapters(lists: Iterable[tuple[str, Sequence[WorkerAdapter]]]) -> Mapping[str, CatalogAdapter]:
     """The adapters that workers' settings name, by lora_id, for a router that has no orchestrator.
 

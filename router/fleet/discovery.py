@@ -23,7 +23,7 @@ from router.config import RouterSettings
 from router.core.errors import NO_CATALOG, NOBODY_HEARD, CatalogUnavailable, NoReplica
 from router.core.fleet import Replica, RouterFleet, with_last_resort
 from router.core.kv.index import WorkerId
-from router.fleet.catalog import RouterCatalog, configured_adapters, discovered_adapters
+from router.fleet.catalog import RouterCatalog, configured_adapters, discovered_adapters, with_own_adapters
 from router.fleet.catalog_follower import CatalogFollower
 from router.fleet.replica_report import (
     FollowedWorker,
@@ -417,7 +417,8 @@ class Discovery:
         followed.asked_at, followed.heard_at = asked_at, self.clock()
         followed.is_answering, followed.engine_answers = True, True
         has_other_list, followed.configured = listed != followed.configured, listed
-        is_other_engine = followed.agentless is not None and (before is None or before.lora != metadata.lora)
+        lists_own = followed.agentless is not None or not metadata.lora.enabled
+        is_other_engine = lists_own and (before is None or before.lora.loaded_loras != metadata.lora.loaded_loras)
         if is_other_engine or has_other_list:
             self._update_known_adapters()
         replica = self._replica_of(followed, followed.metadata)
@@ -508,7 +509,7 @@ class Discovery:
         Without an orchestrator, with those that workers' settings name, too.
         """
         heard = [(f, f.metadata) for f in self.followed.values() if f.metadata is not None]
-        agentless = [metadata for f, metadata in heard if f.agentless is not None]
+        agentless = [metadata if f.agentless is not None else with_own_adapters(metadata) for f, metadata in heard]
         catalog, has_orchestrator = self._catalog.current, bool(self._url)
         listed = discovered_adapters(agentless, catalog.names(), has_orchestrator=has_orchestrator) if agentless else {}
         if not has_orchestrator:

@@ -8,8 +8,9 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 from starlette.types import ASGIApp
@@ -31,6 +32,7 @@ from workers.engines.command import settings_from_command
 from workers.wire import Metadata
 
 _SLOTS = ("--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16", "--max-model-len", "2048")
+_RUNTIME_LOADS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SIM = ("--engine", "sim", *_SLOTS)
 
 
@@ -156,20 +158,27 @@ class RunningWorker:
 
 
 @contextlib.asynccontextmanager
-async def sim_inside(model: Path, *flags: str) -> AsyncIterator[str]:
-    """The URL of a sim in the test's process."""
+async def sim_inside(
+    model: Path,
+    *flags: str,
+    environment: Mapping[str, str] = MappingProxyType({_RUNTIME_LOADS: "1"}),
+    modules: Mapping[str, Path] = MappingProxyType({}),
+) -> AsyncIterator[str]:
+    """The URL of a sim in the test's process. `modules`: name -> folder of adapters that it has at its start."""
     words = ("--model", str(model), "--served-model-name", "tiny-qwen", "--enable-lora", *flags)
     # Abstract (`@`): no file is left, and pytest's folders are too long for a socket's path.
     endpoints = {name: f"ipc://@{uuid.uuid4().hex}" for name in ("endpoint", "replay_endpoint")}
     events = {"enable_kv_cache_events": True, "publisher": "zmq", **endpoints}
     settings = parse_settings(
         (*words, "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)),
-        {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+        environment,
     )
     publisher = KVEventPublisher(settings.kv_events)
     engine = SimEngine(settings, publisher, SimMetrics(settings), on_death=lambda: None)
     try:
         async with serving(make_app(handlers_of(settings, engine), engine.run)) as url:
+            for name, path in modules.items():
+                await engine.load(name, str(path))
             yield url
     finally:
         await asyncio.to_thread(publisher.close)

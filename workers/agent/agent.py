@@ -50,6 +50,8 @@ from workers.wire import (
 
 log = structlog.get_logger()
 
+_NO_LOAD_ROUTE = "has no route to load adapters: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+
 
 class WorkerAgent:
     """One worker's adapters and engine, as the REST routes use them. The event loop is the only writer."""
@@ -78,11 +80,6 @@ class WorkerAgent:
         self._state_reason = ""
         self._drain_state: Literal["serving", "draining", "stopping"] = "serving"
         self._warming: asyncio.Event | None = None
-
-    @property
-    def _takes_loads(self) -> bool:
-        """Whether the engine loads and unloads adapters while it runs."""
-        return engine_traits(self.context.settings.engine).takes_adapters == "while running"
 
     @property
     def is_warming(self) -> bool:
@@ -127,6 +124,9 @@ class WorkerAgent:
         self.context.cache.folder.engine_url = transport.engine_url
         self.inventory.mark_changed()
         self.engine.version = await client.version()
+        self.inventory.takes_loads = await client.takes_loads()
+        if not self.inventory.takes_loads and client.traits.takes_adapters == "while running":
+            log.warning("the engine loads no adapters while it runs", reason=f"it {_NO_LOAD_ROUTE}")
         await self._read_base_model(self.engine.version)
         reported = await client.kv_connector() if self.context.connector is None else self.context.connector
         connector = self.inventory.kv_connector = apply_setting(self.context.settings.engine_salt, reported)
@@ -166,7 +166,7 @@ class WorkerAgent:
         An engine that takes adapters at its start alone has them already: False.
         """
         await self._loader.adopt_engine_list()
-        if not self._takes_loads:
+        if not self.inventory.takes_loads:
             return False
         await self._loader.restore()
         await self._loader.restore_foreign()
@@ -318,16 +318,21 @@ class WorkerAgent:
             raise EngineError("not_ready", f"this worker is {self.state}{reason}; try again soon", retry_after_s=5)
         if refusal := self.inventory.kv_connector.refusal:
             raise EngineError("adapters_refused", f"this worker takes no adapters: {refusal}; load on another one")
-        if not self._takes_loads and not self.inventory.has_loaded(request.lora_id, request.digest):
-            raise EngineError(
-                "adapters_refused",
-                f"{self.context.settings.engine} takes adapters at its start alone: add {request.lora_id!r} to"
-                " preload_loras and restart this worker, or load on another one",
-            )
+        if not self.inventory.takes_loads and not self.inventory.has_loaded(request.lora_id, request.digest):
+            raise EngineError("adapters_refused", self._no_loads_message(request.lora_id))
         if self.engine.suspicion:
             message = f"this worker takes no loads: {self.engine.suspicion}; load on another one"
             raise EngineError("not_ready", message, retry_after_s=5)
         return await self._loader.load(request, by)
+
+    def _no_loads_message(self, lora_id: str) -> str:
+        """Why the engine loads nothing while it runs, and what to do for an adapter."""
+        if engine_traits(self.context.settings.engine).takes_adapters == "while running":
+            return f"this worker's engine {_NO_LOAD_ROUTE}, or load {lora_id!r} on another worker"
+        return (
+            f"{self.context.settings.engine} takes adapters at its start alone: add {lora_id!r} to preload_loras and"
+            " restart this worker, or load on another one"
+        )
 
     async def unload(self, request: UnloadRequest, by: Requester) -> tuple[str, ...]:
         """Unload an adapter and cancel its loads in progress; returns the unloaded engine names. Raises WorkerError.

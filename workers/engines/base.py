@@ -92,6 +92,9 @@ class EngineClient(Protocol):
     async def kv_connector(self) -> ConnectorVerdict:
         """Ask the engine for its KV connector; returns the verdict on it. For an engine whose command names none."""
 
+    async def takes_loads(self) -> bool:
+        """Whether the engine loads and unloads adapters while it runs."""
+
     async def version(self) -> str:
         """Ask the engine for its version, such as `0.32.0`; "" if it does not say. Never raises."""
 

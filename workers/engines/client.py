@@ -11,6 +11,7 @@ import httpx
 from lorafleet.engine.canary import PROBE_REQUESTS, EngineSilent, Fingerprint, ReadNumbers, answered_numbers
 from lorafleet.service.network.transport import DirectTransport
 from workers.core.errors import EngineError
+from workers.engines.base import EngineTraits
 
 MODELS_TIMEOUT_S = 10.0
 METRICS_TIMEOUT_S = 5.0
@@ -19,6 +20,8 @@ _NUMBERS_TIMEOUT_S = 60.0  # the canary's own deadline is shorter
 
 class HttpEngineClient:
     """HTTP client of one engine. Ignores redirects and the environment's proxies."""
+
+    traits: EngineTraits
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -106,6 +109,10 @@ class HttpEngineClient:
             message = f"engine {self.url}/metrics: HTTP {answer.status_code}"
             raise EngineError("engine_unreachable", message, retry_after_s=1)
         return answer.text
+
+    async def takes_loads(self) -> bool:
+        """Whether the engine loads and unloads adapters while it runs: by its kind."""
+        return self.traits.takes_adapters == "while running"
 
     async def _request(
         self, method: str, path: str, *, timeout_s: float, body: Mapping[str, Any] | None = None

@@ -74,6 +74,11 @@ class VllmClient(HttpEngineClient):
             boot_mark=_start_time_text(scrape),
         )
 
+    async def takes_loads(self) -> bool:
+        """Whether the engine has the load route, which VLLM_ALLOW_RUNTIME_LORA_UPDATING adds. Raises EngineError."""
+        answer = await self._request("GET", "/v1/load_lora_adapter", timeout_s=MODELS_TIMEOUT_S)
+        return answer.status_code != httpx.codes.NOT_FOUND
+
     async def version(self) -> str:
         """The engine's version, as /version says it; "" without an answer. Never raises.
 

@@ -16,6 +16,7 @@ from lorafleet.service.times import utc_text
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.slots import AdapterSlots
+from workers.engines.kinds import engine_traits
 from workers.inventory.event_log import CORRECTING, RESTORING, AgentEventLog, Requester, UnrecordedHistory
 from workers.inventory.installed_adapters import InstalledAdapters
 from workers.inventory.pool_requests import PoolRequests
@@ -41,6 +42,7 @@ class Inventory:
     refused_names  engine names that the engine still lists, though their adapters were refused for their effect
     preloaded      lora_id -> engine name of the adapters that `preload_loras` has brought
     engine_modules  engine names of the adapters that the engine itself had at its start, such as its --lora-modules
+    takes_loads    whether the engine loads and unloads adapters while it runs
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Inventory:
         self.refused_names: set[str] = set()
         self.preloaded: dict[str, str] = {}
         self.engine_modules: frozenset[str] = frozenset()
+        self.takes_loads = engine_traits(settings.engine).takes_adapters == "while running"
         self._listed_paths: Mapping[str, str] = {}
         self._progress: dict[str, WorkerAdapter] = {}
         self._failures: OrderedDict[str, WorkerAdapter] = OrderedDict()

@@ -8,7 +8,6 @@ from statistics import median
 
 from orchestrator.model.cards import card_fields
 from workers.core.errors import sendable
-from workers.engines.kinds import engine_traits
 from workers.inventory.context import AgentContext
 from workers.inventory.inventory import Inventory
 from workers.storage.local_adapters import LocalAdapter
@@ -34,8 +33,7 @@ class InventoryReport:
     @property
     def _takes_loads(self) -> bool:
         """Whether the engine loads adapters while it runs, and its KV connector allows them."""
-        takes_adapters = engine_traits(self._settings.engine).takes_adapters
-        return takes_adapters == "while running" and not self._inventory.kv_connector.refusal
+        return self._inventory.takes_loads and not self._inventory.kv_connector.refusal
 
     def info(self) -> LoraInfo:
         """The adapters' part of /metadata: limits, adapters on disk and in the engine, free slots."""
@@ -119,10 +117,12 @@ class InventoryReport:
     def configured(self) -> tuple[WorkerAdapter, ...]:
         """The adapters that the operator's settings name, sorted by lora_id; faulty ones are failed, with the reason.
 
-        Where a folder in lora_path has other bytes than those loaded of that name, the item is the folder's.
+        Where a folder in lora_path has other bytes than those loaded of that name, the item is the folder's. An engine
+        that loads nothing while it runs serves no other folders.
         """
         items = {item.lora_id: item for item in self.loaded() if item.is_configured}
-        items |= {item.lora_id: self._local_adapter(item) for item in self._local_adapters.adapters}
+        if self._inventory.takes_loads:
+            items |= {item.lora_id: self._local_adapter(item) for item in self._local_adapters.adapters}
         return tuple(items[lora_id] for lora_id in sorted(items))
 
     def _configured_digest(self) -> str:
@@ -139,7 +139,8 @@ class InventoryReport:
             for item in self.loaded()
             if item.is_configured
         )
-        text = "\n".join((self._local_cache[1], *others)).strip()
+        local = self._local_cache[1] if self._inventory.takes_loads else ""
+        text = "\n".join((local, *others)).strip()
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16] if text else ""
 
     def available(self) -> Iterator[WorkerAdapter]:

@@ -85,8 +85,7 @@ async def test_what_an_engine_had_at_its_start_is_configured_and_what_a_script_l
     (tmp_path / "empty").mkdir()
     own, script = (make_adapter(tmp_path / "folders", name) for name in ("own", "script"))
     worker = RunningWorker(agent_model, tmp_path / "empty", tmp_path, *SLOTS)
-    async with sim_inside(agent_model, *SLOTS) as url:
-        await load_at_engine(url, "own", own)
+    async with sim_inside(agent_model, *SLOTS, modules={"own": own}) as url:
         async with worker.inside("--engine-url", url) as client:
             assert await marked(client) == {"own": True}
             item = (await configured(client))["own"]
@@ -103,3 +102,20 @@ async def test_what_an_engine_had_at_its_start_is_configured_and_what_a_script_l
         async with worker.inside("--engine-url", url) as client:
             assert await marked(client) == {"own": True, "script": False}
             assert (await configured(client)).keys() == {"own"}
+
+
+async def test_an_engine_that_loads_nothing_while_it_runs_serves_what_it_had_and_refuses_loads_with_the_reason(
+    agent_model, agent_adapters, tmp_path
+):
+    own = make_adapter(tmp_path / "folders", "own")
+    worker = RunningWorker(agent_model, agent_adapters, tmp_path, *SLOTS, "--preload-loras", "legal/v2")
+    async with (
+        sim_inside(agent_model, *SLOTS, environment={}, modules={"own": own}) as url,
+        worker.inside("--engine-url", url) as client,
+    ):
+        assert await marked(client) == {"own": True}
+        lora = (await metadata_of(client)).lora
+        assert (lora.enabled, lora.capacity.available_slots, lora.refusal) == (False, 0, "")
+        refused = await post(client, "load_lora", lora_id="legal/v2")
+        assert refused.status_code == 409
+        assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in refused.text
