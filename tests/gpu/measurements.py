@@ -110,6 +110,7 @@ async def first_token_rows(engine: MeasuredEngine, *, rank: int, rounds: int) ->
     """The first token of an adapter in a slot, of one in host memory, and of one that is loaded for the request."""
     warm, cold, moved = [], [], []
     async with engine.client() as client:
+        await first_token_s(client, "tiny-qwen", make_prompt(rank + 1000, 64))  # warms up
         for number in range(rounds):
             names = [f"first-{rank}-{number}-{which}" for which in range(3)]
             loads = []
