@@ -95,7 +95,7 @@ class CatalogBook:
 
         Now and then an event needs a write. If that fails, this difference and later ones are left to the next call.
 
-        states   lora_id -> (adapter state, error)
+        states   lora_id -> (adapter state, error), at least of the adapters that have changed
         """
         self._refresh_adapters(states)
         self._refresh_aliases()
@@ -117,14 +117,17 @@ class CatalogBook:
 
     def _refresh_adapters(self, states: Mapping[str, tuple[AdapterState, str | None]]) -> None:
         """Update the catalog's adapters from the store, with one event for each difference, deletions included."""
-        for lora_id in [name for name in self._adapters if name not in self._store.adapters]:
-            deleted = self.emit_event("adapter_deleted", lora_id=lora_id, tenants=self._adapters[lora_id].tenants)
-            del self._sources[lora_id], self._adapters[lora_id]
-            self._note_change("adapter", lora_id, deleted)
-        for lora_id, adapter in self._store.adapters.items():
-            state, error = states[lora_id]
+        for lora_id in sorted(self._store.changed_adapters - self._store.adapters.keys()):
+            if lora_id in self._adapters:
+                deleted = self.emit_event("adapter_deleted", lora_id=lora_id, tenants=self._adapters[lora_id].tenants)
+                del self._sources[lora_id], self._adapters[lora_id]
+                self._note_change("adapter", lora_id, deleted)
+            self._store.changed_adapters.discard(lora_id)
+        for lora_id, (state, error) in states.items():
+            adapter = self._store.adapters[lora_id]
             source = self._sources.get(lora_id)
             if source is not None and source[0] is adapter and source[1] == state and source[2] == error:
+                self._store.changed_adapters.discard(lora_id)
                 continue
             item = CatalogAdapter(
                 lora_id=lora_id,
@@ -146,6 +149,7 @@ class CatalogBook:
                 self._adapters[lora_id] = item
                 self._note_change("adapter", lora_id, changed)
             self._sources[lora_id] = (adapter, state, error)
+            self._store.changed_adapters.discard(lora_id)
 
     def _refresh_pauses(self, pauses: Mapping[str, PauseLease]) -> None:
         """Update the catalog's pauses, with one event for each difference."""

@@ -76,6 +76,9 @@ class IntentStore:
         self._entries: list[HistoryEntry] = []
         self._is_undone = False
         self.writes = 0  # number of changes of intent
+        self.adapters: MutableMapping[str, RegisteredAdapter] = {}
+        self.changed_adapters: set[str] = set()
+        """Adapters that were written or deleted since the catalog took them over; it takes them out."""
         self._tenants: tuple[int, frozenset[str]] = (-1, frozenset())  # `writes` then, and `tenants`
         self.epoch = self.revision = self.routers = self._reserved = 0
         try:
@@ -363,8 +366,10 @@ class IntentStore:
                 self._index_tombstone(key, each, is_there=each is row)
         if isinstance(before, RegisteredAdapter):
             self._adapter_index.remove(before)
+            self.changed_adapters.add(key)
         if isinstance(row, RegisteredAdapter):
             self._adapter_index.add(row)
+            self.changed_adapters.add(key)
 
     def _index_versions(self, name: str, published: Publication, *, is_there: bool) -> None:
         """Add the versions of a published name to the indices, or take them out."""
@@ -387,7 +392,9 @@ class IntentStore:
     def _use_rows(self, stored: StoredRows) -> None:
         """Replace the intent in memory by the stored one; counters stay."""
         self._rows = stored
-        self.adapters: MutableMapping[str, RegisteredAdapter] = stored.of(ADAPTERS)
+        self.changed_adapters.update(self.adapters)
+        self.adapters = stored.of(ADAPTERS)
+        self.changed_adapters.update(self.adapters)
         self.names: MutableMapping[str, ServedName] = stored.of(NAMES)
         self.workers: MutableMapping[str, WorkerIntent] = stored.of(WORKERS)
         self.pauses: MutableMapping[str, PauseLease] = stored.of(PAUSES)  # by the key of their scope

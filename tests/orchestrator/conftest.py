@@ -1,7 +1,7 @@
 """An orchestrator whose passes run on request, in front of served agents."""
 
 import math
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import httpx
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from lorafleet.service.http.known_fields import WIRE_HEADERS
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
+from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.reports import CountingRouter
 from tests.serving import serving
@@ -95,9 +96,21 @@ class OrchestratorUnderTest:
         body = router.body(revision_seen, uses, seq, **more)
         return (await self.http.post("/v1/usage", json=body)).raise_for_status().json()
 
+    def check_catalog_is_whole(self):
+        """The catalog, kept up to date by changes, lacks nothing that a look at every adapter finds."""
+        if not self.store.is_read or self.store.trouble:
+            return
+        with suppress(StoreError, OrchestratorUnavailable):
+            self.reconciler.queries.refresh_catalog()
+            kept = dict(self.reconciler.catalog._adapters)
+            self.store.changed_adapters.update(self.store.adapters, kept)
+            self.reconciler.queries.refresh_catalog()
+            assert self.reconciler.catalog._adapters == kept
+
     async def close(self):
         await self.http.aclose()
         await self.reconciler.stop()
+        self.check_catalog_is_whole()
         await self.built.leadership.release()
         await self.built.client.aclose()
         self.built.book.close()

@@ -36,6 +36,7 @@ class StoreDouble:
 
     def __init__(self):
         self.adapters, self.names, self.revision = {}, {}, 7
+        self.changed_adapters = set()
         self.fails = False
 
     def next_revision(self):
@@ -58,6 +59,7 @@ def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept
     book = CatalogBook(store, wall=lambda: 0.0, buffer=kept)
     known = router_catalog(reader_of(Catalog).validate_json(book.catalog_json()[1]))
     for step, name in [*steps, ("read", "")]:
+        store.changed_adapters.add(name)
         match step:
             case "register":
                 store.adapters[name] = registered(name, source=f"file:///{store.revision}")
