@@ -105,6 +105,7 @@ export function AdapterPage({ id }) {
     <${Loaded} of=${found}>${([item, placements, aliases, published, workers]) => html`
       ${item.error && html`<div class="notice bad" role="alert"><b>${item.error}</b><br/>${nextStep(item.error)}</div>`}
       ${item.note && html`<p class="notice">${item.note}</p>`}
+      ${item.kept_out_of?.length > 0 && html`<p class="notice">An operator keeps it out of ${item.kept_out_of.map((worker, at) => html`${at ? ", " : ""}<${WorkerLink} id=${worker}/>`)}, where it can be let in again.</p>`}
       <${Panel}><${Facts} rows=${[
         ["Replicas ready / wanted", `${item.replicas.ready} / ${item.replicas.desired}`], ["Requests now", number(item.requests_per_s, 2) + " /s"], ["Base model", item.base_model || "not inspected yet"], ...cardFacts(item.card),
         ["Tenants", item.tenants ? item.tenants.join(", ") || "none" : "everyone"], ["Loading", policyText(item.policy)],
