@@ -9,11 +9,11 @@ import { Act, path } from "./actions.js";
 
 export function Orphans() {
   const found = useLoad((signal) => get("/v1/orphans?limit=1000", { signal }), []);
-  return html`<${Loaded} of=${found}>${(list) => html`<${Table} label="Orphans" rows=${list.data} rowKey=${(row) => row.engine_name} sort="id" empty="Every adapter on a worker is registered." columns=${[
+  return html`<${Loaded} of=${found}>${(list) => html`<${Table} label="Orphans" rows=${list.data} rowKey=${(row) => [row.lora_id, row.card.digest, row.engine_name].join(" ")} sort="id" empty="Every adapter on a worker is registered." columns=${[
     { id: "id", label: "adapter", value: (row) => row.lora_id, cell: (row) => html`<span class="name">${row.lora_id}</span>` },
     { id: "workers", label: "workers", value: (row) => row.workers.join(", "), cell: (row) => row.workers.map((id, at) => html`${at ? ", " : ""}<${WorkerLink} id=${id}/>`) },
     { id: "act", label: "actions", cell: (row) => !row.problem && html`<span class="bar nowrap"><${AdoptButton} orphan=${row}/><${UnloadButton} orphan=${row}/></span>` },
-    { id: "from", label: "loaded by", value: (row) => row.is_foreign ? "another client" : "this fleet, before its store was lost" },
+    { id: "from", label: "loaded by", value: (row) => row.is_configured ? "named by the workers' settings" : row.is_foreign ? "another client" : "this fleet, before its store was lost" },
     { id: "rank", label: "rank", numeric: true, hide: "medium", value: (row) => row.card.rank || null, cell: (row) => row.card.rank || missing },
     { id: "size", label: "size", numeric: true, hide: "medium", value: (row) => row.card.size_bytes || null, cell: (row) => bytes(row.card.size_bytes || null) },
     { id: "digest", label: "digest", hide: "narrow", value: (row) => row.card.digest, cell: (row) => html`<code>${digest12(row.card.digest)}</code>` },
