@@ -1,6 +1,7 @@
 """Every adapter of the corpus gets its expected verdict; verification does not read the weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,11 +50,13 @@ def test_too_large_adapter_is_refused_before_it_is_read(rules, tmp_path):
     assert refused.value.code == "source_too_big"
 
 
-def test_pickle_beside_safetensors_is_ignored(rules, tmp_path):
+def test_pickle_beside_safetensors_changes_nothing_and_is_noted(rules, tmp_path):
     folder = GOOD[0].write(tmp_path)
     plain = read_manifest(folder, rules)
     (folder / "adapter_model.bin").write_bytes(b"anything")
-    assert read_manifest(folder, rules) == plain
+    beside = read_manifest(folder, rules)
+    assert "adapter_model.bin" in beside.files_note
+    assert replace(beside, files_note="") == plain
 
 
 def test_verifying_a_300_mb_adapter_reads_only_its_header(tmp_path):
