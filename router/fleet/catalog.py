@@ -109,6 +109,7 @@ def discovered_adapters(
                     lora_id=lora.lora_id,
                     base_model=base_model,
                     digest=None,
+                    source=lora.source,
                     error=lora.error,
                     engine_name=lora.engine_name,
                 )

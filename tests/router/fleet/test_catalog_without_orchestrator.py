@@ -40,7 +40,8 @@ def test_each_name_has_one_kind_of_bytes_or_an_error(lists):
 
 
 def test_a_version_that_an_agent_loaded_answers_for_its_lora_id_only_where_no_orchestrator_does():
-    lora = WorkerAdapter(lora_id="sql/v1", digest="", engine_name="sql/v1@111111111111", state="ready")
+    name, source = "sql/v1@111111111111", "file:///loras/sql"
+    lora = WorkerAdapter(lora_id="sql/v1", digest="", engine_name=name, state="ready", source=source)
     report = Metadata(
         instance_id="w0",
         model=ModelCard(name="base", base_model="base", runtime_config=UNKNOWN_RUNTIME),
@@ -50,4 +51,4 @@ def test_a_version_that_an_agent_loaded_answers_for_its_lora_id_only_where_no_or
     )
     assert discovered_adapters([report], ()) == {}
     (adapter,) = discovered_adapters([report], (), has_orchestrator=False).values()
-    assert (adapter.lora_id, adapter.engine_name, adapter.is_listed) == ("sql/v1", "sql/v1@111111111111", True)
+    assert (adapter.lora_id, adapter.engine_name, adapter.is_listed, adapter.source) == ("sql/v1", name, True, source)
