@@ -170,7 +170,7 @@ def test_no_malformed_call_gets_a_500(document, tmp_path):
             runner.run(served.__aexit__(None, None, None))
     built.store.close()
     # Otherwise it only knocked at the door.
-    least = examples(600) // 12
+    least = examples(600) // 16
     assert min(seen[status] for status in (200, 400, 404)) > least
 
 
