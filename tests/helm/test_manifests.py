@@ -272,15 +272,17 @@ def test_the_pod_of_helm_test_runs_where_routers_may_run():
 
 
 def test_adapters_are_mounted_read_only_from_a_claim():
-    (spec,) = (
+    specs = [
         item["spec"]["template"]["spec"]
         for item in of_kind("everything", "StatefulSet", "Deployment")
         if any(volume["name"] == "adapters" for volume in item["spec"]["template"]["spec"]["volumes"])
-    )
-    (volume,) = (volume for volume in spec["volumes"] if volume["name"] == "adapters")
-    assert volume["persistentVolumeClaim"]["claimName"] == "adapters"
-    (mount,) = (each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "adapters")
-    assert (mount["mountPath"], mount["readOnly"]) == ("/adapters", True)
+    ]
+    assert specs
+    for spec in specs:
+        (volume,) = (volume for volume in spec["volumes"] if volume["name"] == "adapters")
+        assert volume["persistentVolumeClaim"]["claimName"] == "adapters"
+        (mount,) = (each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "adapters")
+        assert (mount["mountPath"], mount["readOnly"]) == ("/adapters", True)
 
 
 def test_orchestrators_are_a_deployment_with_a_service_at_port_8080():

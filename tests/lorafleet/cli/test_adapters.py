@@ -57,7 +57,7 @@ def test_only_named_fields_of_an_adapter_change(ask: Run) -> None:
         (["--tenant", "acme", "--everyone"], 2, "name one: --tenant, or --everyone"),
         (["priority"], 2, "`lorafleet adapters show LORA_ID` has the names"),
         (["lodaing=eager"], 1, "policy.lodaing: there is no such field; known: loading, min_replicas"),
-        (["loading=soon"], 1, "policy.loading: Input should be 'lazy', 'eager' or 'weighted'"),
+        (["loading=soon"], 1, "policy.loading: Input should be 'lazy', 'eager', 'weighted' or 'everywhere'"),
         (["min_replicas=2", "max_replicas=1"], 1, "min_replicas 2 is above max_replicas 1"),
     ],
 )

@@ -133,7 +133,14 @@ async def test_the_catalog_gives_routers_the_engines_url(house_of, engine):
     service = house_of(engine)
     await service.turn()
     (worker,) = (await service.http.get("/v1/catalog")).json()["workers"]
-    assert worker == {"id": "e0", "agent_url": "", "state": "ready", "engine_url": engine.url, "agent_boot_id": ""}
+    assert worker == {
+        "id": "e0",
+        "agent_url": "",
+        "state": "ready",
+        "engine_url": engine.url,
+        "agent_boot_id": "",
+        "kept_out": [],
+    }
     (item,) = (await service.http.get("/v1/workers")).json()["data"]
     assert (item["agent_url"], item["engine_url"], item["base_model"]) == ("", engine.url, "tiny-qwen")
 
