@@ -22,6 +22,8 @@ from workers.sources.plugins import start_downloader
 
 log = structlog.get_logger()
 
+_CANCEL_AGAIN_S = 1.0
+
 
 @contextlib.asynccontextmanager
 async def running(
@@ -52,9 +54,11 @@ async def running(
             async with _send_heartbeats(agent, client, own=own, rng=rng):
                 yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            pending = set(tasks)
+            while pending:  # a call that ends in the same moment may swallow a cancellation (Python 3.11)
+                for task in pending:
+                    task.cancel()
+                _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
             context.installed.retry_writes()
             agent.usage.save()
             await agent.engine.close_ledgers()
