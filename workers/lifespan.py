@@ -22,8 +22,6 @@ from workers.sources.plugins import start_downloader
 
 log = structlog.get_logger()
 
-_CANCEL_AGAIN_S = 1.0
-
 
 @contextlib.asynccontextmanager
 async def running(
@@ -54,11 +52,9 @@ async def running(
             async with _send_heartbeats(agent, client, own=own, rng=rng):
                 yield
         finally:
-            pending = set(tasks)
-            while pending:  # a call that ends in the same moment may swallow a cancellation (Python 3.11)
-                for task in pending:
-                    task.cancel()
-                _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             context.installed.retry_writes()
             agent.usage.save()
             await agent.engine.close_ledgers()

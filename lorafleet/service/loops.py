@@ -60,6 +60,8 @@ async def forever(
 ) -> None:
     """Run `step` repeatedly until cancelled: every `every_s`, or at once when `poke` is set.
 
+    A cancellation that a step swallows ends the loop behind that step.
+
     A step that raises is tried again after a jittered, growing pause of at most `most_backoff_s`. The 1st, 10th and
     every 100th failure in a row is logged: network errors in one line, our own faults with a traceback.
 
@@ -93,6 +95,8 @@ async def forever(
                     exc_info=is_own_fault,
                 )
             pause_s = backoff_s(failures, _FIRST_BACKOFF_S, most_backoff_s, rng)
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise asyncio.CancelledError  # the step's own calls have swallowed it (Python 3.11)
         if poke is None or failures:
             await asyncio.sleep(pause_s)
         else:

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import random
 import time
 from pathlib import Path
@@ -210,3 +211,18 @@ async def test_delayed_calls_yield_to_the_event_loop():
 async def later_is_idle(made, count):
     while len(made) < count:
         await asyncio.sleep(0)
+
+
+async def test_a_cancellation_that_a_step_swallows_ends_the_loop():
+    began = asyncio.Event()
+
+    async def step():
+        began.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    loop = asyncio.create_task(forever(step, name="x", every_s=600))
+    await began.wait()
+    loop.cancel()
+    await asyncio.wait([loop], timeout=patience(10))
+    assert loop.cancelled()
