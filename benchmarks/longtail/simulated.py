@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.placement.measure import OURS, placer_of
+from benchmarks.placement.measure import OURS, p99, placer_of
 from benchmarks.placement.peers import PEERS, Lazy
 from benchmarks.placement.workload import PlacementRequest, Scenario, requests_of
 from benchmarks.placement.world import Copy, World
@@ -39,7 +39,7 @@ def scenes(*, is_quick: bool) -> Sequence[Scenario]:
 
 @dataclass(frozen=True, slots=True)
 class TailFigures:
-    """Of one run after its warm-up; seconds to the first token.
+    """Seconds to the first token and loads, in one run after its warm-up.
 
     cold   of requests that found their adapter ready nowhere; `hot` of those for the `HOT` most asked adapters
     """
@@ -104,8 +104,8 @@ def _run(contender: str, scene: Scenario, seed: int) -> TailFigures:
     return TailFigures(
         mean_s=mean(every),
         cold_mean_s=mean(cold),
-        cold_p99_s=_p99(cold),
-        hot_p99_s=_p99(hot),
+        cold_p99_s=p99(cold),
+        hot_p99_s=p99(hot),
         last_s=every[-1],
         loads=sum(at >= scene.warm_s for at, _, _ in world.loads),
         unserved=len(counted) - len(served),
@@ -114,10 +114,6 @@ def _run(contender: str, scene: Scenario, seed: int) -> TailFigures:
 
 def _waits(requests: Iterable[PlacementRequest]) -> list[float]:
     return sorted(request.first_token - request.at for request in requests) or [0.0]
-
-
-def _p99(times: Sequence[float]) -> float:
-    return times[min(len(times) - 1, len(times) * 99 // 100)]
 
 
 def _mean_of(runs: Sequence[TailFigures]) -> TailFigures:

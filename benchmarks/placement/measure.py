@@ -106,7 +106,7 @@ def run(contender: str, scene: Scenario, seed: int, rules: PlacementPolicy | Non
         hours=(scene.lasts_s - scene.warm_s) / 3600,
         mean_s=mean(served),
         p50_s=median(served),
-        p99_s=_p99(served),
+        p99_s=p99(served),
         troubled_p99_s=_troubled(scene, requests),
         back_s=None if watch.back_at is None or scene.lost is None else watch.back_at - scene.lost,
         begun_s=_begun(scene, world, watch),
@@ -145,7 +145,7 @@ def _troubled(scene: Scenario, requests: Sequence[PlacementRequest]) -> float | 
         spans.append((scene.lost, (scene.back or scene.lost) + 60))
     if not spans:
         return None
-    return _p99(
+    return p99(
         sorted(
             request.first_token - request.at
             for request in requests
@@ -154,5 +154,6 @@ def _troubled(scene: Scenario, requests: Sequence[PlacementRequest]) -> float | 
     )
 
 
-def _p99(times: Sequence[float]) -> float:
+def p99(times: Sequence[float]) -> float:
+    """The 99th percentile of sorted times."""
     return times[min(len(times) - 1, len(times) * 99 // 100)]
