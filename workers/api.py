@@ -266,7 +266,7 @@ def _upload_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     api = APIRouter(dependencies=[Depends(requires(keys, "agent"))])
     uploads = agent.context.uploads
 
-    def check_epoch(epoch: Epoch) -> None:
+    async def check_epoch(epoch: Epoch) -> None:
         """Raises AgentRequestError for a stale epoch."""
         agent.check_epoch(epoch, is_destructive=False)
 

@@ -10,7 +10,7 @@ EPOCH_HEADER = "x-lorafleet-epoch"
 _EPOCH_DIGITS = 15  # exact in every JSON parser and database
 
 
-def _request_epoch(request: Request) -> int | None:
+async def _request_epoch(request: Request) -> int | None:
     """The epoch in the request's header; None without one. Raises AgentRequestError `invalid_epoch`."""
     text = request.headers.get(EPOCH_HEADER)
     if text is None:

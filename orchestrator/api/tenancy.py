@@ -8,7 +8,7 @@ is decided in `orchestrator/intent/owners.py`.
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import PurePosixPath
@@ -417,17 +417,17 @@ def _texts_in_json(value: Any) -> Iterator[str]:
             yield from _texts_in_json(each)
 
 
-def tenant_view_of(store: IntentStore) -> Callable[[Request], TenantView]:
+def tenant_view_of(store: IntentStore) -> Callable[[Request], Awaitable[TenantView]]:
     """A dependency that returns the caller's view. The route's scope check has authenticated the caller before."""
 
-    def view(request: Request) -> TenantView:
+    async def view(request: Request) -> TenantView:  # FastAPI runs a plain function in a thread
         """The view of the request's caller."""
         return TenantView(request.state.caller, store)
 
     return view
 
 
-def _request_caller(request: Request) -> Caller:
+async def _request_caller(request: Request) -> Caller:
     """The request's caller. `requires` has authenticated it before.
 
     A program that acts by itself names itself in a header, so that the history takes it for no person. Only an
@@ -438,9 +438,9 @@ def _request_caller(request: Request) -> Caller:
     return replace(found, program=program) if program in PROGRAMS and found.tenant is None else found
 
 
-def _actor_name(request: Request) -> str:
+async def _actor_name(request: Request) -> str:
     """The caller's name, for the history."""
-    return _request_caller(request).name
+    return (await _request_caller(request)).name
 
 
 Actor = Annotated[str, Depends(_actor_name)]
