@@ -213,7 +213,7 @@ class WorkerSettings(ServiceSettings):
     base_model_check: Literal["name", "exact", "off"] = Field(
         default="name",
         description="comparison of an adapter's base model with this worker's: the model's own name (without owner,"
-        " folders, quantization), the whole name, or none",
+        " folders, quantization or format), the whole name, or none",
     )
     canary: CanaryMode = Field(
         default="refuse",

@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
+from workers.verification.adapter_files import WEIGHTS_NAME, unread_weights
 from workers.verification.peft import CONFIG_NAME
 
-WEIGHTS_NAME = "adapter_model.safetensors"
-_WEIGHTS = (WEIGHTS_NAME, "adapter_model.bin")
 _MOST_NAMED = 5
 
 
@@ -53,16 +52,25 @@ def folder_notices(root: Path) -> list[str]:
             f"{root} is an adapter itself and is left out: an adapter's name is its path below that folder;"
             " move its files into a folder of their own there"
         )
-    bare = sorted({path.parent for name in _WEIGHTS for path in root.rglob(name)} - _folders_with_config(root))
-    lines += [
-        f"{folder} has {' or '.join(_WEIGHTS)} and no {CONFIG_NAME}, and is left out: put the config beside the weights"
-        for folder in bare[:_MOST_NAMED]
-    ]
-    if more := bare[_MOST_NAMED:]:
-        lines.append(f"{len(more)} more folders have weights and no {CONFIG_NAME}, and are left out")
+    unread = _unread_folders(root)
+    lines += [f"{folder} is left out: {what}" for folder, what in unread[:_MOST_NAMED]]
+    if more := unread[_MOST_NAMED:]:
+        lines.append(f"{len(more)} more folders have weights that no engine reads as an adapter, and are left out")
     return lines
 
 
-def _folders_with_config(root: Path) -> set[Path]:
-    """Folders at or below `root` that have an adapter_config.json."""
-    return {path.parent for path in root.rglob(CONFIG_NAME)}
+def _unread_folders(root: Path) -> list[tuple[Path, str]]:
+    """(folder, what its weights are) at or below `root`, for weights without an adapter_config.json.
+
+    Folders below such a folder, and below an adapter, are parts of it.
+    """
+    found = []
+    for path, folders, names in os.walk(root):
+        folders.sort()
+        is_adapter = CONFIG_NAME in names
+        what = "" if is_adapter else unread_weights(names, folders)
+        if what:
+            found.append((Path(path), what))
+        if what or (is_adapter and Path(path) != root):
+            folders[:] = [name for name in folders if next(Path(path, name).rglob(CONFIG_NAME), None)]
+    return found

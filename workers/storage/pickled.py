@@ -8,20 +8,24 @@ from pathlib import Path
 
 from workers.core.errors import SourceError
 from workers.verification.adapter_files import PICKLES, WEIGHTS_NAME
+from workers.verification.tensors import other_file
 
 _SCRIPT = Path(__file__).with_name("unpickle.py")
 _TORCH_MISSING, _NOT_WRITTEN = 3, 4
+_PICKLE_BEGINNINGS = (b"PK\x03\x04", b"\x80")
 
 
 async def convert_pickles(folder: Path) -> None:
     """Replace pickled weights in the folder, if there are any, by safetensors; a process of its own reads them.
 
-    raises  SourceError `adapter_pickled` if the file is no state dict, `source_extra_missing` without torch,
-            `source_failed` if the conversion was killed; OSError if the result cannot be written
+    raises  SourceError `weights_corrupt` for another kind of file, `adapter_pickled` if it is no state dict,
+            `source_extra_missing` without torch, `source_failed` if the conversion was killed; OSError if the result
+            cannot be written
     """
     pickle = next((folder / name for name in PICKLES if (folder / name).exists()), None)
     if pickle is None:
         return
+    _check_beginning(pickle)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", str(_SCRIPT), str(pickle), str(folder / WEIGHTS_NAME),
@@ -48,3 +52,11 @@ async def convert_pickles(folder: Path) -> None:
         message = f"{pickle.name} is no state dict that torch reads with weights_only ({reason}); accepted is one, or"
         raise SourceError("adapter_pickled", f"{message} {WEIGHTS_NAME}")
     pickle.unlink()
+
+
+def _check_beginning(pickle: Path) -> None:
+    """Raises SourceError for a file whose beginning is that of another kind of file."""
+    with pickle.open("rb") as file:
+        start = file.read(8)
+    if not start.startswith(_PICKLE_BEGINNINGS) and (other := other_file(start)):
+        raise SourceError("weights_corrupt", f"{pickle.name}: it is {other}; accepted is {WEIGHTS_NAME}")

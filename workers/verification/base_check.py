@@ -8,16 +8,19 @@ from typing import Literal
 from workers.core.errors import SourceError
 from workers.verification.base_model import BaseModel, ModuleShapes
 from workers.verification.engine_modules import EngineModules, ModuleFate
-from workers.verification.lora_tensors import RENAME_HINT, AdapterTensors, LoraPair
+from workers.verification.lora_tensors import PREFIX, RENAME_HINT, AdapterTensors, LoraPair, unwrapped_name
 from workers.verification.peft import EMBEDDINGS
 from workers.verification.tensors import Shape
 
 BaseModelCheck = Literal["name", "exact", "off"]
 
-# Endings of names of quantized copies: the weights are those of the model, stored otherwise.
-_QUANTIZED = re.compile(
-    r"[-_.](?:unsloth[-_]bnb[-_]4bit|bnb[-_](?:4|8)bit|(?:4|8)bit|awq(?:[-_]int4)?|gptq(?:[-_]int[48])?|fp8(?:[-_]dynamic)?"
-    r"|int[48]|w\da\d+|quantized\.w\da\d+|nvfp4|mxfp4|nf4|hqq|dynamic|bf16|fp16|gguf|mlx|unsloth)$"
+# Endings of names of copies with the model's own weights, stored otherwise: formats, widths, methods and their options.
+_COPY = re.compile(
+    r"[-_.](?:hf|unsloth|mlx|gguf|exl[23]|onnx|ov|openvino|ao|torchao|compressed|quantized"
+    r"|bf16|fp?(?:16|32)|fp8(?:[-_](?:kv|block|tensor))?|(?:nv|mx)fp[48](?:a16)?|nf4|u?int[1-8](?:wo)?|w\da\d+"
+    r"|q\d(?:[-_](?:[01]|k))?(?:[-_](?:xs|s|m|l|xl))?|(?:\d\.)?\d(?:bpw|bit)(?:gs\d+)?|g(?:roup)?s?\d+|\d+g|h[68]"
+    r"|bnb|awq|gptq|gptqmodel|marlin|hqq|dwq(?:[-_]\d{6})?|aqlm|eetq|autoround|auto[-_]round|inc|sym|asym"
+    r"|dynamic|static)$"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"models--(?:.+--)?(?P<name>.+)")
@@ -28,12 +31,15 @@ _FRAMEWORKS = frozenset(("transformers", "pytorch", "keras", "safetensors"))
 def is_same_base(declared: str, names: Iterable[str], check: BaseModelCheck) -> bool:
     """Whether an adapter's declared base model is one of these names; always with `check` "off" or none declared.
 
-    `name` compares the model's own name case-insensitively, without owner, folders and quantization.
+    `name` compares the model's own name case-insensitively, without owner, folders and what is said of a copy's
+    storage. A relative folder, such as `.`, names no model.
     """
     if check == "off" or not declared.strip():
         return True
     if check == "exact":
         return declared in set(names)
+    if not _path_parts(declared):
+        return True
     known = {_plain_model_name(_last_part(_path_parts(name))) for name in names}
     return not known.isdisjoint(_model_names(declared))
 
@@ -53,7 +59,7 @@ def _model_names(name: str) -> set[str]:
 
 def _path_parts(name: str) -> list[str]:
     """The parts of a path of any system, without Hugging Face's `snapshots/<commit>`."""
-    parts = [part.strip() for part in re.split(r"[/\\]+", name) if part.strip()]
+    parts = [part for part in map(str.strip, re.split(r"[/\\]+", name)) if part.strip(".")]
     if len(parts) > 2 and parts[-2] == "snapshots" and (_COMMIT.fullmatch(parts[-1]) or _CACHED.fullmatch(parts[-3])):
         return parts[:-2]
     return parts
@@ -67,9 +73,9 @@ def _last_part(parts: list[str]) -> str:
 
 
 def _plain_model_name(name: str) -> str:
-    """A model's name in lower case, without the endings of quantized copies."""
+    """A model's name in lower case, without the endings of copies that are stored otherwise."""
     plain = name.lower().replace("___", ".")  # ModelScope's folders: Qwen2___5
-    while (shorter := _QUANTIZED.sub("", plain)) != plain and shorter:
+    while (shorter := _COPY.sub("", plain)) != plain and shorter:
         plain = shorter
     return plain
 
@@ -204,10 +210,12 @@ def _naming_hint(modules: Sequence[str], base: BaseModel, engine: EngineModules)
     if first.startswith(("layers.", "encoder.", "h.")):
         hint = "train through AutoModelForCausalLM, or rename its modules"
         return f". So names AutoModel, which trains embeddings: {hint}{RENAME_HINT}{accepted}"
-    if "_orig_mod." in first or "_fsdp_wrapped_module." in first:
+    if unwrapped_name(PREFIX + first) != PREFIX + first:
         return (
             f". So names a compiled or wrapped model: save it unwrapped, or rename its modules{RENAME_HINT}{accepted}"
         )
+    if ".linear_" in first:
+        return f". So names Megatron: export it with Megatron-Bridge, or rename its modules{RENAME_HINT}{accepted}"
     return accepted or ": it is of another model"
 
 

@@ -21,6 +21,8 @@ PREFIX = "base_model.model."
 """What PEFT puts before every module's name."""
 _TENSOR = re.compile(r"(?P<module>.+)\.(?:lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")
 _BASE_COPY = re.compile(r"(?P<module>(?:.+\.)?(?:embed_tokens|lm_head))\.base_layer\.weight")
+_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+_OUTER_WRAPPERS = ("module.", "pretrained_model.")
 RENAME_HINT = " (lorafleet adapters rename-modules)"
 
 
@@ -69,6 +71,19 @@ class AdapterTensors:
 def plain_name(name: str) -> str:
     """A tensor's name without PEFT's prefix, which may be there more than once; as vLLM reads it."""
     return name.replace(PREFIX, "") if name.startswith(PREFIX) else name
+
+
+def unwrapped_name(name: str) -> str:
+    """A tensor's name with PEFT's prefix once, and without parts that wrappers left on a model put into it.
+
+    torch.compile, FSDP and activation checkpointing name modules anywhere; DDP, DeepSpeed (`module`) and TRL's value
+    head (`pretrained_model`) name the whole model, before PEFT's prefix or behind it.
+    """
+    parts = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    module = parts.rpartition(PREFIX)[2]
+    while module.startswith(_OUTER_WRAPPERS):
+        module = module.partition(".")[2]
+    return PREFIX + module
 
 
 def adapter_tensors(

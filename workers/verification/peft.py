@@ -11,6 +11,7 @@ from typing import Any
 
 from workers.core.errors import SourceError
 from workers.verification.patterns import MOST_CHARACTERS, MatchTime, NameEnd, SlowExpressionError, compiled, name_end
+from workers.verification.tensors import other_file
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
@@ -104,7 +105,8 @@ def parse_config(raw: bytes, *, embeddings: Collection[str] | None = None) -> Lo
     try:
         config = json.loads(raw.decode())
     except (ValueError, RecursionError) as exc:
-        raise invalid_config(f"not JSON: {exc}") from exc
+        other = "" if raw.lstrip().startswith(b"{") else other_file(raw[:8])
+        raise invalid_config(f"it is {other}" if other else f"not JSON: {exc}") from exc
     if not isinstance(config, dict):
         raise invalid_config(f"found {type(config).__name__}, expected an object")
     kind = config.get("peft_type")

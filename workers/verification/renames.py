@@ -17,7 +17,7 @@ from typing import Any
 from workers.core.errors import SourceError
 from workers.verification.adapter_files import WEIGHTS_NAME, adapter_file_names, folder_description
 from workers.verification.base_model import NO_ENGINE, EngineFacts
-from workers.verification.lora_tensors import PREFIX
+from workers.verification.lora_tensors import PREFIX, unwrapped_name
 from workers.verification.manifest import AdapterDescription, AdapterRules, check_adapter
 from workers.verification.patterns import MatchTime, SlowExpressionError
 from workers.verification.peft import CONFIG_NAME, LoraConfig, invalid_config, parse_config
@@ -34,12 +34,21 @@ LANGUAGE_PREFIXES = {
 }
 
 _ROOT = re.compile(r"(?:model\.language_model\.|model\.text_model\.|language_model\.model\.|model\.)?(?=layers\.\d)")
-_FULL_NAME = re.compile(r"(?:model|language_model)\.[\w.\-]+")
+_FULL_NAME = re.compile(r"(?:model|language_model|decoder|encoder)\.[\w.\-]+")
 _EMBEDDINGS = re.compile(
     r"(?:model\.language_model\.|model\.text_model\.|language_model\.model\.|model\.)(?=embed_tokens\.)"
 )
 _ADAPTER_NAME = re.compile(r"(\.lora_(?:embedding_)?[AB])\.(?!weight$)(\w+)(?=\.weight$|$)")
-_WRAPPER = re.compile(r"(?<=\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# Megatron's modules whose weights are those of one module in Hugging Face's names, row by row.
+# source   Megatron-Core transformer_layer.py, attention.py, mlp.py; Megatron-Bridge's canonical LoRA for q, k, v
+_MEGATRON_LAYER = re.compile(r"(?:(?:model|language_model|decoder|encoder|transformer)\.)*layers\.(?=\d+\.)")
+_MEGATRON = {
+    "self_attention.linear_proj": "self_attn.o_proj", "self_attention.linear_q": "self_attn.q_proj",
+    "self_attention.linear_k": "self_attn.k_proj", "self_attention.linear_v": "self_attn.v_proj",
+    "mlp.linear_fc2": "mlp.down_proj", "mlp.linear_fc1_gate": "mlp.gate_proj", "mlp.linear_fc1_up": "mlp.up_proj",
+}  # fmt: skip
+_MEGATRON_ENDS = {old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in _MEGATRON.items()}
+_MEGATRON_PACKED = re.compile(r"\.linear_(?:qkv|fc1)(?=\.)")
 _TENSOR_END = re.compile(r"\.(?:lora_(?:embedding_)?[AB](?:\.weight)?|base_layer\.weight|weight)$")
 
 
@@ -78,7 +87,7 @@ def plan_renames(
     places = [LANGUAGE_PREFIXES[language]] if language else [None, *(LANGUAGE_PREFIXES.values() if rules.base else ())]
     fault: SourceError | None = None
     for place in places:
-        names = {name: _moved_tensor_name(new, place) for name, new in plain.items()}
+        names = {name: _moved_tensor_name(_hugging_face_name(new), place) for name, new in plain.items()}
         if len(set(names.values())) < len(names):
             continue  # two tensors of one name: not the same module in another spelling
         try:
@@ -117,8 +126,7 @@ def _plain_names(tensors: Mapping[str, TensorHeader]) -> tuple[dict[str, str], l
     names = {name: name for name in tensors}
     steps = []
     for what, rename in (
-        (f"tensors have the prefix {PREFIX} once", _single_prefix),
-        ("names of compiled or wrapped models were removed", _without_wrappers),
+        (f"tensors have the prefix {PREFIX} once, and no names of wrappers", unwrapped_name),
         ("the adapter's name was removed from the tensors' names", _without_adapter_name),
     ):
         renamed = {name: rename(new) for name, new in names.items()}
@@ -132,21 +140,26 @@ def _plain_names(tensors: Mapping[str, TensorHeader]) -> tuple[dict[str, str], l
     return names, steps
 
 
-def _single_prefix(name: str) -> str:
-    """The name with PEFT's prefix once."""
-    while name.startswith(PREFIX * 2):
-        name = name.removeprefix(PREFIX)
-    return name if name.startswith(PREFIX) else PREFIX + name
-
-
-def _without_wrappers(name: str) -> str:
-    """The name without parts that torch.compile, FSDP and activation checkpointing put into it."""
-    return _WRAPPER.sub("", name)
-
-
 def _without_adapter_name(name: str) -> str:
     """`lora_A.default.weight` as `lora_A.weight`."""
     return _ADAPTER_NAME.sub(r"\1", name)
+
+
+def _hugging_face_name(name: str) -> str:
+    """A tensor of Megatron's name under Hugging Face's; other names as they are.
+
+    Raises SourceError `tensor_unexpected` for a module that holds several: its rows are in another order.
+    """
+    if packed := _MEGATRON_PACKED.search(name):
+        message = f"tensor {name!r}: Megatron's {packed[0].strip('.')} holds several modules, its rows in another order"
+        advice = "export it with Megatron-Bridge's AutoBridge.export_adapter_ckpt, or train its canonical LoRA"
+        raise SourceError("tensor_unexpected", f"{message}; accepted are single modules: {advice}")
+    module, end = _tensor_module(name), name[len(PREFIX) + len(_tensor_module(name)) :]
+    for megatron, hugging_face in _MEGATRON.items():
+        if module.endswith(f".{megatron}") and (layer := _MEGATRON_LAYER.match(module)):
+            number = module[layer.end() :].removesuffix(megatron)
+            return f"{PREFIX}model.layers.{number}{hugging_face}{end}"
+    return name
 
 
 def _moved_tensor_name(name: str, place: str | None) -> str:
@@ -192,7 +205,9 @@ def _renamed_config(config: bytes, modules: Mapping[str, str], place: str | None
 
 def _moved_key(key: str, place: str | None) -> str:
     """A key of a pattern field: renamed if it is a module's full name, as it is if it is an expression or an end."""
-    return _moved_tensor_name(PREFIX + key, place).removeprefix(PREFIX) if _FULL_NAME.fullmatch(key) else key
+    if not _FULL_NAME.fullmatch(key):
+        return _MEGATRON_ENDS.get(key, key)
+    return _moved_tensor_name(_hugging_face_name(PREFIX + key), place).removeprefix(PREFIX)
 
 
 def _matching_entries(config: LoraConfig, module: str, match_time: MatchTime) -> list[int | None]:

@@ -38,6 +38,23 @@ class TensorHeader:
     shape: Shape
 
 
+# What else lies under the name of an adapter's file: beginnings of other files, and what to do.
+_OTHER_FILES = (
+    (b"version ", "a Git LFS pointer instead of the file: fetch the file, as with `git lfs pull`"),
+    (b"<", "a web page instead of the file: download the file itself, signed in where that is needed"),
+    (b"{", "a JSON text, such as a server's error, instead of the file: download the file itself"),
+    (b"PK\x03\x04", "a pickle of torch.save: convert it with safetensors.torch.save_file"),
+    (b"\x80", "a pickle: convert it with safetensors.torch.save_file"),
+    (b"GGUF", "llama.cpp's GGUF, which engines do not read as an adapter"),
+    (b"\x1f\x8b", "a gzip archive: unpack it"),
+)
+
+
+def other_file(start: bytes) -> str:
+    """What a file with this beginning is, and what to do; "" for a beginning that says nothing."""
+    return next((what for beginning, what in _OTHER_FILES if start.lstrip().startswith(beginning)), "")
+
+
 def header_bytes(start: bytes, file_bytes: int, name: str) -> int:
     """Length of a file's header, from its first 8 bytes; raises SourceError if it exceeds the file or the limit."""
     if file_bytes < 8 or len(start) < 8:
@@ -45,6 +62,8 @@ def header_bytes(start: bytes, file_bytes: int, name: str) -> int:
             name, f"it has {file_bytes} bytes; a safetensors file begins with 8 bytes of header length"
         )
     length = int.from_bytes(start[:8], "little")
+    if length > MAX_HEADER_BYTES and (other := other_file(start)):
+        raise _corrupt_error(name, f"it is {other}; accepted is a safetensors file")
     if length > MAX_HEADER_BYTES:
         raise _corrupt_error(name, f"its header claims {length} bytes; accepted are at most {MAX_HEADER_BYTES}")
     if length > file_bytes - 8:

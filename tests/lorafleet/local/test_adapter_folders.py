@@ -68,6 +68,26 @@ def test_weights_without_a_config_are_reported(tmp_path: Path) -> None:
     assert lines[-1].startswith("2 more folders")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model-00001-of-00002.safetensors", "a whole model"),
+        ("pytorch_lora_weights.safetensors", "image models"),
+        ("lora.safetensors", "Mistral"),
+        ("sql.nemo", "NeMo"),
+        ("my-style.safetensors", "a name that no engine reads"),
+    ],
+)
+def test_folders_in_other_formats_are_reported_once_with_what_they_are(tmp_path: Path, name: str, words: str) -> None:
+    put(tmp_path / "good" / "global_step10", "model.safetensors").joinpath("..", CONFIG_NAME).touch()
+    put(tmp_path / "other", name)
+    put(tmp_path / "other" / "text_encoder", "model.safetensors")
+    put(tmp_path / "other" / "checkpoint-5", CONFIG_NAME)
+    (line,) = folder_notices(tmp_path)
+    assert line.startswith(f"{tmp_path / 'other'} is left out: found {name}")
+    assert words in line
+
+
 def test_an_adapter_in_the_root_folder_is_reported(tmp_path: Path) -> None:
     put(tmp_path, CONFIG_NAME, WEIGHTS_NAME)
     put(tmp_path / "checkpoint-100", CONFIG_NAME, WEIGHTS_NAME)

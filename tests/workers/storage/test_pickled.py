@@ -57,6 +57,14 @@ async def test_pickled_weights_become_safetensors_with_the_same_tensors(tmp_path
     assert read_manifest(installed, it.rules).digest == installed.name
 
 
+async def test_pointers_and_web_pages_under_a_pickles_name_are_refused_by_what_they_are(tmp_path):
+    for content, words in ((b"version https://git-lfs.github.com/spec/v1", "Git LFS"), (b"<html>", "web page")):
+        (tmp_path / BIN).write_bytes(content)
+        with pytest.raises(SourceError, match=words) as refused:
+            await convert_pickles(tmp_path)
+        assert refused.value.code == "weights_corrupt"
+
+
 @pytest.mark.parametrize("is_old", [False, True])
 async def test_tensors_that_share_memory_and_torchs_old_format_are_converted(tmp_path, is_old):
     torch = pytest.importorskip("torch")

@@ -21,7 +21,7 @@ from workers.verification.manifest import AdapterRules, FileEntry, check_adapter
 from workers.verification.patterns import MatchTime
 from workers.verification.peft import parse_config
 from workers.verification.tensors import MAX_HEADER_BYTES, TensorHeader, header_bytes, parse_header
-from workers.verification.verify import read_base_model
+from workers.verification.verify import read_base_model, read_tensors
 
 CONFIG = {
     "peft_type": "LORA",
@@ -418,6 +418,21 @@ def test_modules_of_a_vision_model_are_found_by_each_name():
         ("  ", "name", True),
         ("org/Base-7B", "exact", False),
         ("base-7b", "exact", True),
+        ("org/Base-7B-hf", "name", True),
+        ("mlx-community/Base-7B-4bit-DWQ", "name", True),
+        ("OPEA/Base-7B-int4-sym-inc", "name", True),
+        ("mobiuslabsgmbh/Base-7B_4bitgs64_hqq", "name", True),
+        ("amd/Base-7B-FP8-KV", "name", True),
+        ("org/Base-7B-6.5bpw-h8-exl2", "name", True),
+        ("org/Base-7B-Q4_K_M-GGUF", "name", True),
+        ("org/Base-7B-Chat-hf", "name", False),
+        ("org/Base-14B-4bit-DWQ", "name", False),
+        (".", "name", True),
+        ("./", "name", True),
+        ("..\\..", "name", True),
+        ("./base-7b", "name", True),
+        ("./other-7b", "name", False),
+        (".", "exact", False),
         ("anything", "off", True),
         ("", "exact", True),
     ],
@@ -508,6 +523,27 @@ def test_impossible_header_length_is_refused(start, size):
     with pytest.raises(SourceError) as refused:
         header_bytes(start, size, "x")
     assert refused.value.code == "weights_corrupt"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 132\n", "Git LFS pointer"),
+        (b"<!DOCTYPE html><html><body>Sign in</body></html>", "web page"),
+        (b"\n  <html></html>", "web page"),
+        (b'{"error": "Repository not found"}', "JSON text"),
+        (b"PK\x03\x04" + bytes(range(100)), "pickle of torch.save"),
+        (b"GGUF\x03\x00\x00\x00" + bytes(50), "GGUF"),
+    ],
+)
+def test_another_file_under_the_weights_name_is_refused_by_what_it_is(tmp_path, content, words):
+    (tmp_path / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(SourceError, match=f"adapter_model.safetensors: it is .*{words}.*accepted is") as refused:
+        read_tensors(tmp_path / "adapter_model.safetensors")
+    assert refused.value.code == "weights_corrupt"
+    if not content.startswith(b"{"):
+        with pytest.raises(SourceError, match=f"adapter_config.json: it is .*{words}"):
+            parse_config(content)
 
 
 def test_many_embedding_copies_are_checked_within_a_second():

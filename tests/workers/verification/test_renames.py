@@ -31,6 +31,7 @@ def text_names_are_lost(family: CorpusFamily) -> bool:
 
 
 LOST = [family.name for family in read_all() if text_names_are_lost(family)]
+SIZES = {"q_proj": 64, "v_proj": 32}
 NO_BASE = AdapterRules(max_rank=None, base_names=frozenset(), base_check="off")
 Rules = Callable[[str], AdapterRules]
 
@@ -51,11 +52,10 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Rules:
 
 def pairs(*modules: str, prefix: str = "base_model.model.", end: str = ".weight") -> dict[str, TensorHeader]:
     """lora_A and lora_B of q_proj and v_proj in toy models: 64 inputs, 64 and 32 outputs."""
-    shapes = {"q_proj": 64, "v_proj": 32}
     return {
         f"{prefix}{module}.lora_{half}{end}": TensorHeader("F32", shape)
         for module in modules
-        for half, shape in (("A", (8, 64)), ("B", (shapes[module.rpartition(".")[2]], 8)))
+        for half, shape in (("A", (8, 64)), ("B", (SIZES[module.rpartition(".")[2]], 8)))
     }
 
 
@@ -121,12 +121,43 @@ def test_right_names_are_kept(rules: Rules, family: str) -> None:
         pairs(*layers("model."), end=".default.weight"),
         pairs(*layers("model."), prefix=""),
         pairs(*layers("model."), prefix="base_model.model." * 3 + "_orig_mod.", end=".sql.weight"),
+        pairs(*layers("model."), prefix="module."),
+        pairs(*layers("model."), prefix="base_model.model.module."),
+        pairs(*layers("model."), prefix="module.module.base_model.model."),
+        pairs(*layers("model."), prefix="pretrained_model.base_model.model."),
+        pairs(*layers("model."), prefix="base_model.model.pretrained_model."),
+        pairs(*layers("model."), prefix="_orig_mod.base_model.model."),
+        pairs(*layers("model."), prefix="policy.module.base_model.model._orig_mod."),
     ],
 )
 def test_prefixes_and_wrappers_are_removed_without_a_base_model(tensors: dict[str, TensorHeader]) -> None:
     plan = plan_renames(raw(), tensors, NO_BASE)
     assert set(plan.names.values()) == set(pairs(*layers("model.")))
     assert plan.steps
+
+
+@pytest.mark.parametrize("root", ["decoder.", "model.decoder.", "language_model.encoder.", "transformer."])
+def test_single_modules_of_megatron_get_the_names_that_the_engine_finds(rules: Rules, root: str) -> None:
+    names = {"q_proj": "linear_q", "v_proj": "linear_v"}
+    tensors = {
+        f"base_model.model.{root}layers.{layer}.self_attention.{names[own]}.lora_{half}.weight": header
+        for layer in range(2)
+        for own in names
+        for half, header in (("A", TensorHeader("F32", (8, 64))), ("B", TensorHeader("F32", (SIZES[own], 8))))
+    }
+    config = raw(target_modules=["linear_q", "linear_v"], alpha_pattern={"linear_q": 4})
+    plan = plan_renames(config, tensors, rules("llama"))
+    assert set(plan.names.values()) == set(pairs(*layers("model.")))
+    new = json.loads(plan.config)
+    assert (new["alpha_pattern"], set(new["target_modules"])) == ({"q_proj": 4}, set(layers("model.")))
+
+
+def test_packed_modules_of_megatron_are_refused_with_what_to_do() -> None:
+    tensors = {
+        f"decoder.layers.0.self_attention.linear_qkv.lora_{half}.weight": TensorHeader("F32", (8, 64)) for half in "AB"
+    }
+    with pytest.raises(SourceError, match=r"linear_qkv holds several modules.*Megatron-Bridge"):
+        plan_renames(raw(), tensors, NO_BASE)
 
 
 def test_two_adapters_in_one_file_are_refused() -> None:
