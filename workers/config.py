@@ -223,6 +223,10 @@ class WorkerSettings(ServiceSettings):
     canary_timeout_s: float = Field(
         default=2.0, gt=0, description="seconds that comparison may take; after that the adapter is ready, unproved"
     )
+    offer_loads: bool = Field(
+        default=True,
+        description="vLLM loads an adapter again with the request that waits for it, in place of a call before it",
+    )
     ignored_modules: Literal["auto", "accept", "refuse"] = Field(
         default="auto",
         description="adapters of which the engine ignores some modules: auto refuses those that lose all experts,"

@@ -397,6 +397,7 @@ class LoadRequest(AdapterRequest):
     from_fleet  the files of `digest` may come from the fleet's other workers in place of the source: needs an epoch.
                 `neighbours` count with it alone
     ignored_modules  what to do if the engine ignores a part of its modules; default: the worker's setting
+    is_awaited  a request waits for it: an engine that can may load it with that request
     """
 
     lora_path: str | None = None
@@ -404,6 +405,7 @@ class LoadRequest(AdapterRequest):
     evict: str | None = None
     from_fleet: bool = False
     ignored_modules: Literal["accept", "refuse"] | None = None
+    is_awaited: bool = False
 
 
 class InspectRequest(AdapterRequest):

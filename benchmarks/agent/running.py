@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -54,6 +54,7 @@ async def rows(folder: Path, *, quick: bool) -> list[ReportRow]:
     async with _agent(engine, make_model(folder / "model"), shelf, folder) as it:
         paths = {name: await _inspected(it, shelf, name) for name in names}
         ours_ms, own_ms = await _loads(it, names, paths, rounds)
+        offered_ms, called_ms = await _first_requests(it, names[:rounds])
         stalled_ms, own_stall_ms = await _stalls(it, names, paths, max(4, rounds // 4))
         first_ms, next_ms = await _canaries(it, names[0], rounds)
         event_ms = await _events(it, names, rounds)
@@ -64,6 +65,10 @@ async def rows(folder: Path, *, quick: bool) -> list[ReportRow]:
         ReportRow(
             f"a cached adapter loaded through the agent, beyond {beside}'s own call (medians of {rounds})",
             ours_ms - own_ms, "ms", LOAD_REACH_MS, "own call", own_ms,
+        ),
+        ReportRow(
+            f"an adapter's load and its first request, loaded by that request (medians of {min(rounds, count)})",
+            offered_ms, "ms", None, "by a call before it", called_ms,
         ),
         ReportRow(
             f"canary of an adapter at {beside}, of the first after a start and of the next (medians of {rounds})",
@@ -282,18 +287,38 @@ async def _until(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.005)
 
 
+async def _first_requests(it: _RunningAgent, names: list[str]) -> tuple[float, float]:
+    """Milliseconds of a load and its adapter's first request, loaded by that request and by a call; medians.
+
+    The engine has had the adapters before.
+    """
+    by_way: dict[bool, list[float]] = {True: [], False: []}
+    for name in names:
+        for is_awaited, times in by_way.items():
+            began = time.perf_counter()
+            body = {"lora_id": name, "is_awaited": is_awaited}
+            adapter = (await _post(it.agent, "/v1/admin/load_lora", body)).json()
+            ask = {"model": adapter["engine_name"], "prompt": "hello", "max_tokens": 1}
+            await _post(it.engine, "/v1/completions", ask)
+            times.append(time.perf_counter() - began)
+            if is_awaited != (adapter["location"] == "disk"):
+                raise RuntimeError(f"{name} is at {adapter['location']} after a load with is_awaited {is_awaited}")
+            await _post(it.agent, "/v1/admin/unload_lora", {"lora_id": name})
+    return median(by_way[True]) * 1e3, median(by_way[False]) * 1e3
+
+
 async def _inspected(it: _RunningAgent, shelf: Path, name: str) -> str:
     answer = await _post(it.agent, "/v1/admin/inspect_lora", {"lora_id": name, "source": str(shelf / name)})
     return str(answer.json()["path"])
 
 
-async def _timed(client: httpx.AsyncClient, path: str, body: dict[str, str]) -> float:
+async def _timed(client: httpx.AsyncClient, path: str, body: Mapping[str, object]) -> float:
     began = time.perf_counter()
     await _post(client, path, body)
     return time.perf_counter() - began
 
 
-async def _post(client: httpx.AsyncClient, path: str, body: dict[str, str]) -> httpx.Response:
+async def _post(client: httpx.AsyncClient, path: str, body: Mapping[str, object]) -> httpx.Response:
     answer = await client.post(path, json=body)
     if not answer.is_success:
         raise RuntimeError(f"{path} {body}: HTTP {answer.status_code}: {answer.text[:500]}")

@@ -46,7 +46,7 @@ class PoolMissCounter:
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError if the file below the reports' folder cannot be made."""
-        path = _engine_folder(folder) / f"{os.getpid()}.misses"
+        path = engine_folder(folder) / f"{os.getpid()}.misses"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(_MISSES.pack(0, 0))
         with path.open("r+b") as file:
@@ -75,7 +75,7 @@ def punica_names(reports: Iterable[EngineProcessReport]) -> str:
 
 def write_engine_report(folder: Path, report: EngineProcessReport) -> None:
     """Write this process's report, atomically. Raises OSError."""
-    place = _engine_folder(folder)
+    place = engine_folder(folder)
     place.mkdir(parents=True, exist_ok=True)
     partial = place / f"{os.getpid()}.partial"
     partial.write_text(json.dumps(asdict(report)))
@@ -85,7 +85,7 @@ def write_engine_report(folder: Path, report: EngineProcessReport) -> None:
 def read_engine_reports(folder: Path) -> tuple[EngineProcessReport, ...]:
     """The reports of the engine's processes; a file that is no report is left out."""
     reports = []
-    for path in sorted(_engine_folder(folder).glob("*.json")):
+    for path in sorted(engine_folder(folder).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             if path.stat().st_size <= _LARGEST_BYTES:
                 raw = json.loads(path.read_bytes())
@@ -96,7 +96,7 @@ def read_engine_reports(folder: Path) -> tuple[EngineProcessReport, ...]:
 def read_pool_misses(folder: Path) -> Mapping[str, PoolMisses]:
     """The misses since each counting process began, by its file; empty for an engine that does not count."""
     found = {}
-    for path in _engine_folder(folder).glob("*.misses"):
+    for path in engine_folder(folder).glob("*.misses"):
         with contextlib.suppress(OSError, struct.error):
             found[path.name] = PoolMisses(*_MISSES.unpack(path.read_bytes()))
     return found
@@ -104,7 +104,7 @@ def read_pool_misses(folder: Path) -> Mapping[str, PoolMisses]:
 
 def forget_engine_reports(folder: Path) -> None:
     """Delete what an earlier engine's processes wrote; errors of the disk are ignored."""
-    shutil.rmtree(_engine_folder(folder), ignore_errors=True)
+    shutil.rmtree(engine_folder(folder), ignore_errors=True)
 
 
 def is_engine_folder(path: Path) -> bool:
@@ -112,5 +112,6 @@ def is_engine_folder(path: Path) -> bool:
     return path.name == _FOLDER
 
 
-def _engine_folder(folder: Path) -> Path:
+def engine_folder(folder: Path) -> Path:
+    """The folder of what an engine's processes write, and what is offered to them; deleted before each start."""
     return folder / _FOLDER

@@ -21,10 +21,12 @@ from typing import Any
 from lorafleet.engine import vllm_cpu
 from lorafleet.engine.engine_reports import EngineProcessReport, PoolMissCounter, write_engine_report
 from lorafleet.engine.lora_reports import REPORTS_VARIABLE, LoraReport, is_of_experts, write_report
+from lorafleet.engine.offers import mark_as_taking_offers, read_offer
 
 log = logging.getLogger(__name__)
 
 _WORKER_MANAGER = "vllm.lora.worker_manager"
+_RESOLVERS = "vllm.lora.resolver"
 _WEIGHTS = "adapter_model.safetensors"
 # What vLLM 0.32 lora/utils.py parse_fine_tuned_lora_name takes off a tensor's name, and `.weight` of a whole module.
 _SUFFIX = re.compile(r"\.(?:lora_[AB]\.weight|lora_embedding_[AB]|weight|bias)$")
@@ -47,6 +49,7 @@ def report_loads() -> None:
     """
     if folder := os.environ.get(REPORTS_VARIABLE):
         after_import(_WORKER_MANAGER, lambda module: patch_worker_manager(module, Path(folder)))
+        after_import(_RESOLVERS, lambda module: register_resolver(module, Path(folder)))
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
@@ -122,6 +125,32 @@ def patch_worker_manager(module: Any, folder: Path) -> None:
         return is_added
 
     loads._load_adapter, adds.add_adapter = load_adapter, add_adapter  # type: ignore[union-attr]
+
+
+def register_resolver(module: Any, folder: Path) -> None:
+    """Let vLLM load the adapters that are offered below `folder` with their first request.
+
+    module  vLLM's `lora.resolver`, which only the API process imports, before it reads the registry
+    source  0.32 entrypoints/openai/models/serving.py resolve_lora: one call at a time for each name, under the lock of
+            loads and unloads; the number of the request is replaced, and a failed load is a 400
+    """
+
+    class OfferResolver(module.LoRAResolver):  # type: ignore[misc]
+        """Resolves the names that the agent offers, and no others."""
+
+        async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:  # noqa: ARG002
+            """vLLM's request for an offered adapter's files; None makes vLLM answer 404."""
+            offer = read_offer(folder, lora_name)
+            if offer is None:
+                return None
+            return module.LoRARequest(lora_name=lora_name, lora_int_id=1, lora_path=offer.path)
+
+    try:
+        mark_as_taking_offers(folder)
+    except OSError:
+        log.exception("lorafleet: this engine takes no offers of adapters")
+    else:
+        module.LoRAResolverRegistry.register_resolver("lorafleet", OfferResolver())
 
 
 def _patch_pool(manager_class: Any, folder: Path) -> None:

@@ -75,15 +75,14 @@ class SimHandlers:
         name = bodies.parse_body(bodies.UnloadAdapterBody, await read_json(request)).lora_name
         if not name:
             raise ErrorAnswer("'lora_name' needs to be provided to unload a LoRA adapter.", "InvalidUserInput")
-        if name not in self.engine.adapters:
+        if not await self.engine.unload(name):
             raise ErrorAnswer(f"The lora adapter '{name}' cannot be found.", "NotFoundError", 404)
-        self.engine.unload(name)
         return Response(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: token ids of a prompt or chat. Raises `ErrorAnswer`."""
         body = bodies.parse_tokenize(await read_json(request))
-        self.prompts.adapter_named(body.model)
+        await self.prompts.adapter_named(body.model)
         if isinstance(body, bodies.TokenizeChatBody):
             text, special = self.prompts.render_chat(body)
         else:
@@ -97,7 +96,7 @@ class SimHandlers:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: the text of token ids. Raises `ErrorAnswer`."""
         body = bodies.parse_body(bodies.DetokenizeBody, await read_json(request))
-        self.prompts.adapter_named(body.model)
+        await self.prompts.adapter_named(body.model)
         return JSONResponse({"prompt": self.prompts.tokenizer.decode(body.tokens)})
 
     async def tokenizer_info(self, _request: Request) -> Response:

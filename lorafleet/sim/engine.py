@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from lorafleet.engine.lora_reports import LoraReport, write_report
+from lorafleet.engine.offers import mark_as_taking_offers, read_offer
 from lorafleet.sim.adapters import SimAdapter, read_adapter
 from lorafleet.sim.blocks import BlockChain, BlockPool, ChainRoot
 from lorafleet.sim.events import EventBatch, KVEventPublisher
@@ -53,10 +55,13 @@ class SimEngine:
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _stall: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _names: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     def __post_init__(self) -> None:
-        """Build the batch and connect the gauges to it."""
+        """Build the batch, connect the gauges to it, and say that offers are read. Raises OSError for a bad folder."""
         settings = self.settings
+        if settings.lora_reports is not None and settings.enable_lora and settings.runtime_loras:
+            mark_as_taking_offers(settings.lora_reports)
         pool = BlockPool(settings.num_gpu_blocks, settings.block_size, int_hashes=settings.int_block_hashes)
         self.batch = EngineBatch(
             pool,
@@ -143,14 +148,38 @@ class SimEngine:
             self.batch.host.use(adapter)
         self.adapters[name] = adapter
 
+    async def resolve(self, name: str) -> SimAdapter | None:
+        """Load an adapter that is offered under this name, once, and return it; None: it is not offered.
+
+        raises  as `load`
+        """
+        async with self._name_lock(name):
+            if name in self.adapters:
+                return self.adapters[name]
+            reports = self.settings.lora_reports
+            offer = None if reports is None else await asyncio.to_thread(read_offer, reports, name)
+            if offer is None:
+                self.next_int_id()
+                return None
+            await self.load(name, offer.path)
+            return self.adapters[name]
+
+    def _name_lock(self, name: str) -> asyncio.Lock:
+        """The lock of a name's loads and unloads, which exists while somebody holds it or waits for it."""
+        return self._names.setdefault(name, asyncio.Lock())
+
     def next_int_id(self) -> int:
         """Use up and return an adapter number. vLLM also uses one up for each request for an unknown model."""
         self._int_ids += 1
         return self._int_ids
 
-    def unload(self, name: str) -> None:
-        """Remove the adapter's name. Its weights stay in host memory, and requests in flight finish."""
-        del self.adapters[name]
+    async def unload(self, name: str) -> bool:
+        """Remove the adapter's name; False if it is not loaded, also after a load of it that has begun.
+
+        Its weights stay in host memory, and requests in flight finish.
+        """
+        async with self._name_lock(name):
+            return self.adapters.pop(name, None) is not None
 
     async def drain(self) -> None:
         """Refuse new requests; returns when the last request has ended, or the engine has died."""

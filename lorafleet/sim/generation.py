@@ -51,7 +51,7 @@ class GenerationHandlers:
         """Answer POST /v1/chat/completions, whole or as a stream. Raises `ErrorAnswer`."""
         body = bodies.parse_body(bodies.ChatBody, await read_json(request))
         bodies.check_generate(body)
-        adapter = self.prompts.adapter_named(body.model)
+        adapter = await self.prompts.adapter_named(body.model)
         bodies.check_logprobs(body)
         if not body.messages:
             raise ErrorAnswer("Cannot apply chat template to an empty conversation. Provide at least one message.")
@@ -80,7 +80,7 @@ class GenerationHandlers:
         """Check and answer a completion; `is_tokens`: in the form of /inference/v1/generate. Raises `ErrorAnswer`."""
         bodies.check_generate(body)
         given_prompts = bodies.prompts_of(body)
-        adapter = self.prompts.adapter_named(body.model)
+        adapter = await self.prompts.adapter_named(body.model)
         if not is_tokens:
             bodies.check_logprobs(body)
         prompts: list[list[int]] = []

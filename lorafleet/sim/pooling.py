@@ -113,7 +113,7 @@ class PoolingHandlers:
         self, body: bodies.PoolingBody, prompts: Sequence[list[int]]
     ) -> tuple[list[list[float]], int, str]:
         """The vector of each prompt, all prompts' tokens, and the model's name. Raises `ErrorAnswer`."""
-        adapter = self.prompts.adapter_named(body.model)
+        adapter = await self.prompts.adapter_named(body.model)
         for prompt in prompts:
             bodies.check_length(len(prompt), self.settings.max_model_len, from_text=True)
             self.prompts.check_vocabulary(prompt)

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 
 from lorafleet.sim import bodies
-from lorafleet.sim.adapters import SimAdapter
+from lorafleet.sim.adapters import AdapterRefused, NoAdapterFound, SimAdapter
 from lorafleet.sim.bodies import ErrorAnswer
 from lorafleet.sim.engine import SimEngine
 from lorafleet.sim.settings import SimSettings
@@ -58,17 +58,22 @@ class PromptReader:
         if unknown := [token for token in ids if token >= self.vocabulary]:
             raise ErrorAnswer(f"Token id {max(unknown)} is out of vocabulary")
 
-    def adapter_named(self, model: str | None) -> SimAdapter | None:
+    async def adapter_named(self, model: str | None) -> SimAdapter | None:
         """The adapter that `model` names; None for the base model. Raises `ErrorAnswer` with vLLM's 404.
 
-        An unknown name uses up an adapter number, as in vLLM.
+        An adapter that is offered is loaded. An unknown name uses up an adapter number, as in vLLM.
         """
         if not model or model in self.settings.served_model_name:
             return None
         if model in self.engine.adapters:
             return self.engine.adapters[model]
         if self.settings.runtime_loras:
-            self.engine.next_int_id()
+            try:
+                if (adapter := await self.engine.resolve(model)) is not None:
+                    return adapter
+            except (NoAdapterFound, AdapterRefused) as exc:
+                message = f"LoRA adapter '{model}' was found but could not be loaded."
+                raise ErrorAnswer(message, "BadRequestError", 400, param="model") from exc
         aliases = ", ".join(self.settings.served_model_name)
         message = f"The model `{model}` does not exist. Valid aliases: {aliases}."
         raise ErrorAnswer(message, "NotFoundError", 404, param="model")

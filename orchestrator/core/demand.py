@@ -157,6 +157,11 @@ class DemandBook:
             for lora_id, asked in self._open_wants.items()
         }
 
+    def is_waited_for(self, lora_id: str, now: float) -> bool:
+        """Whether requests wait for the adapter, as far as is known."""
+        asked = self._open_wants.get(lora_id)
+        return asked is not None and asked.want.is_waited_for and now - asked.last <= ABANDONED_AFTER_S
+
     def mark_abandoned(self, lora_id: str) -> None:
         """Mark the adapter's open request for replicas as abandoned, because a waiting client has gone.
 

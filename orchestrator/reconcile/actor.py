@@ -313,12 +313,14 @@ class ActionRunner:
             from_fleet=True,
             neighbours=self._agent_urls(action.neighbours),
             ignored_modules=adapter.policy.ignored_modules,
+            is_awaited=self._context.demand.is_waited_for(action.lora_id, began),
         )
         url, timeout_s = self._agent_url(action.worker_id), self._context.settings.load_timeout_s
         lora, at = await self._context.agents.load(url, ask, timeout_s=timeout_s)
         _check_loaded(lora, adapter)
         self._context.files.note(action.worker_id, lora.digest, at)
-        self._context.operations.measured_loads.append((self._context.clock() - began, adapter.size_bytes or 0))
+        if lora.location != "disk":  # else the engine loads it with its first request
+            self._context.operations.measured_loads.append((self._context.clock() - began, adapter.size_bytes or 0))
         self._context.reports.record_load(action.worker_id, lora, evicted, at)
         if action.evict_after is not None:
             self._context.operations.reserve_victims[action.evict_after, action.worker_id] = action.lora_id

@@ -41,10 +41,12 @@ _LINGER_S = 1.0
 STALE_WITHIN_S = 0.05
 _SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, ENGINE_DEAD))
 # SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path, and sgl-jax lora/lora_registry.py: they have no 404.
+# The last one is vLLM 0.32's (entrypoints/openai/models/serving.py resolve_lora), for an adapter offered to it.
 _NOT_LOADED = (
     b"Got LoRA adapter that has never been loaded",
     b"Failed to implicitly load LoRA adapter",
     b"requested LoRA adapters are not loaded",
+    b"was found but could not be loaded",
 )
 # Engines get no client's key, so these refuse the router's: vLLM's --api-key, or a mesh or proxy in front of it.
 _KEY_REFUSALS = frozenset({401, 403, 407})

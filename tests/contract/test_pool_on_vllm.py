@@ -1,6 +1,8 @@
-"""Real vLLM says which LoRA kernels it runs, what it holds for an adapter, and where it found adapters."""
+"""Real vLLM says what it runs adapters with and where it found them, and loads what is offered to it."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,11 +44,48 @@ def pool(tmp_path_factory) -> Iterator[SmallPool]:
     engine.stop()
 
 
-async def test_vllm_shows_its_kernels_its_slots_and_its_misses(pool, tmp_path):
-    worker = RunningWorker(pool.model, pool.adapters, tmp_path, "--engine-url", pool.engine.url)
+@asynccontextmanager
+async def agent_of(pool: SmallPool, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an agent beside the engine, which reads what its processes write."""
+    worker = RunningWorker(pool.model, pool.adapters, folder, "--engine-url", pool.engine.url)
     worker.state_dir.mkdir(parents=True)
     (worker.state_dir / "lora-reports").symlink_to(pool.reports)
     async with worker.inside() as client:
+        yield client
+
+
+async def test_vllm_loads_an_offered_adapter_with_its_first_request_and_no_other(pool, tmp_path):
+    async with agent_of(pool, tmp_path) as client, httpx.AsyncClient(timeout=patience(60)) as engine:
+
+        async def ask(name: str) -> tuple[int, str]:
+            body = {"model": name, "prompt": "hello", "max_tokens": 4, "temperature": 0}
+            answer = await engine.post(f"{pool.engine.url}/v1/completions", json=body)
+            return answer.status_code, answer.json()["choices"][0]["text"] if answer.is_success else ""
+
+        async def load() -> dict:
+            answer = await post(client, "load_lora", lora_id="a", is_awaited=True)
+            return answer.raise_for_status().json()
+
+        first = await load()
+        name, own = first["engine_name"], await ask(first["engine_name"])
+        assert (first["location"], own[0], (await ask("tiny-qwen"))[1] != own[1]) == ("device", 200, True)
+        (await post(client, "unload_lora", lora_id="a")).raise_for_status()
+        assert (await ask(name))[0] == 404
+        assert (await load())["location"] == "disk"
+        assert (await ask("a"))[0] == (await ask(f"{name}0"))[0] == (await ask("../a"))[0] == 404
+        assert await asyncio.gather(*(ask(name) for _ in range(4))) == [own] * 4
+
+        async def is_taken() -> bool:
+            (lora,) = (await metadata_of(client)).lora.loaded_loras
+            return (lora.location, lora.effect) == ("device", "applied") and lora.lora_int_id != first["lora_int_id"]
+
+        await until(is_taken, what="the agent has read the report of the load")
+        (await post(client, "unload_lora", lora_id="a")).raise_for_status()
+        assert (await ask(name))[0] == 404
+
+
+async def test_vllm_shows_its_kernels_its_slots_and_its_misses(pool, tmp_path):
+    async with agent_of(pool, tmp_path) as client:
         loaded = {name: (await post(client, "load_lora", lora_id=name)).raise_for_status().json() for name in RANKS}
         assert (await metadata_of(client)).lora.punica == "PunicaWrapperCPU"
         memories = [loaded[name]["memory"] for name in RANKS]

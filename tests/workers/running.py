@@ -15,6 +15,7 @@ from types import MappingProxyType
 import httpx
 from starlette.types import ASGIApp
 
+from lorafleet.engine.lora_reports import REPORTS_VARIABLE
 from lorafleet.http_server.listener import listener_for_app
 from lorafleet.http_server.serve import DEFAULT_LIMITS, bind
 from lorafleet.service.settings import load
@@ -87,14 +88,23 @@ class RunningWorker:
 
     @contextlib.asynccontextmanager
     async def together(
-        self, *more: str, engine: Sequence[str] = (), until_ready: bool = True, timers: AgentTimers = TIMERS
+        self,
+        *more: str,
+        engine: Sequence[str] = (),
+        until_ready: bool = True,
+        timers: AgentTimers = TIMERS,
+        has_reports: bool = False,
     ) -> AsyncIterator[httpx.AsyncClient]:
         """A client of an agent attached to a sim, both in the test's process: the fastest variant.
 
-        For tests that neither signal nor restart agent or engine. `engine`: further flags of the sim.
+        For tests that neither signal nor restart agent or engine.
+
+        engine       further flags of the sim
+        has_reports  it reports to the agent, and takes its offers
         """
+        reports = {REPORTS_VARIABLE: str(self.state_dir / "lora-reports")} if has_reports else {}
         async with (
-            sim_inside(self.model, *_SLOTS, *engine) as url,
+            sim_inside(self.model, *_SLOTS, *engine, environment={_RUNTIME_LOADS: "1", **reports}) as url,
             self.inside("--engine-url", url, *more, until_ready=until_ready, timers=timers) as client,
         ):
             yield client

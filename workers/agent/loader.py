@@ -11,6 +11,7 @@ import structlog
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.effect_check import EffectCheck, with_effect_of
 from workers.agent.installer import Installer, check_lora_id
+from workers.agent.offered_adapters import OfferedAdapters
 from workers.agent.operations import AgentOperations
 from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError
 from workers.engines.base import EngineClient
@@ -52,6 +53,7 @@ class Loader:
             describe=installer.describe,
             clock=context.clock,
         )
+        self._offers = OfferedAdapters(context.settings, engine, clock=context.clock)
         self._operations = AgentOperations()
         # Weak: a lock exists only while somebody holds it or waits for it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -79,7 +81,7 @@ class Loader:
                 adapter = await self._installer.install(request)
                 adapter = replace(adapter, ignored_policy=request.ignored_modules or "")
                 self._inventory.show_progress(adapter.lora_id, adapter.digest, "loading")
-                return self._report.as_loaded(await self._load_into_engine(adapter, evict=request.evict, by=by))
+                return self._report.as_loaded(await self._load_into_engine(adapter, request, by))
 
     async def inspect(
         self, request: InspectRequest, *, reader: Source | None = None, digest: str | None = None
@@ -150,6 +152,7 @@ class Loader:
         Deletes reports of engines before.
         """
         await self._effects.forget_reports()
+        self._offers.withdraw_all()
         async with self._engine.lock:
             client = self._engine.require_client()
             self._inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)
@@ -341,7 +344,8 @@ class Loader:
                 return
             listed_at = self._clock()
             paths = await self._listed_without_refused(client)
-            listed, registered = set(paths), self._inventory.slots.registered
+            await self._settle_offers(client, paths)
+            listed, registered = {*paths, *self._offers.untaken}, self._inventory.slots.registered
             if registered - listed and not await self._engine.is_same_start():
                 return  # the engine restarted, so its list is empty: the supervisor loads the adapters again
             if self._engine.client is not client:
@@ -353,10 +357,36 @@ class Loader:
                     self._engine.forget_adapter_blocks(name)  # loaded by another client, or by a request (SGLang)
                 self._inventory.correct_from_list(listed)
 
-    async def _load_into_engine(self, adapter: WorkerAdapter, *, evict: str | None, by: Requester) -> WorkerAdapter:
+    async def _settle_offers(self, client: EngineClient, listed: dict[str, str]) -> None:
+        """Check each offered adapter that the engine lists now, and load those that no request has taken in time.
+
+        So each ends like a load by a call: the engine lists it, or its failure is recorded. Adds what was loaded to the
+        list. Raises EngineError if the engine fails.
+        """
+        for adapter in self._inventory.loaded_adapters():
+            name = adapter.engine_name
+            if name not in self._offers.untaken or not (name in listed or self._offers.is_overdue(name)):
+                continue
+            try:
+                is_taken = name in listed
+                checked = await (self._check_effect if is_taken else self._load_and_check)(client, adapter)
+            except EngineError as exc:
+                if not await self._is_adapters_fault(exc):
+                    raise
+                self._offers.withdraw(name)
+                listed.pop(name, None)
+                self._record_unusable(adapter, exc)
+            else:
+                listed[name] = adapter.path
+                self._offers.note_checked(name)
+                current = with_effect_of(self._installed.get(name) or adapter, checked)
+                self._inventory.mark_taken(replace(current, lora_int_id=checked.lora_int_id, memory=checked.memory))
+
+    async def _load_into_engine(self, adapter: WorkerAdapter, request: LoadRequest, by: Requester) -> WorkerAdapter:
         """The load stage: evict the named victim if no slot is free, load, check the engine's list. Raises EngineError.
 
-        A victim is loaded again if the load fails. From here on the load cannot be cancelled.
+        A victim is loaded again if the load fails. From here on the load cannot be cancelled. An adapter that a request
+        waits for is only offered to an engine that had it before: that request loads it.
 
         One load at a time, because each one stalls the whole engine.
         """
@@ -365,7 +395,13 @@ class Loader:
             client = self._engine.require_client()
             if self._inventory.slots.has(adapter.engine_name):
                 return adapter if adapter.is_wanted else self._installed.store(replace(adapter, is_wanted=True))
-            victim = await self._evict_if_full(client, evict, made_room(by, adapter.lora_id))
+            victim = await self._evict_if_full(client, request.evict, made_room(by, adapter.lora_id))
+            if request.is_awaited and await self._try_offer(adapter):
+                self._engine.forget_adapter_blocks(adapter.engine_name)
+                announced = self._inventory.mark_offered(adapter, by=by)
+                if victim is not None:
+                    self._inventory.mark_unwanted(victim)
+                return announced
             began_at = self._clock()
             try:
                 adapter = await self._load_and_check(client, adapter)
@@ -375,12 +411,20 @@ class Loader:
                 raise
             self._engine.forget_adapter_blocks(adapter.engine_name)
             announced = self._inventory.mark_loaded(adapter, load_seconds=round(self._clock() - began_at, 4), by=by)
-            if displaced := self._inventory.slots.displaced():
-                log.info("loaded adapters dropped from the engine's host memory (estimated)", engine_names=displaced)
+            if displaced := set(self._inventory.slots.displaced()).difference(self._offers.untaken):
+                names = sorted(displaced)
+                log.info("loaded adapters dropped from the engine's host memory (estimated)", engine_names=names)
             if victim is not None:
                 # Last: an agent killed before this line restores the victim.
                 self._inventory.mark_unwanted(victim)
             return announced
+
+    async def _try_offer(self, adapter: WorkerAdapter) -> bool:
+        """Offer the adapter to the engine, which will report on it; False: load it by a call."""
+        if not self._offers.try_offer(adapter):
+            return False
+        await self._effects.prepare(adapter)
+        return True
 
     def mark_suspect(self, reason: str, *, patience_s: float) -> None:
         """Log, record and publish that the engine seems to hang; nothing is loaded until it is trusted again."""
@@ -417,9 +461,10 @@ class Loader:
         A failed unload is logged: `reconcile_with_engine_list` tries again, and counts the adapter as not loaded.
         """
         try:
-            return await self._effects.check(client, adapter)
+            checked = await self._effects.check(client, adapter)
         except EngineError:
             self._inventory.mark_refused(adapter)
+            self._offers.withdraw(adapter.engine_name)
             try:
                 await client.unload(adapter.engine_name, timeout_s=self._settings.load_deadline_s)
             except EngineError as exc:
@@ -427,6 +472,8 @@ class Loader:
             else:
                 self._inventory.refused_names.discard(adapter.engine_name)
             raise
+        self._offers.note_checked(adapter.engine_name)
+        return checked
 
     async def _listed_without_refused(self, client: EngineClient) -> dict[str, str]:
         """The engine's list, without adapters that were refused for their effect; those are unloaded.
@@ -455,14 +502,18 @@ class Loader:
             except EngineError as exc:
                 if not await self._is_adapters_fault(exc):
                     raise
-                self._inventory.mark_unloaded(adapter, CHECKING)
-                self._inventory.mark_unwanted(adapter)
-                self._inventory.record_failure(adapter.lora_id, adapter.digest, exc, CHECKING)
+                self._record_unusable(adapter, exc)
             else:
                 current = self._installed.get(adapter.engine_name)
                 if current is not None and checked != adapter:
                     self._installed.store(with_effect_of(current, checked))
                     self._inventory.mark_changed()
+
+    def _record_unusable(self, adapter: WorkerAdapter, exc: EngineError) -> None:
+        """Record that the engine has no use of an adapter that it had: unloaded, unwanted and failed."""
+        self._inventory.mark_unloaded(adapter, CHECKING)
+        self._inventory.mark_unwanted(adapter)
+        self._inventory.record_failure(adapter.lora_id, adapter.digest, exc, CHECKING)
 
     async def _call_load(self, client: EngineClient, adapter: WorkerAdapter) -> None:
         """Call the engine's load and measure it; a timeout marks the engine as suspect. Raises EngineError."""
@@ -504,7 +555,11 @@ class Loader:
             self._inventory.mark_loaded(victim, load_seconds=victim.load_seconds, by=by)
 
     async def _call_unload(self, client: EngineClient, adapter: WorkerAdapter, by: Requester) -> None:
-        """Call the engine's unload, measure it, and record and publish the result. Raises EngineError."""
+        """Call the engine's unload, measure it, and record and publish the result. Raises EngineError.
+
+        Its offer ends before: vLLM's lock of the name lets the unload wait for a load that has begun.
+        """
+        self._offers.withdraw(adapter.engine_name)
         try:
             with self._metrics.unload_seconds(adapter.lora_id).time():
                 await client.unload(adapter.engine_name, timeout_s=self._settings.load_deadline_s)

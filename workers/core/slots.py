@@ -61,6 +61,10 @@ class AdapterSlots:
         """The slots after a successful load, which also puts the adapter on the device."""
         return replace(self, registered=self.registered | {name}, host_lru=self._with_newest(name))
 
+    def after_offer(self, name: str) -> "AdapterSlots":
+        """The slots after an offer: requests may name the adapter, whose first one reads it from disk."""
+        return replace(self, registered=self.registered | {name})
+
     def after_unload(self, name: str) -> "AdapterSlots":
         """The slots after a successful unload: the adapter becomes a ghost in its place, or is freed."""
         if self.keeps_ghosts:

@@ -151,9 +151,24 @@ class Inventory:
 
     def mark_loaded(self, adapter: WorkerAdapter, *, load_seconds: float | None, by: Requester) -> WorkerAdapter:
         """Record and publish that the engine has loaded the adapter: it is wanted, and last in load order."""
+        self.slots = self.slots.after_load(adapter.engine_name)
+        return self._add_loaded(self._store_wanted(replace(adapter, load_seconds=load_seconds)), by)
+
+    def mark_offered(self, adapter: WorkerAdapter, *, by: Requester) -> WorkerAdapter:
+        """Record and publish that the engine loads the adapter with its first request: it is wanted, and on disk."""
+        self.slots = self.slots.after_offer(adapter.engine_name)
+        return self._add_loaded(self._store_wanted(adapter), by)
+
+    def _store_wanted(self, adapter: WorkerAdapter) -> WorkerAdapter:
+        """Store the adapter as wanted, loaded now, and last in load order."""
         order = self.installed.next_load_order()
-        adapter = replace(adapter, is_wanted=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
-        return self._add_loaded(self.installed.store(adapter), by)
+        return self.installed.store(replace(adapter, is_wanted=True, loaded_at=timestamp(), order=order))
+
+    def mark_taken(self, adapter: WorkerAdapter) -> None:
+        """Record that the engine has loaded an adapter that was offered to it, with what was found of its effect."""
+        self.slots = self.slots.after_load(adapter.engine_name)
+        self.installed.store(adapter)
+        self.mark_changed()
 
     def mark_restored(self, adapter: WorkerAdapter, *, load_seconds: float) -> None:
         """Record and publish that a restarted engine has loaded the adapter again.
@@ -166,11 +181,11 @@ class Inventory:
             self.installed.store(adapter)
         else:
             self.installed.update_in_memory(adapter)
+        self.slots = self.slots.after_load(adapter.engine_name)
         self._add_loaded(adapter, RESTORING)
 
     def _add_loaded(self, adapter: WorkerAdapter, by: Requester) -> WorkerAdapter:
-        """Add the adapter to the slots, drop its failure and progress, publish the event and wake the heartbeats."""
-        self.slots = self.slots.after_load(adapter.engine_name)
+        """Drop the adapter's failure and progress, publish the event and wake the heartbeats."""
         adapter = replace(adapter, location=self.slots.location(adapter.engine_name))
         self._failures.pop(adapter.lora_id, None)
         self._progress.pop(adapter.lora_id, None)

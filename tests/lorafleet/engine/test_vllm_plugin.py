@@ -6,12 +6,14 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lorafleet.engine import vllm_cpu, vllm_plugin
 from lorafleet.engine.engine_reports import EngineProcessReport, PoolMisses, read_engine_reports, read_pool_misses
 from lorafleet.engine.lora_reports import LoraReport, ask_for_reports, read_reports
+from lorafleet.engine.offers import AdapterOffer, takes_offers, write_offer
 from tests.workers.broken import safetensors
 
 ROOT = Path(__file__).parents[3]
@@ -190,6 +192,30 @@ def test_a_report_that_fails_costs_the_engine_nothing(patched, tmp_path, caplog)
     assert manager.add_adapter(SimpleNamespace(lora_int_id=1, lora_name="a1", lora_path="/none"))
     assert read_reports(tmp_path, "a1") == []
     assert "no report on adapter a1" in caplog.text
+
+
+async def test_vllm_resolves_what_is_offered_and_nothing_else(tmp_path):
+    module = SimpleNamespace(LoRAResolver=object, LoRARequest=SimpleNamespace, LoRAResolverRegistry=Registry())
+    vllm_plugin.register_resolver(module, tmp_path)
+    (resolver,) = module.LoRAResolverRegistry.resolvers.values()
+    assert takes_offers(tmp_path)
+    assert await resolver.resolve_lora("base", "a@1") is None
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "adapter_config.json").touch()
+    write_offer(tmp_path, AdapterOffer("a@1", str(tmp_path / "files")))
+    request = await resolver.resolve_lora("base", "a@1")
+    assert (request.lora_name, request.lora_path) == ("a@1", str(tmp_path / "files"))
+    assert await resolver.resolve_lora("base", "files") is None
+
+
+class Registry:
+    """vLLM's registry of resolvers, as far as the plugin uses it."""
+
+    def __init__(self) -> None:
+        self.resolvers: dict[str, Any] = {}
+
+    def register_resolver(self, name: str, resolver: Any) -> None:
+        self.resolvers[name] = resolver
 
 
 def test_a_manager_of_another_shape_stays_as_it_is(tmp_path, caplog):

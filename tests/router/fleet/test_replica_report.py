@@ -148,13 +148,19 @@ def test_fastapis_own_errors_are_enveloped():
     assert told == {"error": wanted}
 
 
-async def test_sglangs_400_for_an_adapter_it_no_longer_has_is_answered_by_another_replica():
+@pytest.mark.parametrize(
+    ("dialect", "message"),
+    [
+        ("sglang", "Got LoRA adapter that has never been loaded: sql@1\nAll loaded adapters: dict_keys([])."),
+        ("vllm", "LoRA adapter 'sql@1' was found but could not be loaded."),
+    ],
+)
+async def test_a_400_for_an_adapter_that_the_engine_cannot_load_is_answered_by_another_replica(dialect, message):
     async def forgot(engine, body):
-        message = f"Got LoRA adapter that has never been loaded: {body['model']}\nAll loaded adapters: dict_keys([])."
         return JSONResponse({"object": "error", "message": message, "code": 400}, 400)
 
     engines = [EngineDouble("w0", forgot), EngineDouble("w1")]
-    control = speaking(with_sql("w0", "w1"), w0="sglang", w1="sglang")
+    control = speaking(with_sql("w0", "w1"), w0=dialect, w1=dialect)
     async with fleet(*engines, control=control) as (client, _, _):
         for n in range(8):
             said = [{"role": "user", "content": f"conversation {n}"}]

@@ -296,6 +296,7 @@ async def test_only_no_free_slot_means_full_and_other_errors_are_waited_out(trou
         "base_model": "m",
         "digest": DIGEST,
         "secret": "store/key",
+        "is_awaited": True,
         "from_fleet": False,
         "neighbours": [],
     }

@@ -26,6 +26,10 @@ class VllmLoraCaches:
         self.ids[name] = self.counter
         self.run(name)
 
+    def offer(self, name):
+        self.counter += 1
+        self.ids[name] = self.counter
+
     def unload(self, name):
         del self.ids[name]
 
@@ -57,6 +61,12 @@ class SlotsAgainstVllm(RuleBasedStateMachine):
         if not self.slots.has(name) and self.slots.free:
             self.slots = self.slots.after_load(name)
             self.engine.load(name)
+
+    @rule(name=NAMES)
+    def offer(self, name):
+        if not self.slots.has(name) and self.slots.free:
+            self.slots = self.slots.after_offer(name)
+            self.engine.offer(name)
 
     @precondition(lambda self: self.slots.registered)
     @rule(data=st.data())
