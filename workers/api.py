@@ -26,6 +26,7 @@ from workers.wire import (
     WORKER_PROOF_PATH,
     AvailableLoras,
     BeginFileRequest,
+    CheckRequest,
     ClaimRequest,
     DrainAnswer,
     DrainRequest,
@@ -220,6 +221,14 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
             loaded_loras=agent.report.loaded(),
             capacity=agent.report.capacity(),
         )
+
+    @api.post("/v1/admin/check_lora")
+    async def check_lora(body: CheckRequest, caller: Annotated[Caller, Depends(leader)], epoch: Epoch) -> WorkerAdapter:
+        """Compare a loaded adapter's answers with its acceptance file; `require` unloads one that is not equal."""
+        agent.check_epoch(epoch, is_destructive=body.acceptance == "require")
+        own = {"neighbours": ()}
+        asked = body if epoch is not None else body.model_copy(update=own)
+        return await agent.check(asked, requester(caller.name, is_leader=epoch is not None))
 
     @api.post("/v1/admin/inspect_lora", dependencies=leading)
     async def inspect_lora(body: InspectRequest, epoch: Epoch) -> WorkerAdapter:

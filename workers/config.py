@@ -227,6 +227,11 @@ class WorkerSettings(ServiceSettings):
         default=True,
         description="vLLM loads an adapter again with the request that waits for it, in place of a call before it",
     )
+    acceptance_timeout_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="seconds that the comparison with an adapter's acceptance file may take; after that it is unknown",
+    )
     ignored_modules: Literal["auto", "accept", "refuse"] = Field(
         default="auto",
         description="adapters of which the engine ignores some modules: auto refuses those that lose all experts,"

@@ -62,6 +62,23 @@ class WorkerMetrics(MetricTable):
         "Duration of canaries: an engine's answers with and without an adapter.",
         buckets=_BUCKETS,
     )
+    acceptance_checks = metric(
+        Counter,
+        "lorafleet_workers_acceptance_checks",
+        "Comparisons of the engine's log-probabilities with an adapter's acceptance file, by result.",
+        "result",
+    )
+    acceptance_seconds = metric(
+        Histogram,
+        "lorafleet_workers_acceptance_seconds",
+        "Duration of comparisons with an acceptance file.",
+        buckets=_BUCKETS,
+    )
+    differing_adapters = metric(
+        Gauge,
+        "lorafleet_workers_differing_adapters",
+        "Loaded adapters whose log-probabilities are not those of their acceptance file.",
+    )
     partial_adapters = metric(
         Gauge, "lorafleet_workers_partial_adapters", "Loaded adapters of which the engine ignores some modules."
     )

@@ -14,6 +14,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, SerializerFunctionWrapHandler, WrapSerializer
 
 from lorafleet.identity import KV_HASHING, AdapterLocation, FileMark, Tier
+from orchestrator.model.acceptance import AcceptanceMode, AdapterAcceptance
 from orchestrator.model.cards import AdapterCard
 
 WIRE = 1
@@ -41,6 +42,7 @@ AgentIncidentKind = Literal[
     "engine_back",
     "disk_full",
     "lora_kernels_missing",
+    "acceptance_differs",
 ]
 AgentEventType = Literal[
     "DOWNLOADING",
@@ -148,7 +150,7 @@ class WorkerAdapter(AdapterCard):
     """An adapter on a worker: its card, its place in the engine, and what is known of its effect.
 
     The worker's inventory keeps these, writes them to its state folder and reports them. What it keeps for itself is
-    never sent: `is_wanted`, `order`, `secret` and `ignored_policy`.
+    never sent: `is_wanted`, `order`, `secret`, `ignored_policy` and `acceptance_mode`.
     """
 
     lora_id: str
@@ -176,6 +178,8 @@ class WorkerAdapter(AdapterCard):
     """None: the engine has all of them, or does not say."""
     note: str = ""
     """What an operator should know of a ready adapter, as a sentence."""
+    acceptance: AdapterAcceptance | None = None
+    """Whether its answers are the trainer's, at this start of the engine. None: not compared."""
     lora_int_id: int | None = None
     """The engine's own number of it; None: not loaded, or the engine does not say. Another one after a restart."""
     is_configured: bool = False
@@ -189,6 +193,8 @@ class WorkerAdapter(AdapterCard):
     """name/key of the credential for its source."""
     ignored_policy: Annotated[str, _KEPT] = ""
     """What the load request said about modules that the engine ignores; empty: the setting decides."""
+    acceptance_mode: Annotated[AcceptanceMode, _KEPT] = "warn"
+    """What the last request for it said about its acceptance file."""
 
     @property
     def held_bytes(self) -> int:
@@ -398,6 +404,7 @@ class LoadRequest(AdapterRequest):
                 `neighbours` count with it alone
     ignored_modules  what to do if the engine ignores a part of its modules; default: the worker's setting
     is_awaited  a request waits for it: an engine that can may load it with that request
+    acceptance  what to do with its acceptance file
     """
 
     lora_path: str | None = None
@@ -406,6 +413,23 @@ class LoadRequest(AdapterRequest):
     from_fleet: bool = False
     ignored_modules: Literal["accept", "refuse"] | None = None
     is_awaited: bool = False
+    acceptance: AcceptanceMode = "warn"
+
+
+class CheckRequest(_WorkerMessage):
+    """`POST /v1/admin/check_lora`: compare a loaded adapter's answers with its acceptance file now.
+
+    Answers with the `WorkerAdapter`. `digest`: of the version; default: each that is loaded.
+    acceptance_file  digest of the file to compare with, if the caller knows it
+    neighbours       URLs of agents that have that file, if this worker has another one or none
+    """
+
+    lora_id: str
+    digest: str | None = None
+    acceptance: AcceptanceMode = "warn"
+    acceptance_file: str = ""
+    neighbours: Annotated[tuple[str, ...], Field(max_length=MOST_NEIGHBOURS)] = ()
+    wire: int = WIRE
 
 
 class InspectRequest(AdapterRequest):

@@ -122,6 +122,7 @@ def print_script(shell: ShellName) -> None:
 
 
 adapters.adapters_app.command("push")(folders.adapters_push)
+adapters.adapters_app.command("certify")(folders.adapters_certify)
 adapters.adapters_app.command("rename-modules")(folders.adapters_rename_modules)
 for name, group in (
     ("adapters", adapters.adapters_app),

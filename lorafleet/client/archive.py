@@ -9,7 +9,7 @@ from pathlib import Path
 from lorafleet.client.results import FleetError
 from lorafleet.identity import FileEntry, files_digest
 from workers.core.errors import SourceError
-from workers.verification.beside import FileUse, compared_names, known_name, notes_on_files, text_head
+from workers.verification.beside import FileUse, known_name, notes_on_files, read_names, text_head
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 _CHUNK_BYTES = 1 << 20
@@ -99,7 +99,7 @@ def _named_beside(folder: Path) -> dict[str, bytes]:
         others = {path.name: path for path in sorted(folder.iterdir()) if path.name not in FILES}
         folders = {name for name, path in others.items() if path.is_dir()}
         notes_on_files(others, folders)
-        texts = {name: text_head(others[name]) for name in compared_names(others) if others[name].is_file()}
+        texts = {name: text_head(others[name]) for name in read_names(others) if others[name].is_file()}
     except OSError as exc:
         raise FleetError(f"{folder}: {exc.strerror}; expected an adapter's folder that can be read") from exc
     except SourceError as exc:

@@ -17,10 +17,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from lorafleet.engine.lora_weights import ZERO_NOTE, WeightsEffect
 
+T = TypeVar("T")
 Fingerprint: TypeAlias = tuple[float, ...]
 """Numbers of one answer that depend on the whole model: log-probabilities, scores of classes, or an embedding."""
 Outcome: TypeAlias = Literal["seen", "none", "unknown"]
@@ -63,7 +64,7 @@ class EngineSilent(Exception):
     """The engine did not answer, or failed."""
 
 
-def answered_numbers(where: str, status: int, content: bytes, read: ReadNumbers) -> Fingerprint | None:
+def answered_numbers(where: str, status: int, content: bytes, read: Callable[[Any], T]) -> T | None:
     """The numbers in an engine's answer; None for another 4xx, and for an answer without numbers.
 
     where   the request's URL, for errors

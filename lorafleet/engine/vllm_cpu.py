@@ -1,6 +1,7 @@
 """Fixes for vLLM on a CPU, of the plugin (`vllm_plugin`), and a command that starts vLLM from the CPU wheel.
 
-The fixes keep adapters' weights out of base model requests, and stop busy waiting between an engine's processes.
+The fixes keep adapters' weights out of base model requests, give each token of a prompt its adapter where its
+log-probabilities are asked for, and stop busy waiting between an engine's processes.
 
 `python -P -m lorafleet.engine.vllm_cpu bench serve ...` is `vllm bench serve ...`, and so with every other subcommand.
 """
@@ -39,6 +40,9 @@ def apply_fixes() -> None:
         kernel = getattr(kernels, name, None)
         if kernel is not None and inspect.signature(kernel).parameters.keys() >= _KERNEL_PARAMETERS:
             setattr(kernels, name, _zero_rows_without_adapter(kernel))
+    wrapper = getattr(kernels, "PunicaWrapperCPU", None)
+    if wrapper is not None and hasattr(wrapper, "add_lora_logits"):
+        wrapper.add_lora_logits = _with_an_adapter_for_each_row(wrapper.add_lora_logits)
 
 
 def sleep_while_waiting(shm_broadcast: Any) -> None:
@@ -49,6 +53,36 @@ def sleep_while_waiting(shm_broadcast: Any) -> None:
     """
     if hasattr(shm_broadcast, "sched_yield"):
         shm_broadcast.sched_yield = lambda: time.sleep(POLL_INTERVAL_S)
+
+
+def _with_an_adapter_for_each_row(add_lora_logits: Callable[..., None]) -> Callable[..., None]:
+    """The method with the right adapter for each token of a prompt whose log-probabilities are computed.
+
+    vLLM 0.32 has one index for each request there, and the rows are a prompt's tokens: the engine dies where there are
+    two requests (v1/worker/gpu_model_runner.py `_get_prompt_logprobs_dict`; on a GPU the head's part is lost).
+    """
+
+    def add_for_each_row(self: Any, y: Any, x: Any, *args: Any, **kwargs: Any) -> None:
+        """Add the adapter's part of the logits, with an index for each row."""
+        rows, indices = x.view(-1, x.shape[-1]).size(0), self.sampler_indices
+        if rows == indices.size(0):
+            add_lora_logits(self, y, x, *args, **kwargs)
+            return
+        # The rows are a view of the step's hidden states; a copy does not say of which of them.
+        first, of_tokens = x.storage_offset() // x.shape[-1], self.token_lora_indices
+        is_view = x.untyped_storage().nbytes() > x.numel() * x.element_size() or rows == of_tokens.size(0)
+        found = of_tokens[first : first + rows] if is_view else of_tokens[:0]
+        kept, length = indices.clone(), self.indices_len[1]
+        self._sampler_indices[:rows].fill_(-1)
+        self._sampler_indices[: found.size(0)].copy_(found)
+        self.indices_len[1] = rows
+        try:
+            add_lora_logits(self, y, x, *args, **kwargs)
+        finally:
+            self._sampler_indices[: kept.size(0)].copy_(kept)
+            self.indices_len[1] = length
+
+    return add_for_each_row
 
 
 def _zero_rows_without_adapter(kernel: Callable[..., None]) -> Callable[..., None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lorafleet.sim.adapters import SimAdapter
 from lorafleet.sim.engine import StreamedJob
-from lorafleet.sim.text import top_logprobs
+from lorafleet.sim.text import prompt_logprobs, top_logprobs
 from lorafleet.sim.timing import FinishReason
 
 
@@ -32,6 +32,8 @@ class AnswerHead:
     """The answer is one of /inference/v1/generate, see `token_answers`."""
     logprobs: int | None = None
     """How many log-probabilities of each token a completion has; None: none."""
+    has_prompt_logprobs: bool = False
+    """A completion has the log-probabilities of its prompt's own tokens."""
     names_tokens_by_id: bool = False
     """The client asked for return_tokens_as_token_ids."""
 
@@ -143,7 +145,8 @@ def _whole_choice(head: AnswerHead, index: int, job: StreamedJob, echo: str) -> 
     prompt_ids = job.chain.tokens[: job.prompt_tokens] if head.token_ids else None
     if head.logprobs is not None:
         ending["logprobs"] = completion_logprobs(job, head.logprobs, by_id=head.names_tokens_by_id)
-    last = {"token_ids": ids, "prompt_logprobs": None, "prompt_token_ids": prompt_ids, "routed_experts": None}
+    of_prompt = _prompt_rows(job) if head.has_prompt_logprobs else None
+    last = {"token_ids": ids, "prompt_logprobs": of_prompt, "prompt_token_ids": prompt_ids, "routed_experts": None}
     return {"index": index, "text": text, **ending, **last}
 
 
@@ -236,6 +239,14 @@ def token_logprobs(job: StreamedJob, count: int, seen: int, until: int) -> dict[
 def _places(job: StreamedJob, count: int) -> list[dict[int, float]]:
     digest = job.adapter.digest if isinstance(job.adapter, SimAdapter) else b""
     return top_logprobs(digest, list(job.chain.tokens[: job.prompt_tokens]), list(job.reply), count)
+
+
+def _prompt_rows(job: StreamedJob) -> list[dict[str, dict[str, float]] | None]:
+    """The log-probabilities of the prompt's own tokens, in vLLM's form: null for the first."""
+    digest = job.adapter.digest if isinstance(job.adapter, SimAdapter) else b""
+    prompt = list(job.chain.tokens[: job.prompt_tokens])
+    values = zip(prompt[1:], prompt_logprobs(digest, prompt), strict=True)
+    return [None, *({str(token): {"logprob": value}} for token, value in values)]
 
 
 def _names(job: StreamedJob, *, by_id: bool) -> list[str]:

@@ -138,6 +138,7 @@ class CompletionBody(GenerationBody):
     max_tokens: int | None = 16
     echo: bool | None = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     add_special_tokens: bool = True
 
     @property

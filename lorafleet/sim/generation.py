@@ -126,6 +126,7 @@ class GenerationHandlers:
             block_size=self.settings.block_size,
             is_tokens=is_tokens,
             logprobs=body.logprobs_count,
+            has_prompt_logprobs=isinstance(body, bodies.CompletionBody) and body.prompt_logprobs is not None,
             names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         )
         self.engine.check_alive()

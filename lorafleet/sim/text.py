@@ -83,6 +83,12 @@ def top_logprobs(digest: bytes, prompt: Sequence[int], tokens: Sequence[int], co
     return places
 
 
+def prompt_logprobs(digest: bytes, prompt: Sequence[int]) -> list[float]:
+    """Pseudo-random log-probabilities of a prompt's tokens but the first, by the tokens before each."""
+    places = (top_logprobs(digest, prompt[:at], prompt[at : at + 1], 1)[0][prompt[at]] for at in range(1, len(prompt)))
+    return list(places)
+
+
 def _cut_at_stop(reply: SimReply, stops: Sequence[str]) -> SimReply:
     """`reply` cut at the first stop string, whose tokens stay but whose text does not."""
     text = "".join(reply.pieces)

@@ -57,6 +57,7 @@ class WireViews:
             copies = self._reconciler.queries.copies_with_notes({adapter.lora_id}) if ready else {}
         workers, orders = ready.get(adapter.lora_id, ()), self._reconciler.store.workers
         worker_id, copy = copies.get(adapter.lora_id, ("", None))
+        has_file = copy is not None and (copy.acceptance_file or copy.acceptance is not None)
         status = AdapterStatus(
             state=self._reconciler.queries.adapter_state(adapter, ready),
             card=adapter.card if adapter.card is None or copy is None else replace(adapter.card, effect=copy.effect),
@@ -68,6 +69,7 @@ class WireViews:
             error=self._reconciler.queries.last_error(adapter.lora_id),
             ignored_modules=None if copy is None else copy.ignored_modules,
             note=_note_on(adapter, worker_id, copy),
+            acceptance=self._reconciler.queries.acceptance(adapter.lora_id) if workers and has_file else {},
             published_as=self._reconciler.store.published_as(adapter.lora_id),
             copies=self._copies_of(adapter),
         )

@@ -315,8 +315,9 @@ def _is_path(source: str) -> bool:
 ARCHIVE = "archive"
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-UPLOAD_FILES = (ARCHIVE, CONFIG, WEIGHTS)
-"""What a request may send: an archive of the adapter, or one of its two files."""
+ACCEPTANCE = "acceptance.jsonl"
+UPLOAD_FILES = (ARCHIVE, CONFIG, WEIGHTS, ACCEPTANCE)
+"""What a request may send: an archive of the adapter, one of its two files, or the acceptance file beside them."""
 
 _NAMES_SHOWN = 5
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)")
@@ -400,5 +401,6 @@ def files_still_to_send(received: Mapping[str, tuple[int, int | None]]) -> tuple
 
     received  file -> bytes that are there, and of the whole file (None: not known, and what is there is all)
     """
-    needed = (ARCHIVE,) if ARCHIVE in received or not received else (CONFIG, WEIGHTS)
+    needed: tuple[str, ...] = (ARCHIVE,) if ARCHIVE in received or not received else (CONFIG, WEIGHTS)
+    needed += (ACCEPTANCE,) if ACCEPTANCE in received else ()
     return tuple(name for name in needed if name not in received or received[name][1] not in (None, received[name][0]))

@@ -47,6 +47,7 @@ CONTENT_CODES = frozenset(
         "module_unsupported",
         "module_untargeted",
         "modules_ignored",
+        "not_accepted",
         "modules_to_save_unsupported",
         "modules_unmatched",
         "peft_feature_unsupported",
@@ -67,7 +68,7 @@ All other codes are about the worker at that moment, `disk_full` and `rank_too_b
 
 FINAL_CODES = SOURCE_CODES | CONTENT_CODES
 """Agent error codes that somebody has to mend: by itself the same load fails again on that worker."""
-ENGINE_REFUSALS = frozenset(("adapter_refused", "adapter_no_effect", "modules_ignored"))
+ENGINE_REFUSALS = frozenset(("adapter_refused", "adapter_no_effect", "modules_ignored", "not_accepted"))
 """Error codes of bytes with the registered digest that an engine refuses, or does not use."""
 MOST_TRIED = 3
 """After this many workers found no good bytes at the source, no other is waited for; a guess, nothing measured."""

@@ -35,6 +35,9 @@ KINDS_OF_INCIDENTS = {
     "lora_kernels_missing": IncidentKind(
         "error", "install a vLLM build for the worker's device, with Triton; adapters are slow or wrong without it"
     ),
+    "acceptance_differs": IncidentKind(
+        "error", "see what its answers look like (lorafleet adapters list), and docs/acceptance.md; publish it again"
+    ),
     "worker_lost": IncidentKind("error", "see whether its node and agent run; its adapters are loaded elsewhere"),
     "worker_back": IncidentKind("info"),
     "circuit_opened": IncidentKind("warning", "see the worker's own incidents; requests go elsewhere meanwhile"),

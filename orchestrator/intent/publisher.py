@@ -171,6 +171,7 @@ class NamePublisher:
             version=current and current.number,
             versions=tuple(map(_version_item, reversed(record.versions))),
             workers=tuple(self._reconciler.queries.ready_workers(current.lora_id)) if current else (),
+            acceptance=self._reconciler.queries.acceptance(current.lora_id) if current else {},
             is_new=is_new,
             keep_versions=kept_count(record, rules),
             max_staleness_s=stale_after_s(record, rules),

@@ -58,7 +58,7 @@ _HOW_TO_RESUME = "GET /v1/uploads/{0} says how many bytes have come; send the re
 # The agent's errors about the request, which the client can mend.
 _CLIENT_CODES = frozenset({"upload_offset", "upload_superseded", "upload_incomplete", "upload_file_unknown"})
 
-UploadFile = Literal["archive", "adapter_config.json", "adapter_model.safetensors"]
+UploadFile = Literal["archive", "adapter_config.json", "adapter_model.safetensors", "acceptance.jsonl"]
 assert get_args(UploadFile) == UPLOAD_FILES
 
 

@@ -1,9 +1,11 @@
 """Requests and answers about adapters: lists, batches, uploads, orphans, `ensure`."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import FailFast, Field
 
+from orchestrator.model.acceptance import AdapterAcceptance
 from orchestrator.model.adapters import AdapterSpec, Tenants
 from orchestrator.model.cards import AdapterCard
 from orchestrator.model.catalog import AdapterState
@@ -49,6 +51,7 @@ class AdapterStatus(ServiceDocument):
     published_as  published name that it is a version of; null for any other adapter
     note     what lies beside its files at the source and is not served; what to know of a copy that is ready, with the
              worker's name; "" without any
+    acceptance  worker -> whether its answers are the trainer's, of copies that were compared (docs/acceptance.md)
     idle_s   seconds since it was asked for last; null without a `ttl_s` or a copy, and where nobody has asked yet
     """
 
@@ -62,6 +65,7 @@ class AdapterStatus(ServiceDocument):
     error: str | None = None
     ignored_modules: IgnoredModules | None = None
     note: str = ""
+    acceptance: Mapping[str, AdapterAcceptance] = {}
     published_as: str | None = None
     copies: FileCopiesItem | None = None
 

@@ -31,6 +31,8 @@ class AdapterCard:
     """The reference that was asked for."""
     files_note: str = ""
     """What lies beside its files at its source and is not served; known to the worker that read the source."""
+    acceptance_file: str = ""
+    """Digest of the `acceptance.jsonl` beside its files, which is no part of their own digest; empty without one."""
     effect: AdapterEffectState = ""
     """Whether it changes the engine's answers. Empty: not checked. applied: the engine has its modules. seen: answers
     differ with it. zero: its weights change nothing. unknown: not proved."""

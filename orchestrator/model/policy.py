@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from orchestrator.model.acceptance import AcceptanceMode
 from orchestrator.model.names import MOST_VERSIONS, RESOURCE
 
 Loading = Literal["lazy", "eager", "weighted", "everywhere"]
@@ -29,6 +30,8 @@ class AdapterPolicy:
     """how much the loss of a copy counts beside other adapters' when requests wait for its slot; 0: it goes first"""
     ignored_modules: Literal["accept", "refuse"] | None = None
     """what to do where an engine ignores a part of its modules; null: the worker's setting of this name"""
+    acceptance: AcceptanceMode | None = None
+    """what to do with its acceptance file; null: the policy's"""
 
     def __post_init__(self) -> None:
         if self.min_replicas is not None and self.max_replicas is not None:
@@ -84,6 +87,9 @@ class PlacementPolicy:
     unused_name_s: Annotated[float, Ge(0)] = 7 * 86400.0
     """a published name that nobody published or asked for in so many seconds is deleted, and an adopted adapter that is
     left nowhere; 0: never"""
+    acceptance: AcceptanceMode = "warn"
+    """what to do with the acceptance file of an adapter that has one. off: nothing; warn: engines' answers are compared
+    with the trainer's, and shown; require: an adapter is served by engines alone whose answers are equal"""
     adopt: Adopt = "configured"
     """which adapters on workers are registered without a call. configured: those that a worker's settings name; all:
     also those that another client loaded, or that the fleet loaded with a store it has lost; none: no adapter"""

@@ -1,9 +1,11 @@
 """Published names: each a name whose newest version is served."""
 
+from collections.abc import Mapping
 from typing import Self
 
 from pydantic import Field, model_validator
 
+from orchestrator.model.acceptance import AdapterAcceptance
 from orchestrator.model.documents import ServiceDocument, WrittenDocument
 from orchestrator.model.names import MOST_VERSIONS
 from orchestrator.model.served_names import PublishedSpec, Replicas
@@ -68,6 +70,7 @@ class PublishedStatus(ServiceDocument):
     lora_id, digest, version  the version that it points at; null before its first version is ready
     versions         all that are kept, the newest first
     workers          workers on which that version is ready
+    acceptance       worker -> whether its answers are the trainer's, of those that were compared (docs/acceptance.md)
     is_new           whether this call made the version; false where its bytes were there already, and for reads
     keep_versions    newest versions that stay: the spec's, else the policy's; so `max_staleness_s`
     shadows_base     whether keys that may shadow base models get it in place of the base model of this name
@@ -79,6 +82,7 @@ class PublishedStatus(ServiceDocument):
     version: int | None
     versions: tuple[PublishedVersion, ...]
     workers: tuple[str, ...]
+    acceptance: Mapping[str, AdapterAcceptance] = {}
     is_new: bool = False
     keep_versions: int
     max_staleness_s: float

@@ -314,6 +314,7 @@ class ActionRunner:
             neighbours=self._agent_urls(action.neighbours),
             ignored_modules=adapter.policy.ignored_modules,
             is_awaited=self._context.demand.is_waited_for(action.lora_id, began),
+            acceptance=adapter.policy.acceptance or self._context.store.rules.acceptance,
         )
         url, timeout_s = self._agent_url(action.worker_id), self._context.settings.load_timeout_s
         lora, at = await self._context.agents.load(url, ask, timeout_s=timeout_s)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.failures import failure_everywhere
 from orchestrator.core.placement.load_time import load_figures, load_s
+from orchestrator.model.acceptance import AdapterAcceptance
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.cards import AdapterEffectState
 from orchestrator.model.catalog import AdapterState, CatalogWorker, Draining, WorkerState
@@ -145,6 +146,15 @@ class FleetQueries:
                 if least is None or _shown_effect(lora) < _shown_effect(least[1]):
                     copies[lora.lora_id] = worker_id, lora
         return copies
+
+    def acceptance(self, lora_id: str) -> dict[str, AdapterAcceptance]:
+        """worker -> how far its answers with the adapter are from the trainer's, of copies that were compared."""
+        found = {}
+        for worker_id in self.ready_workers(lora_id):
+            for lora in self._context.reports.workers[worker_id].report.lora.loaded_loras:
+                if lora.lora_id == lora_id and lora.acceptance is not None:
+                    found[worker_id] = lora.acceptance
+        return found
 
     def _is_ready(self, lora: WorkerAdapter, worker_id: str) -> bool:
         """Whether the adapter on the worker serves requests now: ready, not draining, right digest and base model."""

@@ -36,6 +36,7 @@ from workers.wire import (
     AdapterFile,
     AdapterFiles,
     AgentState,
+    CheckRequest,
     DeploymentCard,
     DrainAnswer,
     InspectRequest,
@@ -341,6 +342,10 @@ class WorkerAgent:
         """
         return await self._loader.unload(request, by)
 
+    async def check(self, request: CheckRequest, by: Requester) -> WorkerAdapter:
+        """Compare a loaded adapter with its acceptance file now; returns it with the result. Raises WorkerError."""
+        return await self._loader.check_loaded(request, by)
+
     async def adapter_files(self, digest: str, *, is_recheck: bool = False) -> AdapterFiles:
         """The files of a verified adapter on this disk. Raises AgentRequestError `files_not_found`.
 
@@ -422,7 +427,7 @@ class WorkerAgent:
     async def reconcile(self) -> None:
         """Read free disk bytes, scan lora_path, and correct the inventory from the engine's list. Raises EngineError.
 
-        Checks the effect of one adapter again where it is not proved yet.
+        Checks the effect of one adapter again where it is not proved yet, and compares some with acceptance files.
         The list is ignored while the agent is neither ready nor draining, or its KV connector is refused.
         """
         await self.context.cache.update_free_bytes()
@@ -433,6 +438,7 @@ class WorkerAgent:
             await self._loader.reconcile_with_engine_list(lambda: self.state in {"ready", "draining"})
             if self.state == "ready" and not self.engine.suspicion:
                 await self._loader.check_unproved()
+                await self._loader.check_acceptance()
 
     async def read_foreign_files(self) -> None:
         """Record what another client loaded into the engine, and read its files, so that it can be adopted.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from lorafleet.engine.acceptance import FILE_NAME as ACCEPTANCE_NAME
 from lorafleet.identity import fleet_source
 from workers.core.errors import SourceError, WrongBytes
 from workers.core.fetch_ways import FetchWay
@@ -123,6 +124,12 @@ class FileFetcher:
                 self._metrics.fetched_bytes.inc(size_bytes)
                 self._inventory.forget_deleted(await self._cache.make_room(digest, size_bytes, self._digests_in_use))
                 await self._cache.install(folder, digest)
+        if ACCEPTANCE_NAME in transfer.texts:
+            await self._cache.store_acceptance(digest, transfer.texts[ACCEPTANCE_NAME])
+
+    async def acceptance_from(self, neighbours: Sequence[str], digest: str) -> bytes:
+        """The acceptance file beside a digest's files at the first of these agents that has one; b"" without any."""
+        return await self._fleet.read_acceptance(neighbours, digest) if self._fleet is not None else b""
 
 
 def is_about_source(exc: SourceError) -> bool:

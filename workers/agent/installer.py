@@ -1,6 +1,7 @@
 """resolve -> fetch -> verify -> install: from a lora_id to verified files in the cache folder."""
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from lorafleet.engine.acceptance import FILE_NAME as ACCEPTANCE_NAME
 from lorafleet.identity import engine_name, fleet_digest, fleet_source
 from orchestrator.model.cards import card_fields
 from orchestrator.model.names import checked_lora_id
@@ -45,6 +47,13 @@ class Installer:
     def describe(self, folder: Path) -> AdapterDescription | None:
         """What the engine's table says of an installed adapter; None if it cannot be read. Blocking."""
         return self._cache.describe(folder)
+
+    async def fetch_acceptance(self, digest: str, file_digest: str, neighbours: Sequence[str]) -> None:
+        """Have an adapter's acceptance file with this digest beside its files, from other workers if they have it."""
+        if await self._cache.acceptance_digest(digest) != file_digest:
+            content = await self._files.acceptance_from(neighbours, digest)
+            if hashlib.sha256(content).hexdigest() == file_digest:
+                await self._cache.store_acceptance(digest, content)
 
     async def digests_in_use(self) -> frozenset[str]:
         """Digests whose files must stay: wanted by this worker, or in the engine's list, which it asks.
@@ -265,6 +274,9 @@ class Installer:
                         await self._cache.make_room(manifest.digest, manifest.size_bytes, self.digests_in_use)
                     )
                     path = await self._cache.install(folder, manifest.digest)
+                if ACCEPTANCE_NAME in transfer.texts:
+                    await self._cache.store_acceptance(manifest.digest, transfer.texts[ACCEPTANCE_NAME])
+                manifest = replace(manifest, acceptance_file=await self._cache.acceptance_digest(manifest.digest))
         adapter = _installed_adapter(lora_id, source, pinned if way != "source" else transfer.pinned, manifest, path)
         return self._inventory.store_installed(replace(adapter, secret=secret))
 

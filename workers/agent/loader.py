@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from workers.agent.acceptance_check import AcceptanceCheck, not_accepted_error
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.effect_check import EffectCheck, with_effect_of
 from workers.agent.installer import Installer, check_lora_id
@@ -21,9 +22,15 @@ from workers.inventory.event_log import CHECKING, PRELOADING, REFETCHING, RESTOR
 from workers.inventory.inventory import Inventory
 from workers.inventory.inventory_report import InventoryReport
 from workers.sources.base import Source
-from workers.wire import InspectRequest, LoadRequest, UnloadRequest, WorkerAdapter
+from workers.wire import CheckRequest, InspectRequest, LoadRequest, UnloadRequest, WorkerAdapter
 
 log = structlog.get_logger()
+
+_ADAPTERS_FAULTS = frozenset(
+    {"adapter_refused", "adapter_no_effect", "modules_ignored", "not_accepted", "acceptance_unknown", "no_free_slot"}
+)
+_CHECKS_A_PASS = 16
+"""Adapters compared with their acceptance files in one pass of the agent's reconciliation."""
 
 
 class Loader:
@@ -54,6 +61,9 @@ class Loader:
             clock=context.clock,
         )
         self._offers = OfferedAdapters(context.settings, engine, clock=context.clock)
+        self._acceptance = AcceptanceCheck(
+            settings=context.settings, engine=engine, metrics=context.metrics, clock=context.clock
+        )
         self._operations = AgentOperations()
         # Weak: a lock exists only while somebody holds it or waits for it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -79,7 +89,9 @@ class Loader:
         async with self._lock(request.lora_id):
             with self._inventory.recording_failure(request, by):
                 adapter = await self._installer.install(request)
-                adapter = replace(adapter, ignored_policy=request.ignored_modules or "")
+                adapter = replace(
+                    adapter, ignored_policy=request.ignored_modules or "", acceptance_mode=request.acceptance
+                )
                 self._inventory.show_progress(adapter.lora_id, adapter.digest, "loading")
                 return self._report.as_loaded(await self._load_into_engine(adapter, request, by))
 
@@ -326,7 +338,7 @@ class Loader:
         Otherwise one adapter on slow storage would restart the engine again and again.
         """
         if exc.code != "engine_timeout":
-            return exc.code in {"adapter_refused", "adapter_no_effect", "modules_ignored", "no_free_slot"}
+            return exc.code in _ADAPTERS_FAULTS
         return await self._engine.is_healthy()
 
     # --- the engine ----------------------------------------------------------------------------------------------
@@ -398,7 +410,7 @@ class Loader:
             victim = await self._evict_if_full(client, request.evict, made_room(by, adapter.lora_id))
             if request.is_awaited and await self._try_offer(adapter):
                 self._engine.forget_adapter_blocks(adapter.engine_name)
-                announced = self._inventory.mark_offered(adapter, by=by)
+                announced = self._inventory.mark_offered(replace(adapter, acceptance=None), by=by)
                 if victim is not None:
                     self._inventory.mark_unwanted(victim)
                 return announced
@@ -421,7 +433,7 @@ class Loader:
 
     async def _try_offer(self, adapter: WorkerAdapter) -> bool:
         """Offer the adapter to the engine, which will report on it; False: load it by a call."""
-        if not self._offers.try_offer(adapter):
+        if adapter.acceptance_mode == "require" or not self._offers.try_offer(adapter):
             return False
         await self._effects.prepare(adapter)
         return True
@@ -456,12 +468,17 @@ class Loader:
         return await self._check_effect(client, adapter)
 
     async def _check_effect(self, client: EngineClient, adapter: WorkerAdapter) -> WorkerAdapter:
-        """The adapter, just loaded, with its effect. Unloads it again and raises EngineError if it is refused for it.
+        """The adapter, just loaded, with its effect, and with its acceptance where that is required.
+
+        Unloads it again and raises EngineError if it is refused for one of them.
 
         A failed unload is logged: `reconcile_with_engine_list` tries again, and counts the adapter as not loaded.
         """
         try:
-            checked = await self._effects.check(client, adapter)
+            checked = replace(await self._effects.check(client, adapter), acceptance=None)
+            self._acceptance.forget(checked)
+            if checked.acceptance_mode == "require":
+                checked = await self._acceptance.require_equal(client, checked)
         except EngineError:
             self._inventory.mark_refused(adapter)
             self._offers.withdraw(adapter.engine_name)
@@ -514,6 +531,65 @@ class Loader:
         self._inventory.mark_unloaded(adapter, CHECKING)
         self._inventory.mark_unwanted(adapter)
         self._inventory.record_failure(adapter.lora_id, adapter.digest, exc, CHECKING)
+
+    async def check_acceptance(self) -> None:
+        """Compare loaded adapters with their acceptance files, while no request waits. Raises EngineError.
+
+        Not under the engine's lock: nothing is changed there, and a load need not wait.
+        """
+        for _ in range(_CHECKS_A_PASS):
+            client = self._engine.client
+            loaded = [
+                each for each in self._inventory.loaded_adapters() if each.engine_name not in self._offers.untaken
+            ]
+            adapter = self._acceptance.next_unchecked(loaded)
+            if client is None or adapter is None or await self._acceptance.has_waiting(client):
+                return
+            self._show_acceptance(await self._acceptance.check(client, adapter))
+
+    async def check_loaded(self, request: CheckRequest, by: Requester) -> WorkerAdapter:
+        """Compare a loaded adapter with its acceptance file now; returns it with the result. Raises WorkerError.
+
+        With `acceptance: require` it is unloaded and recorded as failed for any other result than `equal`.
+        """
+        check_lora_id(request.lora_id)
+        async with self._lock(request.lora_id), self._engine.shared_lock():
+            client = self._engine.require_client()
+            loaded = [each for each in self._inventory.loaded_adapters() if each.lora_id == request.lora_id]
+            adapter = next((each for each in reversed(loaded) if request.digest in {None, each.digest}), None)
+            if adapter is None:
+                message = f"adapter {request.lora_id!r} is not loaded here; load it, then check it"
+                raise AgentRequestError("adapter_unknown", message)
+            if request.acceptance_file:
+                await self._installer.fetch_acceptance(adapter.digest, request.acceptance_file, request.neighbours)
+            checked = await self._acceptance.check(client, replace(adapter, acceptance_mode=request.acceptance))
+            self._show_acceptance(checked)
+        found = checked.acceptance
+        if request.acceptance == "require" and found is not None and found.result != "equal":
+            refusal = not_accepted_error(checked, found)
+            await self.unload(UnloadRequest(lora_id=checked.lora_id, digest=checked.digest), CHECKING)
+            self._inventory.record_failure(checked.lora_id, checked.digest, refusal, by)
+            raise refusal
+        return self._report.as_loaded(checked)
+
+    def _show_acceptance(self, checked: WorkerAdapter) -> None:
+        """Record and publish the result for an adapter that is still loaded; one that differs is an incident."""
+        current = self._installed.get(checked.engine_name)
+        found = checked.acceptance
+        if current is None or found is None or not self._inventory.slots.has(checked.engine_name):
+            return
+        before = current.acceptance
+        self._installed.store(
+            replace(
+                current,
+                acceptance=found,
+                acceptance_file=found.file or current.acceptance_file,
+                acceptance_mode=checked.acceptance_mode,
+            )
+        )
+        if found.result == "differs" and (before is None or before.result != "differs"):
+            self._inventory.history.record_incident("acceptance_differs", f"{checked.lora_id}: {found.why}")
+        self._inventory.mark_changed()
 
     async def _call_load(self, client: EngineClient, adapter: WorkerAdapter) -> None:
         """Call the engine's load and measure it; a timeout marks the engine as suspect. Raises EngineError."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from lorafleet.engine.acceptance import Logprobs
 from lorafleet.engine.canary import Fingerprint
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.kv.connectors import ConnectorVerdict
@@ -79,6 +80,14 @@ class EngineClient(Protocol):
 
     async def fingerprint(self, adapter: str | None, prompt: Sequence[int], *, base_model: str) -> Fingerprint | None:
         """Numbers that the whole model determines, of one answer to a prompt of token ids; None without such numbers.
+
+        Raises EngineSilent in place of EngineError. `adapter` is an engine name; None: the base model.
+        """
+
+    async def prompt_logprobs(
+        self, adapter: str | None, prompts: Sequence[Sequence[int]], *, base_model: str
+    ) -> Sequence[Logprobs] | None:
+        """The log-probability of each token but the first of these prompts, in one request; None if it gives none.
 
         Raises EngineSilent in place of EngineError. `adapter` is an engine name; None: the base model.
         """

@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
-from lorafleet.engine.canary import PROBE_REQUESTS, EngineSilent, Fingerprint, ReadNumbers, answered_numbers
+from lorafleet.engine.acceptance import Logprobs
+from lorafleet.engine.canary import PROBE_REQUESTS, EngineSilent, Fingerprint, answered_numbers
 from lorafleet.service.network.transport import DirectTransport
 from workers.core.errors import EngineError
 from workers.engines.base import EngineTraits
+
+T = TypeVar("T")
 
 MODELS_TIMEOUT_S = 10.0
 METRICS_TIMEOUT_S = 5.0
@@ -64,9 +67,17 @@ class HttpEngineClient:
         """None: this kind of engine is not asked for log-probabilities."""
         return None
 
-    async def _ask_for_numbers(
-        self, route: str, body: Mapping[str, Any], numbers_of: ReadNumbers
-    ) -> Fingerprint | None:
+    async def prompt_logprobs(
+        self,
+        adapter: str | None,  # noqa: ARG002  (of clients that ask)
+        prompts: Sequence[Sequence[int]],  # noqa: ARG002
+        *,
+        base_model: str,  # noqa: ARG002
+    ) -> Sequence[Logprobs] | None:
+        """None: this kind of engine is not asked for the log-probabilities of a prompt."""
+        return None
+
+    async def _ask_for_numbers(self, route: str, body: Mapping[str, Any], numbers_of: Callable[[Any], T]) -> T | None:
         """POST a request and read the numbers in its answer; None for a 4xx, or an answer without numbers.
 
         Raises EngineSilent if the engine does not answer, or fails.

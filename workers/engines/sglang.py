@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorafleet.engine.acceptance import Logprobs, sglang_logprobs_body, sglang_prompt_logprobs
 from lorafleet.engine.canary import SGLANG_ROUTE, Fingerprint, sglang_body, sglang_fingerprint
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
@@ -123,6 +125,17 @@ class SglangClient(HttpEngineClient):
     ) -> Fingerprint | None:
         """The log-probabilities of the next token. Raises EngineSilent."""
         return await self._ask_for_numbers(SGLANG_ROUTE, sglang_body(adapter, prompt), sglang_fingerprint)
+
+    async def prompt_logprobs(
+        self,
+        adapter: str | None,
+        prompts: Sequence[Sequence[int]],
+        *,
+        base_model: str,  # noqa: ARG002  (it needs no name)
+    ) -> Sequence[Logprobs] | None:
+        """The log-probability of each token but the first of these prompts. Raises EngineSilent."""
+        body = sglang_logprobs_body(adapter, prompts)
+        return await self._ask_for_numbers(SGLANG_ROUTE, body, partial(sglang_prompt_logprobs, prompts))
 
     async def kv_event_endpoints(self) -> KvEventEndpoints:
         """The KV event endpoints in the engine's --kv-events-config, read from /server_info.

@@ -1,10 +1,12 @@
 """The client of vLLM 0.32, which works for the sim, too."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
 
+from lorafleet.engine.acceptance import LOGPROBS_ROUTE, Logprobs, vllm_logprobs_body, vllm_prompt_logprobs
 from lorafleet.engine.canary import Fingerprint, VllmQuestions
 from lorafleet.engine.errors import is_engine_stopping
 from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
@@ -97,6 +99,13 @@ class VllmClient(HttpEngineClient):
     async def fingerprint(self, adapter: str | None, prompt: Sequence[int], *, base_model: str) -> Fingerprint | None:
         """The log-probabilities of the next token; a pooling model's scores or embedding. Raises EngineSilent."""
         return await self._questions.ask(self._ask_for_numbers, adapter or base_model, prompt)
+
+    async def prompt_logprobs(
+        self, adapter: str | None, prompts: Sequence[Sequence[int]], *, base_model: str
+    ) -> Sequence[Logprobs] | None:
+        """The log-probability of each token but the first of these prompts. Raises EngineSilent."""
+        body = vllm_logprobs_body(adapter or base_model, prompts)
+        return await self._ask_for_numbers(LOGPROBS_ROUTE, body, partial(vllm_prompt_logprobs, prompts))
 
     async def kv_event_endpoints(self) -> KvEventEndpoints:
         """The KV event endpoints of each rank, read from /kv_event_sources; empty for an older vLLM.

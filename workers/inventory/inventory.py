@@ -138,6 +138,7 @@ class Inventory:
                 pinned_source=adapter.pinned_source,
                 path=adapter.path,
                 base_model=adapter.base_model,
+                acceptance_file=adapter.acceptance_file,
             )
         return self.installed.store(adapter)
 
@@ -392,6 +393,8 @@ class Inventory:
         loaded = self.loaded_adapters()
         self._metrics.loaded.set(len(self.slots.registered))
         self._metrics.ghosts.set(self.slots.ghosts)
+        differing = [each for each in loaded if each.acceptance is not None and each.acceptance.result == "differs"]
+        self._metrics.differing_adapters.set(len(differing))
         self._metrics.partial_adapters.set(sum(adapter.ignored_modules is not None for adapter in loaded))
         self._metrics.unproved_adapters.set(sum(adapter.effect == "unknown" for adapter in loaded))
         self._metrics.set_loaded_adapters(

@@ -18,7 +18,7 @@ from workers.core.errors import SourceError
 from workers.core.references import redacted
 from workers.sources.base import Transfer
 from workers.verification.adapter_files import PICKLES, folder_description, is_adapter_file
-from workers.verification.beside import MOST_TEXT_BYTES, compared_names
+from workers.verification.beside import MOST_TEXT_BYTES, read_names
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 _CHUNK_BYTES = 1 << 20
@@ -132,7 +132,7 @@ def _unpack_adapter_files(
         if content is not None and _is_read(path.name):
             target = into / f".{list(folder_files).index(path.parent)}"
             target.mkdir(exist_ok=True)
-            most = MOST_TEXT_BYTES if compared_names([path.name]) else None
+            most = MOST_TEXT_BYTES if read_names([path.name]) else None
             _write_file(content, target / path.name, transfer, most)
     return folder_files
 
@@ -143,8 +143,8 @@ def _with_slashes(path: str) -> str:
 
 
 def _is_read(name: str) -> bool:
-    """Whether a file is an adapter's, a pickle, or a text that is compared with the base model's."""
-    return is_adapter_file(name) or name in PICKLES or bool(compared_names([name]))
+    """Whether a file is an adapter's, a pickle, or a text that is compared or carried."""
+    return is_adapter_file(name) or name in PICKLES or bool(read_names([name]))
 
 
 def _keep_adapter_folder(
@@ -164,7 +164,7 @@ def _keep_adapter_folder(
     names, unpacked = folder_files[folder], into / f".{list(folder_files).index(folder)}"
     below = (other.relative_to(folder) for other in folder_files if other.is_relative_to(folder) and other != folder)
     chosen = transfer.choose_files(names, allow_pickle=allow_pickle, folders={path.parts[0] for path in below})
-    transfer.texts.update((name, (unpacked / name).read_bytes()) for name in compared_names(names))
+    transfer.texts.update((name, (unpacked / name).read_bytes()) for name in read_names(names))
     for name in chosen:
         (unpacked / name).rename(into / name)
     for other in range(len(folder_files)):

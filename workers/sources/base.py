@@ -47,7 +47,7 @@ class Transfer:
     pinned      the immutable reference of the files (a branch resolved to its commit); else the reference itself
     credential  used for this fetch in place of the worker's own; "" for none
     notes       what to know of the files beside the adapter's, by their names
-    texts       the beginnings of those files beside them that are compared with the base model's
+    texts       the beginnings of those files beside them that are compared with the base model's, or carried
     served_by   URLs of the workers of the fleet that sent some of the bytes
     """
 

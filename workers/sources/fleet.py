@@ -15,6 +15,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from lorafleet.engine.acceptance import FILE_NAME as ACCEPTANCE_NAME
 from lorafleet.identity import fleet_digest, rendezvous_score
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.network.transport import DirectTransport
@@ -30,7 +31,8 @@ from workers.sources.base import (
 )
 from workers.sources.web import RETRIED_STATUSES, download_file, retry_after_s, tag_file_of
 from workers.verification.adapter_files import WEIGHTS_NAME, is_adapter_file
-from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
+from workers.verification.beside import is_fleet_file
+from workers.verification.peft import MAX_CONFIG_BYTES
 from workers.wire import AdapterFiles
 
 FLEET_SCHEMES = ("fleet+http", "fleet+https")
@@ -124,6 +126,16 @@ class FleetSource:
             with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
                 await client.get(f"{url.rstrip('/')}/v1/files/{digest}", params={"recheck": "true"})
 
+    async def read_acceptance(self, urls: Sequence[str], digest: str) -> bytes:
+        """The acceptance file beside a digest's files at the first of these agents that has one; b"" without any."""
+        async with self._client() as client:
+            for url in urls:
+                with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
+                    answer = await client.get(f"{url.rstrip('/')}/v1/files/{digest}/{ACCEPTANCE_NAME}")
+                    if answer.is_success and len(answer.content) <= MAX_CONFIG_BYTES:
+                        return answer.content
+        return b""
+
     def _client(self) -> httpx.AsyncClient:
         """A client for one fetch, with this worker's key."""
         return httpx.AsyncClient(
@@ -212,7 +224,7 @@ class _Fetch:
         if (total := sum(file.size_bytes for file in files.files)) > left:
             raise too_big_error(self.ref, total, self.limits)
         for file in sorted(files.files, key=lambda file: file.name):
-            limit = min(left, MAX_CONFIG_BYTES) if file.name == CONFIG_NAME else left
+            limit = left if file.name == WEIGHTS_NAME else min(left, MAX_CONFIG_BYTES)
             left -= file.size_bytes
             if file.name in self.done:
                 continue
@@ -226,6 +238,8 @@ class _Fetch:
                 self.transfer.advance(counted - self.transfer.progress.done_bytes)
                 raise
             self.done.add(file.name)
+            if not is_adapter_file(file.name):
+                self.transfer.texts[file.name] = await asyncio.to_thread(_take_file, self.into / file.name)
 
     def _received_bytes(self) -> int:
         """Bytes of the files in the folder. Blocking."""
@@ -271,10 +285,17 @@ def _checked_files(ref: str, answer: httpx.Response) -> AdapterFiles:
             "source_invalid", f"source {redacted(ref)}: {answer.request.url.host} sends no list of files"
         ) from exc
     names = [file.name for file in files.files]
-    is_plain = all(is_adapter_file(name) and "/" not in name and not name.startswith(".") for name in names)
+    is_plain = all(is_fleet_file(name) and "/" not in name and not name.startswith(".") for name in names)
     if not is_plain or len(set(names)) < len(names) or not 0 < len(names) <= _MOST_FILES:
         raise SourceError("source_unsafe", f"source {redacted(ref)}: its list has names that are no adapter's files")
     return files
+
+
+def _take_file(path: Path) -> bytes:
+    """The content of a file, which is deleted. Blocking."""
+    content = path.read_bytes()
+    clear_folder(path.parent, {each.name for each in path.parent.iterdir()} - {path.name, tag_file_of(path).name})
+    return content
 
 
 class _ErrorDetail(BaseModel):

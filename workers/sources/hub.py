@@ -20,7 +20,7 @@ from workers.sources.base import (
     with_retries,
 )
 from workers.verification.adapter_files import folder_description
-from workers.verification.beside import MOST_TEXT_BYTES, compared_names
+from workers.verification.beside import MOST_TEXT_BYTES, read_names
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class HubSource:
         )
         names = self._adapter_files(ref, reference, info, transfer)
         transfer.pinned = reference.at_commit(info.sha)
-        for name in _compared_paths(reference, info):
+        for name in _read_paths(reference, info):
             head = await call(_read_head, api, reference.repo, name, info.sha, self._limits.timeout_s)
             transfer.texts[name.rpartition("/")[2]] = head
         scratch = into / ".hub"
@@ -151,10 +151,10 @@ def _sizes_below(prefix: str, info: Any) -> dict[str, int]:
     return {file.rfilename[len(prefix) :]: file.size or 0 for file in files}
 
 
-def _compared_paths(reference: HubReference, info: Any) -> list[str]:
-    """The paths of texts beside the adapter that are compared with the base model's."""
+def _read_paths(reference: HubReference, info: Any) -> list[str]:
+    """The paths of texts beside the adapter that are compared with the base model's, or carried."""
     prefix = _folder_prefix(reference)
-    return [prefix + name for name in compared_names(_sizes_below(prefix, info))]
+    return [prefix + name for name in read_names(_sizes_below(prefix, info))]
 
 
 def _read_head(api: Any, repo: str, name: str, commit: str, timeout_s: float) -> bytes:

@@ -13,7 +13,7 @@ from workers.core.references import is_like_repository, relative_problem
 from workers.sources.base import Transfer
 from workers.sources.file_system import FileSystemCalls
 from workers.verification.adapter_files import folder_description
-from workers.verification.beside import MOST_TEXT_BYTES, compared_names
+from workers.verification.beside import MOST_TEXT_BYTES, read_names
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 
@@ -134,7 +134,7 @@ class LocalSource:
             description = folder_description(found, folders)
             raise SourceError("source_not_found", f"source {ref!r}: no {CONFIG_NAME} in it, {description}")
         stamps = [stamp_of(folder / name) for name in names]
-        for name in compared_names(found):
+        for name in read_names(found):
             transfer.texts[name] = self._read_text(folder / name, f"{ref.rstrip('/')}/{name}")
         left = self._max_bytes
         for name in names:

@@ -12,7 +12,7 @@ from workers.core.errors import SourceError
 from workers.core.references import bucket_and_folder, redacted
 from workers.sources.base import Limits, Transfer, TransientSourceError, clear_folder, too_big_error, with_retries
 from workers.verification.adapter_files import folder_description
-from workers.verification.beside import MOST_TEXT_BYTES, compared_names
+from workers.verification.beside import MOST_TEXT_BYTES, read_names
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 _PART_BYTES = 16 << 20
@@ -54,7 +54,7 @@ class ObjectSource:
         rows = await self._list_folder(ref, folder_path)
         files = self._adapter_files(ref, rows, transfer)
         sizes = {row["name"].rpartition("/")[2]: int(row.get("size") or 0) for row in rows if row["type"] == "file"}
-        for name in compared_names(sizes):
+        for name in read_names(sizes):
             transfer.texts[name] = await self._read_text(ref, f"{folder_path}/{name}", sizes[name])
         transfer.expect(sum(size for size, _ in files.values()))
         parts = await asyncio.to_thread(_FetchedParts.read, into, files, self._part_bytes)

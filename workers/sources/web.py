@@ -21,7 +21,7 @@ from workers.sources.base import (
     with_retries,
 )
 from workers.verification.adapter_files import PICKLES, WEIGHTS_NAME
-from workers.verification.beside import ASKED_NAMES, MOST_TEXT_BYTES, compared_names, notes_on_files
+from workers.verification.beside import ASKED_NAMES, MOST_TEXT_BYTES, notes_on_files, read_names
 from workers.verification.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 
 _CHUNK_BYTES = 1 << 20
@@ -80,7 +80,7 @@ class WebSource:
                 )
                 names = await self._named_beside(client, base)
                 transfer.notes = notes_on_files(names)
-                for name in compared_names(names):
+                for name in read_names(names):
                     transfer.texts[name] = await self._read_text(client, ref, f"{base}/{name}")
                 left = self._limits.max_bytes - (into / CONFIG_NAME).stat().st_size
                 try:

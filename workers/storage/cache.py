@@ -7,6 +7,7 @@ changed files kill the engine. So a folder is complete before it gets its name, 
 import asyncio
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import time
@@ -19,7 +20,9 @@ from typing import NamedTuple, TypeAlias
 
 import structlog
 
+from lorafleet.engine.acceptance import FILE_NAME as ACCEPTANCE_NAME
 from lorafleet.identity import fleet_source
+from lorafleet.service.files import write_atomically
 from lorafleet.service.tasks import finish_even_if_cancelled
 from workers.core.errors import EngineError, SourceError
 from workers.core.references import redacted
@@ -36,7 +39,7 @@ from workers.storage.held_files import HeldFilesLog
 from workers.storage.pickled import convert_pickles
 from workers.verification import manifest as manifests
 from workers.verification.adapter_files import is_adapter_file
-from workers.verification.beside import notes_on_texts
+from workers.verification.beside import is_fleet_file, notes_on_texts
 from workers.verification.manifest import AdapterDescription, AdapterRules, Manifest
 from workers.verification.verify import read_description, read_file_entry, read_manifest
 
@@ -183,6 +186,19 @@ class AdapterCache:
         if not await self.has_intact(digest):
             return {}
         return await asyncio.to_thread(_file_sizes, self.path(digest))
+
+    async def store_acceptance(self, digest: str, content: bytes) -> None:
+        """Put an acceptance file beside an installed adapter, in place of another one; a disk's error is logged."""
+        path = self.path(digest) / ACCEPTANCE_NAME
+        try:
+            if await asyncio.to_thread(_file_digest, path) != hashlib.sha256(content).hexdigest():
+                await asyncio.to_thread(write_atomically, path, content, mode=0o644)
+        except OSError as exc:
+            log.warning("acceptance file not kept", digest=digest, error=str(exc))
+
+    async def acceptance_digest(self, digest: str) -> str:
+        """The digest of the acceptance file beside an installed adapter; "" without one."""
+        return await asyncio.to_thread(_file_digest, self.path(digest) / ACCEPTANCE_NAME)
 
     async def has_intact(self, digest: str, *, is_recheck: bool = False) -> bool:
         """Whether the adapter is installed and its files match the digest; they are read once per process.
@@ -358,10 +374,18 @@ def is_intact(folder: Path, digest: str) -> bool:
         return False
 
 
-def _file_sizes(folder: Path) -> dict[str, int]:
-    """name -> size of the adapter's files in a folder; empty if it is gone."""
+def _file_digest(path: Path) -> str:
+    """The sha256 of a file; "" without one. Blocking."""
     try:
-        return {path.name: path.stat().st_size for path in folder.iterdir() if is_adapter_file(path.name)}
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """name -> size of the files in an adapter's folder that other workers fetch; empty if it is gone."""
+    try:
+        return {path.name: path.stat().st_size for path in folder.iterdir() if is_fleet_file(path.name)}
     except OSError:
         return {}
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 from weakref import WeakValueDictionary
 
+from lorafleet.engine.acceptance import FILE_NAME as ACCEPTANCE_NAME
 from lorafleet.service.files import make_private_folder
 from lorafleet.service.tasks import finish_even_if_cancelled
 from workers.core.errors import AgentRequestError, SourceError
@@ -32,7 +33,8 @@ from workers.wire import BeginFileRequest, ReceivedFile, UploadState
 
 ARCHIVE = "archive"
 """Name of a tar or zip file as a part of an upload."""
-UPLOADED_FILES = (ARCHIVE, CONFIG_NAME, WEIGHTS_NAME)
+UPLOADED_FILES = (ARCHIVE, CONFIG_NAME, WEIGHTS_NAME, ACCEPTANCE_NAME)
+_SMALL_FILES = (CONFIG_NAME, ACCEPTANCE_NAME)
 _PACKED = ".packed"
 # A tar file has up to 10 KiB around its members, and each member's header.
 _ARCHIVE_OVERHEAD_BYTES = 1 << 20
@@ -194,6 +196,10 @@ class Uploads:
             unpack(into / _PACKED, into, ref, limits.max_bytes, transfer, allow_pickle=limits.allow_pickle)
         else:
             transfer.choose_files([file.name for file in upload.files], allow_pickle=False)
+            carried = into / ACCEPTANCE_NAME
+            if carried.exists():
+                transfer.texts[carried.name] = carried.read_bytes()
+                carried.unlink()
 
     @contextlib.asynccontextmanager
     async def _only_writer(self, upload_id: str, name: str) -> AsyncIterator[None]:
@@ -229,9 +235,9 @@ class Uploads:
 
     def _check_size(self, name: str, size_bytes: int) -> None:
         """Raises SourceError `source_too_big` for so many bytes of a file."""
-        most = MAX_CONFIG_BYTES if name == CONFIG_NAME else self._limits.max_bytes
+        most = MAX_CONFIG_BYTES if name in _SMALL_FILES else self._limits.max_bytes
         if size_bytes > most + (_ARCHIVE_OVERHEAD_BYTES if name == ARCHIVE else 0):
-            hint = "" if name == CONFIG_NAME else "; see max_adapter_bytes"
+            hint = "" if name in _SMALL_FILES else "; see max_adapter_bytes"
             message = f"upload: {name} has {size_bytes} bytes or more, at most {most} are allowed{hint}"
             raise SourceError("source_too_big", message)
 

@@ -19,9 +19,11 @@ from typing import Any
 
 import msgspec
 
+from lorafleet.engine.acceptance import FILE_NAME as ACCEPTANCE_NAME
 from lorafleet.tokenizer.chat import added_tokens, chat_templates, named_tokens
 from lorafleet.tokenizer.messages import Untokenizable
 from workers.core.errors import SourceError, sendable
+from workers.verification.adapter_files import is_adapter_file
 
 MOST_TEXT_BYTES = 2 << 20
 """Of a text that is compared, only its beginning is read: `tokenizer.json` names its added tokens there."""
@@ -38,12 +40,14 @@ class FileUse(Enum):
 
     HARMLESS   it changes no answer, with the adapter or without
     COMPARED   it is a copy of a text of the base model's: another text is refused, or named in a note
+    CARRIED    it goes with the adapter to every worker, and is no part of its digest
     NOTED      no engine reads it; a note names it
     REFUSED    it holds a part of what was trained, so answers without it are others
     """
 
     HARMLESS = "harmless"
     COMPARED = "compared"
+    CARRIED = "carried"
     NOTED = "noted"
     REFUSED = "refused"
 
@@ -77,6 +81,7 @@ KNOWN_NAMES: tuple[KnownName, ...] = (
     _known(FileUse.COMPARED, "a tokenizer", r"(?:added_tokens|tokenizer|tokenizer_config|special_tokens_map)\.json"),
     _known(FileUse.COMPARED, "a chat template", r"chat_template\.(?:jinja|json)"),
     _known(FileUse.COMPARED, "defaults of sampling", re.escape(_GENERATION)),
+    _known(FileUse.CARRIED, "the trainer's log-probabilities", re.escape(ACCEPTANCE_NAME)),
     _known(
         FileUse.NOTED,
         "pickled weights beside adapter_model.safetensors, which wins",
@@ -143,12 +148,18 @@ def known_name(name: str) -> KnownName:
     return next((known for known in (*KNOWN_NAMES, *rest) if known.names.fullmatch(name)), _UNKNOWN)
 
 
-def compared_names(names: Collection[str]) -> list[str]:
-    """Those of the files whose beginning is compared with the base model's text, in order."""
-    return sorted(name for name in names if known_name(name).use is FileUse.COMPARED)
+def read_names(names: Collection[str]) -> list[str]:
+    """Those of the files whose beginning a source reads, in order: to compare it, or to carry it with the adapter."""
+    return sorted(name for name in names if known_name(name).use in {FileUse.COMPARED, FileUse.CARRIED})
+
+
+def is_fleet_file(name: str) -> bool:
+    """Whether workers of a fleet give each other the file with an adapter."""
+    return is_adapter_file(name) or known_name(name).use is FileUse.CARRIED
 
 
 ASKED_NAMES = (
+    ACCEPTANCE_NAME,
     "new_embeddings.safetensors", "new_embeddings.bin", "non_lora_trainables.bin", "trainable_params.bin",
     "added_tokens.json", "tokenizer.json", "tokenizer_config.json",
 )  # fmt: skip
@@ -197,7 +208,7 @@ def notes_on_texts(texts: Mapping[str, bytes], base: Path | None) -> tuple[str, 
         )
         accepted = "in training; accepted are adapters for the base model's own tokens: start the engine with the"
         advice = "adapter's tokenizer (`--tokenizer`), or delete these files if training used no such token"
-        found = ", ".join(compared_names(own))
+        found = ", ".join(name for name in sorted(own) if known_name(name).use is FileUse.COMPARED)
         raise SourceError("adapter_file_unsupported", f"{found}: {message} {accepted} {advice}")
     damaged = [name for name, text in own.items() if name.endswith(".json") and not text.lstrip().startswith("{")]
     notes = [f"not compared with the base model's: {_listed(damaged)} (no JSON object)"] if damaged else []

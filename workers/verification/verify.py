@@ -23,7 +23,7 @@ from workers.verification.adapter_files import (
     is_adapter_file,
 )
 from workers.verification.base_model import NO_ENGINE, BaseModel, EngineFacts, base_model
-from workers.verification.beside import compared_names, notes_on_files, notes_on_texts, text_head
+from workers.verification.beside import notes_on_files, notes_on_texts, read_names, text_head
 from workers.verification.finite import FiniteCheck
 from workers.verification.manifest import (
     AdapterDescription,
@@ -88,7 +88,7 @@ def _notes_beside(folder: Path, rules: AdapterRules) -> tuple[str, ...]:
     """What to know of the files beside the adapter's in its folder. Raises SourceError `adapter_file_unsupported`."""
     others = {path.name: path.is_dir() for path in folder.iterdir() if not is_adapter_file(path.name)}
     notes = notes_on_files(others, [name for name, is_folder in others.items() if is_folder])
-    names = [name for name in compared_names(others) if stat.S_ISREG(mode_of(folder / name))]
+    names = [name for name in read_names(others) if stat.S_ISREG(mode_of(folder / name))]
     texts = {name: text_head(folder / name) for name in names}
     return (*notes, *notes_on_texts(texts, rules.tokenizer))
 

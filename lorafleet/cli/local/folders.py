@@ -1,7 +1,8 @@
-"""`lorafleet adapters push` and `rename-modules`: an adapter's folder on this machine."""
+"""`lorafleet adapters push`, `certify` and `rename-modules`: an adapter's folder on this machine."""
 
 # ruff: noqa: PLC0415, PLR0917  (imports of httpx wait until the command needs them; Typer passes by name)
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -21,12 +22,55 @@ _QUIET_S = 1.0  # an upload that takes less shows no progress
 _LINE_S = 5.0  # between two lines where the output is not a terminal
 
 
+class DtypeName(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
 class LanguageName(StrEnum):
     text = "text"
     wrapped = "wrapped"
     idefics = "idefics"
     outer = "outer"
     automodel = "automodel"
+
+
+def adapters_certify(
+    folder: Annotated[Path, typer.Argument(help="folder with adapter_config.json and adapter_model.safetensors")],
+    base: Annotated[str, typer.Option(help="the base model's folder, or its name on the hub")],
+    dtype: Annotated[DtypeName, typer.Option(help="of the computation; auto: the base model's own")] = DtypeName.auto,
+    device: Annotated[str, typer.Option(help="such as cuda:0")] = "cpu",
+    prompts: Annotated[
+        Path | None, typer.Option(help="a file with token ids, a JSON list a line; default: the adapter writes three")
+    ] = None,
+) -> None:
+    """Write an acceptance file into an adapter's folder, by transformers and PEFT, which must be installed here.
+
+    Engines that load the adapter are compared with it: docs/acceptance.md.
+
+    Examples:
+
+      lorafleet adapters certify ./sql-expert-v2 --base ./Qwen2.5-7B-Instruct --dtype bfloat16
+    """
+    from lorafleet.client import FleetError
+    from lorafleet.client.certify import certify_folder
+
+    given = None if prompts is None else _prompts_in(prompts)
+    try:
+        path = certify_folder(folder, base, given, dtype=dtype.value, device=device)
+    except FleetError as exc:
+        raise CommandFailed(printable(str(exc))) from exc
+    typer.echo(f"{path}: compared with each engine that loads the adapter")
+
+
+def _prompts_in(path: Path) -> list[list[int]]:
+    """The lists of token ids in a file, one a line. Raises CommandFailed."""
+    try:
+        return [list(map(int, json.loads(line))) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError, TypeError) as exc:
+        raise CommandFailed(f"{path}: {exc}; expected a JSON list of token ids a line", status=2) from exc
 
 
 def adapters_push(

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 
 from lorafleet.local.tiny_model import make_adapter
 from workers.core.errors import SourceError
-from workers.verification.beside import FileUse, compared_names, known_name, notes_on_files, notes_on_texts
+from workers.verification.beside import FileUse, known_name, notes_on_files, notes_on_texts, read_names
 from workers.verification.manifest import AdapterRules
 from workers.verification.verify import read_manifest
 
@@ -141,7 +141,7 @@ def test_tokens_at_the_head_of_a_text_that_was_cut_are_seen(base):
 
 @pytest.mark.parametrize("damaged", [b"", b"[]", b"{", b"\xff\xfe", b'{"added_tokens": [1, {}]}', b"[" * 100_000])
 def test_a_damaged_text_names_no_token_and_one_that_is_no_object_is_noted(base, damaged):
-    names = compared_names(["tokenizer.json", "added_tokens.json"])
+    names = read_names(["tokenizer.json", "added_tokens.json"])
     found = notes_on_texts(dict.fromkeys(names, damaged), base)
     assert len(found) == (not damaged.startswith(b"{"))
     assert all("added_tokens.json, tokenizer.json (no JSON object)" in note for note in found)

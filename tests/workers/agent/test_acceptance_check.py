@@ -1,0 +1,127 @@
+"""An engine's answers are compared with an adapter's acceptance file, whatever way the adapter came by."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lorafleet.client.certify import write_acceptance
+from lorafleet.engine.acceptance import FILE_NAME
+from lorafleet.sim.text import prompt_logprobs
+from tests.patience import until
+from tests.workers.running import SIM, RunningWorker, code, metadata_of, post
+from workers.wire import WorkerAdapter
+
+ADAPTER = "sql-expert/v1"
+UPLOAD = "a" * 24
+PROMPTS = [[(7 * place + start) % 250 + 3 for place in range(40)] for start in (1, 2)]
+
+
+def sim_digest(folder: Path) -> bytes:
+    """What the sim draws an adapter's answers by."""
+    weights = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).digest()
+    return hashlib.sha256((folder / "adapter_config.json").read_bytes() + weights).digest()
+
+
+def certify(folder: Path, *, of: Path | None = None) -> str:
+    """Write the numbers of the sim with the adapter `of`, default: its own, beside an adapter; returns the digest."""
+    digest = sim_digest(of or folder)
+    path = write_acceptance(
+        folder, PROMPTS, lambda prompt: prompt_logprobs(digest, prompt), lambda prompt: prompt_logprobs(b"", prompt)
+    )
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def adapters(agent_adapters: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(agent_adapters, tmp_path / "adapters"))
+
+
+@pytest.fixture
+def worker(agent_model: Path, adapters: Path, tmp_path: Path) -> RunningWorker:
+    return RunningWorker(agent_model, adapters, tmp_path / "worker", *SIM)
+
+
+async def compared(client, lora_id: str = ADAPTER) -> WorkerAdapter:
+    """The loaded adapter, once it was compared."""
+
+    async def find() -> WorkerAdapter | None:
+        loaded = (await metadata_of(client)).lora.loaded_loras
+        return next((each for each in loaded if each.lora_id == lora_id and each.acceptance), None)
+
+    return await until(find, what="the adapter is compared")
+
+
+@pytest.mark.fleet
+async def test_loaded_adapter_is_compared_in_the_background_and_after_each_start(worker, adapters):
+    digest = certify(adapters / ADAPTER)
+    for _ in range(2):
+        async with worker.inside() as client:
+            if not (await metadata_of(client)).lora.loaded_loras:
+                answer = (await post(client, "load_lora", lora_id=ADAPTER)).raise_for_status().json()
+                assert answer["acceptance_file"] == digest
+            found = (await compared(client)).acceptance
+            assert (found.result, found.file) == ("equal", digest)
+            page = (await client.get("/metrics")).text
+            assert 'lorafleet_workers_acceptance_checks_total{result="equal"} 1.0' in page
+
+
+@pytest.mark.fleet
+async def test_other_numbers_are_an_incident_and_the_adapter_stays_unless_the_policy_requires_equal_ones(
+    worker, adapters
+):
+    certify(adapters / ADAPTER, of=adapters / "legal/v2")
+    async with worker.inside() as client:
+        (await post(client, "load_lora", lora_id=ADAPTER)).raise_for_status()
+        found = (await compared(client)).acceptance
+        assert (found.result, found.looks_like) == ("differs", "other")
+        assert "it looks like another adapter" in found.why
+        refused = await post(client, "check_lora", lora_id=ADAPTER, acceptance="require")
+        assert (refused.status_code, code(refused)) == (422, "not_accepted")
+        (failed,) = (await metadata_of(client)).lora.loaded_loras
+        assert (failed.state, "acceptance: require" in failed.error) == ("failed", True)
+        refused = await post(client, "load_lora", lora_id=ADAPTER, acceptance="require")
+        assert (refused.status_code, code(refused)) == (422, "not_accepted")
+
+
+@pytest.mark.fleet
+async def test_required_file_must_be_there_and_be_valid(worker, adapters):
+    async with worker.inside() as client:
+        refused = await post(client, "load_lora", lora_id=ADAPTER, acceptance="require")
+        assert "unknown: it has no acceptance.jsonl" in refused.json()["error"]["message"]
+        (adapters / ADAPTER / FILE_NAME).write_text("{}\n")
+        refused = await post(client, "load_lora", lora_id=ADAPTER, acceptance="require")
+        assert "acceptance.jsonl has 1 lines; expected 2 to 4" in refused.json()["error"]["message"]
+        certify(adapters / ADAPTER)
+        answer = (await post(client, "load_lora", lora_id=ADAPTER, acceptance="require")).raise_for_status().json()
+        assert answer["acceptance"]["result"] == "equal"
+
+
+@pytest.mark.fleet
+async def test_file_travels_with_an_upload_and_to_other_workers_and_changes_no_digest(worker, adapters):
+    async with worker.inside() as client:
+        before = (await post(client, "inspect_lora", lora_id=ADAPTER, source=str(adapters / ADAPTER))).json()
+        digest = certify(adapters / ADAPTER)
+        after = (await post(client, "inspect_lora", lora_id=ADAPTER, source=str(adapters / ADAPTER))).json()
+        assert (before["acceptance_file"], after["acceptance_file"]) == ("", digest)
+        assert before["digest"] == after["digest"]
+        assert not after["files_note"]
+        listed = (await client.get(f"/v1/files/{after['digest']}")).json()["files"]
+        assert FILE_NAME in {each["name"] for each in listed}
+        sent = await client.get(f"/v1/files/{after['digest']}/{FILE_NAME}")
+        assert sent.content == (adapters / ADAPTER / FILE_NAME).read_bytes()
+        for name in ("adapter_config.json", "adapter_model.safetensors", FILE_NAME):
+            content = (adapters / ADAPTER / name).read_bytes()
+            await client.post(f"/v1/uploads/{UPLOAD}/{name}", json={"total_bytes": len(content)})
+            (await client.put(f"/v1/uploads/{UPLOAD}/{name}", content=content)).raise_for_status()
+        installed = (await client.post(f"/v1/uploads/{UPLOAD}", json={"lora_id": "sent", "source": "fleet:"})).json()
+        assert installed["acceptance_file"] == digest, json.dumps(installed)
+
+
+@pytest.mark.fleet
+async def test_adapter_without_a_copy_in_the_engine_cannot_be_checked(worker):
+    async with worker.inside() as client:
+        refused = await post(client, "check_lora", lora_id=ADAPTER)
+        assert (refused.status_code, code(refused)) == (404, "adapter_unknown")
