@@ -19,6 +19,19 @@ def _tenants_text(tenants: Sequence[str] | None) -> str:
     return "everyone" if tenants is None else ", ".join(tenants)
 
 
+def _acceptance_text(found: Mapping[str, Item]) -> str:
+    """Whether workers' answers are the trainer's, as one text: the results, and what differs by worker."""
+    differing = [f"{worker}: {one['why']}" for worker, one in found.items() if one["result"] == "differs"]
+    return "; ".join(differing) or ", ".join(sorted({one["result"] for one in found.values()}))
+
+
+def _check_text(answer: Item) -> str:
+    """What a comparison with an acceptance file has found, a line a worker."""
+    results = {worker: f"{one['result']}: {one['why']}" for worker, one in answer["acceptance"].items()}
+    lines = [f"{worker}: {text}" for worker, text in {**results, **answer["errors"]}.items()]
+    return "\n".join(lines) or f"{answer['lora_id']} is on no worker; load it, then check it"
+
+
 ADAPTERS = Resource(
     command="adapters",
     about="Adapters: register, show, change, remove.",
@@ -47,6 +60,7 @@ ADAPTERS = Resource(
             Column("source", "spec.source", shown=Shown.wide),
             Column("error", "status.error"),
             Column("note", "status.note", shown=Shown.if_any),
+            Column("acceptance", "status.acceptance", form=_acceptance_text, shown=Shown.if_any),
         ),
         names=("lora_id",),
     ),
@@ -66,6 +80,12 @@ ADAPTERS = Resource(
             help="Clear an adapter's failure and quarantine, and load it again.",
             path="/retry",
             says="{name} is tried again; see: lorafleet adapters show {name}",
+        ),
+        Action(
+            words="check",
+            help="Compare each worker's answers with the adapter's acceptance file now.",
+            path="/check",
+            says=_check_text,
         ),
     ),
 )

@@ -138,8 +138,8 @@ def certify_folder(
     except ImportError as exc:
         raise FleetError(f"certifying needs transformers and PEFT ({exc}): pip install 'lorafleet[reference]'") from exc
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(device)
-        adapted = PeftModel.from_pretrained(model, str(folder)).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        adapted = PeftModel.from_pretrained(model.to(device), str(folder)).eval()
     except (OSError, ValueError, RuntimeError) as exc:
         raise FleetError(f"{folder} on {base}: {exc}; expected an adapter's folder and its base model") from exc
     return certify_peft(adapted, folder, prompts)

@@ -33,6 +33,7 @@ from orchestrator.core.placement.choose import limits_by_base_model, placement_m
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.adapter_documents import (
+    AcceptanceAnswer,
     AdapterBatch,
     AdapterItem,
     AdapterList,
@@ -157,6 +158,12 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         reconciler.operations.failures.forget_adapter(lora_id)
         await reconciler.publish_change(("adapters", lora_id))
         return seen.adapter(views.adapter(adapter))
+
+    @api.post("/v1/adapters/{lora_id:path}/check")
+    async def check(lora_id: LoraId, caller: WhoCalls) -> AcceptanceAnswer:
+        """Compare each worker's answers with the adapter's acceptance file now; `require` unloads what is not equal."""
+        owners.require_write(store, caller, "adapter", lora_id, "change")
+        return await reconciler.runner.check(registry.adapter(lora_id))
 
     @api.patch("/v1/adapters/{lora_id:path}")
     async def patch(

@@ -102,6 +102,18 @@ class UploadProgress(ServiceDocument):
     received_bytes: int
 
 
+class AcceptanceAnswer(ServiceDocument):
+    """`POST /v1/adapters/{lora_id}/check`: what a comparison now has found.
+
+    acceptance  worker -> result, of each worker that has the adapter ready
+    errors      worker -> why it was not compared, or why it was unloaded
+    """
+
+    lora_id: str
+    acceptance: Mapping[str, AdapterAcceptance] = {}
+    errors: Mapping[str, str] = {}
+
+
 class AdapterList(ServiceDocument):
     data: tuple[AdapterItem, ...]
     next: str | None = None

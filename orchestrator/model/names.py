@@ -48,7 +48,7 @@ class Pattern:
 
 _LORA_ID_PART = r"[A-Za-z0-9._-]([A-Za-z0-9._:@-]*[A-Za-z0-9._-])?"
 _LORA_ID = re.compile(rf"{_LORA_ID_PART}(/{_LORA_ID_PART})*")
-_ROUTE_WORDS = frozenset({"ensure", "retry", "rollout", "history"})
+_ROUTE_WORDS = frozenset({"check", "ensure", "retry", "rollout", "history"})
 
 
 def checked_lora_id(lora_id: str) -> str:

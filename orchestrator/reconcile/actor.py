@@ -21,6 +21,8 @@ from orchestrator.core.errors import (
 )
 from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, MOST_TRIED, SOURCE_CODES, failure_scope
 from orchestrator.core.plan import AdapterDrain, WorkerAction, ends_move
+from orchestrator.model.acceptance import AcceptanceMode, AdapterAcceptance
+from orchestrator.model.adapter_documents import AcceptanceAnswer
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.snapshot import ReportedAdapter, lora_id_of_held
 from orchestrator.reconcile.context import PassContext
@@ -28,7 +30,15 @@ from orchestrator.reconcile.heartbeats import HeartbeatMonitor
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.store.audit import AuditLog
 from orchestrator.store.tables import Subject
-from workers.wire import DrainRequest, InspectRequest, LoadRequest, UnloadRequest, WorkerAdapter
+from workers.wire import (
+    MOST_NEIGHBOURS,
+    CheckRequest,
+    DrainRequest,
+    InspectRequest,
+    LoadRequest,
+    UnloadRequest,
+    WorkerAdapter,
+)
 
 log = structlog.get_logger()
 
@@ -285,6 +295,39 @@ class ActionRunner:
             return None  # an older agent, or a busy one: the inspection will tell
         return None
 
+    async def check(self, adapter: RegisteredAdapter) -> AcceptanceAnswer:
+        """Have each worker that has the adapter ready compare it with its acceptance file now."""
+        workers = self._queries.ready_workers(adapter.lora_id)
+        found = await asyncio.gather(*(self._check_at(adapter, each, workers) for each in workers))
+        results = dict(zip(workers, found, strict=True))
+        return AcceptanceAnswer(
+            lora_id=adapter.lora_id,
+            acceptance={name: each for name, each in results.items() if isinstance(each, AdapterAcceptance)},
+            errors={name: each for name, each in results.items() if isinstance(each, str)},
+        )
+
+    async def _check_at(
+        self, adapter: RegisteredAdapter, worker_id: str, holders: Sequence[str]
+    ) -> AdapterAcceptance | str:
+        """What one worker has found; the error's text where it could not, or has unloaded the adapter."""
+        ask = CheckRequest(
+            lora_id=adapter.lora_id,
+            digest=adapter.digest,
+            acceptance=self._acceptance_mode(adapter),
+            acceptance_file="" if adapter.card is None else adapter.card.acceptance_file,
+            neighbours=self._agent_urls([name for name in holders if name != worker_id][:MOST_NEIGHBOURS]),
+        )
+        try:
+            url, timeout_s = self._agent_url(worker_id), self._context.settings.load_timeout_s
+            found = (await self._context.agents.check(url, ask, timeout_s=timeout_s)).acceptance
+        except (InvalidAdapter, WorkerFailed, LeaseLost) as exc:
+            return str(exc)
+        return found if found is not None else "its agent says nothing of it"
+
+    def _acceptance_mode(self, adapter: RegisteredAdapter) -> AcceptanceMode:
+        """What to do with the adapter's acceptance file: its own policy, else the fleet's."""
+        return adapter.policy.acceptance or self._context.store.rules.acceptance
+
     async def inspect_unregistered(self, adapter: RegisteredAdapter, worker_id: str) -> RegisteredAdapter:
         """The adapter with the results of an inspection by this worker's agent; nothing is stored.
 
@@ -314,7 +357,7 @@ class ActionRunner:
             neighbours=self._agent_urls(action.neighbours),
             ignored_modules=adapter.policy.ignored_modules,
             is_awaited=self._context.demand.is_waited_for(action.lora_id, began),
-            acceptance=adapter.policy.acceptance or self._context.store.rules.acceptance,
+            acceptance=self._acceptance_mode(adapter),
         )
         url, timeout_s = self._agent_url(action.worker_id), self._context.settings.load_timeout_s
         lora, at = await self._context.agents.load(url, ask, timeout_s=timeout_s)

@@ -5,10 +5,10 @@ import { RANGES, keyNotes, range } from "./api.js";
 import { Link, setQuery } from "./route.js";
 
 const TONES = {
-  ready: "good", closed: "good", done: "good", live: "good", ok: "good", applied: "good", seen: "good",
+  ready: "good", closed: "good", done: "good", live: "good", ok: "good", applied: "good", seen: "good", equal: "good",
   loading: "warn", draining: "warn", cordoned: "warn", starting: "warn", wanted: "warn", inspecting: "warn", placing: "warn",
   watching: "warn", half_open: "warn", downloading: "warn", silent: "warn", deleting: "warn", paused: "warn", zero: "warn",
-  "fewer copies": "warn", failed: "bad", "cannot load": "bad", lost: "bad", unmanaged: "bad", open: "bad", rolled_back: "bad", aborted: "bad", error: "bad",
+  "fewer copies": "warn", failed: "bad", "cannot load": "bad", lost: "bad", unmanaged: "bad", open: "bad", rolled_back: "bad", aborted: "bad", error: "bad", differs: "bad",
 };
 const GLYPHS = { good: "●", warn: "◐", bad: "▲", plain: "○" };
 

@@ -79,6 +79,7 @@ const NEXT = [
   [/incomplete|weights_empty|weights_corrupt|config_invalid/, "Files are missing or damaged at its source: save the adapter again (adapter_config.json and adapter_model.safetensors), then retry."],
   [/digest_mismatch/, "The source's bytes changed. Register them as a new version."],
   [/no_effect|zero/, "Its weights change nothing in this engine: check the modules it was trained on."],
+  [/not_accepted/, "Its log-probabilities in the engine are not the trainer's, and its policy requires that. See docs/acceptance.md: certify and publish it again, or set acceptance: warn."],
   [/modules_ignored/, "The engine lacks a part of its modules. Set ignored_modules: accept in its policy to serve it all the same."],
   [/no free slot|no slot/, "Every slot is in use: unpin or delete an adapter, raise the priority of this one, or add workers."],
   [/no_worker|worker_unreachable|unreachable/, "The worker did not answer. It is tried again elsewhere; look at the worker."],
@@ -91,6 +92,13 @@ const cardFacts = (card) => [
   ["Rank / alpha", card ? `${number(card.rank || null)} / ${number(card.alpha)}` : missing], ["Modules", card?.target_modules.join(", ") || missing], ["Numbers", card?.dtype || missing], ["Size", bytes(card?.size_bytes || null)],
   ["Effect on answers", card?.effect ? html`<${State} is=${card.effect}/>` : "not checked"],
 ];
+
+// What the comparison with its acceptance file found, worker by worker.
+const acceptanceOf = (item) => {
+  const found = Object.entries(item.acceptance || {});
+  if (!found.length) return item.card?.acceptance_file ? "not compared yet" : "no acceptance file";
+  return html`<ul class="lines">${found.map(([worker, one]) => html`<li key=${worker}><b><${WorkerLink} id=${worker}/></b> <${State} is=${one.result}/> <span class="muted">${one.why}</span></li>`)}</ul>`;
+};
 
 export function AdapterPage({ id }) {
   const rangeS = useRange(), path = id.split("/").map(encodeURIComponent).join("/");
@@ -110,6 +118,7 @@ export function AdapterPage({ id }) {
         ["Replicas ready / wanted", `${item.replicas.ready} / ${item.replicas.desired}`], ["Requests now", number(item.requests_per_s, 2) + " /s"], ["Base model", item.base_model || "not inspected yet"], ...cardFacts(item.card),
         ["Tenants", item.tenants ? item.tenants.join(", ") || "none" : "everyone"], ["Loading", policyText(item.policy)],
         ["Asked last", item.idle_s === null ? (item.requests_per_s > 0 ? "now" : "not known") : span(item.idle_s) + " ago"], ["Digest", html`<code title=${item.digest}>${digest12(item.digest)}</code>`], ["Source", html`<code>${item.source}</code>`, true],
+        ["Trainer's log-probabilities", acceptanceOf(item), true],
       ]}/><//>
       <div class="grid two"><${Panel} title="Where it is, and why"><${Copies} item=${item} placements=${placements.data} workers=${workers.data} history=${history.data}/><//>
         <${Panel} title="Names that lead here"><${Names} id=${id} aliases=${aliases.data} published=${published.data}/><//></div>`}<//>
