@@ -1,7 +1,7 @@
 """The actions of a pass: the difference between the desired placement and the observed fleet, within the budgets.
 
-An adapter is unloaded only where `place` names it with a reason, and only after it has drained there; an idle victim of
-a load need not drain on an engine that finishes what runs on an unloaded adapter.
+An adapter is unloaded only where `place` names it with a reason, and only after it has drained there. On an engine that
+finishes what runs on an unloaded adapter the victim of a load need not drain: it serves until the load takes its slot.
 """
 
 import math
@@ -39,7 +39,7 @@ _NO_ADAPTERS: Mapping[str, RegisteredAdapter] = MappingProxyType({})
 class WorkerAction:
     """One operation on one worker. A drain with an empty lora_id drains the whole worker.
 
-    evict        victim of a load without a free slot: drained or idle, and unloaded by the agent as part of the load
+    evict        victim of a load without a free slot, which need not drain any more: the agent unloads it with the load
     evict_after  victim of a load that takes a reserve slot: it drains meanwhile and is unloaded afterwards
     is_expired   an unload for want of requests
     neighbours   of a load: workers that have the adapter's files, asked before its source
@@ -113,11 +113,14 @@ def _has_confirmed(drain: AdapterDrain, router: KnownRouter) -> bool:
     return router.report.revision_seen >= drain.revision and not router.in_flight(drain.engine_name, drain.worker_id)
 
 
-def required_drains(desired: DesiredPlacement) -> dict[Pair, str]:
-    """(lora_id, worker_id) -> reason, of the adapters that must take no new requests on the worker."""
+def required_drains(desired: DesiredPlacement, observed: ObservedFleet) -> dict[Pair, str]:
+    """(lora_id, worker_id) -> reason, of the adapters that must take no new requests on the worker.
+
+    A victim that leaves at once takes them until it does; one whose load takes a reserve slot leaves afterwards.
+    """
     wanted = {(removal.lora_id, removal.worker_id): removal.reason for removal in desired.removals}
     for load in desired.loads:
-        if load.evict is not None:
+        if load.evict is not None and not (load.evicts_at_once and observed.workers[load.worker_id].is_full):
             wanted[load.evict, load.worker_id] = f"makes room for {load.lora_id}"
     return wanted
 
@@ -144,7 +147,7 @@ def diff(
     ]
     actions += [
         WorkerAction(operation="drain", lora_id=lora_id, worker_id=worker_id, reason=reason)
-        for (lora_id, worker_id), reason in required_drains(desired).items()
+        for (lora_id, worker_id), reason in required_drains(desired, observed).items()
         if (lora_id, worker_id) not in observed.drains
     ]
     busy = dict(observed.busy)

@@ -231,6 +231,11 @@ class ObservedWorker:
         """Number of slots that adapters on the worker take."""
         return sum(held.state in OCCUPYING for held in self.adapters.values())
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no slot is free, those in reserve included."""
+        return self.occupied_slots >= self.slots
+
     def has_in_slot(self, lora_id: str) -> bool:
         """Whether the adapter takes a slot on the worker. An adapter that is only on disk, or failed, takes none."""
         held = self.adapters.get(lora_id)
@@ -416,7 +421,7 @@ class PlannedLoad:
     """Load the adapter on the worker.
 
     evict            the adapter that makes room
-    evicts_at_once   that adapter is idle, and its engine spares a request that comes meanwhile: it need not drain first
+    evicts_at_once   that adapter need not drain first: its engine finishes what runs on it and refuses what comes later
     """
 
     lora_id: str

@@ -10,7 +10,7 @@ import structlog
 from lorafleet.engine.worker_proofs import AgentUnproved, ProvedAgent
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import InvalidAdapter, LeaseLost, StateConflict, WorkerFailed
-from orchestrator.model.snapshot import WantedReplicas
+from orchestrator.model.snapshot import Pair, WantedReplicas
 from orchestrator.reconcile.agent_view import as_of
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.queries import FleetQueries
@@ -217,12 +217,13 @@ class HeartbeatMonitor:
     def _apply_change(self, worker_id: str, change: ReportChange) -> None:
         """Request a pass where the change calls for one, and one more replica of each adapter that was lost.
 
-        Adapters being deleted or drained there are left out. Each loss is logged.
+        Adapters that are being deleted, or that drain or make room there, are left out. Each loss is logged.
         """
-        now = self._context.clock()
+        now, operations = self._context.clock(), self._context.operations
+        leaving = operations.drains.keys() | operations.loading_victims if change.vanished else frozenset[Pair]()
         for lora_id in change.vanished:
             adapter = self._context.store.adapters.get(lora_id)
-            if adapter is None or adapter.is_deleting or (lora_id, worker_id) in self._context.operations.drains:
+            if adapter is None or adapter.is_deleting or (lora_id, worker_id) in leaving:
                 continue
             is_hot = self._context.demand.request_rate(lora_id, now) > 0
             ready_count = len(self._queries.ready_workers(lora_id))

@@ -314,7 +314,7 @@ class Reconciler:
         if desired.frozen_reason is not None and self.queries.last_pass.desired.frozen_reason is None:
             log.warning("moves frozen", reason=desired.frozen_reason)
         self.queries.last_pass = LastPass(observed, desired, warming, tuple(self.reports.configured))
-        self._end_drains(desired)
+        self._end_drains(desired, observed)
         self._count_moves(desired)
         if self._can_decide:
             self.copies.run()
@@ -481,14 +481,14 @@ class Reconciler:
             self.audit.forget_requester(lora_id)
             log.info("adapter deleted", lora_id=lora_id)
 
-    def _end_drains(self, desired: DesiredPlacement) -> None:
+    def _end_drains(self, desired: DesiredPlacement, observed: ObservedFleet) -> None:
         """End drains and reserved victims that the placement does not require any more.
 
         Not before `_can_decide`, nor where an operation on that worker relies on them.
         """
         if not self._can_decide:
             return
-        wanted = required_drains(desired)
+        wanted = required_drains(desired, observed)
         for pair in [
             pair for pair in self.operations.drains if pair not in wanted and not self.operations.busy[pair[1]]
         ]:

@@ -529,8 +529,9 @@ def test_load_and_unload_answer_plain_text_and_take_effect_at_once(bench: Engine
 
 
 def test_a_stream_on_an_unloaded_adapter_is_finished(bench: EngineUnderTest) -> None:
-    """An idle victim may be unloaded although a router has just sent it a request."""
+    """A victim may be unloaded although requests run on it, and others then take its places on host and device."""
     body = {"model": "spared", "messages": HELLO, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    others = [f"next-{n}" for n in range(4)]  # as many as the engine keeps on the host
     bench.load("spared", bench.adapters["sql"])
     whole = bench.client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
     with bench.client.stream("POST", CHAT, json=body | {"stream": True}) as answer:
@@ -538,7 +539,11 @@ def test_a_stream_on_an_unloaded_adapter_is_finished(bench: EngineUnderTest) -> 
         said = [next(line for line in lines if line)]
         bench.unload("spared")
         assert bench.client.post(CHAT, json=body).status_code == 404
+        for name in others:
+            bench.load(name, bench.adapters["python"])
         said += [line for line in lines if line]
+    for name in others:
+        bench.unload(name)
     *events, done = (line.removeprefix("data: ") for line in said)
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
     assert done == "[DONE]"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lorafleet.identity import fleet_digest
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, loading_mode
 from orchestrator.core.placement.victims import (
-    can_leave_at_once,
+    can_evict_in_use,
     cheapest_victim,
     copy_worth,
     has_waited_long,
@@ -153,7 +153,7 @@ def _worker_and_victim(
         if held is not None:
             known = context.intent.adapters[held.lora_id]
             # Without a free reserve slot the load waits until the victim has drained.
-            is_late = worker.occupied_slots >= worker.slots
+            is_late = worker.is_full
             room = room_order(context, held, worker)
             order = (room, known.policy.priority, value == inf, context.is_busy(worker.id), is_late)
             found.append((order, value, position, worker, held.lora_id))
@@ -185,7 +185,7 @@ def _planned_load(
         lora_id=adapter.lora_id,
         worker_id=worker.id,
         evict=evict,
-        evicts_at_once=evict is not None and can_leave_at_once(context, worker.adapters[evict], worker),
+        evicts_at_once=evict is not None and can_evict_in_use(context, worker),
         reason=reason,
     )
 

@@ -275,7 +275,7 @@ class _PlacementPass:
         if adapter is None or adapter.is_deleting:
             return "deleted"
         is_replaced = not held.is_configured and ready_elsewhere(self.context, adapter, "")
-        if is_replaced or worker.occupied_slots >= worker.slots:
+        if is_replaced or worker.is_full:
             return f"adopted as {lora_id}, which is loaded under its own engine name"
         return None
 

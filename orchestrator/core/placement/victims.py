@@ -16,9 +16,9 @@ seeds of `benchmarks.placement` twice the weight costs 2 % more loads where the 
 
 
 PATIENCE_S = 20.0
-"""When a request has waited this long, an adapter in use that has had its slot this long may be its victim. Otherwise
-an adapter in constant use would keep its slot for ever. Wait, drain (30 s at most) and load fit into the minute for
-which a request waits; a guess otherwise."""
+"""When a request has waited this long, a copy that `holds_its_slot` and has had it this long may be its victim.
+Otherwise an adapter in constant use would keep its slot for ever. Wait, drain (30 s at most) and load fit into the
+minute for which a request waits; a guess otherwise."""
 
 
 def copy_worth(context: PlacementContext, adapter: RegisteredAdapter, at: str | None = None) -> float:
@@ -74,7 +74,7 @@ class VictimChoice(NamedTuple):
     """The copy on a worker that makes room for a load.
 
     held     None: all copies must stay for now
-    worth    of that copy; infinite for one in use
+    worth    of that copy; infinite for one that `holds_its_slot`
     next_at  when the first copy that must stay now may go, by its loss as it is now; infinite: waiting frees none
     """
 
@@ -96,11 +96,12 @@ def cheapest_victim(
 
     A copy that can leave at once comes first, so that the adapter whose turn it is does not wait for a drain; then one
     that drains, so that a choice once made stands; then versions that no name points at.
-    An idle copy goes once a request has waited as long as the loss of the copy is expected to cost.
+    A copy goes once a request has waited as long as the loss of the copy is expected to cost.
 
     below      only copies worth less than this
     is_repair  only copies with a lower habitual rate: a repair must not evict a hotter adapter that is silent just now
-    from_use   copies in use for `PATIENCE_S` or longer may go too, the least asked for first; their worth is infinite
+    from_use   copies that have held their slots for `PATIENCE_S` or longer may go too, the least asked for first; their
+               worth is infinite
     """
     habits = context.demand.habits
     habit = habits.get(adapter.lora_id, 0.0)
@@ -113,12 +114,12 @@ def cheapest_victim(
         loss_s, is_draining = eviction_loss_s(context, known, worker.id), held.state == "draining"
         if is_repair and loss_s > 0 and habits.get(held.lora_id, 0.0) >= habit:
             continue
-        is_used = is_in_use(context, held, worker)
-        if not is_used and not is_draining and since + loss_s > context.now:
+        is_held = holds_its_slot(context, held, worker)
+        if not is_held and not is_draining and since + loss_s > context.now:
             next_at = min(next_at, since + loss_s)
             continue
         is_current = held.lora_id not in context.intent.superseded
-        worth = inf if is_used else copy_worth(context, known, worker.id)
+        worth = inf if is_held else copy_worth(context, known, worker.id)
         rate = requests_per_s(context, held.lora_id)
         room = room_order(context, held, worker)
         order = (room, known.policy.priority, is_current, worth, rate, held.since, held.lora_id)
@@ -128,7 +129,7 @@ def cheapest_victim(
 
 
 def has_waited_long(context: PlacementContext, adapter: RegisteredAdapter) -> bool:
-    """Whether a request has waited for the adapter so long that it may take the slot of an adapter in use."""
+    """Whether a request has waited for the adapter so long that it may take a slot that another one holds."""
     want = context.demand.wants.get(adapter.lora_id)
     return want is not None and want.is_waited_for and context.now - want.since >= PATIENCE_S
 
@@ -145,15 +146,29 @@ def is_in_use(context: PlacementContext, held: ReportedAdapter, worker: Observed
     return (held.lora_id, worker.id) in demand.in_use or held.lora_id in demand.backlog
 
 
-def can_leave_at_once(context: PlacementContext, held: ReportedAdapter, worker: ObservedWorker) -> bool:
-    """Whether the copy need not drain first: it has drained, or is idle on an engine that spares its requests.
+def holds_its_slot(context: PlacementContext, held: ReportedAdapter, worker: ObservedWorker) -> bool:
+    """Whether requests keep the copy in its slot, whatever its loss would cost, until `PATIENCE_S`.
 
-    A router may have sent such an engine a request since its last report. It is finished, or refused before its first
-    byte and sent elsewhere.
+    Those that wait in routers for room on its workers do: the fleet is busy, and each would wait for a reload, too.
+    Those that run do where the copy must drain.
     """
-    if context.observed.drains.get((held.lora_id, worker.id)):
-        return True
-    return worker.finishes_unloaded and context.demand.hears_every_router and not is_in_use(context, held, worker)
+    demand = context.demand
+    is_running = (held.lora_id, worker.id) in demand.in_use
+    return held.lora_id in demand.backlog or (is_running and not can_leave_at_once(context, held, worker))
+
+
+def can_leave_at_once(context: PlacementContext, held: ReportedAdapter, worker: ObservedWorker) -> bool:
+    """Whether the copy need not drain first: it has drained, or its engine finishes what runs on it."""
+    return bool(context.observed.drains.get((held.lora_id, worker.id))) or can_evict_in_use(context, worker)
+
+
+def can_evict_in_use(context: PlacementContext, worker: ObservedWorker) -> bool:
+    """Whether a load there may evict a copy on which requests run.
+
+    Its engine finishes them. It refuses what routers send later before the first byte, and they send that elsewhere.
+    Without the reports of all routers the loss of a copy in use is not known.
+    """
+    return worker.finishes_unloaded and context.demand.hears_every_router
 
 
 def room_order(context: PlacementContext, held: ReportedAdapter, worker: ObservedWorker) -> tuple[bool, bool]:
@@ -180,8 +195,8 @@ def _is_evictable(
 ) -> bool:
     """Whether this copy may be evicted for the adapter.
 
-    Never one that is pinned, deleting, of higher priority, needed first, failed there, or the last of its floor. One in
-    use may go only by `from_use`.
+    Never one that is pinned, deleting, of higher priority, needed first, failed there, or the last of its floor. One
+    that `holds_its_slot` may go only by `from_use`.
     """
     known = context.intent.adapters.get(held.lora_id)
     if known is None or known.policy.pinned or known.is_deleting or known.policy.priority > adapter.policy.priority:
@@ -192,7 +207,7 @@ def _is_evictable(
         return False
     had_its_turn = from_use and context.now - held.since >= PATIENCE_S
     if _is_needed_first(context, adapter, held, had_its_turn=had_its_turn) or (
-        is_in_use(context, held, worker) and not had_its_turn
+        holds_its_slot(context, held, worker) and not had_its_turn
     ):
         return False
     if context.current_failure(held.lora_id, worker.id) is not None:

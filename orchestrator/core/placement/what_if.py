@@ -259,7 +259,7 @@ def _placement_pass(inputs: PlacementInputs) -> DesiredPlacement:
 def _actions_after_drains(desired: DesiredPlacement, inputs: PlacementInputs) -> list[WorkerAction]:
     """The actions of a pass that wants this placement, if every drain ended at once."""
     # Every drain is taken to end at once, because the duration of requests in flight is not known.
-    observed = replace(inputs.observed, drains=dict.fromkeys(required_drains(desired), True))
+    observed = replace(inputs.observed, drains=dict.fromkeys(required_drains(desired, inputs.observed), True))
     leaving = replace(
         desired, workers_to_drain=tuple(w for w in desired.workers_to_drain if not _is_draining(inputs, w))
     )

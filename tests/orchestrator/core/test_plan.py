@@ -204,6 +204,22 @@ def test_only_a_full_worker_waits_for_its_victim():
     assert loads(ObservedFleet(workers={"w0": IDLE}), {("v", "w0"): False}) == [(None, "v")]
 
 
+def test_a_victim_that_leaves_at_once_serves_until_its_load_takes_the_slot():
+    """One call: no drain, no answer of a router, no further pass. Beside a reserve slot the victim drains."""
+    load = (PlannedLoad(lora_id="a", worker_id="w0", reason="wanted", evict="v", evicts_at_once=True),)
+
+    def steps(worker, **more):
+        actions = diff(
+            DesiredPlacement(loads=load), ObservedFleet(workers={"w0": worker}, **more), PlacementPolicy(), 0, 0.0
+        )
+        return [(action.operation, action.evict, action.evict_after) for action in actions]
+
+    full = replace(IDLE, slots=0)
+    assert steps(full) == [("load", "v", None)]
+    assert steps(full, busy={"w0": PlacementPolicy().loads_per_worker}) == []
+    assert steps(IDLE) == [("drain", None, None), ("load", None, "v")]
+
+
 @pytest.mark.parametrize(
     ("operation", "worker_id", "outcome", "is_end"),
     [

@@ -1,15 +1,18 @@
-"""An old version of a published name leaves a full worker before the next version needs its slot."""
+"""Victims in use, and old versions of a published name, which leave a full worker before the next one needs a slot."""
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.core.placement.context import PlacementContext
 from orchestrator.core.placement.place import place
+from orchestrator.core.placement.victims import PATIENCE_S, eviction_loss_s
 from orchestrator.model.policy import PlacementPolicy
-from orchestrator.model.snapshot import DemandSnapshot, WantedReplicas
+from orchestrator.model.snapshot import DemandSnapshot, LoadFigures, WantedReplicas
 from tests.orchestrator.core.placement.test_place import NOW, adapter, applied, fleet, fleets, held, intent, worker
+from tests.properties import examples
 
 RULES, QUIET = PlacementPolicy(), DemandSnapshot()
 VERSIONS = ("n/v1", "n/v2", "n/v3")
@@ -105,3 +108,50 @@ def test_passes_come_to_rest(scene, data):
         now += 60.0
     steps = place(wanted, observed, DemandSnapshot(), rules, now)
     assert not [step for step in steps.removals if "next one needs" in step.reason]
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.tuples(st.floats(1, 20), st.floats(0, 1), st.booleans()), min_size=1),
+    st.dictionaries(st.sampled_from("xyz"), st.tuples(st.floats(0, 50), st.booleans()), min_size=1),
+    st.floats(0.02, 5),
+    st.floats(0, 60),
+)
+def test_adapters_asked_for_once_push_out_each_other_and_not_what_is_used_every_second(hot, tail, load_s, waited_s):
+    adapters = intent(*map(adapter, (*hot, *tail, "new")))
+    there = worker("w0", *map(held, (*hot, *tail)), slots=len(hot) + len(tail), finishes_unloaded=True)
+    observed = replace(fleet(there), load_figures=LoadFigures(seconds=load_s, size_bytes=1e9))
+    demand = DemandSnapshot(
+        wants={"new": WantedReplicas(replicas=1, since=NOW - waited_s)},
+        rates={name: rate for name, (rate, _, _) in hot.items()} | dict.fromkeys(tail, 1 / 60),
+        habits={name: rate for name, (rate, _, _) in hot.items()} | dict.fromkeys(tail, 1 / 900),
+        last_request_at={name: NOW - silent_s for name, (_, silent_s, _) in hot.items()}
+        | {name: NOW - silent_s for name, (silent_s, _) in tail.items()},
+        in_use=frozenset((name, "w0") for name, use in (*hot.items(), *tail.items()) if use[-1]),
+    )
+    loads = place(adapters, observed, demand, RULES, NOW).loads
+    assert {load.evict for load in loads} <= tail.keys()
+    context = PlacementContext(adapters, observed, demand, RULES, NOW)
+    losses = [eviction_loss_s(context, adapters.adapters[name], "w0") for name in tail]
+    assert bool(loads) == (waited_s >= min(losses))
+
+
+@pytest.mark.parametrize(
+    ("changes", "demand"),
+    [
+        ({"finishes_unloaded": False}, {}),
+        ({}, {"has_unheard_routers": True}),
+        ({}, {"backlog": {"old": 1.0}}),
+    ],
+    ids=["the engine does not finish it", "a router is not heard", "requests wait for room there"],
+)
+def test_a_copy_in_use_holds_its_slot_for_its_turn(changes, demand):
+    there = worker("w0", held("old"), slots=1, finishes_unloaded=True)
+    for waited_s in (PATIENCE_S - 1, PATIENCE_S):
+        asked = DemandSnapshot(
+            wants={"new": WantedReplicas(replicas=1, since=NOW - waited_s)}, in_use=frozenset({("old", "w0")})
+        )
+        wanted = intent(adapter("old"), adapter("new"))
+        assert [load.evict for load in place(wanted, fleet(there), asked, RULES, NOW).loads] == ["old"]
+        held_up = place(wanted, fleet(replace(there, **changes)), replace(asked, **demand), RULES, NOW)
+        assert [load.evict for load in held_up.loads] == (["old"] if waited_s >= PATIENCE_S else [])
