@@ -195,6 +195,8 @@ class WorkerAdapter(AdapterCard):
     """What the load request said about modules that the engine ignores; empty: the setting decides."""
     acceptance_mode: Annotated[AcceptanceMode, _KEPT] = "warn"
     """What the last request for it said about its acceptance file."""
+    rules: Annotated[int, _KEPT] = 0
+    """The version of the rules by which its files were verified."""
 
     @property
     def held_bytes(self) -> int:

@@ -427,7 +427,8 @@ class WorkerAgent:
     async def reconcile(self) -> None:
         """Read free disk bytes, scan lora_path, and correct the inventory from the engine's list. Raises EngineError.
 
-        Checks the effect of one adapter again where it is not proved yet, and compares some with acceptance files.
+        Verifies loaded adapters of older rules, checks the effect of one adapter where it is not proved yet, and
+        compares some with acceptance files.
         The list is ignored while the agent is neither ready nor draining, or its KV connector is refused.
         """
         await self.context.cache.update_free_bytes()
@@ -437,6 +438,7 @@ class WorkerAgent:
         if not self.inventory.kv_connector.refusal:
             await self._loader.reconcile_with_engine_list(lambda: self.state in {"ready", "draining"})
             if self.state == "ready" and not self.engine.suspicion:
+                await self._loader.verify_loaded_again()
                 await self._loader.check_unproved()
                 await self._loader.check_acceptance()
 

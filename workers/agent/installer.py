@@ -24,7 +24,7 @@ from workers.inventory.inventory import Inventory
 from workers.sources.base import PLUGIN_SCHEME, FetchProgress, Source, Transfer
 from workers.storage.cache import is_intact
 from workers.storage.credentials import Credentials
-from workers.verification.manifest import AdapterDescription, Manifest, check_rank, is_same_base
+from workers.verification.manifest import RULES_VERSION, AdapterDescription, Manifest, check_rank, is_same_base
 from workers.wire import InspectRequest, LoadRequest, WorkerAdapter
 
 log = structlog.get_logger()
@@ -79,6 +79,7 @@ class Installer:
         ):
             if not slots.has(installed.engine_name):
                 check_rank(installed.rank, self._cache.rules)  # an inspection accepts any rank
+                installed = await self.verify_again(installed)
             self._metrics.cache.labels("hit").inc()
             return installed
         is_held = any(slots.has(adapter.engine_name) for adapter in self._installed.versions(request.lora_id))
@@ -135,7 +136,20 @@ class Installer:
                 base_model=base_model,
                 from_fleet=True,
             )
+        else:
+            await self.verify_again(adapter)
         return self._cache.path(adapter.digest)
+
+    async def verify_again(self, adapter: WorkerAdapter) -> WorkerAdapter:
+        """The adapter, whose files keep the newest rules; reads them if only older rules were asked.
+
+        Raises SourceError with the rule that it breaks, OSError.
+        """
+        if adapter.rules >= RULES_VERSION:
+            return adapter
+        # Its base model's name was compared, or named by its caller, when it was installed.
+        await self._cache.verify(Path(adapter.path), trust_base_model=True, allow_any_rank=True)
+        return self._installed.store(replace(self._installed.get(adapter.engine_name) or adapter, rules=RULES_VERSION))
 
     async def _fetch_and_install(
         self,
@@ -372,6 +386,7 @@ def _installed_adapter(lora_id: str, source: str, pinned: str, manifest: Manifes
         engine_name=engine_name(lora_id, manifest.digest),
         path=str(path),
         pinned_source=pinned,
+        rules=RULES_VERSION,
     )
 
 

@@ -18,10 +18,20 @@ from workers.core.errors import AgentRequestError, EngineError, SourceError, Wor
 from workers.engines.base import EngineClient
 from workers.engines.kinds import refusal_at_start
 from workers.inventory.context import AgentContext
-from workers.inventory.event_log import CHECKING, PRELOADING, REFETCHING, RESTORING, Requester, gave_back, made_room
+from workers.inventory.event_log import (
+    CHECKING,
+    PRELOADING,
+    REFETCHING,
+    RESTORING,
+    VERIFYING,
+    Requester,
+    gave_back,
+    made_room,
+)
 from workers.inventory.inventory import Inventory
 from workers.inventory.inventory_report import InventoryReport
 from workers.sources.base import Source
+from workers.verification.manifest import RULES_VERSION
 from workers.wire import CheckRequest, InspectRequest, LoadRequest, UnloadRequest, WorkerAdapter
 
 log = structlog.get_logger()
@@ -31,6 +41,8 @@ _ADAPTERS_FAULTS = frozenset(
 )
 _CHECKS_A_PASS = 16
 """Adapters compared with their acceptance files in one pass of the agent's reconciliation."""
+_VERIFYING_S = 2.0
+"""Of one pass, for adapters that are verified again."""
 
 
 class Loader:
@@ -503,6 +515,33 @@ class Loader:
             del paths[name]
         self._inventory.refused_names.clear()
         return paths
+
+    async def verify_loaded_again(self) -> None:
+        """Verify loaded adapters again that only older rules accepted, for `_VERIFYING_S`; unload those refused now.
+
+        Raises EngineError if the engine fails.
+        """
+        ends_at = self._clock() + _VERIFYING_S
+        for adapter in self._inventory.loaded_adapters():
+            if adapter.rules >= RULES_VERSION:
+                continue
+            if self._clock() > ends_at:
+                return
+            try:
+                await self._installer.verify_again(adapter)
+            except OSError as exc:
+                log.warning("an adapter cannot be read again", lora_id=adapter.lora_id, error=str(exc))
+            except SourceError as exc:
+                await self._unload_refused(adapter, exc)
+
+    async def _unload_refused(self, adapter: WorkerAdapter, refusal: SourceError) -> None:
+        """Unload an adapter that the newest rules refuse, and record why. Raises EngineError."""
+        async with self._engine.lock:
+            if (client := self._engine.client) is None or not self._inventory.slots.has(adapter.engine_name):
+                return
+            await self._call_unload(client, adapter, VERIFYING)
+            self._inventory.mark_unwanted(adapter)
+            self._inventory.record_failure(adapter.lora_id, adapter.digest, refusal, VERIFYING)
 
     async def check_unproved(self) -> None:
         """Compare the answers of one loaded adapter whose effect is not proved, if the engine is idle.

@@ -139,6 +139,7 @@ class Inventory:
                 path=adapter.path,
                 base_model=adapter.base_model,
                 acceptance_file=adapter.acceptance_file,
+                rules=adapter.rules,
             )
         return self.installed.store(adapter)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from lorafleet.identity import FileEntry
 from lorafleet.identity import files_digest as digest
@@ -30,6 +31,7 @@ from workers.verification.tensors import TensorHeader
 __all__ = [
     "CONFIG_NAME",
     "MAX_CONFIG_BYTES",
+    "RULES_VERSION",
     "AdapterDescription",
     "AdapterRules",
     "FileEntry",
@@ -39,6 +41,9 @@ __all__ = [
     "is_same_base",
 ]
 
+
+RULES_VERSION: Final = 1
+"""Grows with each rule that refuses what was accepted before: adapters of older rules are verified again."""
 
 # Limit for rank_pattern keys times modules, a microsecond each: 4,000 modules with a key each are fine.
 _MOST_MATCHES = 16_000_000

@@ -1,16 +1,20 @@
-"""Loads that are cancelled by an unload of the same adapter: nothing is left of them."""
+"""Loads that an unload cancels leave nothing; adapters that newer rules refuse are unloaded."""
 
 import asyncio
 import contextlib
+import json
+from pathlib import Path
 
 import httpx
 import pytest
 
-from lorafleet.local.tiny_model import make_adapter
+from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.patience import patience, until, within
+from tests.workers.changed_adapters import adapter_of_nan
 from tests.workers.kills import https_sources
-from tests.workers.running import code, loaded, post
+from tests.workers.running import RunningWorker, code, loaded, post, sim_inside
 from tests.workers.source_servers import FaultyConnection
+from workers.verification.manifest import RULES_VERSION
 
 LOOPBACK = ("--source-networks", "127.0.0.0/8")
 
@@ -91,3 +95,42 @@ async def test_disconnecting_caller_does_not_end_a_download(worker, silent_sourc
         await until(lambda: len(leftovers(worker)) == 1)
         assert (await post(client, "load_lora", lora_id="far/v1", source=source)).status_code == 200
         assert leftovers(worker) == []
+
+
+def made_by_older_rules(worker: RunningWorker, name: str, *, weights: bytes | None = None) -> None:
+    """Change an adapter's record as an agent before the newest rules left it, and its files in place."""
+    (record,) = (path for path in worker.state_dir.rglob("*.json") if name in path.name)
+    found = json.loads(record.read_text())
+    assert found.pop("rules") == RULES_VERSION
+    record.write_text(json.dumps(found))
+    if weights is not None:
+        file = Path(found["lora_path"]) / "adapter_model.safetensors"
+        file.chmod(0o644)
+        file.write_bytes(weights)
+
+
+async def test_what_the_engine_took_in_by_older_rules_is_verified_again_and_unloaded_if_refused(tmp_path):
+    model, adapters = make_model(tmp_path / "model"), tmp_path / "adapters"
+    for name in ("diverged", "healthy"):
+        make_adapter(adapters, name)
+    spoilt = (adapter_of_nan(adapters / "diverged", tmp_path / "nan") / "adapter_model.safetensors").read_bytes()
+    worker = RunningWorker(model, adapters, tmp_path)
+    async with sim_inside(model, "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16") as url:
+        async with worker.inside("--engine-url", url) as client:
+            for name in ("diverged", "healthy"):
+                (await post(client, "load_lora", lora_id=name)).raise_for_status()
+        made_by_older_rules(worker, "diverged", weights=spoilt)
+        made_by_older_rules(worker, "healthy")
+        async with worker.inside("--engine-url", url) as client:
+            await until_state(client, "diverged", "on_disk")
+            async with httpx.AsyncClient(base_url=url) as engine:
+                served = [row["id"] for row in (await engine.get("/v1/models")).json()["data"]]
+            assert [name.partition("@")[0] for name in served] == ["tiny-qwen", "healthy"]
+            await until_state(client, "healthy", "ready")
+            await until(lambda: worker_rules(worker, "healthy") == RULES_VERSION, what="it is verified again")
+
+
+def worker_rules(worker: RunningWorker, name: str) -> int:
+    """The version of the rules in an adapter's record."""
+    (record,) = (path for path in worker.state_dir.rglob("*.json") if name in path.name)
+    return json.loads(record.read_text()).get("rules", 0)
