@@ -13,6 +13,7 @@ from router.core.kv.index import WorkerId
 from router.core.queue.fair_queue import FairQueue
 from router.core.queue.queued_request import QueuedRequest
 from router.core.queue.rooms import EngineRooms
+from router.core.schedule.cost import adapter_move_s
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load import LoadBook
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
@@ -82,7 +83,28 @@ class Scheduler:
             self._is_full if self.most_in_flight_tokens else None,
             self.load.prefill_pace,
             rooms=EngineRooms(self.roster, self.load, self.late_binding_s, self._may_choose),
+            move_s=self._move_s,
         )
+
+    def _move_s(self, queued: QueuedRequest) -> float:
+        """Seconds to bring the request's adapter to the device of its likely replica; 0.0 if it is there."""
+        request, worker = queued.hashed.request, queued.likely_worker
+        if not request.engine_name:
+            return 0.0
+        roster = self.roster(request.base_model)
+        position = None if worker is None else roster.positions.get(worker)
+        if position is None:
+            return 0.0
+        replica = roster.replicas[position]
+        held, book = replica.residents.get(request.engine_name), self.load.book(replica.id)
+        if held is None:
+            return 0.0
+        was_reported = held.location == "device"
+        if book.is_on_device(request.engine_name, was_reported=was_reported) if book is not None else was_reported:
+            return 0.0
+        if was_reported:  # others have taken its slot since
+            return self.costs.host_to_device_s
+        return adapter_move_s(replica, request.engine_name, roster.middle, self.costs)
 
     def decide(self, hashed: HashedRequest, now: float) -> Decision:
         """Decide where this request would go now, behind the queue; sends and queues nothing. Raises NoReplica.

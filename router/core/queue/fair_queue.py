@@ -26,8 +26,9 @@ from router.core.schedule.policy import Decision
 
 # (likely replica, whether an adapter slot is waited for) of queued requests.
 _LineKey = tuple[WorkerId, bool]
-# (served seconds, adapter, position in these requests, its requests, its weight)
-_FlowEntry = tuple[float, str, int, list[QueuedRequest], float]
+# (served seconds and those that it is held, adapter, position in these requests, its requests, its weight, seconds of
+# work that it is held; None: not known yet)
+_FlowEntry = tuple[float, str, int, list[QueuedRequest], float, float | None]
 
 # Queued requests considered in one pass; and requests scanned for one that waits for another replica than all of these,
 # at a microsecond or two each.
@@ -45,6 +46,10 @@ MAX_LAG_S = 10.0
 # A flow with long answers, which count when they are over, gets ahead of the others by at most this much.
 MAX_DEBT_S = 10.0
 _LEAST_WORK_S = 0.001
+# An adapter that must be brought to the device waits until those that are there have had this many times the cost of
+# that more work than their share, so that moving takes a ninth of the time at most. And at most so much work: a guess.
+_HELD_MOVES = 8.0
+MAX_HELD_S = 1.0
 # Seconds over which a tenant's service rate is measured; the lower rate counts, because others come and go.
 _TENANT_HORIZONS_S = (8.0, 40.0)
 # The most that earlier refusals add to the Retry-After of the next one.
@@ -122,6 +127,7 @@ class FairQueue:
                     overtakes this one. None: never
     pace            share of the predicted seconds that a replica's prefills took of late
     rooms           where engines have room, so that a pass decides only what may be sent; None: a pass decides all
+    move_s          seconds to bring a queued request's adapter to the device of its likely replica; 0.0: it is there
     usage           how much waits, and may
     rates           how fast queued work goes to each replica; tenant_rates: how fast each tenant's is served
     """
@@ -131,6 +137,7 @@ class FairQueue:
     is_full: Callable[[Decision], bool] | None = None
     pace: Callable[[WorkerId], float] = lambda _: 1.0
     rooms: EngineRooms | None = None
+    move_s: Callable[[QueuedRequest], float] = lambda _: 0.0
     usage: QueueUsage = field(default_factory=QueueUsage)
     rates: ServiceRates = field(default_factory=ServiceRates)
     tenant_rates: tuple[ServiceRates, ...] = field(default_factory=lambda: tuple(map(ServiceRates, _TENANT_HORIZONS_S)))
@@ -536,8 +543,9 @@ class FairQueue:
     def fair_order(self) -> Iterator[QueuedRequest]:
         """Queued requests in the order in which they would be served if all had room: least served flow first.
 
-        The order is that at the first request, whatever leaves or joins later. Limits how far the flows are behind the
-        virtual time.
+        A flow whose adapter is not on the device is held behind those whose adapters are, for a bounded share of work:
+        so one device swap serves many requests. The order is that at the first request, whatever leaves or joins later.
+        Limits how far the flows are behind the virtual time.
         """
         tenants = []
         for name, tenant in self._tenants.items():
@@ -547,22 +555,37 @@ class FairQueue:
         heapq.heapify(tenants)
         heaps: dict[str, list[_FlowEntry]] = {}
         while tenants:
-            served_s, name = tenants[0]
+            key_s, name = tenants[0]
             heap = heaps.get(name)
             if heap is None:
                 heap = heaps[name] = _flow_heap(self._tenants[name])
-            flow_served_s, adapter, position, requests, weight = heap[0]
+                if held_s := self._held_first_s(heap):
+                    heapq.heapreplace(tenants, (key_s + held_s, name))
+                    continue
+            held_s = self._held_first_s(heap)
+            flow_key_s, adapter, position, requests, weight, _ = heap[0]
             queued = requests[position]
             if position + 1 < len(requests):
-                next_served_s = flow_served_s + queued.work_s / weight
-                heapq.heapreplace(heap, (next_served_s, adapter, position + 1, requests, weight))
+                # Its first request brings the adapter to the device.
+                next_key_s = flow_key_s + (queued.work_s - held_s) / weight
+                heapq.heapreplace(heap, (next_key_s, adapter, position + 1, requests, weight, 0.0))
             else:
                 heapq.heappop(heap)
             if heap:
-                heapq.heapreplace(tenants, (served_s + queued.work_s, name))
+                next_held_s = self._held_first_s(heap)
+                heapq.heapreplace(tenants, (key_s - held_s + queued.work_s + next_held_s, name))
             else:
                 heapq.heappop(tenants)
             yield queued
+
+    def _held_first_s(self, heap: list[_FlowEntry]) -> float:
+        """Seconds of work that the first flow of a heap is held, once all that are before it are asked for theirs."""
+        while True:
+            key_s, adapter, position, requests, weight, held_s = heap[0]
+            if held_s is not None:
+                return held_s
+            held_s = min(MAX_HELD_S, _HELD_MOVES * self.move_s(requests[position]))
+            heapq.heapreplace(heap, (key_s + held_s / weight, adapter, position, requests, weight, held_s))
 
     def _serve(self, queued: QueuedRequest, work_s: float) -> None:
         """Count a request's work as served to its tenant and adapter, and advance the virtual times."""
@@ -668,11 +691,11 @@ def _flow_heap(tenant: _TenantFlows) -> list[_FlowEntry]:
 
     Raises `served_s` that lags too far.
     """
-    heap = []
+    heap: list[_FlowEntry] = []
     for adapter, flow in tenant.flows.items():
         if flow.requests:
             flow.served_s = max(flow.served_s, tenant.virtual_s - MAX_LAG_S)
-            heap.append((flow.served_s, adapter, 0, flow.requests.copy(), flow.weight))
+            heap.append((flow.served_s, adapter, 0, flow.requests.copy(), flow.weight, None))
     heapq.heapify(heap)
     return heap
 

@@ -30,7 +30,7 @@ class ReplicaLoad(NamedTuple):
     engine_names       what our requests there run; "" is the base model. Empty while one of ours has waited too long
                        for a slot, so that no adapter passes it
     slots_used         adapters among `engine_names`
-    fresh              adapters sent there since the last report
+    fresh              adapters sent there since the last report that are in device slots by vLLM's LRU rule
     slot_at            when a slot will be free for one more adapter; -inf: one is free
     full_s             wait for one of `max_num_seqs`
     request_s          how long a request takes there

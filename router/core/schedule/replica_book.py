@@ -157,9 +157,31 @@ class ReplicaBook:
             self.engine_names = None
         self.dispatched_at[name] = now
         if name not in self.fresh and now > self.reported_at:
-            self.fresh |= {name}
+            self.fresh = self._used_last(self.fresh | {name})
         self.placed_tokens = self.placed_tokens * exp((self.placed_at - now) / PLACED_S) + entry.uncached_tokens
         self.placed_at = now
+
+    def _used_last(self, names: frozenset[str]) -> frozenset[str]:
+        """Those of these names that are in device slots by vLLM's LRU rule: the `max_loras` adapters sent there last.
+
+        Names of requests in flight stay, and the base model, which takes no slot.
+        """
+        over = len(names) - self.max_loras
+        if over <= 0 or not self.max_loras:
+            return names
+        idle = [name for name in names if name and name not in self.counts_by_name]
+        oldest = sorted(idle, key=lambda name: (self.dispatched_at[name], name))
+        return names.difference(oldest[: over - ("" in names)])
+
+    def is_on_device(self, name: str, *, was_reported: bool) -> bool:
+        """Whether an adapter is in a device slot, as far as is known: by the last report, and by what was sent since.
+
+        was_reported  whether it was in one at the last report
+        """
+        if name in self.counts_by_name or name in self.fresh:
+            return True
+        is_any_left = not self.max_loras or len(self.fresh) - ("" in self.fresh) < self.max_loras
+        return was_reported and is_any_left
 
     def update_pace(self, entry: LoadEntry, now: float) -> None:
         """Correct the prefill pace by a prefill that just ended: at once if its prediction was far too long.
@@ -244,7 +266,7 @@ class ReplicaBook:
         self.dispatched_at = {
             n: when for n, when in self.dispatched_at.items() if n in self.counts_by_name or when > at
         }
-        self.fresh = frozenset([name for name, when in self.dispatched_at.items() if when > at])
+        self.fresh = self._used_last(frozenset([name for name, when in self.dispatched_at.items() if when > at]))
         return sum([entry.sequences for entry in running])
 
     def _past_prefill(self, at: float, waiting: int) -> list[LoadEntry]:

@@ -80,6 +80,7 @@ class PassedFleet:
                 rooms=DecideAll(
                     lambda _: self.roster, self.scheduler.load, made.late_binding_s, lambda *_: pytest.fail("asked")
                 ),
+                move_s=made.move_s,
             )
         self.matched = {}
         self.waiting = {}
