@@ -129,49 +129,59 @@ def _decoded(line: bytes, kind: type[T], at: int) -> T:
 # --- the rule ------------------------------------------------------------------------------------------------------
 
 NOISE_FACTOR: Final = 2.5
-"""The distance with the adapter may be so many times that of the base model: docs/acceptance.md has its error rates."""
+"""The distance with the adapter may be so many times the noise: docs/acceptance.md has its error rates."""
+NOISE_PER_EFFECT: Final = 2.0
+"""Noise grows with what the adapter changes: by so many times itself for each nat a token."""
 FLOOR: Final = 2e-4
 """A smaller distance is none: both sides compute in float32 and still add in another order."""
-LEAST_EFFECT: Final = 2.0
-"""The adapter must change the trainer's own numbers by so many times what is allowed; else nothing is proved."""
 MOST_NOISE: Final = 0.1
-"""A larger distance with the base model alone is no noise: other weights."""
+"""A larger distance with the base model alone is no noise in any dtype: other weights."""
+MOST_NOISE_FLOAT32: Final = 1e-3
+"""The same where both sides compute in float32."""
+SCALE_TOLERANCE: Final = 0.3
+"""A scale that is further from 1 is another one, if it is known that well."""
+SCALE_ERRORS: Final = 8.0
+"""A scale is known within so many of its standard errors."""
 
-_NO_CHANGE = 0.1
+_NO_CHANGE, _NO_SCALE = 0.1, 0.25
 _SAME_DIRECTION = 0.9
 _SOME_DIRECTION = 0.6
-_PART_SCALE = 0.8
 
 
 def compare_logprobs(
-    file: AcceptanceFile, with_adapter: Sequence[Logprobs], without: Sequence[Logprobs]
+    file: AcceptanceFile, with_adapter: Sequence[Logprobs], without: Sequence[Logprobs], *, engine_dtype: str = ""
 ) -> AdapterAcceptance:
     """Whether an engine's log-probabilities of a file's prompts are the trainer's.
 
     with_adapter, without  the engine's, of each prompt's tokens but the first, in the file's order
+    engine_dtype           in which the engine computes; "" if that is not known
     """
     trained = _joined([prompt.logprobs for prompt in file.prompts])
     base = _joined([prompt.base_logprobs for prompt in file.prompts])
     served, served_base = _joined(with_adapter), _joined(without)
     if not len(trained) == len(served) == len(served_base) or not all(map(math.isfinite, (*served, *served_base))):
         return unknown(file, "the engine's answer has not one finite log-probability for each token")
-    distance, noise, effect = _distance(served, trained), _distance(served_base, base), _distance(trained, base)
-    allowed = max(NOISE_FACTOR * noise, FLOOR)
     change, expected = _minus(served, base), _minus(trained, base)
-    scale = _scale(change, expected)
+    distance, noise, effect = _distance(served, trained), _distance(served_base, base), _mean_size(expected)
+    allowed = max(NOISE_FACTOR * noise * (1 + NOISE_PER_EFFECT * effect), FLOOR)
+    scale, error = _scale(change, expected), _scale_error(_minus(served_base, base), expected)
     measured = partial(AdapterAcceptance, distance=distance, noise=noise, scale=scale, file=file.digest)
-    if noise > MOST_NOISE:
+    most_noise = MOST_NOISE_FLOAT32 if {engine_dtype, file.trainer.dtype} == {"float32"} else MOST_NOISE
+    if noise > most_noise:
         why = f"the base model itself answers otherwise than at the trainer, by {noise:.3g} a token"
-        advice = "expected is the revision and the weights of training, not quantised otherwise"
+        advice = f"at most {most_noise:g} is noise; expected is the revision of training, quantised as in training"
         return measured(result="differs", looks_like="other_base", why=f"{why}; {advice}")
-    if distance <= allowed:
-        if effect < LEAST_EFFECT * allowed:
-            why = f"the adapter changes these prompts by {effect:.3g} a token, where {allowed:.3g} may be noise"
-            return measured(result="unknown", why=f"{why}; certify it with prompts of its training")
-        return measured(result="equal", why=f"{distance:.3g} a token from the trainer, of {allowed:.3g}")
-    likeness = _likeness(change, expected, scale, allowed)
-    why = f"{distance:.3g} a token from the trainer, where {allowed:.3g} may be noise; {_LIKENESS_TEXT[likeness]}"
-    return measured(result="differs", looks_like=likeness, why=why.format(scale=scale))
+    tolerance = max(SCALE_TOLERANCE, error)
+    is_scaled = scale is not None and abs(scale - 1) > tolerance
+    if distance > allowed or is_scaled:
+        likeness = _likeness(change, expected, scale, allowed)
+        why = f"{distance:.3g} a token from the trainer, where {allowed:.3g} may be noise; {_LIKENESS_TEXT[likeness]}"
+        return measured(result="differs", looks_like=likeness, why=why.format(scale=scale))
+    if scale is None or error > SCALE_TOLERANCE:
+        why = f"the adapter changes these prompts by {effect:.3g} a token, and {noise:.3g} is noise"
+        return measured(result="unknown", why=f"{why}; certify it with prompts of its training")
+    seen = f"less than {allowed / effect:.2g} of its effect would not be seen"
+    return measured(result="equal", why=f"{distance:.3g} a token from the trainer, of {allowed:.3g}; {seen}")
 
 
 def unknown(file: AcceptanceFile | None, why: str) -> AdapterAcceptance:
@@ -189,10 +199,14 @@ _LIKENESS_TEXT: Mapping[Likeness, str] = {
 
 def _likeness(change: Logprobs, expected: Logprobs, scale: float | None, allowed: float) -> Likeness:
     """What a change of the base's numbers resembles that is not the expected one."""
-    if _mean_size(change) <= max(allowed, _NO_CHANGE * _mean_size(expected)):
-        return "base"
     direction = _cosine(change, expected)
-    if scale is not None and direction >= _SAME_DIRECTION and not _PART_SCALE < scale < 1 / _PART_SCALE:
+    if (
+        scale is not None
+        and abs(scale) < _NO_SCALE
+        and _mean_size(change) <= max(allowed, _NO_CHANGE * _mean_size(expected))
+    ):
+        return "base"
+    if scale is not None and direction >= _SAME_DIRECTION and abs(scale - 1) > SCALE_TOLERANCE:
         return "scaled"
     return "part" if direction >= _SOME_DIRECTION else "other"
 
@@ -221,6 +235,13 @@ def _scale(change: Logprobs, expected: Logprobs) -> float | None:
     """The factor of the expected change that is nearest to a change; None if none is expected."""
     size = sum(each * each for each in expected)
     return None if not size else sum(a * b for a, b in zip(change, expected, strict=True)) / size
+
+
+def _scale_error(noise: Logprobs, expected: Logprobs) -> float:
+    """How far from the right one a scale may be by noise: some of its standard errors."""
+    size = math.hypot(*expected)
+    least = FLOOR * math.sqrt(len(noise))
+    return SCALE_ERRORS * max(math.hypot(*noise), least) / (size * math.sqrt(len(noise))) if size else math.inf
 
 
 def _cosine(one: Logprobs, other: Logprobs) -> float:

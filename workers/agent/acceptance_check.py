@@ -47,11 +47,14 @@ class AcceptanceCheck:
         settings: WorkerSettings,
         engine: CurrentEngine,
         metrics: WorkerMetrics,
+        dtype: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`dtype`: in which the engine computes; "" if its command does not say."""
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
+        self._dtype = dtype
         self._clock = clock
         self._boot_id = ""
         self._base_readings: dict[str, Sequence[Logprobs]] = {}
@@ -119,17 +122,22 @@ class AcceptanceCheck:
         timeout_s = self._settings.acceptance_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                base = await self._base_reading(client, file)
-                found = compare_logprobs(file, await self._reading(client, adapter.engine_name, file), base)
+                found = await self._found(client, adapter, file)
                 if found.result == "differs":
                     # Once more: a busy engine may have computed the two in very different batches.
-                    again = compare_logprobs(file, await self._reading(client, adapter.engine_name, file), base)
+                    again = await self._found(client, adapter, file)
                     found = again if again.result == "equal" else found
         except TimeoutError:
             return unknown(file, f"the engine did not answer within {timeout_s:g} s")
         except EngineSilent as exc:
             return unknown(file, str(exc))
         return found
+
+    async def _found(self, client: EngineClient, adapter: WorkerAdapter, file: AcceptanceFile) -> AdapterAcceptance:
+        """What one answer with the adapter shows. Raises EngineSilent."""
+        base = await self._base_reading(client, file)
+        served = await self._reading(client, adapter.engine_name, file)
+        return compare_logprobs(file, served, base, engine_dtype=self._dtype)
 
     def _problem(self, adapter: WorkerAdapter) -> str:
         """Why this engine's log-probabilities of a prompt say nothing of the adapter; "" if they do."""

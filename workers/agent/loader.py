@@ -74,7 +74,11 @@ class Loader:
         )
         self._offers = OfferedAdapters(context.settings, engine, clock=context.clock)
         self._acceptance = AcceptanceCheck(
-            settings=context.settings, engine=engine, metrics=context.metrics, clock=context.clock
+            settings=context.settings,
+            engine=engine,
+            metrics=context.metrics,
+            dtype=context.facts.dtype,
+            clock=context.clock,
         )
         self._operations = AgentOperations()
         # Weak: a lock exists only while somebody holds it or waits for it.

@@ -96,12 +96,14 @@ class EngineFacts:
     with_towers   it takes adapters on the towers of multimodal models
     is_pooling    it serves embeddings, scores or classes; None: as the architecture says
     tokenizer     model or folder whose tokenizer it has; "": its base model's
+    dtype         in which it computes, such as float32; "": not known
     """
 
     table: ModelTable | None = None
     with_towers: bool = False
     is_pooling: bool | None = None
     tokenizer: str = ""
+    dtype: str = ""
 
 
 NO_ENGINE = EngineFacts()

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.engine.acceptance import (
-    LEAST_EFFECT,
+    FLOOR,
     MOST_BYTES,
     MOST_TOKENS,
-    NOISE_FACTOR,
     AcceptanceError,
     AcceptanceFile,
     CertifiedPrompt,
@@ -67,11 +66,11 @@ def test_no_bytes_raise_anything_else(content):
         parse_acceptance(content)
 
 
-def file_of(base: list[float], change: list[float]) -> AcceptanceFile:
+def file_of(base: list[float], change: list[float], dtype: str = "bfloat16") -> AcceptanceFile:
     """A file with one prompt whose base numbers the adapter changes."""
     trained = tuple(min(0.0, a + b) for a, b in zip(base, change, strict=True))
     prompt = CertifiedPrompt(prompt=tuple(range(len(base) + 1)), logprobs=trained, base_logprobs=tuple(base))
-    trainer = Trainer(model="org/base", dtype="bfloat16", libraries={"peft": "0.19"})
+    trainer = Trainer(model="org/base", dtype=dtype, libraries={"peft": "0.19"})
     return parse_acceptance(acceptance_content(trainer, [prompt]))
 
 
@@ -85,7 +84,7 @@ def moved(row: list[float] | tuple[float, ...], by: list[float], scale: float = 
 
 
 seeds = st.integers(0, 10**6)
-NOISES = st.sampled_from([1e-6, 1e-4, 1e-3, 0.01, 0.05])
+NOISES = st.sampled_from([1e-6, 1e-4, 1e-3, 0.01, 0.03])
 
 
 @given(seeds, NOISES)
@@ -142,9 +141,23 @@ def test_answer_without_a_number_for_each_token_is_unknown(broken):
     assert (found.result, found.distance) == ("unknown", None)
 
 
-def test_allowed_distance_is_smaller_than_the_base_models_effect():
-    assert LEAST_EFFECT > 1
-    assert NOISE_FACTOR > 1
+def test_two_float32_sides_allow_no_other_weights():
+    base = [-5 + each for each in drawn(1, 1.0)]
+    file = file_of(base, drawn(2, 1.0), dtype="float32")
+    (prompt,) = file.prompts
+    noise = drawn(3, 0.03)
+    answers = [moved(prompt.logprobs, noise)], [moved(base, noise)]
+    assert compare_logprobs(file, *answers).result == "equal"
+    found = compare_logprobs(file, *answers, engine_dtype="float32")
+    assert (found.result, found.looks_like) == ("differs", "other_base")
+
+
+@given(seeds, st.floats(0, 0.9))
+def test_less_than_the_floor_is_no_difference(seed, part):
+    base = [-5 + each for each in drawn(seed, 1.0)]
+    file = file_of(base, drawn(seed + 1, 1.0))
+    served = moved(file.prompts[0].logprobs, [part * FLOOR] * TOKENS)
+    assert compare_logprobs(file, [served], [base]).result == "equal"
 
 
 def test_numbers_are_read_from_engines_answers_in_the_order_of_the_prompts():

@@ -39,6 +39,7 @@ def vllm_facts(words: Sequence[str]) -> EngineFacts:
         with_towers=has_flag(words, "--enable-tower-connector-lora"),
         is_pooling=True if runner == "pooling" or convert in {"embed", "classify"} else None,
         tokenizer=value_of(words, "--tokenizer") or "",
+        dtype=(value_of(words, "--dtype") or "").replace("auto", ""),
     )
 
 
