@@ -406,7 +406,7 @@ class LoadRequest(AdapterRequest):
                 `neighbours` count with it alone
     ignored_modules  what to do if the engine ignores a part of its modules; default: the worker's setting
     is_awaited  a request waits for it: an engine that can may load it with that request
-    acceptance  what to do with its acceptance file
+    acceptance  what to do with its acceptance file; `acceptance_file`: its digest, if the caller knows it
     """
 
     lora_path: str | None = None
@@ -416,12 +416,14 @@ class LoadRequest(AdapterRequest):
     ignored_modules: Literal["accept", "refuse"] | None = None
     is_awaited: bool = False
     acceptance: AcceptanceMode = "warn"
+    acceptance_file: str = ""
 
 
 class CheckRequest(_WorkerMessage):
     """`POST /v1/admin/check_lora`: compare a loaded adapter's answers with its acceptance file now.
 
     Answers with the `WorkerAdapter`. `digest`: of the version; default: each that is loaded.
+    content          of an acceptance file that replaces the one beside the adapter; "": it stays
     acceptance_file  digest of the file to compare with, if the caller knows it
     neighbours       URLs of agents that have that file, if this worker has another one or none
     """
@@ -429,6 +431,7 @@ class CheckRequest(_WorkerMessage):
     lora_id: str
     digest: str | None = None
     acceptance: AcceptanceMode = "warn"
+    content: str = ""
     acceptance_file: str = ""
     neighbours: Annotated[tuple[str, ...], Field(max_length=MOST_NEIGHBOURS)] = ()
     wire: int = WIRE

@@ -3,6 +3,7 @@
 `Fleet` and `AsyncFleet` run the same generators.
 """
 
+import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -12,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from lorafleet.client.archive import AdapterArchive
 from lorafleet.client.results import FleetError, Published, Pushed, PushProgress
+from lorafleet.engine.acceptance import FILE_NAME as ACCEPTANCE_NAME
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.network.urls import url_path
 
@@ -84,7 +86,10 @@ def push(
     params = [("base_model", base_model)] if base_model else []
     params += [("tenant", tenant) for tenant in tenants]
     answer = yield from _upload(lora_id, _archive(folder, digest), params, on_progress)
-    return _read(lambda: Pushed.read(answer.status, answer.json), answer)
+    pushed = _read(lambda: Pushed.read(answer.status, answer.json), answer)
+    if not pushed.is_new:
+        yield from _send_acceptance(pushed.lora_id, folder)
+    return pushed
 
 
 def publish(
@@ -106,7 +111,27 @@ def publish(
     params = [("publish", "true"), *([("base_model", base_model)] if base_model else [])]
     params += [] if expected_version is None else [("expected_version", str(expected_version))]
     answer = yield from _upload(name, _archive(folder, None), params, on_progress)
-    return _read(lambda: Published.read(answer.json), answer)
+    published = _read(lambda: Published.read(answer.json), answer)
+    if not published.is_new:
+        yield from _send_acceptance(published.lora_id, folder)
+    return published
+
+
+def _send_acceptance(lora_id: str, folder: Folder) -> Operation[None]:
+    """Send a folder's acceptance file for an adapter that the fleet has already; without one, nothing.
+
+    Not if the fleet has this very file. Raises FleetError.
+    """
+    try:
+        content = (Path(folder) / ACCEPTANCE_NAME).read_bytes()
+    except OSError:
+        return
+    known = yield Call("GET", f"/v1/adapters/{_quoted(lora_id)}")
+    _require_success(known)
+    card = (known.json.get("status") or {}).get("card") or {}
+    if card.get("acceptance_file") != hashlib.sha256(content).hexdigest():
+        body, path = {"file": content.decode(errors="replace")}, f"/v1/adapters/{_quoted(lora_id)}/check"
+        _require_success((yield Call("POST", path, json=body, timeout_s=_PUBLISH_S)))
 
 
 def unload(name: str) -> Operation[None]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Query, Response
 from pydantic import BaseModel, Field
 
+from lorafleet.engine.acceptance import AcceptanceError, parse_acceptance
 from lorafleet.identity import rendezvous_score
 from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.keys.roles import Caller
@@ -34,6 +35,7 @@ from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.adapter_documents import (
     AcceptanceAnswer,
+    AcceptanceQuestion,
     AdapterBatch,
     AdapterItem,
     AdapterList,
@@ -160,10 +162,16 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         return seen.adapter(views.adapter(adapter))
 
     @api.post("/v1/adapters/{lora_id:path}/check")
-    async def check(lora_id: LoraId, caller: WhoCalls) -> AcceptanceAnswer:
+    async def check(lora_id: LoraId, caller: WhoCalls, body: AcceptanceQuestion | None = None) -> AcceptanceAnswer:
         """Compare each worker's answers with the adapter's acceptance file now; `require` unloads what is not equal."""
         owners.require_write(store, caller, "adapter", lora_id, "change")
-        return await reconciler.runner.check(registry.adapter(lora_id))
+        content = (body and body.file) or ""
+        if content:
+            try:
+                parse_acceptance(content.encode())
+            except AcceptanceError as exc:
+                raise OrchestratorRequestError(str(exc), code="acceptance_invalid", param="file") from exc
+        return await reconciler.runner.check(registry.adapter(lora_id), content)
 
     @api.patch("/v1/adapters/{lora_id:path}")
     async def patch(

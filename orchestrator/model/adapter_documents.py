@@ -102,6 +102,14 @@ class UploadProgress(ServiceDocument):
     received_bytes: int
 
 
+class AcceptanceQuestion(WrittenDocument):
+    """`POST /v1/adapters/{lora_id}/check`. Nothing that is loaded is loaded again."""
+
+    file: str | None = Field(
+        default=None, max_length=1 << 17, description="an acceptance file that replaces the adapter's; null: it stays"
+    )
+
+
 class AcceptanceAnswer(ServiceDocument):
     """`POST /v1/adapters/{lora_id}/check`: what a comparison now has found.
 

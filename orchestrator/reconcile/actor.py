@@ -1,6 +1,7 @@
 """Act: each action is one call to an agent, in a task of its own with a deadline. Its result is recorded."""
 
 import asyncio
+import hashlib
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -295,10 +296,18 @@ class ActionRunner:
             return None  # an older agent, or a busy one: the inspection will tell
         return None
 
-    async def check(self, adapter: RegisteredAdapter) -> AcceptanceAnswer:
-        """Have each worker that has the adapter ready compare it with its acceptance file now."""
+    async def check(self, adapter: RegisteredAdapter, content: str = "") -> AcceptanceAnswer:
+        """Have each worker that has the adapter ready compare it with its acceptance file now.
+
+        content  of an acceptance file that replaces the adapter's; "": it stays
+        """
+        if content and adapter.card is not None:
+            digest = hashlib.sha256(content.encode()).hexdigest()
+            known = replace(adapter, card=replace(adapter.card, acceptance_file=digest))
+            self._context.store.compare_and_set(adapter, known)
+            adapter = known
         workers = self._queries.ready_workers(adapter.lora_id)
-        found = await asyncio.gather(*(self._check_at(adapter, each, workers) for each in workers))
+        found = await asyncio.gather(*(self._check_at(adapter, each, workers, content) for each in workers))
         results = dict(zip(workers, found, strict=True))
         return AcceptanceAnswer(
             lora_id=adapter.lora_id,
@@ -307,13 +316,14 @@ class ActionRunner:
         )
 
     async def _check_at(
-        self, adapter: RegisteredAdapter, worker_id: str, holders: Sequence[str]
+        self, adapter: RegisteredAdapter, worker_id: str, holders: Sequence[str], content: str
     ) -> AdapterAcceptance | str:
         """What one worker has found; the error's text where it could not, or has unloaded the adapter."""
         ask = CheckRequest(
             lora_id=adapter.lora_id,
             digest=adapter.digest,
             acceptance=self._acceptance_mode(adapter),
+            content=content,
             acceptance_file="" if adapter.card is None else adapter.card.acceptance_file,
             neighbours=self._agent_urls([name for name in holders if name != worker_id][:MOST_NEIGHBOURS]),
         )
@@ -358,6 +368,7 @@ class ActionRunner:
             ignored_modules=adapter.policy.ignored_modules,
             is_awaited=self._context.demand.is_waited_for(action.lora_id, began),
             acceptance=self._acceptance_mode(adapter),
+            acceptance_file="" if adapter.card is None else adapter.card.acceptance_file,
         )
         url, timeout_s = self._agent_url(action.worker_id), self._context.settings.load_timeout_s
         lora, at = await self._context.agents.load(url, ask, timeout_s=timeout_s)

@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from lorafleet.engine.acceptance import FILE_NAME as ACCEPTANCE_NAME
+from lorafleet.engine.acceptance import AcceptanceError, parse_acceptance
 from lorafleet.identity import engine_name, fleet_digest, fleet_source
 from orchestrator.model.cards import card_fields
 from orchestrator.model.names import checked_lora_id
@@ -25,7 +26,7 @@ from workers.sources.base import PLUGIN_SCHEME, FetchProgress, Source, Transfer
 from workers.storage.cache import is_intact
 from workers.storage.credentials import Credentials
 from workers.verification.manifest import RULES_VERSION, AdapterDescription, Manifest, check_rank, is_same_base
-from workers.wire import InspectRequest, LoadRequest, WorkerAdapter
+from workers.wire import CheckRequest, InspectRequest, LoadRequest, WorkerAdapter
 
 log = structlog.get_logger()
 
@@ -48,12 +49,24 @@ class Installer:
         """What the engine's table says of an installed adapter; None if it cannot be read. Blocking."""
         return self._cache.describe(folder)
 
-    async def fetch_acceptance(self, digest: str, file_digest: str, neighbours: Sequence[str]) -> None:
-        """Have an adapter's acceptance file with this digest beside its files, from other workers if they have it."""
-        if await self._cache.acceptance_digest(digest) != file_digest:
-            content = await self._files.acceptance_from(neighbours, digest)
-            if hashlib.sha256(content).hexdigest() == file_digest:
-                await self._cache.store_acceptance(digest, content)
+    async def with_acceptance(self, adapter: WorkerAdapter, request: LoadRequest | CheckRequest) -> WorkerAdapter:
+        """The installed adapter, with the acceptance file that a request sends or names beside its files.
+
+        One that it names comes from other workers, if they have it. Raises AgentRequestError for an invalid one.
+        """
+        content = request.content.encode() if isinstance(request, CheckRequest) else b""
+        if content:
+            try:
+                parse_acceptance(content)
+            except AcceptanceError as exc:
+                message = f"{exc}; see docs/acceptance.md"
+                raise AgentRequestError("acceptance_invalid", message, param="content") from exc
+        elif request.acceptance_file not in {"", await self._cache.acceptance_digest(adapter.digest)}:
+            found = await self._files.acceptance_from(request.neighbours, adapter.digest)
+            content = found if hashlib.sha256(found).hexdigest() == request.acceptance_file else b""
+        if content:
+            await self._cache.store_acceptance(adapter.digest, content)
+        return replace(adapter, acceptance_file=await self._cache.acceptance_digest(adapter.digest))
 
     async def digests_in_use(self) -> frozenset[str]:
         """Digests whose files must stay: wanted by this worker, or in the engine's list, which it asks.

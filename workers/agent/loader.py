@@ -105,6 +105,8 @@ class Loader:
         async with self._lock(request.lora_id):
             with self._inventory.recording_failure(request, by):
                 adapter = await self._installer.install(request)
+                if request.acceptance_file:
+                    adapter = await self._installer.with_acceptance(adapter, request)
                 adapter = replace(
                     adapter, ignored_policy=request.ignored_modules or "", acceptance_mode=request.acceptance
                 )
@@ -603,8 +605,7 @@ class Loader:
             if adapter is None:
                 message = f"adapter {request.lora_id!r} is not loaded here; load it, then check it"
                 raise AgentRequestError("adapter_unknown", message)
-            if request.acceptance_file:
-                await self._installer.fetch_acceptance(adapter.digest, request.acceptance_file, request.neighbours)
+            adapter = await self._installer.with_acceptance(adapter, request)
             checked = await self._acceptance.check(client, replace(adapter, acceptance_mode=request.acceptance))
             self._show_acceptance(checked)
         found = checked.acceptance

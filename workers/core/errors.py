@@ -40,6 +40,7 @@ class AgentRequestError(WorkerError):
     codes: ClassVar[Mapping[str, int]] = {
         "invalid_lora_id": 400,
         "invalid_epoch": 400,
+        "acceptance_invalid": 400,
         "adapter_unknown": 404,
         "address_not_mine": 409,
         "cancelled": 409,

@@ -121,6 +121,23 @@ async def test_file_travels_with_an_upload_and_to_other_workers_and_changes_no_d
 
 
 @pytest.mark.fleet
+async def test_new_file_for_a_loaded_adapter_is_compared_and_loads_nothing_again(worker, adapters, tmp_path):
+    certify(adapters / ADAPTER, of=adapters / "legal/v2")
+    async with worker.inside() as client:
+        loaded = (await post(client, "load_lora", lora_id=ADAPTER)).raise_for_status().json()
+        assert (await compared(client)).acceptance.result == "differs"
+        other = Path(shutil.copytree(adapters / ADAPTER, tmp_path / "other"))
+        digest = certify(other)
+        invalid = await post(client, "check_lora", lora_id=ADAPTER, content="{}")
+        assert (invalid.status_code, code(invalid)) == (400, "acceptance_invalid")
+        sent = (other / FILE_NAME).read_text()
+        found = (await post(client, "check_lora", lora_id=ADAPTER, content=sent)).raise_for_status().json()
+        assert (found["acceptance"]["result"], found["acceptance_file"]) == ("equal", digest)
+        assert found["loaded_at"] == loaded["loaded_at"]
+        assert (await compared(client)).acceptance.file == digest
+
+
+@pytest.mark.fleet
 async def test_adapter_without_a_copy_in_the_engine_cannot_be_checked(worker):
     async with worker.inside() as client:
         refused = await post(client, "check_lora", lora_id=ADAPTER)

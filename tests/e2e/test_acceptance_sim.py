@@ -1,0 +1,94 @@
+"""Acceptance in a whole fleet: published versions are served once their answers are the trainer's, and not before."""
+
+import hashlib
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from lorafleet.client.certify import write_acceptance
+from lorafleet.engine.acceptance import FILE_NAME
+from lorafleet.local.tiny_model import make_adapter, make_model
+from lorafleet.sim.text import prompt_logprobs
+from tests.e2e.small_fleets import SmallFleet, small_fleet
+from tests.patience import until
+
+pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
+
+NAME = "policy"
+PROMPTS = [[(7 * place + start) % 250 + 3 for place in range(40)] for start in (1, 2)]
+
+
+def certify(folder: Path, of: Path) -> None:
+    """Write what the sim computes with the adapter `of` beside an adapter."""
+    weights = hashlib.sha256((of / "adapter_model.safetensors").read_bytes()).digest()
+    digest = hashlib.sha256((of / "adapter_config.json").read_bytes() + weights).digest()
+    write_acceptance(
+        folder, PROMPTS, lambda prompt: prompt_logprobs(digest, prompt), lambda prompt: prompt_logprobs(b"", prompt)
+    )
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("acceptance") / "shelf"
+    for number in range(4):
+        make_adapter(folder, f"step-{number}", rank=8, seed=number)
+    for number, of in ((0, 0), (1, 2), (3, 2)):
+        certify(folder / f"step-{number}", folder / f"step-{of}")
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory, shelf: Path) -> AsyncIterator[SmallFleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    async with small_fleet(folder / "fleet", make_model(folder / "model"), shelf=shelf, routers=1) as fleet:
+        yield fleet
+
+
+async def test_publish_of_what_differs_fails_and_the_former_version_stays(fleet: SmallFleet, shelf: Path) -> None:
+    changed = await fleet.http.patch("/v1/policy", json={"acceptance": "require", "min_residency_s": 0})
+    assert changed.status_code == 200, changed.text
+    made = await fleet.http.post(f"/v1/published/{NAME}", json={"source": f"file://{shelf}/step-0"})
+    assert made.status_code == 200, made.text
+    assert {one["result"] for one in made.json()["status"]["acceptance"].values()} == {"equal"}
+    for source, said in (("step-1", "differs"), ("step-2", "it has no acceptance.jsonl")):
+        spec = {"source": f"file://{shelf}/{source}", "timeout_s": 20}
+        refused = await fleet.http.post(f"/v1/published/{NAME}", json=spec)
+        assert refused.status_code >= 400, refused.text
+        assert said in refused.json()["error"]["message"]
+    status = (await fleet.http.get(f"/v1/published/{NAME}")).json()["status"]
+    assert status["version"] == 1
+    asked = await fleet.routers[0].post("/v1/completions", json={"model": NAME, "prompt": [5] * 40, "max_tokens": 2})
+    assert asked.headers["x-lorafleet-adapter"].startswith(f"{NAME}/v1@")
+    assert (await fleet.http.patch("/v1/policy", json={"acceptance": "warn"})).status_code == 200
+
+
+async def test_result_is_with_the_adapter_and_a_push_of_a_new_file_alone_is_compared_at_once(
+    fleet: SmallFleet, shelf: Path, tmp_path: Path
+) -> None:
+    made = await fleet.http.post("/v1/adapters", json={"lora_id": "late", "source": f"file://{shelf}/step-3"})
+    assert made.status_code == 201, made.text
+    ensured = await fleet.http.post("/v1/adapters/late/ensure", json={"wait_s": 20})
+    assert ensured.json()["ready"], ensured.text
+
+    async def results() -> set[str]:
+        found = (await fleet.http.get("/v1/adapters/late")).json()["status"]["acceptance"]
+        return {one["result"] for one in found.values()}
+
+    await until(lambda: _is({"differs"}, results), what="the result is with the adapter")
+    folder = Path(shutil.copytree(shelf / "step-3", tmp_path / "step-3"))
+    certify(folder, folder)
+    status, output = await fleet.cli("adapters", "push", str(folder), "late")
+    assert status == 0, output
+    await until(lambda: _is({"equal"}, results), what="the new file is compared")
+    status, output = await fleet.cli("adapters", "check", "late")
+    assert (status, "equal" in output) == (0, True), output
+    broken = await fleet.http.post("/v1/adapters/late/check", json={"file": "{}"})
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "acceptance_invalid")
+    assert FILE_NAME in broken.json()["error"]["message"]
+
+
+async def _is(expected: set[str], results) -> bool:  # type: ignore[no-untyped-def]
+    return await results() == expected
