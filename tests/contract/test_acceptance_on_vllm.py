@@ -47,12 +47,13 @@ def make_adapter(base: torch.nn.Module, into: Path, seed: int, **lora: Any) -> P
     torch.manual_seed(seed)
     config = LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **lora)
     model = get_peft_model(copy.deepcopy(base), config).eval()
-    model.peft_config["default"].base_model_name_or_path = BASE
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.mul_(0.2)
     model.save_pretrained(into)
+    path = into / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": BASE}))
     certify_peft(model, into, [make_prompt(100 * seed + each, 64) for each in range(3)])
     return into
 

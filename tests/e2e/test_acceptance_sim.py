@@ -63,6 +63,7 @@ async def test_publish_of_what_differs_fails_and_the_former_version_stays(fleet:
     asked = await fleet.routers[0].post("/v1/completions", json={"model": NAME, "prompt": [5] * 40, "max_tokens": 2})
     assert asked.headers["x-lorafleet-adapter"].startswith(f"{NAME}/v1@")
     assert (await fleet.http.patch("/v1/policy", json={"acceptance": "warn"})).status_code == 200
+    assert (await fleet.http.delete(f"/v1/published/{NAME}")).status_code < 300
 
 
 async def test_result_is_with_the_adapter_and_a_push_of_a_new_file_alone_is_compared_at_once(
