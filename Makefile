@@ -4,6 +4,7 @@
 # make test-fast  while you write: no vLLM (nor its 3 GB: make install-fast), no fleets of processes, nothing slow
 # make test-all   before a release: everything, with long runs, kills, and the whole of vLLM's contract
 # make test-gpu   on a machine with a GPU: at most eight minutes, and its table goes into docs/benchmarks.md
+# make seeds      N=100 fleets in simulated time, each with faults of its own; make seed SEED=7 repeats one
 # make lint       the checks alone
 # make docs       the documentation site in .site/site, with search and every REST route
 # make release    VERSION=0.2.0: wheel, sdist, chart, checksums in .release; TAG=yes commits and tags
@@ -29,11 +30,11 @@ TORCH     := 2.13.0
 # Asked only when no configured index has a CPU build: the plain one is the CUDA build, gigabytes that a CPU cannot use.
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help install install-fast demo demo-real test test-fast test-all test-gpu lint docs release clean
+.PHONY: help install install-fast demo demo-real test test-fast test-all test-gpu seeds seed lint docs release clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile | head -10
+	@sed -n 's/^# //p' Makefile | head -11
 
 install: $(STAMP)
 install-fast: $(FAST)
@@ -115,6 +116,13 @@ test-all: $(STAMP) lint
 # Installs nothing: `make install` would put vLLM's build for the CPU in the place of the GPU's.
 test-gpu:
 	$(GPU_PYTHON) -P -m tests.gpu --into docs/benchmarks.md
+
+seeds: $(FAST)
+	$(BIN)/python -m tests.simulation seeds $(or $(N),100)
+
+seed: $(FAST)
+	@test -n "$(SEED)" || { echo "name the seed: make seed SEED=7" >&2; exit 2; }
+	$(BIN)/python -m tests.simulation seed $(SEED) --without "$(WITHOUT)"
 
 clean:
 	rm -rf $(VENV) $(STATE) $(SITE) .release .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -56,10 +56,15 @@ class SimMetrics:
     writing some three hundred lines takes 5 ms, and tests read `/metrics` many times a second.
     """
 
-    def __init__(self, settings: SimSettings) -> None:
+    def __init__(self, settings: SimSettings, *, started_at: float | None = None) -> None:
+        """`started_at`: Unix time of the engine's start; None: that of this process."""
         self._counted, self._live = CollectorRegistry(), CollectorRegistry()
         self._counted_text: bytes | None = None
-        ProcessCollector(registry=self._live)  # process_start_time_seconds shows a restart
+        # process_start_time_seconds shows a restart.
+        if started_at is None:
+            ProcessCollector(registry=self._live)
+        else:
+            Gauge("process_start_time_seconds", "Start time in Unix time.", registry=self._live).set(started_at)
         PlatformCollector(registry=self._live)
         own = {"model_name": settings.served_model_name[0], "engine": "0"}
         names = list(own)

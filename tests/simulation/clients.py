@@ -1,0 +1,225 @@
+"""Clients of the fleet: requests, publishes, registrations and deletions, each written into the history."""
+
+import asyncio
+import json
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import structlog
+
+from tests.simulation.answers import ExpectedAnswers
+from tests.simulation.determinism import running_node
+from tests.simulation.history import History, Operation, Outcome
+from tests.simulation.network import Address
+from tests.simulation.nodes import Node
+
+MOST_WAIT_S = 900.0
+"""The longest that a client waits for anything: a router's own limits end a request long before."""
+OWN_TOKENS = 20
+"""Tokens at the end of each prompt that no other prompt has."""
+_AGAIN_S = 0.5
+_PREFIX_TOKENS = (0, 64, 400)
+_FIRST_TOKEN, _TOKENS = 300, 1000
+
+log = structlog.get_logger()
+
+
+class Clients:
+    """Processes that call the fleet as its users do.
+
+    contents  the folders of the adapters' bytes, by number
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        *,
+        routers: Sequence[Address],
+        orchestrator: Address,
+        key: str,
+        contents: Sequence[Path],
+        answers: ExpectedAnswers,
+        history: History,
+        chance: Random,
+    ) -> None:
+        self.history = history
+        self._nodes, self._routers, self._orchestrator = nodes, routers, orchestrator
+        self._headers = {"authorization": f"Bearer {key}"}
+        self._contents, self._answers = contents, answers
+        self._loop = asyncio.get_running_loop()
+        self._chance = chance
+        self._asked = 0
+
+    # Calls.
+
+    async def call(
+        self, method: str, to: Address, path: str, *, timeout_s: float = 30.0, body: Any = None
+    ) -> tuple[int, Any]:
+        """(status, answer) of a call by the running node; status 0 and the error without an answer."""
+        try:
+            async with httpx.AsyncClient(verify=False, trust_env=False, timeout=timeout_s) as http:
+                url = f"http://{to[0]}:{to[1]}{path}"
+                answer = await http.request(method, url, headers=self._headers, json=body)
+        except httpx.HTTPError as exc:
+            return 0, repr(exc)
+        try:
+            return answer.status_code, answer.json()
+        except ValueError:
+            return answer.status_code, answer.text
+
+    async def orchestrator(self, method: str, path: str, **more: Any) -> tuple[int, Any]:
+        return await self.call(method, self._orchestrator, path, **more)
+
+    async def router(self, number: int, method: str, path: str, **more: Any) -> tuple[int, Any]:
+        return await self.call(method, self._routers[number], path, **more)
+
+    def as_client(self, number: int, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """A task of this client's process."""
+        token = running_node.set(self._nodes[number])
+        try:
+            return self._loop.create_task(work)
+        finally:
+            running_node.reset(token)
+
+    # Operations.
+
+    async def ask(
+        self,
+        *,
+        client: int,
+        router: int,
+        name: str,
+        prefix: int = 1,
+        tokens: int = 4,
+        is_streamed: bool = False,
+        is_final: bool = False,
+        content: int | None = None,
+    ) -> Operation:
+        """Ask for a completion. The operation's value is the number of the bytes that answered.
+
+        content  unused: a request has none
+        """
+        del content
+        prompt = self._prompt(prefix)
+        body = {
+            "model": name, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": is_streamed
+        } | ({"stream_options": {"include_usage": True}} if is_streamed else {})  # fmt: skip
+        operation = self._begin("ask", name, client, is_final=is_final, router=router)
+        status, text, headers = 0, "", {}
+        try:
+            async with httpx.AsyncClient(verify=False, trust_env=False, timeout=MOST_WAIT_S) as http:
+                host, port = self._routers[router]
+                answer = await http.post(f"http://{host}:{port}/v1/completions", json=body, headers=self._headers)
+                status, text, headers = answer.status_code, answer.text, dict(answer.headers)
+        except httpx.HTTPError as exc:
+            text = repr(exc)
+        operation.detail["worker"] = headers.get("x-lorafleet-worker", "")
+        if status == 200:
+            answered, usage, error = _read_answer(text, is_streamed=is_streamed)
+            if error:
+                status, text = 0, error
+            else:
+                operation.value = self._answers.content_of(answered, prompt, tokens)
+                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+                operation.detail |= {"cached": cached, "prompt": tuple(prompt)}
+        elif status == 404 and is_final:
+            status = 200  # an answer, too: the name stands for nothing
+        self._end(operation, status, text)
+        return operation
+
+    async def publish(
+        self,
+        *,
+        client: int,
+        router: int,
+        name: str,
+        content: int,
+        asks_after: int = 0,
+        at_orchestrator: bool = False,
+    ) -> None:
+        """Publish bytes under a name, by the engines' own call at a router; then ask for it at once, so many times.
+
+        at_orchestrator  by the orchestrator's own call instead
+        """
+        operation = self._begin("write", name, client, content, router=router)
+        path = str(self._contents[content])
+        if at_orchestrator:
+            where = f"/v1/published/{name}"
+            status, answer = await self.orchestrator("POST", where, body={"source": path}, timeout_s=MOST_WAIT_S)
+        else:
+            body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+            status, answer = await self.router(
+                router, "POST", "/v1/load_lora_adapter", body=body, timeout_s=MOST_WAIT_S
+            )
+        self._end(operation, status, answer)
+        await self._ask_at_once(client, name, asks_after)
+
+    async def register(self, *, client: int, router: int, name: str, content: int) -> None:
+        """Register an adapter at the orchestrator."""
+        del router
+        operation = self._begin("write", name, client, content)
+        body = {"lora_id": name, "source": str(self._contents[content])}
+        status, answer = await self.orchestrator("POST", "/v1/adapters", body=body, timeout_s=MOST_WAIT_S)
+        self._end(operation, status, answer)
+
+    async def delete(
+        self, *, client: int, router: int, name: str, content: int | None = None, asks_after: int = 0
+    ) -> None:
+        """Delete an adapter, and ask again until that is done; then ask for the adapter at once, so many times."""
+        del router, content
+        operation = self._begin("delete", name, client)
+        while True:
+            status, answer = await self.orchestrator("DELETE", f"/v1/adapters/{name}", timeout_s=MOST_WAIT_S)
+            if status != 202:
+                break
+            await asyncio.sleep(_AGAIN_S)
+        self._end(operation, 204 if status == 404 else status, answer)
+        await self._ask_at_once(client, name, asks_after)
+
+    async def _ask_at_once(self, client: int, name: str, times: int) -> None:
+        """Ask at each router in turn, all at the same moment."""
+        routers = (number % len(self._routers) for number in range(times))
+        await asyncio.gather(*(self.ask(client=client, router=router, name=name) for router in routers))
+
+    def _prompt(self, prefix: int) -> list[int]:
+        """Token ids: one of three beginnings, and an end that no other request has."""
+        self._asked += 1
+        beginning = [_FIRST_TOKEN + (7 * place + prefix) % _TOKENS for place in range(_PREFIX_TOKENS[prefix])]
+        own = (_FIRST_TOKEN + (self._asked * 31 + place * place) % _TOKENS for place in range(OWN_TOKENS))
+        return [*beginning, *own]
+
+    def _begin(self, kind: str, name: str, client: int, value: int | None = None, **more: Any) -> Operation:
+        is_final = more.pop("is_final", False)
+        now = self._loop.time()
+        operation = Operation(kind, name, now, f"client{client}", value, is_final=is_final, detail=more)
+        self.history.operations.append(operation)
+        return operation
+
+    def _end(self, operation: Operation, status: int, answer: Any) -> None:
+        operation.returned_at = self._loop.time()
+        if 200 <= status < 300:
+            operation.outcome = Outcome.OK
+        elif 400 <= status < 500:
+            operation.outcome = Outcome.REFUSED
+        operation.detail["status"] = status
+        if operation.outcome is not Outcome.OK:
+            operation.detail["answer"] = answer if isinstance(answer, str) else json.dumps(answer)
+        log.info("operation", what=str(operation))
+
+
+def _read_answer(text: str, *, is_streamed: bool) -> tuple[str, dict[str, Any], str]:
+    """(text, usage, error) of a completion that was answered with 200. A stream may tell an error in its midst."""
+    if not is_streamed:
+        answer = json.loads(text)
+        return answer["choices"][0]["text"], answer["usage"], ""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    if not lines or lines[-1] != "[DONE]":
+        return "", {}, f"the stream ended without [DONE]: {text[-300:]}"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    if errors := [chunk["error"] for chunk in chunks if "error" in chunk]:
+        return "", {}, f"error within the stream: {errors[0]}"
+    answered = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    return answered, next((chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")), {}), ""

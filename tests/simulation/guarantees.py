@@ -1,0 +1,118 @@
+"""The promises of docs/guarantees.md, each with the check that holds a run to it."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tests.simulation.answers import UNKNOWN
+from tests.simulation.clients import MOST_WAIT_S, OWN_TOKENS
+from tests.simulation.history import History, Operation, Outcome, Register
+from tests.simulation.scenario import FaultScenario
+
+if TYPE_CHECKING:
+    from tests.simulation.world import FleetWorld
+
+_LONGEST_ASK_S = 700.0
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A promise that did not hold, and how that showed."""
+
+    guarantee: str
+    how: str
+
+
+CutOff = Mapping[int, Sequence[tuple[float, float]]]
+"""Router -> times for which it was cut off from the orchestrators, or stood still."""
+
+
+def check_run(history: History, scenario: FaultScenario, cut_off: CutOff) -> list[Broken]:
+    """What the history of a whole run breaks."""
+    return [
+        *_names(history, cut_off),
+        *_known_bytes(history),
+        *_ends(history),
+        *_caches(history),
+        *_errors(history, scenario),
+    ]
+
+
+def _names(history: History, cut_off: CutOff) -> Iterator[Broken]:
+    """Each name is a register: every answer has the bytes that the name has at some moment during the request.
+
+    Answers of a router that is cut off do not count: a change waits for such a router only so long.
+    """
+    for name in history.names:
+        register = Register.of([each for each in history.of(name) if not _is_cut_off(each, cut_off)])
+        if register.explanation() is None:
+            lines = "\n  ".join(map(str, register.operations))
+            yield Broken("names", f"no order of these operations on {name} explains every answer:\n  {lines}")
+
+
+def _is_cut_off(operation: Operation, cut_off: CutOff) -> bool:
+    """Whether a request went to a router while that was cut off."""
+    times = cut_off.get(operation.detail.get("router", -1), ()) if operation.kind == "ask" else ()
+    return any(operation.invoked_at < until and operation.returned_at > since for since, until in times)
+
+
+def _known_bytes(history: History) -> Iterator[Broken]:
+    """No answer is of the base model, or of bytes that nobody wrote."""
+    for each in history.operations:
+        if each.kind == "ask" and each.value is not None and each.value < 0:
+            whose = "no known bytes" if each.value == UNKNOWN else "the base model"
+            yield Broken("never the base model", f"an answer of {whose}: {each}")
+
+
+def _ends(history: History) -> Iterator[Broken]:
+    """Every request ends, in an answer or an error."""
+    for each in history.operations:
+        if not each.has_returned or (each.kind == "ask" and each.returned_at - each.invoked_at > _LONGEST_ASK_S):
+            yield Broken("never silence", f"not ended within {_LONGEST_ASK_S:g} s (of {MOST_WAIT_S:g}): {each}")
+
+
+def _caches(history: History) -> Iterator[Broken]:
+    """A request gets cached tokens of those bytes alone that serve it."""
+    asked: dict[int | None, list[Operation]] = defaultdict(list)
+    for each in history.operations:
+        if each.kind == "ask" and "prompt" in each.detail:
+            asked[each.value].append(each)
+    for same in asked.values():
+        for each in same:
+            prompt, cached = each.detail["prompt"], each.detail["cached"]
+            others = (other.detail["prompt"] for other in same if other is not each)
+            longest = max((_common(prompt, other) for other in others), default=0)
+            # More than the shared beginning is a prompt's own: the router has sent it a second time.
+            if longest < cached <= len(prompt) - OWN_TOKENS:
+                yield Broken("caches", f"{cached} cached tokens, {longest} were asked before by these bytes: {each}")
+
+
+def _errors(history: History, scenario: FaultScenario) -> Iterator[Broken]:
+    """Where nothing fails no call fails; where one process is killed, no request does but those in a killed router."""
+    faults = scenario.faults
+    killed = faults[0].about["node"] if len(faults) == 1 and faults[0].kind == "kill" else ""
+    if faults and (not killed or killed.startswith("router") or scenario.fleet.workers < 2):
+        return
+    for each in history.operations:
+        if each.outcome is Outcome.UNKNOWN and each.has_returned and (each.kind == "ask" or not faults):
+            yield Broken("no request is lost", str(each))
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Tokens that both prompts begin with."""
+    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return place
+    return min(len(one), len(other))
+
+
+def check_leaders(world: "FleetWorld") -> list[Broken]:
+    """At every moment at most one orchestrator leads."""
+    leading = [
+        name
+        for name, service in world.services.orchestrators.items()
+        if world.nodes[name].is_alive and service.leadership.is_leading
+    ]
+    now = world.loop.time()
+    return [Broken("one leader", f"at {now:.3f} {' and '.join(leading)} lead")] if len(leading) > 1 else []

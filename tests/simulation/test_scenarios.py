@@ -1,0 +1,63 @@
+"""Scenarios that are written by hand, each in a process of its own."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patience import patience
+from tests.simulation.scenario import Event, FleetPlan, FaultScenario
+
+pytestmark = pytest.mark.fleet
+
+_ROOT = Path(__file__).parents[2]
+
+
+def simulate(*words, timeout_s=120):
+    """Run the simulation's program; its output."""
+    command = [sys.executable, "-m", "tests.simulation", *map(str, words)]
+    ran = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=patience(timeout_s), check=False)
+    assert ran.returncode == 0, f"{ran.stdout[-6000:]}\n{ran.stderr[-4000:]}"
+    return ran.stdout
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs events on a fleet, and fails with the log where a promise breaks."""
+
+    def run(fleet, *events, seed=1):
+        scenario = FaultScenario(seed=seed, fleet=fleet, events=events)
+        file = tmp_path / "scenario"
+        file.write_bytes(pickle.dumps(scenario))
+        return simulate("scenario", file)
+
+    return run
+
+
+def call(at_s, kind, name, content=None, *, client=0, router=0):
+    return Event(at_s=at_s, kind=kind, about={"client": client, "router": router, "name": name, "content": content})
+
+
+def test_name_is_published_while_the_leader_is_killed(run):
+    log = run(
+        FleetPlan(workers=2, orchestrators=2, names=("policy",)),
+        call(0.0, "publish", "policy", 1),
+        call(5.0, "publish", "policy", 2),
+        Event(at_s=5.1, kind="kill", about={"node": "orch0", "in_callbacks": 20, "away_s": 3.0}),
+        *(call(5.0 + number / 4, "ask", "policy", client=1) for number in range(20)),
+    )
+    assert "process ended process='orch0'" in log
+    assert "holds" not in log or "leading" in log
+
+
+def test_engine_that_dies_is_noticed_and_its_adapters_are_loaded_again(run):
+    log = run(
+        FleetPlan(workers=1, adapters=("a",)),
+        call(0.0, "register", "a", 1),
+        call(1.0, "ask", "a"),
+        Event(at_s=3.0, kind="kill", about={"node": "engine0", "in_callbacks": 1, "away_s": 2.0}),
+        call(20.0, "ask", "a"),
+    )
+    assert "the attached engine was restarted" in log or "engine down" in log
