@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import patience
-from tests.simulation.scenario import Event, FleetPlan, FaultScenario
+from tests.simulation.scenario import Event, FaultScenario, FleetPlan
 
 pytestmark = pytest.mark.fleet
 
