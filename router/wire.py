@@ -18,6 +18,7 @@ class ScoreItem(_RouterModel):
     winner       the request goes there
     passed_over  all its adapter slots are in use, while another replica has a free one
     trust        accuracy of its predicted hits: exact, degraded or estimate
+    acceptance   whether its answers with the adapter are the trainer's: equal, differs or unknown; "": not compared
     harm_s       decode interference
     crowd_s      cache pressure, and scarcity of adapter slots
     """
@@ -26,6 +27,7 @@ class ScoreItem(_RouterModel):
     winner: bool
     passed_over: bool = False
     trust: str = "estimate"
+    acceptance: str = ""
     depth_blocks: int
     cached_tokens: int
     prefill_s: float

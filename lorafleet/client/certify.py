@@ -142,7 +142,18 @@ def certify_folder(
         adapted = PeftModel.from_pretrained(model.to(device), str(folder)).eval()
     except (OSError, ValueError, RuntimeError) as exc:
         raise FleetError(f"{folder} on {base}: {exc}; expected an adapter's folder and its base model") from exc
-    return certify_peft(adapted, folder, prompts)
+    return certify_peft(adapted, folder, prompts, chat_template=_chat_template(str(folder)))
+
+
+def _chat_template(folder: str) -> str:
+    """The chat template that training has saved beside the adapter; "" without one."""
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    try:
+        template = AutoTokenizer.from_pretrained(folder, local_files_only=True).chat_template
+    except (OSError, ValueError, KeyError, AttributeError):
+        return ""
+    return template if isinstance(template, str) else ""
 
 
 @contextmanager

@@ -56,7 +56,9 @@ def decision_answer(
     trust         accuracy of each worker's predictions now; `winner_trust`: the winner's at the decision
     """
     request, snapshot = decision.request, decision.snapshot
-    passed_over_ids = _without_slot(decision)
+    passed_over_ids, name = _without_slot(decision), request.engine_name
+    holders = [replica for replica in snapshot.roster.replicas if name is not None and name in replica.residents]
+    acceptance = {replica.id: replica.residents[str(name)].acceptance for replica in holders}
     return RouteAnswer(
         request_id=request_id,
         at=_iso_time(at),
@@ -79,6 +81,7 @@ def decision_answer(
                 is_winner=score.worker_id == decision.replica.id,
                 is_passed_over=score.worker_id in passed_over_ids,
                 trust="estimate" if request.is_approximate else trust(score.worker_id),
+                acceptance=acceptance.get(score.worker_id, ""),
             )
             for score in decision.scores
         ),
@@ -89,11 +92,16 @@ def decision_answer(
 
 
 def score_item(
-    score: ReplicaScore, *, is_winner: bool, is_passed_over: bool = False, trust: str = "estimate"
+    score: ReplicaScore,
+    *,
+    is_winner: bool,
+    is_passed_over: bool = False,
+    trust: str = "estimate",
+    acceptance: str = "",
 ) -> ScoreItem:
     """One replica's cost terms."""
     terms = msgspec.structs.asdict(score)
-    return ScoreItem(**terms, winner=is_winner, passed_over=is_passed_over, trust=trust)
+    return ScoreItem(**terms, winner=is_winner, passed_over=is_passed_over, trust=trust, acceptance=acceptance)
 
 
 def tenants_answer(answer: RouteAnswer, *, has_adapter_alone: bool) -> RouteAnswer:

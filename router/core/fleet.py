@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 from lorafleet import identity
 from lorafleet.identity import AdapterLocation
+from orchestrator.model.acceptance import AcceptanceResult
 from orchestrator.model.catalog import CatalogAdapter, CatalogAlias
 from router.core.kv.index import WorkerId
 
@@ -23,12 +24,16 @@ Excluded = frozenset[Incarnation]
 
 @dataclass(frozen=True, slots=True)
 class ResidentAdapter:
-    """One adapter that a replica reports as ready to serve."""
+    """One adapter that a replica reports as ready to serve.
+
+    acceptance  whether its answers there are the trainer's, for people; "": not compared
+    """
 
     lora_id: str
     digest: str
     engine_name: str
     location: AdapterLocation = "device"
+    acceptance: AcceptanceResult | Literal[""] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,13 @@ def replica_from(
     shape = metadata.model.runtime_config
     residents = MappingProxyType(
         {
-            lora.engine_name: ResidentAdapter(lora.lora_id, lora.digest, lora.engine_name, lora.location)
+            lora.engine_name: ResidentAdapter(
+                lora.lora_id,
+                lora.digest,
+                lora.engine_name,
+                lora.location,
+                lora.acceptance.result if lora.acceptance is not None else "",
+            )
             for lora in resident_loras
         }
     )

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ _MOST_ATTEMPTS = 2
 """Checks of one adapter in one start of the engine, while they tell nothing."""
 _READINGS_KEPT = 64
 _HEAD = "lm_head"
+_OTHER_TEMPLATE = "; its chat template in training is not the engine's, so chats have other tokens"
 
 
 class AcceptanceCheck:
@@ -48,13 +49,18 @@ class AcceptanceCheck:
         engine: CurrentEngine,
         metrics: WorkerMetrics,
         dtype: str,
+        templates: Callable[[], Collection[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`dtype`: in which the engine computes; "" if its command does not say."""
+        """
+        dtype      in which the engine computes; "" if its command does not say
+        templates  sha256 of the chat templates of the engine's tokenizer; blocking
+        """
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
         self._dtype = dtype
+        self._templates = templates
         self._clock = clock
         self._boot_id = ""
         self._base_readings: dict[str, Sequence[Logprobs]] = {}
@@ -68,6 +74,11 @@ class AcceptanceCheck:
         try:
             file = await asyncio.to_thread(read_acceptance, Path(adapter.path))
             found = await self._compare(client, adapter, file) if file else unknown(None, f"it has no {FILE_NAME}")
+            if file and file.trainer.chat_template:
+                # Said beside the result: given tokens have no template.
+                known = await asyncio.to_thread(self._templates)
+                is_other = bool(known) and file.trainer.chat_template not in known
+                found = replace(found, why=found.why + _OTHER_TEMPLATE * is_other)
         except (AcceptanceError, OSError) as exc:
             found = unknown(None, str(exc))
         self._metrics.acceptance_seconds.observe(self._clock() - began_at)

@@ -31,6 +31,7 @@ from workers.inventory.event_log import (
 from workers.inventory.inventory import Inventory
 from workers.inventory.inventory_report import InventoryReport
 from workers.sources.base import Source
+from workers.verification.beside import chat_template_digests
 from workers.verification.manifest import RULES_VERSION
 from workers.wire import CheckRequest, InspectRequest, LoadRequest, UnloadRequest, WorkerAdapter
 
@@ -78,6 +79,7 @@ class Loader:
             engine=engine,
             metrics=context.metrics,
             dtype=context.facts.dtype,
+            templates=lambda: chat_template_digests(context.cache.rules.tokenizer),
             clock=context.clock,
         )
         self._operations = AgentOperations()

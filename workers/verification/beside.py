@@ -8,6 +8,7 @@ source   vLLM 0.32 lora/lora_model.py `from_local_checkpoint`, v1/engine/input_p
          Transformers 5.19, TRL, Axolotl, LLaMA-Factory, ms-swift, LLaVA, LongLoRA, sentence-transformers
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -281,6 +282,12 @@ def _pad_token(texts: Mapping[str, str]) -> str:
     """The padding token, which is in no prompt; "" without one."""
     config, special_tokens = (_object(texts, name) for name in _CONFIGS)
     return named_tokens(config, special_tokens).get("pad_token", "")
+
+
+def chat_template_digests(base: Path | None) -> frozenset[str]:
+    """sha256 of each chat template of the engine's tokenizer; empty where none can be read. Blocking."""
+    templates = {} if base is None else _templates(_texts_in(base))
+    return frozenset(hashlib.sha256(template.encode()).hexdigest() for template in templates.values())
 
 
 def _notes_on_template(own: Mapping[str, str], base: Path) -> Iterator[str]:

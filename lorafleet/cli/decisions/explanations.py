@@ -14,11 +14,14 @@ def decision(answer: Mapping[str, Any]) -> Table:
     # All terms of this router's cost model, in its order.
     terms = [name for name in scored[0] if name.endswith("_s")] if scored else []
     figures = ["depth_blocks", "cached_tokens", *terms]
+    # Only of an adapter with an acceptance file.
+    figures += ["acceptance"] if any(score.get("acceptance") for score in scored) else []
     rows = [
-        [_replica_mark(score), score["worker_id"], score["trust"], *(score[name] for name in figures)]
+        [_replica_mark(score), score["worker_id"], score["trust"], *(score.get(name) for name in figures)]
         for score in scored
     ]
     names = ["cached blocks", "cached tokens", *(name.removesuffix("_s") + " s" for name in terms)]
+    names += figures[2 + len(terms) :]
     return tables.table(["", "worker", "trust", *names], rows)
 
 

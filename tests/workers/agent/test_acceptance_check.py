@@ -9,6 +9,7 @@ import pytest
 
 from lorafleet.client.certify import write_acceptance
 from lorafleet.engine.acceptance import FILE_NAME
+from lorafleet.local.tiny_model import CHAT_TEMPLATE
 from lorafleet.sim.text import prompt_logprobs
 from tests.patience import until
 from tests.workers.running import SIM, RunningWorker, code, metadata_of, post
@@ -25,11 +26,15 @@ def sim_digest(folder: Path) -> bytes:
     return hashlib.sha256((folder / "adapter_config.json").read_bytes() + weights).digest()
 
 
-def certify(folder: Path, *, of: Path | None = None) -> str:
+def certify(folder: Path, *, of: Path | None = None, template: str = "") -> str:
     """Write the numbers of the sim with the adapter `of`, default: its own, beside an adapter; returns the digest."""
     digest = sim_digest(of or folder)
     path = write_acceptance(
-        folder, PROMPTS, lambda prompt: prompt_logprobs(digest, prompt), lambda prompt: prompt_logprobs(b"", prompt)
+        folder,
+        PROMPTS,
+        lambda prompt: prompt_logprobs(digest, prompt),
+        lambda prompt: prompt_logprobs(b"", prompt),
+        chat_template=template,
     )
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -135,6 +140,17 @@ async def test_new_file_for_a_loaded_adapter_is_compared_and_loads_nothing_again
         assert (found["acceptance"]["result"], found["acceptance_file"]) == ("equal", digest)
         assert found["loaded_at"] == loaded["loaded_at"]
         assert (await compared(client)).acceptance.file == digest
+
+
+@pytest.mark.fleet
+async def test_other_chat_template_in_training_is_said_beside_the_result(worker, adapters):
+    certify(adapters / ADAPTER, template="{{ other }}")
+    certify(adapters / "legal/v2", template=CHAT_TEMPLATE)
+    async with worker.inside() as client:
+        for lora_id, is_said in ((ADAPTER, True), ("legal/v2", False)):
+            found = (await post(client, "load_lora", lora_id=lora_id, acceptance="require")).raise_for_status().json()
+            assert found["acceptance"]["result"] == "equal"
+            assert ("chat template in training is not the engine's" in found["acceptance"]["why"]) is is_said
 
 
 @pytest.mark.fleet
