@@ -22,6 +22,8 @@ from tests.adapters.making import (
 PREFIX = "base_model.model."
 # Families on which the shapes of trainers are tried, which do not depend on the model.
 DENSE = ("llama", "qwen2")
+# Families that vLLM serves by transformers' own code.
+BY_TRANSFORMERS = ("olmo2", "smollm3", "gpt_neox", "starcoder2", "phi", "gpt_bigcode")
 # In transformers 4.4x and 4.5x these classes had their language model outside of `model`.
 OUTER_LANGUAGE_MODEL = ("gemma3", "llava", "llava_next", "paligemma", "mistral3", "internvl")
 OUTER_MODEL = ("qwen2_vl", "qwen2_5_vl")
@@ -174,7 +176,8 @@ def _outer_language_model(shop: Workshop, into: Path) -> None:
 
 
 def _auto_model(shop: Workshop, into: Path) -> None:
-    rename_tensors(_attention(shop, into), lambda name: name.replace(f"{PREFIX}model.", PREFIX, 1))
+    root = re.compile(rf"^{re.escape(PREFIX)}(?:model|gpt_neox|transformer)\.")
+    rename_tensors(_attention(shop, into), lambda name: root.sub(PREFIX, name))
 
 
 def _experts_by_parameters(shop: Workshop, into: Path) -> None:
@@ -215,7 +218,8 @@ def _layers(shop: Workshop, into: Path) -> None:
 
 def _more_layers(shop: Workshop, into: Path) -> None:
     def add(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return {**tensors, **{name.replace("layers.1.", "layers.7."): each.clone() for name, each in tensors.items()}}
+        added = {re.sub(r"\b(layers|h)\.1\.", r"\1.7.", name): each.clone() for name, each in tensors.items()}
+        return {**tensors, **added}
 
     change_tensors(_attention(shop, into), add)
 
@@ -300,9 +304,21 @@ SHAPES: tuple[AdapterShape, ...] = (
         into, target_modules=["embed_tokens", "lm_head", "q_proj"]), families=("llama", "qwen3", "mistral")),
     AdapterShape("PEFT", "embeddings on a model that takes none", lambda shop, into: shop.adapter(
         into, target_modules=["lm_head", "q_proj"]), families=("qwen2", "gemma2")),
+    AdapterShape("PEFT", "tied embeddings", lambda shop, into: shop.adapter(
+        into, target_modules=["embed_tokens", "q_proj"], ensure_weight_tying=True),
+                 families=("llama_tied", "starcoder2")),
+    AdapterShape("PEFT", "head of tied embeddings", lambda shop, into: shop.adapter(
+        into, target_modules=["lm_head", "q_proj"], ensure_weight_tying=True), families=("llama_tied",)),
+    AdapterShape("PEFT", "embeddings alone", lambda shop, into: shop.adapter(
+        into, target_modules=["embed_tokens", "q_proj"]), families=("olmo2", "smollm3", "starcoder2", "phi")),
+    AdapterShape("PEFT", "head alone", lambda shop, into: shop.adapter(
+        into, target_modules=["lm_head", "q_proj"]), families=("olmo2", "smollm3", "phi")),
+    AdapterShape("PEFT", "LoRA on the head", lambda shop, into: shop.adapter(
+        into, target_modules=["q_proj", "score"], task_type="FEATURE_EXTRACTION"), families=("qwen3_classifier",)),
     AdapterShape("PEFT", "new tokens", _with_lora(trainable_token_indices=[5, 6]), families=("llama",)),
-    AdapterShape("sentence-transformers", "AutoModel's names", _auto_model, families=DENSE),
-    AdapterShape("custom loop", "doubled prefix", _renamed(lambda name: PREFIX + name), families=DENSE),
+    AdapterShape("sentence-transformers", "AutoModel's names", _auto_model, families=(*DENSE, *BY_TRANSFORMERS)),
+    AdapterShape("custom loop", "doubled prefix", _renamed(lambda name: PREFIX + name),
+                 families=(*DENSE, *BY_TRANSFORMERS)),
     AdapterShape("custom loop", "no prefix", _renamed(lambda name: name.removeprefix(PREFIX)), families=("llama",)),
     AdapterShape("custom loop", "adapter's name in tensors", _renamed(
         lambda name: name.replace(".weight", ".default.weight")), families=("llama",)),
@@ -315,7 +331,7 @@ SHAPES: tuple[AdapterShape, ...] = (
         _attention(shop, into), lambda tensors: {name: each.half() for name, each in tensors.items()}),
                  families=("llama",)),
     AdapterShape("custom loop", "all zeros", _zeros, families=("llama",)),
-    AdapterShape("custom loop", "more layers", _more_layers, families=DENSE),
+    AdapterShape("custom loop", "more layers", _more_layers, families=(*DENSE, *BY_TRANSFORMERS)),
     AdapterShape("custom loop", "other width", _wrong_width, families=("llama",)),
     AdapterShape("custom loop", "lora_B missing", _only_b_missing, families=("llama",)),
     AdapterShape("Axolotl", "local path of the base", _named(r"D:\models\llama-toy"), families=("llama",)),

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "tools" / "vllm_classes.py"
-SOME = ["Gemma3ForConditionalGeneration", "GptOssForCausalLM", "MixtralForCausalLM", "Qwen2VLForConditionalGeneration"]
+SOME = [
+    "Gemma3ForConditionalGeneration", "GptOssForCausalLM", "MixtralForCausalLM", "Olmo2ForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+]  # fmt: skip
 
 
 def table_of_installed_vllm(folder: Path, *architectures: str) -> str:

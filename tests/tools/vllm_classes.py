@@ -270,16 +270,24 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name)
 
 
+# Renames of transformers for parameters of other names than `weight`, which no adapter has.
+_OF_PARAMETERS = frozenset(("LayerNorm.gamma", "LayerNorm.beta", ".weight_g$", ".weight_v$"))
+
+
 def _renames(holder: Any) -> dict[str, Any] | None:
     """The names that a class changes in adapters; None if it changes them in a way that no data can say."""
     mapper = getattr(holder, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {}
     mapper = mapper.get_rename_mapper()
-    if mapper.orig_to_new_renaming:
+    renamings = [each for each in mapper.orig_to_new_renaming if not _OF_PARAMETERS & {*each.source_patterns}]
+    if any(type(each).__name__ != "WeightRenaming" or len(each.source_patterns) != 1 for each in renamings):
         return None
     rows = {
-        "expressions": [[key.pattern, new] for key, new in mapper.orig_to_new_regex.items()],
+        "expressions": [
+            *([each.source_patterns[0], each.target_patterns[0]] for each in renamings),
+            *([key.pattern, new] for key, new in mapper.orig_to_new_regex.items()),
+        ],
         "parts": [list(row) for row in mapper.orig_to_new_substr.items()],
         "beginnings": [list(row) for row in mapper.orig_to_new_prefix.items()],
         "ends": [list(row) for row in mapper.orig_to_new_suffix.items()],
@@ -313,6 +321,26 @@ def _packed(model: Any) -> tuple[dict[str, list[str]], list[str]]:
     return packed, parts
 
 
+def _is_wrapped(model: Any, name: str, module: Any, packed: Mapping[str, list[str]]) -> bool:
+    """Whether the LoRA manager has a wrapper for a module; it leaves some kinds of layers as they are, and is silent.
+
+    source  vLLM 0.32 lora/model_manager.py _create_lora_modules, lora/utils.py from_layer
+    """
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.utils import _all_lora_classes
+    from vllm.model_executor.layers.linear import LinearBase
+
+    if not isinstance(module, LinearBase):
+        return True
+    parts = packed.get(name.rpartition(".")[2], [])
+    return any(
+        each.can_replace_layer(
+            source_layer=module, lora_config=LoRAConfig(), packed_modules_list=parts, model_config=model.config
+        )
+        for each in _all_lora_classes
+    )
+
+
 def _entry(cls: Any, models: list[Any]) -> dict[str, Any] | None:
     """What the data file says of one class; None if its names cannot be said by data."""
     from vllm.lora.utils import get_supported_lora_modules, is_supported_lora_module
@@ -338,6 +366,8 @@ def _entry(cls: Any, models: list[Any]) -> dict[str, Any] | None:
         seen: set[int] = set()
         for name, module in model.named_modules(remove_duplicate=False):
             if not is_supported_lora_module(name, module, supported):
+                continue
+            if not _is_wrapped(model, name, module, packed):
                 continue
             # A module that is held under a second name is found by the first alone, but for `lm_head`.
             if id(module) not in seen or "lm_head" in name:
@@ -376,7 +406,9 @@ def read_table(only: frozenset[str] = frozenset()) -> dict[str, Any]:
             continue
         models = _variants(architecture, model_types[architecture]) if architecture in model_types else []
         if not models:
-            pending.append((architecture, cls))
+            # A class by transformers' code is another one for each architecture: only a built one says what it has.
+            if not cls.__module__.startswith("vllm.model_executor.models.transformers"):
+                pending.append((architecture, cls))
         elif (entry := _entry(cls, models)) is not None:
             built.setdefault(cls, entry)
             _add(architecture, cls.__name__, entry, classes, architectures)

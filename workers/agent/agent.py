@@ -117,8 +117,8 @@ class WorkerAgent:
         printed  as of `CurrentEngine.attach`
 
         Reads the base model's shapes and the engine's KV connector first, and waits for the first scan of lora_path and
-        for the files of adapters that the engine had, so that the report of a ready worker has all adapters. A
-        connector that mixes adapters is logged, and no adapter is loaded.
+        for the files of adapters that the engine had, so that the report of a ready worker has all adapters. No adapter
+        is loaded, and the reason logged, where a connector mixes adapters or the device cannot run them.
         """
         await self.engine.attach(client, boot_id=engine_boot_id, transport=transport, printed=printed)
         self._check_kernels()
@@ -133,14 +133,15 @@ class WorkerAgent:
         connector = self.inventory.kv_connector = apply_setting(self.context.settings.engine_salt, reported)
         if connector.reason:
             log.info("KV connector", separation=connector.separation, reason=connector.reason)
-        if connector.refusal:
-            log.error("engine takes no adapters", reason=connector.refusal)
+        self.inventory.device_refusal = self._device_refusal()
+        if refusal := self.inventory.refusal:
+            log.error("engine takes no adapters", reason=refusal)
             self.inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)
-        is_new = not connector.refusal and await self._load_wanted_adapters()
+        is_new = not refusal and await self._load_wanted_adapters()
         if not self.context.local_adapters.has_scanned.is_set():
             self.set_state("starting", "the adapters in lora_path are read")
             await self.context.local_adapters.has_scanned.wait()
-        if not connector.refusal:
+        if not refusal:
             await self._foreign_reader.read_new()
         if is_new:
             await self._wait_until_warm()
@@ -194,6 +195,19 @@ class WorkerAgent:
         tokenizer = folder if not facts.tokenizer else await asyncio.to_thread(model_folder, facts.tokenizer)
         self.context.cache.rules = replace(self.context.cache.rules, base=base, tokenizer=tokenizer)
         self.context.local_adapters.use_rules(self.context.cache.rules)
+
+    def _device_refusal(self) -> str:
+        """Why the engine's device runs no adapters of this base model; "" if it does, or if that is not known.
+
+        source  vLLM 0.32 lora/layers/fused_moe.py: the layer of experts with adapters calls Triton's kernels
+        """
+        base, devices = self.context.cache.rules.base, {report.device for report in self.engine.reports}
+        if self.context.settings.engine != "vllm" or devices != {"cpu"} or base is None or not base.has_experts:
+            return ""
+        return (
+            "its base model is a mixture of experts, for which vLLM runs adapters on GPUs alone: on the CPU the engine"
+            " would die of its first request for one"
+        )
 
     def _check_kernels(self) -> None:
         """Record as an incident that an engine on a GPU runs adapters without its device's kernels."""
@@ -317,7 +331,7 @@ class WorkerAgent:
         if self.state != "ready" and not self.is_warming:
             reason = f": {self.state_reason}" if self.state_reason else ""
             raise EngineError("not_ready", f"this worker is {self.state}{reason}; try again soon", retry_after_s=5)
-        if refusal := self.inventory.kv_connector.refusal:
+        if refusal := self.inventory.refusal:
             raise EngineError("adapters_refused", f"this worker takes no adapters: {refusal}; load on another one")
         if not self.inventory.takes_loads and not self.inventory.has_loaded(request.lora_id, request.digest):
             raise EngineError("adapters_refused", self._no_loads_message(request.lora_id))
@@ -435,7 +449,7 @@ class WorkerAgent:
         if await self.context.local_adapters.scan():
             self.inventory.mark_changed()
         # An engine that takes no adapters gets no requests for them: ignore its list.
-        if not self.inventory.kv_connector.refusal:
+        if not self.inventory.refusal:
             await self._loader.reconcile_with_engine_list(lambda: self.state in {"ready", "draining"})
             if self.state == "ready" and not self.engine.suspicion:
                 await self._loader.verify_loaded_again()
@@ -447,7 +461,7 @@ class WorkerAgent:
 
         Not while the agent ignores the engine's list; see `reconcile`.
         """
-        if self.state in {"ready", "draining"} and not self.inventory.kv_connector.refusal:
+        if self.state in {"ready", "draining"} and not self.inventory.refusal:
             await self._foreign_reader.read_new()
 
     async def run_maintenance(self) -> None:

@@ -39,6 +39,7 @@ class Inventory:
 
     changes    wakes the senders of heartbeats; `version` grows with each change
     kv_connector  what the engine's KV connector allows adapters
+    device_refusal  why the engine's device runs no adapters of its base model; ""
     refused_names  engine names that the engine still lists, though their adapters were refused for their effect
     preloaded      lora_id -> engine name of the adapters that `preload_loras` has brought
     engine_modules  engine names of the adapters that the engine itself had at its start, such as its --lora-modules
@@ -59,6 +60,7 @@ class Inventory:
         self.version = 0
         self.slots = AdapterSlots(settings.max_loras, settings.max_cpu_loras)
         self.kv_connector: ConnectorVerdict = NO_CONNECTOR
+        self.device_refusal = ""
         self._settings = settings
         self._metrics = metrics
         self.history = UnrecordedHistory(timestamp)
@@ -110,6 +112,11 @@ class Inventory:
     def confirm_list(self, at_s: float) -> None:
         """Record that the engine's own list, requested at this time, agrees with this inventory."""
         self.listed_at = at_s
+
+    @property
+    def refusal(self) -> str:
+        """Why the engine must get no adapters at all; "" if it may."""
+        return self.kv_connector.refusal or self.device_refusal
 
     def adopt(self, name: str) -> None:
         """Record an adapter that the engine has already as loaded and wanted.

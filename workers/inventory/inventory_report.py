@@ -32,12 +32,12 @@ class InventoryReport:
 
     @property
     def _takes_loads(self) -> bool:
-        """Whether the engine loads adapters while it runs, and its KV connector allows them."""
-        return self._inventory.takes_loads and not self._inventory.kv_connector.refusal
+        """Whether the engine loads adapters while it runs, and nothing of it forbids them."""
+        return self._inventory.takes_loads and not self._inventory.refusal
 
     def info(self) -> LoraInfo:
         """The adapters' part of /metadata: limits, adapters on disk and in the engine, free slots."""
-        settings, refusal = self._settings, self._inventory.kv_connector.refusal
+        settings, refusal = self._settings, self._inventory.refusal
         count, digest = self._available_summary()
         listed_at = self._inventory.listed_at
         return LoraInfo(

@@ -1,13 +1,13 @@
 """Checks of an adapter's modules against the base model, and against what its engine does with them."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from workers.core.errors import SourceError
 from workers.verification.base_model import BaseModel, ModuleShapes
-from workers.verification.engine_modules import EngineModules, ModuleFate
+from workers.verification.engine_modules import EngineModules, ModuleFate, module_name_pattern
 from workers.verification.lora_tensors import PREFIX, RENAME_HINT, AdapterTensors, LoraPair, unwrapped_name
 from workers.verification.peft import EMBEDDINGS
 from workers.verification.tensors import Shape
@@ -303,8 +303,8 @@ def _check_by_names(tensors: AdapterTensors, base: BaseModel) -> ModuleVerdict:
         )
         accepted = "accepted are adapters without experts"
         raise SourceError("module_unsupported", f"{message} that for model classes of its table alone; {accepted}")
-    if base.unknown_class and len(unknown) < len(modules):
-        unknown = []  # the engine may name them otherwise: it is asked
+    if base.unknown_class:
+        unknown = _unknown_anywhere(unknown, modules, base)
     if len(unknown) == len(modules):
         hint = f"accepted are modules such as {_example_module(base)}"
         message = f"none of its {len(modules)} modules ({unknown[0]}, ...) is in the base model; {hint}"
@@ -315,7 +315,7 @@ def _check_by_names(tensors: AdapterTensors, base: BaseModel) -> ModuleVerdict:
             "module_unknown", f"module {unknown[0]} ({len(unknown)} in all) is not in the base model{hint}"
         )
     for module, pair in modules.items():
-        if module.rpartition(".")[2] in ("embed_tokens", "lm_head") and not base.takes_embeddings:
+        if module.rpartition(".")[2] in EMBEDDINGS and not (base.takes_embeddings or base.unknown_class):
             message = f"module {module}: the engine takes no adapter on the embeddings of this architecture"
             raise SourceError("module_unsupported", f"{message}; accepted are its linear layers")
         if (shape := names.find(module)) is not None:
@@ -323,6 +323,20 @@ def _check_by_names(tensors: AdapterTensors, base: BaseModel) -> ModuleVerdict:
     if not base.unknown_class:
         return NOTHING_COMPARED
     return ModuleVerdict(why=(f"which modules of {base.unknown_class} the engine uses is not in its table",))
+
+
+def _unknown_anywhere(unknown: Sequence[str], modules: Collection[str], base: BaseModel) -> list[str]:
+    """Those of an adapter's modules that no engine finds; of a class without a table, so the others are asked for.
+
+    Engines find AutoModel's names, which lack the first part. A module that the base model has in other layers alone is
+    of another model.
+    """
+    ends = frozenset(name.partition(".")[2] for name in base.shapes)
+    unknown = [module for module in unknown if module not in ends]
+    if len(unknown) == len(modules):
+        return unknown
+    patterns = frozenset(map(module_name_pattern, (*base.shapes, *ends)))
+    return [module for module in unknown if module_name_pattern(module) in patterns]
 
 
 def _example_module(base: BaseModel) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workers.verification.engine_modules import EngineModules, engine_modules
-from workers.verification.model_classes import ModelTable, is_classifier, is_pooling
+from workers.verification.model_classes import SCORE, ModelTable, is_classifier, is_pooling, with_score
 from workers.verification.tensors import Shape
 
 # Prefixes of module names in multimodal base models, which trainers, checkpoints and engines spell differently.
@@ -139,6 +139,8 @@ def base_model(
     }
     names = [str(name) for name in config.get("architectures") or []]
     found = facts.table.find(names) if facts.table else None
+    if found and not found.is_pooling and SCORE in weights and is_classifier(names):
+        found = with_score(found)
     if not shapes and found is None:
         return None
     if "lm_head" not in shapes:

@@ -85,7 +85,7 @@ class EngineModules:
 
         Classes were built from default configurations; others may have other kinds of layers.
         """
-        parent, _, last = _module_name_pattern(name).rpartition(".")
+        parent, _, last = module_name_pattern(name).rpartition(".")
         modules = self.model_class.modules
         is_layer = ".layers." in name and ".experts" not in name
         if modules is None or not is_layer or name not in self.by_name or self._has_pattern(name):
@@ -151,7 +151,7 @@ class EngineModules:
         """Whether the engine has a module of this name, or one in which it is packed."""
         if pair.is_stacked or ".experts." in full:
             full = full.partition(".experts")[0] + ".experts"
-        pattern = _module_name_pattern(full)
+        pattern = module_name_pattern(full)
         if pattern in self.patterns:
             return full in self.by_name and (self.model_class.modules is None or self._has_pattern(full))
         if self.model_class.modules is None:
@@ -164,7 +164,7 @@ class EngineModules:
         modules = self.model_class.modules
         if modules is None:
             return False
-        pattern = _module_name_pattern(full)
+        pattern = module_name_pattern(full)
         if pattern in modules:
             return True
         parent, dot, last = pattern.rpartition(".")
@@ -215,7 +215,7 @@ def engine_modules(
     return EngineModules(
         model_class=model_class,
         by_name=by_name,
-        patterns=frozenset(map(_module_name_pattern, by_name)),
+        patterns=frozenset(map(module_name_pattern, by_name)),
         layers=layers,
         experts=experts,
         text_names=text_names,
@@ -224,6 +224,6 @@ def engine_modules(
     )
 
 
-def _module_name_pattern(name: str) -> str:
+def module_name_pattern(name: str) -> str:
     """A module's name with `#` for its numbers."""
     return _NUMBERS.sub(NUMBER, name)

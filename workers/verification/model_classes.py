@@ -6,7 +6,7 @@ source   vLLM 0.32 lora/utils.py, lora/lora_model.py, lora/model_manager.py; mod
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import regex
@@ -77,6 +77,22 @@ class ModelClass:
     takes_towers: bool = False
     skipped: tuple[str, ...] = ()
     is_pooling: bool = False
+
+
+SCORE = "score"
+
+
+def with_score(model_class: ModelClass) -> ModelClass:
+    """The class that the engine derives from a language model's for its classifiers: with a linear head `score`.
+
+    source  vLLM 0.32 model_executor/models/adapters.py as_seq_cls_model
+    """
+    modules = model_class.modules
+    return replace(
+        model_class,
+        modules=None if modules is None else modules | {SCORE},
+        taken=model_class.taken | {SCORE} if model_class.taken else model_class.taken,
+    )
 
 
 @dataclass(frozen=True, slots=True)

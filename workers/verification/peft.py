@@ -255,6 +255,10 @@ def _target_test(config: Mapping[str, Any]) -> Callable[[str, MatchTime], bool] 
         raise invalid_config(f"target_modules is {_shortened_value(targets)}; {accepted}")
     if parameters or targets == "all-linear":
         return None
+    if config.get("ensure_weight_tying"):
+        plain = _target_test({**config, "ensure_weight_tying": None})
+        # PEFT adapts the other half of tied embeddings, too, and leaves it out of `target_modules`.
+        return plain and (lambda module, time: module.rpartition(".")[2] in EMBEDDINGS or plain(module, time))
     if isinstance(targets, str):
         if len(targets) > MOST_CHARACTERS:
             return None  # trainers of multimodal models list every module

@@ -11,10 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorafleet.local.tiny_model import make_adapter
+from lorafleet.engine.engine_reports import EngineProcessReport, write_engine_report
+from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.patience import patience, until, within
 from tests.properties import sample
-from tests.workers.running import code, loaded, metadata_of, post, until_state
+from tests.workers.running import RunningWorker, code, loaded, metadata_of, post, sim_inside, until_state
 from workers.config import AgentTimers
 
 THREE = ("sql-expert/v1", "legal/v2", "python-expert/v1")
@@ -184,3 +185,26 @@ async def test_agent_killed_during_an_eviction_restores_victim_or_new_adapter(wo
             await evicting
     async with worker.inside(*slow) as client:
         assert len(await loaded(client)) == 3
+
+
+@pytest.mark.parametrize(("device", "answered"), [("cpu", 409), ("cuda", 200)])
+async def test_mixture_of_experts_on_the_cpu_takes_no_adapters_and_says_so_before_its_engine_dies(
+    tmp_path, device, answered
+):
+    model = make_model(tmp_path / "model")
+    config = model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_local_experts": 4}))
+    adapters = tmp_path / "adapters"
+    make_adapter(adapters, "sql/v1")
+    worker = RunningWorker(model, adapters, tmp_path)
+    write_engine_report(worker.state_dir / "lora-reports", EngineProcessReport("PunicaWrapperCPU", device, 0))
+    slots = ("--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
+    async with sim_inside(model, *slots) as url, worker.inside("--engine-url", url) as client:
+        answer = await post(client, "load_lora", lora_id="sql/v1")
+        assert answer.status_code == answered, answer.text
+        refusal = (await metadata_of(client)).lora.refusal
+        if device == "cpu":
+            assert code(answer) == "adapters_refused"
+            assert "mixture of experts" in refusal
+        else:
+            assert refusal == ""

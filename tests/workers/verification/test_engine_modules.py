@@ -19,6 +19,7 @@ from workers.verification.verify import read_base_model
 
 HIDDEN, MIDDLE, EXPERTS, RANK = 64, 96, 4, 8
 LAYER = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (32, 64), "mlp.down_proj": (64, 96)}
+NEOX_LAYER = {"attention.query_key_value": (192, 64), "mlp.dense_4h_to_h": (64, 256)}
 TEXT = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "moe_intermediate_size": MIDDLE}
 EXPERT_PAIRS = {".experts.base_layer": (2 * MIDDLE, HIDDEN), ".experts": (HIDDEN, MIDDLE)}
 
@@ -322,6 +323,57 @@ def test_class_that_is_not_in_the_table_leaves_the_question_to_the_engine():
     found = verdict(TEXT_ONLY, base("SomethingNewForCausalLM", TEXT_ONLY, **TEXT))
     assert found.ignored == ()
     assert found.why == ("which modules of SomethingNewForCausalLM the engine uses is not in its table",)
+
+
+def test_class_that_is_not_in_the_table_is_asked_about_embeddings_and_names_of_automodel():
+    unknown = base("SomethingNewForCausalLM", {**TEXT_ONLY, "model.embed_tokens": (256, 64)}, **TEXT)
+    embeddings = {
+        "base_model.model.model.embed_tokens.lora_embedding_A": TensorHeader("BF16", (RANK, 256)),
+        "base_model.model.model.embed_tokens.lora_embedding_B": TensorHeader("BF16", (64, RANK)),
+    }
+    raw = json.dumps({"r": RANK, "lora_alpha": 16, "target_modules": "all-linear"}).encode()
+    rules = AdapterRules(64, frozenset(), "off", unknown)
+    assert check_adapter(raw, {**tensors(TEXT_ONLY), **embeddings}, rules).modules == len(TEXT_ONLY) + 1
+    assert verdict(layers("layers"), unknown).ignored == ()
+
+
+def test_layer_that_the_base_model_lacks_is_refused_for_a_class_that_is_not_in_the_table():
+    more = {**TEXT_ONLY, "model.layers.7.self_attn.q_proj": (64, 64)}
+    code, message = refusal(more, base("SomethingNewForCausalLM", TEXT_ONLY, **TEXT))
+    assert (code, "layers.7." in message) == ("module_unknown", True)
+
+
+@pytest.mark.parametrize("architecture", ["Olmo2ForCausalLM", "GPTNeoXForCausalLM"])
+def test_class_by_the_code_of_transformers_finds_names_of_automodel_and_no_head(architecture):
+    root, modules = ("model", LAYER) if architecture == "Olmo2ForCausalLM" else ("gpt_neox", NEOX_LAYER)
+    found = base(architecture, {**layers(f"{root}.layers", modules), "lm_head": (256, 64)}, **TEXT)
+    for prefix in (f"{root}.layers", "layers"):
+        assert verdict(layers(prefix, modules), found).ignored == ()
+    assert refusal({**layers("layers", modules), "lm_head": (256, 64)}, found)[0] == "module_unsupported"
+    assert refusal({**layers("layers", modules), "layers.7." + next(iter(modules)): (64, 64)}, found)[0] == (
+        "module_unknown"
+    )
+
+
+def test_lora_on_the_head_of_a_classifier_is_served_by_classes_that_the_engine_derives():
+    names = {**TEXT_ONLY, "score": (3, 64)}
+    assert verdict(names, base("Qwen3ForSequenceClassification", names, **TEXT)).ignored == ()
+    assert refusal(names, base("Qwen3ForCausalLM", TEXT_ONLY, **TEXT))[0] == "module_unknown"
+
+
+def test_both_halves_of_tied_embeddings_are_targeted_by_either_name():
+    found = base("LlamaForCausalLM", {**TEXT_ONLY, "model.embed_tokens": (256, 64)}, **TEXT)
+    pair = {
+        "base_model.model.model.embed_tokens.lora_embedding_A": TensorHeader("BF16", (RANK, 256)),
+        "base_model.model.model.embed_tokens.lora_embedding_B": TensorHeader("BF16", (64, RANK)),
+        **tensors({"lm_head": (256, 64)}),
+    }
+    rules = AdapterRules(64, frozenset(), "off", found)
+    raw = {"r": RANK, "lora_alpha": 16, "target_modules": ["embed_tokens", "model.embed_tokens"]}
+    assert check_adapter(json.dumps({**raw, "ensure_weight_tying": True}).encode(), pair, rules).modules == 2
+    with pytest.raises(SourceError) as refused:
+        check_adapter(json.dumps(raw).encode(), pair, rules)
+    assert refused.value.code == "module_untargeted"
 
 
 def test_version_without_a_table_has_none():
