@@ -165,6 +165,33 @@ class Clients:
         status, answer = await self.orchestrator("POST", "/v1/adapters", body=body, timeout_s=MOST_WAIT_S)
         self._end(operation, status, answer)
 
+    async def point(self, *, client: int, router: int, name: str, to: str, content: int) -> None:
+        """Point an alias at an adapter that has these bytes, and wait until that is in force."""
+        del router
+        operation = self._begin("write", name, client, content, to=to)
+        body = {"targets": [{"lora_id": to, "weight": 1.0}]}
+        status, answer = await self.orchestrator("PUT", f"/v1/aliases/{name}", body=body, timeout_s=MOST_WAIT_S)
+        while status == 202 and answer["status"].get("pending"):
+            await asyncio.sleep(_AGAIN_S)
+            found, answer_now = await self.orchestrator("GET", f"/v1/aliases/{name}")
+            if found == 200:
+                answer = answer_now
+        self._end(operation, status, answer)
+
+    async def hold(self, *, client: int, for_s: float, lease_s: float) -> None:
+        """Hold all new requests for a while; where `for_s` is longer than the lease, until that ends."""
+        operation = self._begin("hold", "", client)
+        body = {"mode": "keep", "lease_s": lease_s}
+        status, answer = await self.orchestrator("POST", "/v1/pauses", body=body, timeout_s=MOST_WAIT_S)
+        self._end(operation, status, answer)
+        held_at = operation.returned_at
+        operation.detail["until"] = operation.invoked_at + lease_s
+        await asyncio.sleep(min(for_s, lease_s))
+        if for_s < lease_s and operation.outcome is Outcome.OK:
+            operation.detail["until"] = min(operation.detail["until"], self._loop.time())
+            await self.orchestrator("DELETE", "/v1/pauses?tenant=")
+        operation.detail["since"] = held_at
+
     async def delete(
         self, *, client: int, router: int, name: str, content: int | None = None, asks_after: int = 0
     ) -> None:

@@ -35,6 +35,7 @@ def check_run(history: History, scenario: FaultScenario, cut_off: CutOff) -> lis
         *_known_bytes(history),
         *_ends(history),
         *_caches(history),
+        *_holds(history, cut_off),
         *_errors(history, scenario),
     ]
 
@@ -44,7 +45,7 @@ def _names(history: History, cut_off: CutOff) -> Iterator[Broken]:
 
     Answers of a router that is cut off do not count: a change waits for such a router only so long.
     """
-    for name in history.names:
+    for name in filter(None, history.names):
         register = Register.of([each for each in history.of(name) if not _is_cut_off(each, cut_off)])
         if register.explanation() is None:
             lines = "\n  ".join(map(str, register.operations))
@@ -88,14 +89,25 @@ def _caches(history: History) -> Iterator[Broken]:
                 yield Broken("caches", f"{cached} cached tokens, {longest} were asked before by these bytes: {each}")
 
 
+def _holds(history: History, cut_off: CutOff) -> Iterator[Broken]:
+    """No request that comes while a hold is in force is answered before its end."""
+    holds = [each for each in history.operations if each.kind == "hold" and each.outcome is Outcome.OK]
+    for each in history.operations:
+        if each.kind != "ask" or each.outcome is not Outcome.OK or _is_cut_off(each, cut_off):
+            continue
+        for hold in holds:
+            if each.invoked_at > hold.returned_at and each.returned_at < hold.detail["until"]:
+                yield Broken("holds", f"answered while {hold}: {each}")
+
+
 def _errors(history: History, scenario: FaultScenario) -> Iterator[Broken]:
-    """Where nothing fails no call fails; where one process is killed, no request does but those in a killed router."""
+    """No request fails where nothing does, or where one process is killed; but those inside a killed router."""
     faults = scenario.faults
     killed = faults[0].about["node"] if len(faults) == 1 and faults[0].kind == "kill" else ""
     if faults and (not killed or killed.startswith("router") or scenario.fleet.workers < 2):
         return
     for each in history.operations:
-        if each.outcome is Outcome.UNKNOWN and each.has_returned and (each.kind == "ask" or not faults):
+        if each.kind == "ask" and each.outcome is Outcome.UNKNOWN and each.has_returned:
             yield Broken("no request is lost", str(each))
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from tests.simulation.programs import EngineFlags
 
 MOST_CONTENTS = 6
+FIXED = ("fixed-0", "fixed-1")
+"""Adapters that have the bytes 0 and 1 for good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,8 @@ class FleetPlan:
     """Published names."""
     adapters: tuple[str, ...] = ()
     """Adapters that are registered by a name of their own."""
+    aliases: tuple[str, ...] = ()
+    """Aliases of `FIXED`, adapters that are never deleted."""
     slowness: float = 1.0
     delay_s: float = 0.0003
     """Of a packet between two machines, at least."""
@@ -44,7 +48,8 @@ class Event:
         return f"{self.at_s:8.3f} {self.kind} " + " ".join(f"{key}={value}" for key, value in self.about.items())
 
 
-_CALLS = frozenset({"ask", "publish", "register", "delete", "drain"})
+CALLS = frozenset({"ask", "publish", "register", "delete", "point", "hold"})
+"""Events that are a client's calls. A drain is an operator's; all others are faults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +63,7 @@ class FaultScenario:
     @property
     def faults(self) -> tuple[Event, ...]:
         """What goes wrong."""
-        return tuple(event for event in self.events if event.kind not in _CALLS)
+        return tuple(event for event in self.events if event.kind not in CALLS | {"drain"})
 
 
 def draw_scenario(seed: int) -> FaultScenario:
@@ -79,6 +84,7 @@ def draw_scenario(seed: int) -> FaultScenario:
         contents=MOST_CONTENTS,
         names=("policy", "critic")[: rng.randint(0, 2)],
         adapters=tuple(f"tenant-{number}" for number in range(rng.randint(1, 6))),
+        aliases=("chat",)[: rng.randint(0, 1)],
         slowness=rng.choice((0.5, 1.0, 1.0, 4.0)),
         delay_s=rng.choice((0.0003, 0.0003, 0.005, 0.05)),
         far_s=rng.choice((0.0, 0.0, 0.02, 0.2)),
@@ -97,6 +103,8 @@ def _time(event: Event) -> float:
 def _registrations(fleet: FleetPlan, rng: Random) -> Iterator[Event]:
     for name in fleet.adapters:
         yield Event(at_s=rng.random(), kind="register", about=_call(fleet, rng, name, rng.randrange(fleet.contents)))
+    for number, name in enumerate(FIXED if fleet.aliases else ()):
+        yield Event(at_s=rng.random(), kind="register", about=_call(fleet, rng, name, number))
     for name in fleet.names:
         yield Event(at_s=rng.random(), kind="publish", about=_call(fleet, rng, name, rng.randrange(fleet.contents)))
 
@@ -110,7 +118,7 @@ def _call(fleet: FleetPlan, rng: Random, name: str, content: int | None = None) 
 
 def _calls(fleet: FleetPlan, rng: Random, length_s: float) -> Iterator[Event]:
     """Requests in bursts, and changes of what the names stand for."""
-    everything = fleet.adapters + fleet.names
+    everything = fleet.adapters + fleet.names + fleet.aliases
     for _ in range(rng.randint(5, 25)):
         at_s = rng.random() * length_s
         for _ in range(rng.choice((1, 1, 2, 5))):
@@ -131,6 +139,13 @@ def _calls(fleet: FleetPlan, rng: Random, length_s: float) -> Iterator[Event]:
         if rng.random() < 0.6:
             again = _call(fleet, rng, name, rng.randrange(fleet.contents))
             yield Event(at_s=at_s + rng.random() * 3, kind="register", about=again)
+    for _ in range(rng.randint(1, 4) if fleet.aliases else 0):
+        target = rng.randrange(len(FIXED))
+        about = _call(fleet, rng, fleet.aliases[0], target) | {"to": FIXED[target]}
+        yield Event(at_s=rng.random() * length_s, kind="point", about=about)
+    for _ in range(rng.choice((0, 0, 1))):
+        about = {"client": 0, "for_s": rng.random() * 10, "lease_s": rng.choice((5.0, 30.0))}
+        yield Event(at_s=rng.random() * length_s, kind="hold", about=about)
     for _ in range(rng.choice((0, 0, 1))):
         at_s = rng.random() * length_s
         worker = rng.randrange(fleet.workers)

@@ -16,7 +16,7 @@ from tests.simulation.event_loop import SimulatedLoop
 from tests.simulation.guarantees import Broken, check_leaders, check_run
 from tests.simulation.history import History, Outcome
 from tests.simulation.nodes import Main, Node
-from tests.simulation.scenario import Event, FaultScenario
+from tests.simulation.scenario import CALLS, Event, FaultScenario
 from tests.simulation.zmq_sockets import EventBus
 
 SERVICE = ("10.0.0.100", programs.ORCHESTRATOR_PORT)
@@ -138,7 +138,7 @@ class FleetWorld:
             await asyncio.sleep(_POLL_S)
 
     def _happen(self, event: Event) -> None:
-        if event.kind in {"ask", "publish", "register", "delete"}:
+        if event.kind in CALLS:
             call = getattr(self.clients, event.kind)(**event.about)
             self._calls.append(self.clients.as_client(event.about["client"], call))
         else:
@@ -238,7 +238,7 @@ class FleetWorld:
         if not await self._until(self._is_ready, _SETTLE_S, "all workers and routers are ready again"):
             return
         for router in range(self.scenario.fleet.routers):
-            for name in self.history.names:
+            for name in filter(None, self.history.names):
                 answers = partial(self._answers, router, name)
                 await self._until(answers, _SETTLE_S, f"router{router} answers for {name}")
 
