@@ -93,10 +93,22 @@ class ForeignFilesReader:
             ask = InspectRequest(lora_id=name, source=adapter.source)
             found = await self._loader.inspect(ask, reader=self._source_at(Path(path)))
         except WorkerError as exc:
-            return self._failed(adapter, f"{exc.code}: {exc}")
+            return await self._refused(adapter, exc)
         self._failed_at.pop(name, None)
         card = card_fields(replace(found, digest="", source=adapter.source))
         return replace(adapter, **card, files_digest=found.digest)
+
+    async def _refused(self, adapter: WorkerAdapter, refusal: WorkerError) -> WorkerAdapter:
+        """The adapter with why its files are not accepted; it is unloaded where they spoil the answers of others."""
+        if refusal.code == "weights_not_finite":
+            name = adapter.engine_name
+            try:
+                await self._loader.unload_harmful(name)
+            except WorkerError as exc:
+                log.warning("an adapter that spoils the answers of others stays", engine_name=name, error=str(exc))
+            else:
+                log.error("an adapter that spoils the answers of others is unloaded", engine_name=name)
+        return self._failed(adapter, f"{refusal.code}: {refusal}")
 
     def _source_at(self, folder: Path) -> Source:
         """A source for one folder: the engine has read it already, so it need not be below `lora_roots`."""

@@ -154,6 +154,11 @@ class Loader:
                 self._inventory.mark_unwanted(adapter)
             return tuple(adapter.engine_name for adapter in adapters)
 
+    async def unload_harmful(self, name: str) -> None:
+        """Unload an adapter of another client whose values spoil the answers of others. Raises EngineError."""
+        async with self._engine.lock:
+            await self._unload_foreign(self._engine.require_client(), name, VERIFYING)
+
     async def _unload_foreign(self, client: EngineClient, name: str, by: Requester) -> tuple[str, ...]:
         """Unload an adapter that another client loaded; returns its engine name, or none if it is gone already.
 

@@ -147,7 +147,7 @@ RESTORING = Requester(_AGENT, "loaded before the restart")
 REFETCHING = Requester(_AGENT, "its files were lost")
 PRELOADING = Requester(_AGENT, "named in preload_loras")
 CORRECTING = Requester(_AGENT, "found by the engine's own list: another client did it")
-VERIFYING = Requester(_AGENT, "verified it again by newer rules")
+VERIFYING = Requester(_AGENT, "its files break a rule that it was not held to at its load")
 CHECKING = Requester(_AGENT, "checked whether the engine uses it")
 PLUGIN = Requester("downloader plugin", "asked by the downloader plugin")
 

@@ -10,6 +10,7 @@ import pytest
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until
 from tests.serving import client_of
+from tests.workers.changed_adapters import adapter_of_nan
 from tests.workers.running import SIM, RunningWorker, metadata_of, post
 from workers.inventory.installed_adapters import file_name
 from workers.wire import AdapterFiles, WorkerAdapter
@@ -128,6 +129,18 @@ async def test_an_adapter_whose_files_this_worker_would_refuse_is_reported_with_
         lora = await found(client, "linked", lambda lora: lora.error)
         assert lora.files_digest == ""
         assert lora.error.startswith("source_forbidden"), "a link may not lead out of the folder"
+
+
+async def test_an_adapter_of_a_script_that_spoils_the_answers_of_others_is_unloaded(worker, tmp_path):
+    spoilt = adapter_of_nan(make_adapter(tmp_path / "scripts", "mine"), tmp_path / "nan")
+    async with worker.together() as client:
+        await load_behind_our_back(client, "mine", spoilt)
+        async with client_of(await engine_url(client)) as engine:
+
+            async def is_unloaded():
+                return [item["id"] for item in (await engine.get("/v1/models")).json()["data"]] == ["tiny-qwen"]
+
+            await until(is_unloaded, what="the agent unloads it")
 
 
 async def test_a_file_of_a_digest_is_served_in_ranges_with_the_digest_as_its_etag(worker):
