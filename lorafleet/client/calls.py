@@ -3,7 +3,6 @@
 `Fleet` and `AsyncFleet` run the same generators.
 """
 
-import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -120,18 +119,14 @@ def publish(
 def _send_acceptance(lora_id: str, folder: Folder) -> Operation[None]:
     """Send a folder's acceptance file for an adapter that the fleet has already; without one, nothing.
 
-    Not if the fleet has this very file. Raises FleetError.
+    Raises FleetError.
     """
     try:
         content = (Path(folder) / ACCEPTANCE_NAME).read_bytes()
     except OSError:
         return
-    known = yield Call("GET", f"/v1/adapters/{_quoted(lora_id)}")
-    _require_success(known)
-    card = (known.json.get("status") or {}).get("card") or {}
-    if card.get("acceptance_file") != hashlib.sha256(content).hexdigest():
-        body, path = {"file": content.decode(errors="replace")}, f"/v1/adapters/{_quoted(lora_id)}/check"
-        _require_success((yield Call("POST", path, json=body, timeout_s=_PUBLISH_S)))
+    body, path = {"file": content.decode(errors="replace")}, f"/v1/adapters/{_quoted(lora_id)}/check"
+    _require_success((yield Call("POST", path, json=body, timeout_s=_PUBLISH_S)))
 
 
 def unload(name: str) -> Operation[None]:

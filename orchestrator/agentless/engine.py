@@ -170,6 +170,12 @@ class AgentlessEngineDriver:
         path = self._allowed_path(ask.source or "")
         if ask.digest is None:
             raise AgentlessRefusal(422, "source_unsupported", f"{ask.lora_id}: its digest is not known yet")
+        if ask.acceptance == "require":
+            why = f"worker {self.worker.id} has no agent that compares it with its acceptance file"
+            message = (
+                f"{ask.lora_id}: {why}, and its policy requires that (acceptance: require); see docs/acceptance.md"
+            )
+            raise AgentlessRefusal(503, "acceptance_unknown", message)
         name = engine_name(ask.lora_id, ask.digest)
         async with self._lock:
             lora = (await self.metadata()).lora

@@ -86,7 +86,12 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     Reads need scope `view`, changes `tenant-admin`.
     """
     api = APIRouter()
-    add_routes(api, _read_routes(keys, registry, reconciler, views), _change_routes(keys, registry, reconciler, views))
+    add_routes(
+        api,
+        _read_routes(keys, registry, reconciler, views),
+        _check_routes(keys, registry, reconciler),
+        _change_routes(keys, registry, reconciler, views),
+    )
     return api
 
 
@@ -161,18 +166,6 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         await reconciler.publish_change(("adapters", lora_id))
         return seen.adapter(views.adapter(adapter))
 
-    @api.post("/v1/adapters/{lora_id:path}/check")
-    async def check(lora_id: LoraId, caller: WhoCalls, body: AcceptanceQuestion | None = None) -> AcceptanceAnswer:
-        """Compare each worker's answers with the adapter's acceptance file now; `require` unloads what is not equal."""
-        owners.require_write(store, caller, "adapter", lora_id, "change")
-        content = (body and body.file) or ""
-        if content:
-            try:
-                parse_acceptance(content.encode())
-            except AcceptanceError as exc:
-                raise OrchestratorRequestError(str(exc), code="acceptance_invalid", param="file") from exc
-        return await reconciler.runner.check(registry.adapter(lora_id), content)
-
     @api.patch("/v1/adapters/{lora_id:path}")
     async def patch(
         lora_id: LoraId,
@@ -206,6 +199,25 @@ def _change_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
                 reconciler.run_pass()
             await store.wait_durable([("adapters", lora_id), ("tombstones", lora_id)])
         return Response(status_code=202 if lora_id in store.adapters else 204)
+
+    return api
+
+
+def _check_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
+    """The route that compares an adapter with its acceptance file; a publisher sends a new one by it."""
+    api = APIRouter(tags=["adapters"], dependencies=[Depends(requires(keys, "register", "tenant-admin"))])
+
+    @api.post("/v1/adapters/{lora_id:path}/check")
+    async def check(lora_id: LoraId, caller: WhoCalls, body: AcceptanceQuestion | None = None) -> AcceptanceAnswer:
+        """Compare each worker's answers with the adapter's acceptance file now; `require` unloads what is not equal."""
+        owners.require_write(reconciler.store, caller, "adapter", lora_id, "change")
+        content = (body and body.file) or ""
+        if content:
+            try:
+                parse_acceptance(content.encode())
+            except AcceptanceError as exc:
+                raise OrchestratorRequestError(str(exc), code="acceptance_invalid", param="file") from exc
+        return await reconciler.runner.check(registry.adapter(lora_id), content)
 
     return api
 

@@ -54,8 +54,9 @@ def forward_routes(keys: ApiKeys, orchestrator_url: str, *, connect_timeout_s: f
         """Pass the request on, and its answer back."""
         return await _forward_to_orchestrator(request, orchestrator_url, timeout)
 
-    ensure = "/v1/adapters/{lora_id:path}/ensure"
-    api.add_api_route(ensure, forward_adapter, methods=["POST"], name="ensure_at_orchestrator", operation_id="ensure")
+    for verb in ("ensure", "check"):
+        path, name = f"/v1/adapters/{{lora_id:path}}/{verb}", f"{verb}_at_orchestrator"
+        api.add_api_route(path, forward_adapter, methods=["POST"], name=name, operation_id=verb)
     # Before its body is read, an upload needs a key that may upload.
     registrar = [Depends(requires(keys, "register"))]
     for path, forward in (

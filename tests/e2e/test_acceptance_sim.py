@@ -93,7 +93,7 @@ async def test_result_is_with_the_adapter_and_a_push_of_a_new_file_alone_is_comp
         return {score["acceptance"] for score in scores} == {"equal"}
 
     await until(explained, what="the router says so, too")
-    broken = await fleet.http.post("/v1/adapters/late/check", json={"file": "{}"})
+    broken = await fleet.routers[0].post("/v1/adapters/late/check", json={"file": "{}"})
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "acceptance_invalid")
     assert FILE_NAME in broken.json()["error"]["message"]
 

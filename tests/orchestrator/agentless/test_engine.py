@@ -249,6 +249,20 @@ async def test_a_missing_path_is_reported_without_quarantine(house_of, engine, s
     assert (await service.adapter(SQL))["status"]["state"] != "failed"
 
 
+@pytest.mark.fleet
+async def test_an_adapter_whose_policy_requires_acceptance_is_not_loaded_without_an_agent(house_of, engine, shelf):
+    service = house_of(engine, engine_slots=4, engine_roots=(shelf,))
+    await register(service, shelf, policy={"acceptance": "require"})
+    await service.settle()
+    await service.ensure(SQL)
+    for _ in range(3):
+        await service.turn()
+    item = await service.adapter(SQL)
+    assert "acceptance_unknown" in item["status"]["error"]
+    assert "has no agent that compares it" in item["status"]["error"]
+    assert (held(engine), item["status"]["state"]) == ({}, "registered")
+
+
 @pytest.mark.parametrize(("status", "code"), [(500, "adapter_refused"), (401, None), (503, None)])
 async def test_only_engine_errors_about_the_adapter_count_against_it(house_of, status, code):
     """A wrong key or an overload must not quarantine the adapter."""
