@@ -132,12 +132,12 @@ NOISE_FACTOR: Final = 2.5
 """The distance with the adapter may be so many times the noise: docs/acceptance.md has its error rates."""
 NOISE_PER_EFFECT: Final = 2.0
 """Noise grows with what the adapter changes: by so many times itself for each nat a token."""
-FLOOR: Final = 2e-4
+FLOOR: Final = 1e-4
 """A smaller distance is none: both sides compute in float32 and still add in another order."""
 MOST_NOISE: Final = 0.1
 """A larger distance with the base model alone is no noise in any dtype: other weights."""
-MOST_NOISE_FLOAT32: Final = 1e-3
-"""The same where both sides compute in float32."""
+MOST_NOISE_FLOAT32: Final = 1e-2
+"""The same where both sides compute in float32, of which a GPU may drop bits (TF32)."""
 SCALE_TOLERANCE: Final = 0.3
 """A scale that is further from 1 is another one, if it is known that well."""
 SCALE_ERRORS: Final = 8.0
