@@ -10,6 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks.relay.machine import family
+
+SERVICES = ("orchestrator", "router", "workers")
+ENGINE = "lorafleet.sim"
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -54,3 +58,15 @@ def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[str]) -> N
         if process.poll() is not None:
             raise SystemExit(f"{process.args} ended with status {process.returncode}")
         time.sleep(0.05)
+
+
+def cpu_ms(up: int) -> dict[str, float]:
+    """Service or `ENGINE` -> CPU milliseconds of its processes so far, below this process of `lorafleet up`."""
+    spent = dict.fromkeys((*SERVICES, ENGINE), 0.0)
+    for pid in family(up):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        service = next((name for name in spent if name.encode() in words), None)
+        if service is not None:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            spent[service] += (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
+    return spent

@@ -102,9 +102,12 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     view = [Depends(requires(keys, "view", "agent-load", is_for_fleet=True))]
 
     @api.get("/metadata", dependencies=view)
-    async def metadata() -> Metadata:
-        """The worker's metadata: state, engine, adapters and load."""
-        return agent.metadata()
+    async def metadata(available: bool = True) -> Metadata:
+        """The worker's metadata: state, engine, adapters and load.
+
+        Without `available` the adapters on its disk are left out: services that read it often do not need them.
+        """
+        return agent.metadata(with_available=available)
 
     @api.get("/v1/metadata/loras", dependencies=view)
     async def loras(
@@ -140,10 +143,17 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         return LoadedLoras(loaded_loras=agent.report.loaded(), capacity=agent.report.capacity())
 
     @api.get("/v1/events", dependencies=view)
-    async def events(last_event_id: Annotated[str | None, Header()] = None) -> EventStream:
-        """The agent's events after Last-Event-ID as server-sent events; without that header the events from now on."""
+    async def events(
+        files: bool = True,
+        last_event_id: Annotated[str | None, Header()] = None,
+    ) -> EventStream:
+        """The agent's events after Last-Event-ID as server-sent events; without that header the events from now on.
+
+        Without `files` those that are about files on the disk alone are left out.
+        """
         after = agent.context.events.position_after(last_event_id)
-        stream = agent.context.events.stream(after, keep_alive_s=agent.context.settings.keep_alive_s)
+        keep_alive_s = agent.context.settings.keep_alive_s
+        stream = agent.context.events.stream(after, keep_alive_s=keep_alive_s, with_files=files)
         return EventStream(stream)
 
     @api.get("/v1/model/files", dependencies=view)
@@ -159,7 +169,7 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
             advice = "give `model` as a local folder, or this agent the HF_HOME of its engine"
             message = f"model {model or '(not set)'}: no tokenizer files on this disk; {advice}"
             raise AgentRequestError("model_files_unavailable", message)
-        return ModelFiles(base_model=agent.metadata().model.base_model, files=files)
+        return ModelFiles(base_model=agent.engine.model_card().base_model, files=files)
 
     return api
 

@@ -1,4 +1,4 @@
-"""The header that says as of which report an answer to an orchestrator is."""
+"""What an answer to an orchestrator says of the worker's reports."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,17 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from workers.epochs import EPOCH_HEADER
+from workers.inventory.inventory import is_answered
 from workers.wire import REPORT_HEADER
 
 _NOT_LET_IN = frozenset({401, 403})
 
 
 class ReportHeaderMiddleware:
-    """ASGI middleware that adds the header to the answers, errors too, to calls with a leader's epoch.
+    """ASGI middleware for calls with a leader's epoch: their answers, errors too, name the report that they are as of.
 
-    Not for callers without a key that may make the call.
+    What such a call changes is told by its answer, and waits for no heartbeat. Callers without a key that may make the
+    call get no header.
     """
 
     def __init__(self, app: ASGIApp, *, as_of: Callable[[], str]) -> None:
@@ -34,4 +36,8 @@ class ReportHeaderMiddleware:
                 MutableHeaders(scope=message)[REPORT_HEADER] = self._as_of()
             await send(message)
 
-        await self._app(scope, receive, send_with_header)
+        token = is_answered.set(True)
+        try:
+            await self._app(scope, receive, send_with_header)
+        finally:
+            is_answered.reset(token)

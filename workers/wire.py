@@ -201,16 +201,25 @@ class WorkerAdapter(AdapterCard):
     @property
     def held_bytes(self) -> int:
         """Bytes that the engine holds for it, by its place there."""
-        if self.location not in {"device", "host"}:
-            return 0
-        if self.memory is None:
-            return self.size_bytes
-        return self.memory.host_bytes + (self.memory.slot_bytes if self.location == "device" else 0)
+        return self.held_bytes_at(self.location)
 
     @property
     def held_mb(self) -> float:
         """`held_bytes` in MB (10^6 bytes)."""
-        return round(self.held_bytes / 1e6, 3)
+        return in_mb(self.held_bytes)
+
+    def held_bytes_at(self, location: AdapterLocation) -> int:
+        """Bytes that an engine holds for an adapter at this place."""
+        if location not in {"device", "host"}:
+            return 0
+        if self.memory is None:
+            return self.size_bytes
+        return self.memory.host_bytes + (self.memory.slot_bytes if location == "device" else 0)
+
+
+def in_mb(size_bytes: int) -> float:
+    """Bytes as MB (10^6 bytes), with three decimals."""
+    return round(size_bytes / 1e6, 3)
 
 
 def field_values(adapter: WorkerAdapter) -> dict[str, Any]:
@@ -245,7 +254,8 @@ class LoraInfo(_WorkerMessage):
     """A worker's adapters.
 
     available_loras  the first of `available_count` adapters on its disk, without empty fields; all are at
-                     `GET /v1/metadata/loras`, a list that changes together with `available_digest`
+                     `GET /v1/metadata/loras`, a list that changes together with `available_digest`. Heartbeats and
+                     `GET /metadata?available=false` leave it out
     configured_digest  of the adapters that the operator's settings name, "" without any; they are all at
                      `GET /v1/metadata/loras?configured=true`, a list that changes together with it
     list_age_s       seconds since the engine's own list last agreed with `loaded_loras`; None: not known

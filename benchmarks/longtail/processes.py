@@ -5,7 +5,6 @@ lock an engine keeps its swaps apart.
 """
 
 import asyncio
-import os
 import tempfile
 import time
 from collections import OrderedDict
@@ -17,14 +16,13 @@ from typing import Any
 
 import httpx
 
-from benchmarks.local_fleets import local_fleet
+from benchmarks.local_fleets import cpu_ms, local_fleet
 from benchmarks.report import ReportRow
 from lorafleet.identity import rendezvous_score
 from lorafleet.local.tiny_model import make_adapter
 
 WORKERS, SLOTS, AT_ONCE, LOAD_S = 3, 4, 8, 0.03
 _CHAT, _LOAD, _UNLOAD = "/v1/chat/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-_SERVICES = ("orchestrator", "router", "workers", "lorafleet.sim")
 Ask = Callable[[str], Coroutine[Any, Any, None]]
 
 
@@ -85,13 +83,13 @@ async def _measured(
             await _chat(client, engine.url, f"alone-{name}")
 
         await _round(by_router, paths)  # inspects the adapters, opens connections
-        before = _cpu_ms(up)
+        before = cpu_ms(up)
         fleet = [await _round(by_router, paths) for _ in range(rounds)]
-        after = _cpu_ms(up)
+        after = cpu_ms(up)
         await _emptied(client, engines)
         found = [await _round(alone, paths) for _ in range(rounds)]
     requests = rounds * len(paths)
-    return fleet, found, {name: (after[name] - before[name]) / requests for name in _SERVICES}
+    return fleet, found, {name: (after[name] - before[name]) / requests for name in after}
 
 
 async def _round(ask: Ask, names: Iterable[str]) -> _Round:
@@ -133,23 +131,3 @@ async def _emptied(client: httpx.AsyncClient, engines: Iterable[_Engine]) -> Non
         for model in (await client.get(f"{engine.url}/v1/models")).json()["data"]:
             if model["parent"]:
                 await client.post(engine.url + _UNLOAD, json={"lora_name": model["id"]})
-
-
-def _cpu_ms(up: int) -> dict[str, float]:
-    """Service -> CPU milliseconds of its processes so far, below this process of `lorafleet up`."""
-    spent = dict.fromkeys(_SERVICES, 0.0)
-    for pid in _below(up):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        service = next((name for name in _SERVICES if name.encode() in words), None)
-        if service is not None:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            spent[service] += (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
-    return spent
-
-
-def _below(pid: int) -> Iterator[int]:
-    """The process's descendants."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            yield int(child)
-            yield from _below(int(child))

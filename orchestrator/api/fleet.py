@@ -1,5 +1,6 @@
 """Routes for workers: heartbeats, cordons, drains, a worker's report and its agent's log; and the keys of the fleet."""
 
+import contextlib
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Depends, Query, Response
@@ -10,7 +11,14 @@ from lorafleet.keys.whoami import KeyList, key_item
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.api.tenancy import Actor, Cursor, Limit, TenantView, WhoCalls, page_after, tenant_view_of
 from orchestrator.api.views import WireViews
-from orchestrator.core.errors import NotFound, OrchestratorUnavailable, StateConflict, WorkerFailed
+from orchestrator.core.errors import (
+    InvalidAdapter,
+    LeaseLost,
+    NotFound,
+    OrchestratorUnavailable,
+    StateConflict,
+    WorkerFailed,
+)
 from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.agents import Heartbeat, HeartbeatAnswer
@@ -180,6 +188,7 @@ def _unknown_worker(worker_id: str, order: WorkerIntent | None) -> WorkerItem:
 
 
 _LOG_WITHIN_S = 5.0
+_REPORT_WITHIN_S = 2.0
 
 
 def inspection_routes(keys: ApiKeys, reports: WorkerReports, agents: AgentClient) -> APIRouter:
@@ -189,8 +198,15 @@ def inspection_routes(keys: ApiKeys, reports: WorkerReports, agents: AgentClient
 
     @api.get("/v1/workers/{worker_id}/report", dependencies=view)
     async def report(worker_id: str) -> Metadata:
-        """The worker's last report, whole: what it holds and where, its rates, its engine."""
-        return _known_worker(reports, worker_id).report
+        """The worker's report, whole, read from its agent now: what it holds and where, its rates, its engine.
+
+        Of a worker that does not answer, and of an engine without an agent, what is known of it.
+        """
+        known = _known_worker(reports, worker_id).report
+        if url := agent_url_of(known):
+            with contextlib.suppress(WorkerFailed, InvalidAdapter, LeaseLost):
+                return await agents.metadata(url, timeout_s=_REPORT_WITHIN_S)
+        return known
 
     @api.get("/v1/workers/{worker_id}/log", dependencies=[Depends(requires(keys, "operate"))])
     async def log(worker_id: str, lines: Annotated[int, Query(ge=1, le=500)] = 200) -> LogTail:

@@ -116,18 +116,19 @@ def router_routes(
     async def events(
         seen: seen_by,
         since: Annotated[int | None, Query(description="last known revision")] = None,
+        changes: Annotated[bool, Query(description="only events after which the catalog reads otherwise")] = False,
         last_event_id: Annotated[int | None, Header()] = None,
     ) -> EventStream:
         """Events after a revision, as SSE; 410 when they are no longer kept: read the catalog and follow from there."""
         reconciler.queries.refresh_catalog()
-        start = last_event_id if last_event_id is not None else since
-        start = catalog.revision if start is None else start
+        start = catalog.position_of(since) if last_event_id is None else last_event_id
         catalog.events_since(start)
         stream = catalog.event_stream(
             start,
             keep_alive_s=settings.keep_alive_s,
             is_stopping=lambda: is_stopping() or not reconciler.leadership.has_term,
             shown=seen.event,
+            only_changes=changes,
         )
         return EventStream(stream)
 

@@ -6,7 +6,7 @@ Every event makes a new revision, so an event's id says exactly which changes a 
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 
@@ -32,13 +32,21 @@ Tenants = tuple[str, ...] | None
 """The tenants of an adapter; None: everyone."""
 
 
+class LoggedEvent(NamedTuple):
+    """An event, the tenants of its adapter, and whether the catalog reads otherwise since."""
+
+    event: FleetEvent
+    tenants: Tenants
+    is_change: bool
+
+
 class CatalogBook:
     """The current catalog and the recent events. One writer: the event loop."""
 
     def __init__(self, store: IntentStore, *, wall: Callable[[], float], buffer: int) -> None:
         self._store = store
         self._wall = wall
-        self._events = NumberedLog[tuple[FleetEvent, Tenants]](buffer, last=store.revision)
+        self._events = NumberedLog[LoggedEvent](buffer, last=store.revision)
         self._most_changes = buffer
         self._adapters: dict[str, CatalogAdapter] = SortedDict()
         self._sources: dict[str, tuple[RegisteredAdapter, str, str | None]] = {}
@@ -49,6 +57,7 @@ class CatalogBook:
         self.pause_revisions: dict[str, int] = {}
         """Key of a pause's scope -> the revision since which the catalog has it as it is."""
         self._body: tuple[int, bytes] = (-1, b"")
+        self._unchanged: tuple[int, int] = (-1, -1)  # revisions between which the catalog has read the same
         # (kind, name) -> revision of its last change or removal, the latest last; and from where on all are in it.
         self._last_changes: dict[tuple[_Kind, str], int] = {}
         self._changes_from = store.revision
@@ -56,14 +65,21 @@ class CatalogBook:
 
     @property
     def revision(self) -> int:
+        """The revision since which the catalog reads as it does now. Later events have changed nothing in it."""
+        since, until = self._unchanged
+        return since if until == self._store.revision else self._store.revision
+
+    @property
+    def last_event_id(self) -> int:
         """The revision of the last event."""
         return self._store.revision
 
     def begin_term(self) -> None:
         """Drop the events, as those of a leader before us are not known here: followers must read the catalog again."""
-        self._events.restart(self.revision)
+        self._unchanged = -1, -1
+        self._events.restart(self.last_event_id)
         self._last_changes.clear()
-        self._changes_from = self.revision
+        self._changes_from = self.last_event_id
 
     def emit_event(
         self,
@@ -73,16 +89,35 @@ class CatalogBook:
         worker_id: str | None = None,
         message: str = "",
         tenants: Tenants = (),
+        is_change: bool = False,
     ) -> int:
         """Add an event under the store's next revision and notify followers; returns the revision.
 
-        tenants  of an adapter that is not registered any more; else they are those that it has
+        tenants    of an adapter that is not registered any more; else they are those that it has
+        is_change  whether the catalog reads otherwise from then on
         """
         adapter = None if lora_id is None else self._store.adapters.get(lora_id)
-        revision = self._store.next_revision()
+        before, revision = self.revision, self._store.next_revision()
+        if not is_change:
+            self._unchanged = before, revision
         at = utc_text(datetime.fromtimestamp(self._wall(), UTC))
         event = FleetEvent(id=revision, type=kind, at=at, lora_id=lora_id, worker_id=worker_id, message=message)
-        return self._events.add((event, tenants if adapter is None else adapter.tenants), revision)
+        logged = LoggedEvent(event, tenants if adapter is None else adapter.tenants, is_change)
+        return self._events.add(logged, revision)
+
+    def _emit_change(
+        self,
+        kind: str,
+        *,
+        lora_id: str | None = None,
+        worker_id: str | None = None,
+        message: str = "",
+        tenants: Tenants = (),
+    ) -> int:
+        """Add an event from whose revision on the catalog reads otherwise; as `emit_event`."""
+        return self.emit_event(
+            kind, lora_id=lora_id, worker_id=worker_id, message=message, tenants=tenants, is_change=True
+        )
 
     def refresh(
         self,
@@ -102,7 +137,7 @@ class CatalogBook:
         for name in sorted(self._workers.keys() | workers.keys()):
             old, new = self._workers.get(name), workers.get(name)
             if old != new:
-                self.emit_event("worker_changed", worker_id=name, message="forgotten" if new is None else new.state)
+                self._emit_change("worker_changed", worker_id=name, message="forgotten" if new is None else new.state)
                 if new is None:
                     del self._workers[name]
                 else:
@@ -111,7 +146,7 @@ class CatalogBook:
             before = set(self._draining)
             for mark in sorted(before.symmetric_difference(draining), key=lambda d: (d.worker_id, d.lora_id)):
                 kind = "drain_ended" if mark in before else "drain_began"
-                self.emit_event(kind, lora_id=mark.lora_id, worker_id=mark.worker_id)
+                self._emit_change(kind, lora_id=mark.lora_id, worker_id=mark.worker_id)
             self._draining = draining
         self._refresh_pauses(pauses)
 
@@ -119,7 +154,7 @@ class CatalogBook:
         """Update the catalog's adapters from the store, with one event for each difference, deletions included."""
         for lora_id in sorted(self._store.changed_adapters - self._store.adapters.keys()):
             if lora_id in self._adapters:
-                deleted = self.emit_event("adapter_deleted", lora_id=lora_id, tenants=self._adapters[lora_id].tenants)
+                deleted = self._emit_change("adapter_deleted", lora_id=lora_id, tenants=self._adapters[lora_id].tenants)
                 del self._sources[lora_id], self._adapters[lora_id]
                 self._note_change("adapter", lora_id, deleted)
             self._store.changed_adapters.discard(lora_id)
@@ -145,7 +180,7 @@ class CatalogBook:
             )
             if self._adapters.get(lora_id) != item or source is None or source[2] != error:
                 kind = "adapter_changed" if lora_id in self._adapters else "adapter_registered"
-                changed = self.emit_event(kind, lora_id=lora_id, message=error or state)
+                changed = self._emit_change(kind, lora_id=lora_id, message=error or state)
                 self._adapters[lora_id] = item
                 self._note_change("adapter", lora_id, changed)
             self._sources[lora_id] = (adapter, state, error)
@@ -154,19 +189,19 @@ class CatalogBook:
     def _refresh_pauses(self, pauses: Mapping[str, PauseLease]) -> None:
         """Update the catalog's pauses, with one event for each difference."""
         for key in [key for key in self._pauses if key not in pauses]:
-            self.emit_event("pause_ended", message=key)
+            self._emit_change("pause_ended", message=key)
             del self._pauses[key], self.pause_revisions[key]
         for key, pause in pauses.items():
             known = self._pauses.get(key)
             if known != pause:
                 is_new = known is None or known.began_at != pause.began_at
-                self.pause_revisions[key] = self.emit_event("pause_began" if is_new else "pause_renewed", message=key)
+                self.pause_revisions[key] = self._emit_change("pause_began" if is_new else "pause_renewed", message=key)
                 self._pauses[key] = pause
 
     def _refresh_aliases(self) -> None:
         """Update the catalog's aliases from the store, with one event for each difference."""
         for name in [name for name in self._aliases if not self._store.targets_of(name)]:
-            deleted = self.emit_event("alias_deleted", message=name)
+            deleted = self._emit_change("alias_deleted", message=name)
             del self._aliases[name]
             self._note_change("alias", name, deleted)
         for name, found in self._store.names.items():
@@ -174,7 +209,7 @@ class CatalogBook:
                 continue
             item = CatalogAlias(name=name, targets=found.targets)
             if self._aliases.get(name) != item:
-                changed = self.emit_event("alias_changed", message=name)
+                changed = self._emit_change("alias_changed", message=name)
                 self._aliases[name] = item
                 self._note_change("alias", name, changed)
 
@@ -223,12 +258,21 @@ class CatalogBook:
         )
         return reader_of(Catalog).dump_json(changes)
 
-    def events_since(self, revision: int) -> list[tuple[FleetEvent, Tenants]]:
-        """Events after this revision, each with its adapter's tenants.
+    def position_of(self, revision: int | None) -> int:
+        """The event after which a reader goes on that has read the catalog at this revision; None: after the last one.
+
+        Of events that are no longer kept and have changed nothing in the catalog it has missed nothing.
+        """
+        if revision is None:
+            return self.last_event_id
+        return max(revision, self._events.oldest) if self.revision <= revision <= self.last_event_id else revision
+
+    def events_since(self, revision: int) -> list[LoggedEvent]:
+        """Events after this revision.
 
         Raises EventsExpired when the buffer does not hold all of them.
         """
-        if not self._events.oldest <= revision <= self.revision:
+        if not self._events.oldest <= revision <= self.last_event_id:
             raise EventsExpired(
                 f"events since {revision} are not kept (from {self._events.oldest} on they are): fetch /v1/catalog"
             )
@@ -241,17 +285,19 @@ class CatalogBook:
         keep_alive_s: float,
         is_stopping: Callable[[], bool],
         shown: Callable[[FleetEvent, Tenants], FleetEvent | None] = lambda event, _: event,
+        only_changes: bool = False,
     ) -> AsyncIterator[str]:
         """SSE text: the events after `revision` as they happen, and a comment after `keep_alive_s` without an event.
 
         Ends when the service stops, or when the buffer no longer has the reader's next event.
 
-        shown  an event as the reader may see it, by its adapter's tenants; None: not at all
+        shown         an event as the reader may see it, by its adapter's tenants; None: not at all
+        only_changes  pass over events that have changed nothing in the catalog
         """
         yield f": following from {revision}\n\n"
         async for events in self._events.follow(revision, idle_s=keep_alive_s, is_over=is_stopping):
-            for event, tenants in events:
-                if (visible := shown(event, tenants)) is not None:
+            for event, tenants, is_change in events:
+                if (is_change or not only_changes) and (visible := shown(event, tenants)) is not None:
                     data = reader_of(FleetEvent).dump_json(visible).decode()
                     yield f"id: {event.id}\nevent: {event.type}\ndata: {data}\n\n"
             if not events:

@@ -261,11 +261,11 @@ class Discovery:
         return None if followed is None or followed.metadata is None else self.clock() - followed.heard_at
 
     async def _follow_catalog_events(self) -> None:
-        """Wake the polling of the catalog at each of the orchestrator's events, until the stream ends.
+        """Wake the polling of the catalog at each of its changes, until the stream of events ends.
 
         Raises FetchRefused.
         """
-        path = f"/v1/events?since={self._catalog.current.revision}"
+        path = f"/v1/events?changes=true&since={self._catalog.current.revision}"
         await self._follow_events(self._url, path, self._catalog.wake)
 
     async def _follow_events(self, url: str, path: str, wake: asyncio.Event) -> None:
@@ -374,7 +374,7 @@ class Discovery:
 
         async def listen() -> None:
             """Wake the worker's polling at each event of its agent, until the stream ends. Raises FetchRefused."""
-            await self._follow_events(followed.url, "/v1/events", followed.wake)
+            await self._follow_events(followed.url, "/v1/events?files=false", followed.wake)
 
         loops = [self._repeat(poll, "metadata", self._settings.metadata_poll_s, followed.wake, worker=worker.id)]
         if followed.agentless is None:
@@ -452,7 +452,7 @@ class Discovery:
         """A worker's report, from its agent or its engine; raises FetchRefused if another worker answers."""
         if followed.agentless is not None:
             return await followed.agentless.report()
-        metadata = followed.reader.read(await self._access.get(followed.url, "/metadata"))
+        metadata = followed.reader.read(await self._access.get(followed.url, "/metadata?available=false"))
         id_ = followed.source.id
         if metadata.instance_id != id_ and id_ in self.catalog_ids:  # another worker has its address now
             raise FetchRefused(f"{followed.url} is worker {metadata.instance_id!r} by now, not {id_!r}")

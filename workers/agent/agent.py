@@ -41,7 +41,6 @@ from workers.wire import (
     DrainAnswer,
     InspectRequest,
     LoadRequest,
-    LoraInfo,
     MarkFilesRequest,
     Metadata,
     Transport,
@@ -491,9 +490,15 @@ class WorkerAgent:
 
     # --- reports -------------------------------------------------------------------------------------------------
 
-    def metadata(self) -> Metadata:
-        """The worker's state as `GET /metadata` and heartbeats have it."""
-        settings, model, lora = self.context.settings, self.engine.model_card(), self._lora_info()
+    def metadata(self, *, with_available: bool = True) -> Metadata:
+        """The worker's state as `GET /metadata` and heartbeats have it.
+
+        with_available  as of `InventoryReport.info`
+        """
+        settings, model = self.context.settings, self.engine.model_card()
+        lora = self.report.info(with_available=with_available).model_copy(
+            update={"punica": punica_names(self.engine.reports)}
+        )
         return Metadata(
             instance_id=settings.instance_id,
             namespace=settings.namespace,
@@ -517,10 +522,6 @@ class WorkerAgent:
             epoch=self.context.installed.epoch,
             report_number=self._report_number,
         )
-
-    def _lora_info(self) -> LoraInfo:
-        """The adapters' part of /metadata."""
-        return self.report.info().model_copy(update={"punica": punica_names(self.engine.reports)})
 
     def as_of(self) -> str:
         """The value of `REPORT_HEADER` now."""

@@ -1,4 +1,7 @@
-"""Heartbeats to the orchestrator with the worker's metadata: as often as it says, and at once after a change."""
+"""Heartbeats to the orchestrator with the worker's metadata: as often as it says, and at once after a change.
+
+A change by a call of the orchestrator is told by that call's answer, and waits for the heartbeat that is due next.
+"""
 
 import asyncio
 import contextlib
@@ -101,7 +104,7 @@ class HeartbeatSender:
         disk_id = await self._agent.context.cache.disk_id()
         # From here to the body without an `await`: all of it is of one moment, that of the report's number.
         version = self._agent.inventory.version
-        metadata = self._agent.metadata()
+        metadata = self._agent.metadata(with_available=False)
         history = self._agent.inventory.history
         body = Heartbeat(
             metadata=metadata,
@@ -144,7 +147,7 @@ class HeartbeatSender:
         self._files_seen = seen
 
     async def _wait_until_due(self, sent_version: int, failures: int) -> None:
-        """Wait until the next heartbeat is due, or the inventory is newer than `sent_version`.
+        """Wait until the next heartbeat is due, or a change after `sent_version` is to be told at once.
 
         After failures back off.
         """
@@ -157,5 +160,5 @@ class HeartbeatSender:
         every_s = min(self._every_s, _WARMING_INTERVAL_S) if self._agent.is_warming else self._every_s
         every_s *= self._rng.uniform(0.8, 1.0)
         inventory = self._agent.inventory
-        if await inventory.changes.until(lambda: inventory.version != sent_version, timeout_s=every_s):
+        if await inventory.changes.until(lambda: inventory.due_version > sent_version, timeout_s=every_s):
             await asyncio.sleep(_COALESCE_S)

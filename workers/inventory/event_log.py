@@ -102,17 +102,24 @@ class AgentEventLog:
             )
         return int(number)
 
-    async def stream(self, after: int, *, keep_alive_s: float) -> AsyncIterator[str]:
+    async def stream(self, after: int, *, keep_alive_s: float, with_files: bool = True) -> AsyncIterator[str]:
         """Server-sent events after a number, until `close` or until the reader falls behind the log.
 
         Sends a comment every `keep_alive_s`. Ids are `boot_id:number`.
+
+        with_files  False leaves out the events that are about files on the disk alone
         """
         yield ": connected\n\n"
         async for events in self._events.follow(after, idle_s=keep_alive_s, is_over=lambda: self._is_closed):
-            for event in events:
+            for event in events if with_files else filter(_is_of_engine, events):
                 yield f"id: {self._boot_id}:{event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"
             if not events:
                 yield ": keep-alive\n\n"
+
+
+def _is_of_engine(event: AgentEvent) -> bool:
+    """Whether the event says more than what has become of files on the disk."""
+    return event.type not in ("DOWNLOADING", "DOWNLOADED_TO_DISK", "DELETED_FROM_DISK")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Literal
@@ -28,6 +29,9 @@ log = structlog.get_logger()
 
 _FAILURES_KEPT = 64
 
+is_answered = ContextVar("is_answered", default=False)
+"""Whether this is a call of an orchestrator, whose answer tells what the call changes."""
+
 
 def timestamp() -> str:
     """The time now as the wire has it: ISO 8601 in UTC, with milliseconds."""
@@ -37,7 +41,9 @@ def timestamp() -> str:
 class Inventory:
     """The adapters of one worker. The event loop is the only writer.
 
-    changes    wakes the senders of heartbeats; `version` grows with each change
+    version    grows with each change
+    due_version  the version that a heartbeat is to tell at once: that of the last change that no answer tells
+    changes    wakes the sender of heartbeats
     kv_connector  what the engine's KV connector allows adapters
     device_refusal  why the engine's device runs no adapters of its base model; ""
     refused_names  engine names that the engine still lists, though their adapters were refused for their effect
@@ -57,7 +63,7 @@ class Inventory:
         self.installed = installed
         self.events = events
         self.changes = ChangeSignal()
-        self.version = 0
+        self.version = self.due_version = 0
         self.slots = AdapterSlots(settings.max_loras, settings.max_cpu_loras)
         self.kv_connector: ConnectorVerdict = NO_CONNECTOR
         self.device_refusal = ""
@@ -85,9 +91,11 @@ class Inventory:
         return self._failures.values()
 
     def mark_changed(self) -> None:
-        """Count a change and wake the senders of heartbeats."""
+        """Count a change, and wake the sender of heartbeats unless an answer to the orchestrator tells the change."""
         self.version += 1
-        self.changes.notify()
+        if not is_answered.get():
+            self.due_version = self.version
+            self.changes.notify()
 
     # --- changes -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from workers.core.errors import sendable
 from workers.inventory.context import AgentContext
 from workers.inventory.inventory import Inventory
 from workers.storage.local_adapters import LocalAdapter
-from workers.wire import ListedAdapter, LoraCapacity, LoraInfo, WorkerAdapter, field_values
+from workers.wire import ListedAdapter, LoraCapacity, LoraInfo, WorkerAdapter, field_values, in_mb
 
 _LOADS_KEPT = 32
 _AVAILABLE_LISTED = 100
@@ -35,21 +35,24 @@ class InventoryReport:
         """Whether the engine loads adapters while it runs, and nothing of it forbids them."""
         return self._inventory.takes_loads and not self._inventory.refusal
 
-    def info(self) -> LoraInfo:
-        """The adapters' part of /metadata: limits, adapters on disk and in the engine, free slots."""
+    def info(self, *, with_available: bool = True) -> LoraInfo:
+        """The adapters' part of /metadata: limits, adapters on disk and in the engine, free slots.
+
+        with_available  False leaves `available_loras` out
+        """
         settings, refusal = self._settings, self._inventory.refusal
         count, digest = self._available_summary()
-        listed_at = self._inventory.listed_at
+        listed_at, loaded = self._inventory.listed_at, self.loaded()
         return LoraInfo(
             enabled=self._takes_loads,
             max_loras=settings.max_loras,
             max_cpu_loras=settings.max_cpu_loras,
             max_lora_rank=settings.max_lora_rank,
-            available_loras=tuple(islice(self.available(), _AVAILABLE_LISTED)),
+            available_loras=tuple(islice(self.available(), _AVAILABLE_LISTED)) if with_available else (),
             available_count=count,
             available_digest=digest,
-            configured_digest=self._configured_digest(),
-            loaded_loras=self.loaded(),
+            configured_digest=self._configured_digest(loaded),
+            loaded_loras=loaded,
             list_age_s=None if listed_at is None else self._clock() - listed_at,
             refusal=refusal,
             is_salted=self._inventory.kv_connector.separation == "salted",
@@ -88,15 +91,18 @@ class InventoryReport:
 
     def _marked(self, adapter: WorkerAdapter) -> WorkerAdapter:
         """The adapter, marked as configured where the operator's settings name its bytes."""
+        return replace(adapter, is_configured=True) if self._is_configured(adapter) else adapter
+
+    def _is_configured(self, adapter: WorkerAdapter) -> bool:
+        """Whether the operator's settings name the adapter's bytes."""
         name, preloaded = adapter.engine_name, self._inventory.preloaded
         local = self._local_adapters.find(adapter.lora_id)
-        is_configured = (
+        return (
             name in self._inventory.engine_modules
             or (bool(name) and preloaded.get(adapter.lora_id) == name)
             or (adapter.state == "failed" and adapter.lora_id in self._settings.preload_loras)
             or (local is not None and local.manifest is not None and local.manifest.digest == adapter.digest)
         )
-        return replace(adapter, is_configured=True) if is_configured else adapter
 
     def _local_adapter(self, item: LocalAdapter) -> WorkerAdapter:
         """An adapter in lora_path: with its bytes as they are there, or failed with the reason."""
@@ -125,8 +131,11 @@ class InventoryReport:
             items |= {item.lora_id: self._local_adapter(item) for item in self._local_adapters.adapters}
         return tuple(items[lora_id] for lora_id in sorted(items))
 
-    def _configured_digest(self) -> str:
-        """A digest of `configured`; "" without any. The part of lora_path is cached until a scan finds a change."""
+    def _configured_digest(self, loaded: Iterable[WorkerAdapter]) -> str:
+        """A digest of `configured`; "" without any. The part of lora_path is cached until a scan finds a change.
+
+        loaded  as `loaded()` has them
+        """
         revision = self._local_adapters.revision
         if self._local_cache[0] != revision:
             rows = (
@@ -136,7 +145,7 @@ class InventoryReport:
             self._local_cache = revision, "\n".join(rows)
         others = (
             f"{item.engine_name or item.lora_id} {item.digest or item.files_digest or item.error}"
-            for item in self.loaded()
+            for item in loaded
             if item.is_configured
         )
         local = self._local_cache[1] if self._inventory.takes_loads else ""
@@ -198,9 +207,14 @@ class InventoryReport:
 
     def as_loaded(self, adapter: WorkerAdapter) -> WorkerAdapter:
         """An adapter that the engine has, with its place there and what is wrong with its source."""
-        held = replace(adapter, location=self._inventory.slots.location(adapter.engine_name))
-        return self._marked(
-            replace(held, state="ready", memory_mb=held.held_mb, error=self._source_changed_error(adapter))
+        location = self._inventory.slots.location(adapter.engine_name)
+        return replace(
+            adapter,
+            location=location,
+            state="ready",
+            memory_mb=in_mb(adapter.held_bytes_at(location)),
+            error=self._source_changed_error(adapter),
+            is_configured=adapter.is_configured or self._is_configured(adapter),
         )
 
     def _source_changed_error(self, adapter: WorkerAdapter) -> str | None:

@@ -31,7 +31,8 @@ async def test_events_follow_from_a_revision_live_and_after_a_reconnect(service)
 
 async def test_events_older_than_the_buffer_are_410(open_service):
     service = open_service(event_buffer=3)
-    start = (await service.catalog())["revision"]
+    await service.catalog()
+    start = service.reconciler.catalog.last_event_id
     for number in range(3):
         await service.register(f"a{number}")
     assert service.reconciler.catalog.events_since(start)
@@ -39,6 +40,17 @@ async def test_events_older_than_the_buffer_are_410(open_service):
     for since in (start, 1, 10**18):
         answer = await service.http.get("/v1/events", params={"since": since})
         assert (answer.status_code, code_of(answer)) == (410, "events_expired")
+
+
+async def test_a_reader_of_the_catalog_follows_it_where_events_that_changed_nothing_are_no_longer_kept(open_service):
+    service = open_service(event_buffer=3)
+    read_at = (await service.catalog())["revision"]
+    for _ in range(9):
+        last = service.reconciler.catalog.emit_event("incident")
+    assert (await service.catalog())["revision"] == read_at
+    assert service.reconciler.catalog.position_of(read_at) == last - 3
+    answer = await service.http.get("/v1/events", headers={"last-event-id": str(read_at)})
+    assert (answer.status_code, code_of(answer)) == (410, "events_expired")
 
 
 async def test_an_event_stream_ends_with_its_leaders_term(open_service):
@@ -73,7 +85,7 @@ async def test_events_of_another_leaders_term_are_410(open_service):
 async def test_an_idle_event_stream_sends_keep_alive_comments(open_service):
     service = open_service(keep_alive_s=0.01)
     stream = service.reconciler.catalog.event_stream(
-        service.reconciler.catalog.revision, keep_alive_s=0.01, is_stopping=lambda: False
+        service.reconciler.catalog.last_event_id, keep_alive_s=0.01, is_stopping=lambda: False
     )
     texts = [await asyncio.wait_for(anext(stream), patience(5)) for _ in range(3)]
     assert all(text.startswith(":") for text in texts)

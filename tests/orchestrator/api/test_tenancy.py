@@ -208,7 +208,7 @@ async def test_pauses_of_other_tenants_are_no_events_of_a_tenants_stream(fleet):
         await pauses.pause(scope, "keep", "somebody", 60.0, lambda: False)
         await pauses.end(scope)
     view = TenantView(Caller("acme", frozenset({"view"})), fleet.store)
-    shown = [view.event(event, tenants) for event, tenants in catalog.events_since(begin)]
+    shown = [view.event(event, tenants) for event, tenants, _ in catalog.events_since(begin)]
     found = [(event.type, json.loads(event.message)) for event in shown if event and event.type.startswith("pause_")]
     assert found == [(kind, list(scope)) for scope in scopes[1:] for kind in ("pause_began", "pause_ended")]
     assert MARK not in str(shown)

@@ -204,10 +204,20 @@ async def test_a_changed_registration_is_inspected_again_after_a_refusal(service
 async def test_a_refusal_of_the_former_registration_is_ignored(service):
     agent = await service.worker()
     agent.refuse["sql/v1"] = "base_model_mismatch"
+    inspect, may_answer = agent.inspect_lora, asyncio.Event()
+
+    async def held(body):
+        agent.has_called.set()
+        await may_answer.wait()
+        return await inspect(body)
+
+    agent.inspect_lora = held
     await service.register()
     await service.beat()
     service.reconciler.run_pass()
+    await agent.has_called.wait()
     await service.register(base_model="tiny-qwen")
+    may_answer.set()
     await service.reconciler.wait_for_actions()
     agent.refuse.clear()
     assert (await service.adapter())["status"]["error"] is None

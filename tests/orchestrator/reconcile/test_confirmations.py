@@ -88,6 +88,22 @@ def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept
             assert known == router_catalog(reader_of(Catalog).validate_json(book.catalog_json()[1]))
 
 
+async def test_an_event_that_changes_nothing_in_the_catalog_leaves_its_revision_and_wakes_no_follower_of_changes():
+    store = StoreDouble()
+    book = CatalogBook(store, wall=lambda: 0.0, buffer=9)
+    begin = book.last_event_id
+    store.adapters["a"] = registered("a", source="file:///a")
+    book.refresh({"a": ("registered", None)}, {}, ())
+    changed = book.revision
+    loaded = book.emit_event("loaded", lora_id="a")
+    assert (book.revision, book.last_event_id) == (changed, loaded)
+    book.refresh({"a": ("ready", None)}, {}, ())
+    assert book.revision == book.last_event_id > loaded
+    stream = book.event_stream(begin, keep_alive_s=60, is_stopping=lambda: True, only_changes=True)
+    told = [piece.partition("\ndata:")[0] async for piece in stream if piece.startswith("id:")]
+    assert told == [f"id: {changed}\nevent: adapter_registered", f"id: {book.revision}\nevent: adapter_changed"]
+
+
 def test_changes_that_do_not_follow_are_refused_and_repeated_ones_change_nothing():
     known = router_catalog(Catalog(revision=5))
     assert with_changes(known, Catalog(revision=9, since=6)) is None

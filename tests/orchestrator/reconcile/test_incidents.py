@@ -96,7 +96,7 @@ async def test_an_agents_incident_is_in_history_events_and_metrics_once(service)
     assert (back["kind"], back["body"]["cause"]) == ("engine_back", "4 adapters back after 3.2 s")
     assert leader["kind"] == "leader_changed"
     messages = [
-        event.message for event, _ in service.reconciler.catalog.events_since(begin) if event.type == "incident"
+        event.message for event, *_ in service.reconciler.catalog.events_since(begin) if event.type == "incident"
     ]
     assert messages[-2:] == [
         "engine_died: the engine exited (killed by SIGKILL, status -9)",

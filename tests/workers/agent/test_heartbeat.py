@@ -146,3 +146,18 @@ async def test_kernels_for_another_device_than_the_engines_are_an_incident(worke
         await orchestrator.until(lambda _: "engine_started" in orchestrator.incidents)
     assert report["lora"]["punica"] == "PunicaWrapperCPU"
     assert ("lora_kernels_missing" in orchestrator.incidents) is is_incident
+
+
+async def test_what_a_call_of_the_orchestrator_changes_is_told_by_its_answer_and_not_by_a_heartbeat_of_its_own(worker):
+    orchestrator = StubOrchestrator(is_warm=True, interval_s=60.0)
+    async with orchestrator.serving() as url, worker.together("--orchestrator-url", url) as client:
+        await orchestrator.until(lambda report: report["state"] == "ready")
+        assert (await post(client, "load_lora", lora_id=SQL, epoch=1)).status_code == 200
+        assert (await post(client, "load_lora", lora_id="python-expert/v1")).status_code == 200
+        both = {SQL, "python-expert/v1"}
+        await orchestrator.until(lambda report: _lora_ids(report) == both)
+        assert {frozenset(_lora_ids(report)) for report in orchestrator.reports} == {frozenset(), frozenset(both)}
+
+
+def _lora_ids(report: dict) -> set[str]:
+    return {lora["lora_id"] for lora in report["lora"]["loaded_loras"]}

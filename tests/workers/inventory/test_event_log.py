@@ -45,6 +45,15 @@ async def test_events_before_the_end_are_delivered_to_streams_that_are_open():
     assert types(seen) == ["ENGINE_UP", "DRAINING", "ENGINE_DOWN"]
 
 
+async def test_a_reader_may_leave_out_what_has_become_of_files_on_the_disk():
+    events = event_log()
+    for kind in ("DOWNLOADING", "DOWNLOADED_TO_DISK", "LOADED_TO_DEVICE", "DELETED_FROM_DISK", "UNLOADED_FROM_DEVICE"):
+        events.add(kind)
+    events.close()
+    seen = [piece async for piece in events.stream(0, keep_alive_s=60, with_files=False)]
+    assert types(seen) == ["LOADED_TO_DEVICE", "UNLOADED_FROM_DEVICE"]
+
+
 async def test_a_reader_that_comes_after_the_end_gets_no_stream():
     events = event_log()
     events.add("DRAINING")
