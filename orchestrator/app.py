@@ -315,6 +315,7 @@ def _agentless_transport(
     rules = AgentlessLoadRules(
         slots=settings.engine_slots,
         roots=settings.engine_roots,
+        by_offer=settings.engine_offers,
         salt=settings.engine_salt,
         canary=settings.engine_canary,
         canary_timeout_s=settings.engine_canary_timeout_s,

@@ -119,6 +119,10 @@ class OrchestratorSettings(WorkerDiscoverySettings):
     engine_roots: tuple[PurePosixPath, ...] = Field(
         default=(), description="folders on those engines' own disks that file:// adapters may be loaded from"
     )
+    engine_offers: bool = Field(
+        default=False,
+        description="those engines have lorafleet's plugin and ask here which adapters they may load, and from where",
+    )
     engine_canary: CanaryMode = Field(
         default="refuse",
         description="compare such an engine's answers with and without a new adapter: refuse one that changes nothing,"

@@ -9,22 +9,15 @@ import contextlib
 import hashlib
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from lorafleet.engine.engine_reports import engine_folder
 from lorafleet.service.files import make_private_folder
+from orchestrator.model.offers import AdapterOffer
 
 _LARGEST_BYTES = 1 << 16
 _MARK = "takes-offers"
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterOffer:
-    """An adapter that the engine may load under this name from the verified files in this folder."""
-
-    engine_name: str
-    path: str
 
 
 def mark_as_taking_offers(folder: Path) -> None:
@@ -52,11 +45,22 @@ def read_offer(folder: Path, engine_name: str) -> AdapterOffer | None:
     path = _offer_path(folder, engine_name)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         if path.stat().st_size <= _LARGEST_BYTES:
-            raw = json.loads(path.read_bytes())
-            offer = AdapterOffer(str(raw["engine_name"]), str(raw["path"]))
-            if offer.engine_name == engine_name and (Path(offer.path) / "adapter_config.json").is_file():
+            offer = parse_offer(path.read_bytes(), engine_name)
+            if (Path(offer.path) / "adapter_config.json").is_file():
                 return offer
     return None
+
+
+def parse_offer(content: bytes, engine_name: str) -> AdapterOffer:
+    """The offer of this name in a file, or an answer of the orchestrator.
+
+    raises  ValueError, TypeError and KeyError for any other content
+    """
+    raw = json.loads(content)
+    offer = AdapterOffer(str(raw["engine_name"]), str(raw["path"]), str(raw["digest"]))
+    if offer.engine_name != engine_name:
+        raise ValueError(f"an offer of {offer.engine_name!r}, expected one of {engine_name!r}")
+    return offer
 
 
 def withdraw_offer(folder: Path, engine_name: str) -> None:

@@ -19,9 +19,10 @@ from types import ModuleType
 from typing import Any
 
 from lorafleet.engine import vllm_cpu
+from lorafleet.engine.catalog_offers import URL_VARIABLE, OfferReader
 from lorafleet.engine.engine_reports import EngineProcessReport, PoolMissCounter, write_engine_report
 from lorafleet.engine.lora_reports import REPORTS_VARIABLE, LoraReport, is_of_experts, write_report
-from lorafleet.engine.offers import mark_as_taking_offers, read_offer
+from lorafleet.engine.offers import mark_as_taking_offers
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def register() -> None:
     """Entry point `lorafleet` of `vllm.general_plugins`, called in each process of any vLLM in this environment."""
     vllm_cpu.apply_fixes()
     report_loads()
+    take_offers()
 
 
 def report_loads() -> None:
@@ -49,7 +51,17 @@ def report_loads() -> None:
     """
     if folder := os.environ.get(REPORTS_VARIABLE):
         after_import(_WORKER_MANAGER, lambda module: patch_worker_manager(module, Path(folder)))
-        after_import(_RESOLVERS, lambda module: register_resolver(module, Path(folder)))
+
+
+def take_offers() -> None:
+    """Load what the agent or the orchestrator offers with its first request, if the environment names one of them."""
+    if os.environ.get(REPORTS_VARIABLE) or os.environ.get(URL_VARIABLE):
+        after_import(_RESOLVERS, lambda module: register_resolver(module, OfferReader.of(os.environ)))
+        if folder := os.environ.get(REPORTS_VARIABLE):
+            try:
+                mark_as_taking_offers(Path(folder))
+            except OSError:
+                log.exception("lorafleet: this engine takes no offers of adapters")
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
@@ -127,8 +139,8 @@ def patch_worker_manager(module: Any, folder: Path) -> None:
     loads._load_adapter, adds.add_adapter = load_adapter, add_adapter  # type: ignore[union-attr]
 
 
-def register_resolver(module: Any, folder: Path) -> None:
-    """Let vLLM load the adapters that are offered below `folder` with their first request.
+def register_resolver(module: Any, offers: OfferReader) -> None:
+    """Let vLLM load the adapters that are offered with their first request.
 
     module  vLLM's `lora.resolver`, which only the API process imports, before it reads the registry
     source  0.32 entrypoints/openai/models/serving.py resolve_lora: one call at a time for each name, under the lock of
@@ -136,21 +148,16 @@ def register_resolver(module: Any, folder: Path) -> None:
     """
 
     class OfferResolver(module.LoRAResolver):  # type: ignore[misc]
-        """Resolves the names that the agent offers, and no others."""
+        """Resolves the names that are offered, and no others."""
 
         async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:  # noqa: ARG002
             """vLLM's request for an offered adapter's files; None makes vLLM answer 404."""
-            offer = read_offer(folder, lora_name)
+            offer = await offers.find(lora_name)
             if offer is None:
                 return None
             return module.LoRARequest(lora_name=lora_name, lora_int_id=1, lora_path=offer.path)
 
-    try:
-        mark_as_taking_offers(folder)
-    except OSError:
-        log.exception("lorafleet: this engine takes no offers of adapters")
-    else:
-        module.LoRAResolverRegistry.register_resolver("lorafleet", OfferResolver())
+    module.LoRAResolverRegistry.register_resolver("lorafleet", OfferResolver())
 
 
 def _patch_pool(manager_class: Any, folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from lorafleet.engine.lora_reports import LoraReport, write_report
-from lorafleet.engine.offers import mark_as_taking_offers, read_offer
+from lorafleet.engine.offers import mark_as_taking_offers
 from lorafleet.sim.adapters import SimAdapter, read_adapter
 from lorafleet.sim.blocks import BlockChain, BlockPool, ChainRoot
 from lorafleet.sim.events import EventBatch, KVEventPublisher
@@ -156,8 +156,7 @@ class SimEngine:
         async with self._name_lock(name):
             if name in self.adapters:
                 return self.adapters[name]
-            reports = self.settings.lora_reports
-            offer = None if reports is None else await asyncio.to_thread(read_offer, reports, name)
+            offer = await self.settings.offers.find(name)
             if offer is None:
                 self.next_int_id()
                 return None

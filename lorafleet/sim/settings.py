@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lorafleet.engine.catalog_offers import OfferReader
 from lorafleet.engine.lora_reports import REPORTS_VARIABLE
 
 # Flags of vLLM without effect in the sim.
@@ -81,6 +82,7 @@ class SimSettings:
     lora_target_modules: frozenset[str] | None
     lora_reports: Path | None
     """Folder for reports on loaded adapters, as lorafleet's plugin of vLLM writes them."""
+    offers: OfferReader
     sim_prefill_tokens_per_s: float
     sim_decode_tokens_per_s: float
     sim_load_s: float
@@ -137,6 +139,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os
         caches_prefixes=flags.enable_prefix_caching,
         lora_target_modules=frozenset(flags.lora_target_modules) if flags.lora_target_modules else None,
         lora_reports=Path(environment[REPORTS_VARIABLE]) if environment.get(REPORTS_VARIABLE) else None,
+        offers=OfferReader.of(environment),
         sim_prefill_tokens_per_s=flags.sim_prefill_tokens_per_s,
         sim_decode_tokens_per_s=flags.sim_decode_tokens_per_s,
         sim_load_s=flags.sim_load_s,

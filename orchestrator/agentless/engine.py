@@ -1,7 +1,7 @@
 """One agentless engine: reports, loads from the engine's disk, and unloads, over the engine's HTTP API."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
@@ -54,15 +54,25 @@ class AgentlessLoadRules:
 
     slots  adapters for each engine
     roots  folders on the engine's disk that adapters may be in
+    by_offer  their plugin loads what the catalog offers: a load is a request that names the adapter
     salt   how their KV connectors salt adapters, see docs/engines.md
     canary, canary_timeout_s  what to do with adapters that do not change their answers, and how long to look
     """
 
     slots: int = 0
     roots: tuple[PurePosixPath, ...] = ()
+    by_offer: bool = False
     salt: EngineSalt = "auto"
     canary: CanaryMode = "refuse"
     canary_timeout_s: float = 2.0
+
+
+def allowed_path(source: str, roots: Iterable[PurePosixPath]) -> str | None:
+    """The folder on an engine's own disk that a source names, if it is below one of the roots; else None."""
+    parts = urlsplit(source)
+    path = PurePosixPath(unquote(parts.path))
+    is_local = parts.scheme == "file" and not parts.netloc and path.is_absolute() and ".." not in path.parts
+    return str(path) if is_local and any(path.is_relative_to(root) for root in roots) else None
 
 
 class AgentlessRefusal(Exception):
@@ -187,9 +197,7 @@ class AgentlessEngineDriver:
             if name not in held:
                 if ask.evict is not None and len(held) >= self._allowed.slots:
                     await self._unload(ask.evict)
-                refusal = await self._post_to_engine(
-                    "load_lora_adapter", {"lora_name": name, "lora_path": path}, operation=f"load {name}"
-                )
+                refusal = await self._load(name, path)
                 report = await self.metadata()
                 held = {lora.engine_name: lora for lora in report.lora.loaded_loras}
                 if name not in held:  # decided by its list: vLLM also refuses an adapter that has just been loaded
@@ -197,6 +205,16 @@ class AgentlessEngineDriver:
                     raise refusal or AgentlessRefusal(422, "adapter_refused", no)
                 return await self._with_shown_effect(held[name], path, report)
         return held[name]
+
+    async def _load(self, name: str, path: str) -> AgentlessRefusal | None:
+        """Have the engine load an adapter; returns its error. Raises httpx.HTTPError.
+
+        An engine with our plugin reads the bytes first, and asks us about the name. No token is computed for that.
+        """
+        if self._allowed.by_offer:
+            return await self._post_to_engine("tokenize", {"model": name, "prompt": "."}, operation=f"load {name}")
+        body = {"lora_name": name, "lora_path": path}
+        return await self._post_to_engine("v1/load_lora_adapter", body, operation=f"load {name}")
 
     async def _with_shown_effect(self, lora: WorkerAdapter, path: str, report: Metadata) -> WorkerAdapter:
         """An adapter that was just loaded, with its effect by the engine's answers.
@@ -256,14 +274,12 @@ class AgentlessEngineDriver:
 
     def _allowed_path(self, source: str) -> str:
         """The folder on the engine's own disk that a source names; raises AgentlessRefusal for any other source."""
-        parts = urlsplit(source)
-        path = PurePosixPath(unquote(parts.path))
-        is_local = parts.scheme == "file" and not parts.netloc and path.is_absolute() and ".." not in path.parts
-        if not is_local or not any(path.is_relative_to(root) for root in self._allowed.roots):
+        path = allowed_path(source, self._allowed.roots)
+        if path is None:
             below = ", ".join(f"file://{root}" for root in self._allowed.roots) or "nothing: engine_roots names none"
             message = f"{source!r}: worker {self.worker.id} has no agent, fetches nothing, and loads from below {below}"
             raise AgentlessRefusal(422, "source_unsupported", message)
-        return str(path)
+        return path
 
     async def _takes_loads(self, boot_id: str) -> bool:
         """Whether the engine has the load route (VLLM_ALLOW_RUNTIME_LORA_UPDATING); asked once per engine start.
@@ -281,13 +297,13 @@ class AgentlessEngineDriver:
     async def _unload(self, name: str) -> None:
         """Unload one engine name; success if it is not loaded. Raises AgentlessRefusal, httpx.HTTPError."""
         self._canary.forget(name)
-        refusal = await self._post_to_engine("unload_lora_adapter", {"lora_name": name}, operation=f"unload {name}")
+        refusal = await self._post_to_engine("v1/unload_lora_adapter", {"lora_name": name}, operation=f"unload {name}")
         if refusal is not None and refusal.code != "source_not_found":  # unloaded already
             raise AgentlessRefusal(503, "engine_failed", str(refusal))
 
     async def _post_to_engine(self, route: str, body: Mapping[str, str], *, operation: str) -> AgentlessRefusal | None:
         """POST to the engine; returns its error as the agent would report it, None on success."""
-        answer = await self._client.post(f"{self.worker.engine_url}/v1/{route}", json=body, timeout=_ENGINE_S)
+        answer = await self._client.post(f"{self.worker.engine_url}/{route}", json=body, timeout=_ENGINE_S)
         if answer.is_success:
             return None
         message = f"{operation}: the engine answered {answer.status_code}: {answer.text[:500]}"

@@ -14,7 +14,14 @@ from lorafleet.service.http import add_routes
 from orchestrator.api.adapters import adapter_routes
 from orchestrator.api.aliases import alias_routes, published_routes
 from orchestrator.api.decisions import decision_routes, request_routes
-from orchestrator.api.fleet import copy_routes, fleet_routes, heartbeat_routes, inspection_routes, worker_routes
+from orchestrator.api.fleet import (
+    copy_routes,
+    fleet_routes,
+    heartbeat_routes,
+    inspection_routes,
+    offer_routes,
+    worker_routes,
+)
 from orchestrator.api.history import history_routes, record_routes
 from orchestrator.api.open_routes import health_routes, ui_routes
 from orchestrator.api.placements import placement_routes, policy_routes
@@ -73,6 +80,7 @@ def build_router(
         policy_routes(keys, registry, reconciler),
         history_routes(keys, reconciler.store),
         heartbeat_routes(keys, reconciler),
+        offer_routes(keys, reconciler),
         fleet_routes(keys, registry, reconciler, views),
         copy_routes(keys, registry, reconciler, views),
         record_routes(keys, registry, reconciler, uploads.relay),

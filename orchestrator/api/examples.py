@@ -367,6 +367,11 @@ _REQUEST = {
     "stages": {"whole": 0.0004},
 }
 EXAMPLES |= {
+    "AdapterOffer": {
+        "engine_name": f"sql-expert/v1@{_DIGEST[:12]}",
+        "path": "/srv/adapters/sql-expert/v1",
+        "digest": _DIGEST,
+    },
     "LogTail": {"lines": ['{"event": "ready", "component": "worker", "level": "info"}']},
     "Metadata": _METADATA,
     "RelayedDecision": _DECISION,

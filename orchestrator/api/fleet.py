@@ -5,10 +5,13 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Depends, Query, Response
 
+from lorafleet.identity import engine_name as name_in_engine
+from lorafleet.identity import lora_id_of
 from lorafleet.keys.auth import ApiKeys, requires
 from lorafleet.keys.roles import Caller
 from lorafleet.keys.whoami import KeyList, key_item
-from orchestrator.agentless.transport import agent_url_of
+from orchestrator.agentless.engine import allowed_path
+from orchestrator.agentless.transport import SCHEME, agent_url_of
 from orchestrator.api.tenancy import Actor, Cursor, Limit, TenantView, WhoCalls, page_after, tenant_view_of
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import (
@@ -23,6 +26,7 @@ from orchestrator.intent import owners
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.agents import Heartbeat, HeartbeatAnswer
 from orchestrator.model.names import HeldName
+from orchestrator.model.offers import AdapterOffer
 from orchestrator.model.snapshot import WorkerIntent
 from orchestrator.model.workers import WorkerDrain, WorkerItem, WorkerList
 from orchestrator.reconcile.agent_client import AgentClient
@@ -91,6 +95,38 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
             recorded=reconciler.audit.record_agent_operations(report, body.operations),
             recorded_incidents=reconciler.incidents.record_agent_incidents(report, body.incidents),
         )
+
+    return api
+
+
+def offer_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
+    """The route by which the plugin of an engine without an agent asks what it may load. It needs scope `worker`."""
+    api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "worker"))])
+
+    @api.get("/v1/workers/{worker_id}/offers")
+    async def offer(worker_id: str, engine_name: Annotated[str, Query(max_length=400)]) -> AdapterOffer:
+        """The adapter that an engine without an agent may load under this name, from a folder of its own disk.
+
+        404 for any name that is not a registered adapter's for that worker.
+        """
+        known = reconciler.reports.workers.get(worker_id)
+        adapter = reconciler.store.adapters.get(lora_id_of(engine_name))
+        order = reconciler.store.workers.get(worker_id)
+        path = None if adapter is None else allowed_path(adapter.source, reconciler.settings.engine_roots)
+        is_agentless = known is not None and known.report.agent_url.startswith(SCHEME)
+        if (
+            known is None
+            or adapter is None
+            or path is None
+            or adapter.digest is None
+            or not (reconciler.settings.engine_offers and is_agentless)
+            or engine_name != name_in_engine(adapter.lora_id, adapter.digest)
+            or adapter.is_deleting
+            or adapter.base_model not in {None, known.report.model.base_model}
+            or adapter.lora_id in (order.kept_out if order is not None else ())
+        ):
+            raise NotFound(f"worker {worker_id!r} may load no adapter {engine_name!r}", param="engine_name")
+        return AdapterOffer(engine_name, path, adapter.digest)
 
     return api
 

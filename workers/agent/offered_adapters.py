@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection
 
 import structlog
 
-from lorafleet.engine.offers import AdapterOffer, takes_offers, withdraw_all_offers, withdraw_offer, write_offer
+from lorafleet.engine.offers import takes_offers, withdraw_all_offers, withdraw_offer, write_offer
+from orchestrator.model.offers import AdapterOffer
 from workers.agent.current_engine import CurrentEngine
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
@@ -59,7 +60,7 @@ class OfferedAdapters:
         if not self._settings.offer_loads or adapter.engine_name not in self._checked or not takes_offers(folder):
             return False
         try:
-            write_offer(folder, AdapterOffer(adapter.engine_name, adapter.path))
+            write_offer(folder, AdapterOffer(adapter.engine_name, adapter.path, adapter.digest))
         except OSError as exc:
             log.warning("adapter not offered to the engine", lora_id=adapter.lora_id, error=str(exc))
             return False

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from lorafleet.engine.engine_reports import engine_folder, forget_engine_reports
 from lorafleet.engine.offers import (
-    AdapterOffer,
     mark_as_taking_offers,
     read_offer,
     takes_offers,
@@ -15,14 +14,15 @@ from lorafleet.engine.offers import (
     withdraw_offer,
     write_offer,
 )
+from orchestrator.model.offers import AdapterOffer
 
 
 def offered(tmp_path, name: str) -> AdapterOffer:
     files = tmp_path / "files"
     files.mkdir(exist_ok=True)
     (files / "adapter_config.json").touch()
-    write_offer(tmp_path, AdapterOffer(name, str(files)))
-    return AdapterOffer(name, str(files))
+    write_offer(tmp_path, AdapterOffer(name, str(files), "ab"))
+    return AdapterOffer(name, str(files), "ab")
 
 
 @given(st.text(min_size=1), st.text(min_size=1))

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from lorafleet.engine import vllm_cpu, vllm_plugin
+from lorafleet.engine.catalog_offers import OfferReader
 from lorafleet.engine.engine_reports import EngineProcessReport, PoolMisses, read_engine_reports, read_pool_misses
 from lorafleet.engine.lora_reports import LoraReport, ask_for_reports, read_reports
-from lorafleet.engine.offers import AdapterOffer, takes_offers, write_offer
+from lorafleet.engine.offers import write_offer
+from orchestrator.model.offers import AdapterOffer
 from tests.workers.broken import safetensors
 
 ROOT = Path(__file__).parents[3]
@@ -196,13 +198,12 @@ def test_a_report_that_fails_costs_the_engine_nothing(patched, tmp_path, caplog)
 
 async def test_vllm_resolves_what_is_offered_and_nothing_else(tmp_path):
     module = SimpleNamespace(LoRAResolver=object, LoRARequest=SimpleNamespace, LoRAResolverRegistry=Registry())
-    vllm_plugin.register_resolver(module, tmp_path)
+    vllm_plugin.register_resolver(module, OfferReader(tmp_path, None))
     (resolver,) = module.LoRAResolverRegistry.resolvers.values()
-    assert takes_offers(tmp_path)
     assert await resolver.resolve_lora("base", "a@1") is None
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "adapter_config.json").touch()
-    write_offer(tmp_path, AdapterOffer("a@1", str(tmp_path / "files")))
+    write_offer(tmp_path, AdapterOffer("a@1", str(tmp_path / "files"), "ab"))
     request = await resolver.resolve_lora("base", "a@1")
     assert (request.lora_name, request.lora_path) == ("a@1", str(tmp_path / "files"))
     assert await resolver.resolve_lora("base", "files") is None

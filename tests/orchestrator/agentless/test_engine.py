@@ -1,5 +1,6 @@
 """Agentless engines as workers: the orchestrator loads adapters from their own disks."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -11,6 +12,8 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
+from lorafleet.engine.catalog_offers import URL_VARIABLE
+from lorafleet.identity import FileEntry, files_digest
 from lorafleet.local.tiny_model import make_adapter, make_model
 from orchestrator.config import OrchestratorSettings
 from tests.engines import RunningEngine, start_engine
@@ -443,3 +446,57 @@ async def test_effect_that_the_engines_answers_show_is_in_the_item(house_of, mod
         await service.ensure(SQL)
         await service.settle()
         assert (await service.adapter(SQL))["status"]["card"]["effect"] == "seen"
+
+
+@pytest.mark.fleet
+async def test_an_engine_with_our_plugin_loads_what_the_catalog_offers_and_nothing_else(house_of, model, tmp_path):
+    folder = make_adapter(tmp_path, "sql")
+    digest = files_digest(
+        FileEntry(path.name, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in (folder / "adapter_config.json", folder / "adapter_model.safetensors")
+    )
+    houses = []
+
+    async def ask_house(request):
+        if not houses:
+            return JSONResponse({}, 503)
+        answer = await houses[0].http.get(f"{request.url.path}?{request.url.query}")
+        return PlainTextResponse(answer.text, answer.status_code)
+
+    relay = Starlette(routes=[Route("/{path:path}", ask_house)])
+    async with serving(relay) as house_url:
+        offers = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", URL_VARIABLE: f"{house_url}/v1/workers/e0/offers"}
+        slots = ("--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "16")
+        async with sim_inside(model, *slots, environment=offers) as url, client_of(url) as engine:
+
+            async def ask(name: str) -> int:
+                body = {"model": name, "prompt": "hello", "max_tokens": 1}
+                return (await engine.post("/v1/completions", json=body)).status_code
+
+            async def listed() -> dict[str, str]:
+                models = (await engine.get("/v1/models")).json()["data"]
+                return {card["id"]: card["root"] for card in models if card["parent"]}
+
+            name = f"{SQL}@{digest[:12]}"
+            assert await ask(name) == 404  # the catalog cannot be asked
+            service = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=(tmp_path,), engine_offers=True)
+            await register(service, tmp_path, digest=digest)
+            await register(service, tmp_path, lora_id="other", digest=DIGEST)
+            await register(service, tmp_path, lora_id="elsewhere", digest=digest, base_model="another")
+            await service.settle()
+            houses.append(service)
+            await service.ensure(SQL)
+            await service.settle()
+            assert await listed() == {name: str(tmp_path / "sql")}
+            assert (await service.adapter(SQL))["status"]["state"] == "ready"
+            # What was lost with an engine's names comes back with a request alone.
+            (await engine.post("/v1/unload_lora_adapter", json={"lora_name": name})).raise_for_status()
+            assert (await ask(name), await listed()) == (200, {name: str(tmp_path / "sql")})
+            others = (SQL, "sql", str(tmp_path / "sql"), f"{SQL}@{DIGEST[:12]}", f"other@{DIGEST[:12]}")
+            assert [await ask(other) for other in (*others, f"elsewhere@{digest[:12]}")] == [404] * 6
+
+            (await service.http.delete(f"/v1/adapters/{SQL}")).raise_for_status()
+            for _ in range(4):
+                await service.turn()
+                service.clock.now += 31
+            assert (await listed(), await ask(name)) == ({}, 404)
