@@ -3,10 +3,10 @@
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from workers.verification.engine_modules import EngineModules, engine_modules
-from workers.verification.model_classes import SCORE, ModelTable, is_classifier, is_pooling, with_score
+from workers.verification.model_classes import SCORE, ModelTable, is_classifier, is_pooling, with_score, without_towers
 from workers.verification.tensors import Shape
 
 # Prefixes of module names in multimodal base models, which trainers, checkpoints and engines spell differently.
@@ -97,6 +97,7 @@ class EngineFacts:
     is_pooling    it serves embeddings, scores or classes; None: as the architecture says
     tokenizer     model or folder whose tokenizer it has; "": its base model's
     dtype         in which it computes, such as float32; "": not known
+    absent        those of MEDIA of which it is told to take none
     """
 
     table: ModelTable | None = None
@@ -104,8 +105,11 @@ class EngineFacts:
     is_pooling: bool | None = None
     tokenizer: str = ""
     dtype: str = ""
+    absent: frozenset[str] = frozenset()
 
 
+MEDIA: Final = frozenset(("image", "video", "audio"))
+"""Kinds of media that multimodal models take beside text."""
 NO_ENGINE = EngineFacts()
 
 
@@ -141,6 +145,8 @@ def base_model(
     found = facts.table.find(names) if facts.table else None
     if found and not found.is_pooling and SCORE in weights and is_classifier(names):
         found = with_score(found)
+    if found and found.language and _media_taken(config) <= facts.absent:
+        found = without_towers(found)
     if not shapes and found is None:
         return None
     if "lm_head" not in shapes:
@@ -170,6 +176,11 @@ def base_model(
         unknown_class=", ".join(names) if facts.table and found is None else "",
         takes_heads=_takes_heads(names, facts),
     )
+
+
+def _media_taken(config: Mapping[str, Any]) -> frozenset[str]:
+    """The kinds of media that a multimodal model takes, by the tokens and parts in its config; at least pictures."""
+    return frozenset(kind for kind in MEDIA if kind == "image" or any(str(key).startswith(kind) for key in config))
 
 
 def _takes_heads(architectures: Sequence[str], facts: EngineFacts) -> bool:

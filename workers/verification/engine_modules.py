@@ -112,7 +112,11 @@ class EngineModules:
             if self.model_class.has_3d_experts or not is_expert or part not in self.model_class.expert_parts:
                 return self._expert_refusal()
             return ""
-        return "" if last in self.model_class.taken else "the engine takes no adapter on modules of this name"
+        if last in self.model_class.taken:
+            return ""
+        if name.startswith(self.model_class.towers):
+            return "the engine has no such module in any part that it serves: it takes text alone, or not this tower"
+        return "the engine takes no adapter on modules of this name"
 
     def _stacked_refusal(self, name: str) -> str:
         """Why the engine refuses experts that are stored as one module; "" if it does not."""

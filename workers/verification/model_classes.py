@@ -95,6 +95,23 @@ def with_score(model_class: ModelClass) -> ModelClass:
     )
 
 
+def without_towers(model_class: ModelClass) -> ModelClass:
+    """The class in an engine that takes no media: it builds no towers, and refuses a file with names of theirs alone.
+
+    source  vLLM 0.32 model_executor/models/interfaces.py _mark_tower_model, lora/lora_model.py check_unexpected_modules
+    """
+    modules = model_class.modules or frozenset()
+    kept = frozenset(module for module in modules if not module.startswith(model_class.towers))
+    gone = _last_parts(modules - kept, model_class.packed) - _last_parts(kept, model_class.packed)
+    return replace(model_class, modules=kept or model_class.modules, taken=model_class.taken - gone, takes_towers=False)
+
+
+def _last_parts(modules: Iterable[str], packed: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
+    """The last parts of module names, with the names of adapters for packed ones."""
+    lasts = {module.rpartition(".")[2] for module in modules}
+    return frozenset(part for last in lasts for part in packed.get(last, (last,)))
+
+
 @dataclass(frozen=True, slots=True)
 class ModelTable:
     """The model classes of one version of vLLM.

@@ -121,6 +121,23 @@ def test_modules_of_a_tower_are_served_by_an_engine_that_is_told_to():
     assert verdict({**WRAPPED, **TOWER}, base(*GEMMA3, facts=facts, text_config=TEXT)).ignored == ()
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [("--language-model-only",), ("--limit-mm-per-prompt", '{"image": 0}'), ('--limit-mm-per-prompt={"image":0}',)],
+)
+def test_modules_of_a_tower_are_refused_by_an_engine_that_takes_text_alone(flags):
+    alone = base(*GEMMA3, facts=vllm_facts(["vllm", "serve", "m", *flags]), text_config=TEXT)
+    names = {f"model.vision_tower.vision_model.encoder.layers.0.mlp.{name}": (64, 64) for name in ("fc1", "fc2")}
+    code, message = refusal({**WRAPPED, **names}, alone)
+    assert (code, "it takes text alone" in message) == ("module_unknown", True)
+    assert verdict(WRAPPED, alone).ignored == ()
+    assert verdict({**WRAPPED, **TOWER}, alone).ignored == tuple(sorted(TOWER)), (
+        "vLLM passes over names it has elsewhere"
+    )
+    with_pictures = base(*GEMMA3, facts=vllm_facts(["vllm", "serve", "m", "--limit-mm-per-prompt", '{"image": 1}']))
+    assert len(verdict({**WRAPPED, **names}, with_pictures).ignored) == 2
+
+
 def test_layer_that_the_base_model_lacks_is_refused_among_others():
     more = {**WRAPPED, "model.language_model.layers.7.self_attn.q_proj": (64, 64)}
     code, message = refusal(more, base(*GEMMA3, text_config=TEXT))

@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib.resources import files
 
 from lorafleet.engine.arguments import has_flag, value_of
-from workers.verification.base_model import EngineFacts
+from workers.verification.base_model import MEDIA, EngineFacts
 from workers.verification.model_classes import ModelTable, model_table
 
 DEFAULT_VERSION = "0.32"
@@ -39,8 +39,20 @@ def vllm_facts(words: Sequence[str]) -> EngineFacts:
         with_towers=has_flag(words, "--enable-tower-connector-lora"),
         is_pooling=True if runner == "pooling" or convert in {"embed", "classify"} else None,
         tokenizer=value_of(words, "--tokenizer") or "",
+        absent=_absent_media(words),
         dtype=(value_of(words, "--dtype") or "").replace("auto", ""),
     )
+
+
+def _absent_media(words: Sequence[str]) -> frozenset[str]:
+    """The kinds of media that an engine is told to take none of, so that it builds no towers for them."""
+    if has_flag(words, "--language-model-only"):
+        return MEDIA
+    try:
+        limits = json.loads(value_of(words, "--limit-mm-per-prompt") or "{}")
+    except ValueError:
+        return frozenset()  # vLLM says what is wrong
+    return frozenset(name for name in MEDIA if isinstance(limits, dict) and limits.get(name) == 0)
 
 
 def with_version(facts: EngineFacts, version: str) -> EngineFacts:
