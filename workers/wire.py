@@ -417,6 +417,7 @@ class LoadRequest(AdapterRequest):
     ignored_modules  what to do if the engine ignores a part of its modules; default: the worker's setting
     is_awaited  a request waits for it: an engine that can may load it with that request
     acceptance  what to do with its acceptance file; `acceptance_file`: its digest, if the caller knows it
+    only_files  fetch and verify its files for a load that will come, after what loads fetch; nothing is loaded
     """
 
     lora_path: str | None = None
@@ -427,6 +428,7 @@ class LoadRequest(AdapterRequest):
     is_awaited: bool = False
     acceptance: AcceptanceMode = "warn"
     acceptance_file: str = ""
+    only_files: bool = False
 
 
 class CheckRequest(_WorkerMessage):
@@ -521,15 +523,16 @@ class LoadedLoras(_WorkerMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAnswer(WorkerAdapter):
-    """The answer to `POST /v1/admin/load_lora`: the loaded adapter. `message`: its name at the engine, in words."""
+    """The answer to `POST /v1/admin/load_lora`: the adapter. `message`: its name at the engine, in words."""
 
     status: Literal["success"] = "success"
     message: str = ""
 
     @classmethod
     def of(cls, adapter: WorkerAdapter) -> "LoadAnswer":
-        """The answer about an adapter that is loaded."""
-        return cls(**field_values(adapter), message=f"{adapter.lora_id} is loaded as {adapter.engine_name}")
+        """The answer about an adapter that is loaded, or whose files alone were asked for."""
+        place = f"loaded as {adapter.engine_name}" if adapter.state == "ready" else "on this worker's disk"
+        return cls(**field_values(adapter), message=f"{adapter.lora_id} is {place}")
 
 
 class UnloadAnswer(LoadedLoras):

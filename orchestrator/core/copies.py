@@ -284,7 +284,7 @@ def fetch_choice(
     reachable  workers whose agents answer
     begun      fetches of the digest that this pass has begun
     """
-    if not files.is_known or _is_path(source):
+    if not files.is_known or is_path(source):
         return _AT_ONCE
     held_by = files.holders.get(digest, ())
     if worker_id in held_by:
@@ -305,7 +305,7 @@ def fetch_choice(
     return FetchChoice(neighbours=tuple(order[:NEIGHBOURS_NAMED]))
 
 
-def _is_path(source: str) -> bool:
+def is_path(source: str) -> bool:
     """Whether the source is a path, which is read where it is: on the worker's own disk, or on its mount."""
     return fleet_digest(source) is None and ("://" not in source or source.lower().startswith("file://"))
 

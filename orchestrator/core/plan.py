@@ -6,12 +6,12 @@ finishes what runs on an unloaded adapter the victim of a load need not drain: i
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from orchestrator.core.copies import FetchChoice, fetch_choice
+from orchestrator.core.copies import FetchChoice, fetch_choice, is_path
 from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
 from orchestrator.core.routers import KnownRouter
@@ -20,7 +20,6 @@ from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     UNREACHABLE,
     DesiredPlacement,
-    FilesSnapshot,
     LoadFigures,
     ObservedFleet,
     ObservedWorker,
@@ -29,7 +28,7 @@ from orchestrator.model.snapshot import (
     PlannedLoad,
 )
 
-Operation = Literal["inspect", "load", "drain", "unload"]
+Operation = Literal["inspect", "fetch", "load", "drain", "unload"]
 SHORT_LOAD_S = 0.1
 """A load that should take less is not spread over the workers: its stall is like that of a step with a long prompt."""
 _NO_ADAPTERS: Mapping[str, RegisteredAdapter] = MappingProxyType({})
@@ -42,7 +41,7 @@ class WorkerAction:
     evict        victim of a load without a free slot, which need not drain any more: the agent unloads it with the load
     evict_after  victim of a load that takes a reserve slot: it drains meanwhile and is unloaded afterwards
     is_expired   an unload for want of requests
-    neighbours   of a load: workers that have the adapter's files, asked before its source
+    neighbours   of a load or fetch: workers that have the adapter's files, asked before its source
     """
 
     operation: Operation
@@ -152,7 +151,9 @@ def diff(
     ]
     busy = dict(observed.busy)
     actions += _unload_actions(desired, observed, policy, busy, now)
-    actions += _load_actions(desired, observed, policy, busy, adapters=adapters, now=now)
+    sources = _FileSources(observed, adapters, now)
+    loads = _load_actions(desired, observed, policy, busy, sources, adapters=adapters, now=now)
+    actions += [*loads, *_fetch_actions(desired, observed, sources, loads, adapters=adapters)]
     actions += [
         WorkerAction(
             operation="drain", lora_id="", worker_id=worker_id, reason="asked to drain; nothing is left to move"
@@ -203,6 +204,7 @@ def _load_actions(
     observed: ObservedFleet,
     policy: PlacementPolicy,
     busy: dict[str, int],
+    sources: "_FileSources",
     *,
     adapters: Mapping[str, RegisteredAdapter],
     now: float,
@@ -219,8 +221,6 @@ def _load_actions(
     )
     left = policy.loads_fleet_wide - observed.loads_in_flight
     free = {worker_id: worker.slots - worker.occupied_slots for worker_id, worker in observed.workers.items()}
-    reachable = {name for name, worker in observed.workers.items() if worker.state not in UNREACHABLE}
-    begun: dict[str, list[OngoingFetch]] = {}
     for step in desired.loads:
         if left <= 0:
             break
@@ -235,7 +235,7 @@ def _load_actions(
             continue
         most = max(LOADS_AT_ONCE, policy.loads_per_worker) if is_warming else policy.loads_per_worker
         if busy.get(step.worker_id, 0) < most:
-            choice = _file_place_choice(step, observed.files, reachable, adapters, begun, now)
+            choice = sources.choose(step.lora_id, step.worker_id)
             if choice.is_held:
                 continue
             busy[step.worker_id] = busy.get(step.worker_id, 0) + 1
@@ -256,28 +256,83 @@ def _load_actions(
     return actions
 
 
+def _fetch_actions(
+    desired: DesiredPlacement,
+    observed: ObservedFleet,
+    sources: "_FileSources",
+    loads: Sequence[WorkerAction],
+    *,
+    adapters: Mapping[str, RegisteredAdapter],
+) -> list[WorkerAction]:
+    """Fetches ahead of loads that requests wait for and that cannot begin yet, in their order.
+
+    A worker gets one at a time, and none while a load fetches there. None is made of a folder that is read in no time.
+    """
+    begun = {(load.lora_id, load.worker_id) for load in loads}
+    fetching = {fetch.worker_id for fetches in observed.files.fetches.values() for fetch in fetches}
+    taken = fetching.union((worker_id for _, worker_id in observed.fetching), sources.fetching())
+    actions: list[WorkerAction] = []
+    for step in desired.fetches if observed.files.is_known else ():
+        adapter, worker = adapters.get(step.lora_id), observed.workers[step.worker_id]
+        if (step.lora_id, step.worker_id) in begun or step.worker_id in taken or not worker.has_agent:
+            continue
+        if adapter is None or step.worker_id in observed.files.holders.get(adapter.digest or "", ()):
+            continue
+        if is_path(adapter.source) and _is_short(step, adapters, observed.load_figures):
+            continue
+        choice = sources.choose(step.lora_id, step.worker_id)
+        if not choice.is_held:
+            taken.add(step.worker_id)
+            actions.append(
+                WorkerAction(
+                    operation="fetch",
+                    lora_id=step.lora_id,
+                    worker_id=step.worker_id,
+                    reason=f"ahead of its load: {step.reason}",
+                    neighbours=choice.neighbours,
+                )
+            )
+    return actions
+
+
 def _is_short(step: PlannedLoad, adapters: Mapping[str, RegisteredAdapter], figures: LoadFigures) -> bool:
     """Whether the load should stall its engine so briefly that nobody notices."""
     adapter = adapters.get(step.lora_id)
     return load_s(None if adapter is None else adapter.size_bytes, figures) < SHORT_LOAD_S
 
 
-def _file_place_choice(
-    step: PlannedLoad,
-    files: FilesSnapshot,
-    reachable: Collection[str],
-    adapters: Mapping[str, RegisteredAdapter],
-    begun: dict[str, list[OngoingFetch]],
-    now: float,
-) -> FetchChoice:
-    """Where the load's files come from. Adds its fetch to `begun`: digest -> fetches that this pass begins."""
-    adapter = adapters.get(step.lora_id)
-    if adapter is None or adapter.digest is None:
-        return FetchChoice()
-    ours = begun.setdefault(adapter.digest, [])
-    choice = fetch_choice(
-        adapter.source, adapter.digest, step.worker_id, files, reachable=reachable, begun=ours, now=now
-    )
-    if not choice.is_held:
-        ours.append(OngoingFetch(worker_id=step.worker_id, moved_at=now))
-    return choice
+class _FileSources:
+    """Where the files of a pass's loads and fetches come from, so that each source is asked once."""
+
+    def __init__(self, observed: ObservedFleet, adapters: Mapping[str, RegisteredAdapter], now: float) -> None:
+        self._files, self._adapters, self._now = observed.files, adapters, now
+        self._reachable = {name for name, worker in observed.workers.items() if worker.state not in UNREACHABLE}
+        self._begun: dict[str, list[OngoingFetch]] = {}
+
+    def choose(self, lora_id: str, worker_id: str) -> FetchChoice:
+        """The place for this adapter's files on this worker; its fetch counts as begun unless it is held."""
+        adapter = self._adapters.get(lora_id)
+        if adapter is None or adapter.digest is None:
+            return FetchChoice()
+        ours = self._begun.setdefault(adapter.digest, [])
+        choice = fetch_choice(
+            adapter.source,
+            adapter.digest,
+            worker_id,
+            self._files,
+            reachable=self._reachable,
+            begun=ours,
+            now=self._now,
+        )
+        if not choice.is_held:
+            ours.append(OngoingFetch(worker_id=worker_id, moved_at=self._now))
+        return choice
+
+    def fetching(self) -> set[str]:
+        """The workers that lack files which this pass has them fetch."""
+        return {
+            fetch.worker_id
+            for digest, fetches in self._begun.items()
+            for fetch in fetches
+            if fetch.worker_id not in self._files.holders.get(digest, ())
+        }

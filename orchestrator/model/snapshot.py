@@ -324,6 +324,8 @@ class ObservedFleet:
     inspecting: Mapping[str, str] = field(default_factory=dict)
     """lora_id -> worker_id that fetches and verifies it now"""
     loads_in_flight: int = 0
+    fetching: frozenset[Pair] = frozenset()
+    """(lora_id, worker_id) of fetches in progress that are ahead of a load"""
     load_began: Mapping[Pair, float] = field(default_factory=dict)
     """(lora_id, worker_id) of each load in progress -> since when"""
     reserve_victims: Mapping[Pair, str] = field(default_factory=dict)
@@ -459,6 +461,7 @@ class DesiredPlacement:
 
     replicas          lora_id -> workers where it is and stays, or will be
     targets           lora_id -> replicas that it should have (only where that is not 0)
+    fetches           loads that requests wait for, also those without room yet: their files may be fetched ahead
     unplaced          lora_id -> why fewer replicas than the target can be placed, or none at all
     fits_nowhere      lora_id -> error code of an adapter that no worker could hold, however empty
     workers_to_drain  workers that may be told to drain now: no adapter there has to be moved any more
@@ -472,6 +475,7 @@ class DesiredPlacement:
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     targets: Mapping[str, int] = field(default_factory=dict)
     loads: tuple[PlannedLoad, ...] = ()
+    fetches: tuple[PlannedLoad, ...] = ()
     removals: tuple[PlannedRemoval, ...] = ()
     inspections: tuple[PlannedInspection, ...] = ()
     unplaced: Mapping[str, str] = field(default_factory=dict)

@@ -88,6 +88,11 @@ class ActionRunner:
         elif action.operation == "inspect":
             operations.inspecting[action.lora_id] = action.worker_id
             self._context.tasks.spawn(self._run_action(action, self._inspect(action), settings.inspect_timeout_s))
+        elif action.operation == "fetch":
+            adapter, pair = self._context.store.adapters[action.lora_id], (action.lora_id, action.worker_id)
+            operations.fetching[pair] = adapter.digest or ""
+            operations.note_fetched_bytes(pair, 0, self._context.clock())
+            self._context.tasks.spawn(self._run_action(action, self._fetch(action, adapter), settings.load_timeout_s))
         elif action.operation == "load":
             adapter = self._context.store.adapters[action.lora_id]
             pair = (action.lora_id, action.worker_id)
@@ -138,7 +143,8 @@ class ActionRunner:
             self._record_failure(action, exc.code, str(exc), exc.retry_after_s)
         except TimeoutError:
             end = _ActionResult("timeout", "deadline", f"{action.operation} not done within {deadline_s} s")
-            self._record_failure(action, end.code, end.error, None)
+            if action.operation != "fetch":  # which may have waited for the fetches of loads
+                self._record_failure(action, end.code, end.error, None)
         except Exception as exc:
             end = _ActionResult("error", "internal_error", f"{action.operation}: {exc!r}")
             log.exception("action broke", operation=action.operation, lora_id=action.lora_id)
@@ -159,6 +165,9 @@ class ActionRunner:
         operations = self._context.operations
         if action.operation == "inspect":
             operations.inspecting.pop(action.lora_id, None)
+        elif action.operation == "fetch":
+            operations.fetching.pop((action.lora_id, action.worker_id), None)
+            operations.fetch_moved.pop((action.lora_id, action.worker_id), None)
         else:
             operations.busy[action.worker_id] -= 1
         if action.operation == "load":
@@ -348,6 +357,31 @@ class ActionRunner:
         self._context.files.note(worker_id, found.digest, at)
         return with_manifest(adapter, found)
 
+    def _load_request(self, action: WorkerAction, adapter: RegisteredAdapter) -> LoadRequest:
+        """The request for the adapter's files, of a load or ahead of one."""
+        return LoadRequest(
+            lora_id=adapter.lora_id,
+            source=adapter.fetched_from,
+            base_model=adapter.base_model,
+            digest=adapter.digest,
+            secret=adapter.secret,
+            from_fleet=True,
+            neighbours=self._agent_urls(action.neighbours),
+            ignored_modules=adapter.policy.ignored_modules,
+            acceptance=self._acceptance_mode(adapter),
+            acceptance_file="" if adapter.card is None else adapter.card.acceptance_file,
+            only_files=action.operation == "fetch",
+        )
+
+    async def _fetch(self, action: WorkerAction, adapter: RegisteredAdapter) -> None:
+        """Have the worker fetch and verify the adapter's files for a load that will come.
+
+        Raises InvalidAdapter, WorkerFailed.
+        """
+        url, timeout_s = self._agent_url(action.worker_id), self._context.settings.load_timeout_s
+        found, at = await self._context.agents.load(url, self._load_request(action, adapter), timeout_s=timeout_s)
+        self._context.files.note(action.worker_id, found.digest, at)
+
     async def _load(self, action: WorkerAction, adapter: RegisteredAdapter) -> str:
         """Load the adapter on the worker; record the load and the eviction of its victim, and emit events.
 
@@ -356,20 +390,8 @@ class ActionRunner:
         """
         began = self._context.clock()
         evicted = None if action.evict is None else self._reported_adapter(action.evict, action.worker_id).engine_name
-        ask = LoadRequest(
-            lora_id=adapter.lora_id,
-            source=adapter.fetched_from,
-            base_model=adapter.base_model,
-            digest=adapter.digest,
-            secret=adapter.secret,
-            evict=evicted,
-            from_fleet=True,
-            neighbours=self._agent_urls(action.neighbours),
-            ignored_modules=adapter.policy.ignored_modules,
-            is_awaited=self._context.demand.is_waited_for(action.lora_id, began),
-            acceptance=self._acceptance_mode(adapter),
-            acceptance_file="" if adapter.card is None else adapter.card.acceptance_file,
-        )
+        is_awaited = self._context.demand.is_waited_for(action.lora_id, began)
+        ask = self._load_request(action, adapter).model_copy(update={"evict": evicted, "is_awaited": is_awaited})
         url, timeout_s = self._agent_url(action.worker_id), self._context.settings.load_timeout_s
         lora, at = await self._context.agents.load(url, ask, timeout_s=timeout_s)
         _check_loaded(lora, adapter)

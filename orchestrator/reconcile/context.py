@@ -31,7 +31,8 @@ class FleetOperations:
 
     busy              worker_id -> number of loads and unloads in progress there
     loading           (lora_id, worker_id) -> digest; `load_began`: since when
-    fetch_moved       (lora_id, worker_id) of a load whose files are fetched -> (bytes so far, since when)
+    fetching          (lora_id, worker_id) -> digest of fetches ahead of a load
+    fetch_moved       (lora_id, worker_id) whose files are fetched -> (bytes so far, since when)
     inspecting        lora_id -> worker_id that fetches and verifies it
     draining_workers  workers that were told to drain
     unloading         (lora_id, worker_id) of unloads: no second call is sent, it could hit a later load of the adapter
@@ -45,6 +46,7 @@ class FleetOperations:
     busy: Counter[str] = field(default_factory=Counter)
     loading: dict[Pair, str] = field(default_factory=dict)
     load_began: dict[Pair, float] = field(default_factory=dict)
+    fetching: dict[Pair, str] = field(default_factory=dict)
     fetch_moved: dict[Pair, tuple[int | None, float]] = field(default_factory=dict)
     inspecting: dict[str, str] = field(default_factory=dict)
     draining_workers: set[str] = field(default_factory=set)
@@ -56,16 +58,16 @@ class FleetOperations:
     measured_loads: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=100))
 
     def note_fetched_bytes(self, pair: Pair, size_bytes: int | None, now: float) -> None:
-        """Record how far the download of a load is; None: its agent does not say, so that it counts as moving."""
-        if pair in self.loading:
+        """Record how far the download of a load, or ahead of one, is; None: its agent does not say: it is moving."""
+        if pair in self.loading or pair in self.fetching:
             before = self.fetch_moved.get(pair)
             if before is None or size_bytes is None or before[0] != size_bytes:
                 self.fetch_moved[pair] = size_bytes, now
 
     def fetches(self, files: HeldFilesBook) -> dict[str, list[OngoingFetch]]:
-        """digest -> loads in progress on workers that lack its files."""
+        """digest -> loads in progress, and fetches ahead of loads, on workers that lack its files."""
         found: dict[str, list[OngoingFetch]] = {}
-        for pair, digest in self.loading.items():
+        for pair, digest in (*self.loading.items(), *self.fetching.items()):
             if pair[1] in files.disks and pair[1] not in files.holders.get(digest, ()):
                 _, moved_at = self.fetch_moved.get(pair, (None, self.load_began.get(pair, 0.0)))
                 found.setdefault(digest, []).append(OngoingFetch(worker_id=pair[1], moved_at=moved_at))

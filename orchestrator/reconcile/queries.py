@@ -83,6 +83,7 @@ class FleetQueries:
             memory=self.last_pass.desired.memory,
             load_figures=self.load_figures(),
             load_began=dict(operations.load_began),
+            fetching=frozenset(operations.fetching),
             files=files,
         )
 

@@ -63,7 +63,7 @@ class AuditLog:
         body |= {"note": note} if note else {}
         write = log.info if outcome == "ok" else log.warning
         write(action.operation, lora_id=action.lora_id, asked_by=requester, **body)
-        if action.operation != "inspect":
+        if action.operation not in ("inspect", "fetch"):
             self._store.record(action.operation, action.lora_id, body, requester)
 
     def record_eviction(self, lora_id: str, worker_id: str, *, made_room_for: str, requester: str) -> None:

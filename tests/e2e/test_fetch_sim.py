@@ -23,17 +23,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def far_fleet(folder: Path, model: Path, *, workers: int) -> AsyncIterator[tuple[SmallFleet, str, Any]]:
+async def far_fleet(
+    folder: Path, model: Path, *, workers: int, slots: int = 4
+) -> AsyncIterator[tuple[SmallFleet, str, Any]]:
     """A fleet, the https:// source of an adapter of 4 MB, and the connection that carries all of its bytes."""
     connection = FaultyConnection()
     far = {"far/v1": make_adapter(folder / "far", "far/v1", rank=128)}
     (folder / "empty").mkdir()
-    flags = ("--source-networks", "127.0.0.0/8", "--max-lora-rank", "128")
+    slot_flags = ("--max-loras", str(slots), "--max-cpu-loras", str(slots))
+    flags = ("--source-networks", "127.0.0.0/8", "--max-lora-rank", "128", *slot_flags)
     async with (
         https_sources(far, folder, connection) as sources,
         small_fleet(
             folder / "fleet", model, shelf=folder / "empty", workers=workers, agent=flags,
-            engine=("--max-lora-rank", "128"),
+            engine=("--max-lora-rank", "128", *slot_flags),
         ) as fleet,
     ):  # fmt: skip
         yield fleet, sources["far/v1"], connection
@@ -86,3 +89,34 @@ async def test_uploaded_bytes_outlast_a_drained_worker_and_serve_on_every_other(
         ensured = await fleet.ensure("own/v1", replicas=2)
         assert len(ensured.json()["ready"]) == 2, ensured.text
         assert connection.carried == carried, "nothing came from outside the fleet"
+
+
+async def test_the_files_of_an_adapter_that_waits_for_a_slot_are_there_before_the_slot_is(tmp_path: Path, model: Path):
+    async with far_fleet(tmp_path, model, workers=2, slots=1) as (fleet, source, connection):
+
+        async def on_disk(worker: str) -> set[str]:
+            return {item["lora_id"] for item in (await fleet.agents[worker].get("/v1/metadata/loras")).json()["data"]}
+
+        near = {name: make_adapter(tmp_path / "empty", name, rank=8) for name in ("near/v1", "near/v2")}
+        sources = {"far/v1": source, **{name: f"file://{path}" for name, path in near.items()}}
+        for name, place in sources.items():
+            (await fleet.http.post("/v1/adapters", json={"lora_id": name, "source": place})).raise_for_status()
+        holder_of = {name: (await fleet.ensure(name)).json()["ready"][0] for name in near}
+        (inspected_on,) = [worker for worker in fleet.agents if "far/v1" in await on_disk(worker)]
+        (other,) = fleet.agents.keys() - {inspected_on}
+        # Both workers are full. The copy on the other one may go first, but not soon.
+        for name, worker in holder_of.items():
+            factor = {"loss_factor": 1000 if worker == inspected_on else 900}
+            (await fleet.http.patch(f"/v1/adapters/{name}", json={"policy": factor})).raise_for_status()
+        carried = connection.carried
+        assert (await fleet.http.post("/v1/adapters/far/v1/ensure", json={"replicas": 1})).json()["ready"] == []
+
+        async def is_there() -> bool:
+            return "far/v1" in await on_disk(other)
+
+        await until(is_there, within_s=60, what="the files have come ahead of the load")
+        assert (await fleet.adapter("far/v1"))["status"]["workers"] == []
+        assert connection.carried == carried, "the source is asked once"
+        (evicted,) = [name for name, worker in holder_of.items() if worker == other]
+        (await fleet.http.delete(f"/v1/adapters/{evicted}")).raise_for_status()
+        assert (await fleet.ensure("far/v1")).json()["ready"] == [other]

@@ -287,6 +287,8 @@ class FakeAgent:
         }
 
     async def load_lora(self, body):
+        if body.get("only_files"):
+            return (await self.inspect_lora(body)) | {"state": "on_disk"}
         if self.hold_loads is not None:
             await self.hold_loads.wait()
         if self.load_s:

@@ -323,7 +323,8 @@ class WorkerAgent:
     async def load(self, request: LoadRequest, by: Requester) -> WorkerAdapter:
         """Load an adapter into the engine; returns at once if it is loaded already. Raises WorkerError.
 
-        Refused while the worker drains, is not ready, takes no adapters, or suspects its engine.
+        Refused while the worker drains, is not ready, takes no adapters, or suspects its engine. A request for only the
+        files loads nothing.
         """
         if self._drain_state != "serving":
             raise EngineError("draining", "this worker is draining; load on another one", retry_after_s=30)
@@ -337,7 +338,7 @@ class WorkerAgent:
         if self.engine.suspicion:
             message = f"this worker takes no loads: {self.engine.suspicion}; load on another one"
             raise EngineError("not_ready", message, retry_after_s=5)
-        return await self._loader.load(request, by)
+        return await (self._loader.fetch_ahead if request.only_files else self._loader.load)(request, by)
 
     def _no_loads_message(self, lora_id: str) -> str:
         """Why the engine loads nothing while it runs, and what to do for an adapter."""

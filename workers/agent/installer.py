@@ -96,7 +96,7 @@ class Installer:
             self._metrics.cache.labels("hit").inc()
             return installed
         is_held = any(slots.has(adapter.engine_name) for adapter in self._installed.versions(request.lora_id))
-        if not is_held and not self._inventory.has_room(request.evict):
+        if not is_held and not request.only_files and not self._inventory.has_room(request.evict):
             # Fail before a useless fetch. A loaded version may be the requested one, so it is fetched and compared.
             raise self._inventory.no_free_slot_error()
         self._metrics.cache.labels("miss").inc()

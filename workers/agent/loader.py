@@ -13,7 +13,7 @@ from workers.agent.current_engine import CurrentEngine
 from workers.agent.effect_check import EffectCheck, with_effect_of
 from workers.agent.installer import Installer, check_lora_id
 from workers.agent.offered_adapters import OfferedAdapters
-from workers.agent.operations import AgentOperations
+from workers.agent.operations import AgentOperations, FetchOrder
 from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError
 from workers.engines.base import EngineClient
 from workers.engines.kinds import refusal_at_start
@@ -83,6 +83,7 @@ class Loader:
             clock=context.clock,
         )
         self._operations = AgentOperations()
+        self._fetch_order = FetchOrder()
         # Weak: a lock exists only while somebody holds it or waits for it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -106,14 +107,32 @@ class Loader:
         """
         async with self._lock(request.lora_id):
             with self._inventory.recording_failure(request, by):
-                adapter = await self._installer.install(request)
-                if request.acceptance_file:
-                    adapter = await self._installer.with_acceptance(adapter, request)
+                with self._fetch_order.for_load():
+                    adapter = await self._installer.install(request)
+                    if request.acceptance_file:
+                        adapter = await self._installer.with_acceptance(adapter, request)
                 adapter = replace(
                     adapter, ignored_policy=request.ignored_modules or "", acceptance_mode=request.acceptance
                 )
                 self._inventory.show_progress(adapter.lora_id, adapter.digest, "loading")
                 return self._report.as_loaded(await self._load_into_engine(adapter, request, by))
+
+    async def fetch_ahead(self, request: LoadRequest, by: Requester) -> WorkerAdapter:
+        """Install an adapter for a load that will come, after the fetches of loads, one adapter at a time.
+
+        Raises WorkerError, which is recorded as that of a load.
+        """
+        check_lora_id(request.lora_id)
+        async with self._fetch_order.ahead_of_load():
+            adapter = await self._operations.run(request.lora_id, request.digest, self._install(request, by))
+        self._inventory.mark_changed()
+        return self._report.adapter_on_disk(adapter)
+
+    async def _install(self, request: LoadRequest, by: Requester) -> WorkerAdapter:
+        """Install an adapter under its lock, publishing progress. A WorkerError is recorded, and raised."""
+        async with self._lock(request.lora_id):
+            with self._inventory.recording_failure(request, by):
+                return await self._installer.install(request)
 
     async def inspect(
         self, request: InspectRequest, *, reader: Source | None = None, digest: str | None = None

@@ -1,7 +1,8 @@
-"""Operations in progress per adapter. A load can be cancelled until the engine is called."""
+"""Operations in progress per adapter, and the order of fetches. A load can be cancelled until the engine is called."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -81,3 +82,32 @@ class AgentOperations:
         self._is_stopping = True
         for operation in [operation for operations in self._operations.values() for operation in operations]:
             operation.try_cancel()
+
+
+class FetchOrder:
+    """Which fetches may begin: those of loads at once, those ahead of loads one at a time and while no load fetches."""
+
+    def __init__(self) -> None:
+        self._load_fetches = 0
+        self._no_load_fetches = asyncio.Event()
+        self._no_load_fetches.set()
+        self._ahead = asyncio.Lock()
+
+    @contextmanager
+    def for_load(self) -> Iterator[None]:
+        """A load fetches its files during the block."""
+        self._load_fetches += 1
+        self._no_load_fetches.clear()
+        try:
+            yield
+        finally:
+            self._load_fetches -= 1
+            if not self._load_fetches:
+                self._no_load_fetches.set()
+
+    @asynccontextmanager
+    async def ahead_of_load(self) -> AsyncIterator[None]:
+        """Wait for its turn; then files are fetched during the block that no load needs yet."""
+        async with self._ahead:
+            await self._no_load_fetches.wait()
+            yield

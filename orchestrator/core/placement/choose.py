@@ -36,10 +36,12 @@ class LoadChoice(NamedTuple):
 
     load     None: no worker has room that the adapter may take
     room_at  when a copy that must stay now may make room for the adapter; infinite: waiting makes none
+    room_on  the worker of that copy, or one whose loads come first; None: neither
     """
 
     load: PlannedLoad | None
     room_at: float = inf
+    room_on: str | None = None
 
 
 def next_load(context: PlacementContext, adapter: RegisteredAdapter) -> LoadChoice:
@@ -58,7 +60,7 @@ def next_load(context: PlacementContext, adapter: RegisteredAdapter) -> LoadChoi
     idle = [worker for worker in free if not context.is_busy(worker.id)] if is_waiting else free
     if idle:
         return LoadChoice(_planned_load(context, adapter, idle[0], homes))
-    victim = WorkerVictim(None, "", inf)
+    victim = WorkerVictim(None, "", inf, None)
     if can_evict(context, adapter):
         below = None if is_waiting else _worth_limit(context, adapter)
         is_repair = want is not None and want.is_repair
@@ -66,7 +68,9 @@ def next_load(context: PlacementContext, adapter: RegisteredAdapter) -> LoadChoi
         victim = _worker_and_victim(context, adapter, ranked, below=below, is_repair=is_repair, from_use=from_use)
     if victim.worker is not None:
         return LoadChoice(_planned_load(context, adapter, victim.worker, homes, victim.lora_id), victim.next_at)
-    return LoadChoice(_planned_load(context, adapter, free[0], homes) if free else None, victim.next_at)
+    load = _planned_load(context, adapter, free[0], homes) if free else None
+    booked = next((worker.id for worker in ranked if context.is_booked(worker.id)), None)
+    return LoadChoice(load, victim.next_at, victim.next_on or booked)
 
 
 def can_evict(context: PlacementContext, adapter: RegisteredAdapter) -> bool:
@@ -122,11 +126,15 @@ def _ranked_workers(
 
 
 class WorkerVictim(NamedTuple):
-    """The worker whose copy makes room; None: every copy must stay. `next_at`: as in `VictimChoice`, of all workers."""
+    """The worker whose copy makes room; None: every copy must stay.
+
+    next_at  as in `VictimChoice`, of all workers; `next_on`: the worker of that copy
+    """
 
     worker: ObservedWorker | None
     lora_id: str
     next_at: float
+    next_on: str | None
 
 
 def _worker_and_victim(
@@ -144,12 +152,14 @@ def _worker_and_victim(
     constant use, each silent for a moment in turn, would start drains that never end. Workers with as many loads ahead
     as a drain takes are left out.
     """
-    found, next_at = [], inf
+    found, next_at, next_on = [], inf, None
     for position, worker in enumerate(ranked):
         if context.is_booked(worker.id):
             continue
         choice = cheapest_victim(context, adapter, worker, below=below, is_repair=is_repair, from_use=from_use)
-        held, value, next_at = choice.held, choice.worth, min(next_at, choice.next_at)
+        held, value = choice.held, choice.worth
+        if choice.next_at < next_at:
+            next_at, next_on = choice.next_at, worker.id
         if held is not None:
             known = context.intent.adapters[held.lora_id]
             # Without a free reserve slot the load waits until the victim has drained.
@@ -158,11 +168,11 @@ def _worker_and_victim(
             order = (room, known.policy.priority, value == inf, context.is_busy(worker.id), is_late)
             found.append((order, value, position, worker, held.lora_id))
     if not found:
-        return WorkerVictim(None, "", next_at)
+        return WorkerVictim(None, "", next_at, next_on)
     first = min(found, key=lambda entry: entry[:3])
     equal = [entry for entry in found if entry[0] == first[0] and entry[1] <= first[1] * NEAR_WORTH]
     best = min(equal, key=lambda entry: entry[2])
-    return WorkerVictim(best[3], best[4], next_at)
+    return WorkerVictim(best[3], best[4], next_at, next_on)
 
 
 def _planned_load(

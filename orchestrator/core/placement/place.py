@@ -80,6 +80,7 @@ class _PlacementPass:
 
     steps       steps named so far that no request waits for: loads, moves, removals
     steps_left  how many more of them the churn limiter allows
+    fetches     loads that requests wait for
     look_again_at  when a request will have waited long enough for a slot; infinite: none waits for that
     """
 
@@ -93,6 +94,7 @@ class _PlacementPass:
         self.steps_left = 0 if self.is_frozen else churn.step_limit(context.policy, self.workers) - count
         self.steps: set[churn.PlacementStep] = set()
         self.look_again_at = inf
+        self.fetches: list[PlannedLoad] = []
 
     def run(self) -> DesiredPlacement:
         """Run the pass, which changes the context, and return the placement. Call it once."""
@@ -132,6 +134,7 @@ class _PlacementPass:
             replicas={lora_id: tuple(sorted(held)) for lora_id, held in context.holders.items() if held},
             targets=context.targets,
             loads=tuple(loads),
+            fetches=tuple(self.fetches),
             removals=tuple(removals[pair] for pair in sorted(removals, key=lambda pair: (pair[1], pair[0]))),
             inspections=tuple(islice(self._inspections(), MOST_INSPECTIONS)),
             unplaced=unplaced,
@@ -156,8 +159,11 @@ class _PlacementPass:
             while context.copy_count(adapter.lora_id) < target.replicas:
                 if len(loads) == MOST_LOADS:
                     return loads
-                load, room_at = next_load(context, adapter)
+                load, room_at, room_on = next_load(context, adapter)
                 if load is None:
+                    if room_on is not None:
+                        why = "a copy there will make room"
+                        self._plan_fetch(PlannedLoad(lora_id=adapter.lora_id, worker_id=room_on, reason=why))
                     self.look_again_at = min(self.look_again_at, room_at)
                     reason = unplaced_reason(context, adapter, room_at)
                     if reason is not None and context.copy_count(adapter.lora_id) < max(1, target.asked):
@@ -171,7 +177,14 @@ class _PlacementPass:
                     self.steps.add((load.lora_id, load.worker_id, "load"))
                 context.apply_load(load)
                 loads.append(load)
+                self._plan_fetch(load)
         return loads
+
+    def _plan_fetch(self, load: PlannedLoad) -> None:
+        """Name the load's files as needed if requests wait for its adapter, should the load not begin now."""
+        want = self.context.demand.wants.get(load.lora_id)
+        if want is not None and want.is_waited_for and len(self.fetches) < MOST_LOADS:
+            self.fetches.append(load)
 
     def _take_step(self, step: churn.PlacementStep) -> bool:
         """Whether the churn limiter allows this step, which no request waits for. If so, the step is counted, once."""

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.core.placement.place import place
 from orchestrator.core.plan import (
     SHORT_LOAD_S,
     AdapterDrain,
@@ -19,15 +20,19 @@ from orchestrator.core.routers import RouterBook
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
     DesiredPlacement,
+    FilesSnapshot,
     LoadFigures,
     ObservedFleet,
     ObservedWorker,
+    OngoingFetch,
     PlannedLoad,
     PlannedRemoval,
     ReportedAdapter,
 )
+from tests.orchestrator.core.placement.test_place import NOW, adapter, fleet, fleets, held, intent, want, worker
 from tests.orchestrator.reports import CountingRouter
-from tests.registered import registered
+from tests.properties import examples
+from tests.registered import changed, registered
 
 MARK = AdapterDrain(
     lora_id="a", worker_id="w0", engine_name="a@1", revision=50, since=100.0, deadline=130.0, reason="deleted"
@@ -235,3 +240,66 @@ def test_a_victim_that_leaves_at_once_serves_until_its_load_takes_the_slot():
 def test_a_move_ends_with_the_unload_of_its_old_copy_or_a_failed_load(operation, worker_id, outcome, is_end):
     action = WorkerAction(operation=operation, lora_id="a", worker_id=worker_id, reason="moves")
     assert ends_move(action, outcome, {("a", "w0"): "w1", ("b", "w1"): "w2"}) is is_end
+
+
+@settings(max_examples=examples(60))
+@given(fleets(), st.data())
+def test_files_are_fetched_ahead_for_waiting_requests_alone_and_at_no_loads_cost(case, data):
+    wanted, observed, demand, rules = case
+    wanted = intent(*(changed(known, source=f"s3://b/{name}") for name, known in wanted.adapters.items()))
+    pairs = st.frozensets(
+        st.tuples(st.sampled_from(sorted(wanted.adapters)), st.sampled_from(sorted(observed.workers)))
+    )
+    on_disk, ahead, by_loads = data.draw(pairs), data.draw(pairs), data.draw(pairs)
+
+    def workers_by_digest(of):
+        names = {name for name, _ in of}
+        return {wanted.adapters[name].digest: [w for lora_id, w in of if lora_id == name] for name in names}
+
+    fetches = {
+        digest: [OngoingFetch(worker_id=name, moved_at=NOW) for name in names]
+        for digest, names in workers_by_digest(ahead | by_loads).items()
+    }
+    observed = replace(
+        observed,
+        busy={name: data.draw(st.integers(0, 1)) for name in observed.workers},
+        fetching=ahead,
+        files=FilesSnapshot(is_known=True, holders=workers_by_digest(on_disk), fetches=fetches),
+    )
+    desired = place(wanted, observed, demand, rules, NOW)
+    actions = diff(desired, observed, rules, 0, NOW, adapters=wanted.adapters)
+    fetched = [(action.lora_id, action.worker_id) for action in actions if action.operation == "fetch"]
+    others = [action for action in actions if action.operation != "fetch"]
+    assert others == diff(replace(desired, fetches=()), observed, rules, 0, NOW, adapters=wanted.adapters)
+    assert len({worker_id for _, worker_id in fetched}) == len(fetched)
+    for lora_id, worker_id in fetched:
+        assert demand.wants[lora_id].is_waited_for
+        assert observed.workers[worker_id].can_take(wanted.adapters[lora_id])
+        assert (lora_id, worker_id) not in on_disk
+        assert worker_id not in {name for _, name in ahead | by_loads}
+
+
+def test_the_files_of_an_adapter_that_waits_for_a_slot_come_to_the_worker_where_one_will_be_free_first():
+    adapters = intent(adapter("hot"), adapter("cool"), changed(adapter("new"), source="s3://b/new"))
+    full = (worker("w0", held("hot"), slots=1), worker("w1", held("cool"), slots=1))
+    demand = replace(want("new", since=NOW), habits={"hot": 9.0, "cool": 1.0})
+
+    def steps(files, **more):
+        observed = fleet(*full, files=files, **more)
+        actions = diff(
+            place(adapters, observed, demand, PlacementPolicy(), NOW),
+            observed,
+            PlacementPolicy(),
+            0,
+            NOW,
+            adapters=adapters.adapters,
+        )
+        return [(action.operation, action.lora_id, action.worker_id, action.neighbours) for action in actions]
+
+    assert steps(FilesSnapshot(is_known=True)) == [("fetch", "new", "w1", ())]
+    assert steps(FilesSnapshot(is_known=True, holders={"digest-new": ["w0"]})) == [("fetch", "new", "w1", ("w0",))]
+    assert steps(FilesSnapshot(is_known=True, holders={"digest-new": ["w1"]})) == []
+    assert steps(FilesSnapshot()) == []
+    going = {"digest-new": [OngoingFetch(worker_id="w1", moved_at=NOW)]}
+    fetching = frozenset({("new", "w1")})
+    assert steps(FilesSnapshot(is_known=True, fetches=going), fetching=fetching) == []

@@ -134,3 +134,23 @@ def worker_rules(worker: RunningWorker, name: str) -> int:
     """The version of the rules in an adapter's record."""
     (record,) = (path for path in worker.state_dir.rglob("*.json") if name in path.name)
     return json.loads(record.read_text()).get("rules", 0)
+
+
+async def test_files_for_a_load_that_will_come_need_no_slot_and_wait_for_a_load_that_fetches(worker, silent_source):
+    source, connection = silent_source
+    one_slot = ("--max-loras", "1", "--max-cpu-loras", "1")
+    async with worker.together(*LOOPBACK, *one_slot) as client:
+        loading = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
+        await connection.stalled.wait()
+        ahead = asyncio.create_task(post(client, "load_lora", lora_id="legal/v2", only_files=True))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(ahead), 0.3)
+        assert not ahead.done(), "a load fetches"
+        loading.cancel()
+        await post(client, "unload_lora", lora_id="far/v1")
+        assert (await ahead).json()["state"] == "on_disk"
+        assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
+        answer = await post(client, "load_lora", lora_id="python-expert/v1", only_files=True)
+        assert (answer.status_code, answer.json()["state"]) == (200, "on_disk"), answer.text
+        assert code(await post(client, "load_lora", lora_id="python-expert/v1")) == "no_free_slot"
+        assert await loaded(client) == {"sql-expert/v1"}

@@ -1,11 +1,11 @@
-"""Operations of an agent: cancelled until the engine is called, and all of them when the agent stops."""
+"""Operations of an agent: cancelled until the engine is called, all of them when it stops; and the order of fetches."""
 
 import asyncio
 
 import pytest
 
-from tests.patience import within
-from workers.agent.operations import AgentOperations
+from tests.patience import until, within
+from workers.agent.operations import AgentOperations, FetchOrder
 from workers.core.errors import AgentRequestError, EngineError
 
 
@@ -53,3 +53,28 @@ async def test_a_stopping_agent_sends_its_loads_to_another():
     operations.cancel_all()
     with pytest.raises(EngineError, match="load on another one"):
         await load
+
+
+async def test_fetches_ahead_of_loads_wait_for_those_of_loads_and_for_each_other():
+    order, began, may_end = FetchOrder(), list[str](), asyncio.Event()
+
+    async def ahead(name):
+        async with order.ahead_of_load():
+            began.append(name)
+            await may_end.wait()
+
+    with order.for_load():
+        with order.for_load():
+            tasks = [asyncio.create_task(ahead(name)) for name in "ab"]
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert began == [], "one load still fetches"
+    await until(lambda: began == ["a"])
+    with order.for_load():
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        await asyncio.sleep(0)
+        assert began == ["a"], "a load that fetches goes before the next one"
+    may_end.set()
+    await tasks[1]
+    assert began == ["a", "b"]
