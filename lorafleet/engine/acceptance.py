@@ -130,8 +130,6 @@ def _decoded(line: bytes, kind: type[T], at: int) -> T:
 
 NOISE_FACTOR: Final = 2.5
 """The distance with the adapter may be so many times the noise: docs/acceptance.md has its error rates."""
-NOISE_PER_EFFECT: Final = 2.0
-"""Noise grows with what the adapter changes: by so many times itself for each nat a token."""
 FLOOR: Final = 1e-4
 """A smaller distance is none: both sides compute in float32 and still add in another order."""
 MOST_NOISE: Final = 0.1
@@ -163,7 +161,8 @@ def compare_logprobs(
         return unknown(file, "the engine's answer has not one finite log-probability for each token")
     change, expected = _minus(served, base), _minus(trained, base)
     distance, noise, effect = _distance(served, trained), _distance(served_base, base), _mean_size(expected)
-    allowed = max(NOISE_FACTOR * noise * (1 + NOISE_PER_EFFECT * effect), FLOOR)
+    # An adapter multiplies the noise by what it changes: no more than 1.6 of this, in 600 comparisons on real vLLM.
+    allowed = max(NOISE_FACTOR * noise * (1 + effect**2), FLOOR)
     scale, error = _scale(change, expected), _scale_error(_minus(served_base, base), expected)
     measured = partial(AdapterAcceptance, distance=distance, noise=noise, scale=scale, file=file.digest)
     most_noise = MOST_NOISE_FLOAT32 if {engine_dtype, file.trainer.dtype} == {"float32"} else MOST_NOISE
