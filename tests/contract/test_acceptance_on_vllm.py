@@ -141,7 +141,7 @@ SABOTAGES: Mapping[str, tuple[str, Callable[[Tensors], Tensors], Mapping[str, An
     "alpha doubled": ("plain", dict, {"lora_alpha": 32}, {"scaled", "part"}),
     "one layer of B dropped": ("all", without(".layers.1.self_attn.q_proj.lora_B"), {}, {"part"}),
     "one layer of A dropped": ("all", without(".layers.2.mlp.down_proj.lora_A"), {}, {"part"}),
-    "scale of rsLoRA taken as plain": ("rslora", dict, {"use_rslora": False}, {"scaled", "part"}),
+    "scale of rsLoRA taken as plain": ("rslora", dict, {"use_rslora": False}, {"scaled", "part", "other"}),
     "one target module ignored": ("plain", without(".v_proj.lora_B"), {}, {"part", "scaled", "other", "base"}),
     "weights with 4 bits": ("all", rounded(4), {}, {"part", "scaled"}),
     "the base served": ("plain", without("lora_B"), {}, {"base"}),
