@@ -80,7 +80,7 @@ def build_router(
         policy_routes(keys, registry, reconciler),
         history_routes(keys, reconciler.store),
         heartbeat_routes(keys, reconciler),
-        offer_routes(keys, reconciler),
+        offer_routes(keys, reconciler, clock),
         fleet_routes(keys, registry, reconciler, views),
         copy_routes(keys, registry, reconciler, views),
         record_routes(keys, registry, reconciler, uploads.relay),

@@ -1,6 +1,7 @@
 """Routes for workers: heartbeats, cordons, drains, a worker's report and its agent's log; and the keys of the fleet."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Depends, Query, Response
@@ -99,7 +100,7 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
     return api
 
 
-def offer_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
+def offer_routes(keys: ApiKeys, reconciler: Reconciler, clock: Callable[[], float]) -> APIRouter:
     """The route by which the plugin of an engine without an agent asks what it may load. It needs scope `worker`."""
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "worker"))])
 
@@ -112,6 +113,7 @@ def offer_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
         known = reconciler.reports.workers.get(worker_id)
         adapter = reconciler.store.adapters.get(lora_id_of(engine_name))
         order = reconciler.store.workers.get(worker_id)
+        failure = reconciler.operations.failures.by_pair.get((lora_id_of(engine_name), worker_id))
         path = None if adapter is None else allowed_path(adapter.source, reconciler.settings.engine_roots)
         is_agentless = known is not None and known.report.agent_url.startswith(SCHEME)
         if (
@@ -122,6 +124,9 @@ def offer_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
             or not (reconciler.settings.engine_offers and is_agentless)
             or engine_name != name_in_engine(adapter.lora_id, adapter.digest)
             or adapter.is_deleting
+            or adapter.quarantine is not None
+            or (failure is not None and failure.until > clock())
+            or (adapter.policy.acceptance or reconciler.store.rules.acceptance) == "require"  # nobody compares here
             or adapter.base_model not in {None, known.report.model.base_model}
             or adapter.lora_id in (order.kept_out if order is not None else ())
         ):

@@ -16,6 +16,7 @@ from lorafleet.engine.catalog_offers import URL_VARIABLE
 from lorafleet.identity import FileEntry, files_digest
 from lorafleet.local.tiny_model import make_adapter, make_model
 from orchestrator.config import OrchestratorSettings
+from orchestrator.model.snapshot import AdapterFailure
 from tests.engines import RunningEngine, start_engine
 from tests.orchestrator.conftest import OrchestratorUnderTest
 from tests.orchestrator.doubles import FakeAgent
@@ -494,6 +495,15 @@ async def test_an_engine_with_our_plugin_loads_what_the_catalog_offers_and_nothi
             assert (await ask(name), await listed()) == (200, {name: str(tmp_path / "sql")})
             others = (SQL, "sql", str(tmp_path / "sql"), f"{SQL}@{DIGEST[:12]}", f"other@{DIGEST[:12]}")
             assert [await ask(other) for other in (*others, f"elsewhere@{digest[:12]}")] == [404] * 6
+
+            (await engine.post("/v1/unload_lora_adapter", json={"lora_name": name})).raise_for_status()
+            failures, refused = service.reconciler.operations.failures, "adapter_no_effect"
+            failures.set_failure((SQL, "e0"), AdapterFailure(until=service.clock.now + 60, code=refused, message=""))
+            assert await ask(name) == 404
+            failures.record_success((SQL, "e0"))
+            for mode, status in (("require", 404), ("warn", 200)):
+                (await service.http.patch("/v1/policy", json={"acceptance": mode})).raise_for_status()
+                assert await ask(name) == status
 
             (await service.http.delete(f"/v1/adapters/{SQL}")).raise_for_status()
             for _ in range(4):
