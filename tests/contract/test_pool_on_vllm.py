@@ -1,15 +1,23 @@
 """Real vLLM says what it runs adapters with and where it found them, and loads what is offered to it."""
 
 import asyncio
+import hashlib
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
 
+from lorafleet.engine.catalog_offers import URL_VARIABLE
 from lorafleet.engine.lora_reports import REPORTS_VARIABLE
+from lorafleet.identity import FileEntry, files_digest
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience, until
@@ -28,6 +36,26 @@ class SmallPool:
     model: Path
     adapters: Path
     reports: Path
+    catalog: dict[str, dict[str, str]]
+    """Offers of an orchestrator, by engine name."""
+
+
+class Offers(BaseHTTPRequestHandler):
+    """The orchestrator's route of offers."""
+
+    catalog: ClassVar[dict[str, dict[str, str]]] = {}
+
+    def do_GET(self) -> None:
+        """Answer the offer of the asked name, or 404."""
+        (name,) = parse_qs(urlsplit(self.path).query)["engine_name"]
+        body = json.dumps(self.catalog.get(name, {})).encode()
+        self.send_response(200 if name in self.catalog else 404)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +67,14 @@ def pool(tmp_path_factory) -> Iterator[SmallPool]:
     reports.mkdir()
     model = make_model(folder / "model")
     flags = ("--max-loras", "1", "--max-cpu-loras", "2")
-    engine = start_engine("vllm", model, flags=flags, environment={REPORTS_VARIABLE: str(reports)})
-    yield SmallPool(engine, model, folder / "adapters", reports)
-    engine.stop()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Offers) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1/workers/e0/offers"
+        environment = {REPORTS_VARIABLE: str(reports), URL_VARIABLE: url}
+        engine = start_engine("vllm", model, flags=flags, environment=environment)
+        yield SmallPool(engine, model, folder / "adapters", reports, Offers.catalog)
+        engine.stop()
+        server.shutdown()
 
 
 @asynccontextmanager
@@ -82,6 +115,27 @@ async def test_vllm_loads_an_offered_adapter_with_its_first_request_and_no_other
         await until(is_taken, what="the agent has read the report of the load")
         (await post(client, "unload_lora", lora_id="a")).raise_for_status()
         assert (await ask(name))[0] == 404
+
+
+async def test_vllm_without_an_agent_loads_what_the_catalog_offers_by_its_bytes(pool):
+    folder = pool.adapters / "b"
+    files = [folder / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+    digest = files_digest(
+        FileEntry(path.name, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files
+    )
+    pool.catalog["b@1"] = {"engine_name": "b@1", "path": str(folder), "digest": digest}
+    pool.catalog["c@1"] = {"engine_name": "c@1", "path": str(pool.adapters / "c"), "digest": digest}
+    async with httpx.AsyncClient(base_url=pool.engine.url, timeout=patience(60)) as engine:
+
+        async def load(name: str) -> int:
+            return (await engine.post("/tokenize", json={"model": name, "prompt": "."})).status_code
+
+        assert [await load(name) for name in ("b@1", "c@1", "d@1")] == [200, 404, 404]
+        ask = {"model": "b@1", "prompt": "hello", "max_tokens": 1}
+        assert (await engine.post("/v1/completions", json=ask)).status_code == 200
+        pool.catalog.clear()
+        (await engine.post("/v1/unload_lora_adapter", json={"lora_name": "b@1"})).raise_for_status()
+        assert await load("b@1") == 404
 
 
 async def test_vllm_shows_its_kernels_its_slots_and_its_misses(pool, tmp_path):
