@@ -1,10 +1,13 @@
 """Registered adapters by what a placement pass asks of them, so that it looks at a few of ten thousand."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+from lorafleet.identity import fleet_digest
 from orchestrator.model.adapters import RegisteredAdapter
 
+_Key = TypeVar("_Key")
 Shape = tuple[str | None, int]
 """Base model and rank."""
 
@@ -15,10 +18,14 @@ class AdapterIndex:
 
     standing   adapters that a pass looks at though nobody asks for them; see `is_standing`
     by_shape   shape -> adapters that have been inspected and are not being deleted
+    by_files   digest -> adapters whose files only the fleet has
+    adopted    adapters that workers' settings have named
     """
 
     standing: set[str] = field(default_factory=set)
     by_shape: dict[Shape, set[str]] = field(default_factory=dict)
+    by_files: dict[str, set[str]] = field(default_factory=dict)
+    adopted: set[str] = field(default_factory=set)
 
     def add(self, adapter: RegisteredAdapter) -> None:
         """Take an adapter in, which the index does not have."""
@@ -26,18 +33,22 @@ class AdapterIndex:
             self.standing.add(adapter.lora_id)
         if adapter.is_inspected and not adapter.is_deleting:
             self.by_shape.setdefault(shape_of(adapter), set()).add(adapter.lora_id)
+        if (digest := fleet_digest(adapter.source)) is not None:
+            self.by_files.setdefault(digest, set()).add(adapter.lora_id)
+        if adapter.is_adopted:
+            self.adopted.add(adapter.lora_id)
 
     def remove(self, adapter: RegisteredAdapter) -> None:
         """Take an adapter out, as it was taken in."""
         self.standing.discard(adapter.lora_id)
-        same = self.by_shape.get(shape_of(adapter), set())
-        same.discard(adapter.lora_id)
-        if not same:
-            self.by_shape.pop(shape_of(adapter), None)
+        self.adopted.discard(adapter.lora_id)
+        _discard(self.by_shape, shape_of(adapter), adapter.lora_id)
+        if (digest := fleet_digest(adapter.source)) is not None:
+            _discard(self.by_files, digest, adapter.lora_id)
 
     def with_standing(self, lora_ids: Iterable[str]) -> "AdapterIndex":
         """The index in which these adapters stand, too, because a pass has raised their minimum."""
-        return AdapterIndex(self.standing.union(lora_ids), self.by_shape)
+        return replace(self, standing=self.standing.union(lora_ids))
 
 
 def adapter_index(adapters: Mapping[str, RegisteredAdapter]) -> AdapterIndex:
@@ -46,6 +57,14 @@ def adapter_index(adapters: Mapping[str, RegisteredAdapter]) -> AdapterIndex:
     for adapter in adapters.values():
         index.add(adapter)
     return index
+
+
+def _discard(index: dict[_Key, set[str]], key: _Key, lora_id: str) -> None:
+    """Take an adapter out of the set of a key; an empty set goes."""
+    same = index.get(key, set())
+    same.discard(lora_id)
+    if not same:
+        index.pop(key, None)
 
 
 def shape_of(adapter: RegisteredAdapter) -> Shape:

@@ -12,7 +12,6 @@ import httpx
 import structlog
 from pydantic import ValidationError
 
-from lorafleet.identity import fleet_digest
 from lorafleet.keys.own_key import OwnKey
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.copies import CopyFacts, CopyPlan, CopyState, MarkStep, WorkerDisk, plan_copies
@@ -88,10 +87,11 @@ class FileCopies:
         lost = {digest: state.reason for digest, state in self.states.items() if state.status == "lost"}
         if not lost:
             return {}
+        by_files = self._context.store.intent.index.by_files
         return {
-            lora_id: f"files_lost: {lost[digest]}"
-            for lora_id, adapter in self._context.store.adapters.items()
-            if (digest := fleet_digest(adapter.source)) in lost and digest is not None
+            lora_id: f"files_lost: {reason}"
+            for digest, reason in lost.items()
+            for lora_id in sorted(by_files.get(digest, ()))
         }
 
     def state(self, digest: str) -> CopyState:
@@ -133,11 +133,8 @@ class FileCopies:
 
     def _needs(self) -> dict[str, str]:
         """digest -> base model, of registered adapters whose files only the fleet has."""
-        return {
-            digest: adapter.base_model or ""
-            for adapter in self._context.store.adapters.values()
-            if (digest := fleet_digest(adapter.source)) is not None
-        }
+        adapters, by_files = self._context.store.adapters, self._context.store.intent.index.by_files
+        return {digest: adapters[max(same)].base_model or "" for digest, same in by_files.items()}
 
     def _plan(self, needs: Mapping[str, str], now: float) -> CopyPlan:
         """The steps of this pass."""

@@ -294,9 +294,8 @@ class FleetQueries:
         operations, store = self._context.operations, self._context.store
         troubled = operations.failures.failed_ids | self.lost_files.keys()
         shared = sum(self.quarantine_reason(lora_id) is not None for lora_id in troubled)
-        return shared + sum(
-            adapter.quarantine is not None and lora_id not in troubled for lora_id, adapter in store.adapters.items()
-        )
+        quarantined = (name for name in store.intent.index.standing if store.adapters[name].quarantine is not None)
+        return shared + sum(name not in troubled for name in quarantined)
 
     def adapter_state(self, adapter: RegisteredAdapter, ready: Mapping[str, Sequence[str]]) -> AdapterState:
         """The adapter's state. `ready`: as `ready_workers_by_adapter`."""

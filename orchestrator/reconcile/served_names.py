@@ -467,7 +467,8 @@ class VersionRetention:
 
         named, held  lora_ids that workers' settings name, and that workers hold in a slot
         """
-        adopted = [each for each in self._store.adapters.values() if each.is_adopted and not each.is_deleting]
+        adapters = map(self._store.adapters.__getitem__, sorted(self._store.intent.index.adopted))
+        adopted = [adapter for adapter in adapters if not adapter.is_deleting]
         now, demand = self._wall(), self._demand.snapshot(self._clock())
         is_listening = self._clock() - self._term_began_at >= _LISTEN_S and not demand.has_unheard_routers
         targeted, busy = self.targeted_ids(), self.busy_ids()

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lorafleet.identity import fleet_source
 from orchestrator.core.placement.place import place
 from orchestrator.model.adapter_index import AdapterIndex, adapter_index
 from orchestrator.model.policy import PlacementPolicy
@@ -31,6 +32,8 @@ def rows(draw):
         ttl_s=draw(st.none() | st.sampled_from([0.0, 9.0])),
         is_deleting=draw(st.booleans()),
         quarantine=draw(st.sampled_from([None, "bad bytes"])),
+        source=draw(st.sampled_from(["s", fleet_source("0" * 64), fleet_source("1" * 64)])),
+        is_adopted=draw(st.booleans()),
     )
 
 
