@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeAlias
 import structlog
 
 from lorafleet.engine.acceptance import FILE_NAME as ACCEPTANCE_NAME
+from lorafleet.engine.acceptance import MOST_BYTES as MOST_ACCEPTANCE_BYTES
 from lorafleet.identity import fleet_source
 from lorafleet.service.files import write_atomically
 from lorafleet.service.tasks import finish_even_if_cancelled
@@ -188,8 +189,11 @@ class AdapterCache:
         return await asyncio.to_thread(_file_sizes, self.path(digest))
 
     async def store_acceptance(self, digest: str, content: bytes) -> None:
-        """Put an acceptance file beside an installed adapter, in place of another one; a disk's error is logged."""
-        path = self.path(digest) / ACCEPTANCE_NAME
+        """Put an acceptance file beside an installed adapter, in place of another one; a disk's error is logged.
+
+        One that is too large is cut, and refused when it is read: other workers still fetch it with the adapter.
+        """
+        path, content = self.path(digest) / ACCEPTANCE_NAME, content[: MOST_ACCEPTANCE_BYTES + 1]
         try:
             if await asyncio.to_thread(_file_digest, path) != hashlib.sha256(content).hexdigest():
                 await asyncio.to_thread(write_atomically, path, content, mode=0o644)

@@ -107,6 +107,17 @@ async def test_a_list_with_other_names_than_an_adapters_is_refused(tmp_path, nam
     assert refused.value.code == "source_unsafe"
 
 
+async def test_acceptance_file_comes_with_an_adapter_and_stays_out_of_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setitem(FILES, "acceptance.jsonl", b"{}")
+    relay = RelayDouble(names=tuple(FILES))
+    async with serving(relay.app) as url:
+        transfer = Transfer()
+        await source_at(url).fetch(OTHER, tmp_path, transfer)
+        assert await source_at(url).read_acceptance(["http://127.0.0.1:9", url], DIGEST) == b"{}"
+    assert transfer.texts == {"acceptance.jsonl": b"{}"}
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
 def test_references_name_a_fleet_and_a_digest():
     assert fleet_and_digest(OTHER) == ("https://orchestrator.eu.example", DIGEST)
     assert fleet_and_digest(f"fleet+http://10.0.0.1:8080/{DIGEST}") == ("http://10.0.0.1:8080", DIGEST)
