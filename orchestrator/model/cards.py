@@ -30,7 +30,8 @@ class AdapterCard:
     source: str = ""
     """The reference that was asked for."""
     files_note: str = ""
-    """What lies beside its files at its source and is not served; known to the worker that read the source."""
+    """What lies beside its files at its source and is not served, and a change of weights that is far too large; known
+    to the worker that read the source."""
     acceptance_file: str = ""
     """Digest of the `acceptance.jsonl` beside its files, which is no part of their own digest; empty without one."""
     effect: AdapterEffectState = ""

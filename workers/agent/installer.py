@@ -289,7 +289,12 @@ class Installer:
                 manifest = replace(
                     verified,
                     base_model=self._engine.model_card().base_model or base_model or verified.base_model,
-                    files_note="; ".join((*transfer.notes, *await self._cache.notes_on_texts(transfer.texts))),
+                    files_note="; ".join(
+                        filter(
+                            None,
+                            (*transfer.notes, *await self._cache.notes_on_texts(transfer.texts), verified.files_note),
+                        )
+                    ),
                 )
                 if way != "disk":
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)

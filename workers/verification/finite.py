@@ -13,12 +13,22 @@ from typing import Final, NamedTuple
 
 from workers.core.errors import SourceError
 from workers.verification.adapter_files import WEIGHTS_NAME
+from workers.verification.lora_tensors import PREFIX
 from workers.verification.tensors import TensorHeader, tensor_bytes
 
 LARGEST: Final = 65520.0
 """The least number that float16 rounds to infinity. Weights of healthy adapters are below 100."""
 
+LARGE_CHANGE: Final = 100.0
+"""Times ordinary weights: a change beyond it is noted. Changes of healthy adapters are below 1; a model's own weights
+are about 1 / sqrt(inputs), as they are drawn before training."""
+
+_MOST_SAMPLED = 2048
+"""Numbers of a tensor whose sizes are taken for all of them."""
+_SAMPLED_AT_ONCE = 256
+_UNPACKED = {"F64": "d", "F32": "f", "F16": "e"}
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+_A_END, _B_END = ".lora_A.weight", ".lora_B.weight"
 # The lowest code of a magnitude that is infinite or NaN. Codes of all these dtypes grow with the magnitude.
 _NOT_A_NUMBER = {
     "F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7, "F8_E4M3": 0x7F, "F8_E5M2": 0x7C,
@@ -59,6 +69,8 @@ class FiniteCheck:
         self._index, self._position, self._rest = 0, 0, b""
         self._nan_or_inf, self._too_large = 0, 0
         self._names: dict[str, None] = {}
+        self._tensors = tensors
+        self._squares: dict[str, tuple[float, int]] = {}
 
     def feed(self, chunk: bytes) -> None:
         """Check the file's next bytes."""
@@ -75,6 +87,7 @@ class FiniteCheck:
                 whole = len(piece) - len(piece) % span.width
                 self._rest = piece[whole:]
                 self._check(piece[:whole], span)
+                self._sample(piece, whole, span)
             begin = end
 
     def _check(self, piece: bytes, span: _Span) -> None:
@@ -87,6 +100,40 @@ class FiniteCheck:
             self._nan_or_inf += nan_or_inf
             self._too_large += refused - nan_or_inf
             self._names[span.name] = None
+
+    def _sample(self, piece: bytes, whole: int, span: _Span) -> None:
+        """Add the squares of a few of a tensor's numbers, of which `whole` bytes are in the piece."""
+        total, count = self._squares.get(span.name, (0.0, 0))
+        taken = min(whole // span.width, _SAMPLED_AT_ONCE)
+        if not taken or count >= _MOST_SAMPLED or span.dtype not in {*_UNPACKED, "BF16"}:
+            return
+        numbers = _numbers(piece[: taken * span.width], span.dtype)
+        self._squares[span.name] = (total + sum(each * each for each in numbers), count + taken)
+
+    def large_change(self) -> str:
+        """A note on the module whose change is the largest, if it is far beyond ordinary weights; else "".
+
+        A change B @ A of independent numbers has the size scale * sqrt(rank) * size(A) * size(B).
+        """
+        found = (0.0, "")
+        for name, tensor in self._tensors.items():
+            module = name.removesuffix(_A_END)
+            half_a, half_b = self._size(name), self._size(module + _B_END)
+            if module == name or ".experts" in name or half_a is None or half_b is None:
+                continue
+            rank, inputs = tensor.shape
+            found = max(found, (self._scale * math.sqrt(rank * inputs) * half_a * half_b, module))
+        if not found[0] > LARGE_CHANGE:
+            return ""
+        return (
+            f"its change of {found[1].removeprefix(PREFIX)} is about {found[0]:.3g} times as large as ordinary weights:"
+            " its training may have diverged, or its lora_alpha is too large"
+        )
+
+    def _size(self, tensor: str) -> float | None:
+        """The root of the mean square of a tensor's sampled numbers; None if none were."""
+        total, count = self._squares.get(tensor, (0.0, 0))
+        return math.sqrt(total / count) if count else None
 
     def require_finite(self) -> None:
         """Raises SourceError `weights_not_finite` if a refused value has passed by."""
@@ -104,6 +151,16 @@ class FiniteCheck:
         raise SourceError(
             "weights_not_finite", f"{WEIGHTS_NAME}: {' and '.join(counts)} in {tensors}; {accepted}; {advice}"
         )
+
+
+def _numbers(raw: bytes, dtype: str) -> tuple[float, ...]:
+    """The numbers of whole values."""
+    count = len(raw) // _WIDTHS[dtype]
+    if dtype == "BF16":  # the upper half of a float32
+        wide = bytearray(2 * len(raw))
+        wide[2::4], wide[3::4] = raw[::2], raw[1::2]
+        return struct.unpack(f"<{count}f", wide)
+    return struct.unpack(f"<{count}{_UNPACKED[dtype]}", raw)
 
 
 def _is_lora_b(tensor: str) -> bool:

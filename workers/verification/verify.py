@@ -74,7 +74,7 @@ def read_manifest(
         base_model=described.base_model,
         size_bytes=size_bytes,
         modules=described.modules,
-        files_note="; ".join(notes),
+        files_note="; ".join(filter(None, (*notes, values.large_change()))),
     )
 
 

@@ -126,3 +126,25 @@ def test_bytes_of_integers_are_finite_whatever_they_are():
 
 def test_a_large_tensor_of_refused_values_alone_is_counted_whole():
     assert "100000 NaN" in check([("BF16", b"\xc0\x7f" * 100_000)], cuts=range(0, 200_000, 65_537))
+
+
+def note_of(dtype: str, size: float, *, scale: float = 2.0) -> str:
+    """What is noted of a pair of one module, rank 8 and 64 inputs, whose numbers are all of this size."""
+    packed = struct.pack({"F64": "<d", "F16": "<e"}.get(dtype, "<f"), size)
+    raw = packed[2:] if dtype == "BF16" else packed
+    names = [f"base_model.model.layers.0.q_proj.lora_{half}.weight" for half in "AB"]
+    headers = dict(zip(names, (TensorHeader(dtype, (8, 64)), TensorHeader(dtype, (64, 8))), strict=True))
+    data = raw * (2 * 8 * 64)
+    values = FiniteCheck(len(data), headers, scale)
+    for begin in range(0, len(data), 1001):
+        values.feed(data[begin : begin + 1001])
+    values.require_finite()
+    return values.large_change()
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
+def test_change_far_beyond_ordinary_weights_is_noted_with_its_module(dtype):
+    assert note_of(dtype, 0.05) == ""
+    # scale 2, and the root of 8 x 64: 45 times as large as the square of one number
+    assert note_of(dtype, 2.0).startswith("its change of layers.0.q_proj is about 181 times as large")
+    assert note_of(dtype, 2.0, scale=1.0) == ""
