@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
+import msgspec
+
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError
 from orchestrator.core.published_names import taken_over
 from orchestrator.intent.registry import AdapterRegistry, changeable_fields, changed_spec, spec_of
@@ -37,7 +39,8 @@ def fleet_record(store: IntentStore) -> FleetRecord:
 
 def _recorded_adapter(adapter: RegisteredAdapter) -> RecordedAdapter:
     """The adapter as the record has it."""
-    return asdict(adapter.spec) | {"source": adapter.fetched_from}
+    fields: dict[str, Any] = msgspec.to_builtins(adapter.spec)  # `asdict` takes 20 times as long
+    return fields | {"source": adapter.fetched_from}
 
 
 def recorded_name(name: ServedName) -> ServedName:
