@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lorafleet.engine.engine_reports import is_engine_folder
+from lorafleet.engine.module_calls import CallsSeen
 
 REPORTS_VARIABLE = "LORAFLEET_LORA_REPORTS"
 """Environment variable of the engine that names the reports' folder; without it nothing is reported."""
 
 _LARGEST_BYTES = 16 << 20  # 100,000 module names
+_WEAKEST_FIRST: Sequence[CallsSeen] = ("no", "not yet", "yes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class LoraReport:
                       stage or of other experts may have taken them
     lora_int_id       the engine's number of the adapter
     host_bytes        of the copy in this process's host memory
+    uncalled          those that this process took, and whose layers do not run with an adapter's weights
+    calls_seen        whether the process has seen which layers run; until then `uncalled` is empty
     """
 
     rank: int
@@ -40,6 +44,8 @@ class LoraReport:
     experts: int = 0
     lora_int_id: int | None = None
     host_bytes: int = 0
+    uncalled: tuple[str, ...] = ()
+    calls_seen: CallsSeen = "no"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,8 @@ class LoadedModules:
     """How many modules an adapter has, how many of experts, and those that no process of the engine has, sorted.
 
     host_bytes  of its copies in the host memory of all processes
+    uncalled    those that a process has, and that run in none; sorted
+    calls_seen  whether all processes have seen which layers run
     """
 
     modules: int
@@ -54,11 +62,8 @@ class LoadedModules:
     experts: int = 0
     lora_int_id: int | None = None
     host_bytes: int = 0
-
-    @property
-    def ignored_experts(self) -> int:
-        """How many of the ignored modules belong to experts."""
-        return sum(map(is_of_experts, self.ignored))
+    uncalled: tuple[str, ...] = ()
+    calls_seen: CallsSeen = "no"
 
 
 def is_of_experts(module: str) -> bool:
@@ -69,15 +74,23 @@ def is_of_experts(module: str) -> bool:
 def loaded_modules(reports: Iterable[LoraReport]) -> LoadedModules | None:
     """What all processes of an engine have of an adapter; None if one of them has not reported.
 
-    A module is ignored if every process ignored it.
+    A module is ignored if every process ignored it, and not called if it runs in none of them.
     """
     found = list(reports)
     if not found or not set(range(max(report.world_size for report in found))) <= {report.rank for report in found}:
         return None
     ignored = frozenset(found[0].ignored).intersection(*(report.ignored for report in found[1:]))
+    idle = frozenset.intersection(*(frozenset((*report.ignored, *report.uncalled)) for report in found))
     modules, experts = max((report.modules, report.experts) for report in found)
+    seen = {report.calls_seen for report in found}
     return LoadedModules(
-        modules, tuple(sorted(ignored)), experts, found[0].lora_int_id, sum(each.host_bytes for each in found)
+        modules,
+        tuple(sorted(ignored)),
+        experts,
+        found[0].lora_int_id,
+        sum(each.host_bytes for each in found),
+        tuple(sorted(idle - ignored)),
+        next(each for each in _WEAKEST_FIRST if each in seen),
     )
 
 
@@ -104,16 +117,19 @@ def read_reports(folder: Path, engine_name: str) -> Sequence[LoraReport]:
     """The reports on an adapter so far; a file that is no report is left out."""
     reports = []
     for path in sorted(_reports_folder(folder, engine_name).glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, StopIteration):
             if path.stat().st_size <= _LARGEST_BYTES:
                 raw = json.loads(path.read_bytes())
-                ignored = tuple(str(name) for name in raw["ignored"])
+                ignored, uncalled = (tuple(str(name) for name in raw[key]) for key in ("ignored", "uncalled"))
                 rank, world_size, modules, experts, host_bytes = (
                     int(raw[name]) for name in ("rank", "world_size", "modules", "experts", "host_bytes")
                 )
                 number = raw["lora_int_id"]
                 int_id = None if number is None else int(number)
-                reports.append(LoraReport(rank, world_size, modules, ignored, experts, int_id, host_bytes))
+                seen = next(each for each in _WEAKEST_FIRST if each == raw["calls_seen"])
+                reports.append(
+                    LoraReport(rank, world_size, modules, ignored, experts, int_id, host_bytes, uncalled, seen)
+                )
     return reports
 
 

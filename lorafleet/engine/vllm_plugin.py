@@ -1,7 +1,8 @@
 """lorafleet's plugin of vLLM (`vllm.general_plugins`): fixes for the CPU, and reports on adapters and their kernels.
 
 After a load it reports which modules of the adapter vLLM's LoRA manager really has. vLLM 0.32 drops a module without a
-word if its own name table maps the module's name to none of its layers, and then answers by the base model.
+word if its own name table maps the module's name to none of its layers, and then answers by the base model. After the
+first pass with an adapter it reports which of these modules run at all.
 """
 
 import importlib
@@ -22,6 +23,7 @@ from lorafleet.engine import vllm_cpu
 from lorafleet.engine.catalog_offers import URL_VARIABLE, OfferReader
 from lorafleet.engine.engine_reports import EngineProcessReport, PoolMissCounter, write_engine_report
 from lorafleet.engine.lora_reports import REPORTS_VARIABLE, LoraReport, is_of_experts, write_report
+from lorafleet.engine.module_calls import ModuleCalls, runs_hooks
 from lorafleet.engine.offers import mark_as_taking_offers
 
 log = logging.getLogger(__name__)
@@ -171,17 +173,23 @@ def _patch_pool(manager_class: Any, folder: Path) -> None:
             write_engine_report(folder, _engine_report(self._adapter_manager))
             if sys.modules["vllm.distributed.parallel_state"].get_world_group().rank_in_group == 0:
                 self.lorafleet_misses = PoolMissCounter(folder)
+            vllm_config = named.get("vllm_config") or args[1]
+            self.lorafleet_calls = ModuleCalls(self._adapter_manager, can_see=runs_hooks(vllm_config))
         except Exception:
             log.exception("lorafleet: no report on the LoRA kernels")  # it works all the same
         return model
 
     def apply_adapters(self: Any, lora_requests: Any) -> None:
-        """Put a batch's adapters into slots; count those that are in none."""
+        """Put a batch's adapters into slots; count those that are in none, and watch a first pass."""
         misses: PoolMissCounter | None = getattr(self, "lorafleet_misses", None)
-        if misses is not None:
+        calls: ModuleCalls | None = getattr(self, "lorafleet_calls", None)
+        if misses is not None or calls is not None:
             wanted = {each.lora_int_id for each in lora_requests if each and each.lora_path != _DUMMY_PATH}
             manager = self._adapter_manager
-            misses.count(wanted, manager._active_adapters, manager._registered_adapters)
+            if misses is not None:
+                misses.count(wanted, manager._active_adapters, manager._registered_adapters)
+            if calls is not None:
+                calls.before_pass(wanted)
         apply(self, lora_requests)
 
     manager_class.create_lora_manager, manager_class._apply_adapters = create_lora_manager, apply_adapters
@@ -224,34 +232,62 @@ def _tensors_in(value: Any) -> Iterator[Any]:
 
 
 def _write_report_once(worker_manager: Any, lora_request: Any, folder: Path) -> None:
-    """Write this process's report on an adapter that it has just read; no-op for one that it had already."""
+    """Write this process's report on an adapter that it has just read; no-op for one that it had already.
+
+    It is written again after the first pass that shows which layers run.
+    """
     manager = worker_manager._adapter_manager
     lora = manager.get_adapter(lora_request.lora_int_id)
     names: frozenset[str] | None = getattr(lora, "lorafleet_names", None)
     if lora is None or names is None:
         return
     lora.lorafleet_names = None
-    taken = taken_names(manager, lora, names)
-    taken |= {name for name in lora.modules_to_save if {name, f"model.{name}"} & manager.modules.keys()}
-    modules = names | set(lora.modules_to_save)
-    ignored = [name for name in modules if name not in taken]
+    calls: ModuleCalls | None = getattr(worker_manager, "lorafleet_calls", None)
+    write = partial(_write_report, manager, lora, names, lora_request, folder, calls)
+    write()
+    if calls is not None:
+        calls.expect(lora_request.lora_int_id, write)
+
+
+def _write_report(
+    manager: Any, lora: Any, names: frozenset[str], lora_request: Any, folder: Path, calls: ModuleCalls | None
+) -> None:
+    """Write this process's report on an adapter, by what is known now of the layers that run.
+
+    names  of its modules, as they were before merging
+    """
+    heads = {name for name in lora.modules_to_save if {name, f"model.{name}"} & manager.modules.keys()}
+    taken = taken_names(manager, lora, names) | heads
+    idle = set() if calls is None else names_in_layers(manager, calls.idle_layers()) - heads
+    in_engine: Mapping[str, str] = {name: name for name in names | set(lora.modules_to_save)}
     # Some modules of the file never become part of `lora`: skipped prefixes, experts of other processes.
     skips = getattr(manager.model, "lora_skip_prefixes", None) or getattr(manager, "moe_ep_load_spec", None)
-    if ignored or skips:
-        engine_names = _engine_names(lora_request.lora_path, manager.model)
-        ignored = [name for name, in_engine in engine_names.items() if in_engine not in taken]
-        modules = frozenset(engine_names)
+    if skips or idle & names or any(name not in taken for name in in_engine):
+        in_engine = _engine_names(lora_request.lora_path, manager.model)
     group = sys.modules["vllm.distributed.parallel_state"].get_world_group()
     report = LoraReport(
         group.rank_in_group,
         group.world_size,
-        len(modules),
-        tuple(sorted(ignored)),
-        sum(map(is_of_experts, modules)),
+        len(in_engine),
+        tuple(sorted(name for name, full in in_engine.items() if full not in taken)),
+        sum(map(is_of_experts, in_engine)),
         lora_request.lora_int_id,
         _host_bytes(lora),
+        tuple(sorted(name for name, full in in_engine.items() if full in taken and full in idle)),
+        "no" if calls is None else calls.seen,
     )
     write_report(folder, lora_request.lora_name, report)
+
+
+def names_in_layers(manager: Any, layers: Iterable[str]) -> set[str]:
+    """The names under which an adapter's modules may go into these of vLLM's layers.
+
+    The parts of a packed layer have names of their own, a pooling model's also without its prefix, and experts in one
+    tensor a second one.
+    """
+    names = {part for layer in layers for part in (layer, *manager.packed_modules.get(layer, ()))}
+    names |= {f"{name}{_FIRST_EXPERT_LAYER}" for name in names if is_of_experts(name)}
+    return names | {name.removeprefix("model.") for name in names} if manager.is_pooling_model else names
 
 
 def taken_names(manager: Any, lora: Any, names: Iterable[str]) -> set[str]:

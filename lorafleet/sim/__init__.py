@@ -8,7 +8,7 @@ blocks    the KV cache: blocks with references, copies and LRU eviction, and the
 timing    scheduling of requests in steps, and the duration of a step; without a clock
 adapters  vLLM's checks of an adapter's files. A config with `"sim": {"delay_s": 0.4, "failing": 0.5}` simulates a bad
           version: answers are late, and that share of prompts gets 500. `--lora-target-modules` makes the engine ignore
-          the other modules, as vLLM does, without an error
+          the other modules, as vLLM does, without an error; `--sim-uncalled` names modules that it takes and never runs
 engine    the loop that runs steps in real time
 app       the HTTP routes, with prompts, generation, bodies and answers; publisher and metrics
 """

@@ -41,6 +41,8 @@ class SimAdapter:
     modules: int = 1
     ignored: tuple[str, ...] = ()
     """Modules of its file, and those that the engine does not take: `--lora-target-modules` leaves them out."""
+    uncalled: tuple[str, ...] = ()
+    """Modules that the engine takes and never runs (`--sim-uncalled`)."""
     delay_s: float = 0.0
     """Seconds by which its answers are delayed."""
     failing: float = 0.0
@@ -52,11 +54,18 @@ class SimAdapter:
 
 
 def read_adapter(
-    int_id: int, name: str, path: str, *, max_rank: int, target_modules: frozenset[str] | None = None
+    int_id: int,
+    name: str,
+    path: str,
+    *,
+    max_rank: int,
+    target_modules: frozenset[str] | None = None,
+    uncalled_modules: frozenset[str] = frozenset(),
 ) -> SimAdapter:
     """Read and check the adapter in folder `path`. Raises `NoAdapterFound` or `AdapterRefused`.
 
-    target_modules  the only modules that the engine takes; None: all
+    target_modules    the only modules that the engine takes; None: all
+    uncalled_modules  last parts of names of modules that it takes and never runs
     """
     folder = Path(path).expanduser()
     try:
@@ -80,8 +89,10 @@ def read_adapter(
     digest = hashlib.sha256(config_text)
     with weights.open("rb") as stream:
         digest.update(hashlib.file_digest(stream, "sha256").digest())
-    text_seed = b"" if len(ignored) == len(modules) else digest.digest()
-    return SimAdapter(int_id, name, path, text_seed, len(modules), ignored, delay_s, failing)
+    taken = [module for module in modules if module not in ignored]
+    uncalled = tuple(module for module in taken if module.rpartition(".")[2] in uncalled_modules)
+    text_seed = b"" if len(uncalled) == len(taken) else digest.digest()
+    return SimAdapter(int_id, name, path, text_seed, len(modules), ignored, uncalled, delay_s, failing)
 
 
 def _check_config(config: dict[str, Any], max_rank: int) -> None:

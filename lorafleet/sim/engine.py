@@ -138,10 +138,19 @@ class SimEngine:
                     path,
                     max_rank=settings.max_lora_rank,
                     target_modules=settings.lora_target_modules,
+                    uncalled_modules=settings.sim_uncalled,
                 )
                 await asyncio.sleep(settings.sim_load_s)
                 if settings.lora_reports is not None:
-                    report = LoraReport(0, 1, adapter.modules, adapter.ignored, lora_int_id=int_id)
+                    report = LoraReport(
+                        0,
+                        1,
+                        adapter.modules,
+                        adapter.ignored,
+                        lora_int_id=int_id,
+                        uncalled=adapter.uncalled,
+                        calls_seen="yes",
+                    )
                     # On a full disk the agent finds no report, as with vLLM, and compares answers.
                     with contextlib.suppress(OSError):
                         await asyncio.to_thread(write_report, settings.lora_reports, name, report)

@@ -88,6 +88,8 @@ class SimSettings:
     sim_load_s: float
     sim_seed: int
     sim_response_tokens: int
+    sim_uncalled: frozenset[str]
+    """Last parts of names of modules that an adapter may have and that never run."""
 
 
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> SimSettings:
@@ -145,6 +147,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os
         sim_load_s=flags.sim_load_s,
         sim_seed=flags.sim_seed,
         sim_response_tokens=flags.sim_response_tokens,
+        sim_uncalled=frozenset(flags.sim_uncalled),
     )
 
 
@@ -186,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("--sim-load-s", type=float, default=0.01, help="stall for one adapter read from disk")
     sim.add_argument("--sim-seed", type=int, default=0, help="another seed, other texts")
     sim.add_argument("--sim-response-tokens", type=int, default=0, help="answers end by themselves here; 0: never")
+    sim.add_argument("--sim-uncalled", nargs="+", default=(), help="modules that are taken and never run")
     return parser
 
 

@@ -83,8 +83,8 @@ class ModelFamily:
         return {**self.config, **({"text_config": dict(self.text)} if self.text else {})}
 
 
-def _text(name: str, **more: Any) -> ModelFamily:
-    return ModelFamily(name, "text", {**SIZES, **more})
+def _text(name: str, model_type: str = "", **more: Any) -> ModelFamily:
+    return ModelFamily(name, "text", {**SIZES, **more}, model_type=model_type)
 
 
 def _experts(name: str, **more: Any) -> ModelFamily:
@@ -138,6 +138,10 @@ _FAMILIES = (
     _text("phi"),
     _text("gpt_bigcode", n_inner=96),
     ModelFamily("llama_tied", "text", {**SIZES, "tie_word_embeddings": True}, model_type="llama"),
+    # Without experts, and with the one size of latent attention that vLLM's kernel for CPUs takes.
+    _text("deepseek_v2_dense", "deepseek_v2", num_key_value_heads=2, first_k_dense_replace=2, n_routed_experts=4,
+          num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1, kv_lora_rank=512, q_lora_rank=None,
+          qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32, head_dim=64, n_group=1, topk_group=1),
     _experts("mixtral", num_local_experts=4, num_experts_per_tok=2),
     _experts("qwen2_moe", **_EXPERTS, shared_expert_intermediate_size=32, decoder_sparse_step=1),
     _experts("qwen3_moe", **_EXPERTS, decoder_sparse_step=1),

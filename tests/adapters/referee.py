@@ -43,6 +43,8 @@ def _flags(base: Path) -> dict[str, Any]:
     config = (base / "config.json").read_text()
     (architecture,) = json.loads(config)["architectures"]
     is_pooling = architecture.endswith(("SequenceClassification", "Model"))
+    # Latent attention: where the CPU has AMX vLLM would choose a kernel that takes bfloat16 alone.
+    latent = {"attention_backend": "CPU_MLA", "block_size": 16} if "kv_lora_rank" in config else {}
     return {
         "runner": "pooling" if is_pooling else "generate",
         "model": str(base),
@@ -61,6 +63,7 @@ def _flags(base: Path) -> dict[str, Any]:
         "block_size": 32,
         "enable_prefix_caching": False,
         "trust_remote_code": False,
+        **latent,
     }
 
 
@@ -107,6 +110,13 @@ class Referee:
         self.manager = getattr(worker, "worker", worker).model_runner.lora_manager._adapter_manager
         self.remove = self._llm.llm_engine.remove_lora
         self.add = self._llm.llm_engine.add_lora
+        self._ran: set[str] = set()
+        for name, layer in self.manager.modules.items():
+            layer.register_forward_pre_hook(lambda *_called, name=name: self._ran.add(name))
+
+    def idle(self) -> set[str]:
+        """The wrapped layers that no answer so far has run."""
+        return self.manager.modules.keys() - self._ran
 
     def logprobs(self, lora: Any = None) -> list[float]:
         """The log-probabilities of the next token, of every token of the vocabulary; or the pooled vector."""
@@ -152,6 +162,13 @@ class ModulesReferee:
     def logprobs(self, lora: Any = None) -> None:
         """None: the model is not run."""
 
+    def idle(self) -> set[str]:
+        """The wrapped layers that an attention's implementation holds itself, past their wrappers."""
+        implementations = [vars(each.impl) for each in self.manager.model.modules() if hasattr(each, "impl")]
+        held = {id(value) for attributes in implementations for value in attributes.values()}
+        layers = self.manager.modules.items()
+        return {name for name, layer in layers if id(getattr(layer, "base_layer", None)) in held}
+
 
 def judge_family(folder: Path, by: str) -> dict[str, Any]:
     """The engine's verdict on each adapter of a family. Raises what a start raises."""
@@ -187,9 +204,10 @@ def _judge(
         if manager.is_pooling_model:  # finds a module's adapter also without `model.`
             parts = {part for packed in manager.packed_modules.values() for part in packed}
             wrapped |= {name.removeprefix("model.") for name in wrapped | parts}
+        adapted = referee.logprobs(request)
+        wrapped -= referee.idle()
         ignored = sorted(name for name in taken.loras if name.removesuffix(".base_layer") not in wrapped)
         applied = len(taken.loras) - len(ignored) + len(taken.modules_to_save)
-        adapted = referee.logprobs(request)
         moved, off = _distance(adapted, plain), _distance(adapted, _reference(folder))
         return {
             "loads": True,

@@ -24,6 +24,8 @@ PREFIX = "base_model.model."
 DENSE = ("llama", "qwen2")
 # Families that vLLM serves by transformers' own code.
 BY_TRANSFORMERS = ("olmo2", "smollm3", "gpt_neox", "starcoder2", "phi", "gpt_bigcode")
+# Families with latent attention (MLA).
+LATENT = ("deepseek_v2", "deepseek_v2_dense")
 # In transformers 4.4x and 4.5x these classes had their language model outside of `model`.
 OUTER_LANGUAGE_MODEL = ("gemma3", "llava", "llava_next", "paligemma", "mistral3", "internvl")
 OUTER_MODEL = ("qwen2_vl", "qwen2_5_vl")
@@ -253,6 +255,8 @@ _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 SHAPES: tuple[AdapterShape, ...] = (
     AdapterShape("PEFT", "attention", _attention, kinds=("text", "experts", "multimodal", "pooling")),
     AdapterShape("PEFT", "all-linear", lambda shop, into: shop.adapter(into, target_modules="all-linear")),
+    AdapterShape("PEFT", "latent projection alone", lambda shop, into: shop.adapter(into, target_modules=["kv_b_proj"]),
+                 families=LATENT),
     # --- multimodal
     AdapterShape("ms-swift", "language part alone", _language_only, kinds=("multimodal",)),
     AdapterShape("TRL", "text model's names", _text_only, kinds=("multimodal",)),

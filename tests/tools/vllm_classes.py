@@ -12,6 +12,7 @@ by empty ones. `PYTHONPATH=FOLDER` reads another version's Python code over the 
 import contextlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import json
 import logging
 import os
@@ -341,6 +342,37 @@ def _is_wrapped(model: Any, name: str, module: Any, packed: Mapping[str, list[st
     )
 
 
+def _held_past_the_tree(model: Any) -> set[int]:
+    """Ids of modules that an object beside the tree of modules holds, such as an attention's implementation.
+
+    vLLM's LoRA manager replaces modules in the tree alone, so these run without what adapters change.
+    """
+    beside = (value for module in model.modules() for value in vars(module).values())
+    objects = (each for each in beside if type(each).__module__.startswith("vllm.") and hasattr(each, "__dict__"))
+    return {id(held) for each in objects for held in vars(each).values() if held is not None}
+
+
+def _is_read_alone(owner: Any, attribute: str) -> bool:
+    """Whether the owner of a module reads its weight, and neither calls the module nor hands it on."""
+    functions = [
+        function
+        for base in type(owner).__mro__
+        if base.__module__.startswith("vllm.")
+        for function in vars(base).values()
+        if inspect.isfunction(function)
+    ]
+    used = " ".join(map(inspect.getsource, functions))
+    is_read = re.search(rf"self\.{attribute}\.weight\b", used)
+    return bool(is_read) and re.search(rf"self\.{attribute}\b(?!\.|\s*=[^=]|\s*:)", used) is None
+
+
+def _calls_past_the_tree(cls: Any) -> list[str]:
+    """Of a class that is not built here: names of the modules that latent attention holds itself."""
+    fused = "transformers" in cls.__module__  # vLLM fuses transformers' latent attention by itself
+    uses = fused or "kv_b_proj=" in inspect.getsource(sys.modules[cls.__module__])
+    return ["kv_b_proj"] if uses else []
+
+
 def _entry(cls: Any, models: list[Any]) -> dict[str, Any] | None:
     """What the data file says of one class; None if its names cannot be said by data."""
     from vllm.lora.utils import get_supported_lora_modules, is_supported_lora_module
@@ -357,7 +389,9 @@ def _entry(cls: Any, models: list[Any]) -> dict[str, Any] | None:
     entry["packed"] = {key: list(parts) for key, parts in (getattr(cls, "packed_modules_mapping", None) or {}).items()}
     linear: set[str] = set(getattr(cls, "embedding_modules", {}))
     modules: set[str] = set()
+    uncalled: set[str] = set() if models else set(_calls_past_the_tree(cls))
     for model in models:
+        held = _held_past_the_tree(model)
         supported = get_supported_lora_modules(model)
         linear |= set(supported)
         packed, parts = _packed(model)
@@ -372,7 +406,11 @@ def _entry(cls: Any, models: list[Any]) -> dict[str, Any] | None:
             # A module that is held under a second name is found by the first alone, but for `lm_head`.
             if id(module) not in seen or "lm_head" in name:
                 modules.add(_pattern(name))
+                parent, _, last = name.rpartition(".")
+                if id(module) in held or _is_read_alone(model.get_submodule(parent), last):
+                    uncalled.add(_pattern(name))
             seen.add(id(module))
+    entry["uncalled"] = sorted(uncalled)
     if models:
         entry |= {"linear": sorted(linear), "modules": sorted(modules)}
     return {key: value for key, value in entry.items() if value or key == "modules"}

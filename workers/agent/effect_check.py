@@ -12,9 +12,11 @@ import structlog
 
 from lorafleet.engine.canary import BaseReadings, CanaryResult, run_canary, shown_effect
 from lorafleet.engine.lora_reports import (
+    LoadedModules,
     ask_for_reports,
     forget_all_reports,
     forget_reports,
+    is_of_experts,
     loaded_modules,
     read_reports,
 )
@@ -34,6 +36,7 @@ from workers.verification.effect import (
     IgnoredPolicy,
     check_ignored,
     ignored_note,
+    uncalled_modules,
 )
 from workers.verification.manifest import AdapterDescription
 from workers.wire import AdapterMemory, IgnoredModules, WorkerAdapter
@@ -84,8 +87,8 @@ class EffectCheck:
 
         raises  EngineError `adapter_no_effect`, `modules_ignored`
         """
-        effect = await asyncio.to_thread(self._reported_effect, adapter)
         described = await asyncio.to_thread(self._describe, Path(adapter.path))
+        effect = await self._reported_effect(client, adapter, described)
         if effect is None:
             if described is not None:
                 self._check_table(adapter, described)
@@ -110,42 +113,78 @@ class EffectCheck:
 
     def _check_table(self, adapter: WorkerAdapter, described: AdapterDescription) -> None:
         """Raises EngineError if the adapter must not be served without the modules that its table calls ignored."""
-        lost = sum(".experts" in module for module in described.ignored)
+        lost = sum(map(is_of_experts, described.ignored))
         policy = _ignored_modules_policy(adapter, self._settings.ignored_modules)
         try:
             check_ignored(
-                described.modules, described.ignored, experts=described.experts, ignored_experts=lost, policy=policy
+                described.modules,
+                described.ignored,
+                experts=described.experts,
+                ignored_experts=lost,
+                policy=policy,
+                uncalled=described.uncalled,
             )
         except EngineError as exc:
             self._count("table", "refused")
             raise EngineError(exc.code, f"load {adapter.engine_name}: {exc}") from exc
 
-    def _reported_effect(self, adapter: WorkerAdapter) -> AdapterEffect | None:
+    async def _reported_effect(
+        self, client: EngineClient, adapter: WorkerAdapter, described: AdapterDescription | None
+    ) -> AdapterEffect | None:
         """The effect of an adapter by the reports of the engine's processes; None without a report of each.
 
-        Blocking; deletes the reports. Raises EngineError.
+        A process that has not seen yet which layers run sees it in the canary's requests, once in its life.
+
+        raises  EngineError
         """
-        loaded = loaded_modules(read_reports(self._settings.lora_reports, adapter.engine_name))
-        forget_reports(self._settings.lora_reports, adapter.engine_name)
+        shown: AdapterEffect | None = None
+        loaded = await asyncio.to_thread(self._read_reports, adapter)
+        if loaded is not None and loaded.calls_seen == "not yet" and self._settings.canary != "off":
+            result = await self._run_canary(client, adapter)
+            loaded = await asyncio.to_thread(self._read_reports, adapter) or loaded
+            if loaded.calls_seen == "not yet":
+                shown = AdapterEffect("unknown", f"which of its modules run is not known yet: {result.found}")
+            elif result.outcome == "none":
+                shown = await self._judged_answers(adapter, result)
+        if shown is None or shown.effect != "unknown":
+            await asyncio.to_thread(forget_reports, self._settings.lora_reports, adapter.engine_name)
         if loaded is None:
             return None
+        effect = await asyncio.to_thread(self._effect_of_modules, adapter, loaded, described)
+        return (
+            effect
+            if shown is None
+            else replace(effect, effect=shown.effect, note=_joined_notes(effect.note, shown.note))
+        )
+
+    def _read_reports(self, adapter: WorkerAdapter) -> LoadedModules | None:
+        """What the reports so far say of an adapter. Blocking."""
+        return loaded_modules(read_reports(self._settings.lora_reports, adapter.engine_name))
+
+    def _effect_of_modules(
+        self, adapter: WorkerAdapter, loaded: LoadedModules, described: AdapterDescription | None
+    ) -> AdapterEffect:
+        """The effect of an adapter by the modules that the engine has, and that run. Blocking. Raises EngineError."""
         count = partial(self._count, "report")
-        if loaded.ignored:
+        uncalled = uncalled_modules(loaded, described)
+        ignored = tuple(sorted({*loaded.ignored, *uncalled}))
+        if ignored:
             policy = _ignored_modules_policy(adapter, self._settings.ignored_modules)
             try:
                 check_ignored(
                     loaded.modules,
-                    loaded.ignored,
+                    ignored,
                     experts=loaded.experts,
-                    ignored_experts=loaded.ignored_experts,
+                    ignored_experts=sum(map(is_of_experts, ignored)),
                     policy=policy,
+                    uncalled=uncalled,
                 )
             except EngineError as exc:
                 count("none" if exc.code == "adapter_no_effect" else "refused")
                 raise EngineError(exc.code, f"load {adapter.engine_name}: {exc}") from exc
             count("partial")
-            note = ignored_note(loaded.modules, loaded.ignored)
-            return AdapterEffect("applied", note, loaded.ignored, loaded.lora_int_id, loaded.host_bytes)
+            note = ignored_note(loaded.modules, ignored, uncalled)
+            return AdapterEffect("applied", note, ignored, loaded.lora_int_id, loaded.host_bytes)
         found: AdapterEffectState = "zero" if _is_zero(adapter) else "applied"
         count(found)
         note = ZERO_NOTE if found == "zero" else ""
@@ -155,12 +194,15 @@ class EffectCheck:
         """The effect of an adapter by the engine's answers. Raises EngineError `adapter_no_effect`."""
         if self._settings.canary == "off":
             return NOT_CHECKED
-        folder = Path(adapter.path)
         if await asyncio.to_thread(_is_zero, adapter):
             self._count("canary", "zero")
             return AdapterEffect("zero", ZERO_NOTE)
-        result = await self._run_canary(client, adapter)
+        return await self._judged_answers(adapter, await self._run_canary(client, adapter))
+
+    async def _judged_answers(self, adapter: WorkerAdapter, result: CanaryResult) -> AdapterEffect:
+        """The effect that a canary's result shows. Raises EngineError `adapter_no_effect`."""
         self._count("canary", result.outcome)
+        folder = Path(adapter.path)
         weights = await asyncio.to_thread(weights_effect, folder) if result.outcome == "none" else None
         shown = shown_effect(result, weights, self._settings.canary)
         if shown.refusal:

@@ -90,11 +90,15 @@ class ModuleVerdict:
     """What becomes of an adapter's modules in the engine.
 
     ignored   modules that the engine takes and does not use, sorted
+    uncalled  those of them that it has, and never runs
+    measured  those of all modules of which probes in this very engine have said what it does with them
     why       why they are ignored, and what the table does not say, as sentences
     notes     sentences for operators: what could not be compared
     """
 
     ignored: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
+    measured: frozenset[str] = frozenset()
     why: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -160,6 +164,8 @@ def _check_in_engine(tensors: AdapterTensors, base: BaseModel, engine: EngineMod
     if len(ignored) == len(fates):
         reason = fates[ignored[0]].reason
         message = f"none of its {len(fates)} modules ({ignored[0]}, ...) takes effect: {reason}"
+        if all(fates[module].is_uncalled for module in ignored):
+            raise SourceError("modules_unmatched", f"{message}; accepted are adapters on other layers, too")
         raise SourceError("modules_unmatched", f"{message}{_naming_hint(ignored, base, engine)}")
     names = base.module_shapes()
     absent = [module for module in ignored if _is_absent(module, fates[module], base, names)]
@@ -172,7 +178,8 @@ def _check_in_engine(tensors: AdapterTensors, base: BaseModel, engine: EngineMod
     why = _ignored_notes(ignored, fates)
     if unknown := by_fate.get("unknown"):
         why = (*why, f"whether the engine uses {_first_names(unknown)} is not in its table")
-    return ModuleVerdict(tuple(sorted(ignored)), why, tuple(notes))
+    uncalled = tuple(sorted(module for module in ignored if fates[module].is_uncalled))
+    return ModuleVerdict(tuple(sorted(ignored)), uncalled, why=why, notes=tuple(notes))
 
 
 def _is_absent(module: str, fate: ModuleFate, base: BaseModel, names: ModuleShapes) -> bool:

@@ -4,8 +4,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lorafleet.engine.lora_reports import LoadedModules
 from orchestrator.model.cards import AdapterEffectState
 from workers.core.errors import EngineError
+from workers.verification.engine_modules import UNCALLED
+from workers.verification.manifest import AdapterDescription
 
 IgnoredPolicy = Literal["auto", "accept", "refuse"]
 
@@ -38,21 +41,31 @@ NOT_CHECKED = AdapterEffect()
 
 
 def check_ignored(
-    modules: int, ignored: Collection[str], *, experts: int, ignored_experts: int, policy: IgnoredPolicy
+    modules: int,
+    ignored: Collection[str],
+    *,
+    experts: int,
+    ignored_experts: int,
+    policy: IgnoredPolicy,
+    uncalled: Collection[str] = (),
 ) -> None:
     """Raises EngineError if an adapter must not be served without the modules that the engine ignores.
 
     modules  how many its file has; of these so many of experts
     policy   auto: refused if all modules, or all experts, are ignored; accept: only if all are; refuse: if any is
+    uncalled those of the ignored ones that the engine has, and never runs
     raises   `adapter_no_effect` if nothing is left, `modules_ignored` for a part that is missed
     """
     if not ignored:
         return
     found = f"the engine has {modules - len(ignored)} of its {modules} modules"
-    names = f"it ignores {names_text(ignored)}"
+    if uncalled:
+        found = f"the engine uses {modules - len(ignored)} of its {modules} modules"
+    names = f"it ignores {names_text(ignored)}{_uncalled_text(ignored, uncalled)}"
     if len(ignored) >= modules:
         message = f"{found}, so it would answer by the base model: {names}"
-        raise EngineError("adapter_no_effect", f"{message}; {ADVICE}")
+        advice = "train it on other layers, too" if len(uncalled) >= len(ignored) else ADVICE
+        raise EngineError("adapter_no_effect", f"{message}; {advice}")
     if policy == "auto" and 0 < experts <= ignored_experts:
         raise EngineError("modules_ignored", f"{found}, and none of its experts: {names}; {ADVICE}")
     if policy == "refuse":
@@ -66,6 +79,28 @@ def names_text(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def ignored_note(modules: int, ignored: Sequence[str]) -> str:
-    """The note of an adapter that is served without some of its modules."""
-    return f"the engine ignores {len(ignored)} of its {modules} modules: {names_text(ignored)}"
+def ignored_note(modules: int, ignored: Sequence[str], uncalled: Collection[str] = ()) -> str:
+    """The note of an adapter that is served without some of its modules; `uncalled`: as of `check_ignored`."""
+    found = f"the engine ignores {len(ignored)} of its {modules} modules: {names_text(ignored)}"
+    return f"{found}{_uncalled_text(ignored, uncalled)}"
+
+
+def _uncalled_text(ignored: Collection[str], uncalled: Collection[str]) -> str:
+    """Why modules that the engine has are ignored; "" where there are none."""
+    if not uncalled:
+        return ""
+    which = "" if len(uncalled) == len(ignored) else f", of {names_text(uncalled)}"
+    return f" ({UNCALLED}{which})"
+
+
+def uncalled_modules(loaded: LoadedModules, described: AdapterDescription | None) -> tuple[str, ...]:
+    """The modules of an adapter that its engine has and never runs, sorted.
+
+    What was measured in this very engine counts first, then what its processes have seen, then its table.
+    """
+    if described is None:
+        return loaded.uncalled
+    seen = described.uncalled if loaded.calls_seen != "yes" else loaded.uncalled
+    measured = {module for module in described.uncalled if module in described.measured}
+    found = measured | {module for module in seen if module not in described.measured}
+    return tuple(sorted(found - set(loaded.ignored)))

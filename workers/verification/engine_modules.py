@@ -12,6 +12,10 @@ from workers.verification.tensors import Shape
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _A = ".lora_A.weight"
 
+UNCALLED = (
+    "the engine runs this layer past what adapters change in it (docs/engines.md, layers that run past an adapter)"
+)
+"""Why a module that the engine has is ignored."""
 Fate = Literal["served", "ignored", "refused", "unknown"]
 """What an engine does with a module of an adapter; unknown: only the engine can say."""
 
@@ -23,12 +27,14 @@ class ModuleFate:
     reason  why it is not served, as a part of a sentence
     shape   [out, in] of the base model's weight; None if it is not known
     is_missing  the engine has no module of its name
+    is_uncalled  the engine has it, and never runs it with an adapter's weights
     """
 
     fate: Fate
     reason: str = ""
     shape: Shape | None = None
     is_missing: bool = False
+    is_uncalled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +78,17 @@ class EngineModules:
         full = found[0]
         if self.model_class.language and not full.startswith(self._prefixes()):
             return ModuleFate("ignored", "the engine takes adapters on the language model alone")
+        if self._is_uncalled(full):
+            return ModuleFate("ignored", UNCALLED, is_uncalled=True)
         is_proved = self.model_class.modules is not None or full in self.by_name
         return ModuleFate("served" if is_proved else "unknown", shape=self.by_name.get(full))
+
+    def _is_uncalled(self, full: str) -> bool:
+        """Whether the engine's layer of this name, or the one in which it is packed, runs without adapters."""
+        pattern = module_name_pattern(full)
+        parent, dot, last = pattern.rpartition(".")
+        packed = [f"{parent}{dot}{whole}" for whole, parts in self.model_class.packed.items() if last in parts]
+        return any(f".{name}".endswith(f".{end}") for end in self.model_class.uncalled for name in (pattern, *packed))
 
     def _prefixes(self) -> tuple[str, ...]:
         """Beginnings of the names of the modules that take adapters."""

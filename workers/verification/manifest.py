@@ -65,6 +65,8 @@ class AdapterDescription:
     experts   how many of its modules are of experts
     ignored   modules that the engine takes and does not use, as far as its table says; `why` says why, and
               what the table does not say
+    uncalled  those of them that the engine has, and never runs
+    measured  those of its modules on which probes in this very engine have said what it does with them
     notes     sentences for operators: what could not be compared
     numbers   in its matrices; `width`: of each module's by its rank, so that a slot of rank R has `width * R`
     scale     the largest factor by which engines multiply a module's change
@@ -80,6 +82,8 @@ class AdapterDescription:
     width: int = 0
     experts: int = 0
     ignored: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
+    measured: frozenset[str] = frozenset()
     why: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     scale: float = 1.0
@@ -140,6 +144,8 @@ def check_adapter(
         width=sum(pair.numbers // ranks[module] for module, pair in parts.pairs.items()),
         experts=sum(".experts" in module for module in parts.pairs),
         ignored=verdict.ignored,
+        uncalled=verdict.uncalled,
+        measured=verdict.measured,
         why=verdict.why,
         notes=verdict.notes,
         scale=lora_config.scale,

@@ -55,6 +55,7 @@ class ModelClass:
 
     packed           module -> the modules that adapters know in its place, such as qkv_proj -> q_proj, k_proj, v_proj
     modules          patterns of the modules that take adapters, with `#` for numbers; None: not known
+    uncalled         patterns, or their ends, of modules that the model reads or runs past what adapters change
     taken            last parts of module names that the engine accepts; it refuses a file with any other
     expert_parts     the parts of one expert, such as gate_proj, in a class whose experts are modules of their own
     has_3d_experts   experts are one module with PEFT's `target_parameters`: lora_A is [rank * experts, in]
@@ -69,6 +70,7 @@ class ModelClass:
     rules: NameRules = NameRules()
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     modules: frozenset[str] | None = None
+    uncalled: frozenset[str] = frozenset()
     taken: frozenset[str] = frozenset()
     expert_parts: tuple[str, ...] = ()
     has_3d_experts: bool = False
@@ -185,6 +187,7 @@ def _model_class(name: str, entry: Mapping[str, Any]) -> ModelClass:
         ),
         packed=packed,
         modules=None if modules is None else frozenset(modules),
+        uncalled=frozenset(entry.get("uncalled", ())),
         taken=frozenset(part for last in entry.get("linear", ()) for part in packed.get(last, (last,))),
         expert_parts=parts,
         has_3d_experts=entry.get("has_3d_experts", False),

@@ -1,5 +1,7 @@
 """The engine's processes say which modules of an adapter they have; a module is ignored if none of them has it."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +60,14 @@ def test_a_module_is_ignored_if_no_process_took_it(taken, copies):
     assert loaded_modules(reports) == LoadedModules(6, tuple(sorted(frozenset("abcdef").difference(*taken))))
     # Without the report of one stage of a pipeline, its modules would look ignored.
     assert loaded_modules([report for report in reports if report.rank != world - 1]) is None
+
+
+def test_a_module_is_not_called_if_it_runs_in_no_process_and_known_once_all_have_seen():
+    stage, other = LoraReport(0, 2, 2, ("b",), uncalled=("a",), calls_seen="yes"), LoraReport(1, 2, 2, ("a",))
+    found = loaded_modules([stage, replace(other, calls_seen="yes")])
+    assert (found.ignored, found.uncalled, found.calls_seen) == ((), ("a",), "yes")
+    assert loaded_modules([stage, replace(other, calls_seen="not yet")]).calls_seen == "not yet"
+    assert loaded_modules([stage, other]).calls_seen == "no"
 
 
 def test_no_report_says_nothing():

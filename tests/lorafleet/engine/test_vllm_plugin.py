@@ -16,6 +16,7 @@ from lorafleet.engine.engine_reports import EngineProcessReport, PoolMisses, rea
 from lorafleet.engine.lora_reports import LoraReport, ask_for_reports, read_reports
 from lorafleet.engine.offers import write_offer
 from orchestrator.model.offers import AdapterOffer
+from tests.lorafleet.engine.hooked_layers import HookedLayer, config_of
 from tests.workers.broken import safetensors
 
 ROOT = Path(__file__).parents[3]
@@ -26,11 +27,11 @@ class Manager:
     """vLLM's manager of adapters, as far as the plugin reads it: layers, packed parts, and the lookup of weights."""
 
     def __init__(self, layers: list[str], packed: dict[str, list[str]], *, is_pooling: bool = False) -> None:
-        self.modules = dict.fromkeys(layers, True)
+        self.modules: dict[str, object] = {name: HookedLayer() for name in layers}
         self.packed_modules = packed
-        self.model = SimpleNamespace()
+        self.model = HookedLayer()
         self.adapters: dict[int, SimpleNamespace] = {}
-        self._is_pooling = is_pooling
+        self.is_pooling_model = self._is_pooling = is_pooling
 
     def _get_lora_layer_weights(self, lora: SimpleNamespace, name: str) -> object | None:
         if self._is_pooling and name not in lora.loras:
@@ -114,12 +115,13 @@ class PunicaWrapperCPU:
 
 
 class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
-    def create_lora_manager(self, model: object) -> object:
+    def create_lora_manager(self, model: object, vllm_config: object) -> object:
+        assert vllm_config
         experts = Tensor(3, 1000)
         manager = self._adapter_manager
-        manager.modules = {
-            "q": SimpleNamespace(lora_a_stacked=(Tensor(1, 40),), lora_b_stacked=(Tensor(2, 60),), other=Tensor(9, 7)),
-            "experts": SimpleNamespace(w13_lora_a_stacked=(experts,), lora_a_stacked=[Tensor(3, 500, of=1000), None]),
+        manager.modules |= {
+            "q": HookedLayer(lora_a_stacked=(Tensor(1, 40),), lora_b_stacked=(Tensor(2, 60),), other=Tensor(9, 7)),
+            "experts": HookedLayer(w13_lora_a_stacked=(experts,), lora_a_stacked=[Tensor(3, 500, of=1000), None]),
         }
         manager.punica_wrapper_mapping = {"language_model": PunicaWrapperCPU()}
         manager.device, manager.lora_slots = SimpleNamespace(type="cpu"), 4
@@ -164,7 +166,7 @@ def test_each_load_is_reported_once_where_it_was_asked_for(patched, tmp_path):
 
 def test_a_process_says_what_it_runs_adapters_with_and_what_a_slot_takes(patched, tmp_path):
     manager = patched(Manager(LAYERS, PACKED), {})
-    assert manager.create_lora_manager("model") == "model"
+    assert manager.create_lora_manager("model", config_of()) == "model"
     # Four slots of 100 numbers in one layer and 1,000 in another, whose views count once; two bytes each.
     assert read_engine_reports(tmp_path) == (EngineProcessReport("PunicaWrapperCPU", "cpu", 2 * 1100 // 4),)
     assert read_pool_misses(tmp_path) == {}, "the first process alone counts"
@@ -173,7 +175,7 @@ def test_a_process_says_what_it_runs_adapters_with_and_what_a_slot_takes(patched
 def test_misses_of_the_pool_are_counted_where_they_happen(patched, tmp_path):
     sys.modules["vllm.distributed.parallel_state"].get_world_group().rank_in_group = 0
     manager = patched(Manager(LAYERS, PACKED), {})
-    manager.create_lora_manager("model")
+    manager.create_lora_manager("model", config_of())
     wanted = [SimpleNamespace(lora_int_id=number, lora_path="/a") for number in (1, 2, 3)]
     warm_up = SimpleNamespace(lora_int_id=4, lora_path="/not/a/real/path")
     manager._apply_adapters([*wanted, warm_up])
@@ -183,9 +185,37 @@ def test_misses_of_the_pool_are_counted_where_they_happen(patched, tmp_path):
 
 def test_a_report_on_kernels_that_fails_costs_the_engine_nothing(patched, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(Tensor, "untyped_storage", None)
-    assert patched(Manager(LAYERS, PACKED), {}).create_lora_manager("model") == "model"
+    assert patched(Manager(LAYERS, PACKED), {}).create_lora_manager("model", config_of()) == "model"
     assert read_engine_reports(tmp_path) == ()
     assert "no report on the LoRA kernels" in caplog.text
+
+
+def test_a_layer_that_the_model_reads_past_its_wrapper_is_reported_after_the_first_pass(patched, tmp_path):
+    inner = Manager(LAYERS, PACKED)
+    projection, packed = inner.modules[LAYERS[1]], inner.modules[LAYERS[0]]
+    header = dict.fromkeys(
+        (f"base_model.model.{name}.lora_{half}.weight" for name in (*PARTS, LAYERS[1]) for half in "AB"),
+        ("F32", (8, 8)),
+    )
+    (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(header))
+    manager = patched(inner, {number: fresh_lora(*PARTS, LAYERS[1]) for number in (1, 2)})
+    manager.create_lora_manager("model", config_of())
+    first, second = (SimpleNamespace(lora_int_id=i, lora_name=f"a{i}", lora_path=str(tmp_path)) for i in (1, 2))
+    ask_for_reports(tmp_path, "a1")
+    assert manager.add_adapter(first)
+    (before,) = read_reports(tmp_path, "a1")
+    assert (before.ignored, before.uncalled, before.calls_seen) == ((), (), "not yet")
+    manager._apply_adapters([first])
+    projection.run()
+    inner.model.run()
+    (after,) = read_reports(tmp_path, "a1")
+    assert (after.modules, after.ignored, after.uncalled) == (4, (), tuple(sorted(PARTS)))
+    assert after.calls_seen == "yes"
+    ask_for_reports(tmp_path, "a2")
+    assert manager.add_adapter(second)
+    assert read_reports(tmp_path, "a2")[0].uncalled == after.uncalled, "a later adapter needs no pass of its own"
+    manager._apply_adapters([second])
+    assert not any(layer.hooks for layer in (projection, packed, inner.model)), "later passes cost nothing"
 
 
 def test_a_report_that_fails_costs_the_engine_nothing(patched, tmp_path, caplog):

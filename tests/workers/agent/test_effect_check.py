@@ -98,6 +98,21 @@ async def test_restarted_engine_that_ignores_an_adapter_gets_it_no_longer(worker
         assert "0 of its 28 modules" in (loras[ADAPTER].error or "")
 
 
+@pytest.mark.fleet
+async def test_modules_that_never_run_are_ignored_and_an_adapter_of_them_alone_is_refused(worker):
+    async with worker.inside(*engine_args("--sim-uncalled", "o_proj")) as client:
+        answer = (await post(client, "load_lora", lora_id=ADAPTER)).raise_for_status().json()
+        assert (answer["effect"], answer["ignored_modules"]["count"]) == ("applied", LAYERS)
+        assert "runs this layer past what adapters change in it" in answer["note"]
+    every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    async with worker.inside(*engine_args("--sim-uncalled", *every)) as client:
+        assert (await loaded(client)).state == "failed", "the engine is another one after its restart"
+        refused = await post(client, "load_lora", lora_id="legal/v2")
+        assert (refused.status_code, code(refused)) == (422, "adapter_no_effect")
+        assert f"the engine uses 0 of its {7 * LAYERS} modules" in refused.json()["error"]["message"]
+        assert await engine_list(client) == []
+
+
 # --- the answers are compared ------------------------------------------------------------------------------------
 
 

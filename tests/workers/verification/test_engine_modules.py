@@ -435,3 +435,34 @@ def test_beginnings_are_renamed_in_their_order_and_once(name, rows):
     for old, new in rows:
         expected = new + expected.removeprefix(old) if expected.startswith(old) else expected
     assert NameRules(beginnings=tuple(rows)).renamed(name) == expected
+
+
+# --- layers that run past an adapter -------------------------------------------------------------------------------
+
+LATENT = {"self_attn.q_proj": (64, 64), "self_attn.kv_b_proj": (128, 512)}
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MistralLarge3ForCausalLM", "Glm4MoeLiteForCausalLM"],
+)
+@pytest.mark.parametrize("version", ["0.32", "0.33"])
+def test_projection_that_latent_attention_holds_itself_is_ignored_and_alone_refused(architecture, version):
+    weights = layers("model.layers", LATENT)
+    found = verdict(weights, base(architecture, weights, version))
+    projections = tuple(f"model.layers.{number}.self_attn.kv_b_proj" for number in range(2))
+    assert (found.ignored, found.uncalled) == (projections, projections)
+    assert "past what adapters change" in found.why[0]
+    alone = {name: shape for name, shape in weights.items() if name in projections}
+    code, message = refusal(alone, base(architecture, weights, version))
+    assert (code, "accepted are adapters on other layers, too" in message) == ("modules_unmatched", True)
+
+
+def test_projection_of_the_same_name_that_a_class_calls_is_served():
+    weights = layers("model.layers", {"self_attn.kv_b_proj": (128, 512)})
+    assert verdict(weights, base("MiniCPM3ForCausalLM", weights)).ignored == ()
+
+
+def test_projection_of_a_class_that_was_not_built_is_ignored_too():
+    weights = layers("model.layers", LATENT)
+    assert len(verdict(weights, base("PanguUltraMoEForCausalLM", weights)).uncalled) == 2
