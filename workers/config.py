@@ -232,6 +232,11 @@ class WorkerSettings(ServiceSettings):
         gt=0,
         description="seconds that the comparison with an adapter's acceptance file may take; after that it is unknown",
     )
+    probe_modules: Literal["auto", "always", "off"] = Field(
+        default="auto",
+        description="measure with small adapters, while the engine is idle, on which kinds of modules an adapter has an"
+        " effect in it, once for each version, base model and command: auto does so for vllm alone",
+    )
     ignored_modules: Literal["auto", "accept", "refuse"] = Field(
         default="auto",
         description="adapters of which the engine ignores some modules: auto refuses those that lose all experts,"

@@ -13,6 +13,7 @@ import httpx
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.kv.connectors import ConnectorVerdict
 from lorafleet.service.files import make_folder, write_atomically
+from workers.agent.module_probes import command_digest
 from workers.config import AgentTimers, WorkerSettings
 from workers.core.addresses import parse_networks
 from workers.core.references import OWN_FLEET
@@ -94,6 +95,7 @@ def agent_context(
         downloader=downloader,
         connector=connector,
         facts=facts,
+        command="" if settings.engine_url else command_digest(words_in_effect(settings, own_command)),
         timers=timers,
     )
 

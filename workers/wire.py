@@ -6,7 +6,7 @@ anybody else (lorafleet.service.http.known_fields.py).
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -129,6 +129,32 @@ class IgnoredModules:
 
     count: int
     names: tuple[str, ...] = ()
+
+
+ProbeOutcome = Literal["works", "no effect", "refused", "unknown"]
+"""What an engine was seen to do with an adapter on one kind of module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredModules:
+    """What small adapters have shown of each kind of module in one engine; it goes before what its table says.
+
+    A kind is a module's name in an adapter's file, with `#` for its numbers.
+    """
+
+    __pydantic_config__ = _LENIENT
+
+    engine_version: str = ""
+    flags: str = ""
+    """Digest of what else decides: base model, command, environment, device."""
+    outcomes: Mapping[str, ProbeOutcome] = field(default_factory=dict)
+    pending: int = 0
+    """Kinds that are still to be asked."""
+    seconds: float = 0.0
+    """In which the engine was asked, all kinds together."""
+
+
+NOTHING_MEASURED = MeasuredModules()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +287,7 @@ class LoraInfo(_WorkerMessage):
     list_age_s       seconds since the engine's own list last agreed with `loaded_loras`; None: not known
     refusal          why this worker accepts no adapters at all; "" if it does
     punica           class of the engine's wrapper of LoRA kernels, such as PunicaWrapperGPU; "": it does not say
+    measured         what was measured of the kinds of modules in this engine; None: nothing
     is_salted        every request for an adapter needs its `cache_salt` (lorafleet/identity.py adapter_salt), because
                      the engine's KV connector separates adapters by nothing else
     """
@@ -279,6 +306,7 @@ class LoraInfo(_WorkerMessage):
     list_age_s: float | None = None
     refusal: str = ""
     punica: str = ""
+    measured: MeasuredModules | None = None
     is_salted: bool = False
     capacity: LoraCapacity = LoraCapacity()
 

@@ -131,6 +131,7 @@ class WireViews:
                 "is_terminating": entry.is_terminating,
                 "refusal": report.lora.refusal,
                 "punica": report.lora.punica,
+                "measured": report.lora.measured,
                 "files": self._files_of(worker_id),
                 "drain": self._drain_of(entry, order),
                 "load": report.load,

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from orchestrator.model.catalog import WorkerState
 from orchestrator.model.documents import ServiceDocument, WrittenDocument
-from workers.wire import Load
+from workers.wire import Load, MeasuredModules
 
 
 class WorkerDrainProgress(ServiceDocument):
@@ -56,6 +56,7 @@ class WorkerItem(ServiceDocument):
     is_terminating  Kubernetes is terminating its pod, so it drains
     refusal         why it takes no adapters at all; empty: it takes them
     punica          class of its engine's wrapper of LoRA kernels, such as PunicaWrapperGPU; empty: it does not say
+    measured        on which kinds of modules an adapter has an effect in its engine; null: that is not measured
     drain           how far its drain is; null for a worker that does not drain
     load            its load and rates by its last report
     """
@@ -74,6 +75,7 @@ class WorkerItem(ServiceDocument):
     is_terminating: bool = False
     refusal: str = ""
     punica: str = ""
+    measured: MeasuredModules | None = None
     files: WorkerFiles | None = None
     drain: WorkerDrainProgress | None = None
     load: Load | None = None

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.contract.tiny_latent import LAYERS, SHAPES, make_latent_adapter, make_latent_model
+from tests.patience import until
 from tests.workers.running import RunningWorker, code, metadata_of, post
 
 pytestmark = [pytest.mark.vllm, pytest.mark.fleet]
@@ -83,3 +84,21 @@ async def test_the_engine_itself_says_what_never_runs_where_no_table_does(tmp_pa
         page = (await worker.client.get("/metrics")).text
         (count,) = (line for line in page.splitlines() if line.startswith("lorafleet_workers_canary_seconds_count"))
         assert float(count.rpartition(" ")[2]) == 1, "the first adapter alone takes requests"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.thorough
+async def test_what_probes_measure_is_what_the_table_says_and_shows_a_class_without_one(tmp_path):
+    """A compiled engine has no hooks; the probes compare answers, so they hold there as well."""
+    async with latent_worker(tmp_path, "--probe-modules", "always", "--scan-s", "0.2") as worker:
+
+        async def is_measured() -> bool:
+            table = (await metadata_of(worker.client)).lora.measured
+            return table is not None and not table.pending
+
+        await until(is_measured, within_s=120, what="all kinds are measured")
+        table = (await metadata_of(worker.client)).lora.measured
+        outcomes = {kind: outcome for kind, outcome in table.outcomes.items() if ".layers." in kind}
+        assert outcomes == {f"model.layers.#.{name}": "no effect" if name == LATENT else "works" for name in SHAPES}
+        refused = await post(worker.client, "load_lora", lora_id="alone")
+        assert code(refused) == "modules_unmatched"

@@ -21,6 +21,7 @@ from workers.agent.foreign_reader import ForeignFilesReader
 from workers.agent.installer import Installer
 from workers.agent.kv_ledger import KvLedgers
 from workers.agent.loader import Loader
+from workers.agent.module_probes import ModuleProbes
 from workers.agent.uploaded_adapters import UploadedAdapters
 from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import EngineClient
@@ -69,8 +70,14 @@ class WorkerAgent:
             now=timestamp,
         )
         self._installer = Installer(context, inventory=self.inventory, engine=self.engine)
+        self._probes = ModuleProbes(context.settings, self.engine, command=context.command, clock=context.clock)
         self._loader = Loader(
-            context, engine=self.engine, installer=self._installer, inventory=self.inventory, report=self.report
+            context,
+            engine=self.engine,
+            installer=self._installer,
+            inventory=self.inventory,
+            report=self.report,
+            probes=self._probes,
         )
         self._uploaded = UploadedAdapters(context, loader=self._loader, report=self.report)
         self._foreign_reader = ForeignFilesReader(context, self.inventory, self._loader)
@@ -128,6 +135,8 @@ class WorkerAgent:
         if not self.inventory.takes_loads and client.traits.takes_adapters == "while running":
             log.warning("the engine loads no adapters while it runs", reason=f"it {_NO_LOAD_ROUTE}")
         await self._read_base_model(self.engine.version)
+        await self._probes.begin(self.context.cache.rules.base)
+        self._use_measured()
         reported = await client.kv_connector() if self.context.connector is None else self.context.connector
         connector = self.inventory.kv_connector = apply_setting(self.context.settings.engine_salt, reported)
         if connector.reason:
@@ -207,6 +216,14 @@ class WorkerAgent:
             "its base model is a mixture of experts, for which vLLM runs adapters on GPUs alone: on the CPU the engine"
             " would die of its first request for one"
         )
+
+    def _use_measured(self) -> None:
+        """Check adapters by what was measured in this engine, once all of it is; by its table alone until then."""
+        rules, measured = self.context.cache.rules, self._probes.decided()
+        if rules.base is not None and rules.base.measured != measured:
+            self.context.cache.rules = replace(rules, base=replace(rules.base, measured=measured))
+            self.context.local_adapters.use_rules(self.context.cache.rules)
+        self.inventory.mark_changed()
 
     def _check_kernels(self) -> None:
         """Record as an incident that an engine on a GPU runs adapters without its device's kernels."""
@@ -441,8 +458,8 @@ class WorkerAgent:
     async def reconcile(self) -> None:
         """Read free disk bytes, scan lora_path, and correct the inventory from the engine's list. Raises EngineError.
 
-        Verifies loaded adapters of older rules, checks the effect of one adapter where it is not proved yet, and
-        compares some with acceptance files.
+        Verifies loaded adapters of older rules, checks the effect of one adapter where it is not proved yet, compares
+        some with acceptance files, and measures kinds of modules.
         The list is ignored while the agent is neither ready nor draining, or its KV connector is refused.
         """
         await self.context.cache.update_free_bytes()
@@ -455,6 +472,9 @@ class WorkerAgent:
                 await self._loader.verify_loaded_again()
                 await self._loader.check_unproved()
                 await self._loader.check_acceptance()
+                if self.inventory.takes_loads and await self._loader.measure_modules():
+                    self._use_measured()
+                    await self._loader.check_measured()
 
     async def read_foreign_files(self) -> None:
         """Record what another client loaded into the engine, and read its files, so that it can be adopted.
@@ -497,9 +517,8 @@ class WorkerAgent:
         with_available  as of `InventoryReport.info`
         """
         settings, model = self.context.settings, self.engine.model_card()
-        lora = self.report.info(with_available=with_available).model_copy(
-            update={"punica": punica_names(self.engine.reports)}
-        )
+        in_engine = {"punica": punica_names(self.engine.reports), "measured": self._probes.table}
+        lora = self.report.info(with_available=with_available).model_copy(update=in_engine)
         return Metadata(
             instance_id=settings.instance_id,
             namespace=settings.namespace,

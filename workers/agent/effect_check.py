@@ -102,6 +102,21 @@ class EffectCheck:
             log.warning("adapter's effect", lora_id=adapter.lora_id, effect=effect.effect, note=effect.note)
         return replace(with_effect(adapter, effect), memory=self._memory(effect, described))
 
+    async def check_measured(self, adapter: WorkerAdapter) -> WorkerAdapter:
+        """A loaded adapter by what was measured in its engine since its load.
+
+        raises  EngineError `adapter_no_effect`, `modules_ignored`
+        """
+        described = await asyncio.to_thread(self._describe, Path(adapter.path))
+        if described is None or described.measured.isdisjoint(described.uncalled):
+            return adapter
+        self._check_table(adapter, described)
+        known = adapter.ignored_modules
+        if known is not None and known.count >= len(described.ignored):
+            return adapter
+        note = _joined_notes(*described.why, *described.notes)
+        return with_effect(adapter, AdapterEffect(adapter.effect, note, described.ignored, adapter.lora_int_id))
+
     def _memory(self, effect: AdapterEffect, described: AdapterDescription | None) -> AdapterMemory | None:
         """What the engine holds for an adapter: as its processes say, else by the adapter's own modules."""
         if effect.host_bytes and (slot_bytes := sum(report.slot_bytes for report in self._engine.reports)):

@@ -8,10 +8,13 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from lorafleet.engine.canary import PROMPTS, EngineSilent
+from lorafleet.engine.probe_adapters import PROBE_PREFIX
 from workers.agent.acceptance_check import AcceptanceCheck, not_accepted_error
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.effect_check import EffectCheck, with_effect_of
 from workers.agent.installer import Installer, check_lora_id
+from workers.agent.module_probes import ModuleProbes
 from workers.agent.offered_adapters import OfferedAdapters
 from workers.agent.operations import AgentOperations, FetchOrder
 from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError
@@ -44,6 +47,8 @@ _CHECKS_A_PASS = 16
 """Adapters compared with their acceptance files in one pass of the agent's reconciliation."""
 _VERIFYING_S = 2.0
 """Of one pass, for adapters that are verified again."""
+_MOST_TOUCHED = 8
+"""Adapters that are used before one probe, so that it pushes none of them out: a request of one token each."""
 
 
 class Loader:
@@ -57,6 +62,7 @@ class Loader:
         installer: Installer,
         inventory: Inventory,
         report: InventoryReport,
+        probes: ModuleProbes,
     ) -> None:
         self._settings = context.settings
         self._installed = context.installed
@@ -64,6 +70,7 @@ class Loader:
         self._installer = installer
         self._inventory = inventory
         self._report = report
+        self._probes = probes
         self._metrics = context.metrics
         self._clock = context.clock
         self._effects = EffectCheck(
@@ -213,7 +220,10 @@ class Loader:
             client = self._engine.require_client()
             self._inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)
             listed_at = self._clock()
-            listed = await client.list_adapters()
+            listed = dict(await client.list_adapters())
+            for name in [name for name in listed if name.startswith(PROBE_PREFIX)]:
+                await client.unload(name, timeout_s=self._settings.load_deadline_s)  # of an agent that was killed
+                del listed[name]
             for name in listed:
                 self._inventory.adopt(name)
             self._inventory.record_paths(listed)
@@ -592,10 +602,67 @@ class Loader:
                     raise
                 self._record_unusable(adapter, exc)
             else:
-                current = self._installed.get(adapter.engine_name)
-                if current is not None and checked != adapter:
-                    self._installed.store(with_effect_of(current, checked))
-                    self._inventory.mark_changed()
+                self._store_checked(adapter, checked)
+
+    async def measure_modules(self) -> bool:
+        """Measure kinds of modules, one after the other, while the engine is idle; returns whether now all are.
+
+        A load waits for one of them at most. Raises EngineError if the engine fails.
+        """
+        while True:
+            async with self._engine.lock:
+                client, kind = self._engine.client, self._probes.next_kind()
+                if client is None or kind is None or not await self._make_room_for_probe(client):
+                    return False
+                table = await self._probes.measure(client, kind)
+                self._inventory.note_probe(kind)
+            if not table.pending:
+                return True
+
+    async def _make_room_for_probe(self, client: EngineClient) -> bool:
+        """Make sure that a probe pushes no loaded adapter out of the engine's memory, but a ghost.
+
+        The adapters that would be pushed out are used once, which makes them the newest ones. False: without a free
+        slot, or if there are too many of them.
+        """
+        if self._inventory.slots.free <= 0:
+            return False
+        for _ in range(_MOST_TOUCHED):
+            name = self._inventory.displaced_by_probe()
+            if name is None:
+                return True
+            try:
+                await client.fingerprint(name, PROMPTS[0], base_model=self._engine.model_card().name)
+            except EngineSilent:
+                return False
+            self._inventory.note_touched(name)
+        return False
+
+    async def check_measured(self) -> None:
+        """Judge the loaded adapters by what was measured since their loads. Raises EngineError if the engine fails.
+
+        One that loses everything is unloaded and recorded as failed.
+        """
+        for adapter in self._inventory.loaded_adapters():
+            async with self._engine.lock:
+                client = self._engine.client
+                if client is None or not self._inventory.slots.has(adapter.engine_name):
+                    continue
+                try:
+                    checked = await self._effects.check_measured(adapter)
+                except EngineError as exc:
+                    self._offers.withdraw(adapter.engine_name)
+                    await client.unload(adapter.engine_name, timeout_s=self._settings.load_deadline_s)
+                    self._record_unusable(adapter, exc)
+                else:
+                    self._store_checked(adapter, checked)
+
+    def _store_checked(self, adapter: WorkerAdapter, checked: WorkerAdapter) -> None:
+        """Store what a check has shown of an adapter, if that is new."""
+        current = self._installed.get(adapter.engine_name)
+        if current is not None and checked != adapter:
+            self._installed.store(with_effect_of(current, checked))
+            self._inventory.mark_changed()
 
     def _record_unusable(self, adapter: WorkerAdapter, exc: EngineError) -> None:
         """Record that the engine has no use of an adapter that it had: unloaded, unwanted and failed."""

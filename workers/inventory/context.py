@@ -39,5 +39,7 @@ class AgentContext:
     """The KV connector that the engine's command names; None: ask the engine."""
     facts: EngineFacts = NO_ENGINE
     """What is known of the engine by its command."""
+    command: str = ""
+    """Digest of the engine's command and environment; "": an engine that was not started here."""
     timers: AgentTimers = TIMERS
     clock: Callable[[], float] = time.monotonic

@@ -10,6 +10,7 @@ from typing import Literal
 
 import structlog
 
+from lorafleet.engine.probe_adapters import PROBE_PREFIX
 from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
 from lorafleet.service.loops import ChangeSignal
@@ -247,6 +248,20 @@ class Inventory:
         """
         self.refused_names.add(adapter.engine_name)
         self.slots = self.slots.after_load(adapter.engine_name).after_unload(adapter.engine_name)
+
+    def displaced_by_probe(self) -> str | None:
+        """The loaded adapter that would leave the engine's memory for one more adapter; None: none would."""
+        lost = set(self.slots.after_load(PROBE_PREFIX).displaced()).difference(self.slots.displaced())
+        return next(iter(lost), None)
+
+    def note_touched(self, name: str) -> None:
+        """Record that a request of our own used an adapter, which makes it the newest one in the engine's memory."""
+        self.slots = self.slots.after_use(name)
+
+    def note_probe(self, kind: str) -> None:
+        """Record that a probe of this kind of module was loaded and unloaded: its weights stay as a ghost."""
+        name = PROBE_PREFIX + kind
+        self.slots = self.slots.after_load(name).after_unload(name)
 
     def mark_foreign_unloaded(self, name: str, by: Requester) -> None:
         """Record and publish that the engine has unloaded an adapter that another client had loaded."""

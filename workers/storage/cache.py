@@ -159,7 +159,7 @@ class AdapterCache:
     def describe(self, folder: Path) -> AdapterDescription | None:
         """What the engine's table says of an adapter that was verified before; None if it cannot be read. Blocking."""
         try:
-            return read_description(folder, replace(self.rules, max_rank=None, base_check="off"))
+            return read_description(folder, replace(self.rules, max_rank=None, base_check="off", takes_unmatched=True))
         except (SourceError, OSError, ValueError):
             return None
 

@@ -11,6 +11,7 @@ from workers.verification.engine_modules import EngineModules, ModuleFate, modul
 from workers.verification.lora_tensors import PREFIX, RENAME_HINT, AdapterTensors, LoraPair, unwrapped_name
 from workers.verification.peft import EMBEDDINGS
 from workers.verification.tensors import Shape
+from workers.wire import ProbeOutcome
 
 BaseModelCheck = Literal["name", "exact", "off"]
 
@@ -83,6 +84,7 @@ def _plain_model_name(name: str) -> str:
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PARTS = frozenset(["q_proj", "qkv_proj"])
 _SHOWN = 3
+_MEASURED_IDLE = "an adapter on such a module was seen to change no answer of this engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +108,25 @@ class ModuleVerdict:
 NOTHING_COMPARED = ModuleVerdict()
 
 
-def check_against_base(tensors: AdapterTensors, base: BaseModel) -> ModuleVerdict:
-    """The verdict on an adapter's modules. Raises SourceError if the engine refuses it, or answers wrongly with it."""
+def check_against_base(tensors: AdapterTensors, base: BaseModel, *, takes_unmatched: bool = False) -> ModuleVerdict:
+    """The verdict on an adapter's modules. Raises SourceError if the engine refuses it, or answers wrongly with it.
+
+    takes_unmatched  describe an adapter of which nothing takes effect, in place of refusing it
+    """
     _check_heads(tensors, base)
     if base.engine is not None:
-        return _check_in_engine(tensors, base, base.engine)
-    return _check_by_names(tensors, base)
+        return _check_in_engine(tensors, base, base.engine, takes_unmatched=takes_unmatched)
+    return _check_by_names(tensors, base, takes_unmatched=takes_unmatched)
+
+
+def measured_outcomes(pairs: Mapping[str, LoraPair], base: BaseModel) -> dict[str, ProbeOutcome]:
+    """module -> what the engine was seen to do with its kind; without modules of which nothing was seen."""
+    found = {
+        module: base.measured.outcomes.get(module_name_pattern(module))
+        for module, pair in pairs.items()
+        if not pair.is_stacked
+    }
+    return {module: outcome for module, outcome in found.items() if outcome is not None and outcome != "unknown"}
 
 
 def embeddings_taken(base: BaseModel | None) -> frozenset[str] | None:
@@ -120,10 +135,18 @@ def embeddings_taken(base: BaseModel | None) -> frozenset[str] | None:
         return None
     found = {name: module for module in base.shapes if (name := module.rpartition(".")[2]) in EMBEDDINGS}
     if base.engine is None:
-        return frozenset(found if base.takes_embeddings else ())
+        works = {
+            name for name, module in found.items() if base.measured.outcomes.get(module_name_pattern(module)) == "works"
+        }
+        return frozenset(found if base.takes_embeddings else works)
     engine = base.engine
     pairs = {name: LoraPair((1, 1), (1, 1), is_embedding=name == "embed_tokens") for name in found}
-    return frozenset(name for name, module in found.items() if engine.fate(module, pairs[name]).fate == "served")
+    measured = measured_outcomes({module: pairs[name] for name, module in found.items()}, base)
+    return frozenset(
+        name
+        for name, module in found.items()
+        if _measured_fate(engine.fate(module, pairs[name]), measured.get(module)).fate == "served"
+    )
 
 
 def with_single_ranks(pairs: Mapping[str, LoraPair], base: BaseModel | None) -> dict[str, int]:
@@ -152,16 +175,33 @@ def _check_heads(tensors: AdapterTensors, base: BaseModel) -> None:
 # --- by the engine's own table ------------------------------------------------------------------------------------
 
 
-def _check_in_engine(tensors: AdapterTensors, base: BaseModel, engine: EngineModules) -> ModuleVerdict:
-    """The verdict by the names and modules of the engine's model class. Raises SourceError."""
-    fates = {module: engine.fate(module, pair) for module, pair in tensors.pairs.items()}
+def _measured_fate(fate: ModuleFate, outcome: ProbeOutcome | None) -> ModuleFate:
+    """A module's fate by what the engine was seen to do with its kind, else as its table says."""
+    if outcome == "works":
+        return ModuleFate("served", shape=fate.shape)
+    if outcome == "no effect" and fate.fate != "ignored":
+        return ModuleFate("ignored", _MEASURED_IDLE, is_uncalled=True)
+    if outcome == "refused" and fate.fate != "refused":
+        return ModuleFate("refused", "this engine was seen to refuse an adapter on such a module")
+    return fate
+
+
+def _check_in_engine(
+    tensors: AdapterTensors, base: BaseModel, engine: EngineModules, *, takes_unmatched: bool
+) -> ModuleVerdict:
+    """The verdict by what was measured, and by the engine's model class. Raises SourceError."""
+    measured = measured_outcomes(tensors.pairs, base)
+    fates = {
+        module: _measured_fate(engine.fate(module, pair), measured.get(module))
+        for module, pair in tensors.pairs.items()
+    }
     by_fate: dict[str, list[str]] = {}
     for module, fate in fates.items():
         by_fate.setdefault(fate.fate, []).append(module)
     ignored = by_fate.get("ignored", [])
     if refused := by_fate.get("refused"):
         _raise_refused(refused, fates, base)
-    if len(ignored) == len(fates):
+    if len(ignored) == len(fates) and not takes_unmatched:
         reason = fates[ignored[0]].reason
         message = f"none of its {len(fates)} modules ({ignored[0]}, ...) takes effect: {reason}"
         if all(fates[module].is_uncalled for module in ignored):
@@ -179,7 +219,7 @@ def _check_in_engine(tensors: AdapterTensors, base: BaseModel, engine: EngineMod
     if unknown := by_fate.get("unknown"):
         why = (*why, f"whether the engine uses {_first_names(unknown)} is not in its table")
     uncalled = tuple(sorted(module for module in ignored if fates[module].is_uncalled))
-    return ModuleVerdict(tuple(sorted(ignored)), uncalled, why=why, notes=tuple(notes))
+    return ModuleVerdict(tuple(sorted(ignored)), uncalled, frozenset(measured), why, tuple(notes))
 
 
 def _is_absent(module: str, fate: ModuleFate, base: BaseModel, names: ModuleShapes) -> bool:
@@ -296,12 +336,19 @@ def _first_names(modules: Sequence[str]) -> str:
 # --- without a table ----------------------------------------------------------------------------------------------
 
 
-def _check_by_names(tensors: AdapterTensors, base: BaseModel) -> ModuleVerdict:
-    """The verdict by the names in the base model's checkpoint alone. Raises SourceError."""
+def _check_by_names(tensors: AdapterTensors, base: BaseModel, *, takes_unmatched: bool) -> ModuleVerdict:
+    """The verdict by what was measured, and by the names in the base model's checkpoint. Raises SourceError."""
     modules = tensors.pairs
     names = base.module_shapes()
+    measured = measured_outcomes(modules, base)
+    idle = tuple(sorted(module for module, outcome in measured.items() if outcome == "no effect"))
+    if len(idle) == len(modules) and not takes_unmatched:
+        message = f"none of its {len(modules)} modules ({idle[0]}, ...) takes effect: {_MEASURED_IDLE}"
+        raise SourceError("modules_unmatched", f"{message}; accepted are adapters on other layers, too")
     unknown = [
-        module for module in modules if names.find(module) is None and not (base.has_experts and ".experts" in module)
+        module
+        for module in modules
+        if names.find(module) is None and module not in measured and not (base.has_experts and ".experts" in module)
     ]
     stacked = [module for module, pair in modules.items() if pair.is_stacked]
     if base.unknown_class and stacked:
@@ -322,14 +369,18 @@ def _check_by_names(tensors: AdapterTensors, base: BaseModel) -> ModuleVerdict:
             "module_unknown", f"module {unknown[0]} ({len(unknown)} in all) is not in the base model{hint}"
         )
     for module, pair in modules.items():
-        if module.rpartition(".")[2] in EMBEDDINGS and not (base.takes_embeddings or base.unknown_class):
+        takes = base.takes_embeddings or base.unknown_class or measured.get(module) == "works"
+        if module.rpartition(".")[2] in EMBEDDINGS and not takes:
             message = f"module {module}: the engine takes no adapter on the embeddings of this architecture"
             raise SourceError("module_unsupported", f"{message}; accepted are its linear layers")
         if (shape := names.find(module)) is not None:
             check_shape(module, pair, shape)
-    if not base.unknown_class:
-        return NOTHING_COMPARED
-    return ModuleVerdict(why=(f"which modules of {base.unknown_class} the engine uses is not in its table",))
+    why = []
+    if idle:
+        why.append(f"{len(idle)} of its {len(modules)} modules are ignored ({_first_names(idle)}): {_MEASURED_IDLE}")
+    if base.unknown_class and len(measured) < len(modules):
+        why.append(f"which modules of {base.unknown_class} the engine uses is not in its table")
+    return ModuleVerdict(idle, idle, frozenset(measured), tuple(why))
 
 
 def _unknown_anywhere(unknown: Sequence[str], modules: Collection[str], base: BaseModel) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from workers.verification.engine_modules import EngineModules, engine_modules
 from workers.verification.model_classes import SCORE, ModelTable, is_classifier, is_pooling, with_score, without_towers
 from workers.verification.tensors import Shape
+from workers.wire import NOTHING_MEASURED, MeasuredModules
 
 # Prefixes of module names in multimodal base models, which trainers, checkpoints and engines spell differently.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:model|language_model|text_model)\.")
@@ -55,6 +56,7 @@ class BaseModel:
     quantization       how its weights are packed, so that they have no shapes of their own; ""
     unknown_class      its architecture, if there is a table and it is not in it
     takes_heads        the engine takes a classification head from an adapter (`modules_to_save`)
+    measured           what this very engine was seen to do with adapters on its kinds of modules
     """
 
     shapes: Mapping[str, Shape]
@@ -66,6 +68,7 @@ class BaseModel:
     quantization: str = ""
     unknown_class: str = ""
     takes_heads: bool = True
+    measured: MeasuredModules = NOTHING_MEASURED
 
     def module_shapes(self) -> "ModuleShapes":
         """An index of the modules' shapes, to look up many of them by name."""
@@ -137,9 +140,7 @@ def base_model(
         shapes |= {name: shape for name, shape in weights.items() if len(shape) == 2 and name not in packed_names}
     sizes = _layer_sizes(_text_part(config))
     shapes |= {
-        name: sizes[layer]
-        for name in packed_names
-        if (layer := _in_layer(name)) in sizes and not any(tower in name for tower in _TOWERS)
+        name: sizes[layer] for name in packed_names if (layer := _in_layer(name)) in sizes and not is_in_tower(name)
     }
     names = [str(name) for name in config.get("architectures") or []]
     found = facts.table.find(names) if facts.table else None
@@ -273,3 +274,8 @@ def _layer_sizes(config: Mapping[str, Any]) -> dict[str, Shape]:
 def _in_layer(module: str) -> str:
     """A module's name inside its layer, such as `self_attn.q_proj`; "" outside of layers."""
     return ".".join(module.rpartition(".layers.")[2].split(".")[1:])
+
+
+def is_in_tower(module: str) -> bool:
+    """Whether a module is of a vision or audio tower, by its name."""
+    return any(tower in module for tower in _TOWERS)

@@ -98,6 +98,7 @@ class AdapterRules:
     base         the base model's modules; None if unknown: then adapters are not compared with them
     max_bytes    largest total size of an adapter's files; None: no limit
     tokenizer    the folder with the engine's tokenizer; None: not on this disk
+    takes_unmatched  describe an adapter of which nothing takes effect, in place of refusing it
     """
 
     max_rank: int | None
@@ -107,6 +108,7 @@ class AdapterRules:
     max_bytes: int | None = None
     allow_pickle: bool = False
     tokenizer: Path | None = None
+    takes_unmatched: bool = False
 
 
 def check_adapter(
@@ -129,7 +131,9 @@ def check_adapter(
     parts = adapter_tensors(tensors, lora_config.saved, embeddings)
     _check_embedding_copies(parts, tensors, rules.base)
     _check_against_config(parts, lora_config, rules.base, MatchTime(clock))
-    verdict = check_against_base(parts, rules.base) if rules.base else NOTHING_COMPARED
+    verdict = NOTHING_COMPARED
+    if rules.base:
+        verdict = check_against_base(parts, rules.base, takes_unmatched=rules.takes_unmatched)
     ranks = with_single_ranks(parts.pairs, rules.base)
     rank = max(ranks.values())
     check_rank(rank, rules)
