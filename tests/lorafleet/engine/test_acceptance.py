@@ -152,6 +152,15 @@ def test_two_float32_sides_allow_no_other_weights():
     assert (found.result, found.looks_like) == ("differs", "other_base")
 
 
+def test_strong_adapter_that_multiplies_the_noise_is_unknown_and_not_refused():
+    base = [-9 + each for each in drawn(1, 1.0)]
+    file = file_of(base, drawn(2, 3.0))
+    (prompt,), noisy = file.prompts, moved(base, drawn(4, 0.02))
+    found = [compare_logprobs(file, [moved(prompt.logprobs, drawn(5, size))], [noisy]) for size in (0.1, 0.9, 5.0)]
+    assert [each.result for each in found] == ["equal", "unknown", "differs"]
+    assert "multiplies the noise" in found[1].why
+
+
 @given(seeds, st.floats(0, 0.9))
 def test_less_than_the_floor_is_no_difference(seed, part):
     base = [-5 + each for each in drawn(seed, 1.0)]
