@@ -138,6 +138,8 @@ MOST_NOISE: Final = 0.1
 """A larger distance with the base model alone is no noise in any dtype: other weights."""
 MOST_NOISE_FLOAT32: Final = 1e-2
 """The same where both sides compute in float32, of which a GPU may drop bits (TF32)."""
+MOST_UNSEEN: Final = 0.75
+"""Of an adapter's effect: where more could be wrong unseen, nothing is proved."""
 SCALE_TOLERANCE: Final = 0.3
 """A scale that is further from 1 is another one, if it is known that well."""
 SCALE_ERRORS: Final = 8.0
@@ -181,7 +183,7 @@ def compare_logprobs(
     if distance > allowed:
         why = f"the adapter changes these prompts by {effect:.3g} a token, which multiplies the noise of {noise:.3g}"
         return measured(result="unknown", why=f"{why}: {distance:.3g}; certify it in float32, or with other prompts")
-    if scale is None or error > SCALE_TOLERANCE:
+    if scale is None or error > SCALE_TOLERANCE or allowed > MOST_UNSEEN * effect:
         why = f"the adapter changes these prompts by {effect:.3g} a token, and {noise:.3g} is noise"
         return measured(result="unknown", why=f"{why}; certify it with prompts of its training")
     seen = f"less than {allowed / effect:.2g} of its effect would not be seen"
