@@ -6,7 +6,7 @@ from statistics import mean, median
 
 from benchmarks.placement.ideal import shared_lru
 from benchmarks.placement.ours import LorafleetOrchestrator
-from benchmarks.placement.peers import PEERS
+from benchmarks.placement.peers import PEERS, TAIL_PEERS
 from benchmarks.placement.workload import PlacementRequest, Scenario, hottest, requests_of
 from benchmarks.placement.world import LOST_AFTER_S, Placer, World
 from orchestrator.model.policy import PlacementPolicy
@@ -122,7 +122,7 @@ def placer_of(contender: str, world: World, rules: PlacementPolicy | None = None
     if contender in (OURS, RESERVE):
         rules = rules or PlacementPolicy()
         return LorafleetOrchestrator(world, replace(rules, reserve_slots=1) if contender == RESERVE else rules)
-    return next(peer for peer in PEERS if peer.name == contender)(world)
+    return next(peer for peer in TAIL_PEERS if peer.name == contender)(world)
 
 
 def _begun(scene: Scenario, world: World, watch: FleetSampler) -> float | None:

@@ -25,6 +25,8 @@ PASS_S = 2
 CONFIRM_S = 0.2
 """From a drain's mark until every router has said that it knows it; on loopback it takes them a tenth of that."""
 WANTED_S = 60.0
+GREEDY = "greedy"
+"""The tenant with many adapters of its own; each other adapter is a tenant of its own."""
 
 
 class LorafleetOrchestrator:
@@ -36,13 +38,12 @@ class LorafleetOrchestrator:
         self.world = world
         self.rules = rules or PlacementPolicy()
         self.book = DemandBook(self.rules.demand_window_s)
-        burst = 0 if world.scene.burst is None else world.scene.burst[1]
         adapters = {
             lora_id(n): RegisteredAdapter(
                 spec=AdapterSpec(lora_id=lora_id(n), source="s3://a", base_model="m", digest=f"{n:064x}"),
                 card=AdapterCard(rank=16, size_bytes=10**8),
             )
-            for n in range(world.scene.adapters + burst)
+            for n in range(world.scene.all_adapters)
         }
         self.intent = Intent(adapters=adapters, known_index=adapter_index(adapters))
         self.desired = DesiredPlacement()
@@ -57,9 +58,10 @@ class LorafleetOrchestrator:
         self._looks_at = 0.0
 
     def wanted(self, adapter: int) -> None:
-        if self.book.add_want(
-            lora_id(adapter), WantedReplicas(replicas=1, since=self.world.now), self.world.now + WANTED_S
-        ):
+        now = self.world.now
+        tenants = frozenset({GREEDY} if adapter >= self.world.scene.first_greedy else ())
+        want = WantedReplicas(replicas=1, since=now, tenants=tenants)
+        if self.book.add_want(lora_id(adapter), want, now + WANTED_S):
             self._poke()
 
     def loaded(self, worker: SimulatedWorker) -> None:

@@ -16,9 +16,13 @@ WINDOW_S = 60.0
 
 
 class Lazy:
-    """On request, wherever there is a free slot or least in the queue; the least recently used makes room."""
+    """On request, wherever there is a free slot or least in the queue; the least recently used makes room.
 
-    name = "lazy, LRU"
+    llm-d's scheduler places so an adapter that is nowhere, by its scorers of LoRA affinity and of queues
+    (pkg/plugins/scorer), and its engines load and evict by themselves.
+    """
+
+    name = "lazy, LRU (llm-d)"
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -115,6 +119,62 @@ class LeastAdapters(Lazy):
         return lambda worker: (-len(worker.copies) - len(self.queues.get(worker.name, ())), worker.name)
 
 
+class OnDemand(Lazy):
+    """LoRAX's rule: each replica loads what its requests ask for; a balancer in front spreads them without regard."""
+
+    name = "on demand, spread (LoRAX)"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.asked = 0
+
+    def _choice(self, adapter: int) -> Callable[[SimulatedWorker], Any]:
+        del adapter
+        self.asked += 1
+        names = sorted(self.world.known)
+        chosen = names[self.asked % len(names)]
+        return lambda worker: worker.name == chosen
+
+
+class Discard(Lazy):
+    """S-LoRA's rule (arXiv 2311.03285): an adapter is on the device while requests use it, and is dropped then."""
+
+    name = "dropped when idle (S-LoRA)"
+
+    def second(self) -> None:
+        for worker in self.world.known.values():
+            self._drop_idle(worker)
+        super().second()
+
+    def _go(self, worker: SimulatedWorker) -> None:
+        if self.queues.get(worker.name):
+            self._drop_idle(worker)
+        super()._go(worker)
+
+    def _drop_idle(self, worker: SimulatedWorker) -> None:
+        for adapter, copy in list(worker.copies.items()):
+            if copy.state == "ready" and not copy.in_flight and adapter not in self.world.line:
+                del worker.copies[adapter]
+
+
+class Scored(Lazy):
+    """Chameleon's rule (arXiv 2411.17741, 4.2): the least of 0.45 x frequency, 0.10 x recency and 0.45 x size goes.
+
+    All adapters here have one size, and each part is a share of the largest seen.
+    """
+
+    name = "scored cache (Chameleon)"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.most = 1
+
+    def _eviction_rank(self, adapter: int, copy: Copy) -> float:
+        requests = sum(self.world.sent.get((adapter, name), (0, 0.0))[0] for name in self.world.known)
+        self.most = max(self.most, requests)
+        return 0.45 * requests / self.most + 0.10 * copy.last_used / max(1.0, self.world.now)
+
+
 class Proportional(Home):
     """Dynamo's rule (lib/llm/src/lora/controller.rs): replicas in proportion to load, on the highest rendezvous claims.
 
@@ -196,3 +256,5 @@ class Proportional(Home):
 
 
 PEERS = (Static, Lazy, Home, Proportional, LeastAdapters)
+TAIL_PEERS = (*PEERS, OnDemand, Discard, Scored)
+"""And those whose rule is about one engine's slots, for fleets of many more adapters than slots."""

@@ -28,6 +28,7 @@ class Scenario:
     load_s      median seconds of a load; `stall_s`: the last of them, in which its engine stands still
     answer_s    from the first token to the last
     burst       (at, count): one request for each of so many adapters that nobody else asks for
+    greedy      (adapters, rate): one tenant, who asks for so many adapters of its own, one after the other
     """
 
     name: str
@@ -49,6 +50,17 @@ class Scenario:
     stall_s: float = 0.5
     answer_s: float = 3.0
     burst: tuple[float, int] | None = None
+    greedy: tuple[int, float] | None = None
+
+    @property
+    def first_greedy(self) -> int:
+        """Number of the greedy tenant's first adapter: all above are its own, too."""
+        return self.adapters + (0 if self.burst is None else self.burst[1])
+
+    @property
+    def all_adapters(self) -> int:
+        """How many adapters there are, whoever asks for them."""
+        return self.first_greedy + (0 if self.greedy is None else self.greedy[0])
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +101,10 @@ def requests_of(scene: Scenario, seed: int) -> list[PlacementRequest]:
     if scene.burst is not None:
         began, count = scene.burst
         found += ((began, scene.adapters + number) for number in range(count))
+    if scene.greedy is not None:
+        count, rate = scene.greedy
+        times = (number / rate for number in range(int(scene.lasts_s * rate)))
+        found += ((at, scene.first_greedy + number % count) for number, at in enumerate(times))
     found = [entry for entry in found if entry[0] < scene.lasts_s]
     heapq.heapify(found)
     sigma = 0.8

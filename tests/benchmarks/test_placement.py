@@ -9,8 +9,9 @@ import pytest
 import benchmarks.placement.__main__ as command
 from benchmarks.placement.ideal import shared_lru
 from benchmarks.placement.measure import CONTENDERS, run
+from benchmarks.placement.peers import TAIL_PEERS, Discard, OnDemand, Scored
 from benchmarks.placement.workload import LOAD_S, PlacementRequest, Scenario, requests_of
-from benchmarks.placement.world import World, sure_after_s
+from benchmarks.placement.world import Copy, World, sure_after_s
 from orchestrator.config import OrchestratorSettings
 from tests.benchmarks.smoke import rows_of
 
@@ -38,7 +39,7 @@ def test_the_command_writes_the_rows_of_short_scenes(tmp_path, monkeypatch):
     assert {row["what"].partition(":")[0] for row in rows} == {"100 adapters", "flash and loss", "constant"}
 
 
-@pytest.mark.parametrize("contender", CONTENDERS)
+@pytest.mark.parametrize("contender", sorted({*CONTENDERS, *(peer.name for peer in TAIL_PEERS)}))
 def test_every_contender_serves_every_request_in_the_end(contender):
     figures = run(contender, SMALL, seed=1)
     assert figures.unserved == 0
@@ -56,6 +57,46 @@ def test_one_lru_over_all_slots_misses_what_it_evicted_and_nothing_else():
     assert shared_lru(requests, 3, warm_s=0.0, takes_time=False) == (3, 3)
     soon = [PlacementRequest(0.0, 1, 0.1), PlacementRequest(0.1, 1, 0.1), PlacementRequest(100.0, 1, 0.1)]
     assert shared_lru(soon, 1, warm_s=0.0, takes_time=True) == (2, 1)
+
+
+def still_world(**copies):
+    """A world at second 100 whose first worker has these adapters ready: `a3` -> when adapter 3 was last used."""
+    world = World(SMALL, [], seed=1)
+    world.now = 100.0
+    for name, last_used in copies.items():
+        world.workers["w0"].copies[int(name[1:])] = Copy("ready", 0.0, last_used)
+    return world
+
+
+def test_on_demand_spreads_loads_over_the_workers_in_turn():
+    world = still_world()
+    rule = OnDemand(world)
+    for adapter in (1, 2, 3, 4):
+        rule.wanted(adapter)
+    assert [name for _, _, name in world.loads] == ["w1", "w0"]
+    assert {name: list(queue) for name, queue in rule.queues.items()} == {"w1": [3], "w0": [4]}
+
+
+def test_an_idle_adapter_is_dropped_and_one_in_use_stays():
+    world = still_world(a1=10.0, a2=20.0)
+    world.workers["w0"].copies[2].in_flight = 1
+    Discard(world).second()
+    assert set(world.workers["w0"].copies) == {2}
+
+
+def test_scored_cache_keeps_what_is_asked_often_before_what_was_asked_last():
+    world = still_world(a1=10.0, a2=99.0)
+    world.sent = {(1, "w0"): (50, 1.0), (2, "w0"): (2, 1.0)}
+    rule, copies = Scored(world), world.workers["w0"].copies
+    # 0.45 x 50/50 + 0.10 x 10/100 and 0.45 x 2/50 + 0.10 x 99/100
+    assert [round(rule._eviction_rank(adapter, copies[adapter]), 3) for adapter in (1, 2)] == [0.46, 0.117]
+
+
+def test_greedy_tenant_asks_for_its_adapters_in_turn():
+    scene = replace(SMALL, rate=0.001, lasts_s=10, greedy=(3, 2.0))
+    asked = [request.adapter for request in requests_of(scene, 1) if request.adapter >= scene.first_greedy]
+    assert asked[:6] == [20, 21, 22, 20, 21, 22]
+    assert scene.all_adapters == 23
 
 
 class LoadWantedPolicy:
