@@ -54,6 +54,7 @@ ROUTES: dict[tuple[str, str], Named | str] = {
     ("PATCH", "/v1/adapters/{lora_id:path}"): Named("adapter", "change", "tenant-admin", {"policy": {"weight": 2}}),
     ("DELETE", "/v1/adapters/{lora_id:path}"): Named("adapter", "change", "tenant-admin"),
     ("POST", "/v1/adapters/{lora_id:path}/retry"): Named("adapter", "change", "tenant-admin"),
+    ("POST", "/v1/adapters/{lora_id:path}/check"): Named("adapter", "change", "register"),
     ("PUT", "/v1/aliases/{name:path}"): Named("alias", "give", "tenant-admin", {"targets": [{"lora_id": "{own}"}]}),
     ("DELETE", "/v1/aliases/{name:path}"): Named("alias", "change", "tenant-admin"),
     ("POST", "/v1/aliases/{name:path}/rollout"): Named(

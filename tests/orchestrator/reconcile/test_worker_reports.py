@@ -37,6 +37,7 @@ async def test_card_is_what_inspection_found_with_the_effect_of_a_copy(service):
         "source": SOURCE,
         "effect": "seen",
         "files_note": "",
+        "acceptance_file": "",
     }
 
 
