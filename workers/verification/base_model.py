@@ -154,7 +154,9 @@ def base_model(
         embeddings = [shape for module, shape in shapes.items() if module.endswith("embed_tokens")]
         shapes |= dict(zip(["lm_head"], embeddings, strict=False))
     text = _text_part(config)
-    experts = _first_count(text, _EXPERT_KEYS)
+    layers, dense = _first_count(text, _LAYER_KEYS), _first_count(text, ("first_k_dense_replace",))
+    # DeepSeek's configs name experts also where every layer is dense.
+    experts = None if layers and dense and dense >= layers else _first_count(text, _EXPERT_KEYS)
     engine = None
     if facts.table and found:
         engine = engine_modules(
