@@ -218,6 +218,7 @@ PUBLISHED = Resource(
             Column("workers", "status.workers"),
             Column("kept", "status.versions", form=len),
             Column("of at most", "status.keep_versions"),
+            Column("note", "status.note", shown=Shown.if_any),
             Column("tenant", "spec.tenant"),
             Column(
                 "all versions", "status.versions", lambda kept: [each["lora_id"] for each in kept or ()], Shown.wide

@@ -211,6 +211,14 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "PublishSpec": {"source": "/shared/runs/42/step-7", "replicas": "all", "keep_versions": 2},
     "PublishedItem": _PUBLISHED,
     "PublishedList": {"data": [_PUBLISHED], "next": None},
+    "AcceptanceQuestion": {
+        "file": '{"format": "lorafleet-acceptance/1", "model": "org/base", "dtype": "bfloat16"}\n...'
+    },
+    "AcceptanceAnswer": {
+        "lora_id": "sql-expert/v2",
+        "acceptance": {"w0": {"result": "equal", "distance": 0.0004, "noise": 0.0003, "scale": 1.0, "file": _DIGEST}},
+        "errors": {"w1": "the engine did not answer within 10 s"},
+    },
     "UploadedAdapter": _ADAPTER
     | {"spec": _SPEC | {"source": f"fleet:{_DIGEST}", "digest": _DIGEST}, "kept_on": ["w0", "w3"]},
     "UploadProgress": {

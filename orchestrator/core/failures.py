@@ -59,6 +59,7 @@ CONTENT_CODES = frozenset(
         "weights_corrupt",
         "weights_empty",
         "weights_not_finite",
+        "weights_too_large",
     }
 )
 """Agent error codes about an adapter's bytes.

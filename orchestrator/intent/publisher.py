@@ -38,10 +38,12 @@ from orchestrator.intent.bytes_copier import BytesCopier, PublishDeadline
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.cards import large_growth
 from orchestrator.model.names import checked_published_name
 from orchestrator.model.policy import AdapterPolicy
 from orchestrator.model.published import PublishedItem, PublishedStatus, PublishedVersion, PublishSpec
 from orchestrator.model.served_names import AliasTarget, NameVersion, Publication, PublishedSpec, ServedName
+from orchestrator.reconcile.actor import require_usual_weights
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.store import IntentStore
 
@@ -165,6 +167,7 @@ class NamePublisher:
         """
         found, rules = self._store.names[name], self._store.rules
         record, current = found.published or Publication(), found.current_version
+        adapter = current and self._store.adapters.get(current.lora_id)
         status = PublishedStatus(
             lora_id=current and current.lora_id,
             digest=current and current.digest,
@@ -172,6 +175,7 @@ class NamePublisher:
             versions=tuple(map(_version_item, reversed(record.versions))),
             workers=tuple(self._reconciler.queries.ready_workers(current.lora_id)) if current else (),
             acceptance=self._reconciler.queries.acceptance(current.lora_id) if current else {},
+            note=adapter.card.files_note if adapter and adapter.card else "",
             is_new=is_new,
             keep_versions=kept_count(record, rules),
             max_staleness_s=stale_after_s(record, rules),
@@ -246,7 +250,7 @@ class NamePublisher:
     ) -> tuple[NameVersion, bool]:
         """The version with these bytes, registered durably, and whether this call registered it.
 
-        Raises OrchestratorError when it cannot be stored.
+        Raises InvalidAdapter for weights that the policy refuses, OrchestratorError when it cannot be stored.
         """
         assert found.digest is not None, "an inspection names the digest"
         now = self._wall()
@@ -260,10 +264,11 @@ class NamePublisher:
         else:
             is_new = True
             record, version = with_next_version(name, record, found.digest, self._taken_ids(), now)
+        verified = self._with_weights_checked(found, present) if is_new else found
         with self._store.together():
             self._store.put_name(replace(present, published=record))
             if is_new:
-                adapter = found.with_spec(
+                adapter = verified.with_spec(
                     lora_id=version.lora_id,
                     source=fleet_source(found.digest),
                     # Copies of a version that no name points at may make room: its name's settings alone count.
@@ -274,6 +279,23 @@ class NamePublisher:
         self._reconciler.on_intent_changed()
         await self._store.wait_durable([("names", name), ("adapters", version.lora_id)])
         return version, is_new
+
+    def _with_weights_checked(self, found: RegisteredAdapter, name: ServedName) -> RegisteredAdapter:
+        """The inspected adapter, noted where its weights are far beyond those of the version that the name is at.
+
+        Raises InvalidAdapter where the policy refuses them.
+        """
+        assert found.card is not None, "an inspection has a card"
+        current = name.current_version
+        known = None if current is None else self._store.adapters.get(current.lora_id)
+        former = None if known is None else known.card
+        try:
+            require_usual_weights(found.card, self._store.rules.large_weights, former)
+        except InvalidAdapter as exc:
+            raise InvalidAdapter(f"{exc}; {name.name!r} is as it was", code=exc.code) from exc
+        grown = "" if former is None else large_growth(found.card, former)
+        note = "; ".join(filter(None, (found.card.files_note, grown)))
+        return replace(found, card=replace(found.card, files_note=note))
 
     def _is_usable(self, version: NameVersion) -> bool:
         """Whether the version is registered and may be loaded."""

@@ -35,7 +35,7 @@ from orchestrator.core.errors import (
 )
 from orchestrator.intent.registry import AdapterRegistry, Registration
 from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
-from orchestrator.reconcile.actor import with_manifest
+from orchestrator.reconcile.actor import require_usual_weights, with_manifest
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.file_copies import FileRelay
 from orchestrator.reconcile.reconciler import Reconciler
@@ -320,6 +320,10 @@ class AdapterUploads:
             found, at = await self._agents.install_upload(
                 holder.agent_url, ask.upload_id, ask.inspection(), timeout_s=self._settings.inspect_timeout_s
             )
+            store = self._reconciler.store
+            known = store.adapters.get(ask.lora_id)
+            own = None if known is None else known.policy.large_weights
+            require_usual_weights(found.card, own or store.rules.large_weights)
         except (WorkerFailed, InvalidAdapter) as exc:
             raise _upload_error(exc, ask, holder.id) from exc
         self._reconciler.files.note(holder.id, found.digest, at)

@@ -1,9 +1,19 @@
 """The model card of an adapter: what workers report of one, and what is stored and answered of a registered one."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from orchestrator.model.names import MESSAGE
+
+LARGE_CHANGE: Final = 100.0
+"""Times ordinary weights: a change beyond it is large. Changes of healthy adapters are below 1; a model's own weights
+are about 1 / sqrt(inputs), as they are drawn before training."""
+
+_LARGE_GROWTH: Final = 10.0
+"""Times the change of a name's former version: a change beyond it is large, where it is not below `_LEAST_GROWN`."""
+
+_LEAST_GROWN: Final = 1.0
+"""Training begins with a change of 0, so the first versions of a run grow by any factor."""
 
 AdapterEffectState = Literal["", "applied", "seen", "zero", "unknown"]
 
@@ -32,6 +42,10 @@ class AdapterCard:
     files_note: str = ""
     """What lies beside its files at its source and is not served, and a change of weights that is far too large; known
     to the worker that read the source."""
+    weight_change: float = 0.0
+    """The largest change of a module's weights, as a multiple of ordinary weights; 0: none, or not measured."""
+    weight_change_in: str = ""
+    """The module of that change."""
     acceptance_file: str = ""
     """Digest of the `acceptance.jsonl` beside its files, which is no part of their own digest; empty without one."""
     effect: AdapterEffectState = ""
@@ -47,3 +61,23 @@ class AdapterCard:
 def card_fields(card: AdapterCard) -> dict[str, Any]:
     """The card's fields by name, for another object that has them."""
     return {each.name: getattr(card, each.name) for each in fields(AdapterCard)}
+
+
+def large_change(card: AdapterCard) -> str:
+    """A sentence on a change of the weights that is far beyond ordinary ones; "" without one."""
+    if card.weight_change <= LARGE_CHANGE:
+        return ""
+    return (
+        f"its change of {card.weight_change_in} is about {card.weight_change:.3g} times as large as ordinary weights:"
+        " its training may have diverged, or its lora_alpha is too large"
+    )
+
+
+def large_growth(card: AdapterCard, former: AdapterCard) -> str:
+    """A sentence on a change of the weights that is far beyond a former version's; "" without one."""
+    if card.weight_change < _LEAST_GROWN or not 0 < former.weight_change * _LARGE_GROWTH < card.weight_change:
+        return ""
+    return (
+        f"its largest change is about {card.weight_change:.3g} times as large as ordinary weights, in"
+        f" {card.weight_change_in}; the former version's is {former.weight_change:.3g}, in {former.weight_change_in}"
+    )

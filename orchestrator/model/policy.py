@@ -9,6 +9,7 @@ from orchestrator.model.acceptance import AcceptanceMode
 from orchestrator.model.names import MOST_VERSIONS, RESOURCE
 
 Loading = Literal["lazy", "eager", "weighted", "everywhere"]
+LargeWeightsMode = Literal["note", "refuse"]
 Adopt = Literal["configured", "all", "none"]
 
 
@@ -32,6 +33,8 @@ class AdapterPolicy:
     """what to do where an engine ignores a part of its modules; null: the worker's setting of this name"""
     acceptance: AcceptanceMode | None = None
     """what to do with its acceptance file; null: the policy's"""
+    large_weights: LargeWeightsMode | None = None
+    """what to do at its registration where its weights are far too large; null: the policy's"""
 
     def __post_init__(self) -> None:
         if self.min_replicas is not None and self.max_replicas is not None:
@@ -90,6 +93,9 @@ class PlacementPolicy:
     acceptance: AcceptanceMode = "warn"
     """what to do with the acceptance file of an adapter that has one. off: nothing; warn: engines' answers are compared
     with the trainer's, and shown; require: an adapter is served by engines alone whose answers are equal"""
+    large_weights: LargeWeightsMode = "note"
+    """what to do with finite weights that are far beyond ordinary ones, or beyond those of a published name's former
+    version. note: they are served with a note; refuse: the registration or publish fails"""
     adopt: Adopt = "configured"
     """which adapters on workers are registered without a call. configured: those that a worker's settings name; all:
     also those that another client loaded, or that the fleet loaded with a store it has lost; none: no adapter"""

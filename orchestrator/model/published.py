@@ -71,6 +71,7 @@ class PublishedStatus(ServiceDocument):
     versions         all that are kept, the newest first
     workers          workers on which that version is ready
     acceptance       worker -> whether its answers are the trainer's, of those that were compared (docs/acceptance.md)
+    note             what to know of that version's files, such as weights far beyond the former version's; else ""
     is_new           whether this call made the version; false where its bytes were there already, and for reads
     keep_versions    newest versions that stay: the spec's, else the policy's; so `max_staleness_s`
     shadows_base     whether keys that may shadow base models get it in place of the base model of this name
@@ -83,6 +84,7 @@ class PublishedStatus(ServiceDocument):
     versions: tuple[PublishedVersion, ...]
     workers: tuple[str, ...]
     acceptance: Mapping[str, AdapterAcceptance] = {}
+    note: str = ""
     is_new: bool = False
     keep_versions: int
     max_staleness_s: float

@@ -25,6 +25,8 @@ from orchestrator.core.plan import AdapterDrain, WorkerAction, ends_move
 from orchestrator.model.acceptance import AcceptanceMode, AdapterAcceptance
 from orchestrator.model.adapter_documents import AcceptanceAnswer
 from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.cards import AdapterCard, large_change, large_growth
+from orchestrator.model.policy import LargeWeightsMode
 from orchestrator.model.snapshot import ReportedAdapter, lora_id_of_held
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
@@ -278,7 +280,7 @@ class ActionRunner:
             self._inspection_of(adapter, action.worker_id),
             timeout_s=self._context.settings.inspect_timeout_s,
         )
-        known = with_manifest(adapter, found)
+        known = self._with_inspection(adapter, found)
         self._context.files.note(action.worker_id, found.digest, at)
         current = self._context.store.adapters.get(action.lora_id)
         if (
@@ -355,6 +357,11 @@ class ActionRunner:
         ask, timeout_s = self._inspection_of(adapter, worker_id), self._context.settings.inspect_timeout_s
         found, at = await self._context.agents.inspect(self._agent_url(worker_id), ask, timeout_s=timeout_s)
         self._context.files.note(worker_id, found.digest, at)
+        return self._with_inspection(adapter, found)
+
+    def _with_inspection(self, adapter: RegisteredAdapter, found: WorkerAdapter) -> RegisteredAdapter:
+        """The adapter with what an agent found. Raises InvalidAdapter for another digest, and by its policy."""
+        require_usual_weights(found.card, adapter.policy.large_weights or self._context.store.rules.large_weights)
         return with_manifest(adapter, found)
 
     def _load_request(self, action: WorkerAction, adapter: RegisteredAdapter) -> LoadRequest:
@@ -603,6 +610,21 @@ def with_manifest(adapter: RegisteredAdapter, found: WorkerAdapter) -> Registere
         card=found.card,
         pinned_source=found.pinned_source if _is_pin(found.pinned_source, adapter.source) else None,
     )
+
+
+def require_usual_weights(card: AdapterCard, mode: LargeWeightsMode, former: AdapterCard | None = None) -> None:
+    """Raise InvalidAdapter where the policy refuses a change of the weights that is far too large.
+
+    former  of the version that a published name is at
+    """
+    grown = "" if former is None else large_growth(card, former)
+    found = "; ".join(filter(None, (large_change(card), grown)))
+    if mode == "refuse" and found:
+        message = (
+            f"{found}; usual are changes below 1, and the policy refuses this one (large_weights: refuse): register or"
+            " publish an earlier checkpoint, check lora_alpha, or set large_weights: note"
+        )
+        raise InvalidAdapter(message, code="weights_too_large")
 
 
 def _is_pin(found: str, source: str) -> bool:

@@ -1,4 +1,7 @@
-"""An adapter with NaN is refused with its code by every way into a fleet. Diverged training runs publish such."""
+"""NaN, and by policy weights that are far too large, are refused with their code by every way into a fleet.
+
+Diverged training runs publish such.
+"""
 
 from pathlib import Path
 
@@ -8,7 +11,7 @@ from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.e2e.small_fleets import small_fleet
 from tests.e2e.test_uploads_sim import tar_of
 from tests.patience import until
-from tests.workers.changed_adapters import adapter_of_nan
+from tests.workers.changed_adapters import adapter_of_nan, adapter_of_size
 from tests.workers.running import metadata_of
 
 pytestmark = pytest.mark.fleet
@@ -68,3 +71,35 @@ async def test_nan_is_refused_by_every_way_in_and_no_engine_gets_it(tmp_path, mo
             assert {lora.engine_name for lora in entries if lora.state == "ready"} == (
                 {"mine"} if name == "w0" else set()
             )
+
+
+async def test_weights_that_are_too_large_are_noted_or_refused_by_every_way_in(tmp_path, model):
+    shelf = tmp_path / "shelf"
+    good = make_adapter(tmp_path, "good")
+    usual, grown, huge = (adapter_of_size(good, shelf / f"of-{size:g}", size) for size in (0.1, 0.5, 4.0))
+    async with small_fleet(tmp_path / "fleet", model, shelf=shelf, workers=1, routers=1) as fleet:
+
+        async def publish(folder):
+            return await fleet.http.post("/v1/published/run", json={"source": f"file://{folder}"})
+
+        assert (await publish(usual)).json()["status"]["note"] == ""
+        assert (await fleet.http.patch("/v1/policy", json={"large_weights": "refuse"})).is_success
+        body = {"lora_id": "registered/v1", "source": f"file://{huge}"}
+        assert (await fleet.http.post("/v1/adapters", json=body)).is_success
+
+        async def has_failed():
+            return (await fleet.adapter("registered/v1"))["status"]["error"]
+
+        refusals = {
+            "registered": await until(has_failed, what="the registration has its verdict"),
+            "uploaded": (await fleet.http.put("/v1/adapters/uploaded/v1", content=tar_of(huge))).text,
+            "published": (await publish(huge)).text,
+            "grown": (await publish(grown)).text,
+        }
+        assert {way: text for way, text in refusals.items() if "weights_too_large" not in text} == {}
+        assert (await fleet.http.get("/v1/published/run")).json()["status"]["version"] == 1
+
+        assert (await fleet.http.patch("/v1/policy", json={"large_weights": "note"})).is_success
+        status = (await publish(grown)).json()["status"]
+        assert status["version"] == 2
+        assert "the former version's is" in status["note"]

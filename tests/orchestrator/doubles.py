@@ -58,6 +58,7 @@ class FakeAgent:
         self.forbidden = set()  # sources
         self.answers: dict[str, bytes] = {}  # verb -> the body of a 422 in place of doing it
         self.ranks = {}
+        self.weight_changes: dict[str, float] = {}  # source -> its largest change of a module
         self.effects: dict[str, dict] = {}  # lora_id -> what the engine does with it, as fields of the adapter
         self.pins: dict[str, str] = {}  # source -> where those very bytes are, as of now
         self.files: dict[str, dict[str, bytes]] = {}  # digest -> name -> content
@@ -284,6 +285,8 @@ class FakeAgent:
             "size_bytes": 1000,
             "source": body["source"],
             "pinned_source": self.pins.get(body["source"], body["source"]),
+            "weight_change": self.weight_changes.get(body["source"], 0.0),
+            "weight_change_in": "layers.0.q_proj" if body["source"] in self.weight_changes else "",
         }
 
     async def load_lora(self, body):

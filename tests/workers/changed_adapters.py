@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,12 @@ def adapter_of_nan(source: Path, target: Path) -> Path:
 def adapter_of_large_values(source: Path, target: Path) -> Path:
     """A copy whose weights are 1e12 alone in bfloat16: finite, as a run that diverges leaves them before NaN."""
     return _copy(source, target, lambda name, data: (name, b"\x69\x53" * (len(data) // 2)))
+
+
+def adapter_of_size(source: Path, target: Path, size: float) -> Path:
+    """A copy whose weights are all of this size in bfloat16; its change grows with the square."""
+    value = struct.pack("<f", size)[2:]
+    return _copy(source, target, lambda name, data: (name, value * (len(data) // 2)))
 
 
 def adapter_with(source: Path, target: Path, is_kept: Callable[[str], bool]) -> Path:

@@ -19,15 +19,12 @@ from workers.verification.tensors import TensorHeader, tensor_bytes
 LARGEST: Final = 65520.0
 """The least number that float16 rounds to infinity. Weights of healthy adapters are below 100."""
 
-LARGE_CHANGE: Final = 100.0
-"""Times ordinary weights: a change beyond it is noted. Changes of healthy adapters are below 1; a model's own weights
-are about 1 / sqrt(inputs), as they are drawn before training."""
-
 _MOST_SAMPLED = 2048
 """Numbers of a tensor whose sizes are taken for all of them."""
 _SAMPLED_AT_ONCE = 256
 _UNPACKED = {"F64": "d", "F32": "f", "F16": "e"}
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+_MOST_NAME_CHARACTERS = 128  # of a card, which each heartbeat may have a hundred times
 _A_END, _B_END = ".lora_A.weight", ".lora_B.weight"
 # The lowest code of a magnitude that is infinite or NaN. Codes of all these dtypes grow with the magnitude.
 _NOT_A_NUMBER = {
@@ -43,6 +40,13 @@ class _Span(NamedTuple):
     dtype: str = ""
     width: int = 1
     code: int = 0
+
+
+class ModuleChange(NamedTuple):
+    """How large an adapter's change of a module is, as a multiple of ordinary weights; 0: none was measured."""
+
+    size: float = 0.0
+    module: str = ""
 
 
 class FiniteCheck:
@@ -110,25 +114,22 @@ class FiniteCheck:
         numbers = _numbers(piece[: taken * span.width], span.dtype)
         self._squares[span.name] = (total + sum(each * each for each in numbers), count + taken)
 
-    def large_change(self) -> str:
-        """A note on the module whose change is the largest, if it is far beyond ordinary weights; else "".
+    def largest_change(self) -> ModuleChange:
+        """The largest change of a module, to three digits.
 
         A change B @ A of independent numbers has the size scale * sqrt(rank) * size(A) * size(B).
         """
-        found = (0.0, "")
+        found = ModuleChange()
         for name, tensor in self._tensors.items():
             module = name.removesuffix(_A_END)
             half_a, half_b = self._size(name), self._size(module + _B_END)
             if module == name or ".experts" in name or half_a is None or half_b is None:
                 continue
             rank, inputs = tensor.shape
-            found = max(found, (self._scale * math.sqrt(rank * inputs) * half_a * half_b, module))
-        if not found[0] > LARGE_CHANGE:
-            return ""
-        return (
-            f"its change of {found[1].removeprefix(PREFIX)} is about {found[0]:.3g} times as large as ordinary weights:"
-            " its training may have diverged, or its lora_alpha is too large"
-        )
+            size = self._scale * math.sqrt(rank * inputs) * half_a * half_b
+            if size > found.size:
+                found = ModuleChange(size, module)
+        return ModuleChange(float(f"{found.size:.3g}"), found.module.removeprefix(PREFIX)[:_MOST_NAME_CHARACTERS])
 
     def _size(self, tensor: str) -> float | None:
         """The root of the mean square of a tensor's sampled numbers; None if none were."""

@@ -9,11 +9,13 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
 from lorafleet.service.files import mode_of
+from orchestrator.model.cards import large_change
 from workers.core.errors import SourceError
 from workers.verification import manifest as manifests
 from workers.verification.adapter_files import (
@@ -65,7 +67,8 @@ def read_manifest(
     files = tuple(read_entry(path) for path in sorted(folder.iterdir()) if is_adapter_file(path.name))
     values.require_finite()
     size_bytes = sum(entry.size_bytes for entry in files)
-    return Manifest(
+    change = values.largest_change()
+    manifest = Manifest(
         digest=manifests.digest(files),
         rank=described.rank,
         alpha=described.alpha,
@@ -74,8 +77,10 @@ def read_manifest(
         base_model=described.base_model,
         size_bytes=size_bytes,
         modules=described.modules,
-        files_note="; ".join(filter(None, (*notes, values.large_change()))),
+        weight_change=change.size,
+        weight_change_in=change.module,
     )
+    return replace(manifest, files_note="; ".join(filter(None, (*notes, large_change(manifest)))))
 
 
 def read_description(folder: Path, rules: AdapterRules) -> AdapterDescription:

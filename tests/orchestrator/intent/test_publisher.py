@@ -587,3 +587,38 @@ async def test_metrics_count_publishes_by_outcome(fleet):
         "published_versions 1.0",
     ):
         assert f"lorafleet_orchestrator_{line}" in text
+
+
+async def publish_changes(fleet, *changes):
+    """The answers to publishes of versions with these largest changes of a module."""
+    answers = []
+    for step, change in enumerate(changes, 1):
+        for agent in fleet.agents.values():
+            agent.weight_changes[f"/run/step-{step}"] = change
+        answers.append(await publish(fleet, source=f"/run/step-{step}"))
+    return answers
+
+
+async def test_change_far_beyond_the_former_versions_is_noted_with_both_and_its_module(fleet):
+    answers = await publish_changes(fleet, 0.5, 2.0, 30.0)
+    notes = [answer.json()["status"]["note"] for answer in answers]
+    assert notes[:2] == ["", ""]
+    assert "30 times as large as ordinary weights, in layers.0.q_proj; the former version's is 2, in" in notes[2]
+    assert (await fleet.adapter("policy/v3"))["status"]["note"] == notes[2]
+    assert await targets(fleet) == ["policy/v3"]
+
+
+@pytest.mark.parametrize(("change", "found"), [(30.0, "the former version's is 2"), (300.0, "about 300 times")])
+async def test_policy_refuses_a_publish_of_weights_that_are_too_large_and_the_name_stays(fleet, change, found):
+    await fleet.http.patch("/v1/policy", json={"large_weights": "refuse"})
+    first, refused = await publish_changes(fleet, 2.0, change)
+    assert (first.status_code, refused.status_code) == (200, 422), refused.text
+    error = refused.json()["error"]
+    assert error["code"] == "weights_too_large"
+    assert found in error["message"]
+    assert "large_weights: note" in error["message"]
+    assert await targets(fleet) == ["policy/v1"]
+    assert "policy/v2" not in fleet.store.adapters
+    await fleet.http.patch("/v1/policy", json={"large_weights": "note"})
+    again = await publish(fleet, source="/run/step-2")
+    assert again.json()["status"]["version"] == 2

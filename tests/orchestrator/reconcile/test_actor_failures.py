@@ -408,3 +408,20 @@ async def test_any_failed_call_of_a_long_scenario_is_mended_by_later_passes(open
         nth += 1 if THOROUGH else 3
         service.agents.clear()
     assert len(counts) > (10 if THOROUGH else 4)
+
+
+async def test_registration_with_weights_that_are_too_large_fails_where_the_policy_refuses_them(service):
+    agent = await service.worker("w0")
+    agent.weight_changes["/sql"] = 300.0
+    await service.register("sql/v1", source="/sql", policy={"large_weights": "refuse"})
+    await service.register("sql/v2", source="/sql")
+    await service.settle()
+    refused, taken = [(await service.adapter(f"sql/v{number}"))["status"] for number in (1, 2)]
+    assert refused["state"] == "failed"
+    assert "weights_too_large" in refused["error"]
+    assert "layers.0.q_proj is about 300 times as large as ordinary weights" in refused["error"]
+    assert taken["card"]["weight_change"] == 300.0
+    await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"large_weights": "note"}})
+    await service.http.post("/v1/adapters/sql/v1/retry")
+    await service.settle()
+    assert (await service.adapter("sql/v1"))["status"]["error"] is None

@@ -37,6 +37,8 @@ async def test_card_is_what_inspection_found_with_the_effect_of_a_copy(service):
         "source": SOURCE,
         "effect": "seen",
         "files_note": "",
+        "weight_change": 0.0,
+        "weight_change_in": "",
         "acceptance_file": "",
     }
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.properties import examples
 from workers.core.errors import SourceError
-from workers.verification.finite import LARGEST, FiniteCheck
+from workers.verification.finite import LARGEST, FiniteCheck, ModuleChange
 from workers.verification.tensors import TensorHeader
 
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -128,8 +128,8 @@ def test_a_large_tensor_of_refused_values_alone_is_counted_whole():
     assert "100000 NaN" in check([("BF16", b"\xc0\x7f" * 100_000)], cuts=range(0, 200_000, 65_537))
 
 
-def note_of(dtype: str, size: float, *, scale: float = 2.0) -> str:
-    """What is noted of a pair of one module, rank 8 and 64 inputs, whose numbers are all of this size."""
+def change_of(dtype: str, size: float, *, scale: float = 2.0) -> ModuleChange:
+    """The change by a pair of one module, rank 8 and 64 inputs, whose numbers are all of this size."""
     packed = struct.pack({"F64": "<d", "F16": "<e"}.get(dtype, "<f"), size)
     raw = packed[2:] if dtype == "BF16" else packed
     names = [f"base_model.model.layers.0.q_proj.lora_{half}.weight" for half in "AB"]
@@ -139,12 +139,12 @@ def note_of(dtype: str, size: float, *, scale: float = 2.0) -> str:
     for begin in range(0, len(data), 1001):
         values.feed(data[begin : begin + 1001])
     values.require_finite()
-    return values.large_change()
+    return values.largest_change()
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
-def test_change_far_beyond_ordinary_weights_is_noted_with_its_module(dtype):
-    assert note_of(dtype, 0.05) == ""
+def test_change_is_measured_against_ordinary_weights_and_has_its_module(dtype):
     # scale 2, and the root of 8 x 64: 45 times as large as the square of one number
-    assert note_of(dtype, 2.0).startswith("its change of layers.0.q_proj is about 181 times as large")
-    assert note_of(dtype, 2.0, scale=1.0) == ""
+    assert change_of(dtype, 2.0) == ModuleChange(181.0, "layers.0.q_proj")
+    assert change_of(dtype, 2.0, scale=1.0).size == pytest.approx(90.5)
+    assert change_of(dtype, 0.0) == ModuleChange()

@@ -76,6 +76,7 @@ const NEXT = [
   [/source_forbidden|forbidden|credentials|401|403/, "Give the workers credentials for the source (secret_ref), then retry."],
   [/source_missing|not_found|404/, "The source has no such file: register another source under a new lora_id."],
   [/weights_not_finite/, "Its weights are NaN, infinite or far too large: the training run has diverged. Publish its last checkpoint before that."],
+  [/weights_too_large/, "Its change of the weights is far too large, and the policy refuses that. Publish an earlier checkpoint, check lora_alpha, or set large_weights: note."],
   [/incomplete|weights_empty|weights_corrupt|config_invalid/, "Files are missing or damaged at its source: save the adapter again (adapter_config.json and adapter_model.safetensors), then retry."],
   [/digest_mismatch/, "The source's bytes changed. Register them as a new version."],
   [/no_effect|zero/, "Its weights change nothing in this engine: check the modules it was trained on."],
