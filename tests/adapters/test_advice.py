@@ -39,7 +39,7 @@ def refusal(tensors: Mapping[str, TensorHeader], rules: AdapterRules, **config: 
         described = check_adapter(json.dumps(raw).encode(), tensors, rules)
     except SourceError as exc:
         return str(exc)
-    return f"ignored: {described.ignored}" if described.ignored else ""
+    return f"ignored: {described.verdict.ignored}" if described.verdict.ignored else ""
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -94,10 +94,10 @@ class EffectCheck:
                 self._check_table(adapter, described)
             effect = await self._shown_effect(client, adapter)
             if described is not None:
-                note = _joined_notes(effect.note, *described.why)
-                effect = AdapterEffect(effect.effect, note, described.ignored)
+                note = _joined_notes(effect.note, *described.verdict.why)
+                effect = AdapterEffect(effect.effect, note, described.verdict.ignored)
         if described is not None:
-            effect = replace(effect, note=_joined_notes(effect.note, *described.notes))
+            effect = replace(effect, note=_joined_notes(effect.note, *described.verdict.notes))
         if effect.note:
             log.warning("adapter's effect", lora_id=adapter.lora_id, effect=effect.effect, note=effect.note)
         return replace(with_effect(adapter, effect), memory=self._memory(effect, described))
@@ -108,14 +108,14 @@ class EffectCheck:
         raises  EngineError `adapter_no_effect`, `modules_ignored`
         """
         described = await asyncio.to_thread(self._describe, Path(adapter.path))
-        if described is None or described.measured.isdisjoint(described.uncalled):
+        if described is None or described.verdict.measured.isdisjoint(described.verdict.uncalled):
             return adapter
         self._check_table(adapter, described)
         known = adapter.ignored_modules
-        if known is not None and known.count >= len(described.ignored):
+        if known is not None and known.count >= len(described.verdict.ignored):
             return adapter
-        note = _joined_notes(*described.why, *described.notes)
-        return with_effect(adapter, AdapterEffect(adapter.effect, note, described.ignored, adapter.lora_int_id))
+        note = _joined_notes(*described.verdict.why, *described.verdict.notes)
+        return with_effect(adapter, AdapterEffect(adapter.effect, note, described.verdict.ignored, adapter.lora_int_id))
 
     def _memory(self, effect: AdapterEffect, described: AdapterDescription | None) -> AdapterMemory | None:
         """What the engine holds for an adapter: as its processes say, else by the adapter's own modules."""
@@ -128,16 +128,16 @@ class EffectCheck:
 
     def _check_table(self, adapter: WorkerAdapter, described: AdapterDescription) -> None:
         """Raises EngineError if the adapter must not be served without the modules that its table calls ignored."""
-        lost = sum(map(is_of_experts, described.ignored))
+        lost = sum(map(is_of_experts, described.verdict.ignored))
         policy = _ignored_modules_policy(adapter, self._settings.ignored_modules)
         try:
             check_ignored(
                 described.modules,
-                described.ignored,
+                described.verdict.ignored,
                 experts=described.experts,
                 ignored_experts=lost,
                 policy=policy,
-                uncalled=described.uncalled,
+                uncalled=described.verdict.uncalled,
             )
         except EngineError as exc:
             self._count("table", "refused")

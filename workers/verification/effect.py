@@ -100,7 +100,7 @@ def uncalled_modules(loaded: LoadedModules, described: AdapterDescription | None
     """
     if described is None:
         return loaded.uncalled
-    seen = described.uncalled if loaded.calls_seen != "yes" else loaded.uncalled
-    measured = {module for module in described.uncalled if module in described.measured}
-    found = measured | {module for module in seen if module not in described.measured}
+    seen = described.verdict.uncalled if loaded.calls_seen != "yes" else loaded.uncalled
+    measured = {module for module in described.verdict.uncalled if module in described.verdict.measured}
+    found = measured | {module for module in seen if module not in described.verdict.measured}
     return tuple(sorted(found - set(loaded.ignored)))

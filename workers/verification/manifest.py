@@ -17,6 +17,7 @@ from workers.core.errors import SourceError
 from workers.verification.base_check import (
     NOTHING_COMPARED,
     BaseModelCheck,
+    ModuleVerdict,
     check_against_base,
     embeddings_taken,
     is_same_base,
@@ -63,12 +64,8 @@ class AdapterDescription:
     """An adapter by its config and tensor headers: a Manifest without digest and size.
 
     experts   how many of its modules are of experts
-    ignored   modules that the engine takes and does not use, as far as its table says; `why` says why, and
-              what the table does not say
-    uncalled  those of them that the engine has, and never runs
-    measured  those of its modules on which probes in this very engine have said what it does with them
-    notes     sentences for operators: what could not be compared
     numbers   in its matrices; `width`: of each module's by its rank, so that a slot of rank R has `width * R`
+    verdict   what becomes of its modules in the engine
     scale     the largest factor by which engines multiply a module's change
     """
 
@@ -81,11 +78,7 @@ class AdapterDescription:
     numbers: int = 0
     width: int = 0
     experts: int = 0
-    ignored: tuple[str, ...] = ()
-    uncalled: tuple[str, ...] = ()
-    measured: frozenset[str] = frozenset()
-    why: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    verdict: ModuleVerdict = NOTHING_COMPARED
     scale: float = 1.0
 
 
@@ -147,11 +140,7 @@ def check_adapter(
         numbers=sum(pair.numbers for pair in parts.pairs.values()),
         width=sum(pair.numbers // ranks[module] for module, pair in parts.pairs.items()),
         experts=sum(".experts" in module for module in parts.pairs),
-        ignored=verdict.ignored,
-        uncalled=verdict.uncalled,
-        measured=verdict.measured,
-        why=verdict.why,
-        notes=verdict.notes,
+        verdict=verdict,
         scale=lora_config.scale,
     )
 

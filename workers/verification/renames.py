@@ -112,7 +112,7 @@ def _check_language_served(described: AdapterDescription) -> None:
 
     Engines ignore towers under any name.
     """
-    ignored = [module for module in described.ignored if _ROOT.match(module) or _EMBEDDINGS.match(f"{module}.")]
+    ignored = [module for module in described.verdict.ignored if _ROOT.match(module) or _EMBEDDINGS.match(f"{module}.")]
     if ignored:
         message = f"the engine ignores {len(ignored)} of its modules ({ignored[0]}, ...)"
         raise SourceError("module_unknown", f"{message}; no safe rename leads to modules of the base model")

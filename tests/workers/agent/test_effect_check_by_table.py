@@ -9,6 +9,7 @@ from workers.agent.effect_check import EffectCheck
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
 from workers.metrics import WorkerMetrics
+from workers.verification.base_check import ModuleVerdict
 from workers.verification.manifest import AdapterDescription
 from workers.wire import IgnoredModules, WorkerAdapter
 
@@ -50,9 +51,7 @@ def described(ignored=(), experts=0, modules=6) -> AdapterDescription:
         base_model="",
         modules=modules,
         experts=experts,
-        ignored=ignored,
-        why=why,
-        notes=(UNCOMPARED,),
+        verdict=ModuleVerdict(ignored=ignored, why=why, notes=(UNCOMPARED,)),
     )
 
 

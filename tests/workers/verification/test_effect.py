@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from lorafleet.engine.lora_reports import LoadedModules
 from workers.core.errors import EngineError
+from workers.verification.base_check import ModuleVerdict
 from workers.verification.effect import NAMES_SHOWN, check_ignored, ignored_note, uncalled_modules
 from workers.verification.manifest import AdapterDescription
 
@@ -57,8 +58,8 @@ def test_message_and_note_say_that_the_engine_has_a_module_and_never_runs_it():
 
 def described(uncalled=(), measured=()) -> AdapterDescription:
     return AdapterDescription(
-        rank=8, alpha=8, target_modules=(), dtype="F32", base_model="", modules=2, uncalled=uncalled,
-        measured=frozenset(measured),
+        rank=8, alpha=8, target_modules=(), dtype="F32", base_model="", modules=2,
+        verdict=ModuleVerdict(uncalled=uncalled, measured=frozenset(measured)),
     )  # fmt: skip
 
 

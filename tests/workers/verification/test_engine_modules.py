@@ -91,34 +91,34 @@ def test_adapter_of_the_text_model_alone_is_refused_where_the_engine_would_answe
 @pytest.mark.parametrize("architecture", TAKES_WRAPPED_ALONE)
 def test_newer_engine_finds_the_text_model_by_its_own_names(architecture):
     model = base(architecture, WRAPPED, "0.33", text_config=TEXT)
-    assert verdict(TEXT_ONLY, model).ignored == ()
+    assert verdict(TEXT_ONLY, model).verdict.ignored == ()
 
 
 @pytest.mark.parametrize("architecture", TAKES_TEXT_NAMES)
 def test_adapter_of_the_text_model_alone_is_accepted_where_the_class_knows_its_names(architecture):
     model = base(architecture, WRAPPED, text_config=TEXT)
-    assert verdict(TEXT_ONLY, model).ignored == ()
-    assert verdict(WRAPPED, model).ignored == ()
+    assert verdict(TEXT_ONLY, model).verdict.ignored == ()
+    assert verdict(WRAPPED, model).verdict.ignored == ()
 
 
 @pytest.mark.parametrize("architecture", ["Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"])
 def test_class_that_renames_nothing_takes_the_names_of_its_checkpoint(architecture):
     model = base(architecture, layers("model.text_model.layers"), text_config=TEXT)
-    assert verdict(layers("model.text_model.layers"), model).ignored == ()
+    assert verdict(layers("model.text_model.layers"), model).verdict.ignored == ()
     assert refusal(TEXT_ONLY, model)[0] == "modules_unmatched"
 
 
 def test_modules_of_a_tower_are_ignored_and_named():
     model = base(*GEMMA3, text_config=TEXT)
     found = verdict({**WRAPPED, **TOWER}, model)
-    assert found.ignored == tuple(sorted(TOWER))
-    assert "2 of its 8 modules are ignored" in found.why[0]
+    assert found.verdict.ignored == tuple(sorted(TOWER))
+    assert "2 of its 8 modules are ignored" in found.verdict.why[0]
     assert refusal(TOWER, model)[0] == "modules_unmatched", "nothing of it would be served"
 
 
 def test_modules_of_a_tower_are_served_by_an_engine_that_is_told_to():
     facts = EngineFacts(table=vllm_table("0.32"), with_towers=True)
-    assert verdict({**WRAPPED, **TOWER}, base(*GEMMA3, facts=facts, text_config=TEXT)).ignored == ()
+    assert verdict({**WRAPPED, **TOWER}, base(*GEMMA3, facts=facts, text_config=TEXT)).verdict.ignored == ()
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,12 @@ def test_modules_of_a_tower_are_refused_by_an_engine_that_takes_text_alone(flags
     names = {f"model.vision_tower.vision_model.encoder.layers.0.mlp.{name}": (64, 64) for name in ("fc1", "fc2")}
     code, message = refusal({**WRAPPED, **names}, alone)
     assert (code, "it takes text alone" in message) == ("module_unknown", True)
-    assert verdict(WRAPPED, alone).ignored == ()
-    assert verdict({**WRAPPED, **TOWER}, alone).ignored == tuple(sorted(TOWER)), (
+    assert verdict(WRAPPED, alone).verdict.ignored == ()
+    assert verdict({**WRAPPED, **TOWER}, alone).verdict.ignored == tuple(sorted(TOWER)), (
         "vLLM passes over names it has elsewhere"
     )
     with_pictures = base(*GEMMA3, facts=vllm_facts(["vllm", "serve", "m", "--limit-mm-per-prompt", '{"image": 1}']))
-    assert len(verdict({**WRAPPED, **names}, with_pictures).ignored) == 2
+    assert len(verdict({**WRAPPED, **names}, with_pictures).verdict.ignored) == 2
 
 
 def test_layer_that_the_base_model_lacks_is_refused_among_others():
@@ -172,7 +172,7 @@ def experts_base(architecture, pattern, **more):
 def test_stacked_experts_are_served_by_their_classes_with_the_rank_of_one(architecture, pattern):
     model = experts_base(architecture, pattern)
     found = verdict(stacked(pattern), model, EXPERTS, target_modules=None, target_parameters=["experts.gate_up_proj"])
-    assert (found.rank, found.modules, found.ignored) == (RANK, 4, ())
+    assert (found.rank, found.modules, found.verdict.ignored) == (RANK, 4, ())
 
 
 def test_rank_of_stacked_experts_is_compared_with_the_config_and_the_engine():
@@ -220,10 +220,10 @@ def test_experts_that_the_engine_drops_are_ignored_and_named():
     model = base("MixtralForCausalLM", weights, num_local_experts=EXPERTS, **TEXT)
     experts = stacked("model.layers.{}.mlp")
     found = verdict({**attention, **experts}, model, EXPERTS)
-    assert found.ignored == tuple(sorted(experts))
+    assert found.verdict.ignored == tuple(sorted(experts))
     assert refusal(experts, model, EXPERTS)[0] == "modules_unmatched"
     own = {f"model.layers.0.block_sparse_moe.experts.{n}.w1": (MIDDLE, HIDDEN) for n in range(EXPERTS)}
-    assert verdict({**attention, **own}, model).ignored == ()
+    assert verdict({**attention, **own}, model).verdict.ignored == ()
 
 
 # --- heads, embeddings, names of trainers -------------------------------------------------------------------------
@@ -254,15 +254,15 @@ def test_classification_head_is_accepted_where_the_engine_classifies():
 def test_names_of_automodel_are_served_by_engines_for_embeddings_alone():
     names = layers("layers")
     pooling = EngineFacts(table=vllm_table("0.32"), is_pooling=True)
-    assert verdict(names, base("Qwen3ForCausalLM", TEXT_ONLY, facts=pooling, **TEXT)).ignored == ()
-    assert verdict(names, base("Qwen3Model", names, **TEXT)).ignored == ()
+    assert verdict(names, base("Qwen3ForCausalLM", TEXT_ONLY, facts=pooling, **TEXT)).verdict.ignored == ()
+    assert verdict(names, base("Qwen3Model", names, **TEXT)).verdict.ignored == ()
     code, message = refusal(names, base("Qwen3ForCausalLM", TEXT_ONLY, **TEXT))
     assert (code, "AutoModel" in message) == ("modules_unmatched", True)
 
 
 def test_doubled_prefix_is_read_as_the_engine_reads_it():
     names = {f"base_model.model.{name}": shape for name, shape in TEXT_ONLY.items()}
-    assert verdict(names, base("Qwen3ForCausalLM", TEXT_ONLY, **TEXT)).ignored == ()
+    assert verdict(names, base("Qwen3ForCausalLM", TEXT_ONLY, **TEXT)).verdict.ignored == ()
 
 
 def test_module_that_the_engine_refuses_is_refused_with_the_option_that_takes_it():
@@ -279,7 +279,7 @@ def test_packed_weights_are_found_by_name_and_what_was_not_compared_is_said():
     facts = EngineFacts(table=vllm_table("0.32"))
     model = base_model(config, {"model.embed_tokens": (100, 64)}, packed=TEXT_ONLY, facts=facts)
     attention = layers("model.layers", {"self_attn.q_proj": (64, 64)})
-    assert verdict(attention, model).notes == (
+    assert verdict(attention, model).verdict.notes == (
         "2 of 2 modules were not compared with the base model's shapes: its weights are packed (awq)",
     )
     assert refusal({**attention, "model.layers.9.self_attn.q_proj": (64, 64)}, model)[0] == "module_unknown"
@@ -290,7 +290,7 @@ def test_sizes_of_the_config_are_compared_where_weights_are_packed():
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **TEXT, **sizes}
     config["quantization_config"] = {"quant_method": "bitsandbytes"}
     model = base_model(config, {}, packed=TEXT_ONLY, facts=EngineFacts(table=vllm_table("0.32")))
-    assert verdict(TEXT_ONLY, model).notes == ()
+    assert verdict(TEXT_ONLY, model).verdict.notes == ()
     assert refusal({"model.layers.0.self_attn.q_proj": (64, 32)}, model)[0] == "shape_mismatch"
 
 
@@ -304,7 +304,7 @@ def test_packed_language_model_of_a_multimodal_model_has_the_sizes_of_its_text_c
     tower = {"model.visual.blocks.0.attn.proj.weight": ("U8", [2048, 1]), "model.norm.weight": ("BF16", [64])}
     write_header(tmp_path / "model.safetensors", {**packed, **tower})
     model = read_base_model(tmp_path, EngineFacts(table=vllm_table("0.32")))
-    assert verdict(attention, model).notes == ()
+    assert verdict(attention, model).verdict.notes == ()
     assert refusal({"model.layers.0.self_attn.v_proj": (64, 64)}, model)[0] == "shape_mismatch"
 
 
@@ -322,7 +322,7 @@ def write_header(path, tensors):
 def test_head_of_a_multimodal_model_is_served_where_its_class_has_one(architecture):
     weights = {**WRAPPED, "model.language_model.embed_tokens": (100, 64)}
     head = {**WRAPPED, "lm_head": (100, 64)}
-    assert verdict(head, base(architecture, weights, text_config=TEXT)).ignored == ()
+    assert verdict(head, base(architecture, weights, text_config=TEXT)).verdict.ignored == ()
     gemma = base("Gemma3ForConditionalGeneration", weights, text_config=TEXT)
     assert refusal(head, gemma)[0] == "module_unsupported"
 
@@ -331,15 +331,15 @@ def test_kind_of_layer_that_the_class_was_not_seen_to_have_is_left_to_the_engine
     mixer = layers("model.layers", {"mixer.x_proj": (64, 64)})
     model = base("Qwen3ForCausalLM", {**TEXT_ONLY, **mixer}, **TEXT)
     found = verdict({**TEXT_ONLY, **mixer}, model)
-    assert found.ignored == ()
-    assert "model.layers.0.mixer.x_proj, model.layers.1.mixer.x_proj is not in its table" in found.why[0]
+    assert found.verdict.ignored == ()
+    assert "model.layers.0.mixer.x_proj, model.layers.1.mixer.x_proj is not in its table" in found.verdict.why[0]
     assert refusal({**TEXT_ONLY, "model.layers.0.mixer.x_proj": (64, 32)}, model)[0] == "shape_mismatch"
 
 
 def test_class_that_is_not_in_the_table_leaves_the_question_to_the_engine():
     found = verdict(TEXT_ONLY, base("SomethingNewForCausalLM", TEXT_ONLY, **TEXT))
-    assert found.ignored == ()
-    assert found.why == ("which modules of SomethingNewForCausalLM the engine uses is not in its table",)
+    assert found.verdict.ignored == ()
+    assert found.verdict.why == ("which modules of SomethingNewForCausalLM the engine uses is not in its table",)
 
 
 def test_class_that_is_not_in_the_table_is_asked_about_embeddings_and_names_of_automodel():
@@ -351,7 +351,7 @@ def test_class_that_is_not_in_the_table_is_asked_about_embeddings_and_names_of_a
     raw = json.dumps({"r": RANK, "lora_alpha": 16, "target_modules": "all-linear"}).encode()
     rules = AdapterRules(64, frozenset(), "off", unknown)
     assert check_adapter(raw, {**tensors(TEXT_ONLY), **embeddings}, rules).modules == len(TEXT_ONLY) + 1
-    assert verdict(layers("layers"), unknown).ignored == ()
+    assert verdict(layers("layers"), unknown).verdict.ignored == ()
 
 
 def test_layer_that_the_base_model_lacks_is_refused_for_a_class_that_is_not_in_the_table():
@@ -365,7 +365,7 @@ def test_class_by_the_code_of_transformers_finds_names_of_automodel_and_no_head(
     root, modules = ("model", LAYER) if architecture == "Olmo2ForCausalLM" else ("gpt_neox", NEOX_LAYER)
     found = base(architecture, {**layers(f"{root}.layers", modules), "lm_head": (256, 64)}, **TEXT)
     for prefix in (f"{root}.layers", "layers"):
-        assert verdict(layers(prefix, modules), found).ignored == ()
+        assert verdict(layers(prefix, modules), found).verdict.ignored == ()
     assert refusal({**layers("layers", modules), "lm_head": (256, 64)}, found)[0] == "module_unsupported"
     assert refusal({**layers("layers", modules), "layers.7." + next(iter(modules)): (64, 64)}, found)[0] == (
         "module_unknown"
@@ -374,7 +374,7 @@ def test_class_by_the_code_of_transformers_finds_names_of_automodel_and_no_head(
 
 def test_lora_on_the_head_of_a_classifier_is_served_by_classes_that_the_engine_derives():
     names = {**TEXT_ONLY, "score": (3, 64)}
-    assert verdict(names, base("Qwen3ForSequenceClassification", names, **TEXT)).ignored == ()
+    assert verdict(names, base("Qwen3ForSequenceClassification", names, **TEXT)).verdict.ignored == ()
     assert refusal(names, base("Qwen3ForCausalLM", TEXT_ONLY, **TEXT))[0] == "module_unknown"
 
 
@@ -451,8 +451,8 @@ def test_projection_that_latent_attention_holds_itself_is_ignored_and_alone_refu
     weights = layers("model.layers", LATENT)
     found = verdict(weights, base(architecture, weights, version))
     projections = tuple(f"model.layers.{number}.self_attn.kv_b_proj" for number in range(2))
-    assert (found.ignored, found.uncalled) == (projections, projections)
-    assert "past what adapters change" in found.why[0]
+    assert (found.verdict.ignored, found.verdict.uncalled) == (projections, projections)
+    assert "past what adapters change" in found.verdict.why[0]
     alone = {name: shape for name, shape in weights.items() if name in projections}
     code, message = refusal(alone, base(architecture, weights, version))
     assert (code, "accepted are adapters on other layers, too" in message) == ("modules_unmatched", True)
@@ -460,9 +460,9 @@ def test_projection_that_latent_attention_holds_itself_is_ignored_and_alone_refu
 
 def test_projection_of_the_same_name_that_a_class_calls_is_served():
     weights = layers("model.layers", {"self_attn.kv_b_proj": (128, 512)})
-    assert verdict(weights, base("MiniCPM3ForCausalLM", weights)).ignored == ()
+    assert verdict(weights, base("MiniCPM3ForCausalLM", weights)).verdict.ignored == ()
 
 
 def test_projection_of_a_class_that_was_not_built_is_ignored_too():
     weights = layers("model.layers", LATENT)
-    assert len(verdict(weights, base("PanguUltraMoEForCausalLM", weights)).uncalled) == 2
+    assert len(verdict(weights, base("PanguUltraMoEForCausalLM", weights)).verdict.uncalled) == 2

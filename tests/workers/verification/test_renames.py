@@ -90,7 +90,7 @@ def test_language_model_gets_the_names_that_the_engine_finds(
     assert {name.removeprefix("base_model.model.") for name in plan.names.values()} == {
         name.removeprefix("base_model.model.") for name in pairs(*layers(renamed))
     }
-    assert not plan.described.ignored
+    assert not plan.described.verdict.ignored
     assert len(plan.steps) == 1
 
 
