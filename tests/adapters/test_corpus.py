@@ -126,9 +126,13 @@ def test_verdict_is_the_engines(name: str, tmp_path: Path) -> None:
         elif not row.verdict.loads and row.name not in REFUSED_AT_THE_LOAD:
             wrong.append(f"{row.name}: ready, and vLLM refuses it: {row.verdict.error}")
         elif row.verdict.effect == "partial" and len(ours.verdict.ignored) != len(row.verdict.ignored):
-            wrong.append(f"{row.name}: ready, vLLM drops {row.verdict.ignored[:3]}, said are {ours.verdict.ignored[:3]}")
+            wrong.append(
+                f"{row.name}: ready, vLLM drops {row.verdict.ignored[:3]}, said are {ours.verdict.ignored[:3]}"
+            )
         elif row.verdict.effect == "full" and ours.verdict.ignored:
-            wrong.append(f"{row.name}: said to be served in part, and vLLM serves all of it: {ours.verdict.ignored[:3]}")
+            wrong.append(
+                f"{row.name}: said to be served in part, and vLLM serves all of it: {ours.verdict.ignored[:3]}"
+            )
         elif row.verdict.effect in ("none", "other") and row.name not in READY_WITHOUT_EFFECT:
             wrong.append(f"{row.name}: ready, and vLLM's answers are not the adapter's ({row.verdict.effect})")
     assert not wrong, "\n".join(wrong)
