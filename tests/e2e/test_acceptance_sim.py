@@ -13,7 +13,7 @@ from lorafleet.engine.acceptance import FILE_NAME
 from lorafleet.local.tiny_model import make_adapter, make_model
 from lorafleet.sim.text import prompt_logprobs
 from tests.e2e.small_fleets import SmallFleet, small_fleet
-from tests.patience import until
+from tests.patience import patience, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 
@@ -54,8 +54,8 @@ async def test_publish_of_what_differs_fails_and_the_former_version_stays(fleet:
     assert made.status_code == 200, made.text
     assert {one["result"] for one in made.json()["status"]["acceptance"].values()} == {"equal"}
     for source, said in (("step-1", "differs"), ("step-2", "it has no acceptance.jsonl")):
-        spec = {"source": f"file://{shelf}/{source}", "timeout_s": 20}
-        refused = await fleet.http.post(f"/v1/published/{NAME}", json=spec)
+        spec = {"source": f"file://{shelf}/{source}", "timeout_s": min(100.0, patience(20))}
+        refused = await fleet.http.post(f"/v1/published/{NAME}", json=spec, timeout=patience(40))
         assert refused.status_code >= 400, refused.text
         assert said in refused.json()["error"]["message"]
     status = (await fleet.http.get(f"/v1/published/{NAME}")).json()["status"]
@@ -71,7 +71,7 @@ async def test_result_is_with_the_adapter_and_a_push_of_a_new_file_alone_is_comp
 ) -> None:
     made = await fleet.http.post("/v1/adapters", json={"lora_id": "late", "source": f"file://{shelf}/step-3"})
     assert made.status_code == 201, made.text
-    ensured = await fleet.http.post("/v1/adapters/late/ensure", json={"wait_s": 20})
+    ensured = await fleet.ensure("late")
     assert ensured.json()["ready"], ensured.text
 
     async def results() -> set[str]:

@@ -382,7 +382,9 @@ async def test_heartbeats_report_changes_at_once_and_survive_an_orchestrators_re
         port = int(url.rsplit(":", 1)[1])
         urls = f"http://127.0.0.1:9, {url}/"  # the first does not listen: the second gets the heartbeat at once
         async with worker.running("--orchestrator-url", urls, "--heartbeat-s", "60") as client:
-            await post(client, "load_lora", epoch=3, lora_id="sql-expert/v1")
+            await post(client, "claim", epoch=3)
+            # A caller's own load: the orchestrator knows what its own calls change by their answers.
+            await post(client, "load_lora", lora_id="sql-expert/v1")
             await beat_with({"sql-expert/v1"})
             worker.process.send_signal(signal.SIGTERM)
             async with within(10):  # though the next heartbeat is due in a minute

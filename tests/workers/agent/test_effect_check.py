@@ -14,6 +14,7 @@ from workers.wire import WorkerAdapter
 ADAPTER = "sql-expert/v1"
 LAYERS = 4
 NO_MODULE = ("--lora-target-modules", "embed_tokens")
+PATIENT = ("--canary-timeout-s", str(patience(2)))
 WITHOUT_MLP = ("--lora-target-modules", "o_proj", "qkv_proj", "q_proj")
 
 
@@ -146,7 +147,7 @@ async def requests_of(client: httpx.AsyncClient) -> float:
 
 @pytest.mark.parametrize("flags", [(), NO_MODULE], ids=["used", "ignored"])
 async def test_scores_or_embeddings_of_a_model_that_pools_are_compared(worker, flags):
-    async with worker.together(engine=("--runner", "pooling", *flags)) as client:
+    async with worker.together(*PATIENT, engine=("--runner", "pooling", *flags)) as client:
         answer = await post(client, "load_lora", lora_id=ADAPTER)
         if flags:
             assert code(answer) == "adapter_no_effect"
@@ -164,7 +165,7 @@ async def test_adapter_of_zeros_is_ready_with_a_note(agent_model, agent_adapters
 
 
 async def test_canary_may_warn_or_be_off(worker):
-    async with worker.together("--canary", "warn", engine=NO_MODULE) as client:
+    async with worker.together("--canary", "warn", *PATIENT, engine=NO_MODULE) as client:
         answer = (await post(client, "load_lora", lora_id=ADAPTER)).raise_for_status().json()
         assert answer["effect"] == "unknown"
         assert "to the last bit" in answer["note"]
