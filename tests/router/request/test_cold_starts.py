@@ -299,6 +299,9 @@ async def test_only_no_free_slot_means_full_and_other_errors_are_waited_out(trou
         "is_awaited": True,
         "from_fleet": False,
         "neighbours": [],
+        "only_files": False,
+        "acceptance": "warn",
+        "acceptance_file": "",
     }
 
 
