@@ -194,7 +194,9 @@ def test_a_report_on_kernels_that_fails_costs_the_engine_nothing(patched, tmp_pa
 @pytest.fixture
 def vllm_names():
     """vLLM's own rule of names, imported before `patched` replaces what it imports."""
-    importlib.import_module("vllm.lora.utils")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's imports warn
+        importlib.import_module("vllm.lora.utils")
 
 
 @pytest.mark.vllm
