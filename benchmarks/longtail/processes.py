@@ -30,7 +30,7 @@ Ask = Callable[[str], Coroutine[Any, Any, str]]
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """What is measured: the engines, and how many adapters are asked for how often.
+    """One measurement: its engines, the number of adapters, and the requests for each.
 
     slots   adapters that an engine holds; `device_slots`: that it computes with at a time
     engine_flags  more flags of each engine

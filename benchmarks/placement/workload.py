@@ -59,7 +59,7 @@ class Scenario:
 
     @property
     def all_adapters(self) -> int:
-        """How many adapters there are, whoever asks for them."""
+        """The number of adapters, the greedy tenant's included."""
         return self.first_greedy + (0 if self.greedy is None else self.greedy[0])
 
 

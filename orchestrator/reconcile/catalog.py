@@ -5,6 +5,7 @@ Every event makes a new revision, so an event's id says exactly which changes a 
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
+from functools import partialmethod
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -105,19 +106,7 @@ class CatalogBook:
         logged = LoggedEvent(event, tenants if adapter is None else adapter.tenants, is_change)
         return self._events.add(logged, revision)
 
-    def _emit_change(
-        self,
-        kind: str,
-        *,
-        lora_id: str | None = None,
-        worker_id: str | None = None,
-        message: str = "",
-        tenants: Tenants = (),
-    ) -> int:
-        """Add an event from whose revision on the catalog reads otherwise; as `emit_event`."""
-        return self.emit_event(
-            kind, lora_id=lora_id, worker_id=worker_id, message=message, tenants=tenants, is_change=True
-        )
+    _emit_change = partialmethod(emit_event, is_change=True)
 
     def refresh(
         self,

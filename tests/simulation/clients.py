@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import httpx
@@ -43,14 +42,12 @@ class Clients:
         contents: Sequence[Path],
         answers: ExpectedAnswers,
         history: History,
-        chance: Random,
     ) -> None:
         self.history = history
         self._nodes, self._routers, self._orchestrator = nodes, routers, orchestrator
         self._headers = {"authorization": f"Bearer {key}"}
         self._contents, self._answers = contents, answers
         self._loop = asyncio.get_running_loop()
-        self._chance = chance
         self._asked = 0
 
     # Calls.

@@ -7,8 +7,7 @@ wait for its end; where that takes too long, or the other process has ended, the
 import asyncio
 import errno
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from itertools import count
@@ -25,7 +24,7 @@ _NEXT_S = 1e-7
 _RETRANSMIT_S = 0.2
 # The kernel gives a connection up after so long without an answer (Linux tcp_user_timeout, shortened).
 _GIVE_UP_S = 120.0
-_HIGH_WATER, _LOW_WATER = 64 * 1024, 16 * 1024
+_HIGH_WATER = 64 * 1024
 _FIRST_PORT = 40_000
 
 
@@ -81,7 +80,6 @@ class Network:
         self._held: dict[frozenset[str], list[Callable[[], None]]] = {}
         self._ports = count(_FIRST_PORT)
         self._numbers = count(10_000)
-        self.bytes_sent = 0
 
     def number(self) -> int:
         """A number for a simulated socket's descriptor."""
@@ -209,7 +207,7 @@ class Stream(asyncio.Transport):
         self._inbound: deque[bytes | BaseException | None] = deque()
         self._unread = 0
         self._in_flight = 0
-        self._high, self._low = _HIGH_WATER, _LOW_WATER
+        self.set_write_buffer_limits()
         self._is_paused = self._is_closing = self._is_lost = self._has_written_eof = False
         self._arrives_at = 0.0
         node.streams[self] = None
@@ -233,7 +231,6 @@ class Stream(asyncio.Transport):
             return
         chunk = bytes(data)
         self._in_flight += len(chunk)
-        self._network.bytes_sent += len(chunk)
         self._send(chunk)
         if not self._is_paused and self._in_flight > self._high:
             self._is_paused = True
@@ -369,13 +366,3 @@ class Stream(asyncio.Transport):
         self._node.streams.pop(self, None)
         if self._protocol is not None:
             self._protocol.connection_lost(error)
-
-
-@contextmanager
-def in_node(node: Node) -> Iterator[None]:
-    """Code within the block, and the tasks that it starts, are the node's."""
-    token = running_node.set(node)
-    try:
-        yield
-    finally:
-        running_node.reset(token)

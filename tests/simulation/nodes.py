@@ -101,13 +101,6 @@ class Node:
                 os.close(descriptor)
         self.on_end(self)
 
-    def pause(self) -> None:
-        """Stop the process as SIGSTOP, or a frozen virtual machine, does."""
-        self.is_paused = True
-
-    def resume(self) -> None:
-        self.is_paused = False
-
     def _on_main_end(self, task: "asyncio.Task[None]") -> None:
         """The program has returned, or failed."""
         if not self.is_alive:

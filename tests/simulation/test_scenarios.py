@@ -49,7 +49,7 @@ def test_name_is_published_while_the_leader_is_killed(run):
         *(call(5.0 + number / 4, "ask", "policy", client=1) for number in range(20)),
     )
     assert "process ended process='orch0'" in log
-    assert "holds" not in log or "leading" in log
+    assert log.count("ask policy: ok") >= 20, "no request is lost with a leader"
 
 
 def test_engine_that_dies_is_noticed_and_its_adapters_are_loaded_again(run):

@@ -70,7 +70,6 @@ class FleetWorld:
             contents=self.contents,
             answers=ExpectedAnswers(self.paths.model, self.contents),
             history=self.history,
-            chance=self.loop.chance,
         )
         self.loop.on_batch = self._check_leaders
         if await self._until(self._is_ready, _READY_S, "the fleet is ready"):

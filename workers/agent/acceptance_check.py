@@ -154,7 +154,7 @@ class AcceptanceCheck:
         """Why this engine's log-probabilities of a prompt say nothing of the adapter; "" if they do."""
         devices = {report.device for report in self._engine.reports}
         if _HEAD in adapter.target_modules and self._settings.engine == "vllm" and devices != {"cpu"}:
-            return "vLLM leaves the head's part of an adapter out of a prompt's log-probabilities (vllm issue 51594)"
+            return "vLLM leaves the head's part out of a prompt's log-probabilities (vllm-project/vllm#51594)"
         return ""
 
     async def _base_reading(self, client: EngineClient, file: AcceptanceFile) -> Sequence[Logprobs]:
