@@ -40,7 +40,8 @@ class Node:
         self.stop = asyncio.Event()
         self.main: asyncio.Task[None] | None = None
         self.failure: BaseException | None = None
-        self.may_end, self.away_s = False, 0.0
+        self.may_end = False
+        self.away_s: float | None = 0.0
         self.on_end: Callable[[Node], None] = lambda _node: None
         self._kill_in: int | None = None
         self._loop = loop

@@ -15,7 +15,8 @@ from tests.simulation.clients import MOST_WAIT_S, Clients
 from tests.simulation.event_loop import SimulatedLoop
 from tests.simulation.guarantees import Broken, check_leaders, check_run
 from tests.simulation.history import History, Outcome
-from tests.simulation.nodes import Main, Node
+from tests.simulation.nodes import Node
+from tests.simulation.processes import FleetProcesses
 from tests.simulation.scenario import CALLS, Event, FaultScenario
 from tests.simulation.zmq_sockets import EventBus
 
@@ -40,16 +41,14 @@ class FleetWorld:
     def __init__(self, scenario: FaultScenario, loop: SimulatedLoop, bus: EventBus, paths: programs.Paths) -> None:
         self.scenario, self.loop, self.bus, self.paths = scenario, loop, bus, paths
         self.contents = [paths.shelf / f"content-{number}" for number in range(scenario.fleet.contents)]
-        self.services = programs.RunningServices()
-        self.nodes: dict[str, Node] = {}
+        self.processes = FleetProcesses(loop, slowness=scenario.fleet.slowness, on_surprise=self._on_surprise)
+        self.nodes, self.services = self.processes.nodes, self.processes.services
         self.history = History()
         self.broken: list[Broken] = []
         self.cut_off: dict[int, list[tuple[float, float]]] = {}
         """Router -> times for which it could not hear of the orchestrators' changes, or stood still."""
         self.clients: Clients
-        self._mains: dict[str, tuple[str, Main]] = {}
         self._calls: list[asyncio.Task[Any]] = []
-        self._pending = 0
         self._batches = count(1)
         self._had_two_leaders = False
 
@@ -58,9 +57,7 @@ class FleetWorld:
         plan = self.scenario.fleet
         self.loop.network.weather.delay_s = plan.delay_s
         self.loop.network.distance_s[frozenset(("10.0.0.1", f"10.0.2.{plan.routers}"))] = plan.far_s
-        self._define_fleet()
-        for name in self._mains:
-            self.start(name)
+        self._start_fleet()
         nodes = [Node(self.loop, f"client{number}", f"10.0.3.{number + 1}") for number in range(plan.clients)]
         self.clients = Clients(
             nodes,
@@ -79,50 +76,26 @@ class FleetWorld:
 
     # The fleet.
 
-    def _define_fleet(self) -> None:
-        """Write down the program and the host of every process."""
-        plan, paths, services, mains = self.scenario.fleet, self.paths, self.services, self._mains
+    def _start_fleet(self) -> None:
+        """Start every process."""
+        plan, paths, services, add = self.scenario.fleet, self.paths, self.services, self.processes.add
         url = "http://{}:{}".format(*SERVICE)
         ports = [programs.ORCHESTRATOR_PORT + number for number in range(plan.orchestrators)]
         self.loop.network.shared[SERVICE] = [("10.0.0.1", port) for port in ports]
         for number, port in enumerate(ports):
-            mains[f"orch{number}"] = "10.0.0.1", programs.orchestrator(paths, services, port=port)
+            add(f"orch{number}", "10.0.0.1", programs.orchestrator(paths, services, port=port))
         slots = {"max_loras": plan.engine.max_loras, "max_cpu_loras": plan.engine.max_cpu_loras}
         for number in range(plan.workers):
             host = f"10.0.1.{number + 1}"
-            mains[f"engine{number}"] = host, programs.engine(paths, services, self.bus, plan.engine)
-            mains[f"w{number}"] = host, programs.agent(paths, services, orchestrator_url=url, **slots)
+            add(f"engine{number}", host, programs.engine(paths, services, self.bus, plan.engine))
+            add(f"w{number}", host, programs.agent(paths, services, orchestrator_url=url, **slots))
         for number in range(plan.routers):
-            mains[f"router{number}"] = f"10.0.2.{number + 1}", programs.router(paths, services, orchestrator_url=url)
+            add(f"router{number}", f"10.0.2.{number + 1}", programs.router(paths, services, orchestrator_url=url))
 
-    def start(self, name: str) -> None:
-        """Start a process, for the first time or again. It has its machine's clock."""
-        host, main = self._mains[name]
-        node = Node(self.loop, name, host, slowness=self.scenario.fleet.slowness)
-        if name in self.nodes:
-            node.clock_offset_s = self.nodes[name].clock_offset_s
-        node.on_end = self._on_end
-        self.nodes[name] = node
-        self.services.orchestrators.pop(name, None)
-        node.start(main)
-
-    def _on_end(self, node: Node) -> None:
-        """Start a process again that has ended; where no event ended it, that is a fault of ours."""
-        log.info("process ended", process=node.name, failure=repr(node.failure))
-        if not node.may_end:
-            how = f"{node.name} at {self.loop.time():.3f}: {node.failure!r}"
-            self.broken.append(Broken("no process ends by itself", how))
-        self._after(node.away_s, lambda: self.start(node.name))
-
-    def _after(self, delay_s: float, act: Callable[[], object]) -> None:
-        """Do something later, whatever becomes of any process; the run waits for it."""
-        self._pending += 1
-
-        def run() -> None:
-            self._pending -= 1
-            act()
-
-        self.loop.call_exactly_at(self.loop.time() + delay_s, run)
+    def _on_surprise(self, node: Node) -> None:
+        """Where no event ended a process, its end is a fault of ours."""
+        how = f"{node.name} at {self.loop.time():.3f}: {node.failure!r}"
+        self.broken.append(Broken("no process ends by itself", how))
 
     # What happens.
 
@@ -133,7 +106,7 @@ class FleetWorld:
             await asyncio.sleep(max(0.0, began + event.at_s - self.loop.time()))
             log.info("event", what=str(event))
             self._happen(event)
-        while self._pending:
+        while self.processes.pending:
             await asyncio.sleep(_POLL_S)
 
     def _happen(self, event: Event) -> None:
@@ -144,25 +117,14 @@ class FleetWorld:
             getattr(self, f"_{event.kind}")(**event.about)
 
     def _kill(self, *, node: str, in_callbacks: int, away_s: float) -> None:
-        killed = self.nodes[node]
-        killed.may_end, killed.away_s = True, away_s
-        killed.kill_in(in_callbacks)
+        self.processes.kill(node, in_callbacks=in_callbacks, away_s=away_s)
 
     def _stop(self, *, node: str, away_s: float) -> None:
-        """SIGTERM."""
-        stopped = self.nodes[node]
-        stopped.may_end, stopped.away_s = True, away_s
-        stopped.stop.set()
+        self.processes.stop(node, away_s=away_s)
 
     def _pause(self, *, node: str, for_s: float) -> None:
-        paused = self.nodes[node]
-        paused.is_paused = True
+        self.processes.pause(node, for_s)
         self._note_cut_off(for_s, node)
-
-        def resume() -> None:
-            paused.is_paused = False
-
-        self._after(for_s, resume)
 
     def _partition(self, *, node: str, other: str, for_s: float) -> None:
         one, two = self.nodes[node].host, self.nodes[other].host
@@ -170,7 +132,7 @@ class FleetWorld:
             self.loop.network.partition(one, two)
             if "orch" in node + other:
                 self._note_cut_off(for_s, node, other)
-            self._after(for_s, lambda: self.loop.network.heal(one, two))
+            self.processes.after(for_s, lambda: self.loop.network.heal(one, two))
 
     def _note_cut_off(self, for_s: float, *nodes: str) -> None:
         """Remember which routers are behind for so long, and for a moment after it; a change waits for short ones."""
@@ -189,7 +151,7 @@ class FleetWorld:
         def clear_up() -> None:
             weather.loss = 0.0
 
-        self._after(for_s, clear_up)
+        self.processes.after(for_s, clear_up)
 
     def _reset(self, *, node: str) -> None:
         for stream in list(self.nodes[node].streams):
@@ -208,7 +170,7 @@ class FleetWorld:
         def end() -> None:
             self.bus.lost_share = 0.0
 
-        self._after(for_s, end)
+        self.processes.after(for_s, end)
 
     def _drain(self, *, worker: int, for_s: float) -> None:
         path = f"/v1/workers/w{worker}"
@@ -217,7 +179,7 @@ class FleetWorld:
         def undrain() -> None:
             self._calls.append(self.clients.as_client(0, self._uncordon(path)))
 
-        self._after(for_s, undrain)
+        self.processes.after(for_s, undrain)
 
     async def _uncordon(self, path: str) -> None:
         """End a drain, as an operator does who looks whether it worked."""
