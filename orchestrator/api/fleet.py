@@ -28,6 +28,7 @@ from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.model.agents import Heartbeat, HeartbeatAnswer
 from orchestrator.model.names import HeldName
 from orchestrator.model.offers import AdapterOffer
+from orchestrator.model.policy import acceptance_mode
 from orchestrator.model.snapshot import WorkerIntent
 from orchestrator.model.workers import WorkerDrain, WorkerItem, WorkerList
 from orchestrator.reconcile.agent_client import AgentClient
@@ -126,7 +127,7 @@ def offer_routes(keys: ApiKeys, reconciler: Reconciler, clock: Callable[[], floa
             or adapter.is_deleting
             or adapter.quarantine is not None
             or (failure is not None and failure.until > clock())
-            or (adapter.policy.acceptance or reconciler.store.rules.acceptance) == "require"  # nobody compares here
+            or acceptance_mode(adapter.policy, reconciler.store.rules) == "require"  # nobody compares here
             or adapter.base_model not in {None, known.report.model.base_model}
             or adapter.lora_id in (order.kept_out if order is not None else ())
         ):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lorafleet import identity
+from orchestrator.model.acceptance import AcceptanceMode
 from orchestrator.model.names import MESSAGE, WIRE
 from orchestrator.model.pauses import PauseLease
 from orchestrator.model.served_names import Targets
@@ -36,6 +37,8 @@ class CatalogAdapter:
     """name/key of the credentials for `source`"""
     published_as: str | None = None
     """published name that it is a version of"""
+    acceptance: AcceptanceMode = "warn"
+    """what a worker is to do with its acceptance file, by its policy or the fleet's"""
     # Made once: each request looks it up in several tables, and a new string would be hashed anew.
     engine_name: str | None = None
     """its name at engines, with the digest, so that other bytes have another name; null until the digest is known"""

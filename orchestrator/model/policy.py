@@ -104,6 +104,11 @@ class PlacementPolicy:
         require_bounds(self.min_replicas, self.max_replicas)
 
 
+def acceptance_mode(adapter: AdapterPolicy, fleet: PlacementPolicy) -> AcceptanceMode:
+    """What to do with an adapter's acceptance file: its own policy, else the fleet's."""
+    return adapter.acceptance or fleet.acceptance
+
+
 def require_bounds(min_replicas: int, max_replicas: int) -> None:
     """Raise ValueError where the minimum of replicas is above the maximum."""
     if min_replicas > max_replicas:

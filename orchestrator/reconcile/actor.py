@@ -22,11 +22,11 @@ from orchestrator.core.errors import (
 )
 from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, MOST_TRIED, SOURCE_CODES, failure_scope
 from orchestrator.core.plan import AdapterDrain, WorkerAction, ends_move
-from orchestrator.model.acceptance import AcceptanceMode, AdapterAcceptance
+from orchestrator.model.acceptance import AdapterAcceptance
 from orchestrator.model.adapter_documents import AcceptanceAnswer
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.cards import AdapterCard, large_change, large_growth
-from orchestrator.model.policy import LargeWeightsMode
+from orchestrator.model.policy import LargeWeightsMode, acceptance_mode
 from orchestrator.model.snapshot import ReportedAdapter, lora_id_of_held
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
@@ -333,7 +333,7 @@ class ActionRunner:
         ask = CheckRequest(
             lora_id=adapter.lora_id,
             digest=adapter.digest,
-            acceptance=self._acceptance_mode(adapter),
+            acceptance=acceptance_mode(adapter.policy, self._context.store.rules),
             content=content,
             acceptance_file="" if adapter.card is None else adapter.card.acceptance_file,
             neighbours=self._agent_urls([name for name in holders if name != worker_id][:MOST_NEIGHBOURS]),
@@ -344,10 +344,6 @@ class ActionRunner:
         except (InvalidAdapter, WorkerFailed, LeaseLost) as exc:
             return str(exc)
         return found if found is not None else "its agent says nothing of it"
-
-    def _acceptance_mode(self, adapter: RegisteredAdapter) -> AcceptanceMode:
-        """What to do with the adapter's acceptance file: its own policy, else the fleet's."""
-        return adapter.policy.acceptance or self._context.store.rules.acceptance
 
     async def inspect_unregistered(self, adapter: RegisteredAdapter, worker_id: str) -> RegisteredAdapter:
         """The adapter with the results of an inspection by this worker's agent; nothing is stored.
@@ -375,7 +371,7 @@ class ActionRunner:
             from_fleet=True,
             neighbours=self._agent_urls(action.neighbours),
             ignored_modules=adapter.policy.ignored_modules,
-            acceptance=self._acceptance_mode(adapter),
+            acceptance=acceptance_mode(adapter.policy, self._context.store.rules),
             acceptance_file="" if adapter.card is None else adapter.card.acceptance_file,
             only_files=action.operation == "fetch",
         )

@@ -14,6 +14,7 @@ from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 from lorafleet.service.numbered_log import NumberedLog
 from lorafleet.service.times import utc_text
 from orchestrator.core.errors import EventsExpired
+from orchestrator.model.acceptance import AcceptanceMode
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.catalog import (
     AdapterState,
@@ -26,6 +27,7 @@ from orchestrator.model.catalog import (
 )
 from orchestrator.model.changes import reader_of
 from orchestrator.model.pauses import PauseLease
+from orchestrator.model.policy import acceptance_mode
 from orchestrator.store.store import IntentStore
 
 _Kind = Literal["adapter", "alias"]
@@ -41,6 +43,15 @@ class LoggedEvent(NamedTuple):
     is_change: bool
 
 
+class _EntrySource(NamedTuple):
+    """All that an adapter's entry in the catalog is made of."""
+
+    adapter: RegisteredAdapter
+    state: AdapterState
+    error: str | None
+    acceptance: AcceptanceMode
+
+
 class CatalogBook:
     """The current catalog and the recent events. One writer: the event loop."""
 
@@ -50,7 +61,7 @@ class CatalogBook:
         self._events = NumberedLog[LoggedEvent](buffer, last=store.revision)
         self._most_changes = buffer
         self._adapters: dict[str, CatalogAdapter] = SortedDict()
-        self._sources: dict[str, tuple[RegisteredAdapter, str, str | None]] = {}
+        self._sources: dict[str, _EntrySource] = {}
         self._aliases: dict[str, CatalogAlias] = SortedDict()
         self._workers: dict[str, CatalogWorker] = SortedDict()
         self._draining: tuple[Draining, ...] = ()
@@ -149,8 +160,9 @@ class CatalogBook:
             self._store.changed_adapters.discard(lora_id)
         for lora_id, (state, error) in states.items():
             adapter = self._store.adapters[lora_id]
-            source = self._sources.get(lora_id)
-            if source is not None and source[0] is adapter and source[1] == state and source[2] == error:
+            known = self._sources.get(lora_id)
+            source = _EntrySource(adapter, state, error, acceptance_mode(adapter.policy, self._store.rules))
+            if known is not None and known.adapter is adapter and known[1:] == source[1:]:
                 self._store.changed_adapters.discard(lora_id)
                 continue
             item = CatalogAdapter(
@@ -166,13 +178,14 @@ class CatalogBook:
                 priority=adapter.policy.priority,
                 secret=adapter.secret,
                 published_as=self._store.published_as(lora_id),
+                acceptance=source.acceptance,
             )
-            if self._adapters.get(lora_id) != item or source is None or source[2] != error:
+            if self._adapters.get(lora_id) != item or known is None or known.error != error:
                 kind = "adapter_changed" if lora_id in self._adapters else "adapter_registered"
                 changed = self._emit_change(kind, lora_id=lora_id, message=error or state)
                 self._adapters[lora_id] = item
                 self._note_change("adapter", lora_id, changed)
-            self._sources[lora_id] = (adapter, state, error)
+            self._sources[lora_id] = source
             self._store.changed_adapters.discard(lora_id)
 
     def _refresh_pauses(self, pauses: Mapping[str, PauseLease]) -> None:

@@ -78,7 +78,8 @@ class IntentStore:
         self.writes = 0  # number of changes of intent
         self.adapters: MutableMapping[str, RegisteredAdapter] = {}
         self.changed_adapters: set[str] = set()
-        """Adapters that were written or deleted since the catalog took them over; it takes them out."""
+        """Adapters that were written, deleted or concerned by a policy since the catalog took them over, which takes
+        them out."""
         self._tenants: tuple[int, frozenset[str]] = (-1, frozenset())  # `writes` then, and `tenants`
         self.epoch = self.revision = self.routers = self._reserved = 0
         try:
@@ -364,6 +365,8 @@ class IntentStore:
                 self._index_versions(key, each.published, is_there=each is row)
             elif isinstance(each, Tombstone):
                 self._index_tombstone(key, each, is_there=each is row)
+        if isinstance(row, PlacementPolicy):
+            self.changed_adapters.update(self.adapters)  # acceptance
         if isinstance(before, RegisteredAdapter):
             self._adapter_index.remove(before)
             self.changed_adapters.add(key)

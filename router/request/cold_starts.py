@@ -478,6 +478,7 @@ class ColdStarts:
             base_model=adapter.base_model,
             digest=adapter.digest,
             secret=adapter.secret,
+            acceptance=adapter.acceptance,
             is_awaited=True,
         )
         body = wanted.model_dump_json(exclude_none=True).encode()

@@ -14,6 +14,7 @@ from lorafleet.local.tiny_model import make_adapter, make_model
 from lorafleet.sim.text import prompt_logprobs
 from tests.e2e.small_fleets import SmallFleet, small_fleet
 from tests.patience import patience, until
+from tests.workers.running import metadata_of
 
 pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 
@@ -96,6 +97,37 @@ async def test_result_is_with_the_adapter_and_a_push_of_a_new_file_alone_is_comp
     broken = await fleet.routers[0].post("/v1/adapters/late/check", json={"file": "{}"})
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "acceptance_invalid")
     assert FILE_NAME in broken.json()["error"]["message"]
+
+
+async def test_router_that_loads_at_a_home_itself_has_the_answers_compared_where_the_policy_requires_it(
+    fleet: SmallFleet, shelf: Path
+) -> None:
+    for lora_id, source in (("cold-equal", "step-0"), ("cold-differs", "step-1")):
+        spec = {"lora_id": lora_id, "source": f"file://{shelf}/{source}", "policy": {"acceptance": "require"}}
+        made = await fleet.http.post("/v1/adapters", json=spec)
+        assert made.status_code == 201, made.text
+
+    names = {"cold-equal", "cold-differs"}
+
+    async def are_known() -> bool:
+        found = [(await fleet.adapter(lora_id))["status"]["card"] for lora_id in names]
+        return all(found) and names <= set((await fleet.models())[0])
+
+    await until(are_known, what="the router knows both, and no worker has loaded them")
+    await fleet.parts["orchestrator"].aclose()
+    body = {"prompt": [5] * 40, "max_tokens": 2}
+    answer = await fleet.routers[0].post("/v1/completions", json={"model": "cold-equal", **body}, timeout=patience(60))
+    assert answer.status_code == 200, answer.text
+    refused = await fleet.routers[0].post(
+        "/v1/completions", json={"model": "cold-differs", **body}, timeout=patience(60)
+    )
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "load_failed"), refused.text
+    assert "differs" in refused.json()["error"]["message"]
+    loaded = (await metadata_of(fleet.agents["w0"])).lora.loaded_loras
+    assert {each.lora_id: each.state for each in loaded if each.lora_id in names} == {
+        "cold-equal": "ready",
+        "cold-differs": "failed",
+    }
 
 
 async def _is(expected: set[str], results) -> bool:  # type: ignore[no-untyped-def]

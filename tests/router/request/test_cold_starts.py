@@ -240,7 +240,13 @@ class FakeDiscovery:
 
     def __init__(self, *replicas):
         adapter = CatalogAdapter(
-            lora_id="sql/v1", base_model="m", digest=DIGEST, source="s3://adapters/sql", secret="store/key", rank=32
+            lora_id="sql/v1",
+            base_model="m",
+            digest=DIGEST,
+            source="s3://adapters/sql",
+            secret="store/key",
+            rank=32,
+            acceptance="require",
         )
         self.fleet = RouterFleet(1, {replica.id: replica for replica in replicas}, {"sql/v1": adapter})
         self.changes = ChangeSignal()
@@ -300,7 +306,7 @@ async def test_only_no_free_slot_means_full_and_other_errors_are_waited_out(trou
         "from_fleet": False,
         "neighbours": [],
         "only_files": False,
-        "acceptance": "warn",
+        "acceptance": "require",
         "acceptance_file": "",
     }
 
