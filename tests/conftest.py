@@ -97,7 +97,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 # They import vLLM or Transformers: ten seconds of CPU for the first in each process.
-_IMPORT_VLLM = ("tests/lorafleet/engine/test_vllm_plugin.py", "tests/lorafleet/tokenizer/test_chat.py")
+_IMPORT_VLLM = ("tests/lorafleet/engine/vllm_plugin/test_patches.py", "tests/lorafleet/tokenizer/test_chat.py")
 
 
 def group_of(test: str) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from lorafleet.engine.lora_reports import LoraReport, write_report
-from lorafleet.engine.offers import mark_as_taking_offers
+from lorafleet.engine.vllm_plugin.lora_reports import LoraReport, write_report
+from lorafleet.engine.vllm_plugin.offers import mark_as_taking_offers
 from lorafleet.sim.adapters import SimAdapter, read_adapter
 from lorafleet.sim.blocks import BlockChain, BlockPool, ChainRoot
 from lorafleet.sim.events import EventBatch, KVEventPublisher

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorafleet.engine.catalog_offers import OfferReader
-from lorafleet.engine.lora_reports import REPORTS_VARIABLE
+from lorafleet.engine.vllm_plugin.catalog_offers import OfferReader
+from lorafleet.engine.vllm_plugin.lora_reports import REPORTS_VARIABLE
 
 # Flags of vLLM without effect in the sim.
 IGNORED_WITH_VALUE = (

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from lorafleet.engine.canary import BaseReadings, Fingerprint, run_canary
-from lorafleet.engine.lora_reports import REPORTS_VARIABLE, ask_for_reports, loaded_modules, read_reports
+from lorafleet.engine.vllm_plugin.lora_reports import REPORTS_VARIABLE, ask_for_reports, loaded_modules, read_reports
 
 HIDDEN, LAYERS, RANK = 64, 2, 8
 TEXT_ALONE, LANGUAGE = "model", "model.language_model"

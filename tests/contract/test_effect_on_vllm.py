@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lorafleet.engine.lora_reports import REPORTS_VARIABLE
+from lorafleet.engine.vllm_plugin.lora_reports import REPORTS_VARIABLE
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience

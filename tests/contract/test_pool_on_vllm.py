@@ -15,8 +15,8 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 
-from lorafleet.engine.catalog_offers import URL_VARIABLE
-from lorafleet.engine.lora_reports import REPORTS_VARIABLE
+from lorafleet.engine.vllm_plugin.catalog_offers import URL_VARIABLE
+from lorafleet.engine.vllm_plugin.lora_reports import REPORTS_VARIABLE
 from lorafleet.identity import FileEntry, files_digest
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import RunningEngine, start_engine

@@ -12,8 +12,8 @@ from statistics import median
 import httpx
 
 from benchmarks.report import ReportRow
-from lorafleet.engine.engine_reports import EngineProcessReport, punica_names, read_engine_reports
-from lorafleet.engine.lora_reports import REPORTS_VARIABLE, ask_for_reports, loaded_modules, read_reports
+from lorafleet.engine.vllm_plugin.engine_reports import EngineProcessReport, punica_names, read_engine_reports
+from lorafleet.engine.vllm_plugin.lora_reports import REPORTS_VARIABLE, ask_for_reports, loaded_modules, read_reports
 from tests.contract.numerics import (
     MODULES_OF_RANK,
     AnsweredText,

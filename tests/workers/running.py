@@ -15,7 +15,7 @@ from types import MappingProxyType
 import httpx
 from starlette.types import ASGIApp
 
-from lorafleet.engine.lora_reports import REPORTS_VARIABLE
+from lorafleet.engine.vllm_plugin.lora_reports import REPORTS_VARIABLE
 from lorafleet.http_server.listener import listener_for_app
 from lorafleet.http_server.serve import DEFAULT_LIMITS, bind
 from lorafleet.service.settings import load

@@ -14,7 +14,7 @@ from typing import Literal
 
 import structlog
 
-from lorafleet.engine.engine_reports import EngineProcessReport, has_no_gpu_kernels, punica_names
+from lorafleet.engine.vllm_plugin.engine_reports import EngineProcessReport, has_no_gpu_kernels, punica_names
 from lorafleet.kv.connectors import NO_CONNECTOR, apply_setting
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.foreign_reader import ForeignFilesReader

@@ -11,9 +11,9 @@ import structlog
 from zmq import ZMQError
 
 from lorafleet.engine.agentless import EngineLoad
-from lorafleet.engine.engine_reports import EngineProcessReport, read_engine_reports
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.engine.rates import EngineRates
+from lorafleet.engine.vllm_plugin.engine_reports import EngineProcessReport, read_engine_reports
 from lorafleet.identity import KV_HASHING
 from workers.agent.kv_ledger import KvLedgers
 from workers.config import WorkerSettings

@@ -11,7 +11,8 @@ from pathlib import Path
 import structlog
 
 from lorafleet.engine.canary import BaseReadings, CanaryResult, run_canary, shown_effect
-from lorafleet.engine.lora_reports import (
+from lorafleet.engine.lora_weights import ZERO_NOTE, has_zero_weights, weights_effect
+from lorafleet.engine.vllm_plugin.lora_reports import (
     LoadedModules,
     ask_for_reports,
     forget_all_reports,
@@ -20,7 +21,6 @@ from lorafleet.engine.lora_reports import (
     loaded_modules,
     read_reports,
 )
-from lorafleet.engine.lora_weights import ZERO_NOTE, has_zero_weights, weights_effect
 from orchestrator.model.cards import AdapterEffectState
 from workers.agent.current_engine import CurrentEngine
 from workers.config import WorkerSettings

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 import structlog
 
-from lorafleet.engine.offers import takes_offers, withdraw_all_offers, withdraw_offer, write_offer
+from lorafleet.engine.vllm_plugin.offers import takes_offers, withdraw_all_offers, withdraw_offer, write_offer
 from orchestrator.model.offers import AdapterOffer
 from workers.agent.current_engine import CurrentEngine
 from workers.config import WorkerSettings

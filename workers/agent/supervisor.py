@@ -18,7 +18,7 @@ import structlog
 
 from lorafleet.engine.arguments import value_of
 from lorafleet.engine.devices import is_on_cpu
-from lorafleet.engine.engine_reports import EngineProcessReport, forget_engine_reports
+from lorafleet.engine.vllm_plugin.engine_reports import EngineProcessReport, forget_engine_reports
 from lorafleet.service.network.sockets import bind_socket
 from workers.agent.agent import WorkerAgent
 from workers.core.errors import EngineError, WorkerError

@@ -12,7 +12,7 @@ import structlog
 
 from lorafleet.engine.arguments import LORA_PATHS, has_flag, without_flag
 from lorafleet.engine.devices import SGLANG_CPU, is_on_cpu
-from lorafleet.engine.lora_reports import REPORTS_VARIABLE
+from lorafleet.engine.vllm_plugin.lora_reports import REPORTS_VARIABLE
 from workers.config import WorkerSettings
 
 MODULES = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from lorafleet.engine.engine_reports import PoolMisses, read_pool_misses
+from lorafleet.engine.vllm_plugin.engine_reports import PoolMisses, read_pool_misses
 from workers.core.slots import AdapterSlots
 from workers.metrics import WorkerMetrics
 

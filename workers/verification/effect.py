@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lorafleet.engine.lora_reports import LoadedModules
+from lorafleet.engine.vllm_plugin.lora_reports import LoadedModules
 from orchestrator.model.cards import AdapterEffectState
 from workers.core.errors import EngineError
 from workers.verification.engine_modules import UNCALLED

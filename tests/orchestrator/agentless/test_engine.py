@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
-from lorafleet.engine.catalog_offers import URL_VARIABLE
+from lorafleet.engine.vllm_plugin.catalog_offers import URL_VARIABLE
 from lorafleet.identity import FileEntry, files_digest
 from lorafleet.local.tiny_model import make_adapter, make_model
 from orchestrator.config import OrchestratorSettings

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorafleet.engine.engine_reports import EngineProcessReport, write_engine_report
+from lorafleet.engine.vllm_plugin.engine_reports import EngineProcessReport, write_engine_report
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.patience import patience, until, within
 from tests.properties import sample

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.engine.engine_reports import PoolMissCounter
+from lorafleet.engine.vllm_plugin.engine_reports import PoolMissCounter
 from workers.core.slots import AdapterSlots
 from workers.inventory.pool_requests import PoolRequests
 from workers.metrics import WorkerMetrics
@@ -33,7 +33,7 @@ def test_with_an_engines_count_every_reported_request_is_counted_once(rounds):
     with pytest.MonkeyPatch.context() as patch:
         metrics, now = WorkerMetrics("w0"), {}
         patch.setattr("workers.inventory.pool_requests.read_pool_misses", lambda _: dict(now))
-        from lorafleet.engine.engine_reports import PoolMisses
+        from lorafleet.engine.vllm_plugin.engine_reports import PoolMisses
 
         pool, misses, requests = PoolRequests(metrics, None), 0, 0
         now["7"] = PoolMisses()

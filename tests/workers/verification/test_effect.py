@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.engine.lora_reports import LoadedModules
+from lorafleet.engine.vllm_plugin.lora_reports import LoadedModules
 from workers.core.errors import EngineError
 from workers.verification.base_check import ModuleVerdict
 from workers.verification.effect import NAMES_SHOWN, check_ignored, ignored_note, uncalled_modules

@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from lorafleet.engine.catalog_offers import CatalogOffers
+from lorafleet.engine.vllm_plugin.catalog_offers import CatalogOffers
 from lorafleet.identity import FileEntry, files_digest
 from lorafleet.local.tiny_model import make_adapter
 from tests.serving import serving

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.engine.lora_reports import (
+from lorafleet.engine.vllm_plugin.lora_reports import (
     LoadedModules,
     LoraReport,
     ask_for_reports,

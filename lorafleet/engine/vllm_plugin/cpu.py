@@ -1,9 +1,10 @@
-"""Fixes for vLLM on a CPU, of the plugin (`vllm_plugin`), and a command that starts vLLM from the CPU wheel.
+"""Fixes for vLLM on a CPU, and a command that starts vLLM from the CPU wheel.
 
 The fixes keep adapters' weights out of base model requests, give each token of a prompt its adapter where its
 log-probabilities are asked for, and stop busy waiting between an engine's processes.
 
-`python -P -m lorafleet.engine.vllm_cpu bench serve ...` is `vllm bench serve ...`, and so with every other subcommand.
+`python -P -m lorafleet.engine.vllm_plugin.cpu bench serve ...` is `vllm bench serve ...`, and so with every other
+subcommand.
 """
 
 import importlib.metadata
@@ -17,11 +18,6 @@ from typing import Any
 _MASKED_KERNELS = ("bgmv_shrink", "sgmv_shrink")
 POLL_INTERVAL_S = 0.0002  # a step of the smallest model takes several ms
 _KERNEL_PARAMETERS = {"lora_indices_tensor", "output_tensor"}
-
-
-def register() -> None:
-    """The plugin's entry point under its old name, for environments made before. Goes with the next release."""
-    import_module("lorafleet.engine.vllm_plugin").register()
 
 
 def apply_fixes() -> None:

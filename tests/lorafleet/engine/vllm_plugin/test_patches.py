@@ -11,16 +11,22 @@ from typing import Any
 
 import pytest
 
-from lorafleet.engine import vllm_cpu, vllm_plugin
-from lorafleet.engine.catalog_offers import OfferReader
-from lorafleet.engine.engine_reports import EngineProcessReport, PoolMisses, read_engine_reports, read_pool_misses
-from lorafleet.engine.lora_reports import LoraReport, ask_for_reports, read_reports
-from lorafleet.engine.offers import write_offer
+from lorafleet.engine import vllm_plugin
+from lorafleet.engine.vllm_plugin import patches
+from lorafleet.engine.vllm_plugin.catalog_offers import OfferReader
+from lorafleet.engine.vllm_plugin.engine_reports import (
+    EngineProcessReport,
+    PoolMisses,
+    read_engine_reports,
+    read_pool_misses,
+)
+from lorafleet.engine.vllm_plugin.lora_reports import LoraReport, ask_for_reports, read_reports
+from lorafleet.engine.vllm_plugin.offers import write_offer
 from orchestrator.model.offers import AdapterOffer
-from tests.lorafleet.engine.hooked_layers import HookedLayer, config_of
+from tests.lorafleet.engine.vllm_plugin.hooked_layers import HookedLayer, config_of
 from tests.workers.broken import safetensors
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 LAYER = "model.layers.0"
 
 
@@ -57,7 +63,7 @@ def fresh_lora(*names: str) -> SimpleNamespace:
 def taken(manager: Manager, *names: str) -> set[str]:
     lora = fresh_lora(*names)
     manager.merge(lora)
-    return vllm_plugin.taken_names(manager, lora, names)
+    return patches.taken_names(manager, lora, names)
 
 
 PARTS = [f"{LAYER}.self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj")]
@@ -148,7 +154,7 @@ def patched(monkeypatch, tmp_path) -> type[LRUCacheWorkerLoRAManager]:
     for owner, name in ((WorkerLoRAManager, "_load_adapter"), *((LRUCacheWorkerLoRAManager, name) for name in patches)):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     shape = SimpleNamespace(WorkerLoRAManager=WorkerLoRAManager, LRUCacheWorkerLoRAManager=LRUCacheWorkerLoRAManager)
-    vllm_plugin.patch_worker_manager(shape, tmp_path)
+    patches.patch_worker_manager(shape, tmp_path)
     return LRUCacheWorkerLoRAManager
 
 
@@ -238,7 +244,7 @@ def test_a_report_that_fails_costs_the_engine_nothing(patched, tmp_path, caplog)
 
 async def test_vllm_resolves_what_is_offered_and_nothing_else(tmp_path):
     module = SimpleNamespace(LoRAResolver=object, LoRARequest=SimpleNamespace, LoRAResolverRegistry=Registry())
-    vllm_plugin.register_resolver(module, OfferReader(tmp_path, None))
+    patches.register_resolver(module, OfferReader(tmp_path, None))
     (resolver,) = module.LoRAResolverRegistry.resolvers.values()
     assert await resolver.resolve_lora("base", "a@1") is None
     (tmp_path / "files").mkdir()
@@ -261,7 +267,7 @@ class Registry:
 
 def test_a_manager_of_another_shape_stays_as_it_is(tmp_path, caplog):
     shape = SimpleNamespace(WorkerLoRAManager=SimpleNamespace())
-    vllm_plugin.patch_worker_manager(shape, tmp_path)
+    patches.patch_worker_manager(shape, tmp_path)
     assert vars(shape.WorkerLoRAManager) == {}
     assert "another shape" in caplog.text
 
@@ -270,27 +276,23 @@ def test_a_module_is_acted_on_once_it_is_imported(tmp_path, monkeypatch):
     (tmp_path / "late_module.py").write_text("VALUE = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     acted: list[ModuleType] = []
-    vllm_plugin.after_import("late_module", acted.append)
+    patches.after_import("late_module", acted.append)
     assert acted == []
     module = import_module("late_module")
     assert (acted, module.VALUE) == ([module], 1)
     assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
-    vllm_plugin.after_import("late_module", acted.append)
+    patches.after_import("late_module", acted.append)
     assert acted == [module, module]
     monkeypatch.delitem(sys.modules, "late_module")
     import_module("late_module")
     assert len(acted) == 2
 
 
-def test_vllm_finds_the_plugin_under_its_name_and_its_old_one(monkeypatch):
+def test_vllm_finds_the_plugin_under_its_name():
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     (where,) = named.values()
     module, _, function = where.partition(":")
     assert getattr(import_module(module), function) is vllm_plugin.register
-    called = []
-    monkeypatch.setattr(vllm_plugin, "register", lambda: called.append(1))
-    vllm_cpu.register()
-    assert called == [1]
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lorafleet.engine.module_calls import ModuleCalls, runs_hooks
-from tests.lorafleet.engine.hooked_layers import HookedLayer, config_of
+from lorafleet.engine.vllm_plugin.module_calls import ModuleCalls, runs_hooks
+from tests.lorafleet.engine.vllm_plugin.hooked_layers import HookedLayer, config_of
 
 
 def manager_of(*layers: str, towers: tuple[str, ...] = ()) -> SimpleNamespace:

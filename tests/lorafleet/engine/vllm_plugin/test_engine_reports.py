@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorafleet.engine.engine_reports import (
+from lorafleet.engine.vllm_plugin.engine_reports import (
     EngineProcessReport,
     PoolMissCounter,
     PoolMisses,
@@ -13,7 +13,7 @@ from lorafleet.engine.engine_reports import (
     read_pool_misses,
     write_engine_report,
 )
-from lorafleet.engine.lora_reports import ask_for_reports, forget_all_reports
+from lorafleet.engine.vllm_plugin.lora_reports import ask_for_reports, forget_all_reports
 
 REPORT = EngineProcessReport("PunicaWrapperGPU", "cuda", 1 << 20)
 

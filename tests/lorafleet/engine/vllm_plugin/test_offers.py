@@ -5,8 +5,8 @@ import shutil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.engine.engine_reports import engine_folder, forget_engine_reports
-from lorafleet.engine.offers import (
+from lorafleet.engine.vllm_plugin.engine_reports import engine_folder, forget_engine_reports
+from lorafleet.engine.vllm_plugin.offers import (
     mark_as_taking_offers,
     read_offer,
     takes_offers,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 
-from lorafleet.engine.lora_reports import REPORTS_VARIABLE
-from lorafleet.engine.offers import parse_offer, read_offer
+from lorafleet.engine.vllm_plugin.lora_reports import REPORTS_VARIABLE
+from lorafleet.engine.vllm_plugin.offers import parse_offer, read_offer
 from lorafleet.identity import FileEntry, files_digest
 from orchestrator.model.offers import AdapterOffer
 

@@ -12,7 +12,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from lorafleet.engine.engine_reports import engine_folder
+from lorafleet.engine.vllm_plugin.engine_reports import engine_folder
 from lorafleet.service.files import make_private_folder
 from orchestrator.model.offers import AdapterOffer
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lorafleet.engine.engine_reports import is_engine_folder
-from lorafleet.engine.module_calls import CallsSeen
+from lorafleet.engine.vllm_plugin.engine_reports import is_engine_folder
+from lorafleet.engine.vllm_plugin.module_calls import CallsSeen
 
 REPORTS_VARIABLE = "LORAFLEET_LORA_REPORTS"
 """Environment variable of the engine that names the reports' folder; without it nothing is reported."""

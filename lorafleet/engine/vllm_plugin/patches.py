@@ -1,4 +1,4 @@
-"""lorafleet's plugin of vLLM (`vllm.general_plugins`): fixes for the CPU, and reports on adapters and their kernels.
+"""Patches of vLLM in its processes: reports on adapters and their kernels, and loads of what is offered.
 
 After a load it reports which modules of the adapter vLLM's LoRA manager really has. vLLM 0.32 drops a module without a
 word if its own name table maps the module's name to none of its layers, and then answers by the base model. After the
@@ -19,12 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lorafleet.engine import vllm_cpu
-from lorafleet.engine.catalog_offers import URL_VARIABLE, OfferReader
-from lorafleet.engine.engine_reports import EngineProcessReport, PoolMissCounter, write_engine_report
-from lorafleet.engine.lora_reports import REPORTS_VARIABLE, LoraReport, is_of_experts, write_report
-from lorafleet.engine.module_calls import ModuleCalls, runs_hooks
-from lorafleet.engine.offers import mark_as_taking_offers
+from lorafleet.engine.vllm_plugin.catalog_offers import URL_VARIABLE, OfferReader
+from lorafleet.engine.vllm_plugin.engine_reports import EngineProcessReport, PoolMissCounter, write_engine_report
+from lorafleet.engine.vllm_plugin.lora_reports import REPORTS_VARIABLE, LoraReport, is_of_experts, write_report
+from lorafleet.engine.vllm_plugin.module_calls import ModuleCalls, runs_hooks
+from lorafleet.engine.vllm_plugin.offers import mark_as_taking_offers
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +35,6 @@ _SUFFIX = re.compile(r"\.(?:lora_[AB]\.weight|lora_embedding_[AB]|weight|bias)$"
 # Of the adapters with which vLLM 0.32 warms up (v1/worker/lora_model_runner_mixin.py maybe_setup_dummy_loras).
 _DUMMY_PATH = "/not/a/real/path"
 _FIRST_EXPERT_LAYER = ".base_layer"
-
-
-def register() -> None:
-    """Entry point `lorafleet` of `vllm.general_plugins`, called in each process of any vLLM in this environment."""
-    vllm_cpu.apply_fixes()
-    report_loads()
-    take_offers()
 
 
 def report_loads() -> None:

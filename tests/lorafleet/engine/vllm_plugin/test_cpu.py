@@ -10,24 +10,24 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from lorafleet.engine import vllm_cpu
+from lorafleet.engine.vllm_plugin import cpu
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 BASE, FIRST, LAST = "tiny-qwen", "first", "last"
 PROMPT = "The customer wrote to the shop about an order that had not come. " * 6
 
 
-def test_engine_processessleep_while_waiting_for_each_other():
+def test_engine_processes_sleep_while_they_wait_for_each_other():
     looked = []
     queues, another = SimpleNamespace(sched_yield=lambda: looked.append(1)), SimpleNamespace()
     for each in (queues, another):
-        vllm_cpu.sleep_while_waiting(each)
+        cpu.sleep_while_waiting(each)
     began = time.monotonic()
     queues.sched_yield()
-    assert time.monotonic() - began >= vllm_cpu.POLL_INTERVAL_S
+    assert time.monotonic() - began >= cpu.POLL_INTERVAL_S
     assert (looked, vars(another)) == ([], {})
 
 
@@ -45,7 +45,9 @@ def engine(tmp_path_factory) -> Iterator[RunningEngine]:
     found = folder / "plugin-1.dist-info"
     found.mkdir()
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
-    (found / "entry_points.txt").write_text("[vllm.general_plugins]\nlorafleet = lorafleet.engine.vllm_cpu:register\n")
+    (found / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nlorafleet = lorafleet.engine.vllm_plugin:register\n"
+    )
     adapters = [make_adapter(folder, name) for name in (FIRST, LAST)]
     flags = ("--dtype", "float32", "--lora-modules", *(f"{path.name}={path}" for path in adapters))
     environment = {"PYTHONPATH": f"{ROOT}:{folder}"}
