@@ -13,7 +13,7 @@ import httpx
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.kv.connectors import ConnectorVerdict
 from lorafleet.service.files import make_folder, write_atomically
-from workers.agent.module_probes import command_digest
+from workers.agent.checks.module_probes import command_digest
 from workers.config import AgentTimers, WorkerSettings
 from workers.core.addresses import parse_networks
 from workers.core.references import OWN_FLEET

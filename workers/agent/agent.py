@@ -16,12 +16,12 @@ import structlog
 
 from lorafleet.engine.vllm_plugin.engine_reports import EngineProcessReport, has_no_gpu_kernels, punica_names
 from lorafleet.kv.connectors import NO_CONNECTOR, apply_setting
+from workers.agent.checks.module_probes import ModuleProbes
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.foreign_reader import ForeignFilesReader
 from workers.agent.installer import Installer
 from workers.agent.kv_ledger import KvLedgers
 from workers.agent.loader import Loader
-from workers.agent.module_probes import ModuleProbes
 from workers.agent.uploaded_adapters import UploadedAdapters
 from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import EngineClient

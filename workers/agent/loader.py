@@ -10,11 +10,11 @@ import structlog
 
 from lorafleet.engine.canary import PROMPTS, EngineSilent
 from lorafleet.engine.probe_adapters import PROBE_PREFIX
-from workers.agent.acceptance_check import AcceptanceCheck, not_accepted_error
+from workers.agent.checks.acceptance_check import AcceptanceCheck, not_accepted_error
+from workers.agent.checks.effect_check import EffectCheck, with_effect_of
+from workers.agent.checks.module_probes import ModuleProbes
 from workers.agent.current_engine import CurrentEngine
-from workers.agent.effect_check import EffectCheck, with_effect_of
 from workers.agent.installer import Installer, check_lora_id
-from workers.agent.module_probes import ModuleProbes
 from workers.agent.offered_adapters import OfferedAdapters
 from workers.agent.operations import AgentOperations, FetchOrder
 from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError

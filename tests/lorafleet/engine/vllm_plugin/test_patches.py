@@ -150,8 +150,8 @@ class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
 def patched(monkeypatch, tmp_path) -> type[LRUCacheWorkerLoRAManager]:
     group = SimpleNamespace(rank_in_group=1, world_size=2)
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", SimpleNamespace(get_world_group=lambda: group))
-    patches = ("add_adapter", "create_lora_manager", "_apply_adapters")
-    for owner, name in ((WorkerLoRAManager, "_load_adapter"), *((LRUCacheWorkerLoRAManager, name) for name in patches)):
+    methods = ("add_adapter", "create_lora_manager", "_apply_adapters")
+    for owner, name in ((WorkerLoRAManager, "_load_adapter"), *((LRUCacheWorkerLoRAManager, name) for name in methods)):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     shape = SimpleNamespace(WorkerLoRAManager=WorkerLoRAManager, LRUCacheWorkerLoRAManager=LRUCacheWorkerLoRAManager)
     patches.patch_worker_manager(shape, tmp_path)

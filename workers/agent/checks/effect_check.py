@@ -22,13 +22,7 @@ from lorafleet.engine.vllm_plugin.lora_reports import (
     read_reports,
 )
 from orchestrator.model.cards import AdapterEffectState
-from workers.agent.current_engine import CurrentEngine
-from workers.config import WorkerSettings
-from workers.core.errors import EngineError
-from workers.engines.base import EngineClient
-from workers.engines.kinds import engine_traits
-from workers.metrics import WorkerMetrics
-from workers.verification.effect import (
+from workers.agent.checks.effect import (
     ADVICE,
     NAMES_SHOWN,
     NOT_CHECKED,
@@ -38,6 +32,12 @@ from workers.verification.effect import (
     ignored_note,
     uncalled_modules,
 )
+from workers.agent.current_engine import CurrentEngine
+from workers.config import WorkerSettings
+from workers.core.errors import EngineError
+from workers.engines.base import EngineClient
+from workers.engines.kinds import engine_traits
+from workers.metrics import WorkerMetrics
 from workers.verification.manifest import AdapterDescription
 from workers.wire import AdapterMemory, IgnoredModules, WorkerAdapter
 

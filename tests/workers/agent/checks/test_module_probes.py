@@ -8,7 +8,7 @@ import pytest
 from tests.contract.numerics import MLP, make_partial_adapter
 from tests.patience import until
 from tests.workers.running import RunningWorker, code, metadata_of, post
-from workers.agent.module_probes import probe_kinds
+from workers.agent.checks.module_probes import probe_kinds
 from workers.engines.vllm_tables import vllm_table
 from workers.verification.base_model import EngineFacts, base_model
 from workers.wire import MeasuredModules

@@ -5,7 +5,7 @@ from unittest.mock import sentinel
 
 import pytest
 
-from workers.agent.effect_check import EffectCheck
+from workers.agent.checks.effect_check import EffectCheck
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
 from workers.metrics import WorkerMetrics

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.engine.vllm_plugin.lora_reports import LoadedModules
+from workers.agent.checks.effect import NAMES_SHOWN, check_ignored, ignored_note, uncalled_modules
 from workers.core.errors import EngineError
 from workers.verification.base_check import ModuleVerdict
-from workers.verification.effect import NAMES_SHOWN, check_ignored, ignored_note, uncalled_modules
 from workers.verification.manifest import AdapterDescription
 
 TOWER = tuple(f"model.vision_tower.layers.{layer}.q_proj" for layer in range(12))
