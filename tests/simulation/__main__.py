@@ -19,6 +19,7 @@ import argparse  # noqa: E402  (everything else is imported with simulated time 
 import pickle  # noqa: E402
 import tempfile  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
+from multiprocessing.connection import Connection  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import anyio.to_thread  # noqa: E402
@@ -27,6 +28,7 @@ from lorafleet.local.tiny_model import make_adapter, make_model  # noqa: E402
 from tests.simulation.event_loop import run_in_loop  # noqa: E402
 from tests.simulation.run import RunResult, run_scenario  # noqa: E402
 from tests.simulation.scenario import MOST_CONTENTS, FaultScenario, draw_scenario, without  # noqa: E402
+from tests.simulation.server import serve  # noqa: E402
 
 _BASE = Path(tempfile.gettempdir()) / "lorafleet-simulation"
 _SHRINK_RUNS = 60
@@ -45,11 +47,16 @@ def main() -> int:
     many.add_argument("--from", dest="first", type=int, default=None, help="the first; default: a fresh one")
     given_ones = calls.add_parser("scenario", help="run the scenario in a file that `pickle` wrote")
     given_ones.add_argument("file", type=Path)
+    served = calls.add_parser("serve", help="run the tests that pytest names")
+    served.add_argument("descriptor", type=int, help="of the connection to pytest")
     many.add_argument("--no-shrink", action="store_true", help="do not look for the shortest history")
     many.add_argument("--first-broken", action="store_true", help="end at the first that breaks a promise")
     given = parser.parse_args()
     anyio.to_thread.run_sync = run_in_loop  # type: ignore[assignment]
     _make_files()
+    if given.call == "serve":
+        serve(Connection(given.descriptor), _REPLACED, model=_BASE / "model", base=_BASE)
+        return 0
     if given.call == "seed":
         return run_one(given.seed, [int(each) for each in given.without.split(",") if each], is_quiet=given.quiet)
     if given.call == "scenario":

@@ -60,13 +60,15 @@ class EngineFlags:
     blocks: int = 2000
     load_s: float = 0.3
     decode_tokens_per_s: float = 200.0
+    more: tuple[str, ...] = ()
+    """Further flags, which win."""
 
     def words(self) -> Sequence[str]:
         return (
             "--max-loras", str(self.max_loras), "--max-cpu-loras", str(self.max_cpu_loras),
             "--num-gpu-blocks-override", str(self.blocks), "--sim-load-s", str(self.load_s),
             "--sim-decode-tokens-per-s", str(self.decode_tokens_per_s),
-            "--max-lora-rank", "16", "--max-model-len", "2048",
+            "--max-lora-rank", "16", "--max-model-len", "2048", *self.more,
         )  # fmt: skip
 
 
@@ -191,18 +193,22 @@ def agent(paths: Paths, services: RunningServices, *, orchestrator_url: str, **s
     return main
 
 
-def engine(paths: Paths, services: RunningServices, bus: EventBus, flags: EngineFlags) -> Main:
-    """A sim engine, with its KV events on the simulated bus."""
+def engine(paths: Paths, services: RunningServices, bus: EventBus, flags: EngineFlags, *, reports_to: str = "") -> Main:
+    """A sim engine, with its KV events on the simulated bus.
+
+    reports_to  the agent that it reports its loads to, and takes offers from; empty: none
+    """
 
     async def main(node: Node) -> None:
         events = {"enable_kv_cache_events": True, "publisher": "zmq"}
         events |= {kind: f"ipc://@{node.name}-{kind}" for kind in ("endpoint", "replay_endpoint")}
+        reports = str(paths.of(reports_to) / "state" / "lora-reports") if reports_to else ""
         settings = parse_settings(
             (
                 "--model", str(paths.model), "--served-model-name", "tiny-qwen", "--enable-lora",
                 "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events), *flags.words(),
             ),
-            {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", REPORTS_VARIABLE: ""},
+            {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", REPORTS_VARIABLE: reports},
         )  # fmt: skip
         publisher: Any = SimulatedPublisher(settings.kv_events, bus)
         built = SimEngine(settings, publisher, SimMetrics(settings, started_at=time.time()), on_death=node.end_itself)

@@ -47,27 +47,43 @@ def run_scenario(
 
     contents  folder with the adapters' bytes, `content-0` and so on
     """
-    replaced.chance.seed(scenario.seed)
-    random.seed(replaced.chance.getrandbits(64))  # Python gives a forked process another one
-    digest = _log_into(replaced, folder, show)
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "state").mkdir(parents=True)
+    with_loop = prepare(scenario.seed, replaced, folder=folder, show=show)
+    loop = with_loop.loop
     keys = {scope: add_key(folder / "keys.yaml", None, [scope]) for scope in SCOPES}
     paths = programs.Paths(
         model=model, shelf=contents, state=folder / "state", key_file=folder / "keys.yaml", keys=keys
     )
+    began = loop.time()
+    world = FleetWorld(scenario, loop, with_loop.bus, paths)
+    loop.run_until_complete(world.run())
+    shutil.rmtree(folder, ignore_errors=True)
+    return RunResult(
+        world.broken, with_loop.digest.hexdigest(), loop.time() - began, loop.callbacks, len(world.history.operations)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLoop:
+    """A loop with a network and a bus of KV events, on which nothing runs yet. `digest`: of the log's lines so far."""
+
+    loop: SimulatedLoop
+    bus: zmq_sockets.EventBus
+    digest: Any
+
+
+def prepare(seed: int, replaced: Replaced, *, folder: Path, show: Callable[[str], None]) -> PreparedLoop:
+    """Make this process ready for one run of this seed, in an empty `folder` with the folder `state` in it."""
+    replaced.chance.seed(seed)
+    random.seed(replaced.chance.getrandbits(64))  # Python gives a forked process another one
+    digest = _log_into(replaced, folder, show)
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "state").mkdir(parents=True)
     loop = SimulatedLoop(replaced.clock, replaced.chance)
     asyncio.set_event_loop(loop)
     loop.network = Network(loop)
     bus = zmq_sockets.EventBus(loop)
     zmq_sockets.install(bus)
-    began = loop.time()
-    world = FleetWorld(scenario, loop, bus, paths)
-    loop.run_until_complete(world.run())
-    shutil.rmtree(folder, ignore_errors=True)
-    return RunResult(
-        world.broken, digest.hexdigest(), loop.time() - began, loop.callbacks, len(world.history.operations)
-    )
+    return PreparedLoop(loop, bus, digest)
 
 
 def _log_into(replaced: Replaced, folder: Path, show: Callable[[str], None]) -> Any:
