@@ -89,6 +89,8 @@ class Loader:
             templates=lambda: chat_template_digests(context.cache.rules.tokenizer),
             clock=context.clock,
         )
+        self._unreadable: set[str] = set()
+        """Engine names of loaded adapters whose files could not be read again; logged already."""
         self._operations = AgentOperations()
         self._fetch_order = FetchOrder()
         # Weak: a lock exists only while somebody holds it or waits for it.
@@ -564,15 +566,17 @@ class Loader:
         Raises EngineError if the engine fails.
         """
         ends_at = self._clock() + _VERIFYING_S
-        for adapter in self._inventory.loaded_adapters():
-            if adapter.rules >= RULES_VERSION:
-                continue
+        outdated = [each for each in self._inventory.loaded_adapters() if each.rules < RULES_VERSION]
+        self._unreadable &= {each.engine_name for each in outdated}
+        for adapter in outdated:
             if self._clock() > ends_at:
                 return
             try:
                 await self._installer.verify_again(adapter)
             except OSError as exc:
-                log.warning("an adapter cannot be read again", lora_id=adapter.lora_id, error=str(exc))
+                if adapter.engine_name not in self._unreadable:
+                    self._unreadable.add(adapter.engine_name)
+                    log.warning("an adapter cannot be read again", lora_id=adapter.lora_id, error=str(exc))
             except SourceError as exc:
                 await self._unload_refused(adapter, exc)
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 from pathlib import Path
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.patience import patience, until, within
@@ -14,6 +16,7 @@ from tests.workers.changed_adapters import adapter_of_nan
 from tests.workers.kills import https_sources
 from tests.workers.running import RunningWorker, code, loaded, post, sim_inside
 from tests.workers.source_servers import FaultyConnection
+from workers.agent.installer import Installer
 from workers.verification.manifest import RULES_VERSION
 
 LOOPBACK = ("--source-networks", "127.0.0.0/8")
@@ -128,6 +131,29 @@ async def test_what_the_engine_took_in_by_older_rules_is_verified_again_and_unlo
             assert [name.partition("@")[0] for name in served] == ["tiny-qwen", "healthy"]
             await until_state(client, "healthy", "ready")
             await until(lambda: worker_rules(worker, "healthy") == RULES_VERSION, what="it is verified again")
+
+
+async def test_files_that_cannot_be_read_again_are_logged_once_and_tried_until_they_can(tmp_path, monkeypatch):
+    model, adapters = make_model(tmp_path / "model"), tmp_path / "adapters"
+    make_adapter(adapters, "healthy")
+    worker = RunningWorker(model, adapters, tmp_path)
+    failing, verify_again = [1, 2, 3], Installer.verify_again
+
+    async def verify_after_failures(self, adapter):
+        if failing:
+            raise OSError(errno.EIO, f"read {failing.pop()} of a failing disk")
+        return await verify_again(self, adapter)
+
+    async with sim_inside(model, "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16") as url:
+        async with worker.inside("--engine-url", url) as client:
+            (await post(client, "load_lora", lora_id="healthy")).raise_for_status()
+        made_by_older_rules(worker, "healthy")
+        monkeypatch.setattr(Installer, "verify_again", verify_after_failures)
+        with capture_logs() as logs:
+            async with worker.inside("--engine-url", url):
+                await until(lambda: worker_rules(worker, "healthy") == RULES_VERSION, what="it is verified again")
+    said = [line["lora_id"] for line in logs if line["event"] == "an adapter cannot be read again"]
+    assert (said, failing) == (["healthy"], [])
 
 
 def worker_rules(worker: RunningWorker, name: str) -> int:
