@@ -22,7 +22,6 @@ from orchestrator.core.errors import (
 )
 from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, MOST_TRIED, SOURCE_CODES, failure_scope
 from orchestrator.core.plan import AdapterDrain, WorkerAction, ends_move
-from orchestrator.model.acceptance import AdapterAcceptance
 from orchestrator.model.adapter_documents import AcceptanceAnswer
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.cards import AdapterCard, large_change, large_growth
@@ -310,40 +309,67 @@ class ActionRunner:
     async def check(self, adapter: RegisteredAdapter, content: str = "") -> AcceptanceAnswer:
         """Have each worker that has the adapter ready compare it with its acceptance file now.
 
-        content  of an acceptance file that replaces the adapter's; "": it stays
+        content  of an acceptance file that replaces the adapter's; "": it stays. Where the adapter is ready nowhere,
+                 the workers with its files keep it for a load, which is tried again at once
         """
-        if content and adapter.card is not None:
-            digest = hashlib.sha256(content.encode()).hexdigest()
-            known = replace(adapter, card=replace(adapter.card, acceptance_file=digest))
-            self._context.store.compare_and_set(adapter, known)
-            adapter = known
-        workers = self._queries.ready_workers(adapter.lora_id)
-        found = await asyncio.gather(*(self._check_at(adapter, each, workers, content) for each in workers))
-        results = dict(zip(workers, found, strict=True))
+        ready = self._queries.ready_workers(adapter.lora_id)
+        holders = ready or (sorted(self._context.files.holders.get(adapter.digest or "", ())) if content else [])
+        known = "" if adapter.card is None else adapter.card.acceptance_file
+        file = hashlib.sha256(content.encode()).hexdigest() if content else known
+        found = await asyncio.gather(*(self._check_at(adapter, each, holders, content, file) for each in holders))
+        results = dict(zip(holders, found, strict=True))
+        has_file = bool(ready) or any(isinstance(each, WorkerAdapter) for each in found)
+        if content and has_file:
+            self._record_file(adapter, file, is_retried=not ready)
         return AcceptanceAnswer(
             lora_id=adapter.lora_id,
-            acceptance={name: each for name, each in results.items() if isinstance(each, AdapterAcceptance)},
-            errors={name: each for name, each in results.items() if isinstance(each, str)},
+            acceptance={
+                name: each.acceptance
+                for name, each in results.items()
+                if isinstance(each, WorkerAdapter) and each.acceptance is not None
+            },
+            errors={
+                name: each if isinstance(each, str) else "not loaded there; its next load is compared with this file"
+                for name, each in results.items()
+                if isinstance(each, str) or each.acceptance is None
+            },
         )
 
     async def _check_at(
-        self, adapter: RegisteredAdapter, worker_id: str, holders: Sequence[str], content: str
-    ) -> AdapterAcceptance | str:
-        """What one worker has found; the error's text where it could not, or has unloaded the adapter."""
+        self, adapter: RegisteredAdapter, worker_id: str, holders: Sequence[str], content: str, file: str
+    ) -> WorkerAdapter | str:
+        """The adapter with what one worker has found; the error's text where it could not, or has unloaded it.
+
+        file  digest of the acceptance file to compare with
+        """
         ask = CheckRequest(
             lora_id=adapter.lora_id,
             digest=adapter.digest,
             acceptance=acceptance_mode(adapter.policy, self._context.store.rules),
             content=content,
-            acceptance_file="" if adapter.card is None else adapter.card.acceptance_file,
+            acceptance_file=file,
             neighbours=self._agent_urls([name for name in holders if name != worker_id][:MOST_NEIGHBOURS]),
         )
         try:
             url, timeout_s = self._agent_url(worker_id), self._context.settings.load_timeout_s
-            found = (await self._context.agents.check(url, ask, timeout_s=timeout_s)).acceptance
+            return await self._context.agents.check(url, ask, timeout_s=timeout_s)
         except (InvalidAdapter, WorkerFailed, LeaseLost) as exc:
             return str(exc)
-        return found if found is not None else "its agent says nothing of it"
+
+    def _record_file(self, adapter: RegisteredAdapter, file: str, *, is_retried: bool) -> None:
+        """Store the digest of an adapter's new acceptance file, unless the adapter has changed meanwhile.
+
+        is_retried  drop its failures and quarantine, too: the former file may be their cause
+        """
+        current = self._context.store.adapters.get(adapter.lora_id)
+        if current is None or current.card is None or current.digest != adapter.digest:
+            return
+        known = replace(current, card=replace(current.card, acceptance_file=file))
+        if is_retried:
+            known = replace(known, quarantine=None)
+            self._context.operations.failures.forget_adapter(adapter.lora_id)
+            self._context.request_pass()
+        self._context.store.put_adapter(known)
 
     async def inspect_unregistered(self, adapter: RegisteredAdapter, worker_id: str) -> RegisteredAdapter:
         """The adapter with the results of an inspection by this worker's agent; nothing is stored.

@@ -4,6 +4,7 @@ import hashlib
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -44,7 +45,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(tmp_path_factory: pytest.TempPathFactory, shelf: Path) -> AsyncIterator[SmallFleet]:
     folder = tmp_path_factory.mktemp("fleet")
-    async with small_fleet(folder / "fleet", make_model(folder / "model"), shelf=shelf, routers=1) as fleet:
+    async with small_fleet(folder / "fleet", make_model(folder / "model"), shelf=shelf, workers=2, routers=1) as fleet:
         yield fleet
 
 
@@ -99,6 +100,59 @@ async def test_result_is_with_the_adapter_and_a_push_of_a_new_file_alone_is_comp
     assert FILE_NAME in broken.json()["error"]["message"]
 
 
+async def test_rollout_with_require_waits_for_equal_replicas_and_stops_at_a_version_that_differs(
+    fleet: SmallFleet, shelf: Path, tmp_path: Path
+) -> None:
+    for lora_id, source in (("roll/v1", "step-0"), ("roll/v2", "step-1"), ("roll/v3", "step-2")):
+        spec = {"lora_id": lora_id, "source": f"file://{shelf}/{source}"}
+        assert (await fleet.http.post("/v1/adapters", json=spec)).status_code == 201
+    assert len((await fleet.ensure("roll/v1", replicas=2)).json()["ready"]) == 2
+    named = await fleet.http.put("/v1/aliases/roll", json={"targets": [{"lora_id": "roll/v1"}]})
+    assert named.status_code in (200, 201), named.text
+    for lora_id in ("roll/v2", "roll/v3"):
+        changed = await fleet.http.patch(f"/v1/adapters/{lora_id}", json={"policy": {"acceptance": "require"}})
+        assert changed.status_code == 200, changed.text
+
+    async def rolled_out(to: str) -> tuple[str, str]:
+        """The state in which a rollout ends, and its reason."""
+        steps = [{"weight": 0.5, "for_s": 0}, {"weight": 1.0, "for_s": 0}]
+        body = {"to": to, "steps": steps, "min_requests": 0, "place_s": patience(60)}
+        assert (await fleet.http.post("/v1/aliases/roll/rollout", json=body)).status_code == 201
+
+        async def end() -> dict[str, Any] | None:
+            status = (await fleet.http.get("/v1/aliases/roll/rollout")).json()["status"]
+            return None if status["state"] in ("placing", "watching") else status
+
+        status = await until(end, what=f"the rollout to {to} ends")
+        return status["state"], status["reason"] or ""
+
+    async def targets() -> dict[str, float]:
+        found = (await fleet.http.get("/v1/aliases/roll")).json()["status"]["targets"]
+        return {target["lora_id"]: target["weight"] for target in found}
+
+    for to, said in (("roll/v2", "differs"), ("roll/v3", "it has no acceptance.jsonl")):
+        state, reason = await rolled_out(to)
+        assert (state, said in reason, await targets()) == ("failed", True, {"roll/v1": 1.0}), reason
+    # It is loaded nowhere: workers keep the file, and it is tried again.
+    folder = Path(shutil.copytree(shelf / "step-2", tmp_path / "step-2"))
+    certify(folder, folder)
+    sent = await fleet.http.post("/v1/adapters/roll/v3/check", json={"file": (folder / FILE_NAME).read_text()})
+    assert sent.status_code == 200, sent.text
+    assert "next load" in str(sent.json()["errors"])
+    assert await rolled_out("roll/v3") == ("done", "")
+    assert await targets() == {"roll/v3": 1.0}
+    results = (await fleet.adapter("roll/v3"))["status"]["acceptance"]
+    assert {worker: one["result"] for worker, one in results.items()} == {"w0": "equal", "w1": "equal"}
+    for path in ("aliases/roll", "adapters/roll/v1", "adapters/roll/v2", "adapters/roll/v3", "adapters/late"):
+        assert (await fleet.http.delete(f"/v1/{path}")).status_code < 300
+
+    async def has_free_slots() -> bool:
+        reports = [(await metadata_of(agent)).lora.loaded_loras for agent in fleet.agents.values()]
+        return not any(each.state == "ready" for report in reports for each in report)
+
+    await until(has_free_slots, what="nothing is loaded any more")
+
+
 async def test_router_that_loads_at_a_home_itself_has_the_answers_compared_where_the_policy_requires_it(
     fleet: SmallFleet, shelf: Path
 ) -> None:
@@ -123,11 +177,9 @@ async def test_router_that_loads_at_a_home_itself_has_the_answers_compared_where
     )
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "load_failed"), refused.text
     assert "differs" in refused.json()["error"]["message"]
-    loaded = (await metadata_of(fleet.agents["w0"])).lora.loaded_loras
-    assert {each.lora_id: each.state for each in loaded if each.lora_id in names} == {
-        "cold-equal": "ready",
-        "cold-differs": "failed",
-    }
+    reports = [(await metadata_of(agent)).lora.loaded_loras for agent in fleet.agents.values()]
+    states = {(each.lora_id, each.state) for report in reports for each in report if each.lora_id in names}
+    assert states == {("cold-equal", "ready"), ("cold-differs", "failed")}
 
 
 async def _is(expected: set[str], results) -> bool:  # type: ignore[no-untyped-def]

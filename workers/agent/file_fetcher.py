@@ -127,9 +127,9 @@ class FileFetcher:
         if ACCEPTANCE_NAME in transfer.texts:
             await self._cache.store_acceptance(digest, transfer.texts[ACCEPTANCE_NAME])
 
-    async def acceptance_from(self, neighbours: Sequence[str], digest: str) -> bytes:
-        """The acceptance file beside a digest's files at the first of these agents that has one; b"" without any."""
-        return await self._fleet.read_acceptance(neighbours, digest) if self._fleet is not None else b""
+    async def acceptance_from(self, neighbours: Sequence[str], digest: str, file: str) -> bytes:
+        """The acceptance file with the digest `file` beside an adapter's files at one of these agents; b"" at none."""
+        return await self._fleet.read_acceptance(neighbours, digest, file) if self._fleet is not None else b""
 
 
 def is_about_source(exc: SourceError) -> bool:

@@ -1,7 +1,6 @@
 """resolve -> fetch -> verify -> install: from a lora_id to verified files in the cache folder."""
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -62,8 +61,7 @@ class Installer:
                 message = f"{exc}; see docs/acceptance.md"
                 raise AgentRequestError("acceptance_invalid", message, param="content") from exc
         elif request.acceptance_file not in {"", await self._cache.acceptance_digest(adapter.digest)}:
-            found = await self._files.acceptance_from(request.neighbours, adapter.digest)
-            content = found if hashlib.sha256(found).hexdigest() == request.acceptance_file else b""
+            content = await self._files.acceptance_from(request.neighbours, adapter.digest, request.acceptance_file)
         if content:
             await self._cache.store_acceptance(adapter.digest, content)
         return replace(adapter, acceptance_file=await self._cache.acceptance_digest(adapter.digest))

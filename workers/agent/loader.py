@@ -692,17 +692,15 @@ class Loader:
     async def check_loaded(self, request: CheckRequest, by: Requester) -> WorkerAdapter:
         """Compare a loaded adapter with its acceptance file now; returns it with the result. Raises WorkerError.
 
-        With `acceptance: require` it is unloaded and recorded as failed for any other result than `equal`.
+        With `acceptance: require` it is unloaded and recorded as failed for any other result than `equal`. A file that
+        is sent for an adapter on disk is kept for its next load.
         """
         check_lora_id(request.lora_id)
         async with self._lock(request.lora_id), self._engine.shared_lock():
             client = self._engine.require_client()
-            loaded = [each for each in self._inventory.loaded_adapters() if each.lora_id == request.lora_id]
-            adapter = next((each for each in reversed(loaded) if request.digest in {None, each.digest}), None)
-            if adapter is None:
-                message = f"adapter {request.lora_id!r} is not loaded here; load it, then check it"
-                raise AgentRequestError("adapter_unknown", message)
-            adapter = await self._installer.with_acceptance(adapter, request)
+            adapter = await self._installer.with_acceptance(self._adapter_to_check(request), request)
+            if not self._inventory.slots.has(adapter.engine_name):
+                return self._report.adapter_on_disk(self._installed.store(adapter))
             checked = await self._acceptance.check(client, replace(adapter, acceptance_mode=request.acceptance))
             self._show_acceptance(checked)
         found = checked.acceptance
@@ -712,6 +710,15 @@ class Loader:
             self._inventory.record_failure(checked.lora_id, checked.digest, refusal, by)
             raise refusal
         return self._report.as_loaded(checked)
+
+    def _adapter_to_check(self, request: CheckRequest) -> WorkerAdapter:
+        """The version that a request means: loaded, or on disk where a file is sent. Raises AgentRequestError."""
+        known = [each for each in self._installed.versions(request.lora_id) if request.digest in {None, each.digest}]
+        loaded = [each for each in known if self._inventory.slots.has(each.engine_name)]
+        if found := loaded or (known if request.content else []):
+            return found[-1]
+        message = f"adapter {request.lora_id!r} is not loaded here; load it, then check it"
+        raise AgentRequestError("adapter_unknown", message)
 
     def _show_acceptance(self, checked: WorkerAdapter) -> None:
         """Record and publish the result for an adapter that is still loaded; one that differs is an incident."""

@@ -6,6 +6,7 @@ key for that fleet (`peer_fleets`), so workers need neither a way there nor a ke
 
 import asyncio
 import contextlib
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -126,13 +127,13 @@ class FleetSource:
             with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
                 await client.get(f"{url.rstrip('/')}/v1/files/{digest}", params={"recheck": "true"})
 
-    async def read_acceptance(self, urls: Sequence[str], digest: str) -> bytes:
-        """The acceptance file beside a digest's files at the first of these agents that has one; b"" without any."""
+    async def read_acceptance(self, urls: Sequence[str], digest: str, file: str) -> bytes:
+        """The acceptance file with the digest `file` beside an adapter's files at one of these agents; b"" at none."""
         async with self._client() as client:
             for url in urls:
                 with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
                     answer = await client.get(f"{url.rstrip('/')}/v1/files/{digest}/{ACCEPTANCE_NAME}")
-                    if answer.is_success and len(answer.content) <= MAX_CONFIG_BYTES:
+                    if answer.is_success and hashlib.sha256(answer.content).hexdigest() == file:
                         return answer.content
         return b""
 

@@ -1,5 +1,7 @@
 """Adapters by digest through the orchestrator: resumed after a cut, and only files that an adapter may have."""
 
+import hashlib
+
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -113,7 +115,9 @@ async def test_acceptance_file_comes_with_an_adapter_and_stays_out_of_its_folder
     async with serving(relay.app) as url:
         transfer = Transfer()
         await source_at(url).fetch(OTHER, tmp_path, transfer)
-        assert await source_at(url).read_acceptance(["http://127.0.0.1:9", url], DIGEST) == b"{}"
+        source, wanted = source_at(url), hashlib.sha256(b"{}").hexdigest()
+        assert await source.read_acceptance(["http://127.0.0.1:9", url], DIGEST, wanted) == b"{}"
+        assert await source.read_acceptance([url], DIGEST, "0" * 64) == b""
     assert transfer.texts == {"acceptance.jsonl": b"{}"}
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 

@@ -154,6 +154,19 @@ async def test_other_chat_template_in_training_is_said_beside_the_result(worker,
 
 
 @pytest.mark.fleet
+async def test_file_sent_for_an_adapter_on_disk_is_kept_for_its_next_load(worker, adapters, tmp_path):
+    async with worker.inside() as client:
+        refused = await post(client, "load_lora", lora_id=ADAPTER, acceptance="require")
+        assert code(refused) == "not_accepted"
+        digest = certify(adapters / ADAPTER)
+        sent = (adapters / ADAPTER / FILE_NAME).read_text()
+        kept = (await post(client, "check_lora", lora_id=ADAPTER, content=sent)).raise_for_status().json()
+        assert (kept["state"], kept["acceptance"], kept["acceptance_file"]) == ("on_disk", None, digest)
+        answer = (await post(client, "load_lora", lora_id=ADAPTER, acceptance="require")).raise_for_status().json()
+        assert (answer["acceptance"]["result"], answer["acceptance"]["file"]) == ("equal", digest)
+
+
+@pytest.mark.fleet
 async def test_adapter_without_a_copy_in_the_engine_cannot_be_checked(worker):
     async with worker.inside() as client:
         refused = await post(client, "check_lora", lora_id=ADAPTER)
