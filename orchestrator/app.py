@@ -21,6 +21,7 @@ from lorafleet.engine.worker_proofs import AgentProofs
 from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
 from lorafleet.keys.auth import ApiKeys, check_route_scopes, refuse_open_server, route_of
+from lorafleet.keys.metrics import TokenCollector
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.keys.runs import path_behind_run
 from lorafleet.kube.client import KubeClient, connect
@@ -277,8 +278,9 @@ def build(
 def _add_checks(
     service: OrchestratorService, keys: ApiKeys, metrics: OrchestratorMetrics, clock: Callable[[], float]
 ) -> None:
-    """Add error answers, examples, forwarding to the leader, and the checks of a request before its route."""
+    """Add error answers, examples, metrics of tokens, forwarding to the leader, and the checks before a route."""
     app, settings = service.app, service.reconciler.settings
+    metrics.registry.register(TokenCollector(keys))
     install_error_handlers(app, OrchestratorError, shown=errors_shown(service.store))
     change_document(app, add_examples)
     app.add_middleware(

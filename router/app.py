@@ -25,6 +25,7 @@ from lorafleet.http_server.listener import HttpListener
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.keys.auth import ApiKeys, refuse_open_server
 from lorafleet.keys.key_files import KeyFileError
+from lorafleet.keys.metrics import TokenCollector
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.keys.whoami import whoami_routes
 from lorafleet.kube.errors import KubeConfigError
@@ -97,6 +98,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     if config.state_dir is not None:
         make_folder(config.state_dir, "state_dir", is_private=True)
     metrics = RouterMetrics(metrics_adapters=config.metrics_adapters)
+    metrics.registry.register(TokenCollector(keys))
     own_key = OwnKey(config.token, config.token_file)
     # To the orchestrator and agents; `agents` is for calls that streams and snapshots make.
     agents = EnginePool(connect_s=config.control_timeout_s)

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
 from lorafleet.keys.auth import ApiKeys, check_route_scopes, refuse_open_server, route_of
+from lorafleet.keys.metrics import TokenCollector
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.http.openapi import documented_app
@@ -71,6 +72,7 @@ def build(
     _require_model(settings)
     locks, rng = lock_folders(settings), Random()
     context = agent_context(settings, port=port, own_command=own_command, own=own, rng=rng, timers=timers)
+    context.metrics.registry.register(TokenCollector(keys))
     agent = WorkerAgent(context)
     echo = logs.unlogged_output("lines of the engine's output").write_bytes if settings.engine_output else None
     supervisor = Supervisor(agent, own_command=own_command, echo=echo, rng=rng)

@@ -1,5 +1,6 @@
 """Middleware around the routes of every service: checks of Host, site, HEAD and slashes, and headers of pages."""
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -150,6 +151,26 @@ class Lenient:
         await self._app({**scope, "method": "GET"}, receive, send_head)
 
 
+class FollowIssuers:
+    """ASGI middleware: the signing keys of the key files' issuers are fetched as long as the app runs."""
+
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the loop around the app's lifespan; pass requests on."""
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        following = asyncio.create_task(self._keys.signing_keys.follow())
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
 _HEADERS = {
     "x-frame-options": "DENY",
     "content-security-policy": "frame-ancestors 'none'",
@@ -195,6 +216,7 @@ def guard(
     requests    logs what the app answers; the app's answers have `x-request-id`
     has_runs    take every path below `/runs/NAME`, too
     """
+    app.add_middleware(FollowIssuers, keys=keys)
     app.add_middleware(HtmlHeaders)
     app.add_middleware(Lenient, is_kept=lambda path: ends_in_a_name(app.routes, path))
     if has_runs:

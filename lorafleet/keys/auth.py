@@ -1,8 +1,9 @@
-"""API keys at a server: the caller of a request, from key files that are re-read when they change, and scope checks."""
+"""The caller of a request at a server, by key or token; key files are re-read when they change. Checks of scopes."""
 
 import ipaddress
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, AnyStr
@@ -15,24 +16,26 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
+from lorafleet.keys.issuers import Issuer
 from lorafleet.keys.key_files import (
+    RECHECK_S,
     KeyFile,
     KeyFileError,
     KeyFileUnreadable,
     hash_key,
+    key_id_of,
     read_key_file,
-    read_key_files,
 )
 from lorafleet.keys.roles import ANYONE, SCOPES, Caller, check_scope, expiry_text
 from lorafleet.keys.runs import RUN, caller_in_run
+from lorafleet.keys.signing_keys import SigningKeys
+from lorafleet.keys.tokens import TokenRefused, caller_of_token, expired, is_token, subject_in
 from lorafleet.service.files import Stamp, stamp_of
 from lorafleet.service.http import HttpError
 from lorafleet.telemetry.request_log import NOTES, RequestNotes
 
 log = structlog.get_logger()
 
-# Key files are checked for changes this often.
-RECHECK_S = 1.0
 # A changed key file without marks counts once it has stood still for so long: one that is still being written may be
 # valid, with fewer keys or with a key that has lost its tenant. A guess; editors and `scp` write in milliseconds.
 SETTLE_S = 2.0
@@ -40,6 +43,8 @@ SETTLE_S = 2.0
 _MAX_CACHED_CALLERS = 4096
 # Longer headers are not cached: one may have 64 KiB of blanks around its key.
 _MAX_CACHED_HEADER_BYTES = 256
+# A refused token of each reason is logged so often at most, with the number of those since.
+_LOG_REFUSED_S = 10.0
 KEY_HEADERS = ("authorization", "x-api-key")
 """Headers with a caller's key: `Bearer <key>`, or else the key alone, as Anthropic's clients send it."""
 # Top-level names below which nobody can register names (RFC 6761, RFC 6762, ICANN 2024).
@@ -58,7 +63,11 @@ def authorization_of(authorization: AnyStr | None, api_key: AnyStr | None) -> An
 
 
 class ApiKeys:
-    """The keys of the key files, re-read when a file changes. If a new version is invalid, the last good one stays."""
+    """The keys and issuers of the key files, re-read when a file changes. An invalid version leaves the last good one.
+
+    signing_keys    of the issuers; the server fetches them (`SigningKeys.follow`)
+    refused_tokens  by reason, since the start
+    """
 
     def __init__(
         self,
@@ -73,7 +82,14 @@ class ApiKeys:
         self._wall = wall
         self._loaded_stamps: _Stamps | None = self._stamps()
         self.cached_callers: dict[str | bytes, Caller] = {}
-        self._callers = read_key_files(self._files)
+        self._callers: dict[str, Caller] = {}
+        self._issuers: dict[str, Issuer] = {}
+        self.signing_keys = SigningKeys(clock=clock)
+        self._verified: dict[str, Caller] = {}  # by the hash of a token; of this generation of signing keys
+        self._generation = 0
+        self.refused_tokens: Counter[str] = Counter()
+        self._refusals_logged: dict[str, tuple[float, int]] = {}  # reason -> when, and how many there were
+        self._take([read_key_file(path) for path in self._files])
         self._checked_at = clock()
         self._seen: tuple[_Stamps | None, float] = (None, 0.0)  # the last stamps that differed, and since when
         self._trouble = ""
@@ -83,10 +99,18 @@ class ApiKeys:
         """Whether no key is needed, because there is no key file."""
         return not self._files
 
-    def caller(self, authorization: str | bytes | None) -> Caller:
-        """The caller with this `Authorization` header; raises HttpError 401 `invalid_api_key`.
+    @property
+    def issuers(self) -> Mapping[str, Issuer]:
+        """The issuers whose tokens are taken, by URL, as the files have them now."""
+        if self._files:
+            self._reload_if_changed()
+        return self._issuers
 
-        Reads changed key files again, at most once a second. Headers of valid keys are cached until a file changes.
+    def caller(self, authorization: str | bytes | None) -> Caller:
+        """The caller with this `Authorization` header; raises HttpError 401 `invalid_api_key`, TokenRefused.
+
+        Reads changed key files again, at most once a second. Headers of valid keys are cached until a file changes, and
+        verified tokens until a file or their issuer's keys change.
         """
         if not self._files:
             return ANYONE
@@ -97,17 +121,21 @@ class ApiKeys:
             return known
         found = self._look_up(authorization)
         assert authorization is not None
-        if len(authorization) <= _MAX_CACHED_HEADER_BYTES:
+        if len(authorization) <= _MAX_CACHED_HEADER_BYTES and not found.issuer:
             if len(self.cached_callers) >= _MAX_CACHED_CALLERS:
                 self.cached_callers.clear()
             self.cached_callers[authorization] = found
         return found
 
     def callers(self) -> list[Caller]:
-        """The callers of all keys, as the files have them now; none where no key is needed."""
+        """The callers of all keys, as the files have them now, then those of tokens that were seen and are valid.
+
+        None where no key is needed.
+        """
         if self._files:
             self._reload_if_changed()
-        return list(self._callers.values())
+        of_tokens = {caller.key_id: caller for caller in self._verified.values() if not self._has_expired(caller)}
+        return [*self._callers.values(), *of_tokens.values()]
 
     def caller_by_id(self, key_id: str) -> Caller:
         """The caller of the valid key with this id; of no id, where no key is needed, anyone.
@@ -144,15 +172,53 @@ class ApiKeys:
             raise HttpError(
                 401, "invalid_api_key", "no API key: send `Authorization: Bearer <key>`, or `x-api-key: <key>`"
             )
-        found = self._callers.get(hash_key(key.strip()))
+        digest = hash_key(key.strip())
+        found = self._callers.get(digest)
+        if found is None and is_token(key.strip()) and self._issuers:
+            found = self._caller_of_token(key.strip(), digest)
         if found is None:
-            raise HttpError(401, "invalid_api_key", "this API key is not known; ask the operator for one")
+            why = "is a token, and no issuer of tokens is named in the key files" if is_token(key) else "is not known"
+            raise HttpError(401, "invalid_api_key", f"this API key {why}; ask the operator for one")
         self._require_valid_now(found)
         return found
 
+    def _caller_of_token(self, token: str, digest: str) -> Caller:
+        """The caller of a token, which is verified once; raises TokenRefused, which is counted and logged."""
+        if self._generation != self.signing_keys.generation:
+            self._generation = self.signing_keys.generation
+            self._verified.clear()
+        found = self._verified.get(digest)
+        if found is not None:
+            return found
+        try:
+            found = caller_of_token(
+                token, self._issuers, self.signing_keys, id_of_subject=_id_of_subject, now=self._wall()
+            )
+        except TokenRefused as exc:
+            self._note_refusal(exc, token)
+            raise
+        if len(self._verified) >= _MAX_CACHED_CALLERS:
+            self._verified.clear()
+        self._verified[digest] = found
+        return found
+
+    def _note_refusal(self, exc: TokenRefused, token: str) -> None:
+        """Count a refused token, and log it unless one was logged for the same reason a moment ago."""
+        self.refused_tokens[exc.reason] += 1
+        count, now = self.refused_tokens[exc.reason], self._clock()
+        logged_at, logged = self._refusals_logged.get(exc.reason, (-_LOG_REFUSED_S, 0))
+        if now - logged_at >= _LOG_REFUSED_S:
+            self._refusals_logged[exc.reason] = now, count
+            log.warning(
+                "token refused", reason=exc.reason, error=str(exc), subject=subject_in(token), count=count - logged
+            )
+
     def _require_valid_now(self, caller: Caller) -> None:
-        """Raises HttpError 401 `expired_api_key` if the caller's key has expired."""
+        """Raises HttpError 401 `expired_api_key`, or TokenRefused, if the caller's key or token has expired."""
         if self._has_expired(caller):
+            if caller.issuer and caller.expires_at is not None:
+                self.refused_tokens["expired"] += 1
+                raise expired(caller.expires_at)
             raise HttpError(
                 401,
                 "expired_api_key",
@@ -191,14 +257,23 @@ class ApiKeys:
             self._loaded_stamps = None if isinstance(exc, KeyFileUnreadable) else stamps
             self._log_trouble(str(exc))
             return
-        callers = {key: caller for file in found for key, caller in file.callers.items()}
-        if callers != self._callers and self._may_be_unfinished(found, stamps, now):
+        if self._differs(found) and self._may_be_unfinished(found, stamps, now):
             return
-        gone = len(self._callers.keys() - callers.keys())
-        self._callers = callers
+        before = self._callers.keys()
+        self._take(found)
         self._loaded_stamps, self._trouble = stamps, ""
+        log.info("keys reloaded", keys=len(self._callers), gone=len(before - self._callers.keys()))
+
+    def _take(self, files: Sequence[KeyFile]) -> None:
+        """Go by these files from now on: forget cached callers and verified tokens."""
+        self._callers, self._issuers = _callers_in(files), _issuers_in(files)
         self.cached_callers.clear()
-        log.info("keys reloaded", keys=len(callers), gone=gone)
+        self._verified.clear()
+        self.signing_keys.set_issuers(self._issuers.values())
+
+    def _differs(self, files: Sequence[KeyFile]) -> bool:
+        """Whether these files give other keys or issuers than those in force."""
+        return _callers_in(files) != self._callers or _issuers_in(files) != self._issuers
 
     def _may_be_unfinished(self, found: Sequence[KeyFile], stamps: _Stamps, now: float) -> bool:
         """Whether a changed file has no marks and has not stood still for `SETTLE_S`, here or by its own time."""
@@ -214,6 +289,21 @@ class ApiKeys:
         if trouble != self._trouble:
             log.error("key file not reloaded, the last good one stays in force", error=trouble)
         self._trouble = trouble
+
+
+def _callers_in(files: Sequence[KeyFile]) -> dict[str, Caller]:
+    """The callers of all files by key hash; of a hash in two files the last."""
+    return {key: caller for file in files for key, caller in file.callers.items()}
+
+
+def _issuers_in(files: Sequence[KeyFile]) -> dict[str, Issuer]:
+    """The issuers of all files by URL; of an issuer in two files the last."""
+    return {url: issuer for file in files for url, issuer in file.issuers.items()}
+
+
+def _id_of_subject(issuer: str, subject: str) -> str:
+    """The id of a token's caller: the same for all tokens of one subject."""
+    return key_id_of(hash_key(f"{issuer}\n{subject}"))
 
 
 class ScopeCheck:

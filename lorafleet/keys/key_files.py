@@ -2,7 +2,8 @@
 
 `keys: [{sha256: <hex of the key>, tenant: acme, scopes: [infer], expires: 2027-01-01T00:00:00Z, limits:
 {requests_per_minute: 60, tokens_per_minute: 100000, concurrent_requests: 8}}]`; all limits are optional. Keys are
-random (`lorafleet keys new`), so a plain hash is safe.
+random (`lorafleet keys new`), so a plain hash is safe. `issuers`, beside `keys`, are whose tokens are taken, and what
+their claims grant: the fields of a key again (`issuers.py`).
 
 A file that is cut off between two lines may still be YAML, with fewer keys, or with a key that lost its tenant. So a
 file may begin with the line `FIRST_LINE`, which promises that its last line is `LAST_LINE`: `lorafleet keys new` writes
@@ -12,24 +13,31 @@ both. Of a file without them `ApiKeys` waits until nobody writes it any more.
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
+from lorafleet.keys.issuers import Grant, Issuer, fill, filled, places_in
 from lorafleet.keys.roles import FLEET_SCOPES, SCOPES, Caller, KeyLimits, namespace_trouble
 from lorafleet.service import yamls
+from lorafleet.service.http import validation_message
 
 FIRST_LINE = "# lorafleet keys: the last line is `# end`, so that a file that is cut off is seen"
 LAST_LINE = "# end"
+# Key files are checked for changes this often.
+RECHECK_S = 1.0
 LIMITS = ("requests_per_minute", "tokens_per_minute", "bytes_per_minute", "concurrent_requests")
 # The largest integer that floats represent exactly; token buckets use floats.
 MAX_LIMIT = 2**53
 # Digits of a key's hash that identify the key in logs and quotas.
 _KEY_ID_DIGITS = 12
-_FIELDS = frozenset(
-    {"sha256", "tenant", "scopes", "note", "limits", "expires", "namespace", "lora_ids", "may_shadow_base"}
-)
+_GRANTED = frozenset({"tenant", "scopes", "note", "limits", "namespace", "lora_ids", "may_shadow_base"})
+_FIELDS = _GRANTED | {"sha256", "expires"}
+_ISSUER = TypeAdapter(Issuer)
 _MAX_NOTE = 80
 
 
@@ -52,9 +60,10 @@ def new_key() -> str:
 
 
 class KeyFile(NamedTuple):
-    """A key file's callers by key hash, and whether its marks show that it is whole."""
+    """A key file's callers by key hash, its issuers by URL, and whether its marks show that it is whole."""
 
     callers: dict[str, Caller]
+    issuers: dict[str, Issuer]
     is_marked: bool
 
 
@@ -87,7 +96,7 @@ def _line_beginning(line: str) -> str:
 
 
 def read_key_file(path: Path) -> KeyFile:
-    """The callers of one key file by key hash; raises KeyFileError."""
+    """The callers and issuers of one key file; raises KeyFileError."""
     form = (
         f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}],"
         " expires: <UTC time>, limits: {...}, namespace: <name>, lora_ids: [<pattern>], may_shadow_base: true}]`"
@@ -103,43 +112,95 @@ def read_key_file(path: Path) -> KeyFile:
         raise KeyFileUnreadable(f"key file {path}: {exc}") from exc
     except ValueError as exc:  # no text, or no YAML
         raise KeyFileError(f"key file {path}: {exc}") from exc
-    entries = raw.get("keys") if isinstance(raw, dict) else None
-    if not isinstance(entries, list):
+    issuers = raw.get("issuers", []) if isinstance(raw, dict) else []
+    entries = raw.get("keys", [] if issuers else None) if isinstance(raw, dict) else None
+    if not isinstance(entries, list) or not isinstance(issuers, list):
         raise KeyFileError(f"key file {path}: {form}")
     callers = dict(_parse_entry(path, number, entry, form) for number, entry in enumerate(entries))
-    return KeyFile(callers, is_marked)
+    found = [_parse_issuer(f"key file {path}: issuer {number}", entry) for number, entry in enumerate(issuers)]
+    by_url = {issuer.issuer: issuer for issuer in found}
+    if len(by_url) < len(found):
+        raise KeyFileError(f"key file {path}: an issuer stands there twice: give it all its grants in one place")
+    return KeyFile(callers, by_url, is_marked)
 
 
 def _parse_entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Caller]:
     """The key hash and the caller of one entry; raises KeyFileError."""
     if not isinstance(entry, dict) or entry.keys() - _FIELDS:
         raise KeyFileError(f"key file {path}: entry {number}: {form}")
-    digest, tenant, scopes = entry.get("sha256"), entry.get("tenant"), entry.get("scopes")
+    location, digest = f"key file {path}: entry {number}", entry.get("sha256")
     if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-        raise KeyFileError(f"key file {path}: entry {number}: sha256 must be 64 lower-case hex digits")
+        raise KeyFileError(f"{location}: sha256 must be 64 lower-case hex digits")
+    granted = _parse_granted(location, entry)
+    expires_at = _parse_expiry(entry.get("expires"), location)
+    return digest, replace(granted, key_id=key_id_of(digest), expires_at=expires_at)
+
+
+def _parse_granted(location: str, entry: Mapping[str, Any], captured: Mapping[str, str] | None = None) -> Caller:
+    """What a key or a grant gives, by the fields that both have; raises KeyFileError.
+
+    captured  values to check the fields of a grant with, in place of each `{name}`; None: a key, which has none
+    """
+    tenant, scopes = entry.get("tenant"), entry.get("scopes")
     if not isinstance(scopes, list) or not scopes or not all(scope in SCOPES for scope in scopes):
-        raise KeyFileError(f"key file {path}: entry {number}: scopes must be some of {', '.join(SCOPES)}")
+        raise KeyFileError(f"{location}: scopes must be some of {', '.join(SCOPES)}")
     if tenant is not None and not (isinstance(tenant, str) and tenant.strip()):
-        raise KeyFileError(f"key file {path}: entry {number}: tenant must be a name; leave it out for none")
-    location = f"key file {path}: entry {number}"
+        raise KeyFileError(f"{location}: tenant must be a name; leave it out for none")
     if (trouble := scope_trouble(tenant, scopes)) is not None:
         raise KeyFileError(f"{location}: {trouble}")
     limits = _parse_limits(entry.get("limits"), location)
-    expires_at = _parse_expiry(entry.get("expires"), location)
     namespace, lora_ids, shadows = entry.get("namespace"), entry.get("lora_ids"), entry.get("may_shadow_base")
-    if (trouble := naming_trouble(namespace, lora_ids, shadows)) is not None:
+    checked = namespace if captured is None or not isinstance(namespace, str) else fill(namespace, captured)
+    if (trouble := naming_trouble(checked, lora_ids, shadows)) is not None:
         raise KeyFileError(f"{location}: {trouble}")
-    return digest, Caller(
+    return Caller(
         tenant,
         frozenset(scopes),
-        key_id_of(digest),
-        limits,
-        expires_at,
-        namespace or "",
-        tuple(lora_ids or ()),
-        bool(shadows),
-        _short_note(entry.get("note")),
+        limits=limits,
+        namespace=namespace or "",
+        lora_ids=tuple(lora_ids or ()),
+        may_shadow_base=bool(shadows),
+        note=_short_note(entry.get("note")),
     )
+
+
+def _parse_issuer(location: str, entry: object) -> Issuer:
+    """One issuer, with its grants; raises KeyFileError."""
+    if not isinstance(entry, dict):
+        raise KeyFileError(f"{location}: expected `{{issuer: <URL>, audiences: [<name>], grants: [...]}}`")
+    grants = entry.get("grants")
+    if isinstance(grants, list):
+        parsed = [_parse_grant(f"{location}: grant {number}", grant) for number, grant in enumerate(grants)]
+        entry = entry | {"grants": parsed}
+    try:
+        return _ISSUER.validate_python(entry)
+    except ValidationError as exc:
+        raise KeyFileError(f"{location}: {validation_message(exc.errors())}") from exc
+
+
+def _parse_grant(location: str, entry: object) -> Grant:
+    """One grant; raises KeyFileError, also for a `{name}` that no claim gives."""
+    claims = entry.get("claims") if isinstance(entry, dict) else None
+    if (
+        not isinstance(entry, dict)
+        or entry.keys() - _GRANTED - {"claims"}
+        or not claims
+        or not isinstance(claims, dict)
+    ):
+        fields = ", ".join(sorted(_GRANTED))
+        raise KeyFileError(f"{location}: expected `claims: {{<name>: <pattern>}}` and some of {fields}")
+    texts = tuple((name, str(value).lower() if isinstance(value, bool) else value) for name, value in claims.items())
+    if not all(isinstance(text, str) and text for pair in texts for text in pair):
+        raise KeyFileError(f"{location}: claims must be names with patterns such as team-*, found {claims!r:.100}")
+    places = [place for _, pattern in texts for place in places_in(pattern)]
+    if len(set(places)) < len(places):
+        raise KeyFileError(f"{location}: a {{name}} stands in the claims twice: give each a name of its own")
+    try:
+        gives = _parse_granted(location, entry, dict.fromkeys(places, "x"))
+        filled(gives, dict.fromkeys(places, "x"))
+    except KeyError as exc:
+        raise KeyFileError(f"{location}: {{{exc.args[0]}}} stands in no pattern of its claims") from exc
+    return Grant(claims=texts, gives=gives)
 
 
 def _short_note(note: object) -> str:

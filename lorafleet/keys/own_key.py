@@ -7,8 +7,7 @@ from pathlib import Path
 import httpx
 import structlog
 
-from lorafleet.keys.auth import RECHECK_S
-from lorafleet.keys.key_files import KeyFileError
+from lorafleet.keys.key_files import RECHECK_S, KeyFileError
 from lorafleet.service.files import stamp_of
 from lorafleet.service.network.urls import checked_key
 

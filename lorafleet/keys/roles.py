@@ -75,16 +75,18 @@ def expiry_text(expires_at: float | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls: what a key file says of the key, which answers show as it is here. `tenant` is None for an operator.
+    """Who calls: what a key file says of the key, or grants to a token. Answers show it as it is here.
 
+    tenant      None for an operator
     name        for quotas and histories
-    key_id      the first digits of the key's hash; empty if no key is needed
+    key_id      the first digits of the key's hash, or of that of the token's issuer and subject; empty: none is needed
     limits      None if there are none
     expires_at  Unix seconds from which the key is refused; None: never
     namespace   the caller's name `x` means `namespace/x` where there is one; empty: no namespace
     lora_ids    patterns of names that the caller may give; empty: those of the namespace, else of the tenant, else any
     may_shadow_base  whether the caller may publish under a base model's name, and then gets that in its place
-    note        the key file's comment on the key, for people; empty: none
+    note        the key file's comment on the key, or a token's name for its person; empty: none
+    issuer      of the caller's token; empty: the caller has a key
     program     of ours that acts by itself with this key, see PROGRAMS; empty: a person, or a person's program
     """
 
@@ -97,13 +99,14 @@ class Caller:
     lora_ids: tuple[str, ...] = ()
     may_shadow_base: bool = False
     note: str = ""
+    issuer: str = ""
     program: Annotated[str, Field(exclude=True)] = ""
 
     @property
     def name(self) -> str:
         """The caller in quotas and histories: role and key, or `anyone` where no key is needed."""
         role = "operator" if self.tenant is None else f"tenant {self.tenant}"
-        name = f"{role} (key {self.key_id})" if self.key_id else "anyone"
+        name = f"{role} ({'token' if self.issuer else 'key'} {self.key_id})" if self.key_id else "anyone"
         return f"{self.program}, {name}" if self.program else name
 
     @property

@@ -21,6 +21,7 @@ _EXAMPLE: JsonDict = {
         "lora_ids": [],
         "may_shadow_base": False,
         "note": "",
+        "issuer": "",
     },
     "status": {
         "may": ["infer", "view", "tenant-admin", "register"],

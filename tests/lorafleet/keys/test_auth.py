@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from lorafleet.keys.auth import RECHECK_S, SETTLE_S, ApiKeys, check_host, host_check, refuse_open_server, requires
+from lorafleet.keys.auth import SETTLE_S, ApiKeys, check_host, host_check, refuse_open_server, requires
 from lorafleet.keys.key_edits import add_key
-from lorafleet.keys.key_files import FIRST_LINE, KeyFileError, hash_key, new_key, read_key_files, with_marks
+from lorafleet.keys.key_files import FIRST_LINE, RECHECK_S, KeyFileError, hash_key, new_key, read_key_files, with_marks
 from lorafleet.keys.roles import ANYONE, SCOPES, TENANT_SCOPES, Caller, KeyLimits
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError, install_error_handlers
