@@ -16,6 +16,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of texts
 _REPLACED, _CLOCK = install(0)
 
 import argparse  # noqa: E402  (everything else is imported with simulated time and chance)
+import gc  # noqa: E402
 import pickle  # noqa: E402
 import tempfile  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
@@ -25,12 +26,18 @@ from pathlib import Path  # noqa: E402
 import anyio.to_thread  # noqa: E402
 
 from lorafleet.local.tiny_model import make_adapter, make_model  # noqa: E402
+from tests.simulation import disk  # noqa: E402
+from tests.simulation.build_once import share_type_adapters  # noqa: E402
+from tests.simulation.draw import draw_scenario  # noqa: E402
 from tests.simulation.event_loop import run_in_loop  # noqa: E402
 from tests.simulation.run import RunResult, run_scenario  # noqa: E402
-from tests.simulation.scenario import MOST_CONTENTS, FaultScenario, draw_scenario, without  # noqa: E402
+from tests.simulation.scenario import MOST_CONTENTS, FaultScenario, without  # noqa: E402
 from tests.simulation.server import serve  # noqa: E402
 
-_BASE = Path(tempfile.gettempdir()) / "lorafleet-simulation"
+# In memory, where there is some: SQLite flushes each commit, and no run has to wait for a real disk.
+_MEMORY = Path("/dev/shm")
+_FOLDER = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+_BASE = _FOLDER / f"lorafleet-simulation-{os.getuid()}"
 _SHRINK_RUNS = 60
 
 
@@ -53,7 +60,10 @@ def main() -> int:
     many.add_argument("--first-broken", action="store_true", help="end at the first that breaks a promise")
     given = parser.parse_args()
     anyio.to_thread.run_sync = run_in_loop  # type: ignore[assignment]
+    disk.install()
+    share_type_adapters()
     _make_files()
+    gc.freeze()  # what is imported is never searched again
     if given.call == "serve":
         serve(Connection(given.descriptor), _REPLACED, model=_BASE / "model", base=_BASE)
         return 0

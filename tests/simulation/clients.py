@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections import defaultdict
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.simulation.determinism import running_node
 from tests.simulation.history import History, Operation, Outcome
 from tests.simulation.network import Address
 from tests.simulation.nodes import Node
+from tests.simulation.scenario import FIXED
 
 MOST_WAIT_S = 900.0
 """The longest that a client waits for anything: a router's own limits end a request long before."""
@@ -29,6 +31,8 @@ log = structlog.get_logger()
 class Clients:
     """Processes that call the fleet as its users do.
 
+    keys      API keys by scope and by tenant; without another word an operator's, of scope `admin`
+    owners    adapter or published name -> the tenant that alone may use it
     contents  the folders of the adapters' bytes, by number
     """
 
@@ -38,34 +42,39 @@ class Clients:
         *,
         routers: Sequence[Address],
         orchestrator: Address,
-        key: str,
+        keys: Mapping[str, str],
+        owners: Mapping[str, str],
         contents: Sequence[Path],
         answers: ExpectedAnswers,
         history: History,
     ) -> None:
         self.history = history
         self._nodes, self._routers, self._orchestrator = nodes, routers, orchestrator
-        self._headers = {"authorization": f"Bearer {key}"}
+        self._keys, self._owners = keys, owners
         self._contents, self._answers = contents, answers
         self._loop = asyncio.get_running_loop()
         self._asked = 0
+        self._rolling = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     # Calls.
 
     async def call(
-        self, method: str, to: Address, path: str, *, timeout_s: float = 30.0, body: Any = None
+        self, method: str, to: Address, path: str, *, timeout_s: float = 30.0, body: Any = None, tenant: str = ""
     ) -> tuple[int, Any]:
         """(status, answer) of a call by the running node; status 0 and the error without an answer."""
         try:
             async with httpx.AsyncClient(verify=False, trust_env=False, timeout=timeout_s) as http:
                 url = f"http://{to[0]}:{to[1]}{path}"
-                answer = await http.request(method, url, headers=self._headers, json=body)
+                answer = await http.request(method, url, headers=self._headers(tenant), json=body)
         except httpx.HTTPError as exc:
             return 0, repr(exc)
         try:
             return answer.status_code, answer.json()
         except ValueError:
             return answer.status_code, answer.text
+
+    def _headers(self, tenant: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._keys[tenant or 'admin']}"}
 
     async def orchestrator(self, method: str, path: str, **more: Any) -> tuple[int, Any]:
         return await self.call(method, self._orchestrator, path, **more)
@@ -94,22 +103,28 @@ class Clients:
         is_streamed: bool = False,
         is_final: bool = False,
         content: int | None = None,
+        tenant: str = "",
+        salt: str = "",
     ) -> Operation:
         """Ask for a completion. The operation's value is the number of the bytes that answered.
 
         content  unused: a request has none
+        tenant   whose key asks; empty: an operator's
+        salt     the request's own `cache_salt`
         """
         del content
         prompt = self._prompt(prefix)
         body = {
             "model": name, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": is_streamed
         } | ({"stream_options": {"include_usage": True}} if is_streamed else {})  # fmt: skip
-        operation = self._begin("ask", name, client, is_final=is_final, router=router)
+        body |= {"cache_salt": salt} if salt else {}
+        operation = self._begin("ask", name, client, is_final=is_final, router=router, tenant=tenant, salt=salt)
         status, text, headers = 0, "", {}
         try:
             async with httpx.AsyncClient(verify=False, trust_env=False, timeout=MOST_WAIT_S) as http:
                 host, port = self._routers[router]
-                answer = await http.post(f"http://{host}:{port}/v1/completions", json=body, headers=self._headers)
+                url = f"http://{host}:{port}/v1/completions"
+                answer = await http.post(url, json=body, headers=self._headers(tenant))
                 status, text, headers = answer.status_code, answer.text, dict(answer.headers)
         except httpx.HTTPError as exc:
             text = repr(exc)
@@ -145,11 +160,18 @@ class Clients:
         path = str(self._contents[content])
         if at_orchestrator:
             where = f"/v1/published/{name}"
-            status, answer = await self.orchestrator("POST", where, body={"source": path}, timeout_s=MOST_WAIT_S)
+            status, answer = await self.orchestrator(
+                "POST", where, body={"source": path}, timeout_s=MOST_WAIT_S, tenant=self._owners.get(name, "")
+            )
         else:
             body = {"lora_name": name, "lora_path": path, "load_inplace": True}
             status, answer = await self.router(
-                router, "POST", "/v1/load_lora_adapter", body=body, timeout_s=MOST_WAIT_S
+                router,
+                "POST",
+                "/v1/load_lora_adapter",
+                body=body,
+                timeout_s=MOST_WAIT_S,
+                tenant=self._owners.get(name, ""),
             )
         self._end(operation, status, answer)
         await self._ask_at_once(client, name, asks_after)
@@ -158,7 +180,9 @@ class Clients:
         """Register an adapter at the orchestrator."""
         del router
         operation = self._begin("write", name, client, content)
-        body = {"lora_id": name, "source": str(self._contents[content])}
+        body: dict[str, Any] = {"lora_id": name, "source": str(self._contents[content])}
+        if owner := self._owners.get(name):
+            body["tenants"] = [owner]
         status, answer = await self.orchestrator("POST", "/v1/adapters", body=body, timeout_s=MOST_WAIT_S)
         self._end(operation, status, answer)
 
@@ -174,6 +198,53 @@ class Clients:
             if found == 200:
                 answer = answer_now
         self._end(operation, status, answer)
+
+    async def rollout(
+        self,
+        *,
+        client: int,
+        router: int,
+        name: str,
+        content: int,
+        step_s: float,
+        abort_after_s: float | None = None,
+    ) -> None:
+        """Move an alias to the adapter of `FIXED` with these bytes, in steps, and wait until that is over.
+
+        abort_after_s  ask for its end after so long, which leads back to the start
+        """
+        del router
+        async with self._rolling[name]:
+            before = await self._pointed_at(name)
+            operation = self._begin("rollout", name, client, content, before=before)
+            steps = [{"weight": 0.5, "for_s": step_s}, {"weight": 1.0, "for_s": step_s}]
+            body = {"to": FIXED[content], "steps": steps, "min_requests": 0, "max_first_token_ratio": None}
+            path = f"/v1/aliases/{name}/rollout"
+            status, answer = await self.orchestrator("POST", path, body=body, timeout_s=MOST_WAIT_S)
+            if abort_after_s is not None:
+                await asyncio.sleep(abort_after_s)
+                await self.orchestrator("DELETE", path, timeout_s=MOST_WAIT_S)
+            operation.detail["after"] = await self._pointed_at(name)
+            self._end(operation, status, answer)
+
+    async def _pointed_at(self, name: str) -> int:
+        """Number of the bytes at which an alias points, once it points at one adapter alone; made where missing."""
+        while True:
+            status, alias = await self.orchestrator("GET", f"/v1/aliases/{name}")
+            if status == 200 and not alias["status"].get("pending") and len(alias["status"]["targets"]) == 1:
+                return FIXED.index(alias["status"]["targets"][0]["lora_id"])
+            if status == 404:
+                body = {"targets": [{"lora_id": FIXED[0], "weight": 1.0}]}
+                await self.orchestrator("PUT", f"/v1/aliases/{name}", body=body, timeout_s=MOST_WAIT_S)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def end_drain(self, path: str) -> None:
+        """Give a worker back, as an operator does who looks whether it worked."""
+        for _ in range(60):
+            status, _ = await self.orchestrator("POST", f"{path}/uncordon", body={})
+            if 200 <= status < 300:
+                return
+            await asyncio.sleep(5.0)
 
     async def hold(self, *, client: int, for_s: float, lease_s: float) -> None:
         """Hold all new requests for a while; where `for_s` is longer than the lease, until that ends."""
@@ -206,7 +277,9 @@ class Clients:
     async def _ask_at_once(self, client: int, name: str, times: int) -> None:
         """Ask at each router in turn, all at the same moment."""
         routers = (number % len(self._routers) for number in range(times))
-        await asyncio.gather(*(self.ask(client=client, router=router, name=name) for router in routers))
+        tenant = self._owners.get(name, "")
+        asks = (self.ask(client=client, router=router, name=name, tenant=tenant) for router in routers)
+        await asyncio.gather(*asks)
 
     def _prompt(self, prefix: int) -> list[int]:
         """Token ids: one of three beginnings, and an end that no other request has."""

@@ -175,6 +175,8 @@ def _recorded_connect(connect: Callable[..., sqlite3.Connection]) -> Callable[..
         connection = connect(*args, **named)
         if (node := running_node.get()) is not None:
             node.databases.append(connection)
+            if node.disk is not None and node.disk.is_full:
+                connection.execute("PRAGMA max_page_count = 1")
         return connection
 
     return connect_and_note

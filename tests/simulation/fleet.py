@@ -67,7 +67,7 @@ class SimulatedFleet:
 
     def __init__(self, simulation: "Simulation", paths: programs.Paths) -> None:
         self.paths, self.keys = paths, paths.keys
-        self.processes = FleetProcesses(simulation.loop, slowness=1.0, on_surprise=simulation.note_surprise)
+        self.processes = FleetProcesses(simulation.loop, paths, slowness=1.0, on_surprise=simulation.note_surprise)
         self.http = self.client_of(URL)
         self.routers: list[httpx.AsyncClient] = []
         self.agents: dict[str, httpx.AsyncClient] = {}
@@ -89,8 +89,7 @@ class SimulatedFleet:
         """Start one more engine and its agent; its name."""
         number = len(self.agents)
         name, host, services = f"w{number}", f"10.0.1.{number + 1}", self.processes.services
-        reports_to = name if has_reports else ""
-        engine = programs.engine(self.paths, services, self._simulation.bus, flags, reports_to=reports_to)
+        engine = programs.engine(self.paths, services, self._simulation.bus, flags, has_reports=has_reports)
         self.processes.add(f"engine{number}", host, engine)
         slots = {"max_loras": flags.max_loras, "max_cpu_loras": flags.max_cpu_loras}
         agent = programs.agent(self.paths, services, orchestrator_url=URL, **{**slots, **settings})

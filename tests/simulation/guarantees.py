@@ -31,21 +31,25 @@ CutOff = Mapping[int, Sequence[tuple[float, float]]]
 def check_run(history: History, scenario: FaultScenario, cut_off: CutOff) -> list[Broken]:
     """What the history of a whole run breaks."""
     return [
-        *_names(history, cut_off),
+        *_names(history, scenario, cut_off),
         *_known_bytes(history),
         *_ends(history),
         *_caches(history),
         *_holds(history, cut_off),
+        *_rollouts(history, scenario, cut_off),
+        *_tenants(history, scenario),
         *_errors(history, scenario),
     ]
 
 
-def _names(history: History, cut_off: CutOff) -> Iterator[Broken]:
+def _names(history: History, scenario: FaultScenario, cut_off: CutOff) -> Iterator[Broken]:
     """Each name is a register: every answer has the bytes that the name has at some moment during the request.
 
     Answers of a router that is cut off do not count: a change waits for such a router only so long.
     """
     for name in filter(None, history.names):
+        if name in scenario.fleet.rolling:
+            continue
         register = Register.of([each for each in history.of(name) if not _is_cut_off(each, cut_off)])
         if register.explanation() is None:
             lines = "\n  ".join(map(str, register.operations))
@@ -74,11 +78,11 @@ def _ends(history: History) -> Iterator[Broken]:
 
 
 def _caches(history: History) -> Iterator[Broken]:
-    """A request gets cached tokens of those bytes alone that serve it."""
-    asked: dict[int | None, list[Operation]] = defaultdict(list)
+    """A request gets cached tokens of those bytes alone that serve it, and of its own salt."""
+    asked: dict[tuple[int | None, str], list[Operation]] = defaultdict(list)
     for each in history.operations:
         if each.kind == "ask" and "prompt" in each.detail:
-            asked[each.value].append(each)
+            asked[each.value, each.detail["salt"]].append(each)
     for same in asked.values():
         for each in same:
             prompt, cached = each.detail["prompt"], each.detail["cached"]
@@ -86,7 +90,9 @@ def _caches(history: History) -> Iterator[Broken]:
             longest = max((_common(prompt, other) for other in others), default=0)
             # More than the shared beginning is a prompt's own: the router has sent it a second time.
             if longest < cached <= len(prompt) - OWN_TOKENS:
-                yield Broken("caches", f"{cached} cached tokens, {longest} were asked before by these bytes: {each}")
+                yield Broken(
+                    "caches", f"{cached} cached tokens, {longest} were asked of these bytes with this salt: {each}"
+                )
 
 
 def _holds(history: History, cut_off: CutOff) -> Iterator[Broken]:
@@ -98,6 +104,29 @@ def _holds(history: History, cut_off: CutOff) -> Iterator[Broken]:
         for hold in holds:
             if each.invoked_at > hold.returned_at and each.returned_at < hold.detail["until"]:
                 yield Broken("holds", f"answered while {hold}: {each}")
+
+
+def _rollouts(history: History, scenario: FaultScenario, cut_off: CutOff) -> Iterator[Broken]:
+    """Between rollouts an alias answers by the bytes at which it points; during one by those before or after."""
+    for name in scenario.fleet.rolling:
+        moves = [each for each in history.of(name) if each.kind == "rollout"]
+        for each in history.of(name):
+            if each.kind != "ask" or each.value is None or _is_cut_off(each, cut_off):
+                continue
+            ended = [move for move in moves if move.returned_at < each.invoked_at]
+            under_way = [move for move in moves if move not in ended and move.invoked_at < each.returned_at]
+            allowed = {value for move in under_way for value in (move.detail["before"], move.value)}
+            allowed |= {ended[-1].detail["after"]} if ended else {0}
+            if each.value not in allowed:
+                yield Broken("rollouts", f"only {sorted(allowed)} may answer: {each}")
+
+
+def _tenants(history: History, scenario: FaultScenario) -> Iterator[Broken]:
+    """No tenant gets an answer of an adapter that is another's alone."""
+    for each in history.operations:
+        owner, tenant = scenario.fleet.owners.get(each.name), each.detail.get("tenant", "")
+        if each.kind == "ask" and owner and tenant not in {"", owner} and each.value is not None:
+            yield Broken("tenants", f"an adapter of {owner} alone answered: {each}")
 
 
 def _errors(history: History, scenario: FaultScenario) -> Iterator[Broken]:

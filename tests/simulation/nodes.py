@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.determinism import running_node
 
 if TYPE_CHECKING:
+    from tests.simulation.disk import Disk
     from tests.simulation.event_loop import SimulatedLoop
     from tests.simulation.network import SimulatedServer, Stream
 
@@ -25,10 +26,13 @@ class Node:
     may_end         whether an event of the scenario ends it; after `away_s` it starts again
     clock_offset_s  how much the wall clock of its machine is ahead
     slowness        how much longer its callbacks take than on a quiet core
+    disk            its machine's; None: a client's, which has none
     """
 
-    def __init__(self, loop: "SimulatedLoop", name: str, host: str, *, slowness: float = 1.0) -> None:
-        self.name, self.host, self.slowness = name, host, slowness
+    def __init__(
+        self, loop: "SimulatedLoop", name: str, host: str, *, slowness: float = 1.0, disk: "Disk | None" = None
+    ) -> None:
+        self.name, self.host, self.slowness, self.disk = name, host, slowness, disk
         self.clock_offset_s = 0.0
         self.is_paused = False
         self.is_alive = True

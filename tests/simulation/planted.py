@@ -106,6 +106,34 @@ FAULTS = (
         "if digest is not None and not is_retired_version(",
         "if False and not is_retired_version(",
     ),
+    PlantedFault(
+        "the store does not flush its commits",
+        "",
+        "orchestrator/store/sqlite.py",
+        'db.execute("PRAGMA synchronous = FULL")',
+        'db.execute("PRAGMA synchronous = NORMAL")',
+    ),
+    PlantedFault(
+        "every tenant may use every adapter",
+        "",
+        "lorafleet/keys/roles.py",
+        'return tenants is None or self.may("load")',
+        'return True or self.may("load")',
+    ),
+    PlantedFault(
+        "requests of all salts share their KV where adapters are salted",
+        "",
+        "router/request/engine_body.py",
+        'return adapter_salt(engine_name, cache_salt or "")',
+        'return adapter_salt(engine_name, "")',
+    ),
+    PlantedFault(
+        "an aborted rollout goes on to its end",
+        "",
+        "orchestrator/core/rollout.py",
+        "return (ended, rollout.before) if rollout.is_active",
+        "return (ended, rollout.after) if rollout.is_active",
+    ),
 )
 
 

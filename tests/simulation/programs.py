@@ -32,6 +32,8 @@ from workers.config import WorkerSettings
 
 ENGINE_PORT, AGENT_PORT, ORCHESTRATOR_PORT, ROUTER_PORT = 8100, 8090, 8080, 8000
 _STOP_S = 10.0
+_LATE_S = 5.0
+"""What an engine that is late adds to each answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +45,11 @@ class Paths:
     state: Path
     key_file: Path
     keys: Mapping[str, str]
+    """By scope, and by tenant."""
 
-    def of(self, name: str) -> Path:
+    def of(self, host: str) -> Path:
         """The folder of a machine's files, which outlive its processes."""
-        folder = self.state / name
+        folder = self.state / host
         folder.mkdir(exist_ok=True)
         return folder
 
@@ -72,6 +75,30 @@ class EngineFlags:
         )  # fmt: skip
 
 
+class EngineTrouble:
+    """What an engine does with calls instead of answering them: it `hangs`, `refuses`, or `is late`.
+
+    path  begins the paths of the calls that are meant
+    """
+
+    def __init__(self, how: str, path: str) -> None:
+        self._how, self._path = how, path
+        self._has_ended = asyncio.Event()
+
+    def end(self) -> None:
+        self._has_ended.set()
+
+    async def strike(self, path: str) -> bool:
+        """Wait as long as a call to this path has to; whether it is refused then."""
+        if self._has_ended.is_set() or not path.startswith(self._path):
+            return False
+        if self._how != "refuses":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LATE_S if self._how == "is late" else None):
+                    await self._has_ended.wait()
+        return self._how == "refuses"
+
+
 @dataclass(slots=True)
 class RunningServices:
     """The running services by name, for checks that look inside."""
@@ -80,6 +107,8 @@ class RunningServices:
     routers: dict[str, Any] = field(default_factory=dict)
     agents: dict[str, Any] = field(default_factory=dict)
     engines: dict[str, SimEngine] = field(default_factory=dict)
+    troubles: dict[str, EngineTrouble] = field(default_factory=dict)
+    """Engines that have some."""
 
 
 @contextlib.asynccontextmanager
@@ -123,7 +152,7 @@ def orchestrator(paths: Paths, services: RunningServices, *, port: int = ORCHEST
         url = f"http://{node.host}:{port}"
         built = build_orchestrator(
             OrchestratorSettings(
-                store=paths.of("store") / "store.db",
+                store=paths.of(node.host) / "store.db",
                 host=node.host,
                 port=port,
                 key_files=(paths.key_file,),
@@ -155,7 +184,7 @@ def router(paths: Paths, services: RunningServices, *, orchestrator_url: str, **
                 token=paths.keys["load"],
                 agent_token=paths.keys["agent-load"],
                 key_files=(paths.key_file,),
-                state_dir=paths.of(node.name),
+                state_dir=paths.of(node.host),
                 **settings,
             )
         )
@@ -172,7 +201,7 @@ def agent(paths: Paths, services: RunningServices, *, orchestrator_url: str, **s
     """An agent that is attached to the engine of its machine."""
 
     async def main(node: Node) -> None:
-        folder = paths.of(node.name)
+        folder = paths.of(node.host)
         url = f"http://{node.host}:{AGENT_PORT}"
         engine_url = f"http://{node.host}:{ENGINE_PORT}"
         words = (
@@ -193,16 +222,18 @@ def agent(paths: Paths, services: RunningServices, *, orchestrator_url: str, **s
     return main
 
 
-def engine(paths: Paths, services: RunningServices, bus: EventBus, flags: EngineFlags, *, reports_to: str = "") -> Main:
+def engine(
+    paths: Paths, services: RunningServices, bus: EventBus, flags: EngineFlags, *, has_reports: bool = False
+) -> Main:
     """A sim engine, with its KV events on the simulated bus.
 
-    reports_to  the agent that it reports its loads to, and takes offers from; empty: none
+    has_reports  whether it reports its loads to the agent of its machine, and takes offers from it
     """
 
     async def main(node: Node) -> None:
         events = {"enable_kv_cache_events": True, "publisher": "zmq"}
         events |= {kind: f"ipc://@{node.name}-{kind}" for kind in ("endpoint", "replay_endpoint")}
-        reports = str(paths.of(reports_to) / "state" / "lora-reports") if reports_to else ""
+        reports = str(paths.of(node.host) / "state" / "lora-reports") if has_reports else ""
         settings = parse_settings(
             (
                 "--model", str(paths.model), "--served-model-name", "tiny-qwen", "--enable-lora",
@@ -213,7 +244,25 @@ def engine(paths: Paths, services: RunningServices, bus: EventBus, flags: Engine
         publisher: Any = SimulatedPublisher(settings.kv_events, bus)
         built = SimEngine(settings, publisher, SimMetrics(settings, started_at=time.time()), on_death=node.end_itself)
         services.engines[node.name] = built
-        async with serving(make_app(handlers_of(settings, built), built.run), node, ENGINE_PORT):
+        app = _with_troubles(make_app(handlers_of(settings, built), built.run), node.name, services)
+        async with serving(app, node, ENGINE_PORT):
             await node.stop.wait()
 
     return main
+
+
+def _with_troubles(app: Any, name: str, services: RunningServices) -> Any:
+    """The engine's app, whose calls meet the trouble that the engine has at their time."""
+
+    async def called(scope: Any, receive: Any, send: Any) -> None:
+        trouble = services.troubles.get(name) if scope["type"] == "http" else None
+        if trouble is not None and await trouble.strike(scope["path"]):
+            body = b'{"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}}'
+            await send(
+                {"type": "http.response.start", "status": 500, "headers": [(b"content-type", b"application/json")]}
+            )
+            await send({"type": "http.response.body", "body": body})
+        else:
+            await app(scope, receive, send)
+
+    return called

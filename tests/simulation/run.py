@@ -50,6 +50,8 @@ def run_scenario(
     with_loop = prepare(scenario.seed, replaced, folder=folder, show=show)
     loop = with_loop.loop
     keys = {scope: add_key(folder / "keys.yaml", None, [scope]) for scope in SCOPES}
+    for tenant in scenario.fleet.tenants:
+        keys[tenant] = add_key(folder / "keys.yaml", tenant, ["infer", "register"])
     paths = programs.Paths(
         model=model, shelf=contents, state=folder / "state", key_file=folder / "keys.yaml", keys=keys
     )

@@ -13,6 +13,7 @@ from tests.simulation import programs
 from tests.simulation.answers import ExpectedAnswers
 from tests.simulation.clients import MOST_WAIT_S, Clients
 from tests.simulation.event_loop import SimulatedLoop
+from tests.simulation.faults import Faults
 from tests.simulation.guarantees import Broken, check_leaders, check_run
 from tests.simulation.history import History, Outcome
 from tests.simulation.nodes import Node
@@ -22,15 +23,13 @@ from tests.simulation.zmq_sockets import EventBus
 
 SERVICE = ("10.0.0.100", programs.ORCHESTRATOR_PORT)
 """The address of whichever orchestrator takes calls."""
+SERVICES = ("orchestrator", "router", "agent")
+"""Services that have settings."""
 _READY_S = 120.0
 # The longest that a fleet takes to be whole again after the last fault: a lease that ends, backoffs, an engine's start.
 _SETTLE_S = 300.0
 _POLL_S = 1.0
 _CHECK_LEADERS_EVERY = 20
-# A router that was cut off finds the orchestrator again within its loops' longest pause, and reads the catalog.
-_CATCH_UP_S = 10.0
-# A change waits `confirm_wait_s`, two seconds, for a router.
-_WAITED_FOR_S = 1.5
 
 log = structlog.get_logger()
 
@@ -41,12 +40,11 @@ class FleetWorld:
     def __init__(self, scenario: FaultScenario, loop: SimulatedLoop, bus: EventBus, paths: programs.Paths) -> None:
         self.scenario, self.loop, self.bus, self.paths = scenario, loop, bus, paths
         self.contents = [paths.shelf / f"content-{number}" for number in range(scenario.fleet.contents)]
-        self.processes = FleetProcesses(loop, slowness=scenario.fleet.slowness, on_surprise=self._on_surprise)
+        self.processes = FleetProcesses(loop, paths, slowness=scenario.fleet.slowness, on_surprise=self._on_surprise)
         self.nodes, self.services = self.processes.nodes, self.processes.services
         self.history = History()
         self.broken: list[Broken] = []
-        self.cut_off: dict[int, list[tuple[float, float]]] = {}
-        """Router -> times for which it could not hear of the orchestrators' changes, or stood still."""
+        self.faults = Faults(self)
         self.clients: Clients
         self._calls: list[asyncio.Task[Any]] = []
         self._batches = count(1)
@@ -63,7 +61,8 @@ class FleetWorld:
             nodes,
             routers=[(f"10.0.2.{number + 1}", programs.ROUTER_PORT) for number in range(plan.routers)],
             orchestrator=SERVICE,
-            key=self.paths.keys["admin"],
+            keys=self.paths.keys,
+            owners=plan.owners,
             contents=self.contents,
             answers=ExpectedAnswers(self.paths.model, self.contents),
             history=self.history,
@@ -72,25 +71,29 @@ class FleetWorld:
         if await self._until(self._is_ready, _READY_S, "the fleet is ready"):
             await self._let_happen()
             await self._ask_everything()
-        self.broken += check_run(self.history, self.scenario, self.cut_off)
+        self.broken += check_run(self.history, self.scenario, self.faults.cut_off)
 
     # The fleet.
 
     def _start_fleet(self) -> None:
         """Start every process."""
         plan, paths, services, add = self.scenario.fleet, self.paths, self.services, self.processes.add
+        of_orchestrators, of_routers, of_agents = (plan.settings.get(service, {}) for service in SERVICES)
         url = "http://{}:{}".format(*SERVICE)
         ports = [programs.ORCHESTRATOR_PORT + number for number in range(plan.orchestrators)]
         self.loop.network.shared[SERVICE] = [("10.0.0.1", port) for port in ports]
         for number, port in enumerate(ports):
-            add(f"orch{number}", "10.0.0.1", programs.orchestrator(paths, services, port=port))
+            add(f"orch{number}", "10.0.0.1", programs.orchestrator(paths, services, port=port, **of_orchestrators))
         slots = {"max_loras": plan.engine.max_loras, "max_cpu_loras": plan.engine.max_cpu_loras}
         for number in range(plan.workers):
             host = f"10.0.1.{number + 1}"
             add(f"engine{number}", host, programs.engine(paths, services, self.bus, plan.engine))
-            add(f"w{number}", host, programs.agent(paths, services, orchestrator_url=url, **slots))
+            add(f"w{number}", host, programs.agent(paths, services, orchestrator_url=url, **slots, **of_agents))
         for number in range(plan.routers):
-            add(f"router{number}", f"10.0.2.{number + 1}", programs.router(paths, services, orchestrator_url=url))
+            main = programs.router(paths, services, orchestrator_url=url, **of_routers)
+            add(f"router{number}", f"10.0.2.{number + 1}", main)
+        if any(event.kind == "power" for event in self.scenario.events):
+            self.processes.keep_journals()
 
     def _on_surprise(self, node: Node) -> None:
         """Where no event ended a process, its end is a fault of ours."""
@@ -111,83 +114,13 @@ class FleetWorld:
 
     def _happen(self, event: Event) -> None:
         if event.kind in CALLS:
-            call = getattr(self.clients, event.kind)(**event.about)
-            self._calls.append(self.clients.as_client(event.about["client"], call))
+            self.call(event.about["client"], getattr(self.clients, event.kind)(**event.about))
         else:
-            getattr(self, f"_{event.kind}")(**event.about)
+            getattr(self.faults, event.kind)(**event.about)
 
-    def _kill(self, *, node: str, in_callbacks: int, away_s: float) -> None:
-        self.processes.kill(node, in_callbacks=in_callbacks, away_s=away_s)
-
-    def _stop(self, *, node: str, away_s: float) -> None:
-        self.processes.stop(node, away_s=away_s)
-
-    def _pause(self, *, node: str, for_s: float) -> None:
-        self.processes.pause(node, for_s)
-        self._note_cut_off(for_s, node)
-
-    def _partition(self, *, node: str, other: str, for_s: float) -> None:
-        one, two = self.nodes[node].host, self.nodes[other].host
-        if one != two:
-            self.loop.network.partition(one, two)
-            if "orch" in node + other:
-                self._note_cut_off(for_s, node, other)
-            self.processes.after(for_s, lambda: self.loop.network.heal(one, two))
-
-    def _note_cut_off(self, for_s: float, *nodes: str) -> None:
-        """Remember which routers are behind for so long, and for a moment after it; a change waits for short ones."""
-        if for_s < _WAITED_FOR_S:
-            return
-        now = self.loop.time()
-        for node in nodes:
-            if node.startswith("router"):
-                number = int(node.removeprefix("router"))
-                self.cut_off.setdefault(number, []).append((now, now + for_s + _CATCH_UP_S))
-
-    def _loss(self, *, loss: float, for_s: float) -> None:
-        weather = self.loop.network.weather
-        weather.loss = loss
-
-        def clear_up() -> None:
-            weather.loss = 0.0
-
-        self.processes.after(for_s, clear_up)
-
-    def _reset(self, *, node: str) -> None:
-        for stream in list(self.nodes[node].streams):
-            stream.reset()
-
-    def _clock(self, *, node: str, by_s: float) -> None:
-        """The wall clock of the machine is set."""
-        host = self.nodes[node].host
-        for each in self.nodes.values():
-            if each.host == host:
-                each.clock_offset_s += by_s
-
-    def _events(self, *, share: float, for_s: float) -> None:
-        self.bus.lost_share = share
-
-        def end() -> None:
-            self.bus.lost_share = 0.0
-
-        self.processes.after(for_s, end)
-
-    def _drain(self, *, worker: int, for_s: float) -> None:
-        path = f"/v1/workers/w{worker}"
-        self._calls.append(self.clients.as_client(0, self.clients.orchestrator("POST", f"{path}/drain", body={})))
-
-        def undrain() -> None:
-            self._calls.append(self.clients.as_client(0, self._uncordon(path)))
-
-        self.processes.after(for_s, undrain)
-
-    async def _uncordon(self, path: str) -> None:
-        """End a drain, as an operator does who looks whether it worked."""
-        for _ in range(60):
-            status, _ = await self.clients.orchestrator("POST", f"{path}/uncordon", body={})
-            if 200 <= status < 300:
-                return
-            await asyncio.sleep(5.0)
+    def call(self, client: int, work: Coroutine[Any, Any, Any]) -> None:
+        """Let a client do something; the run waits for its end."""
+        self._calls.append(self.clients.as_client(client, work))
 
     # The end.
 
