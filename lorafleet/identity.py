@@ -20,6 +20,8 @@ AdapterLocation = Literal["remote", "disk", "host", "device"]
 Tier = Literal["device", "host", "storage"]
 TIERS: Final[tuple[Tier, ...]] = ("device", "host", "storage")
 """Where an engine has a KV block, fastest first."""
+CacheScope = Literal["shared", "tenant", "key"]
+"""Who shares cached prompts: everyone, the keys of one tenant, or the requests of one key."""
 FileMark = Literal["kept", "held", "gone"]
 """An adapter's files on a worker's disk. kept: until they are marked otherwise; held: they may be deleted where room is
 needed; gone: no longer there, as a mark: to be deleted once nobody uses them."""
@@ -158,6 +160,22 @@ def adapter_salt(engine_name: str, cache_salt: str = "") -> str:
         return ""
     # A salt must not be guessable from another adapter's, so SHA-256. Block hashes only predict: xxh3 will do.
     return hashlib.sha256(_length_prefixed(engine_name, cache_salt)).hexdigest()
+
+
+OWN_SALT: Final = "lorafleet:"
+"""How each salt of `own_salt` begins, and no client's salt at an engine."""
+
+
+@lru_cache(maxsize=4096)
+def own_salt(tenant: str, key_id: str, cache_salt: str = "") -> str:
+    """The `cache_salt` of requests whose cached prompts are their tenant's, or their key's, own.
+
+    key_id      empty: all keys of the tenant share their prompts. Both empty: the salt of a client that wrote OWN_SALT
+    cache_salt  the client's own, which separates prompts within
+    returns     OWN_SALT and 64 hexadecimal digits: no engine gets a tenant's name. No client chooses the outer parts,
+                and each has its length before it, so that no client's own salt leads to another tenant's
+    """
+    return OWN_SALT + hashlib.sha256(_length_prefixed(tenant, key_id, cache_salt)).hexdigest()
 
 
 def _length_prefixed(*parts: str) -> bytes:

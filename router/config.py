@@ -10,6 +10,7 @@ from pydantic_settings import SettingsConfigDict
 
 from lorafleet.engine.agentless import engines_by_id
 from lorafleet.engine.settings import WorkerDiscoverySettings
+from lorafleet.identity import CacheScope
 from lorafleet.service.settings import Url
 from router.core.schedule.cost_settings import CostSettings
 
@@ -175,6 +176,11 @@ class RouterSettings(WorkerDiscoverySettings):
     )
     kv_tail_poll_s: float = Field(
         default=5.0, gt=0, description="how often a silent engine is asked for lost KV events"
+    )
+    cache: CacheScope = Field(
+        default="tenant",
+        description="who shares cached prompts, without an orchestrator (with one, its policy says so): the keys of one"
+        " tenant, the requests of one key, or everyone (shared); see docs/security.md",
     )
     policy: PolicyName = Field(default="kv_lora", description="routing policy; see docs/architecture.md")
     shadow_policies: tuple[PolicyName, ...] = Field(

@@ -104,7 +104,7 @@ def requests_of(lines: list[TraceLine], *, seed: int, load: float, routers: int)
     found = []
     for number, i in enumerate(order):
         line = lines[i]
-        session = _session(line)
+        session = session_of(line)
         adapter = adapters[session]
         full = line.ids[: line.prompt_tokens // BLOCK]
         found.append(
@@ -128,12 +128,12 @@ def key(adapter: int, block: int) -> int:
     return ((adapter << 40 | block) * 0x9E3779B97F4A7C15 + adapter) % (1 << 63)
 
 
-def _session(line: TraceLine) -> int:
+def session_of(line: TraceLine) -> int:
     """All requests share their first block; the second tells conversations apart."""
     return line.ids[min(1, len(line.ids) - 1)]
 
 
 def _adapters(lines: list[TraceLine], rng: Random) -> dict[int, int]:
     weights = list(accumulate((rank + 1) ** -ZIPF for rank in range(ADAPTERS)))
-    sessions = dict.fromkeys(map(_session, lines))
+    sessions = dict.fromkeys(map(session_of, lines))
     return dict(zip(sessions, rng.choices(range(ADAPTERS), cum_weights=weights, k=len(sessions)), strict=True))

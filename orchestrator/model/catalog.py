@@ -35,6 +35,8 @@ class CatalogAdapter:
     priority: int = 0
     secret: str | None = None
     """name/key of the credentials for `source`"""
+    cache: identity.CacheScope | None = None
+    """who shares its cached prompts; null: the catalog's `cache`"""
     published_as: str | None = None
     """published name that it is a version of"""
     acceptance: AcceptanceMode = "warn"
@@ -111,6 +113,8 @@ class Catalog:
     draining: tuple[Draining, ...] = ()
     workers: tuple[CatalogWorker, ...] = ()
     pauses: tuple[PauseLease, ...] = ()
+    cache: identity.CacheScope = "tenant"
+    """who shares cached prompts where an adapter does not say so: the policy's"""
     wire: int = WIRE
 
 

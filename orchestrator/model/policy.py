@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from lorafleet.identity import CacheScope
 from orchestrator.model.acceptance import AcceptanceMode
 from orchestrator.model.names import MOST_VERSIONS, RESOURCE
 
@@ -35,6 +36,8 @@ class AdapterPolicy:
     """what to do with its acceptance file; null: the policy's"""
     large_weights: LargeWeightsMode | None = None
     """what to do at its registration where its weights are far too large; null: the policy's"""
+    cache: CacheScope | None = None
+    """who shares its cached prompts; null: the policy's"""
 
     def __post_init__(self) -> None:
         if self.min_replicas is not None and self.max_replicas is not None:
@@ -96,6 +99,10 @@ class PlacementPolicy:
     large_weights: LargeWeightsMode = "note"
     """what to do with finite weights that are far beyond ordinary ones, or beyond those of a published name's former
     version. note: they are served with a note; refuse: the registration or publish fails"""
+    cache: CacheScope = "tenant"
+    """who shares the cached prompts of a base model or adapter. tenant: the keys of one tenant; key: the requests of
+    one key; shared: everyone, so that a tenant who guesses another's prompt can tell that it was asked. Keys without a
+    tenant share one cache under `tenant`, and so do requests without a key"""
     adopt: Adopt = "configured"
     """which adapters on workers are registered without a call. configured: those that a worker's settings name; all:
     also those that another client loaded, or that the fleet loaded with a store it has lost; none: no adapter"""

@@ -27,7 +27,7 @@ from orchestrator.model.catalog import (
 )
 from orchestrator.model.changes import reader_of
 from orchestrator.model.pauses import PauseLease
-from orchestrator.model.policy import acceptance_mode
+from orchestrator.model.policy import PlacementPolicy, acceptance_mode
 from orchestrator.store.store import IntentStore
 
 _Kind = Literal["adapter", "alias"]
@@ -66,6 +66,7 @@ class CatalogBook:
         self._workers: dict[str, CatalogWorker] = SortedDict()
         self._draining: tuple[Draining, ...] = ()
         self._pauses: dict[str, PauseLease] = SortedDict()
+        self._cache = PlacementPolicy().cache
         self.pause_revisions: dict[str, int] = {}
         """Key of a pause's scope -> the revision since which the catalog has it as it is."""
         self._body: tuple[int, bytes] = (-1, b"")
@@ -132,6 +133,9 @@ class CatalogBook:
 
         states   lora_id -> (adapter state, error), at least of the adapters that have changed
         """
+        if (cache := self._store.rules.cache) != self._cache:
+            self._emit_change("policy_changed", message=f"cache: {cache}")
+            self._cache = cache
         self._refresh_adapters(states)
         self._refresh_aliases()
         for name in sorted(self._workers.keys() | workers.keys()):
@@ -176,6 +180,7 @@ class CatalogBook:
                 # A request may wait for any error to pass but a quarantine, which is the adapter's own fault.
                 error=error if state == "failed" else None,
                 priority=adapter.policy.priority,
+                cache=adapter.policy.cache,
                 secret=adapter.secret,
                 published_as=self._store.published_as(lora_id),
                 acceptance=source.acceptance,
@@ -233,6 +238,7 @@ class CatalogBook:
                 draining=self._draining,
                 workers=tuple(self._workers.values()),
                 pauses=tuple(self._pauses.values()),
+                cache=self._cache,
             )
             self._body = (self.revision, reader_of(Catalog).dump_json(catalog))
         return self._body
@@ -257,6 +263,7 @@ class CatalogBook:
             draining=self._draining,
             workers=tuple(self._workers.values()),
             pauses=tuple(self._pauses.values()),
+            cache=self._cache,
         )
         return reader_of(Catalog).dump_json(changes)
 

@@ -178,7 +178,7 @@ async def explain_request(
     await known_fleet(services)
     target = resolve_target(services, _caller_as_reader(caller), question)
     tokens = await tokenize(services, target, question)
-    prompt = hash_prompt(services, target, question, tokens)
+    prompt = hash_prompt(services, caller, target, question, tokens)
     try:
         decision = services.scheduler.decide(prompt, services.clock())
     except NoReplica as exc:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from lorafleet import identity
-from lorafleet.identity import AdapterLocation
+from lorafleet.identity import AdapterLocation, CacheScope
 from orchestrator.model.acceptance import AcceptanceResult
 from orchestrator.model.catalog import CatalogAdapter, CatalogAlias
 from router.core.kv.index import WorkerId
@@ -241,6 +241,11 @@ class RouterFleet:
     replicas: Mapping[WorkerId, Replica] = field(default_factory=lambda: MappingProxyType({}))
     adapters: Mapping[str, CatalogAdapter] = field(default_factory=lambda: MappingProxyType({}))
     aliases: Mapping[str, CatalogAlias] = field(default_factory=lambda: MappingProxyType({}))
+    cache: CacheScope = "tenant"
+
+    def cache_of(self, adapter: CatalogAdapter | None) -> CacheScope:
+        """Who shares cached prompts of this adapter; None: of the base model."""
+        return self.cache if adapter is None or adapter.cache is None else adapter.cache
 
     @cached_property
     def base_models(self) -> dict[str, Replica | None]:

@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from lorafleet.identity import engine_name
+from lorafleet.identity import CacheScope, engine_name
 from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogAlias, CatalogWorker
 from orchestrator.model.changes import reader_of
 from orchestrator.model.names import checked_lora_id
@@ -27,6 +27,7 @@ class RouterCatalog:
     draining: Mapping[str, frozenset[str]] = field(default_factory=dict)
     workers: tuple[CatalogWorker, ...] = ()
     pauses: tuple[PauseLease, ...] = ()
+    cache: CacheScope = "tenant"
 
     def names(self) -> frozenset[str]:
         """All lora_ids and alias names, which no engine's own list can redefine."""
@@ -69,6 +70,7 @@ def _with_entries(known: RouterCatalog, changes: Catalog) -> RouterCatalog:
         draining=MappingProxyType(_draining_by_worker(changes)),
         workers=changes.workers,
         pauses=changes.pauses,
+        cache=changes.cache,
     )
 
 

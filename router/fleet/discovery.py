@@ -556,7 +556,13 @@ class Discovery:
         }
         replicas = with_last_resort(replicas)
         catalog = self._catalog.current
-        self.fleet = RouterFleet(catalog.revision, MappingProxyType(replicas), self._all_adapters, catalog.aliases)
+        self.fleet = RouterFleet(
+            catalog.revision,
+            MappingProxyType(replicas),
+            self._all_adapters,
+            catalog.aliases,
+            catalog.cache if self._url else self._settings.cache,
+        )
         if not self._url and replicas and self._has_polled_all():
             self._has_heard_engines = True
         self.changes.notify()

@@ -61,8 +61,8 @@ _CONSTRAINTS: Mapping[str, str] = {
 _ITEM_FIELDS = frozenset({"text", "input_ids", "lora_id", "lora_path", "sampling_params", "rid"})
 _SHARED_FIELDS = frozenset({"model", "stream", "cache_salt", "priority", "user"})
 _KNOWN_FIELDS = _ITEM_FIELDS | _SHARED_FIELDS | {*sglang_logprobs.FIELDS}
-# SGLang passes these on to its scheduler; the rest of an item is its own.
-_NATIVE_SHARED = ("cache_salt", "priority")
+# SGLang passes this on to its scheduler, and a salt as `extra_key`; the rest of an item is its own.
+_NATIVE_SHARED = ("priority",)
 # Fields that trainers send, and what there is in their place.
 _NOT_OFFERED: Mapping[str, str] = {
     "image_data": "send pictures to /v1/chat/completions, as image_url",

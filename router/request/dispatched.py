@@ -63,6 +63,7 @@ def begin_dispatched(  # noqa: PLR0917  (for each request, and names take time)
         is_hashed,
         tokens,
         hashed.chain(worker, replica.block_size) if replica.caches_prefixes else (),
+        hashed.cache_salt,
     )
     services.decisions.add(dispatched, now)
     if dispatched.hashes:

@@ -8,10 +8,9 @@ from types import MappingProxyType
 
 import msgspec
 
-from lorafleet.identity import adapter_salt
 from router.core.errors import BadBody, ReplicaUnreachable
 from router.protocols.adapter_fields import RawFields, is_empty, is_empty_value, refuse_adapter_fields
-from router.protocols.routes import PromptKind, Route
+from router.protocols.routes import PromptKind
 
 Body = RawFields
 
@@ -206,13 +205,18 @@ def sglang_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> 
     return msgspec.json.encode(_with_options(body, model, options))
 
 
-def sglang_native_body(native: Mapping[str, object], prompt: msgspec.Raw, adapter: str, request_id: str) -> bytes:
+def sglang_native_body(
+    native: Mapping[str, object], prompt: msgspec.Raw, adapter: str, cache_salt: str, request_id: str
+) -> bytes:
     """The body of SGLang's own `/generate`, which selects an adapter by `lora_path`; empty: the base model.
 
-    prompt  a text or token ids, as JSON
+    prompt      a text or token ids, as JSON
+    cache_salt  called `extra_key` there; empty: none
     """
     own = {"text" if bytes(prompt).lstrip().startswith(b'"') else "input_ids": prompt, "rid": request_id}
-    return msgspec.json.encode({**native, **own, **({"lora_path": adapter} if adapter else {})})
+    chosen = {"lora_path": adapter} if adapter else {}
+    salted = {"extra_key": cache_salt} if cache_salt else {}
+    return msgspec.json.encode({**native, **own, **chosen, **salted})
 
 
 def sgl_jax_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> bytes:
@@ -235,6 +239,7 @@ class Dialect:
     model  (the base model's served name, engine name or "") -> value of `model` in request and answer
     body   (client's fields, that name, options) -> the bytes to send
     paths  where an adapter is selected; None: everywhere. At other paths the base model answers under its name
+    salted_paths     where a `cache_salt` separates cached prompts; None: wherever the route has one
     completes_chats  a chat with an adapter goes there as a completion of its token ids
     has_tokenize     it has /tokenize
     """
@@ -242,6 +247,7 @@ class Dialect:
     model: Callable[[str, str], str]
     body: Callable[[Body, str, EngineOptions], bytes]
     paths: frozenset[str] | None = None
+    salted_paths: frozenset[str] | None = None
     completes_chats: bool = False
     has_tokenize: bool = True
 
@@ -279,6 +285,10 @@ _SGLANG_PATHS = frozenset(
     }
 )
 
+# SGLang 0.5 hands a salt on where its request has an `extra_key` (entrypoints/openai/serving_base.py
+# _compute_extra_key): requests for embeddings have none.
+_SGLANG_SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
+
 # sgl-jax, read in its source: of its OpenAI routes completions alone hand `lora_path` on. Its chats are the base
 # model's, so that an adapter's go there as completions.
 _SGL_JAX_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
@@ -292,8 +302,10 @@ def _base_model(model_name: str, engine_name: str) -> str:  # noqa: ARG001  (oth
 # By the kind that a worker's agent reports (`transport.dialect` of its metadata). The sim speaks vLLM's.
 DIALECTS: Mapping[str, Dialect] = {
     "vllm": Dialect(_vllm_model, vllm_body),
-    "sglang": Dialect(_sglang_model, sglang_body, _SGLANG_PATHS),
-    "sgl-jax": Dialect(_base_model, sgl_jax_body, _SGL_JAX_PATHS, completes_chats=True, has_tokenize=False),
+    "sglang": Dialect(_sglang_model, sglang_body, _SGLANG_PATHS, _SGLANG_SALTED),
+    "sgl-jax": Dialect(
+        _base_model, sgl_jax_body, _SGL_JAX_PATHS, _SGL_JAX_PATHS, completes_chats=True, has_tokenize=False
+    ),
 }
 
 
@@ -315,27 +327,25 @@ def dialect_of(kind: str, engine_name: str, path: str = "/v1/completions") -> Di
             reason="unknown_dialect",
         )
     # The base model under its own name is plain OpenAI.
-    return Dialect(_vllm_model, sglang_body)
+    return Dialect(_vllm_model, sglang_body, salted_paths=frozenset())
 
 
-def salt_for(route: Route, engine_name: str, cache_salt: object) -> str:
-    """The `cache_salt` for an engine where prompts are salted; empty: none.
+def require_salt(kind: str, dialect: Dialect, path: str) -> None:
+    """Raise where this kind of engine cannot keep a caller's cached prompts apart at this path.
 
-    engine_name  of the adapter; empty for the base model
-    cache_salt   the client's own, decoded
-    raises       BadBody for an invalid salt, and for an adapter at a route without salts: its answer could come from
-                 another adapter's KV
+    raises  ReplicaUnreachable for an unknown kind: another replica may. BadBody where a known kind cannot
     """
-    if not route.computes:
-        return ""
-    if engine_name and not route.takes_salt:
-        message = (
-            f"this adapter is served by engines that keep adapters apart by cache_salt, which {route.path} has not"
+    salted = dialect.salted_paths
+    if salted is None or path in salted:
+        return
+    fix = "or set `cache: shared` for it, see docs/security.md"
+    if not salted:
+        message = f"engines of kind {kind!r} are not known to keep cached prompts of tenants apart"
+        raise ReplicaUnreachable(
+            f"{message}: serve the model with {', '.join(sorted(DIALECTS))}, {fix}", reason="unknown_dialect"
         )
-        raise BadBody(f"{message}; there are /v1/chat/completions, /v1/completions and /v1/embeddings", param="model")
-    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise BadBody(f"cache_salt must be a text that is not empty, found {cache_salt!r}", param="cache_salt")
-    return adapter_salt(engine_name, cache_salt or "")
+    message = f"cached prompts are kept apart for each caller here, which {kind} cannot do at {path}"
+    raise BadBody(f"{message}; there is {', '.join(sorted(salted))}, {fix}")
 
 
 def may_send_ids(kind: PromptKind, body: Body, *, prompt_tokens: int, max_model_len: int) -> bool:

@@ -13,7 +13,8 @@ from router.protocols.chat_completion import completion_of_chat
 from router.protocols.routes import COMPLETIONS, ROUTES, Route
 from router.protocols.sglang_logprobs import check_for_completions
 from router.protocols.stored_responses import tagged_response_id
-from router.request.engine_body import EngineOptions, dialect_of, may_send_ids, salt_for, sglang_native_body
+from router.request.cache_salt import is_own_salt, salt_for
+from router.request.engine_body import EngineOptions, dialect_of, may_send_ids, require_salt, sglang_native_body
 from router.request.parsed_request import ParsedRequest
 from router.request.record import DispatchedRequest
 from router.request.services import Services
@@ -93,10 +94,15 @@ def engine_message(
     response_id  the id that the engine gives its response, see `new_response_id`
     raises       ReplicaUnreachable, `unknown_dialect`: this engine cannot be given an adapter
                  NoReplica before the tokenizer was read that a chat as a completion needs
-                 BadBody, see `dialect_of` and `salt_for`
+                 BadBody, see `dialect_of`, `require_salt` and `salt_for`
     """
     route, replica, routing = request.route, dispatched.replica, dispatched.decision.request
     dialect = dialect_of(replica.dialect, routing.engine_name, route.path)
+    given, salt = request.decoded.get("cache_salt"), dispatched.cache_salt
+    if is_own_salt(salt) and route.computes:
+        require_salt(replica.dialect, dialect, SGLANG_ITEM.path if request.native is not None else route.path)
+    if replica.is_salted:
+        salt = salt_for(route, routing.engine_name, salt or given)
     model = dialect.model(replica.model_name, routing.engine_name)
     # The trust at the dispatch spares most requests the two calls; that of an approximate prompt says nothing.
     may_want_report = route.generates and dispatched.trust != "exact" and services.feeds.may_repeat(replica.id)
@@ -106,7 +112,7 @@ def engine_message(
         response_id,
         route.prompt,
         dispatched.prompt.ids if _sends_ids(services, request, dispatched) else None,
-        salt_for(route, routing.engine_name, request.decoded.get("cache_salt")) if replica.is_salted else "",
+        "" if salt == given else salt,
         routing.engine_name,
     )
     endpoint = endpoint_of(replica, services.config.engine_key)
@@ -115,7 +121,7 @@ def engine_message(
         if replica.dialect == "sglang":
             route = SGLANG_ITEM
             request = msgspec.structs.replace(request, target=route.path.encode())
-            body = sglang_native_body(native, request.fields["prompt"], routing.engine_name, request.request_id)
+            body = sglang_native_body(native, request.fields["prompt"], routing.engine_name, salt, request.request_id)
             head = endpoint.request(request, body, dispatched.decision.rank)
             return EngineMessage(route, endpoint.origin, head, model, routing.engine_name, replica.id, request.streamed)
         check_for_completions(native, replica.dialect)

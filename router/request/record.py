@@ -36,6 +36,7 @@ class DispatchedRequest(msgspec.Struct, eq=False):
     is_hashed        its prompt has block hashes
     prompt, hashes   token ids, and block hashes by that replica's block size and salt; dropped at the end, because a
                      thousand long ones, kept with the newest decisions, add up
+    cache_salt       of the hashed request
     pending, index   blocks that count as cached until the engine's own events say so, and where; None: none
     estimate         what was recorded as cached at an engine that reports nothing
     first_data_s     from dispatch to first token or whole answer; None: there is none yet
@@ -60,6 +61,7 @@ class DispatchedRequest(msgspec.Struct, eq=False):
     is_hashed: bool
     prompt: Tokens
     hashes: Sequence[BlockHash]
+    cache_salt: str = ""
     pending: PendingBlocks | None = None
     index: KvIndex | None = None
     estimate: PredictedCache | None = None

@@ -375,7 +375,7 @@ class RequestRun(msgspec.Struct, eq=False):
         services, request = self.services, self.request
         most = services.config.max_tries
         for _ in range(most):
-            hashed = hash_prompt(services, target, request, tokens, self.excluded)
+            hashed = hash_prompt(services, self.caller, target, request, tokens, self.excluded)
             await next_stage()
             began_at, is_again = services.clock(), self.attempts > 1
             try:
@@ -440,7 +440,7 @@ class RequestRun(msgspec.Struct, eq=False):
         for _ in range(most):
             engine = target.only
             if engine is None:
-                hashed = hash_prompt(services, target, self.request, tokens, self.excluded)
+                hashed = hash_prompt(services, self.caller, target, self.request, tokens, self.excluded)
                 engine = services.scheduler.decide(hashed, services.clock()).replica.incarnation
             async with services.alone(engine):
                 try:

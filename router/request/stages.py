@@ -23,6 +23,7 @@ from router.core.schedule.snapshot import length_rejection
 from router.core.scheduler import first_blocks
 from router.kv.feeds import KvFeeds
 from router.protocols.stored_responses import adapter_gone_error, worker_gone_error, worker_of_response
+from router.request.cache_salt import cache_salt_of
 from router.request.dispatched import begin_dispatched, end_dispatched
 from router.request.parsed_request import ParsedRequest, reads_prefix_cache
 from router.request.record import DispatchedRequest
@@ -238,6 +239,7 @@ def _too_short_on_uneven_roster(
 
 def hash_prompt(
     services: Services,
+    caller: Caller,
     target: RequestTarget,
     request: ParsedRequest,
     tokens: Tokens,
@@ -246,6 +248,7 @@ def hash_prompt(
     """hash: the routing request, with block hashes of the prompt for every block size in the fleet.
 
     excluded  replicas that may not get the request
+    raises    BadBody, see `cache_salt_of`
     """
     adapter, approximated = target.adapter, tokens.approximation
     roster = services.discovery.fleet.roster(target.base_model)
@@ -253,9 +256,9 @@ def hash_prompt(
     chains: HashChains = NOTHING
     salted: HashChains = NOTHING
     conversation = 0
+    cache = services.discovery.fleet.cache_of(adapter)
+    salt = cache_salt_of(request.route, caller, cache, request.decoded.get("cache_salt"))
     if tokens is not NO_TOKENS and reads_prefix_cache(request):
-        given = request.decoded.get("cache_salt")
-        salt = given if isinstance(given, str) else ""
         root = root_hash(target.base_model, engine_name, salt)
         if approximated is not None:
             root = approximate_root(root)
@@ -280,7 +283,7 @@ def hash_prompt(
         total_tokens,
         approximated is not None,
     )
-    return HashedRequest(ask, chains, salted, roster.salted) if salted else HashedRequest(ask, chains)
+    return HashedRequest(ask, chains, salted, roster.salted if salted else frozenset(), salt)
 
 
 def _hash_chains(services: Services, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> HashChains:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lorafleet.engine.worker_proofs import ProvedAgent, proof_of
-from lorafleet.identity import engine_name
+from lorafleet.identity import CacheScope, engine_name
 from lorafleet.keys.key_files import hash_key, key_id_of
 from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker
 from orchestrator.model.changes import reader_of
@@ -143,6 +143,7 @@ class AgentDouble:
     drained: dict[str, str] = field(default_factory=dict)  # worker -> boot id of the agent that the catalog says drains
     kept_out: dict[str, tuple[str, ...]] = field(default_factory=dict)  # worker -> lora_ids, by the catalog
     aliases: tuple = ()
+    cache: CacheScope = "tenant"  # of the policy
     named: frozenset | None = None  # the workers in the catalog; None: all
     loads: list[dict] = field(default_factory=list)
     is_full: bool = False  # every agent
@@ -245,6 +246,7 @@ class AgentDouble:
                 aliases=self.aliases,
                 workers=workers,
                 draining=self.draining,
+                cache=self.cache,
             )
             return Response(reader_of(Catalog).dump_json(catalog), media_type="application/json")
 

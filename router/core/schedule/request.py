@@ -53,12 +53,15 @@ class HashedRequest(msgspec.Struct, frozen=True):
     salted_chains   hashes at replicas that salt prompts (Replica.is_salted); empty where no salt applies, and for
                     approximate prompts
     salted_workers  the replicas that salt prompts
+    cache_salt      what keeps its cached prompts apart, at every replica: its tenant's or key's own salt, or the
+                    client's (`router.request.cache_salt`); replicas that salt prompts make another one of it
     """
 
     request: RoutingRequest
     chains: HashChains = NOTHING
     salted_chains: HashChains = NOTHING
     salted_workers: frozenset[WorkerId] = frozenset()
+    cache_salt: str = ""
 
     def chain(self, worker: WorkerId, block_size: int) -> Sequence[BlockHash]:
         """The prompt's block hashes at one worker."""

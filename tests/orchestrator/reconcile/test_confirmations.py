@@ -14,6 +14,7 @@ from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.intent.uploads import AdapterUploads, KeptUpload, UploadAsk, UploadQuery
 from orchestrator.model.catalog import Catalog
 from orchestrator.model.changes import reader_of
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import AliasTarget, ServedName
 from orchestrator.reconcile.catalog import CatalogBook
 from router.fleet.catalog import router_catalog, with_changes
@@ -24,7 +25,7 @@ from workers.wire import WorkerAdapter
 NAMES = ("a", "b", "c", "d")
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("register", "delete", "mark", "alias", "unalias", "read", "event", "term", "full")),
+        st.sampled_from(("register", "delete", "mark", "alias", "unalias", "cache", "read", "event", "term", "full")),
         st.sampled_from(NAMES),
     ),
     max_size=30,
@@ -38,6 +39,7 @@ class StoreDouble:
         self.adapters, self.names, self.revision = {}, {}, 7
         self.changed_adapters = set()
         self.fails = False
+        self.rules = PlacementPolicy()
 
     def next_revision(self):
         self.revision += 1
@@ -72,6 +74,9 @@ def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept
                 store.names[f"to-{name}"] = ServedName(name=f"to-{name}", targets=targets)
             case "unalias":
                 store.names.pop(f"to-{name}", None)
+            case "cache":
+                cache = "tenant" if store.rules.cache == "shared" else "shared"
+                store.rules = PlacementPolicy(cache=cache)
             case "event" if not store.fails:
                 book.emit_event("load_failed", lora_id=name)
             case "full":

@@ -352,7 +352,7 @@ def test_an_item_in_sglangs_form_has_the_clients_sampling_parameters_untranslate
     body = {"input_ids": [[1], [2]], "sampling_params": {"max_new_tokens": 3, "regex": "a"}, "return_logprob": True}
     natives = split_batch(json.dumps(body | {"lora_path": SQL, "cache_salt": "s"}).encode()).natives
     logprobs = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 0}
-    own = {"sampling_params": body["sampling_params"], "stream": False, "cache_salt": "s"}
+    own = {"sampling_params": body["sampling_params"], "stream": False}
     assert [dict(native) for native in natives] == [own | logprobs | {"return_text_in_logprobs": False}] * 2
 
 

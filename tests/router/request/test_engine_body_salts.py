@@ -15,7 +15,8 @@ from lorafleet.local.tiny_model import make_adapters, make_model
 from orchestrator.model.adapter_documents import EnsureAnswer
 from router.core.errors import BadBody
 from router.protocols.routes import ROUTES
-from router.request.engine_body import NO_OPTIONS, EngineOptions, dialect_of, salt_for
+from router.request.cache_salt import salt_for
+from router.request.engine_body import NO_OPTIONS, EngineOptions, dialect_of
 from tests.patience import until
 from tests.router.doubles import BASE, DIGEST, EngineDouble, error_of, fleet, with_sql
 from tests.router.fleet.test_discovery import ask, routing

@@ -131,8 +131,10 @@ def test_sglangs_own_body_chooses_the_adapter_by_its_engine_name():
     native, rid = {"sampling_params": {}}, {"rid": "r-0"}
     text, ids = msgspec.Raw(b'"x"'), msgspec.Raw(b"[1,2]")
     chosen = {"text": "x", "lora_path": "m@1"}
-    assert json.loads(sglang_native_body(native, text, "m@1", "r-0")) == native | rid | chosen
-    assert json.loads(sglang_native_body(native, ids, "", "r-0")) == native | rid | {"input_ids": [1, 2]}
+    assert json.loads(sglang_native_body(native, text, "m@1", "", "r-0")) == native | rid | chosen
+    assert json.loads(sglang_native_body(native, ids, "", "", "r-0")) == native | rid | {"input_ids": [1, 2]}
+    salted = json.loads(sglang_native_body(native, text, "", "pepper", "r-0"))
+    assert salted == native | rid | {"text": "x", "extra_key": "pepper"}
 
 
 @pytest.mark.parametrize(
