@@ -29,6 +29,7 @@ _PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"
 # Claims that are lists of words in one text (RFC 8693, 4.2; Entra's `scp`).
 _WORD_LISTS = frozenset({"scope", "scp"})
 _NAMES_OF_PEOPLE = ("preferred_username", "email", "name", "sub")
+_HOST = re.compile(r"[A-Za-z0-9._:\[\]-]+")
 _FORBID: ConfigDict = {"extra": "forbid"}
 
 
@@ -124,6 +125,8 @@ def is_safe_url(url: str) -> bool:
     if not is_http(url):
         return False
     parts = urlsplit(url)
+    if not _HOST.fullmatch(parts.netloc):  # it becomes part of a header of the console's page
+        return False
     return parts.scheme == "https" or _is_loopback(parts.hostname or "")
 
 

@@ -68,14 +68,13 @@ class KeyList:
 
 
 def key_item(caller: Caller, reader: Caller) -> KeyItem:
-    """The caller's key, for an answer. Its note is the operators' comment, for readers above tenants alone."""
+    """The caller's key, for an answer. A key's note is the operators' comment, for readers above tenants alone."""
     status = KeyStatus(
         may=tuple(scope for scope in SCOPES if caller.may(scope)),
         is_confined_to_tenant=caller.only_tenant is not None,
     )
-    return KeyItem(
-        key_id=caller.key_id, spec=caller if reader.only_tenant is None else replace(caller, note=""), status=status
-    )
+    sees_note = reader.only_tenant is None or bool(caller.issuer)  # of a token the note is the reader's own name
+    return KeyItem(key_id=caller.key_id, spec=caller if sees_note else replace(caller, note=""), status=status)
 
 
 def whoami_routes(keys: ApiKeys) -> APIRouter:

@@ -62,7 +62,7 @@ def build_router(
     api = APIRouter()
     add_routes(
         api,
-        ui_routes(),
+        ui_routes(keys),
         whoami_routes(keys),
         health_routes(reconciler, metrics, is_stopping, metrics_dependencies(keys, need_key=metrics_need_key)),
         router_routes(keys, registry, reconciler, views, book, is_stopping=is_stopping, clock=clock),

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Query
@@ -184,7 +185,11 @@ def request_routes(keys: ApiKeys, mailbox: RouterMailbox) -> APIRouter:
         async def answer(model: str) -> AskedAnswer:
             """One model's answer, or why there is none."""
             routed = RoutedAsk(
-                model=model, prompt=asked.prompt, max_tokens=asked.max_tokens, key_id=caller.key_id
+                model=model,
+                prompt=asked.prompt,
+                max_tokens=asked.max_tokens,
+                key_id=caller.key_id,
+                caller=replace(caller, expires_at=None) if caller.issuer else None,
             ).model_dump()
             reply = await mailbox.ask(router, "ask", routed, tenant=caller.only_tenant, within_s=_ASK_WITHIN_S)
             if reply is None:

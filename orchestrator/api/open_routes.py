@@ -1,6 +1,6 @@
 """Routes that are open without a key: probes, metrics, and the console.
 
-The console's files come with the package; it reads over REST with the reader's own key.
+The console's files come with the package; it reads over REST with the reader's own key or token.
 """
 
 import gzip
@@ -8,12 +8,18 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Header
 from fastapi.params import Depends
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from pydantic import ConfigDict
+from pydantic.config import JsonDict
 
+from lorafleet.keys.auth import ApiKeys
+from lorafleet.keys.issuers import ConsoleLogin
+from lorafleet.keys.signing_keys import Endpoints
 from orchestrator.core.errors import NotFound, OrchestratorUnavailable, StoreError
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.model.health import Status
@@ -22,25 +28,67 @@ from orchestrator.reconcile.reconciler import Reconciler
 FOLDER = Path(__file__).with_name("console")
 _TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
 # uPlot and Preact set styles through the DOM's own objects, which needs no permission.
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-)
+_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "'self'",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
 _HEADERS = {
-    "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     # A browser asks each time whether its copy is still the newest: an upgrade shows at once.
     "cache-control": "no-cache",
 }
+
+
+_LOGIN: JsonDict = {
+    "issuer": "https://login.example.com/realms/ml",
+    "client": {"client_id": "lorafleet", "scope": "openid profile", "token": "access_token"},
+    "endpoints": {
+        "authorization": "https://login.example.com/realms/ml/protocol/openid-connect/auth",
+        "token": "https://login.example.com/realms/ml/protocol/openid-connect/token",
+        "end_session": "https://login.example.com/realms/ml/protocol/openid-connect/logout",
+    },
+}
+
+
+def page_policy(logins: Sequence["LoginItem"] = ()) -> str:
+    """The page's Content-Security-Policy: calls go to this server, and to the token endpoints of these logins."""
+    endpoints = map(urlsplit, sorted({login.endpoints.token for login in logins}))
+    connect = " ".join([_POLICY["connect-src"], *(f"{url.scheme}://{url.netloc}" for url in endpoints)])
+    return "; ".join(f"{name} {sources}" for name, sources in (_POLICY | {"connect-src": connect}).items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoginItem:
+    """An issuer at which the console's readers log in: as which client, and where."""
+
+    issuer: str
+    client: ConsoleLogin
+    endpoints: Endpoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoginList:
+    """The issuers of the key files that have a `console`, and whose discovery documents have been read."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = {"json_schema_extra": {"examples": [{"data": [_LOGIN]}]}}
+
+    data: tuple[LoginItem, ...]
+
+
+def console_logins(keys: ApiKeys) -> tuple[LoginItem, ...]:
+    """Where the console's readers may log in now."""
+    return tuple(
+        LoginItem(issuer=issuer.issuer, client=issuer.console, endpoints=endpoints)
+        for issuer in keys.issuers.values()
+        if issuer.console is not None and (endpoints := keys.signing_keys.endpoints(issuer)).token
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +114,7 @@ def read_assets() -> dict[str, ConsoleAsset]:
     return found
 
 
-def ui_routes() -> APIRouter:
+def ui_routes(keys: ApiKeys) -> APIRouter:
     """The console's routes, open to all: the page has no secrets, and asks for a key."""
     api = APIRouter(tags=["health"])
     page, assets = (FOLDER / "index.html").read_text(encoding="utf-8"), read_assets()
@@ -81,7 +129,7 @@ def ui_routes() -> APIRouter:
         found = assets.get(path)
         if found is None:
             raise NotFound(f"the console has no file {path[:100]!r}", code="not_found")
-        headers = _HEADERS | {"etag": found.etag, "vary": "accept-encoding"}
+        headers = _HEADERS | {"content-security-policy": page_policy(), "etag": found.etag, "vary": "accept-encoding"}
         if if_none_match == found.etag:
             return Response(status_code=304, headers=headers)
         if "gzip" in accept_encoding:
@@ -92,7 +140,12 @@ def ui_routes() -> APIRouter:
     @api.get("/ui/{view:path}", response_class=HTMLResponse, include_in_schema=False)
     async def ui(view: str = "") -> HTMLResponse:  # noqa: ARG001  (the page reads its own address)
         """The console; every view has an address of its own below `/ui`."""
-        return HTMLResponse(page, headers=_HEADERS)
+        return HTMLResponse(page, headers=_HEADERS | {"content-security-policy": page_policy(console_logins(keys))})
+
+    @api.get("/v1/login")
+    async def login() -> LoginList:
+        """The issuers at which people log in to the console, with their public clients; open without a key."""
+        return LoginList(data=console_logins(keys))
 
     return api
 

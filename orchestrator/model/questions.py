@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from lorafleet.keys.roles import Caller
 from orchestrator.model.documents import ServiceDocument
 from orchestrator.model.usage import Name
 
@@ -36,12 +37,17 @@ class Ask(ServiceDocument):
 
 
 class RoutedAsk(ServiceDocument):
-    """One model's part of it, for a router. `key_id`: of the caller's key, which the router looks up itself."""
+    """One model's part of it, for a router.
+
+    key_id  of the caller's key, which the router looks up itself; or of its token
+    caller  of a token, which no service passes on: as the orchestrator's grants have it; null: the caller has a key
+    """
 
     model: str
     prompt: str
     max_tokens: int
     key_id: str = ""
+    caller: Caller | None = None
 
 
 class AskedAnswer(ServiceDocument):

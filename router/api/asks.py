@@ -1,19 +1,22 @@
 """A person's question to several models, asked from the console: through this router as with the person's own key.
 
 The console may call its own orchestrator alone, and no service gets a person's key. The orchestrator passes on the id
-of the key that it has checked. This router, which has the same key files, serves the question as that key's request:
-with its limits, its tenant's sight, a story of its own, and counts in traffic and metrics.
+of the key that it has checked, or what it grants a token. This router, which has the same key files, serves the
+question as that caller's request: with its limits, its tenant's sight, a story of its own, and counts in traffic and
+metrics.
 """
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from lorafleet.http_server.exchange import HttpExchange
-from lorafleet.keys.roles import check_scope
+from lorafleet.keys.roles import Caller, check_scope
 from lorafleet.service.decoding import DECODE_ERRORS
+from lorafleet.service.http import HttpError
 from orchestrator.model.questions import AskedAnswer, RoutedAsk
 from router.api.inference import InferenceHandler
 from router.request.services import Services
@@ -82,7 +85,9 @@ class _AnswerReader:
 
 async def answer_ask(services: Services, ask: RoutedAsk) -> AskedAnswer:
     """The model's answer, with its first token's time. Raises HttpError where this router does not know the key."""
-    caller = services.keys.caller_by_id(ask.key_id)
+    caller = (
+        services.keys.caller_by_id(ask.key_id) if ask.caller is None else _caller_of_token(ask, ask.caller, services)
+    )
     check_scope(caller, "infer")
     body = msgspec.json.encode(
         {
@@ -121,6 +126,14 @@ async def answer_ask(services: Services, ask: RoutedAsk) -> AskedAnswer:
         return found.model_copy(update={"error": _error_in(content)})
     first_s = None if reader.first_token_at is None else reader.first_token_at - began_at
     return found.model_copy(update=_read_stream(content) | {"first_token_s": first_s})
+
+
+def _caller_of_token(ask: RoutedAsk, caller: Caller, services: Services) -> Caller:
+    """The caller of a token that the orchestrator has checked; raises HttpError for an issuer that is not ours."""
+    if caller.issuer not in services.keys.issuers:
+        message = f"this router takes no tokens of {caller.issuer:.200}: give it the same key files as the orchestrator"
+        raise HttpError(403, "key_unknown", message)
+    return replace(caller, key_id=ask.key_id)
 
 
 def _read_stream(content: bytes) -> dict[str, Any]:

@@ -3,6 +3,7 @@ import { store, useState, useEffect, useRef, useStore } from "./lib.js";
 
 export const me = store(null);          // GET /v1/whoami; null: not known yet
 export const needsKey = store(false);
+export const refusal = store("");       // why the reader's key or token is not taken; "": none was sent
 export const problem = store("");       // why the last call failed; "": it did not
 export const now = store(null);         // the last message of /v1/live
 export const tick = store(0);           // grows with every whole slice of traffic
@@ -56,6 +57,7 @@ export async function call(method, path, { body, headers, signal, raw } = {}) {
   if (answer.status === 401) needsKey.set(true);
   if (!answer.ok) {
     const error = ((await answer.json().catch(() => ({}))).error) || {};
+    if (answer.status === 401 && key) refusal.set(error.message || "This key is not taken.");
     throw new CallError(error.message || `${method} ${path}: HTTP ${answer.status}`, answer.status, error.code || "");
   }
   if (answer.status === 204) return null;
@@ -85,9 +87,11 @@ export async function whoami() {
   try {
     me.set(await get("/v1/whoami"));
     needsKey.set(false);
+    refusal.set("");
     if (may("view")) get("/v1/keys").then((list) => keyNotes.set(new Map(list.data.filter((one) => one.spec.note).map((one) => [one.key_id, one.spec.note]))), () => {});
   } catch (error) {
-    if (error.status !== 401) problem.set(error.message);
+    if (error.code === "no_grant") { refusal.set(error.message); needsKey.set(true); }
+    else if (error.status !== 401) problem.set(error.message);
   }
 }
 

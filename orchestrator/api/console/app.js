@@ -1,6 +1,7 @@
 // The frame: navigation, the key, and which page an address shows.
 import { html, render, useEffect, useStore, useState } from "./lib.js";
-import { start, me, needsKey, problem, now, range, RANGES, keyNotes, setKey, may } from "./api.js";
+import { start, me, needsKey, refusal, problem, now, range, RANGES, keyNotes, setKey, may } from "./api.js";
+import { begin, finish, logins, signOut } from "./login.js";
 import { place, Link } from "./route.js";
 import { Toasts, Field } from "./parts.js";
 import { ZONE } from "./format.js";
@@ -65,7 +66,7 @@ function Side({ path }) {
     <nav aria-label="Pages"><ul>${NAV.filter(([to]) => !(mine?.status.is_confined_to_tenant && FLEET_ONLY.has(to))).map(([to, label, icon]) => html`<li key=${to}><${Link} to=${to} aria-current=${(path.split("/")[0].replace("published", "aliases") === to) ? "page" : undefined}>
       <svg viewBox="0 0 16 16" aria-hidden="true"><path d=${ICONS[icon]}/></svg>${label}${counts[icon] ? html`<span class="count ${icon === "workers" && lost ? "bad" : ""}">${counts[icon]}</span>` : ""}<//></li>`)}</ul></nav>
     <div class="foot"><div class="row"><span class="live ${trouble || !fleet ? "off" : ""}" role="status">${trouble || (fleet ? "live" : "connecting")}</span><${Theme}/></div>
-      <div class="row who">${mine && html`${mine.key_id ? html`<span>${notes.get(mine.key_id) ? `${notes.get(mine.key_id)}, key ` : "key "}${mine.key_id}</span><span>${mine.spec.tenant ? `tenant ${mine.spec.tenant}` : ""} ${mine.spec.scopes.join(", ")}</span><button type="button" class="link" onClick=${() => setKey("", false)}>Sign out</button>` : html`<span>open: no key needed</span>`}`}</div>
+      <div class="row who">${mine && html`${mine.key_id ? html`<span>${[mine.spec.note || notes.get(mine.key_id), `${mine.spec.issuer ? "token" : "key"} ${mine.key_id}`].filter(Boolean).join(", ")}</span><span>${mine.spec.tenant ? `tenant ${mine.spec.tenant}` : ""} ${mine.spec.scopes.join(", ")}</span><button type="button" class="link" onClick=${signOut}>Sign out</button>` : html`<span>open: no key needed</span>`}`}</div>
       <div class="row">times in ${ZONE}</div>
       <div class="row who">${fleet && html`<span>epoch ${fleet.epoch}</span>${!mine?.status.is_confined_to_tenant && html`<span>${fleet.routers} ${fleet.routers === 1 ? "router" : "routers"}</span>`}`}</div></div></aside>`;
 }
@@ -84,14 +85,12 @@ function Theme() {
 }
 
 function Login() {
-  const [text, setText] = useState(""), [keep, setKeep] = useState(true), [wrong, setWrong] = useState("");
-  const submit = async (event) => {
-    event.preventDefault();
-    await setKey(text, keep);
-    if (!me.get()) setWrong("This key is not known here, or has expired.");
-  };
+  const [text, setText] = useState(""), [keep, setKeep] = useState(true), [offered, setOffered] = useState([]), wrong = useStore(refusal);
+  useEffect(() => { logins().then(setOffered); }, []);
+  const submit = (event) => { event.preventDefault(); setKey(text, keep); };
   return html`<main class="login" id="main"><form class="panel form" onSubmit=${submit}><h1>lorafleet</h1>
-    <p class="muted">This fleet asks for a key. One with scope <code>view</code> reads; <code>operate</code> and <code>admin</code> may change things, too.</p>
+    ${offered.map((login) => html`<button type="button" class="action primary" key=${login.issuer} onClick=${() => begin(login, keep).catch((error) => refusal.set(error.message))}>Log in at ${new URL(login.issuer).host}</button>`)}
+    <p class="muted">${offered.length ? "Or give a key" : "This fleet asks for a key"}. One with scope <code>view</code> reads; <code>operate</code> and <code>admin</code> may change things, too.</p>
     <${Field} label="API key"><input type="password" autocomplete="off" value=${text} onInput=${(event) => setText(event.target.value)} autofocus/><//>
     <label class="check"><input type="checkbox" checked=${keep} onChange=${(event) => setKeep(event.target.checked)}/><span>Keep it until this tab is closed</span></label>
     ${wrong && html`<p class="notice bad" role="alert">${wrong}</p>`}
@@ -111,5 +110,5 @@ try {
 } catch { /* storage is off */ }
 const asked = RANGES.find(([value]) => String(value) === place.get().query.get("range"));
 if (asked) range.set(asked[0]);
-start();
+finish().then(start);
 render(html`<${App}/>`, document.getElementById("app"));

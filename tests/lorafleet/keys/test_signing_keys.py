@@ -258,6 +258,7 @@ async def test_a_key_set_named_in_the_key_file_is_read_without_discovery(oidc, t
         ("http://localhost.example.com", False),
         ("http://localhost@example.com", False),
         ("ftp://localhost", False),
+        ("https://a.example;script-src", False),
         ("", False),
     ],
 )

@@ -1,10 +1,15 @@
 """Tokens at the router, the orchestrator and an agent: as keys are, at each of their routes that needs one."""
 
+import json
+from dataclasses import replace
+
 import httpx
 import pytest
 from fastapi.routing import APIRoute
 
 from lorafleet.keys.key_files import hash_key
+from orchestrator.model.questions import RoutedAsk, RouterQuestion
+from router.api.questions import reply_to
 from tests.lorafleet.http_server.test_cross_site import agent, orchestrator
 from tests.lorafleet.keys.test_auth_scopes_first import scope_checks
 from tests.lorafleet.keys.test_tokens import issuer_file
@@ -59,7 +64,7 @@ async def test_a_router_answers_requests_of_tokens_by_their_tenant_and_limits(oi
     team = {"email_verified": True}
     acme, rival = (oidc.sign(oidc.claims(sub=name, groups=[f"team-{name}"], **team)) for name in ("acme", "rival"))
     secret = {**CHAT, "lora_id": "secret/v1"}
-    async with fleet(EngineDouble("w0"), control=control, key_files=(path,)) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control, key_files=(path,)) as (client, _, parts):
 
         async def ask(token, body=CHAT):
             return await client.post("/v1/chat/completions", json=body, headers=bearer(token))
@@ -77,6 +82,19 @@ async def test_a_router_answers_requests_of_tokens_by_their_tenant_and_limits(oi
         assert error_of(await ask(oidc.sign(oidc.claims(groups=[])))) == (403, "no_grant")
         models = (await client.get("/v1/models", headers=bearer(acme))).json()["data"]
         assert "secret/v1" in {model["id"] for model in models}
+        caller = parts.keys.caller(f"Bearer {acme}")
+        for issuer, expected in ((oidc.url, 200), ("https://other.example", 403)):
+            asked = RoutedAsk(
+                model="secret/v1",
+                prompt="x",
+                max_tokens=1,
+                key_id=caller.key_id,
+                caller=replace(caller, issuer=issuer, expires_at=None),
+            )
+            body = json.loads(asked.model_dump_json())
+            reply = await reply_to(parts, "r0", RouterQuestion(id="1", kind="ask", body=body))
+            assert reply.status == expected, reply
+        assert {each.line.key for each in parts.requests.kept if each.line.status == 200} == {caller.key_id}
         page = (await client.get("/metrics", headers=bearer("k"))).text
         assert sample_value(page, "lorafleet_token_refusals_total", reason="audience") == 1
         assert sample_value(page, "lorafleet_issuer_keys_age_seconds", issuer=oidc.url) < 600

@@ -3,7 +3,9 @@
 import hashlib
 import re
 
-from orchestrator.api.open_routes import FOLDER, POLICY, read_assets
+from lorafleet.keys.issuers import ConsoleLogin
+from lorafleet.keys.signing_keys import Endpoints
+from orchestrator.api.open_routes import FOLDER, LoginItem, page_policy, read_assets
 
 OWN = {path: asset.body.decode() for path, asset in read_assets().items() if not path.startswith("vendor/")}
 
@@ -13,14 +15,29 @@ async def test_every_view_has_an_address_and_no_page_needs_a_key(service):
         answer = await service.http.get(path)
         assert answer.status_code == 200, path
         assert answer.headers["content-type"].startswith("text/html")
-        assert answer.headers["content-security-policy"] == POLICY
+        assert answer.headers["content-security-policy"] == page_policy()
 
 
 def test_the_policy_allows_this_servers_own_files_alone():
-    assert "unsafe" not in POLICY
-    allowed = dict(part.split(" ", 1) for part in POLICY.split("; "))
+    assert "unsafe" not in page_policy()
+    allowed = dict(part.split(" ", 1) for part in page_policy().split("; "))
     assert allowed["default-src"] == "'none'"
     assert {source for name, source in allowed.items() if name != "default-src"} <= {"'self'", "'none'"}
+
+
+def test_the_policy_allows_the_token_endpoints_of_logins_by_their_origins():
+    token = "https://login.example:8443/realms/ml/token?x=1;y"
+    login = LoginItem(
+        issuer="https://login.example:8443/realms/ml",
+        client=ConsoleLogin(client_id="console"),
+        endpoints=Endpoints(authorization="https://login.example:8443/auth", token=token),
+    )
+    assert "connect-src 'self' https://login.example:8443;" in page_policy([login])
+    assert page_policy([login]).replace(" https://login.example:8443", "") == page_policy()
+
+
+async def test_without_issuers_nobody_logs_in_at_one(service):
+    assert (await service.http.get("/v1/login")).json() == {"data": []}
 
 
 async def test_every_file_that_the_page_loads_is_served_with_its_type_and_an_etag(service):
