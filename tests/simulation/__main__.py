@@ -2,6 +2,8 @@
 
 seed   one seed, with the log of every service
 seeds  many seeds; of each that breaks a promise the shortest history that still breaks it
+keep   write the history of a seed into `regressions/`, to be run by each `make test`
+kept   run all that were kept
 """
 
 import os
@@ -24,12 +26,14 @@ from multiprocessing.connection import Connection  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import anyio.to_thread  # noqa: E402
+import msgspec  # noqa: E402
 
 from lorafleet.local.tiny_model import make_adapter, make_model  # noqa: E402
 from tests.simulation import disk  # noqa: E402
 from tests.simulation.build_once import share_type_adapters  # noqa: E402
-from tests.simulation.draw import draw_scenario  # noqa: E402
+from tests.simulation.draw import MODEL, draw_scenario  # noqa: E402
 from tests.simulation.event_loop import run_in_loop  # noqa: E402
+from tests.simulation.regressions import Regression, keep, kept_regressions  # noqa: E402
 from tests.simulation.run import RunResult, run_scenario  # noqa: E402
 from tests.simulation.scenario import MOST_CONTENTS, FaultScenario, without  # noqa: E402
 from tests.simulation.server import serve  # noqa: E402
@@ -52,10 +56,18 @@ def main() -> int:
     many = calls.add_parser("seeds", help="run many seeds")
     many.add_argument("count", type=int)
     many.add_argument("--from", dest="first", type=int, default=None, help="the first; default: a fresh one")
-    given_ones = calls.add_parser("scenario", help="run the scenario in a file that `pickle` wrote")
+    kept = calls.add_parser("keep", help="keep the history of a seed")
+    kept.add_argument("seed", type=int)
+    kept.add_argument("name", help="of its file")
+    kept.add_argument("--without", default="", metavar="1,5", help="leave these events out, by number")
+    kept.add_argument("--showed", required=True, help="the fault, in a sentence")
+    kept.add_argument("--mended", required=True, help="the commit of its mend")
+    calls.add_parser("kept", help="run all histories that were kept")
+    given_ones = calls.add_parser("scenario", help="run the scenario in a JSON file")
     given_ones.add_argument("file", type=Path)
     served = calls.add_parser("serve", help="run the tests that pytest names")
     served.add_argument("descriptor", type=int, help="of the connection to pytest")
+    many.add_argument("--only", default="", metavar="7,9", help="these seeds, instead of COUNT")
     many.add_argument("--no-shrink", action="store_true", help="do not look for the shortest history")
     many.add_argument("--first-broken", action="store_true", help="end at the first that breaks a promise")
     given = parser.parse_args()
@@ -68,11 +80,18 @@ def main() -> int:
         serve(Connection(given.descriptor), _REPLACED, model=_BASE / "model", base=_BASE)
         return 0
     if given.call == "seed":
-        return run_one(given.seed, [int(each) for each in given.without.split(",") if each], is_quiet=given.quiet)
+        return run_one(given.seed, _numbers(given.without), is_quiet=given.quiet)
+    if given.call == "keep":
+        scenario = without(draw_scenario(given.seed), _numbers(given.without))
+        print(keep(given.name, Regression(showed=given.showed, mended=given.mended, model=MODEL, scenario=scenario)))
+        return 0
+    if given.call == "kept":
+        return run_kept()
     if given.call == "scenario":
-        return run_given(pickle.loads(given.file.read_bytes()))
+        return run_given(msgspec.json.decode(given.file.read_bytes(), type=FaultScenario))
     first = given.first if given.first is not None else int(_CLOCK() * 1000) % 10**9
-    return run_many(range(first, first + given.count), shrinks=not given.no_shrink, is_first_enough=given.first_broken)
+    seeds = _numbers(given.only) or range(first, first + given.count)
+    return run_many(seeds, shrinks=not given.no_shrink, is_first_enough=given.first_broken)
 
 
 def run_one(seed: int, dropped: Sequence[int], *, is_quiet: bool) -> int:
@@ -88,6 +107,18 @@ def run_given(scenario: FaultScenario, *, is_quiet: bool = False) -> int:
         print(f"BROKEN {broken.guarantee}: {broken.how}")
     print(_summary(result))
     return 1 if result.broken else 0
+
+
+def run_kept() -> int:
+    """Run all kept histories, each in a process of its own."""
+    failed = 0
+    for name, regression in kept_regressions():
+        result = run_apart(regression.scenario)
+        print(f"{name}: {_summary(result)}", flush=True)
+        for broken in result.broken:
+            print(f"  it showed: {regression.showed}\n  BROKEN {broken.guarantee}: {broken.how}")
+        failed += bool(result.broken)
+    return 1 if failed else 0
 
 
 def run_many(seeds: Sequence[int], *, shrinks: bool, is_first_enough: bool) -> int:
@@ -173,6 +204,10 @@ def _run(scenario: FaultScenario, show_line: Callable[[str], None]) -> RunResult
         folder=_BASE / f"run-{os.getpid()}",
         show=show_line,
     )
+
+
+def _numbers(words: str) -> list[int]:
+    return [int(each) for each in words.split(",") if each]
 
 
 def _make_files() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from tests.simulation.programs import EngineFlags
 from tests.simulation.scenario import FIXED, MOST_CONTENTS, Event, FaultScenario, FleetPlan
 
-MODEL = 2
+MODEL = 4
 
 _TENANTS = ("acme", "globex")
 _CHANGES = frozenset({"register", "publish", "delete", "point", "rollout", "hold", "drain"})
@@ -27,13 +27,15 @@ def draw_scenario(seed: int) -> FaultScenario:
     """The scenario of this seed. A fifth of the seeds has no fault, and two fifths have one."""
     rng = Random(seed)
     fleet = _fleet(rng)
-    number_of_faults = rng.choice((0, 1, 1, 2, 4))
-    length_s = rng.choice((5.0, 20.0, 20.0, 60.0))
+    number_of_faults = rng.choice((0, 1, 1, 2, 3))
+    length_s = rng.choice((3.0, 8.0, 8.0, 20.0))
     events = [*_registrations(fleet, rng), *_calls(fleet, rng, length_s)]
     moments = [event.at_s for event in events if event.kind in _CHANGES]
     for _ in range(number_of_faults):
         fault = _fault(fleet, rng, _moment(rng, moments, length_s))
         events += [fault, *_calls_after(fleet, rng, fault)]
+        if rng.random() < 0.15:
+            events += _outage(fleet, rng, fault)
     return FaultScenario(seed=seed, fleet=fleet, events=tuple(sorted(events, key=_time)))
 
 
@@ -47,7 +49,7 @@ def _fleet(rng: Random) -> FleetPlan:
     return FleetPlan(
         workers=rng.choice((1, 2, 2, 3, 3, 4)),
         routers=rng.choice((1, 1, 2)),
-        orchestrators=rng.choice((1, 1, 2)),
+        orchestrators=rng.choice((1, 2, 2)),
         clients=2,
         engine=EngineFlags(
             max_loras=(device := rng.randint(1, 3)),
@@ -154,30 +156,24 @@ def _moment(rng: Random, moments: Sequence[float], length_s: float) -> float:
 
 def _fault(fleet: FleetPlan, rng: Random, at_s: float) -> Event:
     """One thing that goes wrong."""
-    processes = [
-        *(f"orch{number}" for number in range(fleet.orchestrators)),
-        *(f"router{number}" for number in range(fleet.routers)),
-        *(f"w{number}" for number in range(fleet.workers)),
-        *(f"engine{number}" for number in range(fleet.workers)),
-    ]
     kind = rng.choice(
         (
             "kill", "kill", "kill", "stop", "pause", "partition", "loss", "reset", "clock", "events", "power",
             "disk_full", "engine",
         )
     )  # fmt: skip
-    about: dict[str, Any] = {"node": rng.choice(processes)}
+    about: dict[str, Any] = {"node": _process(fleet, rng)}
     if kind == "kill":
         about |= {"in_callbacks": rng.choice((1, rng.randint(1, 50), rng.randint(1, 2000)))}
-        about |= {"away_s": rng.choice((0.0, rng.random(), rng.random() * 20))}
+        about |= {"away_s": rng.choice((0.0, rng.random(), rng.random() * 10))}
     elif kind == "stop":
         about |= {"away_s": rng.random() * 5}
     elif kind == "power":
-        about |= {"away_s": rng.choice((1.0, rng.random() * 20))}
+        about |= {"away_s": rng.choice((1.0, rng.random() * 10))}
     elif kind == "pause":
-        about |= {"for_s": rng.choice((0.5, rng.random() * 10, rng.random() * 60))}
+        about |= {"for_s": rng.choice((0.5, rng.random() * 5, rng.random() * 60))}
     elif kind == "partition":
-        about |= {"other": rng.choice(processes), "for_s": rng.choice((1.0, rng.random() * 30))}
+        about |= {"other": _process(fleet, rng), "for_s": rng.choice((1.0, rng.random() * 20))}
     elif kind == "loss":
         about = {"loss": rng.choice((0.01, 0.2)), "for_s": rng.random() * 20}
     elif kind == "clock":
@@ -185,7 +181,7 @@ def _fault(fleet: FleetPlan, rng: Random, at_s: float) -> Event:
     elif kind == "events":
         about = {"share": rng.choice((0.1, 1.0)), "for_s": rng.random() * 10}
     elif kind == "disk_full":
-        about |= {"for_s": rng.choice((1.0, rng.random() * 40))}
+        about |= {"for_s": rng.choice((1.0, rng.random() * 20))}
     elif kind == "engine":
         about = {"node": f"engine{rng.randrange(fleet.workers)}", "for_s": rng.choice((1.0, rng.random() * 40))}
         about |= {
@@ -193,6 +189,25 @@ def _fault(fleet: FleetPlan, rng: Random, at_s: float) -> Event:
             "path": rng.choice(("/", "/v1/load_lora", "/v1/completions")),
         }
     return Event(at_s=at_s, kind=kind, about=about)
+
+
+def _process(fleet: FleetPlan, rng: Random) -> str:
+    """Any process: each service about as often, orchestrators twice."""
+    numbers = {"orch": fleet.orchestrators, "router": fleet.routers, "w": fleet.workers, "engine": fleet.workers}
+    service = rng.choice(("orch", "orch", "router", "w", "engine"))
+    return f"{service}{rng.randrange(numbers[service])}"
+
+
+def _outage(fleet: FleetPlan, rng: Random, fault: Event) -> Iterator[Event]:
+    """All orchestrators are away around another fault, and meanwhile a router starts again."""
+    at_s, away_s = fault.at_s + rng.random() * 3, 5 + rng.random() * 10
+    for number in range(fleet.orchestrators):
+        yield Event(at_s=at_s, kind="kill", about={"node": f"orch{number}", "in_callbacks": 1, "away_s": away_s})
+    router = f"router{rng.randrange(fleet.routers)}"
+    kind, more = rng.choice((("kill", {"in_callbacks": 1}), ("power", {})))
+    yield Event(at_s=at_s + rng.random(), kind=kind, about={"node": router, "away_s": 0.5, **more})
+    for _ in range(4):
+        yield _ask(fleet, rng, at_s + 1.0 + rng.random() * (away_s - 1.0))
 
 
 def _calls_after(fleet: FleetPlan, rng: Random, fault: Event) -> Iterator[Event]:

@@ -1,7 +1,7 @@
 """Faults that the fleet once had, planted again one by one: how many seeds it takes until one of them finds each.
 
-`python -m tests.simulation.planted` works on a copy of the tree. A fault that no seed finds is one that the model of
-the fleet cannot show: extend the model.
+`python -m tests.simulation.planted` works on a copy of the tree. Seeds that cannot reach the planted lines are counted,
+and not run. A fault that no seed finds is one that the model of the fleet cannot show: extend the model.
 """
 
 import argparse
@@ -10,8 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
+
+from tests.simulation.draw import draw_scenario
+from tests.simulation.scenario import Event, FaultScenario
 
 _ROOT = Path(__file__).parents[2]
 _PARTS = ("lorafleet", "router", "orchestrator", "workers", "tests", "pyproject.toml")
@@ -19,13 +24,97 @@ _PARTS = ("lorafleet", "router", "orchestrator", "workers", "tests", "pyproject.
 
 @dataclass(frozen=True, slots=True)
 class PlantedFault:
-    """A former fault, and the edit that brings it back. `mended`: the commit that mended it."""
+    """A former fault, and the edit that brings it back.
+
+    mended  the commit that mended it; empty: it never was one, and is planted to see a check fail
+    needs   whether a scenario may reach the planted lines at all
+    """
 
     name: str
     mended: str
     file: str
     now: str
     then: str
+    needs: Callable[[FaultScenario], bool] = lambda _scenario: True
+
+
+_ENDS = frozenset({"kill", "stop", "power"})
+
+
+def _hits(scenario: FaultScenario, kinds: frozenset[str], *services: str, at_least_s: float = 0.0) -> list[Event]:
+    """Faults of these kinds at processes of these services, which last for a while."""
+    return [
+        event
+        for event in scenario.faults
+        if event.kind in kinds
+        and event.about.get("node", "").rstrip("0123456789") in services
+        and event.about.get("for_s", at_least_s) >= at_least_s
+    ]
+
+
+def _is_followed(scenario: FaultScenario, faults: Sequence[Event], *kinds: str) -> bool:
+    """Whether a call of these kinds comes within ten seconds after one of these faults."""
+    return any(
+        event.kind in kinds and fault.at_s <= event.at_s <= fault.at_s + 10
+        for fault in faults
+        for event in scenario.events
+    )
+
+
+def _has_new_leader(scenario: FaultScenario) -> bool:
+    faults = _hits(scenario, _ENDS | {"pause"}, "orch", at_least_s=3)
+    return _is_followed(scenario, faults, "publish", "point", "delete", "register")
+
+
+def _has_paused_leader(scenario: FaultScenario) -> bool:
+    return scenario.fleet.orchestrators > 1 and bool(_hits(scenario, frozenset({"pause"}), "orch", at_least_s=3))
+
+
+def _has_new_router(scenario: FaultScenario) -> bool:
+    return bool(_hits(scenario, _ENDS, "router"))
+
+
+def _has_new_router_in_an_outage(scenario: FaultScenario) -> bool:
+    is_full = bool(_hits(scenario, frozenset({"disk_full"}), "router"))
+    return _has_new_router(scenario) and is_full and bool(_hits(scenario, _ENDS, "orch"))
+
+
+def _has_one_dead_engine(scenario: FaultScenario) -> bool:
+    dead = _hits(scenario, frozenset({"kill"}), "engine")
+    return len(scenario.faults) == len(dead) == 1 and scenario.fleet.workers > 1
+
+
+def _has_new_engine(scenario: FaultScenario) -> bool:
+    return bool(_hits(scenario, _ENDS, "engine"))
+
+
+def _has_deletion_without_a_worker(scenario: FaultScenario) -> bool:
+    away = _hits(scenario, _ENDS | {"pause", "partition"}, "w", "engine", at_least_s=1)
+    return _is_followed(scenario, away, "delete")
+
+
+def _has_power_loss_of_the_store(scenario: FaultScenario) -> bool:
+    return bool(_hits(scenario, frozenset({"power"}), "orch"))
+
+
+def _has_strangers(scenario: FaultScenario) -> bool:
+    owners = scenario.fleet.owners
+    return any(
+        event.about.get("tenant") not in {None, "", owners.get(event.about["name"])} for event in _asks(scenario)
+    )
+
+
+def _has_salted_adapters(scenario: FaultScenario) -> bool:
+    return "engine_salt" in scenario.fleet.settings["agent"] and bool(scenario.fleet.tenants)
+
+
+def _has_aborted_rollout(scenario: FaultScenario) -> bool:
+    return any(event.kind == "rollout" and event.about["abort_after_s"] is not None for event in scenario.events)
+
+
+def _asks(scenario: FaultScenario) -> list[Event]:
+    """Those of adapters and names that one tenant alone may use."""
+    return [event for event in scenario.events if event.kind == "ask" and event.about["name"] in scenario.fleet.owners]
 
 
 FAULTS = (
@@ -42,6 +131,7 @@ FAULTS = (
         "orchestrator/reconcile/confirmations.py",
         "self._expected, self._gathers_until = expected, self._clock() + gather_s",
         "self._expected, self._gathers_until = 0, self._clock()",
+        _has_new_leader,
     ),
     PlantedFault(
         "a heartbeat that was on its way takes the result of a load back",
@@ -56,6 +146,7 @@ FAULTS = (
         "router/fleet/saved_catalog.py",
         "        self._failed_at = self.clock()\n",
         "        self._failed_at = None\n",
+        _has_new_router_in_an_outage,
     ),
     PlantedFault(
         "a leader acts on after its lease",
@@ -63,6 +154,7 @@ FAULTS = (
         "orchestrator/core/lease.py",
         "return 0.0 if self._until is None else max(0.0, self._until - now)",
         "return 0.0 if self._until is None else max(0.0, self._until + 10.0 - now)",
+        _has_paused_leader,
     ),
     PlantedFault(
         "agents take the commands of a replaced leader",
@@ -70,6 +162,7 @@ FAULTS = (
         "workers/agent/agent.py",
         "if epoch < self.context.installed.epoch:",
         "if False and epoch < self.context.installed.epoch:",
+        _has_paused_leader,
     ),
     PlantedFault(
         "a request that waits for a version fails when that is deleted",
@@ -84,6 +177,7 @@ FAULTS = (
         "router/fleet/discovery.py",
         "if self._url and not (self.has_catalog and self._catalog.has_asked):",
         "if self._url and not self.has_catalog:",
+        _has_new_router,
     ),
     PlantedFault(
         "a request whose engine dies is not sent again",
@@ -91,6 +185,7 @@ FAULTS = (
         "router/request/run.py",
         "self._check_retry(exc, target)",
         "raise",
+        _has_one_dead_engine,
     ),
     PlantedFault(
         "the restart of an attached engine is not noticed",
@@ -98,6 +193,7 @@ FAULTS = (
         "workers/agent/supervisor.py",
         "return await client.boot_mark() != self._agent.engine.boot_id",
         "return False",
+        _has_new_engine,
     ),
     PlantedFault(
         "a worker that returns keeps what was deleted",
@@ -105,6 +201,7 @@ FAULTS = (
         "orchestrator/store/store.py",
         "if digest is not None and not is_retired_version(",
         "if False and not is_retired_version(",
+        _has_deletion_without_a_worker,
     ),
     PlantedFault(
         "the store does not flush its commits",
@@ -112,6 +209,7 @@ FAULTS = (
         "orchestrator/store/sqlite.py",
         'db.execute("PRAGMA synchronous = FULL")',
         'db.execute("PRAGMA synchronous = NORMAL")',
+        _has_power_loss_of_the_store,
     ),
     PlantedFault(
         "every tenant may use every adapter",
@@ -119,6 +217,7 @@ FAULTS = (
         "lorafleet/keys/roles.py",
         'return tenants is None or self.may("load")',
         'return True or self.may("load")',
+        _has_strangers,
     ),
     PlantedFault(
         "requests of all salts share their KV where adapters are salted",
@@ -126,6 +225,7 @@ FAULTS = (
         "router/request/engine_body.py",
         'return adapter_salt(engine_name, cache_salt or "")',
         'return adapter_salt(engine_name, "")',
+        _has_salted_adapters,
     ),
     PlantedFault(
         "an aborted rollout goes on to its end",
@@ -133,6 +233,7 @@ FAULTS = (
         "orchestrator/core/rollout.py",
         "return (ended, rollout.before) if rollout.is_active",
         "return (ended, rollout.after) if rollout.is_active",
+        _has_aborted_rollout,
     ),
 )
 
@@ -140,16 +241,17 @@ FAULTS = (
 def main() -> int:
     """Print a line for each fault: the seeds that it took, or that none found it."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.planted", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, help="most seeds for each fault")
+    parser.add_argument("--runs", type=int, default=100, help="most seeds that are run for each fault")
     parser.add_argument("--from", dest="first", type=int, default=0, help="the first seed")
     parser.add_argument("--only", default="", help="faults whose name has this text")
     given = parser.parse_args()
     chosen = [fault for fault in FAULTS if given.only in fault.name]
-    return max([_hunt(fault, given.first, given.seeds) for fault in chosen], default=0)
+    return max([_hunt(fault, given.first, given.runs) for fault in chosen], default=0)
 
 
 def _hunt(fault: PlantedFault, first: int, most: int) -> int:
     """Plant a fault in a copy of the tree, and run seeds there until one breaks a promise."""
+    tried = list(islice((seed for seed in count(first) if fault.needs(draw_scenario(seed))), most))
     with tempfile.TemporaryDirectory() as folder:
         for part in _PARTS:
             source = _ROOT / part
@@ -161,16 +263,19 @@ def _hunt(fault: PlantedFault, first: int, most: int) -> int:
             print(f"{fault.name}: {fault.file} has the text {text.count(fault.now)} times, not once: mend this table")
             return 1
         target.write_text(text.replace(fault.now, fault.then))
-        seeds = [sys.executable, "-m", "tests.simulation", "seeds", str(most), "--from", str(first), "--first-broken"]
+        seeds = [sys.executable, "-m", "tests.simulation", "seeds", "0", "--only", ",".join(map(str, tried))]
         environment = os.environ | {"PYTHONPATH": folder, "PYTHONHASHSEED": "0"}
-        tried, broken = 0, ""
-        with subprocess.Popen(seeds, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        runs, broken = 0, ""
+        with subprocess.Popen(
+            [*seeds, "--first-broken"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+        ) as running:
             assert running.stdout is not None
             for line in running.stdout:
-                tried += " simulated, " in line
+                runs += " simulated, " in line
                 broken = broken or (line.strip() if line.startswith("  BROKEN") else "")
-    outcome = f"found after {tried} seeds: {broken[:150]}" if broken else f"not found in {tried} seeds"
-    print(f"{fault.name}: {outcome}", flush=True)
+    drawn = tried[runs - 1] - first + 1 if runs else 0
+    found = f"found by seed {tried[runs - 1]}: {broken[:150]}" if broken else "not found"
+    print(f"{fault.name}: {found}; {drawn} seeds drawn, {runs} run", flush=True)
     return 0 if broken else 1
 
 

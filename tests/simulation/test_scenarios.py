@@ -1,10 +1,10 @@
 """Scenarios that are written by hand, each in a process of its own."""
 
-import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.patience import patience
@@ -29,8 +29,8 @@ def run(tmp_path):
 
     def run(fleet, *events, seed=1):
         scenario = FaultScenario(seed=seed, fleet=fleet, events=events)
-        file = tmp_path / "scenario"
-        file.write_bytes(pickle.dumps(scenario))
+        file = tmp_path / "scenario.json"
+        file.write_bytes(msgspec.json.encode(scenario))
         return simulate("scenario", file)
 
     return run
