@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from lorafleet.kube.discovery import SliceWatch
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.http.openapi import change_document, documented_app
 from lorafleet.service.loops import forever
+from lorafleet.service.network.tls import Tls, role_name
 from lorafleet.service.network.transport import DirectTransport
 from lorafleet.telemetry.request_log import RequestLog
 from orchestrator.agentless.engine import AgentlessLoadRules, AgentlessWorker
@@ -136,11 +138,13 @@ def build(
     kube: KubeClient | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
+    tls: Tls | None = None,
 ) -> OrchestratorService:
     """Build the whole service; nothing runs until the app is served. Raises StoreError, KeyFileError, OSError.
 
     url    where other orchestrators reach this one
     kube   the API server, where the settings want one; closed with the app
+    tls    for calls to workers and other orchestrators
     """
     keys = ApiKeys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
@@ -152,13 +156,14 @@ def build(
 
     configmaps = _configmap_backend(settings, kube, take_back_refused)
     store = IntentStore(configmaps or settings.store, wall=wall)
-    agentless = _agentless_transport(settings, store, lambda: finder, clock)
+    agentless = _agentless_transport(settings, store, lambda: finder, clock, tls)
     client = httpx.AsyncClient(
-        transport=DirectTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
-        mounts={SCHEME: agentless},
+        transport=DirectTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), tls=tls),
+        # Other fleets have other authorities.
+        mounts={SCHEME: agentless, **{url: DirectTransport() for url in settings.peer_fleets if tls is not None}},
         trust_env=False,
     )
-    reports, metrics = WorkerReports(clock=clock, wall=wall), OrchestratorMetrics(settings.metrics_adapters)
+    reports, metrics = WorkerReports(clock=clock, wall=wall), _metrics(settings, tls)
     leadership = _build_leadership(settings, kube, url, lambda: reconciler, clock, wall)
 
     async def epoch_if_leading() -> int:
@@ -307,11 +312,19 @@ def _add_checks(
     guard(app, keys, allow_open=settings.allow_open, requests=service.requests, has_runs=True)
 
 
+def _metrics(settings: OrchestratorSettings, tls: Tls | None) -> OrchestratorMetrics:
+    """The metrics, with those of the certificate where there is one."""
+    metrics = OrchestratorMetrics(settings.metrics_adapters)
+    metrics.observe_tls("orchestrator", tls)
+    return metrics
+
+
 def _agentless_transport(
     settings: OrchestratorSettings,
     store: IntentStore,
     finder: Callable[[], KubeWorkerFinder | None],
     clock: Callable[[], float],
+    tls: Tls | None,
 ) -> AgentlessTransport:
     """The transport that answers for engines without an agent. `finder`: finds further ones, once it is built."""
     rules = AgentlessLoadRules(
@@ -330,6 +343,7 @@ def _agentless_transport(
         timeout_s=settings.probe_timeout_s,
         every_s=settings.heartbeat_interval_s,
         clock=clock,
+        tls=tls,
     )
 
 
@@ -548,11 +562,12 @@ async def main(settings: OrchestratorSettings) -> None:
     """
     needs_kube = settings.lease == "kubernetes" or settings.kube_selector
     kube = await connect(settings.kubeconfig) if needs_kube else None
+    tls = Tls.of_service(settings.tls_files, role_name("orchestrator"), clients=ssl.CERT_OPTIONAL)
     sock = bind(settings.host, settings.port)
     port = sock.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        service = build(settings, url=f"http://{host}:{port}", kube=kube)
+        service = build(settings, url=f"{settings.scheme}://{host}:{port}", kube=kube, tls=tls)
     except BaseException:
         sock.close()
         raise
@@ -565,4 +580,5 @@ async def main(settings: OrchestratorSettings) -> None:
         on_stop=service.stop,
         requests=service.requests,
         upload_bytes=service.upload_bytes,
+        tls=tls,
     )

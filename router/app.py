@@ -32,6 +32,7 @@ from lorafleet.kube.errors import KubeConfigError
 from lorafleet.service.files import make_folder
 from lorafleet.service.http import add_routes, install_error_handlers
 from lorafleet.service.http.openapi import change_document, documented_app
+from lorafleet.service.network.tls import Tls, role_name
 from lorafleet.service.settings import load_or_exit
 from lorafleet.service.tasks import BackgroundTasks
 from lorafleet.telemetry import logs
@@ -87,7 +88,8 @@ log = structlog.get_logger()
 def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[FastAPI, Services]:
     """Build the router's app and its services: read keys, make `state_dir`, run nothing before the app's lifespan.
 
-    `app.state.http` is the listener that must serve it, `app.state.processes` its way to the other processes.
+    `app.state.http` is the listener that must serve it, `app.state.tls` its certificate, `app.state.processes` its way
+    to the other processes.
 
     me      this process, among several on one port
     raises  KeyFileError, TracingUnavailable, KubeConfigError
@@ -100,8 +102,11 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     metrics = RouterMetrics(metrics_adapters=config.metrics_adapters)
     metrics.registry.register(TokenCollector(keys))
     own_key = OwnKey(config.token, config.token_file)
+    urls = [config.orchestrator_url] if config.orchestrator_url else []
+    tls = Tls.of_service(config.tls_files, role_name("router"), orchestrator_urls=urls)
+    metrics.observe_tls("router", tls)
     # To the orchestrator and agents; `agents` is for calls that streams and snapshots make.
-    agents = EnginePool(connect_s=config.control_timeout_s)
+    agents = EnginePool(connect_s=config.control_timeout_s, tls=tls)
     control = make_control_client(config, own_key, agents)
     call_keys = make_call_keys(
         keys=keys,
@@ -158,7 +163,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         cold_starts=make_cold_starts(config, keys, agents, call_keys, discovery, metrics),
         usage=TrafficLog(router_id),
         metrics=metrics,
-        pool=EnginePool(connect_s=config.connect_timeout_s, max_spare=config.spare_connections, outbox=outbox),
+        pool=EnginePool(connect_s=config.connect_timeout_s, max_spare=config.spare_connections, tls=tls, outbox=outbox),
         background=make_background(config, keys, discovery, agents),
         poison_requests=PoisonRequests("this request was", enough=2, hold_s=config.deadly_hold_s),
         poison_adapters=PoisonRequests("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),
@@ -213,7 +218,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         pause_routes(services, control),
         engine_call_routes(services),
         adapter_call_routes(services, control),
-        forward_routes(keys, config.orchestrator_url.rstrip("/"), connect_timeout_s=config.control_timeout_s),
+        forward_routes(keys, config.orchestrator_url.rstrip("/"), connect_timeout_s=config.control_timeout_s, tls=tls),
         whoami_routes(services.keys),
         health_routes(services, own_metrics, processes),
     )
@@ -231,6 +236,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         app.add_middleware(CORSMiddleware, **cors_middleware_options(config.allowed_origins))
     app.state.http = http
     app.state.processes = processes
+    app.state.tls = tls
     return app, services
 
 
@@ -259,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     config.processes,
                     host=config.host,
                     port=config.port,
+                    scheme=config.scheme,
                     port_file=config.port_file,
                     drain_s=config.drain_s,
                     stop_s=config.drain_s + config.grace_s,
@@ -286,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 supervisor.JoiningApp(app, me, sock, wait_until_synced=synced) if me else app,
                 sock,
                 http=app.state.http,
+                tls=app.state.tls,
                 port_file=None if me else config.port_file,
                 drain_s=config.drain_s,
                 grace_s=config.grace_s,

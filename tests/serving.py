@@ -10,8 +10,11 @@ from typing import Any
 
 import httpx
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lorafleet.http_server.serve import bind
+from lorafleet.http_server.tls_handshake import TlsListener
+from lorafleet.service.network.tls import Tls
 from tests.patience import patience
 
 _GRACE_S = 0.2
@@ -32,16 +35,19 @@ async def serving(
     host: str = "127.0.0.1",
     sock: socket.socket | None = None,
     send_buffer_bytes: int | None = None,
+    tls: Tls | None = None,
 ) -> AsyncIterator[str]:
     """The app's URL while it serves; it stops without waiting for open streams.
 
     sock               one that listens already; None: a new one at `host` and `port`
     send_buffer_bytes  of each connection; None: the system's own size
+    tls                None: plain HTTP
     """
     sock = sock or bind(host, port)
     if send_buffer_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-    config = uvicorn.Config(app, http=http or "httptools", ws="none", log_config=None, access_log=False)
+    front = None if tls is None else TlsListener(http or HttpToolsProtocol, tls)
+    config = uvicorn.Config(app, http=front or http or "httptools", ws="none", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     # Not `serve()`: that looks for its end ten times a second, and a test starts and stops several servers.
     config.load()
@@ -50,8 +56,10 @@ async def serving(
     if server.should_exit:
         raise RuntimeError("the app did not start; see its log")
     try:
-        yield f"http://{host}:{sock.getsockname()[1]}"
+        yield f"{'http' if tls is None else 'https'}://{host}:{sock.getsockname()[1]}"
     finally:
+        if front is not None:
+            front.close()
         await _stop(server, sock)
 
 

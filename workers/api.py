@@ -368,7 +368,7 @@ def _own_urls(advertised: str, request: Request) -> frozenset[str]:
     """The URLs at which this agent answers: the one it advertises, and that of this connection's end here."""
     host, port = request.scope.get("server") or ("", None)
     at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return frozenset({advertised.rstrip("/"), f"http://{at}"})
+    return frozenset({advertised.rstrip("/"), f"{request.scope['scheme']}://{at}"})
 
 
 def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:

@@ -1,5 +1,6 @@
 """Builds the agent's app from its settings."""
 
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from lorafleet.keys.metrics import TokenCollector
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.http.openapi import documented_app
+from lorafleet.service.network.tls import Tls, role_name, worker_name
 from lorafleet.telemetry import logs
 from lorafleet.telemetry.request_log import RequestLog
 from workers.agent.agent import WorkerAgent
@@ -58,12 +60,13 @@ def build(
     port: int,
     own_command: Sequence[str] = (),
     timers: AgentTimers = TIMERS,
+    tls: Tls | None = None,
     log_lines: Callable[[int], list[str]] = lambda _most: [],
 ) -> WorkerService:
     """Build the agent's service; the engine starts with the app.
 
     Creates the cache folder, the state folder and `record_dir`, and locks the last two. `own_command` is the engine's
-    command, if the user gives one. `log_lines`: the last lines of this process's log.
+    command, if the user gives one. `log_lines`: the last lines of this process's log. `tls`: for calls to others.
 
     raises  KeyFileError, OSError, CommandError, SettingsError
     """
@@ -71,8 +74,9 @@ def build(
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     _require_model(settings)
     locks, rng = lock_folders(settings), Random()
-    context = agent_context(settings, port=port, own_command=own_command, own=own, rng=rng, timers=timers)
+    context = agent_context(settings, port=port, own_command=own_command, own=own, rng=rng, timers=timers, tls=tls)
     context.metrics.registry.register(TokenCollector(keys))
+    context.metrics.observe_tls("workers", tls)
     agent = WorkerAgent(context)
     echo = logs.unlogged_output("lines of the engine's output").write_bytes if settings.engine_output else None
     supervisor = Supervisor(agent, own_command=own_command, echo=echo, rng=rng)
@@ -118,9 +122,12 @@ async def main(
     log_lines: Callable[[int], list[str]] = lambda _most: [],
 ) -> None:
     """Serve the agent until SIGTERM. Raises KeyFileError, OSError, CommandError, SettingsError if it cannot start."""
+    names = role_name("worker"), worker_name(settings.instance_id)
+    urls = settings.orchestrator_urls
+    tls = Tls.of_service(settings.tls_files, *names, clients=ssl.CERT_OPTIONAL, orchestrator_urls=urls)
     sock = bind(settings.host, settings.port)
     port = sock.getsockname()[1]
-    worker = build(settings, port=port, own_command=own_command, log_lines=log_lines)
+    worker = build(settings, port=port, own_command=own_command, tls=tls, log_lines=log_lines)
     log.info("serving", host=settings.host, port=port, instance_id=settings.instance_id)
     await serve(
         worker.app,
@@ -130,4 +137,5 @@ async def main(
         on_stop=worker.stop,
         requests=worker.requests,
         upload_bytes=worker.upload_bytes,
+        tls=tls,
     )

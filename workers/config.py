@@ -368,6 +368,16 @@ class WorkerSettings(ServiceSettings):
         """The engine's name of the base model: `served_model_name`, else `model`."""
         return self.served_model_name or self.model
 
+    @property
+    def speaks_tls_at_engine(self) -> bool:
+        """Whether the engine that is started gets this agent's certificate; SGLang and sgl-jax take none."""
+        return self.tls_cert is not None and self.engine in {"vllm", "sim"}
+
+    @property
+    def engine_scheme(self) -> str:
+        """What the engine that is started speaks: `https` with a certificate, else `http`."""
+        return "https" if self.speaks_tls_at_engine else "http"
+
     def socket_path(self, kind: str) -> Path:
         """Path of the engine's `events` or `replay` socket, unique per state folder."""
         worker = hashlib.sha256(str(self.state.absolute()).encode()).hexdigest()[:12]

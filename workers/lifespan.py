@@ -40,7 +40,7 @@ async def running(
     await context.cache.update_free_bytes()
     if context.downloader is not None:
         start_downloader(context.downloader, DynamoLoraManager(agent))
-    async with httpx.AsyncClient(transport=DirectTransport(), trust_env=False) as client:
+    async with httpx.AsyncClient(transport=DirectTransport(tls=context.tls), trust_env=False) as client:
         tasks = [
             asyncio.create_task(supervisor.run()),
             asyncio.create_task(_repeat_step("scrape", agent.engine.scrape, settings.scrape_s, metrics)),

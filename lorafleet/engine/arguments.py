@@ -58,14 +58,16 @@ _SHAPE_SETTING_OF_FLAG: Mapping[str, Mapping[str, str]] = {
     "sgl-jax": _SGLANG_SHAPE,
 }
 
-_PLAIN_HTTP = "the agent and the routers speak plain HTTP with the engine; end TLS before the router"
+_OF_THE_AGENT = "the agent passes its own certificate on: give the agent --tls-cert and --tls-key"
 _FORBIDDEN_FLAGS = {
     "--kv-events-config": "the agent binds the sockets itself, with a topic for each start",
     "--no-enable-lora": "a worker serves adapters",
     "--api-key": "the agent and the routers have no key for the engine; bind it to loopback or fence it",
     "--uds": "the agent and the routers reach the engine by host and port",
-    "--ssl-keyfile": _PLAIN_HTTP,
-    "--ssl-certfile": _PLAIN_HTTP,
+    "--ssl-keyfile": _OF_THE_AGENT,
+    "--ssl-certfile": _OF_THE_AGENT,
+    "--ssl-ca-certs": _OF_THE_AGENT,
+    "--ssl-cert-reqs": _OF_THE_AGENT,
     "--headless": "the agent needs the engine's API server",
 }
 _RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"

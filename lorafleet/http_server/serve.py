@@ -18,7 +18,9 @@ from starlette.types import ASGIApp
 from lorafleet.http_server.descriptors import descriptor_limit, listen_backlog
 from lorafleet.http_server.intake import ClientLimits, UploadBytes
 from lorafleet.http_server.listener import listener_for_app
+from lorafleet.http_server.tls_handshake import TlsListener
 from lorafleet.service.network.sockets import bind_socket
+from lorafleet.service.network.tls import Tls
 from lorafleet.service.process import stop_signals
 from lorafleet.telemetry.request_log import RequestLog
 
@@ -83,6 +85,7 @@ async def serve(
     on_stop: Callable[[], None] | None = None,
     requests: RequestLog | None = None,
     upload_bytes: UploadBytes = lambda _method, _path: 0,
+    tls: Tls | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGHUP or SIGINT; then call `on_stop`, finish requests for up to `grace_s`, and return.
 
@@ -91,9 +94,12 @@ async def serve(
     drain_s   seconds to serve on after SIGTERM: load balancers learn of it late
     requests  logs the requests that the app never gets; with `http` its listener does
     upload_bytes  as in HttpListener; with `http` its listener has it
+    tls       speak TLS, where it has a certificate
     """
     http = http or listener_for_app(DEFAULT_LIMITS, requests, upload_bytes)
-    server = DrainingServer(uvicorn_config(app, grace_s=grace_s, http=http), on_stop, drain_s)
+    handshakes = TlsListener(http, tls) if tls is not None and tls.files.cert is not None else None
+    config = uvicorn_config(app, grace_s=grace_s, http=handshakes or http)
+    server = DrainingServer(config, on_stop, drain_s, handshakes)
     if port_file is not None:
         write_port_file(port_file, sock.getsockname()[1])
     if signal.SIGHUP in stop_signals():  # uvicorn itself handles the others
@@ -131,10 +137,17 @@ def uvicorn_config(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None
 class DrainingServer(uvicorn.Server):
     """A uvicorn server that serves on for a while after SIGTERM, and then ends in order."""
 
-    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None] | None, drain_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_stop: Callable[[], None] | None,
+        drain_s: float = 0.0,
+        handshakes: TlsListener | None = None,
+    ) -> None:
         super().__init__(config)
         self._on_stop = on_stop
         self._drain_s = drain_s
+        self._handshakes = handshakes
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  (the base's signature)
         """Note a signal to stop. The second one forces the exit; SIGINT skips the time to serve on."""
@@ -152,6 +165,8 @@ class DrainingServer(uvicorn.Server):
         # A second signal ends the wait. It sets a flag, which uvicorn itself checks as often.
         while not self.force_exit and self._drain_s and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(min(_SIGNAL_CHECK_S, self._drain_s))
+        if self._handshakes is not None:
+            self._handshakes.close()
         await super().shutdown(sockets)
 
 

@@ -122,7 +122,7 @@ def workers_in_slice(slice_: Mapping[str, Any]) -> tuple[DiscoveredWorker, ...]:
     metadata = _as_mapping(slice_.get("metadata"))
     namespace = str(metadata.get("namespace") or "")
     pool = str(_as_mapping(metadata.get("labels")).get(POOL_LABEL) or "")
-    ports = _ports_by_name(slice_)
+    ports, schemes = _ports_by_name(slice_), _schemes_by_name(slice_)
     workers = []
     for endpoint in _as_mappings(slice_.get("endpoints")):
         addresses = endpoint.get("addresses")
@@ -139,8 +139,8 @@ def workers_in_slice(slice_: Mapping[str, Any]) -> tuple[DiscoveredWorker, ...]:
             DiscoveredWorker(
                 id=str(target.get("name") or address) if target.get("kind", "Pod") == "Pod" else address,
                 namespace=namespace,
-                agent_url=_endpoint_url("http", host, ports.get(AGENT)),
-                engine_url=_endpoint_url("http", host, ports.get(ENGINE)),
+                agent_url=_endpoint_url(schemes.get(AGENT, "http"), host, ports.get(AGENT)),
+                engine_url=_endpoint_url(schemes.get(ENGINE, "http"), host, ports.get(ENGINE)),
                 kv_events=_endpoint_url("tcp", host, ports.get(KV_EVENTS)),
                 kv_replay=_endpoint_url("tcp", host, ports.get(KV_REPLAY)),
                 zone=str(endpoint.get("zone") or ""),
@@ -180,6 +180,12 @@ def _ports_by_name(slice_: Mapping[str, Any]) -> dict[str, int]:
         if port.get("protocol") in (None, "TCP") and isinstance(number, int) and 0 < number < 65536:
             value[str(port.get("name") or "")] = number
     return value
+
+
+def _schemes_by_name(slice_: Mapping[str, Any]) -> dict[str, str]:
+    """`https` by the name of each port whose `appProtocol` says so."""
+    ports = _as_mappings(slice_.get("ports"))
+    return {str(port.get("name") or ""): "https" for port in ports if port.get("appProtocol") == "https"}
 
 
 def _endpoint_url(scheme: str, host: str, port: int | None) -> str | None:

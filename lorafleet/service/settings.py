@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, cast, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_origin
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -20,6 +20,7 @@ from pydantic_settings import (
 from pydantic_settings.exceptions import SettingsError as Unparsed
 
 from lorafleet.service import yamls
+from lorafleet.service.network.tls import TlsFiles
 from lorafleet.service.network.urls import checked_key, is_http, without_secrets
 from lorafleet.service.other_names import OtherName, refusals, translated
 from lorafleet.telemetry.request_log import AccessLogMode
@@ -69,6 +70,17 @@ class ServiceSettings(BaseSettings):
     token_file: Path | None = Field(
         default=None, description="file with that key, used in place of `token`; re-read when it changes"
     )
+    tls_cert: Path | None = Field(
+        default=None,
+        description="PEM file with this server's certificate and its chain: serve HTTPS; re-read when it changes",
+    )
+    tls_key: Path | None = Field(default=None, description="PEM file with the certificate's key; re-read likewise")
+    tls_ca: Path | None = Field(
+        default=None,
+        description="PEM file with the authorities of the fleet's own certificates: calls to other services and engines"
+        " trust them alone and show `tls_cert`, and calls between services need a certificate (docs/security.md);"
+        " re-read likewise",
+    )
     log_format: str = Field(default="json", pattern="^(json|console)$", description="json or console")
     log_level: str = Field(
         default="info", pattern="^(debug|info|warning|error)$", description="lowest level that is logged"
@@ -77,6 +89,24 @@ class ServiceSettings(BaseSettings):
         default="off", description="requests to write to stderr, one JSON object a line: off, errors (4xx, 5xx) or all"
     )
     port_file: Path | None = Field(default=None, description="write the listening port here once serving")
+
+    @model_validator(mode="after")
+    def _tls_files_fit(self) -> Self:
+        """Raises ValueError for a certificate without its key, or a key without a certificate."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing = "tls_key" if self.tls_key is None else "tls_cert"
+            raise ValueError(f"{missing}: give it too: certificate and key belong together")
+        return self
+
+    @property
+    def tls_files(self) -> TlsFiles:
+        """The files of certificate, key and authorities."""
+        return TlsFiles(cert=self.tls_cert, key=self.tls_key, ca=self.tls_ca)
+
+    @property
+    def scheme(self) -> str:
+        """What this server speaks: `https` with a certificate, else `http`."""
+        return "http" if self.tls_cert is None else "https"
 
 
 class _MappingSource(PydanticBaseSettingsSource):

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from lorafleet.http_server.tls_handshake import TlsListener
+from lorafleet.service.network.tls import Tls
 from lorafleet.sim.app import VERSION, SimHandlers, make_app
 from lorafleet.sim.engine import SimEngine
 from lorafleet.sim.events import KVEventPublisher
@@ -36,14 +39,16 @@ class SimServer(uvicorn.Server):
 async def serve(settings: SimSettings) -> None:
     """Serve until SIGTERM or SIGINT, then finish requests in flight for at most `shutdown_timeout`.
 
-    The engine's death ends it, too. Raises OSError for unreadable model files.
+    The engine's death ends it, too. Raises OSError for unreadable model files and TLS files.
     """
     publisher = KVEventPublisher(settings.kv_events) if settings.kv_events.is_on else None
     stop = asyncio.Event()
     engine = SimEngine(settings, publisher, SimMetrics(settings), on_death=stop.set)
     app = make_app(handlers_of(settings, engine), engine.run)
+    tls = Tls.of_service(settings.tls, clients=settings.ssl_cert_reqs)
     config = uvicorn.Config(
         app,
+        http="auto" if tls is None else TlsListener(HttpToolsProtocol, tls),  # type: ignore[arg-type]
         host=settings.host,
         port=settings.port,
         ws="none",

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from lorafleet.engine.vllm_plugin.catalog_offers import OfferReader
 from lorafleet.engine.vllm_plugin.lora_reports import REPORTS_VARIABLE
+from lorafleet.service.network.tls import TlsFiles
 
 # Flags of vLLM without effect in the sim.
 IGNORED_WITH_VALUE = (
@@ -67,6 +69,8 @@ class SimSettings:
     num_gpu_blocks: int
     enable_prompt_tokens_details: bool
     shutdown_timeout: float
+    tls: TlsFiles
+    ssl_cert_reqs: ssl.VerifyMode
     kv_events: EventsConfig
     runtime_loras: bool
     has_connector: bool
@@ -130,6 +134,8 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os
         num_gpu_blocks=flags.num_gpu_blocks_override,
         enable_prompt_tokens_details=flags.enable_prompt_tokens_details,
         shutdown_timeout=flags.shutdown_timeout,
+        tls=TlsFiles(cert=flags.ssl_certfile, key=flags.ssl_keyfile, ca=flags.ssl_ca_certs),
+        ssl_cert_reqs=ssl.VerifyMode(flags.ssl_cert_reqs),
         kv_events=kv_events,
         runtime_loras=_is_set(environment, "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0"),
         has_connector=bool(flags.kv_transfer_config),
@@ -173,6 +179,11 @@ def _parser() -> argparse.ArgumentParser:
     vllm.add_argument("--enable-scale-out", action=argparse.BooleanOptionalAction, default=False)
     vllm.add_argument("--enable-tokenizer-info-endpoint", action=argparse.BooleanOptionalAction, default=False)
     vllm.add_argument("--shutdown-timeout", type=float, default=0.0)
+    vllm.add_argument("--ssl-certfile", type=Path)
+    vllm.add_argument("--ssl-keyfile", type=Path)
+    vllm.add_argument("--ssl-ca-certs", type=Path)
+    vllm.add_argument("--ssl-cert-reqs", type=int, default=int(ssl.CERT_NONE))
+    vllm.add_argument("--enable-ssl-refresh", action="store_true", help="always on here")
     vllm.add_argument("--runner", choices=("auto", "generate", "pooling", "draft"), default="auto")
     vllm.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="shown in the metrics"

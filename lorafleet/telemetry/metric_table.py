@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
+from lorafleet.service.network.tls import Tls
 from lorafleet.telemetry.fast_metrics import BucketCounts, Counter, Histogram, MetricValue
 
 M = TypeVar("M")
@@ -56,6 +57,23 @@ class MetricTable:
                 created = row.create(self.registry)
                 setattr(self, attribute, created)
                 self._labelled.append((row.labels, created))
+
+    def observe_tls(self, service: str, tls: Tls | None) -> None:
+        """Set what a scrape reads of a service's certificate; nothing without one."""
+        if tls is None or tls.files.cert is None:
+            return
+        at = Gauge(
+            f"lorafleet_{service}_tls_expiry_timestamp_seconds",
+            "When the certificate in use expires, in Unix seconds.",
+            registry=self.registry,
+        )
+        at.set_function(lambda: tls.expires_at or 0.0)
+        current = Gauge(
+            f"lorafleet_{service}_tls_files_current",
+            "1 while the TLS files are in use as they are on disk, 0 while they cannot be used.",
+            registry=self.registry,
+        )
+        current.set_function(lambda: float(tls.is_current))
 
     def forget(self, label: str, value: str) -> None:
         """Drop the series of this label value in every metric that has the label, as its owner is gone."""

@@ -21,6 +21,7 @@ from lorafleet.engine.agentless import AGENTLESS_BOOT_ID
 from lorafleet.service.http import envelope
 from lorafleet.service.http.known_fields import type_adapter
 from lorafleet.service.loops import forever
+from lorafleet.service.network.tls import Tls
 from lorafleet.service.network.transport import DirectTransport
 from orchestrator.agentless.engine import AgentlessEngineDriver, AgentlessLoadRules, AgentlessRefusal, AgentlessWorker
 from workers.wire import (
@@ -57,6 +58,7 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
         timeout_s: float,
         every_s: float,
         clock: Callable[[], float] = time.monotonic,
+        tls: Tls | None = None,
     ) -> None:
         self._workers = workers
         self._allowed = allowed
@@ -65,7 +67,7 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
         self._clock = clock
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.AsyncClient(
-            transport=DirectTransport(), timeout=timeout_s, headers=headers, trust_env=False
+            transport=DirectTransport(tls=tls), timeout=timeout_s, headers=headers, trust_env=False
         )
         self._drivers: dict[str, AgentlessEngineDriver] = {}
         # One count for all engines and drivers, so that a new driver of an engine does not begin anew.

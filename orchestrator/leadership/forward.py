@@ -20,7 +20,7 @@ from lorafleet.keys.runs import RUN, path_in_run
 from lorafleet.service.http import error_response
 from lorafleet.service.http.openapi import DOCS_ASSETS
 from lorafleet.service.loops import run_watched
-from lorafleet.service.network.transport import why_no_answer
+from lorafleet.service.network.transport import ROLE, why_no_answer
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.leadership import Leadership
@@ -192,6 +192,7 @@ class LeaderForwarding:
             headers=[*headers, (FORWARDED, self._leadership.holder)],
             content=request.stream() if is_upload else await request.body(),
             timeout=self._timeout,
+            extensions={ROLE: "orchestrator"},
         )
         answer = await self._while_leading(leader, self._client.send(upstream, stream=True))
         self._metrics.forwarded.labels("ok").inc()

@@ -17,6 +17,7 @@ from lorafleet.keys.own_key import OwnKey
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.slices import DiscoveredWorker, workers_by_agent_name
 from lorafleet.service.loops import forever
+from lorafleet.service.network.transport import ROLE
 from orchestrator.core.errors import WorkerFailed
 from orchestrator.leadership.leadership import Leadership
 from orchestrator.model.catalog import Catalog
@@ -151,7 +152,9 @@ class StandbyFollower:
             f"{leader.url.rstrip('/')}/v1/catalog",
             self._own_key.headers | {"if-none-match": self._etag},
         )
-        answer = await self._client.get(url, headers=headers, timeout=self._timeout_s)
+        answer = await self._client.get(
+            url, headers=headers, timeout=self._timeout_s, extensions={ROLE: "orchestrator"}
+        )
         if answer.status_code == httpx.codes.NOT_MODIFIED:
             return
         answer.raise_for_status()

@@ -16,6 +16,7 @@ from lorafleet.keys.runs import RUN, path_behind_run, path_in_run
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError
 from lorafleet.service.http.openapi import UPLOAD_SCHEMA
+from lorafleet.service.network.tls import Tls
 from lorafleet.service.network.transport import DirectTransport
 from lorafleet.service.network.urls import url_path
 from lorafleet.telemetry.request_log import ID_HEADER
@@ -39,20 +40,26 @@ _PASSED_ON = (
 _ANSWERED = ("content-type", "content-length", "etag", "retry-after", "upload-offset", "www-authenticate")
 
 
-def forward_routes(keys: ApiKeys, orchestrator_url: str, *, connect_timeout_s: float) -> APIRouter:
-    """The routes that are passed on; none without an orchestrator."""
+def forward_routes(
+    keys: ApiKeys, orchestrator_url: str, *, connect_timeout_s: float, tls: Tls | None = None
+) -> APIRouter:
+    """The routes that are passed on; none without an orchestrator.
+
+    tls  of this router, whose certificate these calls do not show: only the client's own key counts for them
+    """
     api = APIRouter(tags=["adapters"])
     if not orchestrator_url:
         return api
     timeout = httpx.Timeout(_WAIT_S, connect=connect_timeout_s)
+    own = None if tls is None else tls.without_certificate()
 
     async def forward_adapter(request: Request, lora_id: LoraIdPath) -> Response:  # noqa: ARG001  (documented)
         """Pass the request on, and its answer back."""
-        return await _forward_to_orchestrator(request, orchestrator_url, timeout)
+        return await _forward_to_orchestrator(request, orchestrator_url, timeout, own)
 
     async def forward_name(request: Request, name: NamePath) -> Response:  # noqa: ARG001
         """Pass the request on, and its answer back."""
-        return await _forward_to_orchestrator(request, orchestrator_url, timeout)
+        return await _forward_to_orchestrator(request, orchestrator_url, timeout, own)
 
     for verb in ("ensure", "check"):
         path, name = f"/v1/adapters/{{lora_id:path}}/{verb}", f"{verb}_at_orchestrator"
@@ -84,7 +91,9 @@ def upload_bytes(method: str, path: str) -> int:
     return MOST_UPLOAD_BYTES if method == "PUT" and path_behind_run(path).startswith(UPLOADS_PATH) else 0
 
 
-async def _forward_to_orchestrator(request: Request, orchestrator_url: str, limits: httpx.Timeout) -> Response:
+async def _forward_to_orchestrator(
+    request: Request, orchestrator_url: str, limits: httpx.Timeout, tls: Tls | None
+) -> Response:
     """The orchestrator's answer. Raises HttpError 503 `orchestrator_unreachable` if there is none, or another's."""
     try:
         path = url_path(request.scope["path"].removeprefix("/"))
@@ -94,7 +103,7 @@ async def _forward_to_orchestrator(request: Request, orchestrator_url: str, limi
         raise HttpError(400, "invalid_request", str(exc)) from exc
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     has_body = request.method in ("PUT", "POST")
-    client = httpx.AsyncClient(transport=DirectTransport(), trust_env=False, timeout=limits)
+    client = httpx.AsyncClient(transport=DirectTransport(tls=tls), trust_env=False, timeout=limits)
     try:
         sent = client.build_request(
             request.method, target, headers=headers, content=request.stream() if has_body else None

@@ -18,6 +18,7 @@ import httptools
 
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.service.network.sockets import keep_alive
+from lorafleet.service.network.tls import failure_text
 
 _MAX_HEAD_BYTES = 64 * 2**10
 _NEVER = float("inf")
@@ -267,7 +268,8 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed: lose the request on it, and drop the parser."""
-        self.lose("no_answer", "the engine closed the connection" if exc is None else f"{type(exc).__name__}: {exc}")
+        why = "the engine closed the connection" if exc is None else failure_text(exc) or f"{type(exc).__name__}: {exc}"
+        self.lose("no_answer", why)
         # A reference cycle: the parser holds methods of this object.
         self._parser = None  # type: ignore[assignment]
 

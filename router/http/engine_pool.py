@@ -2,11 +2,13 @@
 
 import asyncio
 import errno
+import functools
 import ssl
 from collections import Counter
 from collections.abc import Callable
 
 from lorafleet.http_server.outbox import Outbox
+from lorafleet.service.network.tls import Tls, failure_text
 from router.http.engine_connection import EngineConnection, EngineLost, Origin, ResponseSink
 from router.http.spares import SpareBook
 
@@ -25,6 +27,7 @@ class EnginePool:
     keepalive_s  an idle connection is kept so long; vLLM 0.32 closes after 5 s, and a request sent just then is lost
     max_idle     idle connections per origin; more are closed when their answer is complete
     max_spare    connections per origin that are opened ahead of the next burst, see SpareBook
+    tls          of this router; where it names no authorities, or is None, the system's are trusted
     outbox       for all writes; by default one of the pool's own
     """
 
@@ -35,7 +38,7 @@ class EnginePool:
         keepalive_s: float = 4.0,
         max_idle: int = 512,
         max_spare: int = 0,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
         outbox: Outbox | None = None,
     ) -> None:
         self.connect_s = connect_s
@@ -102,17 +105,20 @@ class EnginePool:
         """
         loop = self._loop = asyncio.get_running_loop()
         self._require_open(origin)
-        tls = self._tls_context() if origin.tls else None
+        tls, name = (self._tls_context(), self._server_name(origin)) if origin.tls else (None, None)
         connection = EngineConnection(self, origin, loop)
         try:
             async with asyncio.timeout(self.connect_s):
-                await loop.create_connection(lambda: connection, origin.host, origin.port, ssl=tls)
+                await loop.create_connection(
+                    lambda: connection, origin.host, origin.port, ssl=tls, server_hostname=name
+                )
         except TimeoutError as exc:
             connection.close()  # as below: the limit may pass in the moment in which it is connected
             raise EngineLost("connection", f"{origin.url}: not connected in {self.connect_s} s") from exc
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a host name may be no name at all
             is_ours = isinstance(exc, OSError) and exc.errno in _NO_DESCRIPTORS
-            raise EngineLost("no_descriptors" if is_ours else "connection", f"{origin.url}: {exc}") from exc
+            why = failure_text(exc, self._tls, name or "") or exc
+            raise EngineLost("no_descriptors" if is_ours else "connection", f"{origin.url}: {why}") from exc
         except BaseException:
             connection.close()  # uvloop may have connected it already, or may be about to
             raise
@@ -145,11 +151,12 @@ class EnginePool:
             raise EngineLost("connection", f"{origin.url}: the pool is closed")
 
     def _tls_context(self) -> ssl.SSLContext:
-        """The TLS context for HTTP/1.1, made at the first call and kept."""
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-            self._tls.set_alpn_protocols(["http/1.1"])
-        return self._tls
+        """The TLS context for HTTP/1.1: the fleet's authorities where this router has them, else the system's."""
+        return (self._tls and self._tls.client_context) or _system_context()
+
+    def _server_name(self, origin: Origin) -> str:
+        """The name that the origin's certificate must have."""
+        return origin.host if self._tls is None else self._tls.server_name(origin.host, origin.port)
 
     def add(self, connection: EngineConnection) -> None:
         """Enter a connection that has just opened, and start the sweep; close it where the pool is closed."""
@@ -224,3 +231,11 @@ class EnginePool:
         connection.deadline = now + self._spares.keep_s
         # Used last: the others are known to work.
         self._idle.setdefault(origin, []).insert(0, connection)
+
+
+@functools.cache
+def _system_context() -> ssl.SSLContext:
+    """The TLS context that trusts the system's authorities. Made once, as it takes 25 ms."""
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["http/1.1"])
+    return context

@@ -45,6 +45,8 @@ LARGEST = frozenset(
         "replica_decode_tokens_per_second",
         "replica_prefill_tokens_per_second",
         "replicas",
+        "tls_expiry_timestamp_seconds",
+        "tls_files_current",
         "tokenizer_distrusted",
     )
 ) | {"lorafleet_issuer_keys_age_seconds", "lora_cache_hit_rate"}  # the asked process computes this of all

@@ -163,6 +163,7 @@ def run(
     *,
     host: str,
     port: int,
+    scheme: str = "http",
     port_file: Path | None,
     drain_s: float,
     stop_s: float,
@@ -171,6 +172,7 @@ def run(
     """Keep this many processes of `command` on one port until SIGTERM, SIGHUP or SIGINT; returns the exit status.
 
     command   one router's command line, without port and port file
+    scheme    what the processes speak: http or https
     drain_s   how long a process keeps serving after a stop signal; also waited for processes of a killed parent
     stop_s    longest orderly stop of one process: draining and grace
     forced_s  time from a second signal to SIGKILL
@@ -178,7 +180,7 @@ def run(
               process's own status if none could start
     raises    OSError if the port is taken: at once if its owner keeps serving, else after `drain_s` and a little
     """
-    claim = _claim_port(host, port, within_s=drain_s + _ORPHANS_S)
+    claim = _claim_port(scheme, host, port, within_s=drain_s + _ORPHANS_S)
     claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     accounts = shared_memory(processes)
     folder = socket_folder("lorafleet-router-", name_bytes=_SOCKET_NAME_BYTES)
@@ -201,7 +203,7 @@ def run(
         claim.close()
 
 
-def _claim_port(host: str, port: int, *, within_s: float) -> socket.socket:
+def _claim_port(scheme: str, host: str, port: int, *, within_s: float) -> socket.socket:
     """Bind a socket to this port alone, so that a second parent is refused. Waits for a killed parent's processes.
 
     Blocking; the wait is logged. Raises PortInUse after it.
@@ -214,7 +216,7 @@ def _claim_port(host: str, port: int, *, within_s: float) -> socket.socket:
             return serve.bind_only(host, port)
         except serve.PortInUse:
             now = time.monotonic()
-            if _is_draining_orphans(host, port):
+            if _is_draining_orphans(scheme, host, port):
                 serves_on_until = now + _ORPHANS_REACT_S
                 if not has_warned:
                     log.warning(
@@ -226,12 +228,13 @@ def _claim_port(host: str, port: int, *, within_s: float) -> socket.socket:
         time.sleep(_PORT_PAUSE_S)
 
 
-def _is_draining_orphans(host: str, port: int) -> bool:
+def _is_draining_orphans(scheme: str, host: str, port: int) -> bool:
     """Ask the port's owners; whether they may be processes of a killed parent: they share the port and are stopping."""
     try:
         serve.bind_only(host, port, shared=True).close()
         at = f"[{host}]" if ":" in host else host
-        answer = httpx.get(f"http://{at}:{port}/ready", timeout=_ORPHANS_REACT_S, trust_env=False)
+        # Whoever answers gets nothing of us, so nobody's certificate is checked.
+        answer = httpx.get(f"{scheme}://{at}:{port}/ready", timeout=_ORPHANS_REACT_S, trust_env=False, verify=False)  # noqa: S501
     except serve.PortInUse:
         return False
     except (OSError, httpx.HTTPError):

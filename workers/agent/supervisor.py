@@ -180,7 +180,7 @@ class Supervisor:
         )
         await asyncio.to_thread(forget_engine_reports, self._settings.lora_reports)
         self._process = await EngineProcess.start(start, state_dir=self._settings.state, echo=self._echo)
-        client = engine_client(self._settings.engine, self._engine_url())
+        client = engine_client(self._settings.engine, self._engine_url(), self._agent.context.tls)
         client_stack.push_async_callback(client.aclose)
         await self._wait_until_healthy(client)
         transport = Transport(
@@ -207,7 +207,7 @@ class Supervisor:
 
         `stack` closes the client at its end.
         """
-        client = engine_client(self._settings.engine, self._settings.engine_url.rstrip("/"))
+        client = engine_client(self._settings.engine, self._settings.engine_url.rstrip("/"), self._agent.context.tls)
         stack.push_async_callback(client.aclose)
         await self._wait_until_healthy(client)
         # We gave this engine no boot id, so the mark of its start serves as one.
@@ -315,7 +315,8 @@ class Supervisor:
     def _engine_url(self) -> str:
         """The URL under which the agent reaches the engine that it started."""
         host = self._connect_host()
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        scheme = self._settings.engine_scheme
+        return f"{scheme}://[{host}]:{self._port}" if ":" in host else f"{scheme}://{host}:{self._port}"
 
 
 def status_text(code: int) -> str:

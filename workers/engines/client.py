@@ -10,6 +10,7 @@ import httpx
 
 from lorafleet.engine.acceptance import Logprobs
 from lorafleet.engine.canary import PROBE_REQUESTS, EngineSilent, Fingerprint, answered_numbers
+from lorafleet.service.network.tls import Tls
 from lorafleet.service.network.transport import DirectTransport
 from workers.core.errors import EngineError
 from workers.engines.base import EngineTraits
@@ -26,9 +27,10 @@ class HttpEngineClient:
 
     traits: EngineTraits
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tls: Tls | None = None) -> None:
         self.url = url
-        transport = DirectTransport(limits=httpx.Limits(max_keepalive_connections=4, keepalive_expiry=2.0))
+        limits = httpx.Limits(max_keepalive_connections=4, keepalive_expiry=2.0)
+        transport = DirectTransport(limits=limits, tls=tls)
         self._client = httpx.AsyncClient(base_url=url, timeout=10.0, transport=transport, trust_env=False)
 
     async def aclose(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from lorafleet.service.network.tls import Tls
 from workers.engines.base import EngineClient, EngineTraits
 from workers.engines.sgl_jax import SglJaxClient
 from workers.engines.sglang import SglangClient
@@ -28,6 +29,6 @@ def refusal_at_start(kind: str, folder: Path) -> str:
     return sgl_jax_refusal(folder) if kind == "sgl-jax" else ""
 
 
-def engine_client(kind: str, url: str) -> EngineClient:
+def engine_client(kind: str, url: str, tls: Tls | None = None) -> EngineClient:
     """A new client for an engine of this kind; the caller closes it."""
-    return _CLIENTS[kind](url)
+    return _CLIENTS[kind](url, tls)

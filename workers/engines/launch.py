@@ -2,6 +2,7 @@
 
 import json
 import os
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,23 @@ def _vllm_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool
         ("--kv-events-config", json.dumps(kv_events_config(settings, topic), separators=(",", ":"))),
         *((flag, str(value)) for flag, value in optional if value is not None),
         *([("--enforce-eager", None)] if is_cpu else []),
+        *_tls_flags(settings),
+    ]
+
+
+def _tls_flags(settings: WorkerSettings) -> _Flags:
+    """vLLM's flags for the agent's own certificate, which vLLM reads again when it changes.
+
+    With the fleet's authorities an engine answers services of the fleet alone: it knows no keys.
+    """
+    if not settings.speaks_tls_at_engine:
+        return []
+    only_ours = [("--ssl-ca-certs", str(settings.tls_ca)), ("--ssl-cert-reqs", str(int(ssl.CERT_REQUIRED)))]
+    return [
+        ("--ssl-certfile", str(settings.tls_cert)),
+        ("--ssl-keyfile", str(settings.tls_key)),
+        *(only_ours if settings.tls_ca is not None else []),
+        ("--enable-ssl-refresh", None),
     ]
 
 

@@ -12,6 +12,7 @@ from lorafleet.engine.errors import is_engine_stopping
 from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
 from lorafleet.kv.connectors import ConnectorVerdict, verdict_of_running_engine
 from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
+from lorafleet.service.network.tls import Tls
 from workers.core.errors import EngineError
 from workers.engines.base import EngineShape, EngineTraits
 from workers.engines.client import MODELS_TIMEOUT_S, HttpEngineClient
@@ -27,8 +28,8 @@ class VllmClient(HttpEngineClient):
     # take 0.65 to 0.85 of the time; three or four at once gain no more.
     traits = EngineTraits(dialect="vllm", keeps_ghosts=True, loads_at_once=2)
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, tls: Tls | None = None) -> None:
+        super().__init__(url, tls)
         self._questions = VllmQuestions()
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:

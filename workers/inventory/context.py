@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lorafleet.kv.connectors import ConnectorVerdict
+from lorafleet.service.network.tls import Tls
 from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.inventory.event_log import AgentEventLog
 from workers.inventory.installed_adapters import InstalledAdapters
@@ -41,5 +42,7 @@ class AgentContext:
     """What is known of the engine by its command."""
     command: str = ""
     """Digest of the engine's command and environment; "": an engine that was not started here."""
+    tls: Tls | None = None
+    """For calls to the engine, to orchestrators and to other agents."""
     timers: AgentTimers = TIMERS
     clock: Callable[[], float] = time.monotonic

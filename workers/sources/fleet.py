@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from lorafleet.engine.acceptance import FILE_NAME as ACCEPTANCE_NAME
 from lorafleet.identity import fleet_digest, rendezvous_score
 from lorafleet.keys.own_key import OwnKey
+from lorafleet.service.network.tls import Tls
 from lorafleet.service.network.transport import DirectTransport
 from workers.core.errors import SourceError
 from workers.core.references import parse_reference, redacted, scheme
@@ -88,6 +89,7 @@ class FleetSource:
         own_key: OwnKey,
         agents: OtherAgents,
         only: Sequence[str] | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """`only`: places that are asked, and no others; None: agents and orchestrators as known."""
         self.agents = agents
@@ -95,11 +97,17 @@ class FleetSource:
         self._urls = tuple(orchestrator_urls)
         self._own_key = own_key
         self._only = only
+        self._tls = tls
 
     def at(self, urls: Sequence[str]) -> "FleetSource":
         """The source of own files at these agents alone."""
         return FleetSource(
-            self._limits, orchestrator_urls=self._urls, own_key=self._own_key, agents=self.agents, only=tuple(urls)
+            self._limits,
+            orchestrator_urls=self._urls,
+            own_key=self._own_key,
+            agents=self.agents,
+            only=tuple(urls),
+            tls=self._tls,
         )
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
@@ -140,7 +148,7 @@ class FleetSource:
     def _client(self) -> httpx.AsyncClient:
         """A client for one fetch, with this worker's key."""
         return httpx.AsyncClient(
-            transport=DirectTransport(),
+            transport=DirectTransport(tls=self._tls),
             auth=self._own_key,
             timeout=min(self._limits.timeout_s, _SILENT_S),
             headers={"accept-encoding": "identity"},

@@ -10,6 +10,7 @@ import httpcore
 import httpx
 
 from lorafleet.service.network.sockets import KEEP_ALIVE
+from lorafleet.service.network.tls import Tls, failure_text
 from lorafleet.service.tasks import finish_even_if_cancelled
 
 _WAITS: dict[type[Exception], str] = {
@@ -19,6 +20,8 @@ _WAITS: dict[type[Exception], str] = {
     httpx.ReadTimeout: "no answer in time",
     TimeoutError: "no answer in time",
 }
+ROLE = "lorafleet.role"
+"""Extension of a request: the role of the service that it goes to, where that is not to be seen by its address."""
 _LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20)  # httpx' own
 
 
@@ -39,12 +42,15 @@ class DirectTransport(httpx.AsyncHTTPTransport):
         limits: httpx.Limits = _LIMITS,
         verify: ssl.SSLContext | bool = True,
         proxy: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """
         verify  the TLS context; True: one with certifi's authorities; False: no certificate is checked
         proxy   the URL of a proxy that all calls take
+        tls     of this service: where it names authorities, they and its certificate count in place of `verify`
         """
-        context = _ssl_context() if verify is True else verify
+        self._tls = tls if tls is not None and tls.files.ca is not None else None
+        context = (self._tls and self._tls.client_context) or (_ssl_context() if verify is True else verify)
         super().__init__(verify=context, trust_env=False, limits=limits, proxy=proxy, socket_options=list(KEEP_ALIVE))
         self._unanswered: set[asyncio.Timeout] = set()
         # httpcore 1.0 drops the connections from its pool first and then closes each in turn; a cancellation between
@@ -91,8 +97,21 @@ class DirectTransport(httpx.AsyncHTTPTransport):
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         """The answer, with a body that httpx made. Raises httpx.HTTPError."""
+        tls = self._tls
+        if tls is not None and request.url.scheme == "https":
+            # A new connection takes the context of its pool, so it has the files of now.
+            self._pool._ssl_context = tls.client_context
+            role = request.extensions.get(ROLE)
+            name = tls.server_name(request.url.host, request.url.port or 443, role)
+            request.extensions = {**request.extensions, "sni_hostname": name}
         try:
             return await super().handle_async_request(request)
+        except httpx.ConnectError as exc:
+            await self._close_orphans()
+            name = request.extensions.get("sni_hostname", request.url.host)
+            if tls is not None and (why := failure_text(exc, tls, name)):
+                raise httpx.ConnectError(f"{request.url.copy_with(raw_path=b'/')}: {why}", request=request) from exc
+            raise
         except AttributeError as exc:
             # A killed peer resets connections that it has not accepted. Under uvloop such a connection may be closed
             # before the next tick, and anyio 4.16 then fails to read its peer's name (abc/_sockets.py).

@@ -6,6 +6,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from lorafleet.service.network.tls import Tls, TlsFiles
 from router.core.errors import ReplicaUnreachable
 from router.http.engine_connection import Origin
 from router.http.engine_pool import EnginePool
@@ -264,7 +265,7 @@ async def test_engine_breaking_off_right_behind_its_first_event_is_unreachable(c
     engine = RawEngine(script)
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, ssl=theirs)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
-    pool = EnginePool(connect_s=patience(2), tls=ssl.create_default_context(cafile=cert))
+    pool = EnginePool(connect_s=patience(2), tls=Tls(TlsFiles(ca=cert)))
     async with server:
         with pytest.raises(ReplicaUnreachable) as passed_over:
             await open_attempt(pool, call_to(url, streamed=True), LIMITS)

@@ -8,6 +8,7 @@ import ssl
 import pytest
 
 from lorafleet.service.network.sockets import KEEP_ALIVE
+from lorafleet.service.network.tls import Tls, TlsFiles
 from router.http.engine_connection import EngineConnection, EngineLost, Origin
 from router.http.engine_pool import EnginePool
 from tests.patience import patience, until
@@ -663,7 +664,7 @@ async def test_an_engine_may_speak_tls_and_is_checked(certificate):
     engine = RawEngine(saying(OK))
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, ssl=theirs)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
-    pool = EnginePool(connect_s=2.0, tls=ssl.create_default_context(cafile=cert))
+    pool = EnginePool(connect_s=2.0, tls=Tls(TlsFiles(ca=cert)))
     async with server:
         for _ in range(2):
             _, heard = await ask(pool, url)
