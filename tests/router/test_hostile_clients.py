@@ -15,7 +15,7 @@ from router.request.record import Decisions
 from router.request.usage_report import usage_report
 from router.tokenizing.tokenizers import Tokenizers
 from tests.patience import until
-from tests.router.doubles import BASE, CHAT, EngineDouble, chunk, echo, error_of, fleet, with_sql
+from tests.router.doubles import BASE, CHAT, AgentDouble, EngineDouble, chunk, echo, error_of, fleet, with_sql
 from tests.serving import client_of
 
 
@@ -316,12 +316,14 @@ async def test_refused_prompt_is_not_cached_for_its_tenant(tmp_path):
         assert told == [(200, "0"), (200, "48"), (400, "0"), (200, "0")]
 
 
-async def test_tenant_sees_cached_tokens_of_its_own_prompts_only(tmp_path):
+@pytest.mark.parametrize("cache", ["shared", "tenant"])
+async def test_tenant_sees_cached_tokens_of_its_own_prompts_only(tmp_path, cache):
     keys = tmp_path / "keys.yaml"
     names = ("one", "other"), ("two", "acme"), ("three", "acme")
     entries = [f"- {{sha256: {hash_key(key)}, tenant: {tenant}, scopes: [infer]}}\n" for key, tenant in names]
     keys.write_text("keys:\n" + "".join(entries) + f"- {{sha256: {hash_key('root')}, scopes: [admin]}}\n")
-    async with fleet(EngineDouble("w0"), key_files=(keys,)) as (client, _, _):
+    control = AgentDouble(cache=cache)
+    async with fleet(EngineDouble("w0"), control=control, key_files=(keys,)) as (client, _, _):
 
         async def told(key, tokens):
             headers = {"authorization": f"Bearer {key}"}
@@ -330,7 +332,7 @@ async def test_tenant_sees_cached_tokens_of_its_own_prompts_only(tmp_path):
             return int(answer.headers["x-lorafleet-cached-tokens"])
 
         assert await told("one", 64) == 0
-        assert await told("root", 64) == 48
+        assert await told("root", 64) == (48 if cache == "shared" else 0)
         assert await told("two", 32) == 0
         assert await told("three", 64) == 32
         assert await told("one", 64) == 48

@@ -78,11 +78,11 @@ def _ends(history: History) -> Iterator[Broken]:
 
 
 def _caches(history: History) -> Iterator[Broken]:
-    """A request gets cached tokens of those bytes alone that serve it, and of its own salt."""
-    asked: dict[tuple[int | None, str], list[Operation]] = defaultdict(list)
+    """A request gets cached tokens of those bytes alone that serve it, of its own salt, and of its own tenant."""
+    asked: dict[tuple[int | None, str, str], list[Operation]] = defaultdict(list)
     for each in history.operations:
         if each.kind == "ask" and "prompt" in each.detail:
-            asked[each.value, each.detail["salt"]].append(each)
+            asked[each.value, each.detail["salt"], each.detail.get("tenant", "")].append(each)
     for same in asked.values():
         for each in same:
             prompt, cached = each.detail["prompt"], each.detail["cached"]
@@ -91,7 +91,7 @@ def _caches(history: History) -> Iterator[Broken]:
             # More than the shared beginning is a prompt's own: the router has sent it a second time.
             if longest < cached <= len(prompt) - OWN_TOKENS:
                 yield Broken(
-                    "caches", f"{cached} cached tokens, {longest} were asked of these bytes with this salt: {each}"
+                    "caches", f"{cached} cached tokens, {longest} were asked of these bytes in this cache: {each}"
                 )
 
 

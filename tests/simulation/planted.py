@@ -222,10 +222,17 @@ FAULTS = (
     PlantedFault(
         "requests of all salts share their KV where adapters are salted",
         "",
-        "router/request/engine_body.py",
-        'return adapter_salt(engine_name, cache_salt or "")',
+        "router/request/cache_salt.py",
+        "return adapter_salt(engine_name, _checked_salt(cache_salt))",
         'return adapter_salt(engine_name, "")',
         _has_salted_adapters,
+    ),
+    PlantedFault(
+        "tenants find each other's cached prompts",
+        "",
+        "router/request/cache_salt.py",
+        "return own_salt(tenant, key_id, _checked_salt(given))",
+        'return own_salt("", "", _checked_salt(given))',
     ),
     PlantedFault(
         "an aborted rollout goes on to its end",
