@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lorafleet.engine.acceptance import FILE_NAME
+from tests.certified import certify
 from tests.console.browser import INSTALL, PAGES, THEMES, chromium, opened, visit
 from tests.console.scene import ACME, GLOBEX, OPERATOR, VIEWER, running_scene
 from tests.patience import patience, until
@@ -376,3 +379,22 @@ async def test_an_adapter_says_where_the_time_to_its_first_token_goes(scene, bro
     async with opened(browser, scene.orchestrator, key=VIEWER) as page:
         await visit(page, "/adapters/sql-expert/v1")
         await page.wait_for_selector("section:has-text('Where the time to the first token goes') li")
+
+
+async def test_an_adapter_says_whether_its_answers_are_the_trainers_and_what_they_look_like(scene, browser, tmp_path):
+    adapters = Path(scene.call("GET", "/v1/adapters/sql-expert/v1").json()["spec"]["source"].removeprefix("file://"))
+    async with opened(browser, scene.orchestrator, key=VIEWER) as page:
+        await visit(page, "/adapters/python-expert/v1")
+        await page.wait_for_selector("text=no acceptance file")
+        for trained, said in (("sql-expert/v1", "equal"), ("legal/v2", "looks like another adapter")):
+            folder = Path(shutil.copytree(adapters, tmp_path / said.replace(" ", "-")))
+            certify(folder, of=adapters.parents[1] / trained)
+            sent = {"file": (folder / FILE_NAME).read_text()}
+            answer = scene.call("POST", "/v1/adapters/sql-expert/v1/check", json=sent).json()
+            assert answer["acceptance"], answer
+            await visit(page, "/adapters/sql-expert/v1")
+            row = page.locator("text=Trainer's log-probabilities").locator("..")
+            text = await row.inner_text()
+            assert said in text, text
+            assert all(worker in text for worker in answer["acceptance"]), text
+        assert page.faults == []

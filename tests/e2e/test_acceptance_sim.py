@@ -1,6 +1,5 @@
 """Acceptance in a whole fleet: published versions are served once their answers are the trainer's, and not before."""
 
-import hashlib
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,10 +8,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from lorafleet.client.certify import write_acceptance
 from lorafleet.engine.acceptance import FILE_NAME
 from lorafleet.local.tiny_model import make_adapter, make_model
-from lorafleet.sim.text import prompt_logprobs
+from tests.certified import certify
 from tests.e2e.small_fleets import SmallFleet, small_fleet
 from tests.patience import patience, until
 from tests.workers.running import metadata_of
@@ -20,16 +18,6 @@ from tests.workers.running import metadata_of
 pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 
 NAME = "policy"
-PROMPTS = [[(7 * place + start) % 250 + 3 for place in range(40)] for start in (1, 2)]
-
-
-def certify(folder: Path, of: Path) -> None:
-    """Write what the sim computes with the adapter `of` beside an adapter."""
-    weights = hashlib.sha256((of / "adapter_model.safetensors").read_bytes()).digest()
-    digest = hashlib.sha256((of / "adapter_config.json").read_bytes() + weights).digest()
-    write_acceptance(
-        folder, PROMPTS, lambda prompt: prompt_logprobs(digest, prompt), lambda prompt: prompt_logprobs(b"", prompt)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +26,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(4):
         make_adapter(folder, f"step-{number}", rank=8, seed=number)
     for number, of in ((0, 0), (1, 2), (3, 2)):
-        certify(folder / f"step-{number}", folder / f"step-{of}")
+        certify(folder / f"step-{number}", of=folder / f"step-{of}")
     return folder
 
 
@@ -82,7 +70,7 @@ async def test_result_is_with_the_adapter_and_a_push_of_a_new_file_alone_is_comp
 
     await until(lambda: _is({"differs"}, results), what="the result is with the adapter")
     folder = Path(shutil.copytree(shelf / "step-3", tmp_path / "step-3"))
-    certify(folder, folder)
+    certify(folder)
     status, output = await fleet.cli("adapters", "push", str(folder), "late")
     assert status == 0, output
     await until(lambda: _is({"equal"}, results), what="the new file is compared")
@@ -135,7 +123,7 @@ async def test_rollout_with_require_waits_for_equal_replicas_and_stops_at_a_vers
         assert (state, said in reason, await targets()) == ("failed", True, {"roll/v1": 1.0}), reason
     # It is loaded nowhere: workers keep the file, and it is tried again.
     folder = Path(shutil.copytree(shelf / "step-2", tmp_path / "step-2"))
-    certify(folder, folder)
+    certify(folder)
     sent = await fleet.http.post("/v1/adapters/roll/v3/check", json={"file": (folder / FILE_NAME).read_text()})
     assert sent.status_code == 200, sent.text
     assert "next load" in str(sent.json()["errors"])

@@ -136,7 +136,7 @@ function Totals({ total }) {
   return html`<div class="tiles">${tiles.map(([label, value, under]) => html`<div class="tile" key=${label}><span class="label">${label}</span><span class="value">${value}</span><span class="under">${under}</span></div>`)}</div>`;
 }
 
-const policyText = (policy) => [policy.loading || "as the fleet's policy", policy.pinned && "pinned", policy.min_replicas !== null && policy.min_replicas !== undefined && `at least ${policy.min_replicas}`, policy.max_replicas && `at most ${policy.max_replicas}`, policy.priority ? `priority ${policy.priority}` : "", policy.ttl_s ? `unloaded after ${span(policy.ttl_s)} idle` : ""].filter(Boolean).join(", ");
+const policyText = (policy) => [policy.loading || "as the fleet's policy", policy.pinned && "pinned", policy.min_replicas !== null && policy.min_replicas !== undefined && `at least ${policy.min_replicas}`, policy.max_replicas && `at most ${policy.max_replicas}`, policy.priority ? `priority ${policy.priority}` : "", policy.ttl_s ? `unloaded after ${span(policy.ttl_s)} idle` : "", policy.acceptance && `acceptance: ${policy.acceptance}`].filter(Boolean).join(", ");
 
 function Copies({ item, placements, workers, history }) {
   const reasons = new Map();

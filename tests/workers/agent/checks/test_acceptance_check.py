@@ -1,42 +1,20 @@
 """An engine's answers are compared with an adapter's acceptance file, whatever way the adapter came by."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from lorafleet.client.certify import write_acceptance
 from lorafleet.engine.acceptance import FILE_NAME
 from lorafleet.local.tiny_model import CHAT_TEMPLATE
-from lorafleet.sim.text import prompt_logprobs
+from tests.certified import certify
 from tests.patience import until
 from tests.workers.running import SIM, RunningWorker, code, metadata_of, post
 from workers.wire import WorkerAdapter
 
 ADAPTER = "sql-expert/v1"
 UPLOAD = "a" * 24
-PROMPTS = [[(7 * place + start) % 250 + 3 for place in range(40)] for start in (1, 2)]
-
-
-def sim_digest(folder: Path) -> bytes:
-    """What the sim draws an adapter's answers by."""
-    weights = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).digest()
-    return hashlib.sha256((folder / "adapter_config.json").read_bytes() + weights).digest()
-
-
-def certify(folder: Path, *, of: Path | None = None, template: str = "") -> str:
-    """Write the numbers of the sim with the adapter `of`, default: its own, beside an adapter; returns the digest."""
-    digest = sim_digest(of or folder)
-    path = write_acceptance(
-        folder,
-        PROMPTS,
-        lambda prompt: prompt_logprobs(digest, prompt),
-        lambda prompt: prompt_logprobs(b"", prompt),
-        chat_template=template,
-    )
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.fixture
