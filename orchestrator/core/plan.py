@@ -16,7 +16,7 @@ from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
 from orchestrator.core.routers import KnownRouter
 from orchestrator.model.adapters import RegisteredAdapter
-from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.policy import PlacementPolicy, acceptance_mode
 from orchestrator.model.snapshot import (
     UNREACHABLE,
     DesiredPlacement,
@@ -28,7 +28,7 @@ from orchestrator.model.snapshot import (
     PlannedLoad,
 )
 
-Operation = Literal["inspect", "fetch", "load", "drain", "unload"]
+Operation = Literal["inspect", "fetch", "load", "check", "drain", "unload"]
 SHORT_LOAD_S = 0.1
 """A load that should take less is not spread over the workers: its stall is like that of a step with a long prompt."""
 _NO_ADAPTERS: Mapping[str, RegisteredAdapter] = MappingProxyType({})
@@ -154,6 +154,7 @@ def diff(
     sources = _FileSources(observed, adapters, now)
     loads = _load_actions(desired, observed, policy, busy, sources, adapters=adapters, now=now)
     actions += [*loads, *_fetch_actions(desired, observed, sources, loads, adapters=adapters)]
+    actions += _check_actions(observed, policy, adapters, now)
     actions += [
         WorkerAction(
             operation="drain", lora_id="", worker_id=worker_id, reason="asked to drain; nothing is left to move"
@@ -292,6 +293,33 @@ def _fetch_actions(
                     neighbours=choice.neighbours,
                 )
             )
+    return actions
+
+
+def _check_actions(
+    observed: ObservedFleet, policy: PlacementPolicy, adapters: Mapping[str, RegisteredAdapter], now: float
+) -> list[WorkerAction]:
+    """Comparisons of loaded copies whose answers are not proved equal, though their policy requires that by now.
+
+    A worker gets one at a time, and unloads a copy that is not equal then. A copy without an acceptance file has never
+    been compared: it stays until its next load.
+    """
+    actions: list[WorkerAction] = []
+    for worker in observed.workers.values():
+        if worker.id in observed.checking or worker.state in UNREACHABLE or not worker.has_agent:
+            continue
+        for held in worker.adapters.values():
+            if held.acceptance in {None, "equal"} or held.state != "ready":
+                continue
+            adapter = adapters.get(held.lora_id)
+            if adapter is None or acceptance_mode(adapter.policy, policy) != "require":
+                continue
+            if observed.current_failure(held.lora_id, worker.id, now) is None:
+                reason = f"its answers are not proved equal ({held.acceptance}), and its policy requires that"
+                actions.append(
+                    WorkerAction(operation="check", lora_id=held.lora_id, worker_id=worker.id, reason=reason)
+                )
+                break
     return actions
 
 

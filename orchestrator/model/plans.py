@@ -111,7 +111,7 @@ class ActionItem(ServiceDocument):
     seconds     duration of a load, the median of those measured
     """
 
-    operation: Literal["inspect", "fetch", "load", "drain", "unload"]
+    operation: Literal["inspect", "fetch", "load", "check", "drain", "unload"]
     lora_id: str
     worker_id: str
     reason: str

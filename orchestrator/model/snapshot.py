@@ -9,6 +9,7 @@ from math import inf
 from typing import Literal
 
 from lorafleet.identity import lora_id_of
+from orchestrator.model.acceptance import AcceptanceResult
 from orchestrator.model.adapter_index import AdapterIndex, adapter_index
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.served_names import is_retired_version
@@ -69,6 +70,7 @@ class ReportedAdapter:
     last_used_at  when a router last told the agent of a request for it; None: never, or not known
     is_foreign    another client loaded it: the digest is that of its files, and routers send it nothing
     is_configured the worker's settings name it
+    acceptance    how its answers there compare with the trainer's; None: not compared
     """
 
     lora_id: str
@@ -80,6 +82,7 @@ class ReportedAdapter:
     last_used_at: float | None = None
     is_foreign: bool = False
     is_configured: bool = False
+    acceptance: AcceptanceResult | None = None
 
 
 def foreign_key(engine_name: str) -> str:
@@ -323,6 +326,8 @@ class ObservedFleet:
     """worker_id -> loads and unloads in progress there"""
     inspecting: Mapping[str, str] = field(default_factory=dict)
     """lora_id -> worker_id that fetches and verifies it now"""
+    checking: Mapping[str, str] = field(default_factory=dict)
+    """worker_id -> lora_id that it compares with its acceptance file now"""
     loads_in_flight: int = 0
     fetching: frozenset[Pair] = frozenset()
     """(lora_id, worker_id) of fetches in progress that are ahead of a load"""

@@ -94,6 +94,11 @@ class ActionRunner:
             operations.fetching[pair] = adapter.digest or ""
             operations.note_fetched_bytes(pair, 0, self._context.clock())
             self._context.tasks.spawn(self._run_action(action, self._fetch(action, adapter), settings.load_timeout_s))
+        elif action.operation == "check":
+            adapter = self._context.store.adapters[action.lora_id]
+            operations.checking[action.worker_id] = action.lora_id
+            work = self._check_copy(action, adapter)
+            self._context.tasks.spawn(self._run_action(action, work, settings.load_timeout_s))
         elif action.operation == "load":
             adapter = self._context.store.adapters[action.lora_id]
             pair = (action.lora_id, action.worker_id)
@@ -166,6 +171,8 @@ class ActionRunner:
         operations = self._context.operations
         if action.operation == "inspect":
             operations.inspecting.pop(action.lora_id, None)
+        elif action.operation == "check":
+            operations.checking.pop(action.worker_id, None)
         elif action.operation == "fetch":
             operations.fetching.pop((action.lora_id, action.worker_id), None)
             operations.fetch_moved.pop((action.lora_id, action.worker_id), None)
@@ -338,9 +345,20 @@ class ActionRunner:
     async def _check_at(
         self, adapter: RegisteredAdapter, worker_id: str, holders: Sequence[str], content: str, file: str
     ) -> WorkerAdapter | str:
-        """The adapter with what one worker has found; the error's text where it could not, or has unloaded it.
+        """The adapter with what one worker has found; the error's text where it could not, or has unloaded it."""
+        try:
+            return await self._compare(adapter, worker_id, holders, file, content)
+        except (InvalidAdapter, WorkerFailed, LeaseLost) as exc:
+            return str(exc)
 
-        file  digest of the acceptance file to compare with
+    async def _compare(
+        self, adapter: RegisteredAdapter, worker_id: str, holders: Sequence[str], file: str, content: str = ""
+    ) -> WorkerAdapter:
+        """Have one worker compare the adapter, and record what it has found. Raises as `AgentClient.check`.
+
+        holders  workers that may have the acceptance file
+        file     digest of the acceptance file to compare with
+        content  of the file, if it is new
         """
         ask = CheckRequest(
             lora_id=adapter.lora_id,
@@ -350,11 +368,21 @@ class ActionRunner:
             acceptance_file=file,
             neighbours=self._agent_urls([name for name in holders if name != worker_id][:MOST_NEIGHBOURS]),
         )
-        try:
-            url, timeout_s = self._agent_url(worker_id), self._context.settings.load_timeout_s
-            return await self._context.agents.check(url, ask, timeout_s=timeout_s)
-        except (InvalidAdapter, WorkerFailed, LeaseLost) as exc:
-            return str(exc)
+        url, timeout_s = self._agent_url(worker_id), self._context.settings.load_timeout_s
+        found, at = await self._context.agents.check(url, ask, timeout_s=timeout_s)
+        if found.state == "ready":
+            self._context.reports.record_load(worker_id, found, None, at)
+        return found
+
+    async def _check_copy(self, action: WorkerAction, adapter: RegisteredAdapter) -> str:
+        """Have the worker compare its copy, which it unloads unless it is equal; returns what it found, as a sentence.
+
+        Raises InvalidAdapter, WorkerFailed.
+        """
+        file = "" if adapter.card is None else adapter.card.acceptance_file
+        holders = self._queries.ready_workers(adapter.lora_id)
+        found = (await self._compare(adapter, action.worker_id, holders, file)).acceptance
+        return "" if found is None else found.why
 
     def _record_file(self, adapter: RegisteredAdapter, file: str, *, is_retried: bool) -> None:
         """Store the digest of an adapter's new acceptance file, unless the adapter has changed meanwhile.

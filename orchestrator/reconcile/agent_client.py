@@ -125,9 +125,10 @@ class AgentClient:
         answer = await self._post_action(agent_url, "load_lora", ask, timeout_s=timeout_s)
         return AgentAdapterAnswer(_parsed_answer(WorkerAdapter, answer), _answer_as_of(answer))
 
-    async def check(self, agent_url: str, ask: CheckRequest, *, timeout_s: float) -> WorkerAdapter:
+    async def check(self, agent_url: str, ask: CheckRequest, *, timeout_s: float) -> AgentAdapterAnswer:
         """Compare the loaded adapter with its acceptance file. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
-        return _parsed_answer(WorkerAdapter, await self._post_action(agent_url, "check_lora", ask, timeout_s=timeout_s))
+        answer = await self._post_action(agent_url, "check_lora", ask, timeout_s=timeout_s)
+        return AgentAdapterAnswer(_parsed_answer(WorkerAdapter, answer), _answer_as_of(answer))
 
     async def mark_files(self, agent_url: str, ask: MarkFilesRequest, *, timeout_s: float) -> AsOf:
         """Have the agent keep files, or let it delete them again. Raises InvalidAdapter, WorkerFailed, LeaseLost."""

@@ -34,6 +34,7 @@ class FleetOperations:
     fetching          (lora_id, worker_id) -> digest of fetches ahead of a load
     fetch_moved       (lora_id, worker_id) whose files are fetched -> (bytes so far, since when)
     inspecting        lora_id -> worker_id that fetches and verifies it
+    checking          worker_id -> lora_id that it compares with its acceptance file
     draining_workers  workers that were told to drain
     unloading         (lora_id, worker_id) of unloads: no second call is sent, it could hit a later load of the adapter
     loading_victims   (lora_id, worker_id) that a load in progress evicts: no other load may name it
@@ -49,6 +50,7 @@ class FleetOperations:
     fetching: dict[Pair, str] = field(default_factory=dict)
     fetch_moved: dict[Pair, tuple[int | None, float]] = field(default_factory=dict)
     inspecting: dict[str, str] = field(default_factory=dict)
+    checking: dict[str, str] = field(default_factory=dict)
     draining_workers: set[str] = field(default_factory=set)
     unloading: set[Pair] = field(default_factory=set)
     loading_victims: set[Pair] = field(default_factory=set)

@@ -84,6 +84,7 @@ class FleetQueries:
             load_figures=self.load_figures(),
             load_began=dict(operations.load_began),
             fetching=frozenset(operations.fetching),
+            checking=dict(operations.checking),
             files=files,
         )
 

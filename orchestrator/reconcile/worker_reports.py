@@ -380,6 +380,7 @@ class WorkerReports:
             since=since,
             is_foreign=is_foreign(lora),
             is_configured=lora.is_configured,
+            acceptance=None if lora.acceptance is None else lora.acceptance.result,
             last_used_at=None if unused_s is None else self._clock() - unused_s,
         )
 

@@ -46,7 +46,7 @@ class AuditLog:
         error: str = "",
         note: str = "",
     ) -> None:
-        """Log an action's end; store it in the history unless it is an inspection.
+        """Log an action's end; store it in the history if it is a load, an unload or a drain.
 
         outcome  ok, refused, failed, timeout, error or dropped
         note     what the agent says of an adapter that is loaded
@@ -63,7 +63,7 @@ class AuditLog:
         body |= {"note": note} if note else {}
         write = log.info if outcome == "ok" else log.warning
         write(action.operation, lora_id=action.lora_id, asked_by=requester, **body)
-        if action.operation not in ("inspect", "fetch"):
+        if action.operation not in ("inspect", "fetch", "check"):
             self._store.record(action.operation, action.lora_id, body, requester)
 
     def record_eviction(self, lora_id: str, worker_id: str, *, made_room_for: str, requester: str) -> None:

@@ -1,7 +1,7 @@
 """Acceptance in a whole fleet: published versions are served once their answers are the trainer's, and not before."""
 
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,40 @@ async def test_result_is_with_the_adapter_and_a_push_of_a_new_file_alone_is_comp
     assert FILE_NAME in broken.json()["error"]["message"]
 
 
+async def test_policy_that_comes_to_require_equal_answers_unloads_what_differs_and_nothing_else(
+    fleet: SmallFleet, shelf: Path
+) -> None:
+    names = {"is-equal": "step-0", "differs": "step-1", "has-no-file": "step-2"}
+    for lora_id, source in names.items():
+        spec = {"lora_id": lora_id, "source": f"file://{shelf}/{source}"}
+        assert (await fleet.http.post("/v1/adapters", json=spec)).status_code == 201
+        assert (await fleet.ensure(lora_id)).json()["ready"]
+
+    async def acceptance() -> dict[str, set[str]]:
+        found = {lora_id: (await fleet.adapter(lora_id))["status"]["acceptance"] for lora_id in names}
+        return {lora_id: {one["result"] for one in each.values()} for lora_id, each in found.items()}
+
+    async def are_compared() -> bool:
+        return await acceptance() == {"is-equal": {"equal"}, "differs": {"differs"}, "has-no-file": set()}
+
+    await until(are_compared, what="both files are compared")
+    before = await loaded_at(fleet)
+    assert (await fleet.http.patch("/v1/policy", json={"acceptance": "require"})).status_code == 200
+    await until(lambda: _is(before.keys() - {"differs"}, lambda: loaded_at(fleet)), what="what differs is unloaded")
+    assert await loaded_at(fleet) == {name: at for name, at in before.items() if name != "differs"}
+    assert "differs" in (await fleet.adapter("differs"))["status"]["error"]
+    assert (await fleet.http.patch("/v1/policy", json={"acceptance": "warn"})).status_code == 200
+    for lora_id in names:
+        assert (await fleet.http.delete(f"/v1/adapters/{lora_id}")).status_code < 300
+    await until(lambda: _is({"late"}, lambda: loaded_at(fleet)), what="they are gone")
+
+
+async def loaded_at(fleet: SmallFleet) -> dict[str, str | None]:
+    """lora_id -> when it was loaded, of the adapters that are ready on a worker."""
+    reports = [(await metadata_of(agent)).lora.loaded_loras for agent in fleet.agents.values()]
+    return {each.lora_id: each.loaded_at for report in reports for each in report if each.state == "ready"}
+
+
 async def test_rollout_with_require_waits_for_equal_replicas_and_stops_at_a_version_that_differs(
     fleet: SmallFleet, shelf: Path, tmp_path: Path
 ) -> None:
@@ -133,12 +167,7 @@ async def test_rollout_with_require_waits_for_equal_replicas_and_stops_at_a_vers
     assert {worker: one["result"] for worker, one in results.items()} == {"w0": "equal", "w1": "equal"}
     for path in ("aliases/roll", "adapters/roll/v1", "adapters/roll/v2", "adapters/roll/v3", "adapters/late"):
         assert (await fleet.http.delete(f"/v1/{path}")).status_code < 300
-
-    async def has_free_slots() -> bool:
-        reports = [(await metadata_of(agent)).lora.loaded_loras for agent in fleet.agents.values()]
-        return not any(each.state == "ready" for report in reports for each in report)
-
-    await until(has_free_slots, what="nothing is loaded any more")
+    await until(lambda: _is(set(), lambda: loaded_at(fleet)), what="nothing is loaded any more")
 
 
 async def test_router_that_loads_at_a_home_itself_has_the_answers_compared_where_the_policy_requires_it(
@@ -170,5 +199,5 @@ async def test_router_that_loads_at_a_home_itself_has_the_answers_compared_where
     assert states == {("cold-equal", "ready"), ("cold-differs", "failed")}
 
 
-async def _is(expected: set[str], results) -> bool:  # type: ignore[no-untyped-def]
-    return await results() == expected
+async def _is(expected: Collection[str], results: Callable[[], Awaitable[Iterable[str]]]) -> bool:
+    return set(await results()) == set(expected)

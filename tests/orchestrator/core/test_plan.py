@@ -19,6 +19,7 @@ from orchestrator.core.plan import (
 from orchestrator.core.routers import RouterBook
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import (
+    AdapterFailure,
     DesiredPlacement,
     FilesSnapshot,
     LoadFigures,
@@ -303,3 +304,38 @@ def test_the_files_of_an_adapter_that_waits_for_a_slot_come_to_the_worker_where_
     going = {"digest-new": [OngoingFetch(worker_id="w1", moved_at=NOW)]}
     fetching = frozenset({("new", "w1")})
     assert steps(FilesSnapshot(is_known=True, fetches=going), fetching=fetching) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "own", "fleets", "is_checked"),
+    [
+        ("differs", None, "require", True),
+        ("unknown", None, "require", True),
+        ("equal", None, "require", False),
+        (None, None, "require", False),  # without a file: it counts from its next load
+        ("differs", "warn", "require", False),
+        ("differs", "require", "warn", True),
+        ("differs", None, "warn", False),
+    ],
+)
+def test_a_loaded_copy_is_compared_where_its_policy_requires_equal_answers_and_they_are_not_proved(
+    found, own, fleets, is_checked
+):
+    known = adapter("a", acceptance=own)
+    holder = worker("w0", replace(held("a"), acceptance=found))
+    rules = PlacementPolicy(acceptance=fleets)
+
+    def checked(observed, now=NOW):
+        actions = diff(DesiredPlacement(), observed, rules, 0, now, adapters={"a": known})
+        return [(action.operation, action.lora_id, action.worker_id) for action in actions]
+
+    observed = fleet(holder)
+    assert checked(observed) == [("check", "a", "w0")] * is_checked
+    failed = AdapterFailure(code="not_accepted", message="", until=NOW + 1)
+    for busy in (
+        replace(observed, checking={"w0": "b"}),
+        replace(observed, failures={("a", "w0"): failed}),
+        fleet(replace(holder, has_agent=False)),
+        fleet(replace(holder, state="lost")),
+    ):
+        assert checked(busy) == []
