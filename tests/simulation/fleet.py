@@ -11,7 +11,7 @@ async def test_name_that_is_deleted_answers_404(simulation):
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -37,28 +37,29 @@ _SCOPES = ("admin", "export", "register", "load", "worker", "agent", "agent-load
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-async def until(holds: Callable[[], Any], *, within_s: float = 120.0, what: str = "") -> Any:
-    """Look again and again, in the fleet's time.
+async def until(holds: Callable[[], Any], *, within_s: float = 120.0, every_s: float = 1.0, what: str = "") -> Any:
+    """Look again and again, in the fleet's time: at first often, in the end `every_s`.
 
-    holds    a function, or a function that gives an awaitable
+    holds    a function, or a function that gives an awaitable; an error of a connection counts as false
     returns  its first true answer
     raises   TimeoutError with `what` when no answer was true in time
     """
     loop = asyncio.get_running_loop()
     deadline, pause_s = loop.time() + within_s, 0.01
     while True:
-        found = holds()
-        if inspect.isawaitable(found):
-            found = await found
-        if found:
-            return found
+        with suppress(httpx.TransportError):
+            found = holds()
+            if inspect.isawaitable(found):
+                found = await found
+            if found:
+                return found
         if loop.time() > deadline:
             raise TimeoutError(f"not within {within_s:g} s: {what or holds}")
         await asyncio.sleep(pause_s)
-        pause_s = min(1.0, pause_s * 1.5)
+        pause_s = min(every_s, pause_s * 1.5)
 
 
-class SimulatedFleet:
+class SimulationFleet:
     """A running fleet. `http` calls its orchestrators by their shared address, `routers` and `agents` the others.
 
     keys     scope or tenant -> key; the clients have the admin's
@@ -67,7 +68,7 @@ class SimulatedFleet:
 
     def __init__(self, simulation: "Simulation", paths: programs.Paths) -> None:
         self.paths, self.keys = paths, paths.keys
-        self.processes = FleetProcesses(simulation.loop, paths, slowness=1.0, on_surprise=simulation.note_surprise)
+        self.processes = FleetProcesses(simulation.loop, paths, slowness=1.0, on_surprise=simulation.end_by_surprise)
         self.http = self.client_of(URL)
         self.routers: list[httpx.AsyncClient] = []
         self.agents: dict[str, httpx.AsyncClient] = {}
@@ -92,7 +93,7 @@ class SimulatedFleet:
         engine = programs.engine(self.paths, services, self._simulation.bus, flags, has_reports=has_reports)
         self.processes.add(f"engine{number}", host, engine)
         slots = {"max_loras": flags.max_loras, "max_cpu_loras": flags.max_cpu_loras}
-        agent = programs.agent(self.paths, services, orchestrator_url=URL, **{**slots, **settings})
+        agent = programs.agent(self.paths, services, **{"orchestrator_url": URL, **slots, **settings})
         self.processes.add(name, host, agent)
         self.agents[name] = self.client_of(f"http://{host}:{programs.AGENT_PORT}")
         self.engines[name] = self.client_of(f"http://{host}:{programs.ENGINE_PORT}")
@@ -102,7 +103,7 @@ class SimulatedFleet:
         """Start one more router."""
         number = len(self.routers)
         host = f"10.0.2.{number + 1}"
-        main = programs.router(self.paths, self.processes.services, orchestrator_url=URL, **settings)
+        main = programs.router(self.paths, self.processes.services, **{"orchestrator_url": URL, **settings})
         self.processes.add(f"router{number}", host, main)
         self.routers.append(self.client_of(f"http://{host}:{programs.ROUTER_PORT}"))
 
@@ -121,26 +122,26 @@ class SimulatedFleet:
         """Start a process again that has ended."""
         self.processes.start(name)
 
+    def files_of(self, name: str) -> Path:
+        """The folder of the files of a process's machine: `state` and `cache` of an agent."""
+        return self.paths.of(self.processes.nodes[name].host)
+
     async def is_whole(self) -> bool:
         """Whether every worker and every router is ready."""
-        try:
-            workers = (await self.http.get("/v1/workers")).json()["data"]
-            routers = [(await router.get("/ready")).is_success for router in self.routers]
-        except httpx.HTTPError:
-            return False
-        return [worker["state"] for worker in workers] == ["ready"] * len(self.agents) and all(routers)
+        answer = await self.http.get("/v1/workers")
+        states = [worker["state"] for worker in answer.json()["data"]] if answer.is_success else []
+        return states == ["ready"] * len(self.agents) and all([await is_ready(router) for router in self.routers])
 
     # What users and operators do.
 
-    def client_of(self, url: str, who: str = "admin") -> httpx.AsyncClient:
-        """A client with the key of a scope or a tenant."""
-        return httpx.AsyncClient(
-            base_url=url, headers=self.as_(who), timeout=MOST_WAIT_S, verify=False, trust_env=False
-        )
+    def client_of(self, url: str) -> httpx.AsyncClient:
+        """A client with the admin's key."""
+        headers = self.as_("admin")
+        return httpx.AsyncClient(base_url=url, headers=headers, timeout=MOST_WAIT_S, verify=False, trust_env=False)
 
     def as_(self, who: str) -> dict[str, str]:
-        """Headers with the key of a scope or a tenant."""
-        return {"authorization": f"Bearer {self.keys[who]}"}
+        """Headers with the key of a scope or a tenant; empty: without a key."""
+        return {"authorization": f"Bearer {key}" if (key := self.keys.get(who, "")) else ""}
 
     async def register(self, lora_id: str, source: Path | str, **more: Any) -> None:
         """Register an adapter of a folder, or of a source's URL."""
@@ -199,6 +200,11 @@ class SimulatedFleet:
         lines = (await self.routers[router].get("/metrics")).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
+    async def ready_on(self, worker: str) -> set[str]:
+        """Adapters that a worker's agent reports as ready."""
+        loras = (await self.agents[worker].get("/v1/admin/loras")).json()["loaded_loras"]
+        return {lora["lora_id"] for lora in loras if lora["state"] == "ready"}
+
     async def engine_models(self, worker: str) -> set[str]:
         """What a worker's engine itself lists."""
         return {card["id"] for card in (await self.engines[worker].get("/v1/models")).json()["data"]}
@@ -241,17 +247,21 @@ class Simulation:
     folder  another folder of the test's own
     """
 
-    def __init__(self, loop: SimulatedLoop, bus: EventBus, *, model: Path, folder: Path) -> None:
+    def __init__(self, loop: SimulatedLoop, bus: EventBus, test: Node, *, model: Path, folder: Path) -> None:
         self.loop, self.bus, self.model = loop, bus, model
         self.folder, self.shelf = folder / "own", folder / "shelf"
-        self.surprises: list[str] = []
-        """Processes that ended although nothing was to end them."""
-        self._root = folder
+        self.surprise = ""
+        """A process that ended although nothing was to end it, and how."""
+        self._test, self._root = test, folder
         self.folder.mkdir()
         self.shelf.mkdir()
 
-    def note_surprise(self, node: Node) -> None:
-        self.surprises.append(f"{node.name} at {self.loop.time():.3f}: {node.failure!r}")
+    def end_by_surprise(self, node: Node) -> None:
+        """End the test, because a process has ended that nothing was to end."""
+        self.surprise = f"{node.name} at {self.loop.time():.3f}: {node.failure!r}"
+        node.away_s = None
+        assert self._test.main is not None
+        self._test.main.cancel()
 
     def adapter(self, name: str, *, seed: int = 0, rank: int = 8, beside: bool = False, **more: Any) -> Path:
         """A new adapter's folder on the shelf; `beside`: where no worker may read."""
@@ -265,42 +275,48 @@ class Simulation:
         orchestrators: int = 1,
         engine: EngineFlags | None = None,
         tenants: Sequence[str] = (),
-        adopt: str = "none",
+        adopt: str | None = "none",
+        has_keys: bool = True,
         has_reports: bool = False,
         agent: Mapping[str, Any] = _NOTHING,
         router: Mapping[str, Any] = _NOTHING,
         **settings: Any,
-    ) -> SimulatedFleet:
+    ) -> SimulationFleet:
         """A ready fleet; every timer has its default.
 
         tenants      each has a key with scopes infer and register, in `keys` by its name
-        adopt        the policy's: by default `shelf` is no more than where specs point at
+        adopt        the policy's: by default `shelf` is no more than where specs point at; None: the policy's default
         has_reports  the engines report to their agents, and take their offers
         agent        further settings of each agent; `router` of each router, `settings` of each orchestrator
         """
         key_file = self._root / "keys.yaml"
-        keys = {scope: add_key(key_file, None, [scope]) for scope in _SCOPES}
+        keys = {scope: add_key(key_file, None, [scope]) if has_keys else "" for scope in _SCOPES}
         keys |= {tenant: add_key(key_file, tenant, ["infer", "register"]) for tenant in tenants}
-        fleet = SimulatedFleet(
+        fleet = SimulationFleet(
             self,
             programs.Paths(
-                model=self.model, shelf=self.shelf, state=self._root / "state", key_file=key_file, keys=keys
+                model=self.model,
+                shelf=self.shelf,
+                state=self._root / "state",
+                key_file=key_file if has_keys else None,
+                keys=keys,
             ),
         )
         for _ in range(orchestrators):
             fleet.add_orchestrator(**settings)
-        await until(lambda: _is_up(fleet.http), what="an orchestrator leads")
-        await fleet.set_policy(adopt=adopt)
+        if orchestrators:
+            await until(lambda: is_ready(fleet.http), what="an orchestrator leads")
+        if adopt is not None:
+            await fleet.set_policy(adopt=adopt)
         for _ in range(workers):
             fleet.add_worker(engine or EngineFlags(), has_reports=has_reports, **agent)
         for _ in range(routers):
             fleet.add_router(**router)
-        await until(fleet.is_whole, what="the fleet is ready")
+        if orchestrators:
+            await until(fleet.is_whole, what="the fleet is ready")
         return fleet
 
 
-async def _is_up(operator: httpx.AsyncClient) -> bool:
-    try:
-        return (await operator.get("/ready")).is_success
-    except httpx.HTTPError:
-        return False
+async def is_ready(service: httpx.AsyncClient) -> bool:
+    """Whether a service says that it is ready."""
+    return (await service.get("/ready")).is_success

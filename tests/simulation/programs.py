@@ -43,9 +43,14 @@ class Paths:
     model: Path
     shelf: Path
     state: Path
-    key_file: Path
+    key_file: Path | None
+    """None: a fleet without keys."""
     keys: Mapping[str, str]
     """By scope, and by tenant."""
+
+    @property
+    def key_files(self) -> tuple[Path, ...]:
+        return () if self.key_file is None else (self.key_file,)
 
     def of(self, host: str) -> Path:
         """The folder of a machine's files, which outlive its processes."""
@@ -155,7 +160,8 @@ def orchestrator(paths: Paths, services: RunningServices, *, port: int = ORCHEST
                 store=paths.of(node.host) / "store.db",
                 host=node.host,
                 port=port,
-                key_files=(paths.key_file,),
+                key_files=paths.key_files,
+                allow_open=not paths.key_files,
                 token=paths.keys["load"],
                 agent_token=paths.keys["agent"],
                 **settings,
@@ -183,7 +189,8 @@ def router(paths: Paths, services: RunningServices, *, orchestrator_url: str, **
                 orchestrator_url=orchestrator_url,
                 token=paths.keys["load"],
                 agent_token=paths.keys["agent-load"],
-                key_files=(paths.key_file,),
+                key_files=paths.key_files,
+                allow_open=not paths.key_files,
                 state_dir=paths.of(node.host),
                 **settings,
             )
@@ -209,7 +216,9 @@ def agent(paths: Paths, services: RunningServices, *, orchestrator_url: str, **s
             "--lora-path", str(paths.shelf), "--state-dir", str(folder / "state"), "--cache-dir", str(folder / "cache"),
             "--host", node.host, "--port", str(AGENT_PORT), "--advertise-url", url, "--engine-url", engine_url,
             "--engine-advertise-url", engine_url, "--instance-id", node.name, "--orchestrator-url", orchestrator_url,
-            "--token", paths.keys["worker"], "--key-files", str(paths.key_file), "--no-engine-output",
+            "--no-engine-output", *(() if paths.key_files else ("--allow-open",)), *(
+                word for file in paths.key_files for word in ("--key-files", str(file), "--token", paths.keys["worker"])
+            ),
             *(word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))),
         )  # fmt: skip
         built = build_agent(load(WorkerSettings, words, prog="agent"), port=AGENT_PORT)

@@ -75,8 +75,8 @@ def _run(
     asks.send(os.getpid())
     try:
         prepared = prepare(1, replaced, folder=folder, show=lines.append)
-        simulation = Simulation(prepared.loop, prepared.bus, model=model, folder=folder)
         node = Node(prepared.loop, "test", _HOST)
+        simulation = Simulation(prepared.loop, prepared.bus, node, model=model, folder=folder)
 
         async def main(_node: Node) -> None:
             async with asyncio.timeout(_LONGEST_S):
@@ -85,8 +85,8 @@ def _run(
         node.start(main)
         assert node.main is not None
         prepared.loop.run_until_complete(node.main)
-        if simulation.surprises:
-            failure = f"processes ended by themselves: {simulation.surprises}"
+    except asyncio.CancelledError:
+        failure = f"a process ended by itself: {simulation.surprise}"
     except BaseException:  # noqa: BLE001  (handed to pytest)
         failure = traceback.format_exc()
     shutil.rmtree(folder, ignore_errors=True)
