@@ -209,7 +209,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         by = requester(caller.name, is_leader=epoch is not None)
         # A digest grants no access: only the leader, which knows what was verified, may have it stand for the source.
         # Nor may another name agents: this one sends them its key.
-        own = {"from_fleet": False, "neighbours": ()}
+        own = {"from_fleet": False, "neighbours": (), "keeps_files": False}
         lora = await agent.load(body if epoch is not None else body.model_copy(update=own), by)
         return LoadAnswer.of(lora)
 

@@ -446,6 +446,7 @@ class LoadRequest(AdapterRequest):
     is_awaited  a request waits for it: an engine that can may load it with that request
     acceptance  what to do with its acceptance file; `acceptance_file`: its digest, if the caller knows it
     only_files  fetch and verify its files for a load that will come, after what loads fetch; nothing is loaded
+    keeps_files  keep its files, as `mark_files` does: needs an epoch
     """
 
     lora_path: str | None = None
@@ -457,6 +458,7 @@ class LoadRequest(AdapterRequest):
     acceptance: AcceptanceMode = "warn"
     acceptance_file: str = ""
     only_files: bool = False
+    keeps_files: bool = False
 
 
 class CheckRequest(_WorkerMessage):

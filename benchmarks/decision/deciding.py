@@ -92,7 +92,7 @@ def adopting(size: DecisionBenchSize) -> list[ReportRow]:
     """Rows of a catalog of 10,000 adapters: parsed whole, or a change of it, and its last adapter resolved."""
 
     def item(n: int) -> CatalogAdapter:
-        return CatalogAdapter(lora_id=lora_id(n), digest=digest(n), base_model=BASE, source="file:///a", state="ready")
+        return CatalogAdapter(lora_id=lora_id(n), digest=digest(n), base_model=BASE, source="file:///a")
 
     whole = Catalog(revision=1, adapters=tuple(map(item, range(10_000))))
     body = reader_of(Catalog).dump_json(whole)

@@ -290,7 +290,7 @@ def _catalog(spec: Spec, url: str) -> Catalog:
     return Catalog(
         revision=1,
         adapters=tuple(
-            CatalogAdapter(lora_id=lora_id(n), digest=digest(n), base_model=BASE, source="file:///a", state="ready")
+            CatalogAdapter(lora_id=lora_id(n), digest=digest(n), base_model=BASE, source="file:///a")
             for n in range(spec.adapters)
         ),
         workers=tuple(

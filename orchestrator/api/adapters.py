@@ -39,11 +39,11 @@ from orchestrator.model.adapter_documents import (
     AdapterBatch,
     AdapterItem,
     AdapterList,
+    AdapterState,
     BatchAnswer,
     BatchResult,
 )
 from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
-from orchestrator.model.catalog import AdapterState
 from orchestrator.model.changes import AdapterChanges, WrittenAdapter
 from orchestrator.model.names import LoraId
 from orchestrator.reconcile.reconciler import Reconciler

@@ -42,6 +42,7 @@ class WorkerAction:
     evict_after  victim of a load that takes a reserve slot: it drains meanwhile and is unloaded afterwards
     is_expired   an unload for want of requests
     neighbours   of a load or fetch: workers that have the adapter's files, asked before its source
+    keeps_files  of a load: its worker is to keep the files, which only the fleet has
     """
 
     operation: Operation
@@ -52,6 +53,7 @@ class WorkerAction:
     evict_after: str | None = None
     is_expired: bool = False
     neighbours: tuple[str, ...] = ()
+    keeps_files: bool = False
 
 
 def ends_move(action: WorkerAction, outcome: str, moves: Mapping[Pair, str]) -> bool:

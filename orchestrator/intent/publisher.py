@@ -335,7 +335,7 @@ class NamePublisher:
                 mended_at = self._clock()
                 for worker_id in progress.lacking:
                     reconciler.operations.failures.record_success((lora_id, worker_id))
-            reconciler.request_pass()
+                reconciler.request_pass()
             await reconciler.catalog.changed.wait(min(deadline.left_s, _LOOK_S))
 
     def _require_there(self, name: str, lora_id: str) -> Publication:

@@ -8,12 +8,13 @@ from pydantic import FailFast, Field
 from orchestrator.model.acceptance import AdapterAcceptance
 from orchestrator.model.adapters import AdapterSpec, Tenants
 from orchestrator.model.cards import AdapterCard
-from orchestrator.model.catalog import AdapterState
 from orchestrator.model.changes import WrittenAdapter
 from orchestrator.model.documents import ServiceDocument, WrittenDocument
 from orchestrator.model.names import WIRE
 from orchestrator.model.orphans import OrphanItem
 from workers.wire import IgnoredModules, ReceivedFile
+
+AdapterState = Literal["registered", "inspecting", "loading", "ready", "failed", "deleting"]
 
 
 class Replicas(ServiceDocument):

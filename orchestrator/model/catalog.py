@@ -9,7 +9,6 @@ from orchestrator.model.names import MESSAGE, WIRE
 from orchestrator.model.pauses import PauseLease
 from orchestrator.model.served_names import Targets
 
-AdapterState = Literal["registered", "inspecting", "loading", "ready", "failed", "deleting"]
 WorkerState = Literal["starting", "ready", "cordoned", "draining", "unmanaged", "lost"]
 
 
@@ -29,9 +28,10 @@ class CatalogAdapter:
     """0 until an agent has inspected it"""
     tenants: tuple[str, ...] | None = None
     """null: everyone"""
-    state: AdapterState = "registered"
+    is_deleting: bool = False
+    """it takes no new requests"""
     error: str | None = None
-    """why no worker can use it, in state `failed`; a request may wait for any other error to pass"""
+    """why no worker can use it; a request may wait for any other error to pass"""
     priority: int = 0
     secret: str | None = None
     """name/key of the credentials for `source`"""

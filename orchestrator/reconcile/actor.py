@@ -179,7 +179,9 @@ class ActionRunner:
         else:
             operations.busy[action.worker_id] -= 1
         if action.operation == "load":
-            operations.loading.pop((action.lora_id, action.worker_id), None)
+            digest = operations.loading.pop((action.lora_id, action.worker_id), "")
+            if action.keeps_files:
+                operations.copying.discard((digest, action.worker_id))
             operations.load_began.pop((action.lora_id, action.worker_id), None)
             operations.fetch_moved.pop((action.lora_id, action.worker_id), None)
             if action.evict is not None:
@@ -428,6 +430,7 @@ class ActionRunner:
             acceptance=acceptance_mode(adapter.policy, self._context.store.rules),
             acceptance_file="" if adapter.card is None else adapter.card.acceptance_file,
             only_files=action.operation == "fetch",
+            keeps_files=action.keeps_files,
         )
 
     async def _fetch(self, action: WorkerAction, adapter: RegisteredAdapter) -> None:
@@ -452,7 +455,10 @@ class ActionRunner:
         url, timeout_s = self._agent_url(action.worker_id), self._context.settings.load_timeout_s
         lora, at = await self._context.agents.load(url, ask, timeout_s=timeout_s)
         _check_loaded(lora, adapter)
-        self._context.files.note(action.worker_id, lora.digest, at)
+        if action.keeps_files:
+            self._context.files.note_mark(action.worker_id, (lora.digest,), "kept", at)
+        else:
+            self._context.files.note(action.worker_id, lora.digest, at)
         if lora.location != "disk":  # else the engine loads it with its first request
             self._context.operations.measured_loads.append((self._context.clock() - began, adapter.size_bytes or 0))
         self._context.reports.record_load(action.worker_id, lora, evicted, at)

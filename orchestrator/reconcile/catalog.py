@@ -14,10 +14,7 @@ from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 from lorafleet.service.numbered_log import NumberedLog
 from lorafleet.service.times import utc_text
 from orchestrator.core.errors import EventsExpired
-from orchestrator.model.acceptance import AcceptanceMode
-from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.catalog import (
-    AdapterState,
     Catalog,
     CatalogAdapter,
     CatalogAlias,
@@ -43,15 +40,6 @@ class LoggedEvent(NamedTuple):
     is_change: bool
 
 
-class _EntrySource(NamedTuple):
-    """All that an adapter's entry in the catalog is made of."""
-
-    adapter: RegisteredAdapter
-    state: AdapterState
-    error: str | None
-    acceptance: AcceptanceMode
-
-
 class CatalogBook:
     """The current catalog and the recent events. One writer: the event loop."""
 
@@ -61,7 +49,6 @@ class CatalogBook:
         self._events = NumberedLog[LoggedEvent](buffer, last=store.revision)
         self._most_changes = buffer
         self._adapters: dict[str, CatalogAdapter] = SortedDict()
-        self._sources: dict[str, _EntrySource] = {}
         self._aliases: dict[str, CatalogAlias] = SortedDict()
         self._workers: dict[str, CatalogWorker] = SortedDict()
         self._draining: tuple[Draining, ...] = ()
@@ -122,7 +109,7 @@ class CatalogBook:
 
     def refresh(
         self,
-        states: Mapping[str, tuple[AdapterState, str | None]],
+        errors: Mapping[str, str | None],
         workers: Mapping[str, CatalogWorker],
         draining: tuple[Draining, ...],
         pauses: Mapping[str, PauseLease] = MappingProxyType({}),
@@ -131,12 +118,12 @@ class CatalogBook:
 
         Now and then an event needs a write. If that fails, this difference and later ones are left to the next call.
 
-        states   lora_id -> (adapter state, error), at least of the adapters that have changed
+        errors   lora_id -> why no worker can use the adapter, None if one can; at least of those that have changed
         """
         if (cache := self._store.rules.cache) != self._cache:
             self._emit_change("policy_changed", message=f"cache: {cache}")
             self._cache = cache
-        self._refresh_adapters(states)
+        self._refresh_adapters(errors)
         self._refresh_aliases()
         for name in sorted(self._workers.keys() | workers.keys()):
             old, new = self._workers.get(name), workers.get(name)
@@ -154,21 +141,16 @@ class CatalogBook:
             self._draining = draining
         self._refresh_pauses(pauses)
 
-    def _refresh_adapters(self, states: Mapping[str, tuple[AdapterState, str | None]]) -> None:
+    def _refresh_adapters(self, errors: Mapping[str, str | None]) -> None:
         """Update the catalog's adapters from the store, with one event for each difference, deletions included."""
         for lora_id in sorted(self._store.changed_adapters - self._store.adapters.keys()):
             if lora_id in self._adapters:
                 deleted = self._emit_change("adapter_deleted", lora_id=lora_id, tenants=self._adapters[lora_id].tenants)
-                del self._sources[lora_id], self._adapters[lora_id]
+                del self._adapters[lora_id]
                 self._note_change("adapter", lora_id, deleted)
             self._store.changed_adapters.discard(lora_id)
-        for lora_id, (state, error) in states.items():
+        for lora_id, error in errors.items():
             adapter = self._store.adapters[lora_id]
-            known = self._sources.get(lora_id)
-            source = _EntrySource(adapter, state, error, acceptance_mode(adapter.policy, self._store.rules))
-            if known is not None and known.adapter is adapter and known[1:] == source[1:]:
-                self._store.changed_adapters.discard(lora_id)
-                continue
             item = CatalogAdapter(
                 lora_id=lora_id,
                 digest=adapter.digest,
@@ -176,21 +158,20 @@ class CatalogBook:
                 source=adapter.fetched_from,
                 rank=adapter.rank or 0,
                 tenants=adapter.tenants,
-                state=state,
-                # A request may wait for any error to pass but a quarantine, which is the adapter's own fault.
-                error=error if state == "failed" else None,
+                is_deleting=adapter.is_deleting,
+                error=error,
                 priority=adapter.policy.priority,
                 cache=adapter.policy.cache,
                 secret=adapter.secret,
                 published_as=self._store.published_as(lora_id),
-                acceptance=source.acceptance,
+                acceptance=acceptance_mode(adapter.policy, self._store.rules),
             )
-            if self._adapters.get(lora_id) != item or known is None or known.error != error:
+            if self._adapters.get(lora_id) != item:
                 kind = "adapter_changed" if lora_id in self._adapters else "adapter_registered"
-                changed = self._emit_change(kind, lora_id=lora_id, message=error or state)
+                message = "deleting" if item.is_deleting else error or ""
+                changed = self._emit_change(kind, lora_id=lora_id, message=message)
                 self._adapters[lora_id] = item
                 self._note_change("adapter", lora_id, changed)
-            self._sources[lora_id] = source
             self._store.changed_adapters.discard(lora_id)
 
     def _refresh_pauses(self, pauses: Mapping[str, PauseLease]) -> None:

@@ -32,6 +32,7 @@ class FleetOperations:
     busy              worker_id -> number of loads and unloads in progress there
     loading           (lora_id, worker_id) -> digest; `load_began`: since when
     fetching          (lora_id, worker_id) -> digest of fetches ahead of a load
+    copying           (digest, worker_id) of kept copies that are being made, by a call of their own or with a load
     fetch_moved       (lora_id, worker_id) whose files are fetched -> (bytes so far, since when)
     inspecting        lora_id -> worker_id that fetches and verifies it
     checking          worker_id -> lora_id that it compares with its acceptance file
@@ -48,6 +49,7 @@ class FleetOperations:
     loading: dict[Pair, str] = field(default_factory=dict)
     load_began: dict[Pair, float] = field(default_factory=dict)
     fetching: dict[Pair, str] = field(default_factory=dict)
+    copying: set[tuple[str, str]] = field(default_factory=set)
     fetch_moved: dict[Pair, tuple[int | None, float]] = field(default_factory=dict)
     inspecting: dict[str, str] = field(default_factory=dict)
     checking: dict[str, str] = field(default_factory=dict)

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 import httpx
@@ -24,6 +24,8 @@ from orchestrator.core.errors import (
     WorkerFailed,
 )
 from orchestrator.core.failures import LONGEST_S, FailureBook
+from orchestrator.core.plan import WorkerAction
+from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.agent_view import HeldFilesBook, ReportedDisk
 from orchestrator.reconcile.context import PassContext
@@ -54,7 +56,6 @@ class FileCopies:
         self._context = context
         self._monitor = monitor
         self._failures = FailureBook()
-        self._under_way: set[tuple[str, str]] = set()
         self._arriving: Counter[str] = Counter()
         self._releasing: set[str] = set()
         self._dropping: set[tuple[str, str]] = set()
@@ -62,8 +63,11 @@ class FileCopies:
 
     # --- a pass --------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Decide, and start what is to be done, each call in a task of its own."""
+    def run(self, actions: Sequence[WorkerAction]) -> list[WorkerAction]:
+        """Decide, and start what is to be done, each call in a task of its own; returns the pass's actions.
+
+        Where one of them loads an adapter whose files are to be kept there, the load keeps them.
+        """
         now = self._context.clock()
         self._failures.drop_expired(now)
         needs = self._needs()
@@ -73,14 +77,20 @@ class FileCopies:
             if state.status == "lost" and (before is None or before.status != "lost"):
                 log.error("the files of an adapter are lost", digest=digest, reason=state.reason)
         self.states = plan.states
-        for keep in plan.keeps:
-            self._under_way.add((keep.digests[0], keep.worker_id))
-            self._context.tasks.spawn(self._keep(keep))
+        adapters = self._context.store.adapters
+        kept = {(keep.digests[0], keep.worker_id): keep for keep in plan.keeps}
+        self._context.operations.copying |= kept.keys()
+        actions = [replace(action, keeps_files=_loaded_files(action, adapters) in kept) for action in actions]
+        with_loads = {_loaded_files(action, adapters) for action in actions}
+        for pair, keep in kept.items():
+            if pair not in with_loads:
+                self._context.tasks.spawn(self._keep(keep))
         for release in plan.releases:
             if release.worker_id not in self._releasing:
                 self._releasing.add(release.worker_id)
                 self._context.tasks.spawn(self._release(release))
         self._context.metrics.set_copies(len(needs), Counter(state.status for state in plan.states.values()))
+        return actions
 
     def lost(self) -> dict[str, str]:
         """lora_id -> reason, of registered adapters whose files are lost."""
@@ -114,7 +124,7 @@ class FileCopies:
     def clear(self) -> None:
         """Forget failures, calls under way and states at the end of a term; the next leader reports the copies."""
         self._failures.clear()
-        self._under_way.clear()
+        self._context.operations.copying.clear()
         self._releasing.clear()
         self._dropping.clear()
         self.states = {}
@@ -151,7 +161,7 @@ class FileCopies:
             disks=disks,
             keepers=self._context.files.keepers,
             copies=self._context.settings.fleet_copies,
-            under_way=self._under_way,
+            under_way=self._context.operations.copying,
             blocked=self._failures.by_pair.keys(),
             deleted=deleted,
             dropping=self._dropping,
@@ -215,7 +225,7 @@ class FileCopies:
             self._failures.record_success(pair)
             log.info("copy kept", digest=pair[0], worker_id=step.worker_id)
         finally:
-            self._under_way.discard(pair)
+            self._context.operations.copying.discard(pair)
             self._context.request_pass()
 
     async def _release(self, step: MarkStep) -> None:
@@ -459,3 +469,11 @@ class FileRelay:
         if answer.status_code not in _HTTP_OK:
             await answer.aclose()
         return answer
+
+
+def _loaded_files(action: WorkerAction, adapters: Mapping[str, RegisteredAdapter]) -> tuple[str, str] | None:
+    """(digest, worker_id) of a load; None for another action."""
+    adapter = adapters.get(action.lora_id)
+    if action.operation != "load" or adapter is None or adapter.digest is None:
+        return None
+    return adapter.digest, action.worker_id

@@ -9,9 +9,10 @@ from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.failures import failure_everywhere
 from orchestrator.core.placement.load_time import load_figures, load_s
 from orchestrator.model.acceptance import AdapterAcceptance
+from orchestrator.model.adapter_documents import AdapterState
 from orchestrator.model.adapters import RegisteredAdapter
 from orchestrator.model.cards import AdapterEffectState
-from orchestrator.model.catalog import AdapterState, CatalogWorker, Draining, WorkerState
+from orchestrator.model.catalog import CatalogWorker, Draining, WorkerState
 from orchestrator.model.pauses import PauseLease
 from orchestrator.model.snapshot import (
     AdapterFailure,
@@ -52,8 +53,8 @@ class FleetQueries:
     def __init__(self, context: PassContext) -> None:
         self._context = context
         self._refreshed_at = -math.inf
-        self._active_ids: set[str] = set()
-        """Adapters whose state the catalog had from more than their row."""
+        self._unusable_ids: set[str] = set()
+        """Adapters that no worker could use, by the catalog."""
         self.last_pass = LastPass(ObservedFleet(), DesiredPlacement())
         self.lost_files: Mapping[str, str] = {}
         """lora_id -> why no worker has its files, of adapters whose files only the fleet has"""
@@ -240,28 +241,17 @@ class FleetQueries:
         failed = self._context.operations.failures.failed_ids
         return failed | self.last_pass.desired.unplaced.keys() | self.lost_files.keys()
 
-    def _refresh_states(self) -> dict[str, tuple[AdapterState, str | None]]:
-        """lora_id -> (adapter state, last error or None), of the adapters that may have changed since the last refresh.
+    def _unusable_reasons(self) -> dict[str, str | None]:
+        """lora_id -> why no worker can use the adapter, or None, of those that may have changed since the last refresh.
 
-        That is one whose row was written, and one on which something is known or in progress, now or then.
+        That is one whose row was written, and one that has failed or lost its files, now or then.
         """
-        operations, ready = self._context.operations, self.ready_workers_by_adapter()
-        loading = {lora_id for lora_id, _ in operations.loading}
-        troubled = self.troubled_ids()
-        store = self._context.store
-        active = troubled.union(ready, loading, operations.inspecting)
-        due = (active | self._active_ids | store.changed_adapters) & store.adapters.keys()
-        self._active_ids |= active  # all of them, until the catalog has taken the states over
-        found: dict[str, tuple[AdapterState, str | None]] = {}
-        for lora_id in sorted(due):
-            adapter = store.adapters[lora_id]
-            has_error = adapter.quarantine is not None or lora_id in troubled
-            is_failed = has_error and self.quarantine_reason(lora_id) is not None
-            state = _adapter_state(
-                adapter, lora_id in ready, lora_id in loading, lora_id in operations.inspecting, is_failed
-            )
-            found[lora_id] = (state, self.last_error(lora_id) if has_error else None)
-        return found
+        store, troubled = self._context.store, self._context.operations.failures.failed_ids | self.lost_files.keys()
+        due = (troubled | self._unusable_ids | store.changed_adapters) & store.adapters.keys()
+        return {
+            lora_id: None if store.adapters[lora_id].is_deleting else self.quarantine_reason(lora_id)
+            for lora_id in sorted(due)
+        }
 
     def unusable_adapters(self) -> dict[str, str]:
         """lora_id -> "code: message" of the adapters that no worker can use."""
@@ -332,9 +322,10 @@ class FleetQueries:
             Draining(worker_id=worker_id, lora_id=lora_id, digest=self._digest_on(lora_id, worker_id))
             for lora_id, worker_id in sorted(self._context.operations.drains)
         )
-        states = self._refresh_states()
-        self._context.catalog.refresh(states, workers, draining, self._pauses_in_force())
-        self._active_ids = {lora_id for lora_id, (state, error) in states.items() if state != "registered" or error}
+        reasons = self._unusable_reasons()
+        self._unusable_ids |= {lora_id for lora_id, reason in reasons.items() if reason is not None}
+        self._context.catalog.refresh(reasons, workers, draining, self._pauses_in_force())
+        self._unusable_ids = {lora_id for lora_id, reason in reasons.items() if reason is not None}
 
     def _pauses_in_force(self) -> dict[str, PauseLease]:
         """The pauses that have not ended, by the key of their scope."""

@@ -317,7 +317,7 @@ class Reconciler:
         self._end_drains(desired, observed)
         self._count_moves(desired)
         if self._can_decide:
-            self.copies.run()
+            actions = self.copies.run(actions)
             self.queries.lost_files = self.copies.lost()
         for action in actions:
             self.runner.start_action(action)

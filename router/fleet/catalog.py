@@ -54,12 +54,12 @@ def with_changes(known: RouterCatalog, changes: Catalog) -> RouterCatalog | None
 
 def _with_entries(known: RouterCatalog, changes: Catalog) -> RouterCatalog:
     """The catalog with these entries in place of those of the same names, and with these drains, workers and pauses."""
-    deleting = {adapter.lora_id for adapter in changes.adapters if adapter.state == "deleting"}
+    deleting = {adapter.lora_id for adapter in changes.adapters if adapter.is_deleting}
     named = {adapter.lora_id for adapter in changes.adapters}.union(changes.gone_adapters)
     adapters = dict(known.adapters)
     for lora_id in deleting.union(changes.gone_adapters):
         adapters.pop(lora_id, None)
-    adapters |= {a.lora_id: a for a in changes.adapters if a.state != "deleting"}
+    adapters |= {a.lora_id: a for a in changes.adapters if not a.is_deleting}
     aliases = {name: alias for name, alias in known.aliases.items() if name not in changes.gone_aliases}
     aliases |= {alias.name: alias for alias in changes.aliases}
     return RouterCatalog(
@@ -147,7 +147,7 @@ def configured_adapters(lists: Iterable[tuple[str, Sequence[WorkerAdapter]]]) ->
             if not item.digest and not is_own:
                 error = item.error or "its digest is not known"
                 failed[item.lora_id] = CatalogAdapter(
-                    lora_id=item.lora_id, digest=None, base_model=base_model, state="failed", error=error
+                    lora_id=item.lora_id, digest=None, base_model=base_model, error=error
                 )
                 continue
             bytes_of = item.digest or item.files_digest or item.path
@@ -170,7 +170,7 @@ def _only_version(versions: Mapping[str, CatalogAdapter]) -> CatalogAdapter:
     error = (
         f"workers' settings give this name to different bytes ({', '.join(sorted(versions))}); give each its own name"
     )
-    return CatalogAdapter(lora_id=first.lora_id, digest=None, base_model=first.base_model, state="failed", error=error)
+    return CatalogAdapter(lora_id=first.lora_id, digest=None, base_model=first.base_model, error=error)
 
 
 def _discovery_rank(base_model: str | None, error: str | None) -> tuple[bool, str]:

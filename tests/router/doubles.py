@@ -165,7 +165,7 @@ class AgentDouble:
     _told: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add_adapter(self, lora_id, *, on=(), **more):
-        adapter = {"digest": DIGEST, "base_model": BASE, "source": "file:///x", "state": "ready"} | more
+        adapter = {"digest": DIGEST, "base_model": BASE, "source": "file:///x"} | more
         self.adapters.append(CatalogAdapter(lora_id=lora_id, **adapter))
         for worker in on:
             self.residents.setdefault(worker, []).append(lora_id)

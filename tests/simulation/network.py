@@ -6,7 +6,8 @@ wait for its end; where that takes too long, or the other process has ended, the
 
 import asyncio
 import errno
-from collections import deque
+import re
+from collections import Counter, deque
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ _RETRANSMIT_S = 0.2
 _GIVE_UP_S = 120.0
 _HIGH_WATER = 64 * 1024
 _FIRST_PORT = 40_000
+_REQUEST = re.compile(rb"([A-Z]+) ([^ ?]+)[^ ]* HTTP/1\.1\r\n")
 
 
 @dataclass(slots=True)
@@ -76,6 +78,8 @@ class Network:
         """An address of several listeners, as a Service of Kubernetes: each connection goes to one that listens."""
         self.distance_s: dict[frozenset[str], float] = {}
         """Further seconds that a packet takes between two hosts."""
+        self.requests: Counter[tuple[str, str]] = Counter()
+        """(process, method and path) -> HTTP requests that it has begun to send."""
         self.cut: set[frozenset[str]] = set()
         self._held: dict[frozenset[str], list[Callable[[], None]]] = {}
         self._ports = count(_FIRST_PORT)
@@ -230,6 +234,8 @@ class Stream(asyncio.Transport):
         if not data or self._is_lost or self._is_closing or self._has_written_eof:
             return
         chunk = bytes(data)
+        if (request := _REQUEST.match(chunk)) is not None:
+            self._network.requests[self._node.name, f"{request[1].decode()} {request[2].decode()}"] += 1
         self._in_flight += len(chunk)
         self._send(chunk)
         if not self._is_paused and self._in_flight > self._high:

@@ -172,7 +172,7 @@ class OldOrchestrator(OldPeer):
             adapter["lora_id"]: adapter
             for one in found
             for adapter in one.answer["adapters"]
-            if adapter["digest"] is not None and adapter["state"] != "deleting"
+            if adapter["digest"] is not None and not adapter["is_deleting"]
         }
         aliases = [alias for one in found for alias in one.answer["aliases"]][:1]
         whole = {**content, "adapters": list(adapters.values()), "aliases": aliases, "draining": []}

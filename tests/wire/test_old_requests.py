@@ -138,7 +138,7 @@ class RecordedIntent:
     async def _bring_about_adapter(self, adapter: Mapping[str, Any]) -> None:
         """Register the adapter where it is unknown, or delete it where the recorded one was being deleted."""
         path = f"/v1/adapters/{adapter['lora_id']}"
-        if adapter["state"] == "deleting":
+        if adapter["is_deleting"]:
             (await self.client.delete(path)).raise_for_status()
         elif (await self.client.get(path)).status_code == 404:
             spec = {name: filled(adapter[name], self.texts) for name in ("lora_id", "source", "base_model")}

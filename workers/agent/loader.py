@@ -120,6 +120,8 @@ class Loader:
                     adapter = await self._installer.install(request)
                     if request.acceptance_file:
                         adapter = await self._installer.with_acceptance(adapter, request)
+                    if request.keeps_files:
+                        await self._installer.keep(adapter.digest, request.neighbours)
                 adapter = replace(
                     adapter, ignored_policy=request.ignored_modules or "", acceptance_mode=request.acceptance
                 )

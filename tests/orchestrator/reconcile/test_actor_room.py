@@ -106,7 +106,7 @@ async def test_a_deletion_waits_for_requests_in_flight_and_then_unloads(service)
     assert (await service.http.delete("/v1/adapters/sql/v1")).status_code == 202
     await service.settle()
     catalog = await service.catalog()
-    assert catalog["adapters"][0]["state"] == "deleting"
+    assert catalog["adapters"][0]["is_deleting"]
     assert [(d["worker_id"], d["lora_id"]) for d in catalog["draining"]] == [("w0", "sql/v1")]
 
     await service.usage(catalog["revision"], use, seq=2)

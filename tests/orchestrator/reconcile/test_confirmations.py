@@ -38,6 +38,7 @@ class StoreDouble:
     def __init__(self):
         self.adapters, self.names, self.revision = {}, {}, 7
         self.changed_adapters = set()
+        self.rules = PlacementPolicy()
         self.fails = False
         self.rules = PlacementPolicy()
 
@@ -83,11 +84,11 @@ def test_a_router_that_reads_changes_has_what_the_whole_catalog_says(steps, kept
                 store.fails = True
             case "term":
                 book.begin_term()
-        states = {n: ("deleting" if a.is_deleting else "ready", None) for n, a in store.adapters.items()}
+        errors = dict.fromkeys(store.adapters)
         with contextlib.suppress(StoreError):
-            book.refresh(states, {}, ())
+            book.refresh(errors, {}, ())
         if step == "read":
-            book.refresh(states, {}, ())
+            book.refresh(errors, {}, ())
             changes = reader_of(Catalog).validate_json(book.changes_json(known.revision))
             known = router_catalog(changes) if changes.since is None else with_changes(known, changes)
             assert known == router_catalog(reader_of(Catalog).validate_json(book.catalog_json()[1]))
@@ -98,11 +99,11 @@ async def test_an_event_that_changes_nothing_in_the_catalog_leaves_its_revision_
     book = CatalogBook(store, wall=lambda: 0.0, buffer=9)
     begin = book.last_event_id
     store.adapters["a"] = registered("a", source="file:///a")
-    book.refresh({"a": ("registered", None)}, {}, ())
+    book.refresh({"a": None}, {}, ())
     changed = book.revision
     loaded = book.emit_event("loaded", lora_id="a")
     assert (book.revision, book.last_event_id) == (changed, loaded)
-    book.refresh({"a": ("ready", None)}, {}, ())
+    book.refresh({"a": "files_lost: no worker has them"}, {}, ())
     assert book.revision == book.last_event_id > loaded
     stream = book.event_stream(begin, keep_alive_s=60, is_stopping=lambda: True, only_changes=True)
     told = [piece.partition("\ndata:")[0] async for piece in stream if piece.startswith("id:")]

@@ -84,7 +84,7 @@ async def test_a_request_sees_adapters_registered_before_it():
         control.aliases = (CatalogAlias(name="sql", targets=(AliasTarget(lora_id="sql/v3"),)),)
         assert (await client.post(CHATS, json={**CHAT, "model": "sql"})).status_code == 200
         (failed,) = (adapter for adapter in control.adapters if adapter.lora_id == "sql/v3")
-        broken = replace(failed, state="failed", error="no such file")
+        broken = replace(failed, error="no such file")
         control.adapters.remove(failed)
         control.adapters.append(broken)
         control.add_adapter("sql/v4", on=["w0"])

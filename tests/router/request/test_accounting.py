@@ -71,7 +71,7 @@ async def asking(control: AgentDouble, **settings):
 def loaded() -> AgentDouble:
     control = AgentDouble()
     control.add_adapter("sql/v1", on=["w0"])
-    control.add_adapter("bad/v1", error="rank 512 is more than 64", state="failed", digest=None)
+    control.add_adapter("bad/v1", error="rank 512 is more than 64", digest=None)
     return control
 
 

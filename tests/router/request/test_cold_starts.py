@@ -974,7 +974,7 @@ async def test_an_adapter_whose_base_model_is_still_inspected_is_waited_for():
 
     control = AgentDouble(ensure=placed)
     control.add_adapter("other/v1", base_model="other-base")
-    control.add_adapter("sql/v1", base_model=None, digest=None, state="registered")
+    control.add_adapter("sql/v1", base_model=None, digest=None)
     async with fleet(EngineDouble("w0"), control=control) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
         assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, "w0"), answer.text
