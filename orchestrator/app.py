@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import structlog
@@ -46,11 +47,11 @@ from orchestrator.configmaps.edits import ObjectEdits
 from orchestrator.configmaps.events import KubeEvents
 from orchestrator.configmaps.failure_statuses import FailureStatuses
 from orchestrator.core.demand import DemandBook
-from orchestrator.core.errors import OrchestratorError
+from orchestrator.core.errors import OrchestratorError, StoreError
 from orchestrator.intent.record_file import RecordFile
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.intent.uploads import AdapterUploads
-from orchestrator.leadership.file_lease import FileLease, Lease
+from orchestrator.leadership.file_lease import FileLease, Lease, lease_path
 from orchestrator.leadership.forward import LeaderForwarding, OwnCalls
 from orchestrator.leadership.kube_lease import KubeLease
 from orchestrator.leadership.leadership import Leadership, TermHandler
@@ -67,6 +68,9 @@ from orchestrator.store.upload_store import upload_store
 from orchestrator.traffic.book import Reading, TrafficBook, fleet_readings
 from orchestrator.traffic.file import TrafficFile
 from orchestrator.traffic.questions import RouterMailbox
+
+if TYPE_CHECKING:
+    from orchestrator.postgres.store import PostgresStore
 
 log = structlog.get_logger()
 
@@ -97,7 +101,7 @@ class OrchestratorService:
     client: httpx.AsyncClient
     agentless: AgentlessTransport
     book: TrafficBook
-    configmaps: ConfigMapBackend | None = None
+    postgres: "PostgresStore | None" = None
     mailbox: RouterMailbox = field(default_factory=RouterMailbox)
     own_calls: OwnCalls = field(default_factory=OwnCalls)
     is_stopping: bool = False
@@ -126,8 +130,7 @@ class OrchestratorService:
         to the next leader.
         """
         await self.own_calls.wait_for_end(self.reconciler.settings.lease_renew_s * _OWN_CALLS_SHARE)
-        if self.configmaps is not None:
-            await self.configmaps.write_remaining()
+        await self.store.write_remaining()
         await self.leadership.step_down()
 
 
@@ -155,7 +158,8 @@ def build(
         reconciler.on_intent_changed()
 
     configmaps = _configmap_backend(settings, kube, take_back_refused)
-    store = IntentStore(configmaps or settings.store, wall=wall)
+    postgres = _postgres_store(settings, take_back_refused)
+    store = IntentStore(configmaps or (postgres and postgres.backend) or settings.store, wall=wall)
     agentless = _agentless_transport(settings, store, lambda: finder, clock, tls)
     client = httpx.AsyncClient(
         transport=DirectTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), tls=tls),
@@ -164,7 +168,7 @@ def build(
         trust_env=False,
     )
     reports, metrics = WorkerReports(clock=clock, wall=wall), _metrics(settings, tls)
-    leadership = _build_leadership(settings, kube, url, lambda: reconciler, clock, wall)
+    leadership = _build_leadership(settings, kube, postgres, url, lambda: reconciler, clock=clock, wall=wall)
 
     async def epoch_if_leading() -> int:
         await leadership.confirm_leading()
@@ -198,7 +202,10 @@ def build(
     registry = AdapterRegistry(
         store, reports, reconciler.names, forget_failures=reconciler.operations.failures.forget_adapter, wall=wall
     )
-    configmap_loops = [] if configmaps is None else _configmap_loops(configmaps, kube, settings, registry, reconciler)
+    backend_loops: list[Callable[[], Coroutine[Any, Any, object]]] = [
+        *([] if postgres is None else [postgres.backend.run]),
+        *([] if configmaps is None else _configmap_loops(configmaps, kube, settings, registry, reconciler)),
+    ]
 
     book = _traffic_book(settings, reconciler, clock, wall)
     record = _record_file(settings, store, book, metrics)
@@ -206,7 +213,7 @@ def build(
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        loops = [asyncio.create_task(work()) for work in configmap_loops]
+        loops: list[asyncio.Task[Any]] = [asyncio.create_task(work()) for work in backend_loops]
         if configmaps is not None:
             await configmaps.wait_until_listed(_FIRST_LIST_S)
         await leadership.start()
@@ -217,9 +224,9 @@ def build(
             follow,
             agentless.run(reconciler.monitor.record_heartbeat),
             book.run(lambda: leadership.is_leading),
+            *([] if finder is None else [finder.run()]),
         )
         loops += [*map(asyncio.create_task, works), *_store_loops(reconciler, record)]
-        loops += [asyncio.create_task(finder.run())] if finder is not None else []
         try:
             yield
         finally:
@@ -250,7 +257,7 @@ def build(
         client,
         agentless,
         book,
-        configmaps,
+        postgres,
     )
     add_routes(
         app,
@@ -439,8 +446,8 @@ def _agentless_workers(settings: OrchestratorSettings, finder: KubeWorkerFinder 
 def _configmap_backend(
     settings: OrchestratorSettings, kube: KubeClient | None, on_undone: Callable[[], None]
 ) -> ConfigMapBackend | None:
-    """The ConfigMap backend with the configured namespace and timeout; None with backend sqlite."""
-    if settings.backend == "sqlite":
+    """The ConfigMap backend with the configured namespace and timeout; None for another backend."""
+    if settings.backend == "store":
         return None
     assert kube is not None, "backend configmaps needs an API server"
     return ConfigMapBackend(
@@ -449,6 +456,23 @@ def _configmap_backend(
         fleet=settings.kube_name,
         on_undone=on_undone,
         give_up_s=settings.store_timeout_s,
+    )
+
+
+def _postgres_store(settings: OrchestratorSettings, on_undone: Callable[[], None]) -> "PostgresStore | None":
+    """The backend and the lease in the configured database; None for another store. Raises StoreError."""
+    if not settings.has_database:
+        return None
+    try:
+        from orchestrator.postgres.store import PostgresStore  # noqa: PLC0415  (psycopg is an extra, and 10 MB)
+    except ImportError as exc:
+        raise StoreError(f"a PostgreSQL store needs psycopg ({exc}); pip install 'lorafleet[postgresql]'") from exc
+    return PostgresStore(
+        str(settings.store),
+        settings.store_file,
+        on_undone=on_undone,
+        give_up_s=settings.store_timeout_s,
+        lease_call_s=settings.lease_duration_s / 3,
     )
 
 
@@ -518,17 +542,19 @@ def _worker_finder(
 def _build_leadership(
     settings: OrchestratorSettings,
     kube: KubeClient | None,
+    postgres: "PostgresStore | None",
     url: str,
     handler: Callable[[], TermHandler],
+    *,
     clock: Callable[[], float],
     wall: Callable[[], float],
 ) -> Leadership:
     """The leader election with the configured lease and times, under a new random holder name."""
-    holder = secrets.token_hex(8)
+    holder = secrets.token_hex(8) if postgres is None else postgres.holder
     if settings.lease == "kubernetes":
         holder = f"{socket.gethostname()}_{holder}"  # with the pod's name, for people who read the Lease
     return Leadership(
-        _configured_lease(settings, kube, holder, wall),
+        _configured_lease(settings, kube, holder, wall) if postgres is None else postgres.lease,
         handler,
         holder=holder,
         url=settings.advertise_url or url,
@@ -542,9 +568,9 @@ def _build_leadership(
 def _configured_lease(
     settings: OrchestratorSettings, kube: KubeClient | None, holder: str, wall: Callable[[], float]
 ) -> Lease:
-    """The configured lease: a file, or a Kubernetes Lease."""
-    if settings.lease == "file":
-        return FileLease(settings.store.with_name(f"{settings.store.name}.lease"), holder=holder)
+    """The lease beside an SQLite file, or a Kubernetes Lease."""
+    if settings.lease == "store":
+        return FileLease(lease_path(Path(settings.store)), holder=holder)
     assert kube is not None, "lease kubernetes needs an API server"
     return KubeLease(
         kube,
@@ -568,6 +594,9 @@ async def main(settings: OrchestratorSettings) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
         service = build(settings, url=f"{settings.scheme}://{host}:{port}", kube=kube, tls=tls)
+        if service.postgres is not None:
+            await service.postgres.backend.open()
+            service.store.reload()
     except BaseException:
         sock.close()
         raise

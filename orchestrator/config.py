@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.engine.agentless import engines_by_id
@@ -56,14 +56,24 @@ class OrchestratorSettings(WorkerDiscoverySettings):
     model_config = SettingsConfigDict(env_prefix="LORAFLEET_ORCHESTRATOR_")
 
     port: int = Field(default=8080, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    store: Path = Field(
-        default=Path("lorafleet-orchestrator.db"), description="SQLite file of the stored intent; created when missing"
+    store: Path | str = Field(
+        default=Path("lorafleet-orchestrator.db"),
+        description="where intent is stored: an SQLite file, created when missing; or postgresql://user@host/database,"
+        " whose password belongs into a variable or a file, as every user sees a command line",
+        repr=False,
     )
-    backend: Literal["sqlite", "configmaps"] = Field(
-        default="sqlite", description="where intent is stored: in the file `store`, or in ConfigMaps"
+    store_file: Path | None = Field(
+        default=None,
+        description="file with the address of a PostgreSQL database, with its password, used in place of `store`;"
+        " re-read at each connection",
     )
-    lease: Literal["file", "kubernetes"] = Field(
-        default="file", description="leader election: by a file beside `store`, or by a Kubernetes Lease"
+    backend: Literal["store", "configmaps"] = Field(
+        default="store", description="where intent is stored: in `store`, or in ConfigMaps"
+    )
+    lease: Literal["store", "kubernetes"] = Field(
+        default="store",
+        description="leader election: by the store, a file beside an SQLite file or a row in PostgreSQL; or by a"
+        " Kubernetes Lease",
     )
     kube_namespace: str = Field(default="", description="namespace of the Lease and the ConfigMaps; empty: our own")
     kube_name: str = Field(
@@ -74,17 +84,18 @@ class OrchestratorSettings(WorkerDiscoverySettings):
     store_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="with backend configmaps: time after which a write that the API server does not accept is given up",
+        description="with PostgreSQL or backend configmaps: time after which a write that the server does not accept is"
+        " given up",
     )
     record: Path | None = Field(
         default=None,
         description="JSON file with a readable copy of the stored intent, written within a second of each change;"
-        " default: beside `store`, as <store>.record.json; with backend configmaps none",
+        " default: beside an SQLite file, as <store>.record.json; with another store none",
     )
     traffic: Path | None = Field(
         default=None,
-        description="SQLite file of the last two days' traffic, which the console shows; default: beside `store`, as"
-        " <store>.traffic.db; with backend configmaps in memory, until the process ends",
+        description="SQLite file of the last two days' traffic, which the console shows; default: beside an SQLite"
+        " file, as <store>.traffic.db; with another store in memory, until the process ends",
     )
     traffic_max_bytes: int = Field(
         default=256 * 2**20,
@@ -237,18 +248,44 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         return self
 
     @property
+    def has_database(self) -> bool:
+        """Whether the store is a PostgreSQL database."""
+        return self.backend == "store" and (self.store_file is not None or isinstance(self.store, str))
+
+    @property
     def record_path(self) -> Path | None:
         """Where the readable copy of the stored intent is; None without one."""
-        if self.record is not None or self.backend == "configmaps":
-            return self.record
-        return self.store.with_name(f"{self.store.name}.record.json")
+        return self.record or self._path_beside_store("record.json")
 
     @property
     def traffic_path(self) -> Path | None:
         """Where past traffic is kept; None: in memory."""
-        if self.traffic is not None or self.backend == "configmaps":
-            return self.traffic
-        return self.store.with_name(f"{self.store.name}.traffic.db")
+        return self.traffic or self._path_beside_store("traffic.db")
+
+    def _path_beside_store(self, suffix: str) -> Path | None:
+        """A file beside the SQLite file, with this suffix; None where the store is something else."""
+        if self.backend != "store" or self.has_database:
+            return None
+        path = Path(self.store)
+        return path.with_name(f"{path.name}.{suffix}")
+
+    @field_validator("store", mode="after")
+    @classmethod
+    def _path_or_address(cls, store: Path | str) -> Path | str:
+        """A path, or an address of a database as text. Raises ValueError, which repeats nothing of an address."""
+        scheme, is_address, _ = str(store).partition("://")
+        if is_address and scheme not in ("postgresql", "postgres"):
+            raise ValueError(f"{scheme}:// is no store; expected a file's path, or postgresql://user@host/database")
+        return str(store) if is_address else Path(store)
+
+    @model_validator(mode="after")
+    def _store_settings_fit(self) -> Self:
+        """Raises ValueError for two stores, or a database whose lease is elsewhere."""
+        if self.store_file is not None and "store" in self.model_fields_set:
+            raise ValueError("store and store_file: give one of them")
+        if self.has_database and self.lease != "store":
+            raise ValueError("a PostgreSQL store needs lease store: the lease's term in the database fences its writes")
+        return self
 
     @model_validator(mode="after")
     def _lease_times_fit(self) -> Self:

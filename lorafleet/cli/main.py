@@ -136,6 +136,7 @@ for name, group in (
     ("keys", keys.keys_app),
     ("chart", monitoring.chart_app),
     ("kv", kv_tree.kv_app),
+    ("store", services.stores),
 ):
     app.add_typer(group, name=name)
 for part in (up, workers, decisions, plan, record, apply, history, monitoring, logs, services, bench):

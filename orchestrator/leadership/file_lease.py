@@ -165,6 +165,11 @@ class FileLease:
         return no_space(exc, self._path) or f"{exc}; if the file is damaged, delete it: it is made again"
 
 
+def lease_path(store: Path) -> Path:
+    """The lease's file for this SQLite store."""
+    return store.with_name(f"{store.name}.lease")
+
+
 def _read_record(db: sqlite3.Connection) -> LeaseRecord | None:
     """The record in the table; None when there is none."""
     row = db.execute(f"SELECT {_FIELDS} FROM lease").fetchone()  # noqa: S608

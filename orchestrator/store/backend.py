@@ -1,11 +1,33 @@
-"""The interface of a store backend: an SQLite file, or ConfigMaps."""
+"""The interface of a store backend: an SQLite file, a PostgreSQL database, or ConfigMaps."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from orchestrator.model.history import HistoryEntry
 from orchestrator.store.tables import StoreChange, StoredRows, Subject
+
+
+class HistoryText(NamedTuple):
+    """A history entry as it is stored; `body` is JSON."""
+
+    id: int
+    at: float
+    kind: str
+    subject: str
+    actor: str
+    body: str
+
+
+class StoreText(NamedTuple):
+    """What a store holds, as text: one store hands it to another.
+
+    rows     table, key and JSON of each row; rows of unknown tables are among them
+    history  in the order of their ids
+    """
+
+    rows: Sequence[tuple[str, str, str]]
+    history: Sequence[HistoryText]
 
 
 class StoreBackend(Protocol):
@@ -57,6 +79,10 @@ class StoreBackend(Protocol):
 
     def end_term(self) -> None:
         """End our term: give up writes that are not durable yet, and refuse further ones until `catch_up`."""
+        ...
+
+    async def write_remaining(self) -> None:
+        """Write everything pending, history included, within seconds. For an orderly end of a term."""
         ...
 
     def history(

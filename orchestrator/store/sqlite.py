@@ -16,6 +16,7 @@ from lorafleet.service import files
 from lorafleet.service.state_files import FileState, is_read_only, state_text
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.model.history import HistoryEntry
+from orchestrator.store.backend import HistoryText, StoreText
 from orchestrator.store.database_files import DatabaseFiles, copy_into
 from orchestrator.store.tables import COUNTERS, TABLES, StoreChange, StoredRows, Subject, backup_rows
 
@@ -38,6 +39,8 @@ _CREATE = f"""
 """
 _READ_INTENT = "SELECT table_name, key, json FROM intent"
 _READ_HISTORY = "SELECT id, at, kind, subject, actor, body FROM history"
+_ADD_HISTORY = "INSERT INTO history (id, at, kind, subject, actor, body) VALUES (?,?,?,?,?,?)"
+_IN_MEMORY = ":memory:"
 _TRIM_EVERY = 64
 _BUSY_S = 5.0
 _BUSY_PAUSE_S = 0.02
@@ -108,6 +111,9 @@ class SqliteBackend:
         self._term, self._epoch = "ours", None
         self._require_file()
 
+    async def write_remaining(self) -> None:
+        """Return at once: no write is pending."""
+
     def end_term(self) -> None:
         """Refuse writes until `catch_up`: another process may lead. No write is pending."""
         self._term = "over"
@@ -136,7 +142,7 @@ class SqliteBackend:
             error = f", and could not be opened or written again ({exc})"
         if state != "there":
             self.trouble = f"store {self._path}: {state_text(state)}{error}. No change is written: {_NEXT_STEPS[state]}"
-        elif is_read_only(Path(self._path).absolute().parent):
+        elif self._path != _IN_MEMORY and is_read_only(Path(self._path).absolute().parent):
             self.trouble = f"store {self._path}: its file system is read-only: mount it writable, and it goes on"
         elif self._has_failed:
             self._try_write()
@@ -184,6 +190,24 @@ class SqliteBackend:
             return _read_rows(self._db)
         except (sqlite3.Error, ValueError) as exc:
             raise _unreadable_error(self._path, exc) from exc
+
+    def dump(self) -> StoreText:
+        """All that the file holds. Raises StoreError when it cannot be read."""
+        try:
+            rows = [(table, key, text) for table, key, text in self._db.execute(_READ_INTENT)]
+            return StoreText(rows, [HistoryText(*row) for row in self._db.execute(f"{_READ_HISTORY} ORDER BY id")])
+        except sqlite3.Error as exc:
+            raise _unreadable_error(self._path, exc) from exc
+
+    def load(self, text: StoreText) -> None:
+        """Replace all rows by those of another store, and add its history with its ids. Raises StoreError."""
+        try:
+            with self._db:
+                self._db.execute("DELETE FROM intent")
+                self._db.executemany("INSERT INTO intent (table_name, key, json) VALUES (?,?,?)", text.rows)
+                self._db.executemany(_ADD_HISTORY, text.history)
+        except sqlite3.Error as exc:
+            raise StoreError(self._failure_text(exc)) from exc
 
     def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
         """Write changes and history in one transaction, durable on return; after an error none is written.
@@ -244,9 +268,9 @@ class SqliteBackend:
             self._db.execute("REPLACE INTO intent (table_name, key, json) VALUES (?,?,?)", row)
 
     def _add_history(self, entry: HistoryEntry) -> None:
-        """Insert one entry in the open transaction; now and then delete the oldest of its kind."""
+        """Insert one entry in the open transaction; now and then delete the oldest of its kind. Id 0: SQLite's next."""
         row = (entry.at, entry.kind, entry.subject, entry.actor, msgspec.json.encode(entry.body).decode())
-        self._db.execute("INSERT INTO history (at, kind, subject, actor, body) VALUES (?,?,?,?,?)", row)
+        self._db.execute(_ADD_HISTORY, (entry.id or None, *row))
         count = self._recorded.get(entry.kind, _TRIM_EVERY)
         self._recorded[entry.kind] = (count + 1) % _TRIM_EVERY if count < _TRIM_EVERY else 1
         if count % _TRIM_EVERY == 0:
@@ -330,7 +354,7 @@ def _free_bytes(folder: Path) -> float:
 def _open_store(path: str) -> sqlite3.Connection:
     """Open the file, and create it if it is missing. Raises StoreError for any other file than a store of ours."""
     try:
-        if path != ":memory:":
+        if path != _IN_MEMORY:
             with suppress(OSError):  # SQLite says what is wrong
                 files.make_private_file(Path(path))
         db = sqlite3.connect(path, timeout=_BUSY_S)

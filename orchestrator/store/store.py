@@ -122,6 +122,10 @@ class IntentStore:
         """End our term: give up writes that are not durable yet."""
         self._backend.end_term()
 
+    async def write_remaining(self) -> None:
+        """Write everything pending, history included, within seconds. For an orderly end of a term."""
+        await self._backend.write_remaining()
+
     @property
     def is_read(self) -> bool:
         """Whether the backend has been read at all."""

@@ -18,6 +18,7 @@ from tests.kube.conftest import kube  # noqa: F401  (a fixture)
 from tests.kube.stores import give_back_lease
 from tests.orchestrator.doubles import FakeAgent
 from tests.patience import patience, until
+from tests.postgres import PASSWORD, own_postgres_server, postgres_server  # noqa: F401  (fixtures)
 from tests.serving import client_of, serving
 from tests.workers.running import state_of
 
@@ -30,6 +31,13 @@ FLAGS = {
     "lease-margin-s": 0.3,
     "log-level": "error",
 }
+
+
+def database_flags(folder, address):
+    """Flags for an orchestrator on a database, whose address is in a file: it has a password."""
+    file = folder / "store-address"
+    file.write_text(address)
+    return {"store-file": file}
 
 
 class OrchestratorProcess:
@@ -47,6 +55,8 @@ class OrchestratorProcess:
     async def start(self):
         self._port_file.unlink(missing_ok=True)
         flags = {"port": 0, "store": self._folder / "store.db", "port-file": self._port_file} | FLAGS | self._flags
+        if "store-file" in flags:
+            del flags["store"]
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         with (self._folder / "stderr").open("ab") as errors:
             self.process = await asyncio.create_subprocess_exec(
@@ -177,11 +187,13 @@ async def test_kills_at_random_moments_lose_nothing_and_load_nothing_twice(tmp_p
     await process.stop()
 
 
-@pytest.fixture(params=["files", "kubernetes"])
-async def shared(request, kube):  # noqa: F811
+@pytest.fixture(params=["files", "postgresql", "kubernetes"])
+async def shared(request, tmp_path, kube):  # noqa: F811
     """Flags for orchestrators that share lease and store."""
     if request.param == "files":
         return {}
+    if request.param == "postgresql":
+        return database_flags(tmp_path, request.getfixturevalue("postgres_server").new_schema())
     client = await connect(kube.kubeconfig, environ={})
     await give_back_lease(client)
     await client.close()
@@ -267,6 +279,70 @@ async def test_the_only_orchestrator_paused_past_its_lease_goes_on_in_the_same_t
         assert await only.says("epoch") == epoch
     assert set(agent.epochs) == {epoch}
     await only.stop()
+
+
+async def test_a_database_that_is_killed_or_hangs_and_a_killed_leader_lose_no_answered_change(
+    tmp_path,
+    own_postgres_server,  # noqa: F811
+):
+    """Two orchestrators, one of them killed, and the database killed, stopped past the lease, and started again."""
+    server = own_postgres_server
+    flags = database_flags(tmp_path, server.new_schema())
+    one, two = OrchestratorProcess(tmp_path, "one", **flags), OrchestratorProcess(tmp_path, "two", **flags)
+    await one.start()
+    await until(lambda: one.says("is_leading"))
+    await two.start()
+    answered, epochs, is_over = [], {}, asyncio.Event()
+
+    async def register():
+        """Register adapters one after another at whichever orchestrator answers, and keep what was answered."""
+        for number in range(10_000):
+            for process in (one, two):
+                with contextlib.suppress(httpx.HTTPError):
+                    body = {"lora_id": f"a{number:04}/v1", "source": "x"}
+                    answer = await process.http.post("/v1/adapters", json=body)
+                    if answer.status_code == 201:
+                        answered.append(body["lora_id"])
+                        break
+            if is_over.is_set():
+                return
+
+    async def watch():
+        """Note which orchestrator leads in each epoch."""
+        while not is_over.is_set():
+            for process in (one, two):
+                with contextlib.suppress(httpx.HTTPError):
+                    health = (await process.http.get("/health")).json()
+                    if health["is_leading"]:
+                        epochs.setdefault(health["epoch"], set()).add(process.url)
+            await asyncio.sleep(0.01)
+
+    async def more_answers():
+        count = len(answered)
+        await until(lambda: len(answered) >= count + 5, within_s=20)
+
+    works = [asyncio.create_task(register()), asyncio.create_task(watch())]
+    await more_answers()
+    await asyncio.to_thread(server.kill)
+    await asyncio.to_thread(server.start)
+    await more_answers()
+    server.hang()
+    await asyncio.sleep(1.5 * FLAGS["lease-duration-s"])  # the time of the lease itself must pass
+    server.go_on()
+    await more_answers()
+    leader = one if await one.says("is_leading") else two
+    leader.process.kill()
+    await leader.process.wait()
+    await more_answers()
+    is_over.set()
+    await asyncio.gather(*works)
+    left = two if leader is one else one
+    assert await left.says("is_leading")
+    listed = (await left.http.get("/v1/adapters", params={"limit": 1000})).json()["data"]
+    assert {item["lora_id"] for item in listed} >= set(answered)
+    assert all(len(leaders) == 1 for leaders in epochs.values()), epochs
+    await left.stop()
+    assert PASSWORD not in (tmp_path / "stderr").read_text()
 
 
 async def test_a_leader_that_is_stopped_hands_over_at_once_and_ends_its_calls_after(tmp_path, beating):

@@ -1,22 +1,30 @@
-"""`lorafleet router`, `lorafleet orchestrator` and `lorafleet agent`: one service as this process."""
+"""`lorafleet router`, `orchestrator` and `agent`: one service as this process; `store copy`: between two stores."""
 
 # ruff: noqa: PLC0415  (a service's settings are imported for its help and completion alone)
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from lorafleet.service.failure import CommandFailed
+from lorafleet.service.network.urls import has_database_password
 
 if TYPE_CHECKING:
     from lorafleet.service.settings import ServiceSettings
 
 app = typer.Typer(no_args_is_help=True)
-_MODULES = {"router": "router", "orchestrator": "orchestrator", "agent": "workers"}
-SERVICES = frozenset(_MODULES)
+stores = typer.Typer(no_args_is_help=True, help="An orchestrator's store: copy it into another.")
+_MODULES = {
+    "router": "router",
+    "orchestrator": "orchestrator",
+    "agent": "workers",
+    "store copy": "orchestrator.store_copy",
+}
+SERVICES = frozenset({"router", "orchestrator", "agent"})
 """Commands whose flags are a service's own: none of them is a global option of `lorafleet`."""
 _HELP = ("--help", "-h")
 
@@ -109,8 +117,26 @@ def agent(context: typer.Context) -> None:
     _become_service("agent", context.args)
 
 
+@stores.command("copy", no_args_is_help=True)
+def copy_store(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="an SQLite file, or postgresql://user@host/database")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="a new file, or an empty database")],
+) -> None:
+    """Copy an orchestrator's store, with history and counters, into an empty one. Stop the orchestrators first.
+
+    A password comes from PGPASSWORD or the file that PGPASSFILE names.
+
+    Example: PGPASSFILE=~/.pgpass lorafleet store copy fleet.db postgresql://fleet@db.example/fleet
+    """
+    if any(map(has_database_password, (source, target))):
+        raise CommandFailed("every user sees a password on a command line; give it in PGPASSWORD or a PGPASSFILE")
+    if find_spec("psycopg") is None:
+        raise CommandFailed("a PostgreSQL store needs psycopg; pip install 'lorafleet[postgresql]'")
+    _become_service("store copy", [source, target])
+
+
 def _become_service(name: str, words: list[str]) -> None:
-    """Replace this process by the service, which so gets the signals. Raises CommandFailed where it cannot be run."""
+    """Replace this process by the program, which so gets the signals. Raises CommandFailed where it cannot be run."""
     sys.stdout.flush()
     # -P: a router.py in the current folder is another program.
     try:

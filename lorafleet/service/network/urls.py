@@ -43,6 +43,11 @@ def without_secrets(text: str) -> str:
     return re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", text))
 
 
+def has_database_password(text: str) -> bool:
+    """Whether the text has the address of a PostgreSQL database with a password."""
+    return re.search(r"postgres(ql)?://([^/?#@]*:[^@]+@|.*[?&]password=)", text) is not None
+
+
 def checked_key(text: str) -> str:
     """A key without surrounding white space.
 

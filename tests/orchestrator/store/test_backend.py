@@ -23,9 +23,12 @@ from orchestrator.model.served_names import (
 )
 from orchestrator.model.snapshot import WorkerIntent
 from orchestrator.store.store import IntentStore
+from orchestrator.store_copy import copy_store
 from tests.kube.conftest import kube  # noqa: F401  (a fixture)
 from tests.kube.stores import StoreInstances
+from tests.orchestrator.postgres.instances import DatabaseStoreInstances
 from tests.patience import until
+from tests.postgres import postgres_server  # noqa: F401  (a fixture)
 from tests.registered import registered
 
 ADAPTER = registered(
@@ -133,14 +136,47 @@ class ConfigMapStores:
         await self._seats.close_all()
 
 
-@pytest.fixture(params=["sqlite", "configmaps"])
+class PostgresStores:
+    """Stores in one schema of a PostgreSQL database."""
+
+    def __init__(self, server):
+        self._server = server
+        self._seats = DatabaseStoreInstances(server.new_schema())
+        self._by_store = {}
+
+    async def open(self, **options):
+        return self._remember(await self._seats.lead(**options))
+
+    async def look(self):
+        return self._remember(await self._seats.open())
+
+    def _remember(self, instance):
+        self._by_store[instance.store] = instance
+        return instance.store
+
+    async def close(self, store):
+        await self._seats.close(self._by_store.pop(store))
+
+    async def restored(self, backup):
+        """The backup in another, empty schema."""
+        await self._seats.close_all()
+        self._seats = DatabaseStoreInstances(self._server.new_schema())
+        await copy_store(f"{backup}", self._seats.address)
+        return await self.open()
+
+    async def close_all(self):
+        await self._seats.close_all()
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "configmaps"])
 async def stores(request, tmp_path, kube):  # noqa: F811
     if request.param == "sqlite":
         yield SqliteStores(tmp_path)
         return
-    clusters = ConfigMapStores(kube)
-    yield clusters
-    await clusters.close_all()
+    shared = request.getfixturevalue("postgres_server") if request.param == "postgresql" else None
+    instances = ConfigMapStores(kube) if shared is None else PostgresStores(shared)
+    yield instances
+    await instances.close_all()
 
 
 async def test_all_intent_survives_a_restart(stores):

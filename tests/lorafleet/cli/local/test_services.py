@@ -55,6 +55,15 @@ def test_a_service_runs_as_the_process_of_its_command_whatever_the_folder_holds(
         process.communicate()
 
 
+def test_a_password_on_the_command_line_is_refused_and_not_repeated() -> None:
+    address = "postgresql://fleet:hush@127.0.0.1:1/fleet"
+    for words in (["store", "copy", "a.db", address], ["orchestrator", "--store", address]):
+        done = subprocess.run([*LORAFLEET, *words], capture_output=True, text=True, timeout=patience(60), check=False)
+        assert done.returncode != 0
+        assert "PGPASSFILE" in done.stderr
+        assert "hush" not in done.stderr + done.stdout
+
+
 def test_the_agents_command_gets_what_is_behind_two_dashes() -> None:
     words = ["agent", "--engine-port", "1", "--", "python", "-m", "engine", "--", "--token"]
     answer = subprocess.run(
