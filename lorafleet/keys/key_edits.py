@@ -168,7 +168,7 @@ def _check_scopes(tenant: str | None, scopes: Sequence[str]) -> None:
 
 def _find_entry(text: str, key_id: str) -> tuple[int, dict[str, Any]]:
     """Index and entry of the key whose id begins so. Raises CommandFailed unless there is exactly one."""
-    entries = yamls.parse_yaml(text)["keys"]
+    entries = yamls.parse_yaml(text).get("keys") or []
     ids = [key_id_of(entry["sha256"]) for entry in entries]
     found = [index for index, known in enumerate(ids) if len(key_id) >= _LEAST_ID_DIGITS and known.startswith(key_id)]
     if len(found) != 1:

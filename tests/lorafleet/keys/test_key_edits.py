@@ -65,3 +65,17 @@ def test_a_file_that_a_person_wrote_stays_without_marks(tmp_path: Path) -> None:
     path.write_text("keys: []\n")
     add_key(path, "acme", ["infer"])
     assert not read_key_file(path).is_marked
+
+
+def test_a_file_with_issuers_alone_takes_keys_and_keeps_its_issuers(tmp_path):
+    path = tmp_path / "keys.yaml"
+    issuer = "{issuer: https://a.example, audiences: [x], grants: [{claims: {g: a}, scopes: [view]}]}"
+    path.write_text(f"issuers:\n- {issuer}\n")
+    with pytest.raises(CommandFailed, match="no key of this file has that id"):
+        revoke_key(path, "0123abcd")
+    key = add_key(path, None, ["infer"])
+    found = read_key_file(path)
+    assert set(found.callers) == {hash_key(key)}
+    assert set(found.issuers) == {"https://a.example"}
+    revoke_key(path, hash_key(key)[:12])
+    assert set(read_key_file(path).issuers) == {"https://a.example"}
