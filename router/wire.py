@@ -51,6 +51,8 @@ class RouteAnswer(_RouterModel):
 
     cached_tokens         predicted hit; `engine_cached_tokens` is the engine's own figure, null where it gave none
     tokens_from           approximate: both token counts are estimates, four bytes a token
+    other_caches_tokens   prompt tokens beyond the cached ones that other callers' caches hold; null to a tenant's key,
+                          and of a request that was sent
     trust                 accuracy of the winner's prediction: exact, degraded or estimate
     waited_s              seconds in the queue
     first_data_s          seconds from dispatch to the first data; null before
@@ -66,6 +68,7 @@ class RouteAnswer(_RouterModel):
     prompt_tokens: int
     cached_tokens: int
     engine_cached_tokens: int | None = None
+    other_caches_tokens: int | None = None
     tokens_from: str
     trust: str | None = None
     waited_s: float = 0.0

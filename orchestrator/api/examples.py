@@ -289,6 +289,7 @@ _TOTAL = {
     "output_tokens": 1_600_000,
     "hit_predicted": 0.71,
     "hit_real": 0.69,
+    "hit_lost": 0.04,
     "waited_s": 0.02,
     "cold_starts": 1,
     "cold_s": 4.4,

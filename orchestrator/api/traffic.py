@@ -74,7 +74,7 @@ def traffic_routes(keys: ApiKeys, reconciler: Reconciler, book: TrafficBook, wal
         known = found if kind == "fleet" else (await book.series("fleet", "", range_s))[1]
         points = _traffic_points(grain, found, known.keys(), now, range_s)
         whole = summed(sums for at, sums in found.items() if at >= now - range_s)
-        total = traffic_total(name, whole.counts, range_s, gauges=whole.gauges)
+        total = traffic_total(name, whole.counts, range_s, gauges=whole.gauges, shows_lost=seen.is_whole)
         return TrafficSeries(kind=kind, name=name, range_s=range_s, step_s=grain.step_s, total=total, points=points)
 
     @api.get("/v1/traffic/totals", dependencies=view)
@@ -82,7 +82,7 @@ def traffic_routes(keys: ApiKeys, reconciler: Reconciler, book: TrafficBook, wal
         """Every series of a kind that the caller may read, summed over a range."""
         found = await book.totals(kind, range_s)
         rows = [
-            traffic_total(name, sums.counts, range_s, gauges=sums.gauges)
+            traffic_total(name, sums.counts, range_s, gauges=sums.gauges, shows_lost=seen.is_whole)
             for name, sums in found.items()
             if seen.sees_traffic(kind, name)
         ]
@@ -119,8 +119,14 @@ def traffic_total(
     *,
     gauges: Mapping[str, GaugeSums] = MappingProxyType({}),
     share: float | None = None,
+    shows_lost: bool = False,
 ) -> TrafficTotal:
-    """The counts of a range as wire model. `share`: of the series that it is a part of."""
+    """The counts of a range as wire model.
+
+    share       of the series that it is a part of
+    shows_lost  whether the reader may learn how much of its prompts others' caches hold: a tenant would learn by that
+                what another has asked
+    """
     return TrafficTotal(
         name=name,
         requests=counts.requests,
@@ -133,6 +139,7 @@ def traffic_total(
         output_tokens=counts.output_tokens,
         hit_predicted=_share_of_whole(counts.predicted_tokens, counts.compared_tokens),
         hit_real=_share_of_whole(counts.cached_tokens, counts.compared_tokens),
+        hit_lost=_share_of_whole(counts.lost_tokens, counts.sampled_tokens) if shows_lost else None,
         waited_s=_share_of_whole(counts.waited_s, counts.requests),
         cold_starts=counts.cold_starts,
         cold_s=_share_of_whole(counts.cold_s, counts.cold_starts),

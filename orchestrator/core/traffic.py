@@ -215,6 +215,8 @@ def _add_share(part: RequestCounts, counts: RequestCounts, *, is_timed: bool) ->
     part.output_tokens += counts.output_tokens
     part.cached_tokens += counts.cached_tokens
     part.compared_tokens += counts.compared_tokens
+    part.lost_tokens += counts.lost_tokens
+    part.sampled_tokens += counts.sampled_tokens
     for code, count in counts.codes.items():
         part.add_code(code, count)
     if is_timed:

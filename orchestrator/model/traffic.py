@@ -48,6 +48,7 @@ class TrafficSeries(ServiceDocument):
 class TrafficTotal(ServiceDocument):
     """Counts of one series over a range; null where nothing was measured. Fields as in RequestCounts and TrafficPoints.
 
+    hit_lost  share of prompt tokens that only other callers' caches held, of a sample; null to a tenant's key
     share     of the requests of the series that it is a part of; null: it is a series of its own
     waited_s  mean wait in the routers' queues; `cold_s`: mean wait for a load, of `cold_starts` requests
     token_s   mean time of each token after the first, of streamed answers
@@ -64,6 +65,7 @@ class TrafficTotal(ServiceDocument):
     output_tokens: int = 0
     hit_predicted: float | None = None
     hit_real: float | None = None
+    hit_lost: float | None = None
     waited_s: float | None = None
     cold_starts: int = 0
     cold_s: float | None = None

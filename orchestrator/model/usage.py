@@ -49,6 +49,9 @@ class RequestCounts:
     cached_tokens: Count = 0
     """of `compared_tokens` prompt tokens, those that engines found cached"""
     compared_tokens: Count = 0
+    lost_tokens: Count = 0
+    """of `sampled_tokens` prompt tokens of private caches, those that only other callers' caches held"""
+    sampled_tokens: Count = 0
     waited_s: Seconds = 0
     """in the router's queue"""
     cold_starts: Count = 0
@@ -78,6 +81,8 @@ class RequestCounts:
         self.predicted_tokens += other.predicted_tokens
         self.cached_tokens += other.cached_tokens
         self.compared_tokens += other.compared_tokens
+        self.lost_tokens += other.lost_tokens
+        self.sampled_tokens += other.sampled_tokens
         self.waited_s += other.waited_s
         self.cold_starts += other.cold_starts
         self.cold_s += other.cold_s

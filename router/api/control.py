@@ -28,6 +28,7 @@ from router.core.resolve import usable_adapters, whole_name
 from router.kv.tree import kv_tree_of
 from router.processes.aggregate import Answer, WorkerProcesses
 from router.protocols.routes import likely_route
+from router.request.cache_cost import MOST_EXPLAINED_SALTS, tokens_in_other_caches
 from router.request.parsed_request import parse_request
 from router.request.record import DispatchedRequest
 from router.request.services import Services
@@ -209,6 +210,9 @@ async def explain_request(
         winner_trust=trust,
         note="; ".join(notes) or None,
     )
+    if caller.only_tenant is None:
+        others = tokens_in_other_caches(services, prompt, tokens, most=MOST_EXPLAINED_SALTS)
+        answer = answer.model_copy(update={"other_caches_tokens": others})
     return _shown_to(services, caller.only_tenant, answer)
 
 

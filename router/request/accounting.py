@@ -290,6 +290,9 @@ def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
         if usage is not None:
             prompt_tokens, cached_tokens = usage.prompt_tokens, dispatched.cached_tokens
         add_tokens(counts, prompt_tokens, output_tokens, dispatched.predicted_tokens, cached_tokens)
+        if dispatched.lost_tokens is not None:
+            counts.sampled_tokens += dispatched.decision.request.prompt_tokens
+            counts.lost_tokens += dispatched.lost_tokens
         sent_s, answer = dispatched.first_data_s, run.attempt
         if sent_s is not None and run.stage == "relay" and answer is not None and answer.streamed:
             first_token_at = dispatched.load.began_at + sent_s

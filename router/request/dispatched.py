@@ -12,6 +12,7 @@ from router.core.resolve import RequestTarget
 from router.core.schedule.policy import Decision
 from router.core.schedule.request import HashedRequest
 from router.protocols.usage import EngineUsage
+from router.request.cache_cost import record_cache_cost
 from router.request.parsed_request import ParsedRequest, request_digest
 from router.request.record import DispatchedRequest
 from router.request.services import Services
@@ -66,6 +67,8 @@ def begin_dispatched(  # noqa: PLR0917  (for each request, and names take time)
         hashed.cache_salt,
     )
     services.decisions.add(dispatched, now)
+    if hashed.cache_salt:
+        record_cache_cost(services, hashed, tokens, dispatched)
     if dispatched.hashes:
         index = services.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)
         ranks = decision.snapshot.ranks

@@ -15,6 +15,7 @@ from router.core.failover.poison import PoisonRequests
 from router.core.fleet import Incarnation
 from router.core.kv.cache_disclosure import CacheDisclosure
 from router.core.kv.prediction_accuracy import PredictionAccuracy
+from router.core.kv.private_caches import PrivateCaches
 from router.core.kv.tree import SentPrompts
 from router.core.queue.quota import Quotas
 from router.core.scheduler import Scheduler
@@ -63,6 +64,7 @@ class Services:
     quotas: Quotas = field(default_factory=Quotas)
     requests: RequestLog = field(default_factory=lambda: RequestLog("router"))
     tracer: Tracer | None = None
+    private_caches: PrivateCaches = field(default_factory=PrivateCaches)
     cache_disclosure: CacheDisclosure = field(default_factory=CacheDisclosure)
     chain_cache: BlockHashCache = field(default_factory=BlockHashCache)
     clock: Callable[[], float] = time.monotonic

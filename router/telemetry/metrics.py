@@ -68,6 +68,13 @@ class RouterMetrics(MetricTable):
     )
     predicted_tokens = bare_counter("lorafleet_router_predicted_cached_tokens", "Prompt tokens predicted as cached.")
     prompt_tokens = bare_counter("lorafleet_router_prompt_tokens", "Prompt tokens of routed requests.")
+    sampled_tokens = bare_counter(
+        "lorafleet_router_private_cache_sampled_tokens",
+        "Prompt tokens of the requests of private caches that were compared with other callers' caches.",
+    )
+    lost_tokens = bare_counter(
+        "lorafleet_router_private_cache_lost_tokens", "Those of them that only other callers' caches held."
+    )
     kv_events = metric(Counter, "lorafleet_router_kv_events", "KV events applied, by type.", "worker", "type")
     kv_rejected = metric(Counter, "lorafleet_router_kv_rejected", "KV events rejected, by reason.", "worker", "reason")
     kv_gaps = metric(Counter, "lorafleet_router_kv_gaps", "Gaps in a KV event stream, by outcome.", "worker", "outcome")

@@ -54,6 +54,8 @@ def decision_summary(decision: Mapping[str, Any]) -> str:
         f" ({decision['trust'] or 'trust unknown'}; tokens from {decision['tokens_from']};"
         f" kappa {decision['kappa']:.2f}, rho {decision['rho']:.3f})"
     )
+    if decision.get("other_caches_tokens"):
+        text += f"\n{decision['other_caches_tokens']} more of its tokens are in other callers' caches (policy: cache)"
     if decision.get("first_data_s") is not None:
         cached = decision["engine_cached_tokens"]
         text += (

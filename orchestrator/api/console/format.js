@@ -33,6 +33,11 @@ export function share(value, digits = 0) {
   return value === null || value === undefined ? missing : (value * 100).toFixed(digits) + " %";
 }
 
+// What private caches cost in hits, behind another share; only callers above tenants are told.
+export function lost(total) {
+  return total.hit_lost ? ` · ${share(total.hit_lost, 1)} more in other callers' caches` : "";
+}
+
 export function bytes(value) {
   if (!value) return value === 0 ? "0" : missing;
   const units = ["B", "KB", "MB", "GB", "TB"];

@@ -291,6 +291,8 @@ async def test_the_routes_say_rates_percentiles_and_hit_shares(service):
                             "predicted_tokens": 500,
                             "cached_tokens": 400,
                             "compared_tokens": 1000,
+                            "lost_tokens": 30,
+                            "sampled_tokens": 200,
                             "codes": {"429 saturated": 2, "502 engine": 1, "499": 1},
                             "first_token": {bucket_of(0.2): 9, bucket_of(2.0): 1},
                         },
@@ -302,7 +304,7 @@ async def test_the_routes_say_rates_percentiles_and_hit_shares(service):
     assert (await service.http.post("/v1/usage", json=report)).json()["accepted"]
     (row_,) = (await service.http.get("/v1/traffic/totals?kind=adapter&range_s=300")).json()["data"]
     assert (row_["name"], row_["requests"], row_["errors"], row_["refusals"]) == ("sql/v1", 10, 1, 2)
-    assert (row_["hit_predicted"], row_["hit_real"]) == (0.5, 0.4)
+    assert (row_["hit_predicted"], row_["hit_real"], row_["hit_lost"]) == (0.5, 0.4, 0.15)
     assert 0.15 < row_["first_token_s"]["p50"] <= 0.24
     assert 1.6 < row_["first_token_s"]["p99"] <= 2.4
     series = (await service.http.get("/v1/traffic?kind=fleet&range_s=300")).json()
@@ -333,7 +335,9 @@ async def test_a_tenants_key_reads_its_own_traffic_and_nothing_of_others(open_se
     await service.register("acme/mine", tenants=["acme"])
     await service.register("shared/both", tenants=["acme", "globex"])
     used = [
-        msgspec.to_builtins(row(adapter=name, tenant=tenant, key=hash_key(tenant)[:12], requests=3))
+        msgspec.to_builtins(
+            row(adapter=name, tenant=tenant, key=hash_key(tenant)[:12], requests=3, lost_tokens=9, sampled_tokens=9)
+        )
         for name, tenant in (("acme/mine", "acme"), ("shared/both", "globex"))
     ]
     report = {"router_id": "r0", "boot_id": "b0", "seq": 1, "revision_seen": 1}
@@ -353,6 +357,8 @@ async def test_a_tenants_key_reads_its_own_traffic_and_nothing_of_others(open_se
     ):
         data = (await service.http.get(f"/v1/traffic/totals?kind={kind}")).json()["data"]
         assert [item["name"] for item in data] == names, kind
+        # What others' caches hold of its prompts would tell it what they asked.
+        assert all(item["hit_lost"] is None for item in data)
     for kind, name, status in (
         ("adapter", "acme/mine", 200),
         ("tenant", "acme", 200),
@@ -363,6 +369,7 @@ async def test_a_tenants_key_reads_its_own_traffic_and_nothing_of_others(open_se
     ):
         answer = await service.http.get("/v1/traffic", params={"kind": kind, "name": name})
         assert answer.status_code == status, (kind, name)
+        assert status != 200 or answer.json()["total"]["hit_lost"] is None
     assert (await service.http.get("/v1/routers")).status_code == 403
     asyncio.get_running_loop().call_soon(service.built.stop)
     live = (await service.http.get("/v1/live")).text

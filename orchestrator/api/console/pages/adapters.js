@@ -4,7 +4,7 @@ import { all, get, me, useLoad, useRange } from "../api.js";
 import { Table } from "../table.js";
 import { Choice, Facts, Head, Loaded, Panel, Search, State, useLater } from "../parts.js";
 import { AdapterLink, Link, WorkerLink, href, place, setQuery } from "../route.js";
-import { bytes, digest12, missing, number, plural, seconds, share, span } from "../format.js";
+import { bytes, digest12, lost, missing, number, plural, seconds, share, span } from "../format.js";
 import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
 import { EventLines, HistoryLines } from "./activity.js";
 import { WhySlow } from "./causes.js";
@@ -132,7 +132,7 @@ export function AdapterPage({ id }) {
 function Totals({ total }) {
   const tiles = [["Requests", number(total.requests), `${number(total.errors)} errors, ${number(total.refusals)} refused`], ["First token, p95", seconds(total.first_token_s.p95), `p50 ${seconds(total.first_token_s.p50)} · p99 ${seconds(total.first_token_s.p99)}`],
     ["Mean wait for room", seconds(total.waited_s), "in the routers"], ["Cold starts", number(total.cold_starts), total.cold_s === null ? "nobody waited for a load" : `${seconds(total.cold_s)} each`],
-    ["Cache hits", share(total.hit_real), `predicted ${share(total.hit_predicted)}`], ["Tokens", number(total.output_tokens), `${number(total.prompt_tokens)} in prompts`]];
+    ["Cache hits", share(total.hit_real), `predicted ${share(total.hit_predicted)}${lost(total)}`], ["Tokens", number(total.output_tokens), `${number(total.prompt_tokens)} in prompts`]];
   return html`<div class="tiles">${tiles.map(([label, value, under]) => html`<div class="tile" key=${label}><span class="label">${label}</span><span class="value">${value}</span><span class="under">${under}</span></div>`)}</div>`;
 }
 

@@ -5,7 +5,7 @@ import { Chart, Spark } from "../chart.js";
 import { Table } from "../table.js";
 import { Head, Loaded, Meter, Panel, State, Tile } from "../parts.js";
 import { AdapterLink, Link, WorkerLink } from "../route.js";
-import { ZONE, clock, missing, number, plural, seconds, share } from "../format.js";
+import { ZONE, clock, lost, missing, number, plural, seconds, share } from "../format.js";
 import { EventLines, HistoryLines } from "./activity.js";
 import { ErrorCauses, loadChanges } from "./causes.js";
 import { Pauses } from "./pauses.js";
@@ -50,7 +50,7 @@ function Tiles({ found }) {
     ["Requests", number(last(points.requests_per_s)), "/s", `${number(total.requests)} in all`, points.requests_per_s, 0],
     ["First token, p95", seconds(total.first_token_s.p95), "", total.first_token_s.p95 === null ? "no streamed answers" : `p50 ${seconds(total.first_token_s.p50)} · p99 ${seconds(total.first_token_s.p99)}`, points.first_token_s.p95, 1],
     ["Output", number(last(points.output_tokens_per_s)), "tokens/s", `${number(total.output_tokens)} tokens`, points.output_tokens_per_s, 2],
-    ["Cache hits", share(total.hit_real), "", `predicted ${share(total.hit_predicted)}`, points.hit_real, 2],
+    ["Cache hits", share(total.hit_real), "", `predicted ${share(total.hit_predicted)}${lost(total)}`, points.hit_real, 2],
     ["Waiting now", fleet ? number(waiting + held) : missing, "", whoWaits(fleet), points.gauges.waiting || [], 1, waiting + held > 20 ? "warn" : ""],
     ["Failed", failing === null ? missing : share(failing, failing && failing < 0.01 ? 2 : 1), "", `${number(total.errors)} errors · ${number(total.refusals)} refused`, points.errors_per_s, 5, failing > 0.01 ? "bad" : ""],
   ];
