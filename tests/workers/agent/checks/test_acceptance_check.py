@@ -1,16 +1,24 @@
 """An engine's answers are compared with an adapter's acceptance file, whatever way the adapter came by."""
 
+import asyncio
 import json
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from lorafleet.engine.acceptance import FILE_NAME
 from lorafleet.local.tiny_model import CHAT_TEMPLATE
-from tests.certified import certify
+from lorafleet.sim.text import prompt_logprobs
+from tests.certified import certify, sim_digest
 from tests.patience import until
+from tests.serving import client_of
 from tests.workers.running import SIM, RunningWorker, code, metadata_of, post
+from workers.agent.checks.acceptance_check import AcceptanceCheck
+from workers.agent.current_engine import CurrentEngine
+from workers.config import WorkerSettings
+from workers.metrics import WorkerMetrics
 from workers.wire import WorkerAdapter
 
 ADAPTER = "sql-expert/v1"
@@ -149,3 +157,93 @@ async def test_adapter_without_a_copy_in_the_engine_cannot_be_checked(worker):
     async with worker.inside() as client:
         refused = await post(client, "check_lora", lora_id=ADAPTER)
         assert (refused.status_code, code(refused)) == (404, "adapter_unknown")
+
+
+@dataclass
+class AskedEngine:
+    """The sim's log-probabilities, and who was asked. `wrong`: answers with an adapter that are another's."""
+
+    digests: dict[str, bytes]
+    wrong: int = 0
+    asked: list[str | None] = field(default_factory=list)
+
+    async def prompt_logprobs(self, adapter, prompts, *, base_model):
+        self.asked.append(adapter)
+        digest = b"" if adapter is None else self.digests[adapter]
+        if adapter is not None and self.wrong:
+            self.wrong -= 1
+            digest = b"another adapter"
+        return [prompt_logprobs(digest, prompt) for prompt in prompts]
+
+
+@pytest.fixture
+def check(agent_model, tmp_path) -> tuple[AcceptanceCheck, CurrentEngine]:
+    settings, metrics = WorkerSettings(model=str(agent_model), state_dir=tmp_path), WorkerMetrics("w0")
+    engine = CurrentEngine(settings, metrics)
+    parts = {"settings": settings, "metrics": metrics, "dtype": "float32", "templates": tuple}
+    return AcceptanceCheck(engine=engine, **parts), engine
+
+
+def on_disk(folder: Path) -> WorkerAdapter:
+    return WorkerAdapter(lora_id=folder.parent.name, engine_name=folder.parent.name, digest="0" * 64, path=str(folder))
+
+
+async def test_a_load_costs_one_request_and_a_start_of_the_engine_one_more_for_each_file(check, adapters):
+    (acceptance, engine), folder = check, adapters / ADAPTER
+    certify(folder)
+    adapter = on_disk(folder)
+    client = AskedEngine({adapter.engine_name: sim_digest(folder)})
+    for boot_id, expected in (
+        ("1", [None, adapter.engine_name]),
+        ("1", [adapter.engine_name]),
+        ("2", [None, adapter.engine_name]),
+    ):
+        engine.boot_id = boot_id
+        client.asked.clear()
+        found = (await acceptance.check(client, adapter)).acceptance
+        assert (found.result, client.asked) == ("equal", expected)
+
+
+@pytest.mark.parametrize(("wrong", "result"), [(1, "equal"), (2, "differs")])
+async def test_answers_that_differ_are_asked_for_once_more_before_they_count(check, adapters, wrong, result):
+    (acceptance, _), folder = check, adapters / ADAPTER
+    certify(folder)
+    adapter = on_disk(folder)
+    client = AskedEngine({adapter.engine_name: sim_digest(folder)}, wrong)
+    assert (await acceptance.check(client, adapter)).acceptance.result == result
+    assert client.asked == [None, adapter.engine_name, adapter.engine_name]
+
+
+@pytest.mark.fleet
+async def test_no_adapter_is_compared_in_the_background_while_a_request_waits(worker, adapters, monkeypatch):
+    certify(adapters / ADAPTER)
+    looked, has_waiting, are_waiting = [], AcceptanceCheck.has_waiting, asyncio.Event()
+
+    async def counted(self, client):
+        await are_waiting.wait()
+        looked.append(await has_waiting(self, client))
+        return looked[-1]
+
+    monkeypatch.setattr(AcceptanceCheck, "has_waiting", counted)
+    async with worker.together(engine=("--max-num-seqs", "1", "--sim-decode-tokens-per-s", "20")) as client:
+        engine = (await metadata_of(client)).transport.engine_url
+        async with client_of(engine) as direct:
+            (await post(client, "load_lora", lora_id=ADAPTER)).raise_for_status()
+            body = {"model": "tiny-qwen", "prompt": "long", "max_tokens": 1500, "ignore_eos": True}
+            waiting = [asyncio.create_task(direct.post("/v1/completions", json=body)) for _ in range(2)]
+
+            async def has_queue() -> bool:
+                page = (await direct.get("/metrics")).text
+                return any(
+                    line.startswith("vllm:num_requests_waiting{") and float(line.split()[-1])
+                    for line in page.splitlines()
+                )
+
+            await until(has_queue, what="one of them waits")
+            are_waiting.set()
+            await until(lambda: looked.count(True) > 2, what="scans find a request that waits")
+            (loaded,) = (await metadata_of(client)).lora.loaded_loras
+            assert loaded.acceptance is None
+            for task in waiting:
+                task.cancel()
+        assert (await compared(client)).acceptance.result == "equal"
