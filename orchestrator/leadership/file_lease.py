@@ -12,11 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
+import structlog
+
 from lorafleet.service.files import make_private_file
 from lorafleet.service.state_files import is_missing
 from orchestrator.core.errors import LeaseUnreachable
 from orchestrator.core.lease import LeaseRecord
-from orchestrator.store.sqlite import no_space
+from orchestrator.store.sqlite import no_space, primary_code
+
+log = structlog.get_logger()
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,8 +83,13 @@ class FileLease:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lease")
         self._path = path
         self._lock_file = self._lock_file_of(holder)
-        self._lock: int | None = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # blocking: another process that checks it holds the lock for a moment
+        # One process starts at a time: each finds the lock files of all that have started before it.
+        start = _locked(self._lock_file_of("start"))
+        try:
+            self._lock: int | None = _locked(self._lock_file)
+            self._remove_damaged_file()
+        finally:
+            os.close(start)
 
     def close(self) -> None:
         """Remove our lock file and its lock. May be called twice."""
@@ -137,6 +146,16 @@ class FileLease:
             if path != self._lock_file and _is_unlocked(path):
                 path.unlink(missing_ok=True)
 
+    def _remove_damaged_file(self) -> None:
+        """Remove a file that a power loss has damaged. While another process lives, it stays: that one may lead."""
+        lock_files = self._path.parent.glob(f"{self._path.name}.*")
+        ours = {self._lock_file, self._lock_file_of("start")}
+        if not _is_damaged(self._path) or not all(_is_unlocked(path) for path in lock_files if path not in ours):
+            return
+        log.warning("damaged lease removed", path=str(self._path))
+        for path in (self._path, self._path.with_name(f"{self._path.name}-journal")):
+            path.unlink(missing_ok=True)
+
     def _is_gone(self, hold: LeaseRecord) -> bool:
         """Whether the holder's process has certainly ended."""
         return _is_unlocked(self._lock_file_of(hold.holder))
@@ -149,7 +168,8 @@ class FileLease:
                 make_private_file(self._path)
             db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
             try:
-                # Durability is not needed: a power loss ends all processes that could hold the lease.
+                # Durability is not needed: a power loss ends all processes that could hold the lease. It may leave a
+                # damaged file (sqlite.org/pragma.html#pragma_synchronous), which the next start removes.
                 db.execute("PRAGMA synchronous = OFF")
                 db.execute(_TABLE)
                 yield db
@@ -177,6 +197,27 @@ def _read_record(db: sqlite3.Connection) -> LeaseRecord | None:
         return None
     holder, url, beat, duration_s, is_released = row
     return LeaseRecord(holder=holder, url=url, beat=beat, duration_s=duration_s, is_released=bool(is_released))
+
+
+def _locked(path: Path) -> int:
+    """A descriptor of this file, locked; it is created where it is missing. Raises OSError.
+
+    Blocking: a process that checks the lock holds it for a moment, and one that starts until it has started.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def _is_damaged(path: Path) -> bool:
+    """Whether the file is there and no whole database."""
+    if not path.exists():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=1.0)) as db:
+            return [row[0] for row in db.execute("PRAGMA quick_check(1)")] != ["ok"]
+    except sqlite3.DatabaseError as exc:
+        return primary_code(exc) in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 def _is_unlocked(path: Path) -> bool:

@@ -236,7 +236,7 @@ class SqliteBackend:
                     code="store_unreachable",
                     retry_after_s=_BUSY_S,
                 ) from exc
-            if _primary_code(exc) in _FAULTS_OF_FILE:
+            if primary_code(exc) in _FAULTS_OF_FILE:
                 self.trouble, self._has_failed = message, True
             raise StoreError(message) from exc
         except BaseException:
@@ -337,7 +337,7 @@ def no_space(exc: sqlite3.Error, path: Path | str) -> str | None:
             store cannot be made, which is an I/O error and not SQLITE_FULL
     """
     folder = Path(path).absolute().parent
-    primary = _primary_code(exc)
+    primary = primary_code(exc)
     if primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and _free_bytes(folder) < _NO_SPACE_BYTES):
         return files.disk_full_text(folder)
     return None
@@ -423,10 +423,10 @@ def _unreadable_error(path: str, exc: Exception) -> StoreError:
 
 def _is_busy(exc: sqlite3.Error) -> bool:
     """Whether another process holds the file's lock."""
-    return _primary_code(exc) == sqlite3.SQLITE_BUSY
+    return primary_code(exc) == sqlite3.SQLITE_BUSY
 
 
-def _primary_code(exc: sqlite3.Error) -> int:
+def primary_code(exc: sqlite3.Error) -> int:
     """SQLite's primary result code of an error."""
     return int(getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
 

@@ -663,12 +663,30 @@ async def test_only_one_of_many_concurrent_writers_gets_the_lease_file(tmp_path)
         it.close()
 
 
-async def test_a_file_that_is_no_lease_is_named_and_unchanged(tmp_path):
-    (tmp_path / "lease").write_text("not a database " * 500)
+async def test_a_damaged_lease_is_named_and_unchanged_while_another_process_may_lead(tmp_path):
     it = FileLease(tmp_path / "lease", holder="a")
+    (tmp_path / "lease").write_text("not a database " * 500)
+    other = FileLease(tmp_path / "lease", holder="b")
     with pytest.raises(LeaseUnreachable, match="delete it"):
         await it.read()
+    assert (tmp_path / "lease").exists()
     it.close()
+    other.close()
+
+
+@pytest.mark.parametrize("left", [b"not a database " * 500, None], ids=["other bytes", "cut off"])
+async def test_a_lease_that_a_power_loss_has_damaged_is_made_again_by_the_first_process_that_starts(tmp_path, left):
+    path, hold = tmp_path / "lease", LeaseRecord(holder="b", url="", duration_s=5.0)
+    before = FileLease(path, holder="before")
+    assert await before.write(LeaseRecord(holder="before", url="", duration_s=5.0), None)
+    before.close()
+    path.write_bytes(path.read_bytes()[:5000] if left is None else left)
+    a, b = FileLease(path, holder="a"), FileLease(path, holder="b")
+    assert await a.read() is None
+    assert await b.write(hold, None)
+    assert await a.read() == hold
+    a.close()
+    b.close()
 
 
 async def test_a_lease_whose_folder_is_gone_says_so_and_is_read_again_once_it_is_back(tmp_path):
@@ -710,7 +728,7 @@ async def test_only_a_killed_holder_is_known_to_be_gone(tmp_path):
     assert not await me.is_gone(LeaseRecord(holder="never-seen", url="", duration_s=5.0))
     assert path.with_name("lease.it").exists()
     assert await me.write(LeaseRecord(holder="me", url="", duration_s=5.0), None)
-    assert sorted(tmp_path.iterdir()) == [path, path.with_name("lease.me")]
+    assert sorted(tmp_path.iterdir()) == [path, path.with_name("lease.me")]  # and no lock of a start
     me.close()
 
 
