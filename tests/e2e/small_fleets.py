@@ -89,7 +89,6 @@ async def small_fleet(
     router_settings: Mapping[str, Any] = MappingProxyType({}),
     agent: Sequence[str] = (),
     adopt: str = "none",
-    has_reports: bool = False,
     **settings: Any,
 ) -> AsyncIterator[SmallFleet]:
     """A ready fleet with keys, whose workers may read adapters below `shelf` alone. `settings`: the orchestrator's.
@@ -99,7 +98,6 @@ async def small_fleet(
     router_settings  further settings of each router
     agent            further flags of each agent
     adopt            the policy's: by default `shelf` is no more than where specs point at
-    has_reports      the engines report to their agents, and take their offers
     """
     folder.mkdir(parents=True)  # noqa: ASYNC240  (a test's own folder)
     key_file = folder / "keys.yaml"
@@ -145,7 +143,7 @@ async def small_fleet(
             flags += ("--key-files", str(key_file), "--warm-deadline-s", "0")
             flags += ("--scrape-s", str(pace_s), "--scan-s", str(pace_s), *agent)
             worker = RunningWorker(model, shelf, folder / name, *SIM, *flags)
-            running = worker.together(engine=engine, timers=timers, has_reports=has_reports)
+            running = worker.together(engine=engine, timers=timers)
             client = await (await part(name)).enter_async_context(running)
             client.headers.update(operator)
             fleet.agents[name] = client

@@ -1,4 +1,4 @@
-"""Acceptance in a whole fleet: published versions are served once their answers are the trainer's, and not before."""
+"""Acceptance in a whole fleet: its results are with the adapter, by REST, at routers and on the command line."""
 
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
@@ -17,8 +17,6 @@ from tests.workers.running import metadata_of
 
 pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 
-NAME = "policy"
-
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,25 +33,6 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory, shelf: Path) -> AsyncI
     folder = tmp_path_factory.mktemp("fleet")
     async with small_fleet(folder / "fleet", make_model(folder / "model"), shelf=shelf, workers=2, routers=1) as fleet:
         yield fleet
-
-
-async def test_publish_of_what_differs_fails_and_the_former_version_stays(fleet: SmallFleet, shelf: Path) -> None:
-    changed = await fleet.http.patch("/v1/policy", json={"acceptance": "require", "min_residency_s": 0})
-    assert changed.status_code == 200, changed.text
-    made = await fleet.http.post(f"/v1/published/{NAME}", json={"source": f"file://{shelf}/step-0"})
-    assert made.status_code == 200, made.text
-    assert {one["result"] for one in made.json()["status"]["acceptance"].values()} == {"equal"}
-    for source, said in (("step-1", "differs"), ("step-2", "it has no acceptance.jsonl")):
-        spec = {"source": f"file://{shelf}/{source}", "timeout_s": min(100.0, patience(20))}
-        refused = await fleet.http.post(f"/v1/published/{NAME}", json=spec, timeout=patience(40))
-        assert refused.status_code >= 400, refused.text
-        assert said in refused.json()["error"]["message"]
-    status = (await fleet.http.get(f"/v1/published/{NAME}")).json()["status"]
-    assert status["version"] == 1
-    asked = await fleet.routers[0].post("/v1/completions", json={"model": NAME, "prompt": [5] * 40, "max_tokens": 2})
-    assert asked.headers["x-lorafleet-adapter"].startswith(f"{NAME}/v1@")
-    assert (await fleet.http.patch("/v1/policy", json={"acceptance": "warn"})).status_code == 200
-    assert (await fleet.http.delete(f"/v1/published/{NAME}")).status_code < 300
 
 
 async def test_result_is_with_the_adapter_and_a_push_of_a_new_file_alone_is_compared_at_once(

@@ -164,9 +164,8 @@ class SimulationFleet:
         self, name: str, *, router: int = 0, headers: Mapping[str, str] = _NOTHING, **more: Any
     ) -> httpx.Response:
         """A completion of four tokens; with `messages` a chat completion."""
-        path = "/v1/chat/completions" if "messages" in more else "/v1/completions"
-        body = {"model": name, "max_tokens": 4, "temperature": 0, **({} if "messages" in more else {"prompt": "a"})}
-        return await self.routers[router].post(path, json=body | more, headers=headers)
+        path, body = _completion(name, more)
+        return await self.routers[router].post(path, json=body, headers=headers)
 
     async def answered_by(self, name: str, *, router: int = 0, **more: Any) -> str | int:
         """The adapter that answers a request for this name, by its id; the status where none does."""
@@ -183,9 +182,9 @@ class SimulationFleet:
     async def streaming(
         self, name: str, *, router: int = 0, headers: Mapping[str, str] = _NOTHING, **more: Any
     ) -> AsyncIterator["StreamedAnswer"]:
-        """A streamed completion that has begun: its first event is there."""
-        body = {"model": name, "prompt": "a", "ignore_eos": True, "stream": True, **more}
-        async with self.routers[router].stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        """`ask`, streamed: its first event is there."""
+        path, body = _completion(name, {"ignore_eos": True, "stream": True, **more})
+        async with self.routers[router].stream("POST", path, json=body, headers=headers) as response:
             answer = StreamedAnswer(response, aiter(response.aiter_lines()))
             answer.events.append(await answer.next_event())
             yield answer
@@ -233,6 +232,12 @@ class StreamedAnswer:
         """All events, from the first one on, once the stream has ended."""
         self.events += [line.removeprefix("data: ") async for line in self._lines if line.startswith("data: ")]
         return self.events
+
+
+def _completion(name: str, more: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(path, body) of a completion, or with `messages` of a chat completion."""
+    body = {"model": name, "max_tokens": 4, "temperature": 0, **more}
+    return ("/v1/chat/completions", body) if "messages" in more else ("/v1/completions", {"prompt": "a", **body})
 
 
 def adapter_of(answer: httpx.Response) -> str:
