@@ -56,7 +56,7 @@ from orchestrator.leadership.forward import LeaderForwarding, OwnCalls
 from orchestrator.leadership.kube_lease import KubeLease
 from orchestrator.leadership.leadership import Leadership, TermHandler
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.reconcile.agent_client import AgentClient, ask_for_proof
+from orchestrator.reconcile.agent_client import AgentClient, ask_for_proof, meet_worker
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.file_copies import FileRelay
@@ -149,7 +149,7 @@ def build(
     kube   the API server, where the settings want one; closed with the app
     tls    for calls to workers and other orchestrators
     """
-    keys = ApiKeys(settings.key_files)
+    keys = ApiKeys(settings.key_files, needs_certificates=tls is not None and tls.is_mutual)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
 
     def take_back_refused() -> None:
@@ -174,7 +174,7 @@ def build(
         await leadership.confirm_leading()
         return store.epoch
 
-    agents = _agent_client(settings, keys, client, epoch_if_leading, clock)
+    agents = _agent_client(settings, keys, client, epoch_if_leading, clock, tls)
     reconciler = Reconciler(
         PassContext(
             settings=settings,
@@ -360,6 +360,7 @@ def _agent_client(
     client: httpx.AsyncClient,
     epoch: Callable[[], Awaitable[int]],
     clock: Callable[[], float],
+    tls: Tls | None,
 ) -> AgentClient:
     """The client of the agents, with a key that opens agents alone, and the proofs of their addresses."""
     proofs = AgentProofs(
@@ -367,6 +368,7 @@ def _agent_client(
         ask=partial(ask_for_proof, client, settings.probe_timeout_s),
         valid_s=settings.probe_after_s,
         clock=clock,
+        meet=partial(meet_worker, tls, settings.probe_timeout_s) if tls is not None and tls.is_mutual else None,
     )
     return AgentClient(client, agent_key=agent_key_of(settings), proofs=proofs, epoch=epoch)
 

@@ -116,6 +116,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         pool=agents,
         timeout_s=config.control_timeout_s,
         clock=time.monotonic,
+        is_mutual=tls is not None and tls.is_mutual,
     )
     outbox = Outbox()
     # What the router knows.

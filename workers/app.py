@@ -70,7 +70,8 @@ def build(
 
     raises  KeyFileError, OSError, CommandError, SettingsError
     """
-    keys, own = ApiKeys(settings.key_files), OwnKey(settings.token, settings.token_file)
+    keys = ApiKeys(settings.key_files, needs_certificates=tls is not None and tls.is_mutual)
+    own = OwnKey(settings.token, settings.token_file)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     _require_model(settings)
     locks, rng = lock_folders(settings), Random()

@@ -1,13 +1,16 @@
 """The CLI's REST client: JSON over HTTP to router and orchestrator, with every failure as one line."""
 
+import ssl
 import time
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
 
 from lorafleet.service.failure import CommandFailed, printable
+from lorafleet.service.network.tls import TlsError, client_context
 from lorafleet.service.network.urls import checked_key, is_http, without_secrets
 
 T = TypeVar("T")
@@ -27,6 +30,16 @@ class _AnswerObject(dict[str, Any]):
         raise self.wrong(f"no field {name!r}")
 
 
+def verify_by(ca: Path | None) -> ssl.SSLContext | bool:
+    """What httpx checks certificates by: an authority's file, else the public ones. Raises CommandFailed."""
+    if ca is None:
+        return True
+    try:
+        return client_context(ca)
+    except TlsError as exc:
+        raise CommandFailed(f"--{str(exc).replace('tls_ca', 'tls-ca', 1)}", status=2) from exc
+
+
 class RestClient:
     """A client of one server. An answer without a field that a command looks up is a CommandFailed, too.
 
@@ -41,9 +54,10 @@ class RestClient:
         *,
         flag: str = "",
         key_option: str = "--token KEY, or LORAFLEET_TOKEN",
+        ca: Path | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        """Raises CommandFailed with status 2 for an invalid address or key."""
+        """Raises CommandFailed with status 2 for an invalid address, key or authority."""
         self.url = url.rstrip("/")
         self._flag = flag
         self._key_option = key_option
@@ -59,7 +73,10 @@ class RestClient:
             )
         headers = {"authorization": f"Bearer {key}"} if key else {}
         # Loopback and cluster addresses: no proxy from the environment.
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
+        verify = verify_by(ca)
+        self._client = httpx.Client(
+            base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False, verify=verify
+        )
 
     def __enter__(self) -> "RestClient":
         return self

@@ -26,33 +26,37 @@ LONG_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class FleetAddress:
-    """URLs of orchestrator and router, and the API key to send."""
+    """URLs of orchestrator and router, the API key to send, and the authority of their certificates."""
 
     orchestrator_url: str
     router_url: str
     token: str
+    ca: Path | None = None
 
     def orchestrator(self, timeout_s: float = 30.0) -> "RestClient":
         """A client of the orchestrator."""
         from lorafleet.cli.client import RestClient
 
-        return RestClient(self.orchestrator_url, self.token, flag="lorafleet --orchestrator-url", timeout_s=timeout_s)
+        flag = "lorafleet --orchestrator-url"
+        return RestClient(self.orchestrator_url, self.token, flag=flag, ca=self.ca, timeout_s=timeout_s)
 
     def fleet(self) -> "Fleet":
         """A client for uploads to the orchestrator. Raises CommandFailed with status 2 for a bad address or key."""
         import httpx
 
+        from lorafleet.cli.client import verify_by
         from lorafleet.client import Fleet
 
         with self.orchestrator() as checked:
             # As every other command: no proxy from the environment.
-            return Fleet(checked.url, self.token, client=httpx.Client(trust_env=False))
+            return Fleet(checked.url, self.token, client=httpx.Client(trust_env=False, verify=verify_by(self.ca)))
 
     def router(self, timeout_s: float = 30.0) -> "RestClient":
         """A client of the router."""
         from lorafleet.cli.client import RestClient
 
-        return RestClient(self.router_url, self.token, flag="lorafleet --router-url", timeout_s=timeout_s)
+        flag = "lorafleet --router-url"
+        return RestClient(self.router_url, self.token, flag=flag, ca=self.ca, timeout_s=timeout_s)
 
 
 def default_state_dir() -> Path:
@@ -108,12 +112,10 @@ def names_of(route: str, field: str) -> Callable[[typer.Context, str], list[str]
     """
 
     def complete(context: typer.Context, incomplete: str) -> list[str]:
-        from lorafleet.cli.client import RestClient
-
         given = context.find_root().params
-        address = FleetAddress(given["orchestrator_url"], given["router_url"], given["token"])
+        address = FleetAddress(given["orchestrator_url"], given["router_url"], given["token"], given["tls_ca"])
         try:
-            with RestClient(address.orchestrator_url, address.token, timeout_s=_COMPLETION_TIMEOUT_S) as api:
+            with address.orchestrator(_COMPLETION_TIMEOUT_S) as api:
                 items = api.call("GET", route, limit=_MOST_NAMES)["data"]
                 return sorted(name for item in items if (name := str(item[field])).startswith(incomplete))
         except (CommandFailed, KeyError, TypeError):

@@ -90,12 +90,20 @@ def set_fleet_address(
     token: Annotated[
         str, typer.Option(envvar="LORAFLEET_TOKEN", help="API key, if the fleet needs one", show_default=False)
     ] = "",
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="LORAFLEET_TLS_CA",
+            help="PEM file with the authority of the services' certificates; default: public authorities",
+            show_default=False,
+        ),
+    ] = None,
     _version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and exit")
     ] = False,
 ) -> None:
     """Global options, before or after the command: where the services are, and the API key."""
-    context.obj = FleetAddress(orchestrator_url, router_url, token)
+    context.obj = FleetAddress(orchestrator_url, router_url, token, tls_ca)
 
 
 class ShellName(StrEnum):

@@ -66,12 +66,15 @@ class AgentProofs:
     keys     of this service; without key files no address needs a proof
     ask      posts a body to an address and a path, without a key; returns the answer. Raises AgentUnproved
     valid_s  a proof holds for so long after its agent was last heard
+    meet     checks that the certificate at an https address is this worker's own; raises AgentUnproved. With it a
+             certificate proves such an address, and no HMAC is asked for. None: services have no certificates
     """
 
     keys: ApiKeys
     ask: Callable[[str, str, bytes], Awaitable[bytes]]
     valid_s: float
     clock: Callable[[], float]
+    meet: Callable[[str, str], Awaitable[None]] | None = None
     _kept: dict[str, _Kept] = field(default_factory=dict)
 
     @property
@@ -81,6 +84,8 @@ class AgentProofs:
 
     def is_proved(self, url: str) -> bool:
         """Whether this address may have a key now."""
+        if self.meet is not None and url.startswith("https:"):
+            return True  # every connection to it checks the certificate there
         kept = self._kept.get(url.rstrip("/"))
         return not self.are_needed or (kept is not None and self.clock() - kept.seen_at < self.valid_s)
 
@@ -95,16 +100,33 @@ class AgentProofs:
         A proof is of one start of an agent at one address, so a restart and another address are proved anew. Raises
         AgentUnproved.
         """
-        if not self.are_needed:
-            return
         url = url.rstrip("/")
         kept = self._kept.get(url)
+        if self.meet is not None and url.startswith("https:"):
+            await self._meet_sender(self.meet, url, sender)
+            return
+        if not self.are_needed:
+            return
         if kept is None or kept.agent != sender or not self.is_proved(url):
             kept = await self._ask_for_proof(url)
         if kept.agent != sender:
             message = f"the agent at {url} is {kept.agent}, and the report is from {sender}: see --advertise-url"
             raise AgentUnproved(message, is_answered=True)
         kept.seen_at = self.clock()
+
+    async def _meet_sender(self, meet: Callable[[str, str], Awaitable[None]], url: str, sender: ProvedAgent) -> None:
+        """Have an https address shown as its sender's by the certificate there, unless it has been just now."""
+        kept = self._kept.get(url)
+        if kept is None or kept.agent != sender or self.clock() - kept.seen_at >= self.valid_s:
+            await meet(url, sender.instance_id)
+        self._keep(url, sender)
+
+    def _keep(self, url: str, agent: ProvedAgent) -> _Kept:
+        """Keep that an address is this agent's, as of now."""
+        if len(self._kept) >= _MOST_KEPT:
+            self._kept.clear()
+        kept = self._kept[url] = _Kept(agent, self.clock())
+        return kept
 
     def forget(self, url: str) -> None:
         """Ask for a new proof before the address gets a key again: nothing answered there, or another agent did."""
@@ -115,10 +137,7 @@ class AgentProofs:
         self.forget(url)
         asked = ProofRequest(nonce=secrets.token_hex(32), url=url)
         agent = self._checked(asked, await self.ask(url, WORKER_PROOF_PATH, asked.model_dump_json().encode()))
-        if len(self._kept) >= _MOST_KEPT:
-            self._kept.clear()
-        kept = self._kept[url] = _Kept(agent, self.clock())
-        return kept
+        return self._keep(url, agent)
 
     def _checked(self, asked: ProofRequest, content: bytes) -> ProvedAgent:
         """The agent of an answer whose proof holds. Raises AgentUnproved."""

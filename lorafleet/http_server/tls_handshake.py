@@ -13,7 +13,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from lorafleet.http_server.exchange import CLOSE, JSON, plain_error
-from lorafleet.service.network.tls import Tls, peer_names
+from lorafleet.service.network.tls import PEER, Tls, peer_names
 from lorafleet.service.tasks import BackgroundTasks
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-PEER = "lorafleet.peer"
-"""Key of a request's `state`: the PeerNames of its client's certificate, where it has shown one."""
 HANDSHAKE_S = 10.0
 """From connecting to the end of the handshake. asyncio gives 60 s, by which a slow client holds a descriptor."""
 MOST_HANDSHAKES = 1024

@@ -26,6 +26,7 @@ from lorafleet.keys.key_files import (
     key_id_of,
     read_key_file,
 )
+from lorafleet.keys.peers import caller_of_peer, check_certificate, peer_of
 from lorafleet.keys.roles import ANYONE, SCOPES, Caller, check_scope, expiry_text
 from lorafleet.keys.runs import RUN, caller_in_run
 from lorafleet.keys.signing_keys import SigningKeys
@@ -73,10 +74,15 @@ class ApiKeys:
         self,
         files: Sequence[Path],
         *,
+        needs_certificates: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Raises KeyFileError if a file is unreadable at the start."""
+        """Raises KeyFileError if a file is unreadable at the start.
+
+        needs_certificates  calls between services come with certificates, which are their keys, too
+        """
+        self.needs_certificates = needs_certificates
         self._files = tuple(files)
         self._clock = clock
         self._wall = wall
@@ -325,12 +331,17 @@ class ScopeCheck:
 
     def check(self, request: Request) -> Caller:
         """The request's caller, noted for its line in the log. Raises HttpError without a valid key or the scope."""
-        key_caller = self._keys.caller(authorization_of(*map(request.headers.get, KEY_HEADERS)))
+        authorization = authorization_of(*map(request.headers.get, KEY_HEADERS))
+        peer = peer_of(request) if self._keys.needs_certificates else None
+        by_certificate = None if authorization is not None or self._keys.is_open else caller_of_peer(peer)
+        key_caller = by_certificate or self._keys.caller(authorization)
         found = caller_in_run(key_caller, request.scope.get(RUN, ""))
         notes = request.scope.get(NOTES)
         if isinstance(notes, RequestNotes):
             notes.key, notes.tenant = found.key_id, found.tenant or ""
         check_scope(found, *self.scopes, is_for_fleet=self.is_for_fleet)
+        if self._keys.needs_certificates:
+            check_certificate(found, self.scopes, peer)
         return found
 
 

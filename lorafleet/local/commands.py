@@ -10,10 +10,12 @@ from types import MappingProxyType
 
 from lorafleet.engine.arguments import has_flag
 from lorafleet.local.options import DEFAULT_SLOTS, NO_OPTIONS, FleetOptions, ServiceOptions, prefix_of
+from lorafleet.service.network.tls import TlsFiles
 from workers.core.errors import SourceError
 from workers.verification.peft import CONFIG_NAME, parse_config
 
 LOOPBACK = "127.0.0.1"
+_NO_TLS = TlsFiles()
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM 0.32's --max-lora-rank, without 1
 _HOST_SLOTS_PER_DEVICE_SLOT = 2  # a guess: adapters are small
 _ENGINE_SHUTDOWN_S = 5  # the router stops first, and with it every request of the engines
@@ -89,14 +91,19 @@ def preload_environment(folder: Path, lora_ids: Iterable[str]) -> dict[str, str]
 
 
 def common_flags(
-    port: int, port_file: Path, key_files: Iterable[Path], given: ServiceOptions = NO_OPTIONS
+    port: int,
+    port_file: Path,
+    key_files: Iterable[Path],
+    given: ServiceOptions = NO_OPTIONS,
+    tls: TlsFiles = _NO_TLS,
 ) -> list[str]:
-    """Flags of every service: its address, its keys, and its settings file if one is given."""
+    """Flags of every service: its address, keys and certificate, and its settings file if one is given."""
     keys = [word for path in key_files for word in ("--key-files", str(path))]
     config = [] if given.config is None else ["--config", str(given.config)]
-    words = _setting_flags(
-        {"host": LOOPBACK, "port": port, "port_file": port_file}, {"log_format": "console"}, given.values
-    )
+    certificate = {"tls_cert": tls.cert, "tls_key": tls.key, "tls_ca": tls.ca}
+    fixed: dict[str, object] = {"host": LOOPBACK, "port": port, "port_file": port_file}
+    fixed |= {name: file for name, file in certificate.items() if file is not None}
+    words = _setting_flags(fixed, {"log_format": "console"}, given.values)
     return [*config, *words, *keys]
 
 

@@ -79,16 +79,19 @@ class DemoRow:
     text: str
 
 
-async def run_demo(router_url: str, token: str, base_model: str, lora_ids: Sequence[str]) -> list[DemoRow]:
+async def run_demo(
+    client: httpx.AsyncClient, router_url: str, base_model: str, lora_ids: Sequence[str]
+) -> list[DemoRow]:
     """Send the prompt to base model, some adapters and base model again, and print and return the results.
 
     Raises CommandFailed with the router's message.
+
+    client  has the key, where one is needed
     """
     script = script_for(lora_ids)
     models = [None, *script.lora_ids, None]
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    async with httpx.AsyncClient(base_url=router_url, headers=headers, timeout=300, trust_env=False) as client:
-        rows = [await send_question(client, base_model, lora_id, script) for lora_id in models]
+    client.base_url, client.timeout = httpx.URL(router_url), httpx.Timeout(300)
+    rows = [await send_question(client, base_model, lora_id, script) for lora_id in models]
     _print_result(rows, script)
     return rows
 

@@ -23,12 +23,14 @@ from lorafleet.engine.errors import last_error
 from lorafleet.keys.key_files import hash_key, new_key
 from lorafleet.keys.roles import PROGRAM_HEADER, UP
 from lorafleet.local import adapter_folders, browser, commands, demo, notices
+from lorafleet.local.authority import Authority
 from lorafleet.local.options import FleetOptions, lora_roots, takes_adapters_at_start
 from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, lines_of, tail_of
 from lorafleet.local.progress import StartProgress
 from lorafleet.service import files
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.network.sockets import socket_folder
+from lorafleet.service.network.tls import TlsFiles, client_context, role_name, worker_name
 
 _POLL_S = 0.05
 # Per worker. vLLM takes 25-60 s on an idle machine; after ten minutes it is stuck.
@@ -64,11 +66,23 @@ class LocalFleet:
         self._keep_tasks: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None
         self._adapters: Mapping[str, Path] = {}  # lora_id -> folder
+        self._authority: Authority | None = None
+        self._certificates: Mapping[str, TlsFiles] = {}  # by process
         self._held_back: dict[str, str] = {}  # workers that an earlier run cordoned or drained
 
     def url(self, name: str) -> str:
         """The URL of the router or the orchestrator, once it has started."""
-        return f"http://{commands.LOOPBACK}:{self._ports[name]}"
+        return f"{self._scheme}://{commands.LOOPBACK}:{self._ports[name]}"
+
+    @property
+    def _scheme(self) -> str:
+        """What the services speak."""
+        return "https" if self.options.tls else "http"
+
+    def _http_client(self) -> httpx.AsyncClient:
+        """A client of this fleet's services, with the fleet's own key."""
+        verify = True if self._authority is None else client_context(self._authority.ca)
+        return httpx.AsyncClient(timeout=10, trust_env=False, headers=self._auth_headers(), verify=verify)
 
     @property
     def workers(self) -> list[str]:
@@ -120,7 +134,7 @@ class LocalFleet:
         """Start everything, wait until it is ready, print the ready line and run the demo. Raises CommandFailed."""
         base, adapters = await asyncio.to_thread(self._make_files)
         self._adapters = adapters
-        async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._auth_headers()) as client:
+        async with self._http_client() as client:
             await self._start_service("orchestrator", self._orchestrator_command)
             registered = await self._register_adapters(client, adapters)
             for line in notices.earlier_adapter_notices(
@@ -136,7 +150,7 @@ class LocalFleet:
         self.is_ready = True
         self.steps.close()
         printer = notices.IncidentPrinter(
-            self.url("orchestrator"), self._auth_headers(), self.steps.say, since=datetime.now(UTC)
+            self.url("orchestrator"), self._http_client, self.steps.say, since=datetime.now(UTC)
         )
         assert self._group is not None, "run_until_cancelled sets it"
         self._keep_tasks.append(self._group.create_task(printer.run()))
@@ -148,6 +162,7 @@ class LocalFleet:
             base.request_name,
             registered,
             has_keys=has_keys,
+            ca=None if self._authority is None else self._authority.ca,
         )
         if self.options.opens_console and not self.options.once:
             self.steps.say(await browser.open_page(f"{self.url('orchestrator')}/ui", os.environ))
@@ -159,7 +174,8 @@ class LocalFleet:
     async def _try_demo(self, base_model: str, registered: Sequence[str]) -> None:
         """Run the demo; print its failure, for the fleet can be used all the same. With `once`: raise CommandFailed."""
         try:
-            await demo.run_demo(self.url("router"), self.token, base_model, registered)
+            async with self._http_client() as client:
+                await demo.run_demo(client, self.url("router"), base_model, registered)
         except CommandFailed as exc:
             if self.options.once:
                 raise
@@ -173,6 +189,7 @@ class LocalFleet:
         for name in ("logs", "run"):
             (self._folder / name).mkdir(exist_ok=True)
         self._write_key()
+        self._write_authority()
         model, adapters = self.options.model, self.options.adapters
         if model is None:
             from lorafleet.local import tiny_model  # noqa: PLC0415  (only the demo model needs numpy and tokenizers)
@@ -207,6 +224,23 @@ class LocalFleet:
                 token = self._tokens[service, setting] = new_key()
                 entries.append(_key_entry(token, scopes, f"lorafleet up, {setting.lower()} of its {service}"))
         files.write_atomically(self._own_key_file, yaml.safe_dump({"keys": entries}).encode())
+
+    def _write_authority(self) -> None:
+        """With `tls`, make an authority and the certificates of all services, in place of an earlier start's."""
+        if not self.options.tls:
+            return
+        folder = self._folder / "tls"
+        files.make_private_folder(folder)
+        self._authority = Authority(folder)
+        here = (commands.LOOPBACK, "localhost")
+        self._certificates = {
+            "router": self._authority.issue("router", role_name("router"), *here),
+            "orchestrator": self._authority.issue("orchestrator", role_name("orchestrator"), *here),
+            **{
+                name: self._authority.issue(name, role_name("worker"), worker_name(name), *here)
+                for name in self.workers
+            },
+        }
 
     async def _start_workers(self, client: httpx.AsyncClient, base: commands.LocalBaseModel, needed_rank: int) -> None:
         """Start all workers, engines other than the sim a few at a time, and wait until they are ready.
@@ -272,7 +306,8 @@ class LocalFleet:
         if not self._port_file(name).exists():
             return "starting"
         try:
-            agent = await client.get(f"http://{commands.LOOPBACK}:{self._port_file(name).read_text()}/ready")
+            at = f"{commands.LOOPBACK}:{self._port_file(name).read_text()}"
+            agent = await client.get(f"{self._scheme}://{at}/ready")
             # A draining agent is up: the orchestrator drains it, as an earlier run asked.
             if not agent.is_success and (message := str(agent.json()["error"]["message"])) != "draining":
                 return message
@@ -283,8 +318,10 @@ class LocalFleet:
 
     def _cli_command(self) -> str:
         """The command `lorafleet` with the flags that reach this fleet."""
-        address_flag = "" if self._ports["orchestrator"] == 8080 else f" --orchestrator-url {self.url('orchestrator')}"
-        return f"lorafleet{address_flag}{'' if self.options.key_file is None else ' --token KEY'}"
+        is_usual = self._ports["orchestrator"] == 8080 and not self.options.tls
+        address_flag = "" if is_usual else f" --orchestrator-url {self.url('orchestrator')}"
+        ca = "" if self._authority is None else f" --tls-ca {self._authority.ca}"
+        return f"lorafleet{ca}{address_flag}{'' if self.options.key_file is None else ' --token KEY'}"
 
     @property
     def _are_all_held_back(self) -> bool:
@@ -514,7 +551,8 @@ class LocalFleet:
         """Flags of one process that every service has: address, port file, keys, settings file."""
         keys = [] if self.options.key_file is None else [self.options.key_file.resolve(), self._own_key_file]
         settings = self.options.options_of(commands.service_of(name))
-        return commands.common_flags(self._ports.get(name, 0), self._port_file(name), keys, settings)
+        port, certificate = self._ports.get(name, 0), self._certificates.get(name, TlsFiles())
+        return commands.common_flags(port, self._port_file(name), keys, settings, certificate)
 
     @property
     def _own_key_file(self) -> Path:

@@ -98,7 +98,14 @@ def starting_status(engine: str, now: str) -> str:
 
 
 def print_ready(
-    router: str, orchestrator: str, logs: Path, base_model: str, lora_ids: Sequence[str], *, has_keys: bool
+    router: str,
+    orchestrator: str,
+    logs: Path,
+    base_model: str,
+    lora_ids: Sequence[str],
+    *,
+    has_keys: bool,
+    ca: Path | None = None,
 ) -> None:
     """Print the line `ready router=... orchestrator=...`, then addresses and commands to paste."""
     print(f"ready router={router} orchestrator={orchestrator}")
@@ -114,14 +121,17 @@ def print_ready(
     for name, address, purpose in rows:
         print(f"  {name:<13} {address:<{width}}  {purpose}")
     print("\nTry:")
-    for line in curl_lines(router, base_model, lora_ids, has_keys=has_keys):
+    for line in curl_lines(router, base_model, lora_ids, has_keys=has_keys, ca=ca):
         print(f"  {line}")
     print(flush=True)
 
 
-def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_keys: bool) -> list[str]:
+def curl_lines(
+    router: str, base_model: str, lora_ids: Sequence[str], *, has_keys: bool, ca: Path | None = None
+) -> list[str]:
     """Commands to paste: a request to the base model, one to an adapter, and the explanation of a routing decision."""
     key = ' -H "authorization: Bearer $KEY"' if has_keys else ""
+    trusted = "" if ca is None else f" --cacert {ca}"
     script = demo.script_for(lora_ids)
     adapters = script.lora_ids[:1]
 
@@ -129,7 +139,7 @@ def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_key
         """A curl command that POSTs the demo's question for a model."""
         message = f'"messages": [{{"role": "user", "content": "{script.question}"}}]'
         body = f'{{"model": "{model}", {message}{extra_fields}}}'
-        return f"curl -s {router}{path}{key} -H 'content-type: application/json' -d '{body}'"
+        return f"curl -s{trusted} {router}{path}{key} -H 'content-type: application/json' -d '{body}'"
 
     return [
         *(
@@ -143,10 +153,12 @@ def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_key
 class IncidentPrinter:
     """Follows the orchestrator's events, and prints each incident once, oldest first."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], say: Callable[[str], None], *, since: datetime) -> None:
+    def __init__(
+        self, url: str, make_client: Callable[[], httpx.AsyncClient], say: Callable[[str], None], *, since: datetime
+    ) -> None:
         """`since`: incidents before this time are not printed."""
         self._url = url
-        self._headers = dict(headers)
+        self._make_client = make_client
         self._say = say
         self._since = since
         self._last_id = 0
@@ -154,8 +166,8 @@ class IncidentPrinter:
     async def run(self) -> None:
         """Print incidents until cancelled; an orchestrator that is away is asked again."""
         failures = 0
-        timeout = httpx.Timeout(10, read=_SILENCE_S)
-        async with httpx.AsyncClient(timeout=timeout, trust_env=False, headers=self._headers) as client:
+        async with self._make_client() as client:
+            client.timeout = httpx.Timeout(10, read=_SILENCE_S)
             while True:
                 with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
                     async for _ in self._news(client):

@@ -20,11 +20,20 @@ SERVICES = ("router", "orchestrator", "workers")
 DEFAULT_WORKERS = 2
 DEFAULT_SLOTS = 2
 _PORTS = {"router": 8000, "orchestrator": 8080}
-_OTHER_PREFIXES = ("LORAFLEET_URL_", "LORAFLEET_TOKEN", "LORAFLEET_FROM_TOKEN", "LORAFLEET_FLEET_MARK")
+_OTHER_PREFIXES = (
+    "LORAFLEET_URL_",
+    "LORAFLEET_TOKEN",
+    "LORAFLEET_FROM_TOKEN",
+    "LORAFLEET_TLS_CA",
+    "LORAFLEET_FLEET_MARK",
+)
 
 _FIXED_FOR_ALL = {
     "host": "all services listen on loopback; for other addresses start them yourself",
     "port_file": "it uses port files of its own",
+    "tls_cert": "give --tls, which makes certificates; for your own start the services yourself",
+    "tls_key": "give --tls, which makes certificates",
+    "tls_ca": "give --tls, which makes an authority",
     "key_files": "give --key-file, which holds for every service",
     "token": "its services have a key of their own",
     "token_file": "its services have a key of their own",
@@ -87,6 +96,7 @@ class FleetOptions:
     visible_gpus  the GPUs that `up` may give to workers; empty where --devices names some, and for engines without GPU
     upload_store  the flag, with an absolute path; None if it was not given
     opens_console  whether the console is opened in a browser when the fleet is ready
+    tls        whether the services have certificates, of an authority made at each start
     """
 
     engine: str
@@ -108,6 +118,7 @@ class FleetOptions:
     demo: bool = False
     once: bool = False
     opens_console: bool = False
+    tls: bool = False
     grace_s: float = 10.0
 
     def options_of(self, service: str) -> ServiceOptions:
@@ -148,6 +159,7 @@ def fleet_options(
     max_lora_rank: int | None = None,
     upload_store: str | None = None,
     opens_console: bool = False,
+    tls: bool = False,
 ) -> FleetOptions:
     """The fleet's options from flags, engine arguments, environment and files; raises CommandFailed with status 2.
 
@@ -191,6 +203,7 @@ def fleet_options(
             demo=demo,
             once=once,
             opens_console=opens_console,
+            tls=tls,
         )
     except (SettingsError, arguments.EngineArgumentsError) as exc:
         raise CommandFailed(str(exc), status=2) from exc

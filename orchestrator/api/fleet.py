@@ -4,11 +4,12 @@ import contextlib
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Body, Depends, Query, Response
+from fastapi import APIRouter, Body, Depends, Query, Request, Response
 
 from lorafleet.identity import engine_name as name_in_engine
 from lorafleet.identity import lora_id_of
 from lorafleet.keys.auth import ApiKeys, requires
+from lorafleet.keys.peers import check_own_worker, peer_of
 from lorafleet.keys.roles import Caller
 from lorafleet.keys.whoami import KeyList, key_item
 from orchestrator.agentless.engine import allowed_path
@@ -64,13 +65,15 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
     worker = Annotated[Caller, Depends(requires(keys, "worker"))]
 
     @api.post("/v1/workers/register")
-    async def heartbeat(body: Heartbeat, caller: worker) -> HeartbeatAnswer:
+    async def heartbeat(request: Request, body: Heartbeat, caller: worker) -> HeartbeatAnswer:
         """An agent's heartbeat; the answer says when to send the next.
 
         409 `worker_id_taken` while another agent has the worker id, and `worker_unproved` until the agent has proved
         its address.
         """
         report = body.metadata
+        if keys.needs_certificates:
+            check_own_worker(report.instance_id, peer_of(request))
         await reconciler.monitor.require_proof(report, caller.key_id)
         other = reconciler.reports.rival_agent_url(report, reconciler.settings.probe_after_s, may_move=keys.is_open)
         if other is not None:

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lorafleet.keys.peers import PEER_HEADER, peer_header
 from lorafleet.keys.runs import RUN, path_in_run
 from lorafleet.service.http import error_response
 from lorafleet.service.http.openapi import DOCS_ASSETS
@@ -184,12 +185,12 @@ class LeaderForwarding:
 
         Counts the forward.
         """
-        headers = [(k, v) for k, v in request.headers.items() if k not in _HOP_BY_HOP | _OF_PAGES]
+        headers = [(k, v) for k, v in request.headers.items() if k not in _HOP_BY_HOP | _OF_PAGES | {PEER_HEADER}]
         is_upload = self._is_upload(request.method, request.scope["path"])
         upstream = self._client.build_request(
             request.method,
             _leaders_url(leader.url, request.scope),
-            headers=[*headers, (FORWARDED, self._leadership.holder)],
+            headers=[*headers, (FORWARDED, self._leadership.holder), (PEER_HEADER, peer_header(request))],
             content=request.stream() if is_upload else await request.body(),
             timeout=self._timeout,
             extensions={ROLE: "orchestrator"},

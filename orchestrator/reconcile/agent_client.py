@@ -12,7 +12,8 @@ from pydantic_core import from_json
 from lorafleet.engine.worker_proofs import AgentProofs, AgentUnproved
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.http.known_fields import WIRE_HEADERS, type_adapter
-from lorafleet.service.network.transport import why_no_answer
+from lorafleet.service.network.tls import Tls, worker_name
+from lorafleet.service.network.transport import DirectTransport, why_no_answer
 from orchestrator.agentless.transport import SCHEME
 from orchestrator.core.errors import InvalidAdapter, LeaseLost, WorkerFailed
 from orchestrator.core.failures import FINAL_CODES
@@ -270,6 +271,19 @@ class AgentClient:
         if answer.is_success:
             return answer
         raise _error_of_response(method, url, answer)
+
+
+async def meet_worker(tls: Tls, timeout_s: float, agent_url: str, worker_id: str) -> None:
+    """Check that the certificate at an address is this worker's own. Raises AgentUnproved.
+
+    On a connection of its own: those of the pool were opened to any worker.
+    """
+    name = worker_name(worker_id)
+    try:
+        async with httpx.AsyncClient(transport=DirectTransport(tls=tls), trust_env=False, timeout=timeout_s) as client:
+            await client.get(f"{agent_url}/health", extensions={"sni_hostname": name})
+    except (httpx.HTTPError, httpx.InvalidURL) as exc:
+        raise AgentUnproved(f"no proof that {agent_url} is worker {worker_id}: {exc}", is_answered=False) from exc
 
 
 async def ask_for_proof(client: httpx.AsyncClient, timeout_s: float, agent_url: str, path: str, body: bytes) -> bytes:

@@ -59,11 +59,21 @@ def make_call_keys(
     pool: EnginePool,
     timeout_s: float,
     clock: Callable[[], float],
+    is_mutual: bool = False,
 ) -> CallKeys:
-    """The keys of a router; `pool` has its connections to agents."""
+    """The keys of a router; `pool` has its connections to agents.
+
+    is_mutual  they check certificates, which prove agents' addresses
+    """
     ask = partial(_ask_for_proof, pool, timeout_s)
-    proofs = AgentProofs(keys=keys, ask=ask, valid_s=_PROOF_VALID_S, clock=clock)
+    proofs = AgentProofs(
+        keys=keys, ask=ask, valid_s=_PROOF_VALID_S, clock=clock, meet=_trust_connection if is_mutual else None
+    )
     return CallKeys(orchestrator_url=orchestrator_url.rstrip("/"), own=own, agents=agents, proofs=proofs)
+
+
+async def _trust_connection(_url: str, _worker_id: str) -> None:
+    """Each connection to an agent has checked that the certificate there is a worker's."""
 
 
 async def _ask_for_proof(pool: EnginePool, timeout_s: float, url: str, path: str, body: bytes) -> bytes:

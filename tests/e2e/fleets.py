@@ -26,7 +26,7 @@ from tests.patience import patience, wait_until
 
 SIM_FLAGS = ("--engine", "sim", "--workers")
 """Flags of `lorafleet up` before the number of workers."""
-READY = re.compile(r"^ready router=(http://127\.0\.0\.1:\d+) orchestrator=(http://127\.0\.0\.1:\d+)$")
+READY = re.compile(r"^ready router=(https?://127\.0\.0\.1:\d+) orchestrator=(https?://127\.0\.0\.1:\d+)$")
 
 
 @dataclass(slots=True)

@@ -110,6 +110,10 @@ def up(
     open_console: Annotated[
         bool, typer.Option("--open", help="when ready, open the console in the default browser, where there is one")
     ] = False,
+    tls: Annotated[
+        bool,
+        typer.Option("--tls", help="HTTPS everywhere, with certificates of a throw-away authority in the state folder"),
+    ] = False,
 ) -> None:
     """Start a whole fleet on this machine; Ctrl-C stops it.
 
@@ -152,5 +156,6 @@ def up(
         demo=demo,
         once=once,
         opens_console=open_console,
+        tls=tls,
     )
     raise typer.Exit(run_fleet(options))

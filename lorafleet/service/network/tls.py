@@ -26,6 +26,8 @@ Role = Literal["router", "orchestrator", "worker"]
 
 # RFC 6762 and ICANN keep `internal` for private use.
 _DOMAIN = "lorafleet.internal"
+PEER = "lorafleet.peer"
+"""Key of a request's `state`: the PeerNames of its client's certificate, where it has shown one."""
 RECHECK_S = 1.0
 """The files are checked for changes this often, when a connection is opened."""
 _HANDSHAKE_TURNS = 10
@@ -205,7 +207,7 @@ class Tls:
     def _load(self) -> _LoadedTls:
         """New contexts from the files. Raises TlsError."""
         files = self.files
-        client = None if files.ca is None else _client_context(files.ca)
+        client = None if files.ca is None else client_context(files.ca)
         if files.cert is None or files.key is None:
             return _LoadedTls(None, client, None)
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -219,6 +221,18 @@ class Tls:
             server.load_verify_locations(files.ca)
             server.verify_mode = self.clients
         return _LoadedTls(server, client, expires_at)
+
+
+def client_context(ca: Path) -> ssl.SSLContext:
+    """A context that trusts these authorities alone. Raises TlsError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _harden(context)
+    _text(ca, "tls_ca", "CERTIFICATE-----", "the authority's certificate in PEM")
+    try:
+        context.load_verify_locations(ca)
+    except ssl.SSLError as exc:
+        raise TlsError(f"tls_ca {ca}: {exc.reason or exc}; expected the authority's certificate in PEM") from exc
+    return context
 
 
 def address_of(url: str) -> tuple[str, int]:
@@ -290,18 +304,6 @@ def _harden(context: ssl.SSLContext) -> None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
     context.set_alpn_protocols(["http/1.1"])
-
-
-def _client_context(ca: Path) -> ssl.SSLContext:
-    """A context that trusts these authorities alone. Raises TlsError."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    _harden(context)
-    _text(ca, "tls_ca", "CERTIFICATE-----", "the authority's certificate in PEM")
-    try:
-        context.load_verify_locations(ca)
-    except ssl.SSLError as exc:
-        raise TlsError(f"tls_ca {ca}: {exc.reason or exc}; expected the authority's certificate in PEM") from exc
-    return context
 
 
 def _load_pair(context: ssl.SSLContext, cert: Path, key: Path, names: Sequence[str], now: float) -> float:

@@ -101,8 +101,8 @@ class DirectTransport(httpx.AsyncHTTPTransport):
         if tls is not None and request.url.scheme == "https":
             # A new connection takes the context of its pool, so it has the files of now.
             self._pool._ssl_context = tls.client_context
-            role = request.extensions.get(ROLE)
-            name = tls.server_name(request.url.host, request.url.port or 443, role)
+            host, port = request.url.host, request.url.port or 443
+            name = request.extensions.get("sni_hostname") or tls.server_name(host, port, request.extensions.get(ROLE))
             request.extensions = {**request.extensions, "sni_hostname": name}
         try:
             return await super().handle_async_request(request)

@@ -12,9 +12,9 @@ import pytest
 from lorafleet.http_server.intake import ClientLimits
 from lorafleet.http_server.listener import listener_for_app
 from lorafleet.http_server.serve import bind, uvicorn_config
-from lorafleet.http_server.tls_handshake import PEER, TlsListener
+from lorafleet.http_server.tls_handshake import TlsListener
 from lorafleet.local.authority import Authority
-from lorafleet.service.network.tls import Tls, TlsFiles, role_name
+from lorafleet.service.network.tls import PEER, Tls, TlsFiles, role_name
 from lorafleet.service.network.transport import DirectTransport
 from tests.lorafleet.test_serve import length
 from tests.patience import patience, until

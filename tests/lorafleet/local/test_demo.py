@@ -14,7 +14,7 @@ from lorafleet.local import demo
 from lorafleet.local.fleet import LocalFleet
 from lorafleet.service.failure import CommandFailed
 from tests.lorafleet.local.test_up import options
-from tests.serving import serving
+from tests.serving import client_of, serving
 
 _NO_TEMPLATE = {"error": {"message": "the model has no chat template", "code": 400}}
 
@@ -50,9 +50,9 @@ async def _answer_another_way(_request: Request) -> Response:
 )
 async def test_a_demo_that_fails_says_what_the_router_said(answer, says: str) -> None:
     app = Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])
-    async with serving(app) as url:
+    async with serving(app) as url, client_of() as client:
         with pytest.raises(CommandFailed, match=f"demo: the request to tiny-qwen failed: .*{says}"):
-            await demo.run_demo(url, "", "tiny-qwen", [])
+            await demo.run_demo(client, url, "tiny-qwen", [])
 
 
 async def _fail(*_: object) -> None:
