@@ -178,7 +178,7 @@ async def explain_request(
     question = parse_request(services, id_, likely_route(body), body, session=session)
     await known_fleet(services)
     target = resolve_target(services, _caller_as_reader(caller), question)
-    tokens = await tokenize(services, target, question)
+    tokens = await tokenize(services, caller, target, question)
     prompt = hash_prompt(services, caller, target, question, tokens)
     try:
         decision = services.scheduler.decide(prompt, services.clock())

@@ -4,10 +4,16 @@ The stage `hash` makes it once. Block hashes are made with it, and every engine 
 predicted and what an engine does cannot differ.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from lorafleet.identity import OWN_SALT, CacheScope, adapter_salt, own_salt
 from lorafleet.keys.roles import Caller
 from router.core.errors import BadBody
 from router.protocols.routes import Route
+
+# The fields whose parts may be media.
+_WITH_MEDIA = ("messages", "input", "content_parts")
 
 
 def cache_salt_of(route: Route, caller: Caller, cache: CacheScope, given: object) -> str:
@@ -30,6 +36,31 @@ def cache_salt_of(route: Route, caller: Caller, cache: CacheScope, given: object
     return own_salt(tenant, key_id, _checked_salt(given))
 
 
+def refuse_media_names(decoded: Mapping[str, Any]) -> None:
+    """Raise BadBody where a client names its media itself, in a part's `uuid` or by the hashes in `features`.
+
+    An engine keeps processed media under such names for all callers: who knows another's name would get its picture
+    (vLLM 0.32 renderers/base.py _validate_mm_uuids takes a name without data).
+    """
+    why = "is not accepted where cached prompts are a caller's own: the engine keeps media under it for all callers"
+    if decoded.get("features") is not None:
+        raise BadBody(f"features {why}; send content_parts", param="features")
+    for name in _WITH_MEDIA:
+        if _has_media_name(decoded.get(name)):
+            raise BadBody(f"uuid {why}; leave it out", param=name)
+
+
+def _has_media_name(value: object) -> bool:
+    """Whether a part in these messages, or their contents, has a `uuid`."""
+    if isinstance(value, list):
+        # The ids of a prompt are many.
+        return bool(value) and not isinstance(value[0], int) and any(map(_has_media_name, value))
+    if isinstance(value, dict):
+        is_named = value.get("uuid") is not None and "role" not in value
+        return is_named or _has_media_name(value.get("content"))
+    return False
+
+
 def cache_owner(caller: Caller, cache: CacheScope) -> tuple[str, str]:
     """The tenant and the key id whose requests alone find this caller's cached prompts.
 
@@ -38,6 +69,12 @@ def cache_owner(caller: Caller, cache: CacheScope) -> tuple[str, str]:
     if cache == "shared":
         return "", ""
     return caller.tenant or "", caller.key_id if cache == "key" else ""
+
+
+def owner_name(caller: Caller, cache: CacheScope) -> str:
+    """A name of this caller's cache that no other has; empty: everyone shares it."""
+    tenant, key_id = cache_owner(caller, cache)
+    return own_salt(tenant, key_id) if tenant or key_id else ""
 
 
 def is_own_salt(cache_salt: str) -> bool:

@@ -165,7 +165,7 @@ class RequestRun(msgspec.Struct, eq=False):
         self.stage = "tokenize"
         if trace is not None:
             trace.begin_stage("tokenize")
-        tokens = await tokenize(services, target, request)
+        tokens = await tokenize(services, self.caller, target, request)
         if self.granted is not None:
             needed = prefill_tokens(services.discovery.fleet.roster(target.base_model), request, tokens)
             services.quotas.charge(self.granted, needed, services.clock())

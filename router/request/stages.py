@@ -23,7 +23,7 @@ from router.core.schedule.snapshot import length_rejection
 from router.core.scheduler import first_blocks
 from router.kv.feeds import KvFeeds
 from router.protocols.stored_responses import adapter_gone_error, worker_gone_error, worker_of_response
-from router.request.cache_salt import cache_salt_of
+from router.request.cache_salt import cache_salt_of, is_own_salt, owner_name, refuse_media_names
 from router.request.dispatched import begin_dispatched, end_dispatched
 from router.request.parsed_request import ParsedRequest, reads_prefix_cache
 from router.request.record import DispatchedRequest
@@ -104,7 +104,7 @@ def keeper_of_previous(
     raise worker_gone_error(previous, worker, param="previous_response_id")
 
 
-async def tokenize(services: Services, target: RequestTarget, request: ParsedRequest) -> Tokens:
+async def tokenize(services: Services, caller: Caller, target: RequestTarget, request: ParsedRequest) -> Tokens:
     """The prompt's token ids, or an approximation where only its engine can tokenize. May leave the batch, to wait."""
     kind = request.route.prompt
     began_at = services.clock()
@@ -118,6 +118,7 @@ async def tokenize(services: Services, target: RequestTarget, request: ParsedReq
         kind=kind,
         max_model_len=services.discovery.fleet.roster(target.base_model).max_model_len,
         model_path=replica.model_path,
+        owner=owner_name(caller, services.discovery.fleet.cache_of(target.adapter)),
     )
     if not isinstance(found, Tokens):
         await leave_batch()
@@ -248,7 +249,7 @@ def hash_prompt(
     """hash: the routing request, with block hashes of the prompt for every block size in the fleet.
 
     excluded  replicas that may not get the request
-    raises    BadBody, see `cache_salt_of`
+    raises    BadBody, see `cache_salt_of` and `refuse_media_names`
     """
     adapter, approximated = target.adapter, tokens.approximation
     roster = services.discovery.fleet.roster(target.base_model)
@@ -258,6 +259,8 @@ def hash_prompt(
     conversation = 0
     cache = services.discovery.fleet.cache_of(adapter)
     salt = cache_salt_of(request.route, caller, cache, request.decoded.get("cache_salt"))
+    if is_own_salt(salt):
+        refuse_media_names(request.decoded)
     if tokens is not NO_TOKENS and reads_prefix_cache(request):
         root = root_hash(target.base_model, engine_name, salt)
         if approximated is not None:

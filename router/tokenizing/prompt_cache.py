@@ -19,7 +19,7 @@ _MIN_BLOCKS = 64
 
 
 class PieceTokenCache:
-    """An LRU cache from (tokenizer name, piece of text) to token ids. Used by the event loop alone.
+    """An LRU cache from (tokenizer name and its owner, piece of text) to token ids. Used by the event loop alone.
 
     The key is the text itself, not a digest, so that a hash collision cannot return wrong ids. A short piece is cached
     when it comes a second time.
@@ -46,7 +46,7 @@ class PieceTokenCache:
 
     def put(self, tokenizer: str, piece: str, ids: "array[int]") -> None:
         """Cache a piece's ids and evict older ones; not a short piece seen for the first time, nor a huge one."""
-        if len(piece) < _CACHED_AT_ONCE_CHARS and not self._was_seen(piece):
+        if len(piece) < _CACHED_AT_ONCE_CHARS and not self._was_seen(tokenizer, piece):
             return
         size_bytes = _size_bytes(piece, ids)
         if size_bytes > self.max_bytes // 4 or (tokenizer, piece) in self.entries:
@@ -57,9 +57,9 @@ class PieceTokenCache:
             (_, oldest), dropped = self.entries.popitem(last=False)
             self.size_bytes -= _size_bytes(oldest, dropped)
 
-    def _was_seen(self, piece: str) -> bool:
+    def _was_seen(self, tokenizer: str, piece: str) -> bool:
         """Whether the piece was seen recently, rarely true for one that was not; marks it as seen."""
-        key = hash(piece)
+        key = hash((tokenizer, piece))
         place, mark = key % _SEEN_SLOTS, (key >> 32) % 255 + 1
         was_seen = self._seen[place] == mark
         self._seen[place] = mark

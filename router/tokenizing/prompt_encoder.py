@@ -65,19 +65,22 @@ class PromptEncoder:
         self._very_long.close()
 
     def encode(
-        self, local: LoadedTokenizer, body: Mapping[str, Any], remote: SlowTokens, max_model_len: int
+        self, local: LoadedTokenizer, body: Mapping[str, Any], remote: SlowTokens, max_model_len: int, owner: str = ""
     ) -> Tokens | SlowTokens:
         """Encode piece by piece, only pieces that are not cached; raises TOKENIZE_ERRORS.
+
+        owner  whose requests alone find the pieces of this one; empty: everyone's
 
         NO_TOKENS for a text that is far too long for the model. A call is returned if it takes longer than a step;
         that call asks `remote` on errors, and returns NO_TOKENS if too many long prompts are being encoded.
         """
         pieces, special = local.tokenizer.prompt_pieces(body, local.strftime)
+        cache_name = local.pieces + owner
         found: list[array[int]] = []
         missing, chars, last = [], 0, len(pieces) - 1
         for at, piece in enumerate(pieces):
             # The last piece grows with the next turn, so caching it is useless.
-            ids = self.cache.get(local.pieces, piece) if at < last else None
+            ids = self.cache.get(cache_name, piece) if at < last else None
             if ids is None:
                 missing.append(at)
                 chars += len(piece)
@@ -88,7 +91,7 @@ class PromptEncoder:
         steps = local.tokenizer.encoding_steps([pieces[at] for at in missing], add_special_tokens=special)
 
         def assembled(encoded: "list[array[int]]") -> Tokens:
-            return self._assemble(local, pieces, found, missing, encoded)
+            return self._assemble(local, cache_name, pieces, found, missing, encoded)
 
         try:
             step = next(steps)
@@ -127,6 +130,7 @@ class PromptEncoder:
     def _assemble(
         self,
         local: LoadedTokenizer,
+        cache_name: str,
         pieces: Sequence[str],
         ids_of_piece: "list[array[int]]",
         missing: Sequence[int],
@@ -142,7 +146,7 @@ class PromptEncoder:
             ids_of_piece[at] = ids
             new += len(ids)
             if at < last:
-                self.cache.put(local.pieces, pieces[at], ids)
+                self.cache.put(cache_name, pieces[at], ids)
         whole = ids_of_piece[0] if not last else array("I", b"".join(ids_of_piece))
         if self._counts is not None:
             by_cache, by_tokenizer = self._counts

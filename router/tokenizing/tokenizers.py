@@ -403,6 +403,7 @@ class Tokenizers:
         kind: PromptKind | None = None,
         max_model_len: int = 0,
         model_path: str = "",
+        owner: str = "",
     ) -> Tokens | SlowTokens:
         """As `ids`, or a call that returns them, if a thread or the engine must be waited for. Caches new pieces.
 
@@ -411,11 +412,12 @@ class Tokenizers:
 
         model_path     where vLLM read the base model from, for ids of pictures; empty: pictures have none
         max_model_len  the longest prompt that any engine accepts, in tokens; 0 if unknown
+        owner          whose requests alone find the pieces of this one, by the time that it takes; empty: everyone's
         """
-        found = self._tokenize(body, base_model, engine_url, kind, max_model_len, model_path)
+        found = self._tokenize(body, base_model, engine_url, kind, max_model_len, model_path, owner)
         return _if_shorter(found, max_model_len) if may_be_truncated(kind, body) else found
 
-    def _tokenize(
+    def _tokenize(  # noqa: PLR0917  (for each request, and names take time)
         self,
         body: Mapping[str, Any],
         base_model: str,
@@ -423,6 +425,7 @@ class Tokenizers:
         kind: PromptKind | None,
         max_model_len: int,
         model_path: str,
+        owner: str,
     ) -> Tokens | SlowTokens:
         """As `tokenize`, of the whole prompt, also where its engine would cut it."""
         if kind == "input":
@@ -446,12 +449,12 @@ class Tokenizers:
         remote = partial(self._tokenize_at_engine, body, base_model, engine_url)
         try:
             if local is not None:
-                return self._encoder.encode(local, body, remote, max_model_len)
+                return self._encoder.encode(local, body, remote, max_model_len, owner)
         except DatesDiffer:
             return NO_TOKENS  # ids of one engine are wrong for the others
         except HasMedia:
             assert local is not None
-            encode = partial(self._encoder.encode, local, remote=_no_tokens, max_model_len=max_model_len)
+            encode = partial(self._encoder.encode, local, remote=_no_tokens, max_model_len=max_model_len, owner=owner)
             model = PictureModel(
                 local.tokenizer, base_model, model_path, engine_url, self.remote_timeout_s, local.strftime
             )

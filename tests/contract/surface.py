@@ -105,6 +105,23 @@ def assert_accepts_a_salt(direct: DirectEngine, route: Route) -> None:
         assert (answer.status_code, "cache_salt" in answer.text) == (400, True), answer.text
 
 
+def assert_salt_separates(direct: DirectEngine, path: str, body: dict[str, Any], name: str) -> None:
+    """A request finds its own prompt under the same salt, and not under another. `name`: of this call's salts."""
+
+    def hits() -> float:
+        lines = direct.client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+    found = []
+    for salt in (f"a{name}", f"a{name}", f"b{name}"):
+        before = hits()
+        answer = direct.post(path, body | {"cache_salt": salt}, model=ENGINE_NAME)
+        assert answer.status_code == 200, answer.text
+        found.append(hits() - before)
+    first, second, other = found
+    assert (path, first, second > 0, other) == (path, 0, True, 0)
+
+
 def assert_table_has_every_route(direct: DirectEngine) -> None:
     """Every route of the engine is in the table or in the list of excluded ones."""
     known = {path for _method, path in ROUTES} | {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.contract.surface import (
     assert_accepts_a_salt,
     assert_answers_its_example,
     assert_names_an_unknown_model,
+    assert_salt_separates,
     assert_same_through_a_router,
     assert_table_has_every_route,
     engine_with_adapter,
@@ -52,6 +54,18 @@ def test_every_route_names_an_unknown_model(direct: DirectEngine, route: Route) 
 @by_row
 def test_body_of_every_route_has_a_salt_if_its_row_requires_one(direct: DirectEngine, route: Route) -> None:
     assert_accepts_a_salt(direct, route)
+
+
+def test_salt_separates_texts_on_every_route_that_takes_one(direct: DirectEngine) -> None:
+    text = "INSERT INTO salts VALUES ('sea', 'rock', 'none'); " * 8
+    for number, path in enumerate(path for path in POOLING if ROUTES["POST", path].takes_salt):
+        if "score" in path:
+            body: dict[str, Any] = {"text_1": text, "text_2": "salt"}
+        elif "rerank" in path:
+            body = {"query": text, "documents": ["salt"]}
+        else:
+            body = {"input": text}
+        assert_salt_separates(direct, path, body, f"{number}")
 
 
 def test_every_inference_route_of_the_engine_is_in_the_table(direct: DirectEngine) -> None:

@@ -17,7 +17,7 @@ from router.api.openapi import EXAMPLES
 from router.core.errors import BadBody, ReplicaUnreachable
 from router.protocols import sglang_generate
 from router.protocols.routes import ROUTES
-from router.request.cache_salt import cache_owner, cache_salt_of, is_own_salt
+from router.request.cache_salt import cache_owner, cache_salt_of, is_own_salt, refuse_media_names
 from router.request.engine_body import DIALECTS, dialect_of, require_salt
 from tests.patience import until
 from tests.properties import examples
@@ -89,6 +89,38 @@ def test_engine_that_knows_no_salt_gets_no_request_whose_cache_is_its_callers_ow
         require_salt("sglang", dialect_of("sglang", ""), "/v1/embeddings")
     with pytest.raises(ReplicaUnreachable, match="cache: shared"):
         require_salt("llamacpp", dialect_of("llamacpp", ""), "/v1/chat/completions")
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+NAMED = PICTURE | {"uuid": "theirs"}
+
+
+@pytest.mark.parametrize(
+    ("decoded", "param"),
+    [
+        ({"messages": [{"role": "user", "content": ["see", NAMED]}]}, "messages"),
+        ({"messages": [[{"role": "user", "content": [NAMED]}]]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [NAMED]}]}]}, "messages"),
+        ({"input": [{"role": "user", "content": [NAMED]}]}, "input"),
+        ({"token_ids": [1], "content_parts": [{"type": "image_url", "url": None, "uuid": "theirs"}]}, "content_parts"),
+        ({"token_ids": [1], "features": {"mm_hashes": {"image": ["theirs"]}}}, "features"),
+    ],
+)
+def test_media_that_a_client_names_is_refused(decoded, param):
+    with pytest.raises(BadBody) as refused:
+        refuse_media_names(decoded)
+    assert refused.value.param == param
+
+
+def test_media_without_a_name_and_everything_else_is_taken():
+    for decoded in (
+        {"messages": [{"role": "user", "content": ["see", PICTURE, PICTURE | {"uuid": None}]}], "features": None},
+        {"messages": [{"role": "user", "content": "uuid", "uuid": "a message's own"}]},
+        {"input": [1, 2, 3]},
+        {"input": "text", "messages": 7, "content_parts": {}},
+        {"input": [[1, 2], [3]]},
+    ):
+        refuse_media_names(decoded)
 
 
 class AnyRoute(EngineDouble):

@@ -45,6 +45,19 @@ async def test_another_conversation_shares_the_system_prompt_only(tokens, metric
     assert system <= counted(metrics, "cache") <= system + 10
 
 
+async def test_pieces_of_one_owner_save_another_no_time(tokens, metrics, chat):
+    async def tokenized(owner):
+        before = counted(metrics, "cache")
+        found = tokens.tokenize(conversation(9), base_model=BASE, engine_url="", owner=owner)
+        found = found if isinstance(found, Tokens) else await found()
+        assert found.ids == array("I", chat.chat_ids(conversation(9)))
+        return counted(metrics, "cache") - before
+
+    for owner in ("acme", "rival", ""):
+        first, _, third = [await tokenized(owner) for _ in range(3)]
+        assert (first, third > 0) == (0, True), owner
+
+
 async def test_tokens_have_the_lengths_of_seen_and_kept_prefixes(tokens, chat):
     first = await tokens.ids(conversation(2), base_model=BASE, engine_url="")
     await tokens.ids(conversation(2), base_model=BASE, engine_url="")
