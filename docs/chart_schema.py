@@ -33,7 +33,7 @@ GIVEN = {
     "orchestrator": _EVERYWHERE
     | {"advertise_url", "backend", "lease", "lease_duration_s", "lease_renew_s", "lease_margin_s", "stop_grace_s"}
     | {"peer_fleets", "peer_token_file"}
-    | {"store", "record", "engines", "engine_slots", "engine_roots", "engine_key", "engine_salt"}
+    | {"store", "store_file", "record", "engines", "engine_slots", "engine_roots", "engine_key", "engine_salt"}
     | {"kube_selector", "kube_namespaces", "kube_namespace", "kube_name", "kubeconfig"},
     "workers": _EVERYWHERE
     | {"instance_id", "zone", "node", "namespace", "pool", "orchestrator_url", "advertise_url", "stop_grace_s"}

@@ -10,7 +10,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("demo", "tracing", "s3", "gs", "az")
+EXTRAS = ("demo", "tracing", "s3", "gs", "az", "postgresql")
 
 
 def pins() -> dict[str, str]:

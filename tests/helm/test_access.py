@@ -111,6 +111,7 @@ def test_each_may_ask_the_api_server_for_what_it_needs_and_for_nothing_else():
         "ml-batch": DISCOVERY,
     }
     assert granted("everything", "fleet-lorafleet-worker") == {}
+    assert granted("postgresql", "fleet-lorafleet-orchestrator") == {NAMESPACE: DISCOVERY}
 
 
 @cases

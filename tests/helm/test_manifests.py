@@ -45,6 +45,7 @@ BROUGHT = {
     },
     "ipv6-hpa": {"Secret": {"my-tokens"}},
     "attached": {"Secret": {"old-engines"}},
+    "postgresql": {"Secret": {"fleet-db"}},
     "numbers": {
         "Secret": {"1", "registry.example.com", "2", "3", "tenants.eu", "4", "9", "11"},
         "PersistentVolumeClaim": {"14", "15"},

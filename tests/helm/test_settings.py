@@ -219,6 +219,22 @@ def test_past_traffic_is_in_a_volume_that_outlives_the_container(case, source, m
     assert (deployment["strategy"].get("type") == "Recreate") is (source == "persistentVolumeClaim")
 
 
+def test_orchestrators_on_postgresql_have_the_address_from_its_secret_and_no_other_store(monkeypatch):
+    deployment = one("postgresql", "Deployment", "fleet-lorafleet-orchestrator")["spec"]
+    spec = deployment["template"]["spec"]
+    (container,) = spec["containers"]
+    for name, value in environment(container).items():
+        monkeypatch.setenv(name, value)
+    settings = load(SERVICES["orchestrator"], [], prog="orchestrator")
+    assert (deployment["replicas"], settings.has_database, settings.lease) == (3, True, "store")
+    assert settings.store_file.name == "uri"
+    (volume,) = [
+        each["name"] for each in container["volumeMounts"] if each["mountPath"] == str(settings.store_file.parent)
+    ]
+    (secret,) = [each["secret"] for each in spec["volumes"] if each["name"] == volume]
+    assert secret["secretName"] == "fleet-db"
+
+
 def test_a_place_for_past_traffic_that_values_name_is_the_one():
     worked, text = helm_template("--set", "orchestrator.settings.traffic=/tmp/t.db")
     assert worked

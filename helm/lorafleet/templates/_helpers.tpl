@@ -254,6 +254,10 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- end }}
 {{- include "lorafleet.once" (dict "what" "imagePullSecrets" "names" .Values.imagePullSecrets "taken" list) -}}
 {{- include "lorafleet.once" (dict "what" "networkPolicy.engines" "names" (include "lorafleet.each" (dict "items" .Values.networkPolicy.engines "field" "name") | fromJsonArray) "taken" list) -}}
+{{- if and .Values.orchestrator.enabled (eq .Values.orchestrator.store.type "postgresql") }}
+{{- if not .Values.orchestrator.store.postgresql.secretName }}{{- fail "orchestrator.store: type is postgresql; name in orchestrator.store.postgresql.secretName a Secret whose key has postgresql://user:password@host/database" }}{{- end }}
+{{- if .Values.adapters }}{{- fail "adapters: they are ConfigMaps, which an orchestrator with orchestrator.store.type postgresql does not read; register them over REST, or leave the type configmaps" }}{{- end }}
+{{- end }}
 {{- range list "router" "orchestrator" }}
 {{- include "lorafleet.checkPod" (dict "what" . "given" (get $.Values .)) -}}
 {{- end }}
