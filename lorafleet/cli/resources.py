@@ -29,7 +29,7 @@ def _check_text(answer: Item) -> str:
     """What a comparison with an acceptance file has found, a line a worker."""
     results = {worker: f"{one['result']}: {one['why']}" for worker, one in answer["acceptance"].items()}
     lines = [f"{worker}: {text}" for worker, text in {**results, **answer["errors"]}.items()]
-    return "\n".join(lines) or f"{answer['lora_id']} is on no worker; load it, then check it"
+    return "\n".join(lines) or f"{answer['lora_id']} is ready on no worker: its next load is compared"
 
 
 ADAPTERS = Resource(

@@ -74,11 +74,8 @@ class AcceptanceCheck:
         try:
             file = await asyncio.to_thread(read_acceptance, Path(adapter.path))
             found = await self._compare(client, adapter, file) if file else unknown(None, f"it has no {FILE_NAME}")
-            if file and file.trainer.chat_template:
-                # Said beside the result: given tokens have no template.
-                known = await asyncio.to_thread(self._templates)
-                is_other = bool(known) and file.trainer.chat_template not in known
-                found = replace(found, why=found.why + _OTHER_TEMPLATE * is_other)
+            if file:
+                found = replace(found, why=found.why + await self._remarks(adapter, file))
         except (AcceptanceError, OSError) as exc:
             found = unknown(None, str(exc))
         self._metrics.acceptance_seconds.observe(self._clock() - began_at)
@@ -86,6 +83,17 @@ class AcceptanceCheck:
         write = log.error if found.result == "differs" else log.info
         write("acceptance", lora_id=adapter.lora_id, result=found.result, looks_like=found.looks_like, why=found.why)
         return replace(adapter, acceptance=found, acceptance_file=found.file)
+
+    async def _remarks(self, adapter: WorkerAdapter, file: AcceptanceFile) -> str:
+        """What to know of a file beside the result, as the end of a sentence; "" without anything."""
+        remarks = ""
+        if file.trainer.adapter not in {"", adapter.digest}:
+            remarks += f"; the file was made of other weights ({file.trainer.adapter[:12]})"
+        if file.trainer.chat_template:
+            # Said beside the result: given tokens have no template.
+            known = await asyncio.to_thread(self._templates)
+            remarks += _OTHER_TEMPLATE * (bool(known) and file.trainer.chat_template not in known)
+        return remarks
 
     async def require_equal(self, client: EngineClient, adapter: WorkerAdapter) -> WorkerAdapter:
         """As `check`. Raises EngineError `not_accepted` or `acceptance_unknown` for any other result than `equal`."""

@@ -153,6 +153,18 @@ async def test_file_sent_for_an_adapter_on_disk_is_kept_for_its_next_load(worker
 
 
 @pytest.mark.fleet
+async def test_file_of_another_step_is_named_behind_the_result(worker, adapters):
+    certify(adapters / "legal/v2")
+    shutil.copy(adapters / "legal/v2" / FILE_NAME, adapters / ADAPTER)
+    async with worker.inside() as client:
+        for lora_id, result in ((ADAPTER, "differs"), ("legal/v2", "equal")):
+            (await post(client, "load_lora", lora_id=lora_id)).raise_for_status()
+            found = await compared(client, lora_id)
+            assert found.acceptance.result == result
+            assert ("the file was made of other weights" in found.acceptance.why) is (lora_id == ADAPTER)
+
+
+@pytest.mark.fleet
 async def test_adapter_without_a_copy_in_the_engine_cannot_be_checked(worker):
     async with worker.inside() as client:
         refused = await post(client, "check_lora", lora_id=ADAPTER)
