@@ -12,20 +12,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.isolation.attack import Guesses, attacked_fleet, guess, set_cache
-from benchmarks.isolation.lost_hits import hit_share
+from benchmarks.isolation.lost_hits import hit_share, with_common_beginning
 from benchmarks.report import ReportRow, add_arguments, show
-from benchmarks.trace.workload import WHERE_FROM, TraceLine, drawn, read
+from benchmarks.trace.workload import BLOCK, WHERE_FROM, TraceLine, drawn, read
 
 GUESSES, PREDICTIONS = 500, 200
 NEAR = 0.03
 """How far the area may be from 0.5."""
 CAPACITY = 8 * 2000
-OWNERS = (1, 5, 20, 100)
+OWNERS = (5, 20, 100)
+COMMON_BLOCKS = (0, 7)
+"""Blocks before the one that every request of the trace begins with: a longer system prompt."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("sim", "vllm"), default="vllm")
+    parser.add_argument("--engine", choices=("sim", "vllm"), default="sim")
     parser.add_argument("--guesses", type=int, default=GUESSES, help="right guesses, and as many wrong ones")
     parser.add_argument("--trace", type=Path, metavar="FILE", help=WHERE_FROM)
     add_arguments(parser)
@@ -44,26 +46,30 @@ def main() -> None:
 def attack_rows(found: dict[str, Guesses]) -> Iterator[ReportRow]:
     """The areas under the attacker's curves, and the predictions for the victim."""
     for cache, guesses in found.items():
-        for sign, area in (
-            ("cached_tokens", guesses.by_cached_tokens),
-            ("first-token time", guesses.by_first_token),
+        for sign, area, reach in (
+            ("cached_tokens", guesses.by_cached_tokens, 0.0),
+            ("first-token time", guesses.by_first_token, NEAR),
         ):
             yield ReportRow(f"cache: {cache}, area under the curve by {sign}", area, "")
             if cache == "tenant":
-                yield ReportRow(f"cache: {cache}, its distance from 0.5", abs(area - 0.5), "", reach=NEAR)
+                by_chance = f"by chance alone {guesses.standard_error:.3f}" if reach else "exactly"
+                yield ReportRow(
+                    f"cache: {cache}, its distance from 0.5 ({by_chance})", abs(area - 0.5), "", reach=reach
+                )
         wrong = guesses.compared - guesses.exact
         yield ReportRow(f"cache: {cache}, wrong predictions of {guesses.compared}", wrong, "", reach=0)
 
 
 def trace_rows(lines: Sequence[TraceLine]) -> Iterator[ReportRow]:
-    """The share of prompt tokens found cached, by the number of owners of caches."""
-    shared = hit_share(lines, capacity=CAPACITY, owners=1)
-    for owners in OWNERS:
-        share = hit_share(lines, capacity=CAPACITY, owners=owners)
-        who = "everyone shares" if owners == 1 else f"{owners} owners"
-        yield ReportRow(f"trace, {who}: prompt tokens found cached", 100 * share, "%")
-        if owners > 1:
-            yield ReportRow(f"trace, {who}: of all hits, lost", 100 * (1 - share / shared), "%")
+    """The share of prompt tokens found cached, by the number of owners of caches and the beginning that all share."""
+    for common in COMMON_BLOCKS:
+        longer = with_common_beginning(lines, common)
+        shared = hit_share(longer, capacity=CAPACITY, owners=1)
+        what = f"trace, all begin with {(1 + common) * BLOCK} tokens"
+        yield ReportRow(f"{what}: found cached where everyone shares", 100 * shared, "%")
+        for owners in OWNERS:
+            share = hit_share(longer, capacity=CAPACITY, owners=owners)
+            yield ReportRow(f"{what}: of these hits, lost by {owners} owners", 100 * (1 - share / shared), "%")
 
 
 if __name__ == "__main__":

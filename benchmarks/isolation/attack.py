@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
 from random import Random
 
@@ -85,6 +86,12 @@ class Guesses:
     def by_first_token(self) -> float:
         """The same by the time to the first token: a hit is quicker."""
         return area_under_curve([-one.first_token_s for one in self.right], [-one.first_token_s for one in self.wrong])
+
+    @property
+    def standard_error(self) -> float:
+        """How far an area of 0.5 strays by chance."""
+        right, wrong = len(self.right), len(self.wrong)
+        return sqrt((right + wrong + 1) / (12 * right * wrong))
 
 
 def area_under_curve(right: Sequence[float], wrong: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from random import Random
 
@@ -20,7 +21,7 @@ def hit_share(lines: Sequence[TraceLine], *, capacity: int, owners: int, seed: i
     owner_of = _owners(lines, owners, Random(seed))
     found = asked = 0
     for line in lines:
-        owner = owner_of[session_of(line)]
+        owner = owner_of[_session(line)]
         keys = [key(owner, block) for block in line.ids[: line.prompt_tokens // BLOCK]]
         found += BLOCK * next((depth for depth, one in enumerate(keys) if one not in cache), len(keys))
         asked += line.prompt_tokens
@@ -32,8 +33,22 @@ def hit_share(lines: Sequence[TraceLine], *, capacity: int, owners: int, seed: i
     return found / asked
 
 
+def with_common_beginning(lines: Sequence[TraceLine], blocks: int) -> list[TraceLine]:
+    """The trace with so many blocks before each prompt, which are the same in all."""
+    common = tuple(range(-blocks, 0))
+    return [
+        replace(line, prompt_tokens=line.prompt_tokens + blocks * BLOCK, ids=(*common, *line.ids)) for line in lines
+    ]
+
+
 def _owners(lines: Sequence[TraceLine], owners: int, rng: Random) -> dict[int, int]:
     """Session -> owner, some of whom have many sessions and most of whom few."""
     weights = list(accumulate((rank + 1) ** -ZIPF for rank in range(owners)))
-    sessions = dict.fromkeys(map(session_of, lines))
+    sessions = dict.fromkeys(map(_session, lines))
     return dict(zip(sessions, rng.choices(range(owners), cum_weights=weights, k=len(sessions)), strict=True))
+
+
+def _session(line: TraceLine) -> int:
+    """The line's conversation, whatever blocks were put before it."""
+    own = [block for block in line.ids if block >= 0]
+    return session_of(replace(line, ids=tuple(own)))
