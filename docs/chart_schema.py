@@ -6,6 +6,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from lorafleet.keys.issuers import Issuer
 from lorafleet.keys.roles import SCOPES
 from lorafleet.service.settings import ServiceSettings
 from orchestrator.config import OrchestratorSettings
@@ -69,7 +72,26 @@ def schema_with_settings() -> str:
     fields = schema["definitions"]["adapter"]["properties"]
     fields["lora_id"] |= _LORA_ID
     fields["secretRef"] = fields["secret_ref"]  # as Kubernetes writes it
+    schema["definitions"]["grant"] = _grant(schema["definitions"]["key"])
+    schema["definitions"]["issuer"] = _issuer(TypeAdapter(Issuer).json_schema())
     return json.dumps(schema, indent=1) + "\n"
+
+
+def _issuer(own: Manifest) -> Manifest:
+    """JSON Schema of an issuer, whose grants have a definition of their own."""
+    login = own["$defs"]["ConsoleLogin"]
+    fields = {name: field for name, field in own["properties"].items() if name != "grants"}
+    short = _body({**own, "$defs": {"ConsoleLogin": login}, "properties": fields})
+    short["properties"]["grants"] = {"type": "array", "minItems": 1, "items": {"$ref": "#/definitions/grant"}}
+    return short
+
+
+def _grant(key: Manifest) -> Manifest:
+    """JSON Schema of an issuer's grant: the fields of a key without those of the key itself, and claims."""
+    fields = {name: field for name, field in key["properties"].items() if name not in {"sha256", "expires"}}
+    claims = {"type": "object", "minProperties": 1, "additionalProperties": {"type": ["string", "boolean"]}}
+    fields["namespace"] = {"type": "string", "minLength": 1}  # its pattern would refuse a `{name}`
+    return key | {"required": ["claims", "scopes"], "properties": {"claims": claims} | fields}
 
 
 def _body(own: Manifest) -> Manifest:

@@ -267,3 +267,51 @@ def test_a_token_in_clear_is_in_one_secret_only():
     for item in manifests("cpu"):
         if item["metadata"]["name"] != "fleet-lorafleet-tokens":
             assert not any(token in str(item) for token in tokens), item["metadata"]["name"]
+
+
+def test_issuers_in_values_reach_every_service_with_drawn_keys_and_beside_a_secret_of_ones_own(tmp_path):
+    issuer = {
+        "issuer": "https://login.example.com/realms/ml",
+        "audiences": ["lorafleet"],
+        "console": {"client_id": "lorafleet"},
+        "grants": [
+            {
+                "claims": {"groups": "team-{team}", "ok": True},
+                "tenant": "{team}",
+                "scopes": ["infer"],
+                "namespace": "{team}/x",
+            }
+        ],
+    }
+    values = tmp_path / "values.yaml"
+    values.write_text(
+        yaml.safe_dump(
+            {"auth": {"existingSecret": "own", "issuers": [issuer]}, "pools": [{"name": "p", "model": "org/m"}]}
+        )
+    )
+    worked, output = helm_template("--values", str(values))
+    assert worked, output
+    given = {item["metadata"]["name"]: item for item in yaml.safe_load_all(output) if item and item["kind"] == "Secret"}
+    for service in ("router", "orchestrator", "worker"):
+        name = f"fleet-lorafleet-keys-{service}"
+        for number, text in enumerate(
+            (secret("everything", name)["keys.yaml"], given[name]["stringData"]["keys.yaml"])
+        ):
+            path = tmp_path / f"{service}{number}.yaml"
+            path.write_text(text)
+            (found,) = ApiKeys([path]).issuers.values()
+            assert found.console.client_id == "lorafleet"
+            assert found.grants[-1].gives.tenant == "{team}"
+    pods = [
+        item["spec"]["template"]["spec"]
+        for item in yaml.safe_load_all(output)
+        if item and "template" in item.get("spec", {})
+    ]
+    files = [
+        entry["value"]
+        for pod in pods
+        for entry in pod["containers"][0].get("env", ())
+        if entry["name"].endswith("_KEY_FILES")
+    ]
+    assert len(files) >= 3
+    assert all("/etc/lorafleet/keys-given/keys.yaml" in text for text in files)

@@ -107,6 +107,13 @@ workers none. (dict "root" $ "service" "router") */}}
 {{- toJson $found -}}
 {{- end }}
 
+{{/* "true" where a service gets a file of keys or issuers beside your own Secret. (dict "root" $ "service" "router") */}}
+{{- define "lorafleet.hasGivenKeys" -}}
+{{- if and .root.Values.auth.existingSecret (or .root.Values.auth.issuers (and .root.Values.auth.keys (ne .service "worker"))) -}}
+true
+{{- end -}}
+{{- end }}
+
 {{/* "true" where `lookup` finds anything; empty under `helm template` and where tools only render. The first two are read
 with rights that an install needs anyway; a namespace that `--create-namespace` is about to make has neither. */}}
 {{- define "lorafleet.seesCluster" -}}

@@ -132,13 +132,13 @@ authorization:
     secretName: {{ include "lorafleet.fullname" .root }}-keys-{{ .service }}
     {{- end }}
     defaultMode: 0440
-{{- if ne .service "worker" }}
-{{- if and .root.Values.auth.existingSecret .root.Values.auth.keys }}
+{{- if include "lorafleet.hasGivenKeys" . }}
 - name: keys-given
   secret:
     secretName: {{ include "lorafleet.fullname" .root }}-keys-{{ .service }}
     defaultMode: 0440
 {{- end }}
+{{- if ne .service "worker" }}
 {{- range $index, $name := .root.Values.auth.existingKeySecrets }}
 - name: keys-{{ $index }}
   secret:
@@ -155,12 +155,12 @@ authorization:
 - name: keys
   mountPath: /etc/lorafleet/keys
   readOnly: true
-{{- if ne .service "worker" }}
-{{- if and .root.Values.auth.existingSecret .root.Values.auth.keys }}
+{{- if include "lorafleet.hasGivenKeys" . }}
 - name: keys-given
   mountPath: /etc/lorafleet/keys-given
   readOnly: true
 {{- end }}
+{{- if ne .service "worker" }}
 {{- range $index, $name := .root.Values.auth.existingKeySecrets }}
 - name: keys-{{ $index }}
   mountPath: /etc/lorafleet/keys-{{ $index }}
@@ -171,10 +171,10 @@ authorization:
 
 {{- define "lorafleet.keyFiles" -}}
 {{- $files := list "/etc/lorafleet/keys/keys.yaml" -}}
-{{- if ne .service "worker" -}}
-{{- if and .root.Values.auth.existingSecret .root.Values.auth.keys -}}
+{{- if include "lorafleet.hasGivenKeys" . -}}
 {{- $files = append $files "/etc/lorafleet/keys-given/keys.yaml" -}}
 {{- end -}}
+{{- if ne .service "worker" -}}
 {{- range $index, $name := .root.Values.auth.existingKeySecrets -}}
 {{- $files = append $files (printf "/etc/lorafleet/keys-%d/keys.yaml" $index) -}}
 {{- end -}}
