@@ -275,7 +275,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         if epoch is not None:
             check_scope(caller, "agent")
         agent.check_epoch(epoch, is_destructive=False)
-        return await agent.drain(body.deadline_s)
+        return await agent.drain(body.deadline_s, is_ordered=epoch is not None)
 
     return api
 

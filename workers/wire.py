@@ -369,6 +369,7 @@ class Metadata(_WorkerMessage):
     mdc          the base model's deployment card; adapters have cards of their own in `lora`. None: no agent
     engine_version  as the engine says it, such as 0.32.0; "" if it does not
     is_warming   the worker is starting and already accepts loads: the orchestrator loads its hot adapters first
+    is_drain_ordered  an orchestrator ordered the drain of a draining worker: it ends when no order stands for it
     report_number  changes of the worker's state so far, the first report's being 1, within an `agent_boot_id`: of two
                    reports the one with the lower number is the older one. 0: an older agent, which does not count
     """
@@ -380,6 +381,7 @@ class Metadata(_WorkerMessage):
     state_reason: str = ""
     is_suspect: bool = False
     is_warming: bool = False
+    is_drain_ordered: bool = False
     agent_url: str = ""
     pool: str = ""
     zone: str = ""

@@ -528,22 +528,35 @@ class ActionRunner:
         worker = self._context.reports.workers.get(worker_id)
         is_told = worker_id in self._context.operations.draining_workers
         if is_told or (worker is not None and worker.report.state == "draining"):
+            self._context.operations.resuming.add(worker_id)
             self._context.tasks.spawn(self._undrain_worker(worker_id))
         self.forget_drain(worker_id)
+
+    def resume_workers_without_order(self) -> None:
+        """Take back drains that an orchestrator ordered, and whose order is gone.
+
+        The leader that took the order back may have ended before its call reached the agent.
+        """
+        operations = self._context.operations
+        for worker_id, worker in self._context.reports.workers.items():
+            order = self._context.store.workers.get(worker_id)
+            is_wanted = worker.is_terminating or (order is not None and order.state == "draining")
+            if worker.reach != "heard" or not worker.report.is_drain_ordered or is_wanted:
+                continue
+            if worker_id not in operations.resuming | operations.draining_workers:
+                self.resume_worker(worker_id)
 
     async def _undrain_worker(self, worker_id: str) -> None:
         """Tell the agent to take requests again, and record its report; then emit an event and request a pass.
 
-        A failure is only logged. A stale epoch ends our term.
+        After a failure, which is logged, a later pass does it. A stale epoch ends our term.
         """
         try:
             url, timeout_s = self._agent_url(worker_id), self._context.settings.unload_timeout_s
             await self._monitor.claim_worker(worker_id)
             fresh = await self._context.agents.undrain(url, timeout_s=timeout_s)
         except (WorkerFailed, InvalidAdapter) as exc:
-            log.warning(
-                "worker drains still: uncordon it again, or restart its agent", worker_id=worker_id, error=str(exc)
-            )
+            log.warning("worker drains still; the next pass tells it again", worker_id=worker_id, error=str(exc))
         except LeaseLost as exc:
             self._context.leadership.on_newer_leader(str(exc))
         else:
@@ -551,6 +564,8 @@ class ActionRunner:
                 self._monitor.record_heartbeat(fresh)
             self._context.catalog.emit_event("worker_undrained", worker_id=worker_id)
             self._context.request_pass()
+        finally:
+            self._context.operations.resuming.discard(worker_id)
 
     async def _drain_worker(self, action: WorkerAction) -> None:
         """Tell the agent to drain, and wait until it has. A failure is logged, and the next pass tries again.

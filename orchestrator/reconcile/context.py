@@ -37,6 +37,7 @@ class FleetOperations:
     inspecting        lora_id -> worker_id that fetches and verifies it
     checking          worker_id -> lora_id that it compares with its acceptance file
     draining_workers  workers that were told to drain
+    resuming          workers that are being told to serve again
     unloading         (lora_id, worker_id) of unloads: no second call is sent, it could hit a later load of the adapter
     loading_victims   (lora_id, worker_id) that a load in progress evicts: no other load may name it
     drains            (lora_id, worker_id) -> drain of an adapter that takes no new requests there
@@ -54,6 +55,7 @@ class FleetOperations:
     inspecting: dict[str, str] = field(default_factory=dict)
     checking: dict[str, str] = field(default_factory=dict)
     draining_workers: set[str] = field(default_factory=set)
+    resuming: set[str] = field(default_factory=set)
     unloading: set[Pair] = field(default_factory=set)
     loading_victims: set[Pair] = field(default_factory=set)
     drains: dict[Pair, AdapterDrain] = field(default_factory=dict)

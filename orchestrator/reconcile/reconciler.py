@@ -319,6 +319,7 @@ class Reconciler:
         if self._can_decide:
             actions = self.copies.run(actions)
             self.queries.lost_files = self.copies.lost()
+            self.runner.resume_workers_without_order()
         for action in actions:
             self.runner.start_action(action)
             if action.operation == "load":

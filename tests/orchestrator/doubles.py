@@ -136,6 +136,7 @@ class FakeAgent:
         return {
             "instance_id": self.worker_id,
             "state": self.state,
+            "is_drain_ordered": self.drained,
             "agent_url": self.url,
             "zone": self.zone,
             "node": self.node,

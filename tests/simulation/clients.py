@@ -228,10 +228,12 @@ class Clients:
             self._end(operation, status, answer)
 
     async def _pointed_at(self, name: str) -> int:
-        """Number of the bytes at which an alias points, once it points at one adapter alone; made where missing."""
+        """Number of the bytes at which an alias points, once no rollout runs; it is made where it is missing."""
         while True:
+            status, rollout = await self.orchestrator("GET", f"/v1/aliases/{name}/rollout")
+            is_over = status == 404 or (status == 200 and rollout["status"]["state"] not in {"placing", "watching"})
             status, alias = await self.orchestrator("GET", f"/v1/aliases/{name}")
-            if status == 200 and not alias["status"].get("pending") and len(alias["status"]["targets"]) == 1:
+            if is_over and status == 200 and len(alias["status"]["targets"]) == 1:
                 return FIXED.index(alias["status"]["targets"][0]["lora_id"])
             if status == 404:
                 body = {"targets": [{"lora_id": FIXED[0], "weight": 1.0}]}

@@ -363,6 +363,18 @@ async def test_drained_worker_refuses_loads_until_undrained(worker):
         assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
 
 
+async def test_drain_is_an_order_until_the_pod_itself_drains(worker):
+    async with worker.together(timers=AgentTimers(quiet_s=0.1)) as client:
+        await post(client, "drain", epoch=1, deadline_s=patience(5))
+        assert (await metadata_of(client)).is_drain_ordered
+        await post(client, "drain", deadline_s=patience(5))
+        assert not (await metadata_of(client)).is_drain_ordered
+        await post(client, "drain", epoch=1, deadline_s=patience(5))
+        assert not (await metadata_of(client)).is_drain_ordered
+        assert (await post(client, "undrain", epoch=1)).json()["state"] == "ready"
+        assert not (await metadata_of(client)).is_drain_ordered
+
+
 @pytest.mark.fleet
 async def test_heartbeats_report_changes_at_once_and_survive_an_orchestrators_restart(worker):
     beats: asyncio.Queue[Heartbeat] = asyncio.Queue()

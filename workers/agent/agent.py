@@ -85,7 +85,7 @@ class WorkerAgent:
         self.inventory.kv_connector = apply_setting(context.settings.engine_salt, context.connector or NO_CONNECTOR)
         self._state: AgentState = "starting"
         self._state_reason = ""
-        self._drain_state: Literal["serving", "draining", "stopping"] = "serving"
+        self._drain_state: Literal["serving", "ordered", "draining", "stopping"] = "serving"
         self._warming: asyncio.Event | None = None
 
     @property
@@ -305,7 +305,7 @@ class WorkerAgent:
     def stop(self) -> None:
         """Drain for good, cancel loads and scans, and end all streams, because the process stops. Ends no engine."""
         self.context.cache.is_stopping = True
-        self._begin_drain()
+        self._begin_drain("draining")
         self._drain_state = "stopping"
         self._loader.cancel_all()
         self.context.local_adapters.stop()
@@ -424,27 +424,30 @@ class WorkerAgent:
         """
         return await self._uploaded.install(upload_id, request)
 
-    async def drain(self, deadline_s: float) -> DrainAnswer:
+    async def drain(self, deadline_s: float, *, is_ordered: bool = False) -> DrainAnswer:
         """Start a drain, and wait until the engine is idle or the deadline passes. Raises EngineError.
 
         The drain lasts until `undrain`.
+
+        is_ordered  by an orchestrator, which takes its orders back; a pod's own drain is for good
         """
-        self._begin_drain()
+        self._begin_drain("ordered" if is_ordered else "draining")
         quiet_s = max(self.context.timers.quiet_s, 2 * self.engine.full_step_s())
         return await self.engine.wait_until_idle(deadline_s=deadline_s, quiet_s=quiet_s)
 
-    def _begin_drain(self) -> None:
-        """Refuse loads from now on, with an event and a heartbeat; no-op during a drain."""
+    def _begin_drain(self, state: Literal["ordered", "draining"]) -> None:
+        """Refuse loads from now on, with an event and a heartbeat. A drain that runs stays, but an ordered one."""
         if self._drain_state == "serving":
-            self._drain_state = "draining"
             self.context.events.add("DRAINING")
+        if self._drain_state == "serving" or (self._drain_state == "ordered" and state == "draining"):
+            self._drain_state = state
             self.inventory.mark_changed()
 
     def undrain(self) -> None:
         """End a drain, with an event and a heartbeat. Raises EngineError `draining` if the process stops."""
         if self._drain_state == "stopping":
             raise EngineError("draining", "this agent is stopping; it cannot serve again", retry_after_s=30)
-        if self._drain_state == "draining":
+        if self._drain_state != "serving":
             self._drain_state = "serving"
             self.context.events.add("UNDRAINED")
             self.inventory.mark_changed()
@@ -527,6 +530,7 @@ class WorkerAgent:
             state_reason=self.state_reason,
             is_suspect=bool(self.engine.suspicion),
             is_warming=self.is_warming,
+            is_drain_ordered=self._drain_state == "ordered",
             agent_url=self.context.agent_url,
             pool=settings.pool,
             zone=settings.zone,

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from lorafleet.identity import engine_name
 from tests.orchestrator.doubles import digest_of
 from tests.orchestrator.reconcile.ready_adapters import SQL, SQL_ENGINE, ready
@@ -179,6 +181,18 @@ async def test_a_drained_worker_serves_again_once_it_is_uncordoned(service):
     assert not agent.drained
     await ready(service)
     assert [call for call in agent.calls if call[0] == "undrain"] == [("undrain", {"wire": 1})]
+
+
+@pytest.mark.parametrize("is_ordered", [True, False], ids=["by a leader that has ended", "by its pod"])
+async def test_a_drain_without_an_order_is_taken_back_if_a_leader_ordered_it(service, is_ordered):
+    agent = await service.worker()
+    agent.drained, agent.state = is_ordered, "draining"
+    agent.changes += 1
+    await service.beat()
+    await service.settle()
+    await service.settle()
+    assert agent.state == ("ready" if is_ordered else "draining")
+    assert [call[0] for call in agent.calls].count("undrain") == is_ordered
 
 
 async def test_a_cordoned_worker_keeps_its_adapters_and_gets_nothing_new(service):
