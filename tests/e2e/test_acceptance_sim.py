@@ -47,12 +47,29 @@ async def test_result_is_with_the_adapter_and_a_push_of_a_new_file_alone_is_comp
         found = (await fleet.http.get("/v1/adapters/late")).json()["status"]["acceptance"]
         return {one["result"] for one in found.values()}
 
+    async def differing() -> int:
+        """Number of loaded adapters that differ, by their workers' metrics."""
+        pages = [(await agent.get("/metrics")).text for agent in fleet.agents.values()]
+        name = "lorafleet_workers_differing_adapters "
+        lines = [line for page in pages for line in page.splitlines() if line.startswith(name)]
+        return sum(int(float(line.removeprefix(name))) for line in lines)
+
+    async def incidents() -> list[str]:
+        """The causes of the incidents of answers that differ."""
+        entries = (await fleet.http.get("/v1/history")).json()["data"]
+        return [entry["body"]["cause"] for entry in entries if entry["kind"] == "acceptance_differs"]
+
     await until(lambda: _is({"differs"}, results), what="the result is with the adapter")
+    (cause,) = await until(incidents, what="it is an incident, once")
+    assert "late: " in cause
+    assert "it looks like" in cause
+    assert await differing() == 1
     folder = Path(shutil.copytree(shelf / "step-3", tmp_path / "step-3"))
     certify(folder)
     status, output = await fleet.cli("adapters", "push", str(folder), "late")
     assert status == 0, output
     await until(lambda: _is({"equal"}, results), what="the new file is compared")
+    assert (await differing(), len(await incidents())) == (0, 1)
     status, output = await fleet.cli("adapters", "check", "late")
     assert (status, "equal" in output) == (0, True), output
 
