@@ -32,4 +32,9 @@ class AdapterAcceptance:
     why: str = ""
     """The result as a sentence."""
     file: str = ""
-    """Digest of the acceptance file; empty: the adapter has none."""
+    """Digest of the acceptance file that the engine was asked about; empty: it was asked nothing."""
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the engine was asked and gave no answer: a busy engine may give one later."""
+        return bool(self.file) and self.distance is None

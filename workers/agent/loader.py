@@ -10,6 +10,7 @@ import structlog
 
 from lorafleet.engine.canary import PROMPTS, EngineSilent
 from lorafleet.engine.probe_adapters import PROBE_PREFIX
+from orchestrator.model.acceptance import AdapterAcceptance
 from workers.agent.checks.acceptance_check import AcceptanceCheck, not_accepted_error
 from workers.agent.checks.effect_check import EffectCheck, with_effect_of
 from workers.agent.checks.module_probes import ModuleProbes
@@ -694,8 +695,9 @@ class Loader:
     async def check_loaded(self, request: CheckRequest, by: Requester) -> WorkerAdapter:
         """Compare a loaded adapter with its acceptance file now; returns it with the result. Raises WorkerError.
 
-        With `acceptance: require` it is unloaded and recorded as failed for any other result than `equal`. A file that
-        is sent for an adapter on disk is kept for its next load.
+        With `acceptance: require` it is unloaded and recorded as failed for any other result than `equal`; it stays
+        where the engine only did not answer and it was equal before. A file that is sent for an adapter on disk is kept
+        for its next load.
         """
         check_lora_id(request.lora_id)
         async with self._lock(request.lora_id), self._engine.shared_lock():
@@ -708,6 +710,8 @@ class Loader:
         found = checked.acceptance
         if request.acceptance == "require" and found is not None and found.result != "equal":
             refusal = not_accepted_error(checked, found)
+            if _is_still_equal(adapter, found):
+                raise refusal
             await self.unload(UnloadRequest(lora_id=checked.lora_id, digest=checked.digest), CHECKING)
             self._inventory.record_failure(checked.lora_id, checked.digest, refusal, by)
             raise refusal
@@ -732,7 +736,7 @@ class Loader:
         self._installed.store(
             replace(
                 current,
-                acceptance=found,
+                acceptance=before if _is_still_equal(current, found) else found,
                 acceptance_file=found.file or current.acceptance_file,
                 acceptance_mode=checked.acceptance_mode,
             )
@@ -799,6 +803,12 @@ class Loader:
             )
             raise
         self._inventory.mark_unloaded(adapter, by)
+
+
+def _is_still_equal(adapter: WorkerAdapter, found: AdapterAcceptance) -> bool:
+    """Whether a comparison had no answer, and the one before it with the same file was equal: that one holds."""
+    known = adapter.acceptance
+    return found.is_unanswered and known is not None and (known.result, known.file) == ("equal", found.file)
 
 
 def _not_listed_error(adapter: WorkerAdapter) -> EngineError:

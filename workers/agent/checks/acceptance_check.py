@@ -82,7 +82,7 @@ class AcceptanceCheck:
         self._metrics.acceptance_checks.labels(found.result).inc()
         write = log.error if found.result == "differs" else log.info
         write("acceptance", lora_id=adapter.lora_id, result=found.result, looks_like=found.looks_like, why=found.why)
-        return replace(adapter, acceptance=found, acceptance_file=found.file)
+        return replace(adapter, acceptance=found, acceptance_file=found.file or adapter.acceptance_file)
 
     async def _remarks(self, adapter: WorkerAdapter, file: AcceptanceFile) -> str:
         """What to know of a file beside the result, as the end of a sentence; "" without anything."""
@@ -134,7 +134,7 @@ class AcceptanceCheck:
     async def _compare(self, client: EngineClient, adapter: WorkerAdapter, file: AcceptanceFile) -> AdapterAcceptance:
         """The result for an adapter with a file."""
         if problem := self._problem(adapter):
-            return unknown(file, problem)
+            return unknown(None, problem)
         if not self._engine.reports:
             # Without our plugin vLLM's CPU engine may die of two such prompts in one step.
             file = replace(file, prompts=file.prompts[:1])
@@ -142,20 +142,24 @@ class AcceptanceCheck:
         try:
             async with asyncio.timeout(timeout_s):
                 found = await self._found(client, adapter, file)
-                if found.result == "differs":
+                if found is not None and found.result == "differs":
                     # Once more: a busy engine may have computed the two in very different batches.
                     again = await self._found(client, adapter, file)
-                    found = again if again.result == "equal" else found
+                    found = again if again is not None and again.result == "equal" else found
         except TimeoutError:
             return unknown(file, f"the engine did not answer within {timeout_s:g} s")
         except EngineSilent as exc:
             return unknown(file, str(exc))
-        return found
+        return found or unknown(None, "the engine gives no log-probabilities of these prompts")
 
-    async def _found(self, client: EngineClient, adapter: WorkerAdapter, file: AcceptanceFile) -> AdapterAcceptance:
-        """What one answer with the adapter shows. Raises EngineSilent."""
+    async def _found(
+        self, client: EngineClient, adapter: WorkerAdapter, file: AcceptanceFile
+    ) -> AdapterAcceptance | None:
+        """What one answer with the adapter shows; None for an engine that gives no numbers. Raises EngineSilent."""
         base = await self._base_reading(client, file)
-        served = await self._reading(client, adapter.engine_name, file)
+        served = None if base is None else await self._reading(client, adapter.engine_name, file)
+        if base is None or served is None:
+            return None
         return compare_logprobs(file, served, base, engine_dtype=self._dtype)
 
     def _problem(self, adapter: WorkerAdapter) -> str:
@@ -165,29 +169,30 @@ class AcceptanceCheck:
             return "vLLM leaves the head's part out of a prompt's log-probabilities (vllm-project/vllm#51594)"
         return ""
 
-    async def _base_reading(self, client: EngineClient, file: AcceptanceFile) -> Sequence[Logprobs]:
+    async def _base_reading(self, client: EngineClient, file: AcceptanceFile) -> Sequence[Logprobs] | None:
         """The base model's answer to a file's prompts, asked once in a start of the engine. Raises EngineSilent."""
         key = f"{file.digest} {len(file.prompts)}"
-        if key not in self._base_readings:
-            reading = await self._reading(client, None, file)
+        if (known := self._base_readings.get(key)) is not None:
+            return known
+        reading = await self._reading(client, None, file)
+        if reading is not None:
             while len(self._base_readings) >= _READINGS_KEPT:
                 del self._base_readings[next(iter(self._base_readings))]
             self._base_readings[key] = reading
-        return self._base_readings[key]
+        return reading
 
-    async def _reading(self, client: EngineClient, adapter: str | None, file: AcceptanceFile) -> Sequence[Logprobs]:
-        """One answer of the engine to a file's prompts. Raises EngineSilent, also for an answer without numbers."""
+    async def _reading(
+        self, client: EngineClient, adapter: str | None, file: AcceptanceFile
+    ) -> Sequence[Logprobs] | None:
+        """One answer of the engine to a file's prompts; None without numbers. Raises EngineSilent."""
         prompts = [prompt.prompt for prompt in file.prompts]
-        found = await client.prompt_logprobs(adapter, prompts, base_model=self._engine.model_card().name)
-        if found is None:
-            raise EngineSilent("the engine gives no log-probabilities of these prompts")
-        return found
+        return await client.prompt_logprobs(adapter, prompts, base_model=self._engine.model_card().name)
 
 
 def not_accepted_error(adapter: WorkerAdapter, found: AdapterAcceptance) -> EngineError:
     """The error of an adapter that must not be served with this result."""
     expected = "its policy takes `equal` alone (acceptance: require); see docs/acceptance.md"
     message = f"load {adapter.engine_name}: {found.result}: {found.why}; {expected}"
-    if found.file and found.distance is None:
-        return EngineError("acceptance_unknown", message, retry_after_s=5)  # a busy engine may answer later
+    if found.is_unanswered:
+        return EngineError("acceptance_unknown", message, retry_after_s=5)
     return EngineError("not_accepted", message)

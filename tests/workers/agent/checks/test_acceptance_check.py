@@ -3,12 +3,14 @@
 import asyncio
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from lorafleet.engine.acceptance import FILE_NAME
+from lorafleet.engine.canary import EngineSilent
 from lorafleet.local.tiny_model import CHAT_TEMPLATE
 from lorafleet.sim.text import prompt_logprobs
 from tests.certified import certify, sim_digest
@@ -18,6 +20,8 @@ from tests.workers.running import SIM, RunningWorker, code, metadata_of, post
 from workers.agent.checks.acceptance_check import AcceptanceCheck
 from workers.agent.current_engine import CurrentEngine
 from workers.config import WorkerSettings
+from workers.core.errors import EngineError
+from workers.engines.vllm import VllmClient
 from workers.metrics import WorkerMetrics
 from workers.wire import WorkerAdapter
 
@@ -177,10 +181,15 @@ class AskedEngine:
 
     digests: dict[str, bytes]
     wrong: int = 0
+    answers: Literal["numbers", "none", "silence"] = "numbers"
     asked: list[str | None] = field(default_factory=list)
 
     async def prompt_logprobs(self, adapter, prompts, *, base_model):
         self.asked.append(adapter)
+        if self.answers == "silence":
+            raise EngineSilent("the engine did not answer")
+        if self.answers == "none":
+            return None
         digest = b"" if adapter is None else self.digests[adapter]
         if adapter is not None and self.wrong:
             self.wrong -= 1
@@ -224,6 +233,35 @@ async def test_answers_that_differ_are_asked_for_once_more_before_they_count(che
     client = AskedEngine({adapter.engine_name: sim_digest(folder)}, wrong)
     assert (await acceptance.check(client, adapter)).acceptance.result == result
     assert client.asked == [None, adapter.engine_name, adapter.engine_name]
+
+
+@pytest.mark.parametrize(("answers", "expected"), [("silence", "acceptance_unknown"), ("none", "not_accepted")])
+async def test_only_an_engine_that_may_answer_later_is_worth_another_try(check, adapters, answers, expected):
+    (acceptance, _), folder = check, adapters / ADAPTER
+    file = certify(folder)
+    adapter = replace(on_disk(folder), acceptance_file=file)
+    client = AskedEngine({adapter.engine_name: sim_digest(folder)}, answers=answers)
+    with pytest.raises(EngineError) as refused:
+        await acceptance.require_equal(client, adapter)
+    assert refused.value.code == expected
+    assert (await acceptance.check(client, adapter)).acceptance_file == file
+
+
+@pytest.mark.fleet
+async def test_adapter_that_was_equal_stays_where_a_busy_engine_does_not_answer_a_check(worker, adapters, monkeypatch):
+    certify(adapters / ADAPTER)
+
+    async def silent(*_args, **_more):
+        raise EngineSilent("the engine did not answer")
+
+    async with worker.together() as client:
+        (await post(client, "load_lora", lora_id=ADAPTER, acceptance="require")).raise_for_status()
+        with monkeypatch.context() as busy:
+            busy.setattr(VllmClient, "prompt_logprobs", silent)
+            refused = await post(client, "check_lora", lora_id=ADAPTER, acceptance="require")
+            assert (refused.status_code, code(refused)) == (503, "acceptance_unknown")
+        (held,) = (await metadata_of(client)).lora.loaded_loras
+        assert (held.state, held.acceptance.result) == ("ready", "equal")
 
 
 @pytest.mark.fleet
