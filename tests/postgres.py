@@ -18,7 +18,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.patience import patience
+from tests.patience import patience, wait_until
+from tests.workers.running import is_running
 
 PASSWORD = "s3cret-of-tests"
 _NOBODY = 65534
@@ -80,17 +81,20 @@ class PostgresServer:
             time.sleep(0.05)
 
     def _signal(self, how):
-        """Send a signal to the server and all its backends: each is a process and a group of its own."""
+        """Send a signal to the server and all its backends, and return those: each is a group of its own."""
         pid = self._process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children")
-        for each in (pid, *(map(int, children.read_text().split()) if children.exists() else ())):
+        pids = (pid, *(map(int, children.read_text().split()) if children.exists() else ()))
+        for each in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, how)
+        return pids[1:]
 
     def kill(self):
-        """SIGKILL, as a crash of the host."""
-        self._signal(signal.SIGKILL)
+        """SIGKILL, as a crash of the host. The next start needs the shared memory of all of them."""
+        backends = self._signal(signal.SIGKILL)
         self._process.wait()
+        wait_until(lambda: not any(map(is_running, backends)))
 
     def hang(self):
         """Stop all its processes: connections stay open and nothing answers, as where a network drops packets."""

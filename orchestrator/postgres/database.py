@@ -10,6 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -167,16 +168,17 @@ class DatabaseSession:
             raise _fault(exc, self.place) from exc
 
     async def _end(self, connection: Connection, task: "asyncio.Future[T]") -> None:
-        """End the work and close the connection: what became of a transaction in progress is not known."""
+        """End the work and close the connection: what became of a transaction in progress is not known.
+
+        Not before the work's end: the event loop would go on watching a socket whose number another one may have.
+        """
         self._connection = None
+        task.add_done_callback(partial(_finish, connection))
         if not task.done():
             _cut(connection)
-            await asyncio.wait([task], timeout=_CUT_S)
-        if not task.done():
-            task.cancel()
-        elif not task.cancelled():
-            task.exception()  # or it would be logged as one that nobody saw
-        connection.pgconn.finish()
+            ended, _ = await asyncio.wait([task], timeout=_CUT_S)
+            if not ended:
+                task.cancel()
 
     def _timeout_fault(self, seconds: float) -> DatabaseFault:
         """The fault of a server that does not answer."""
@@ -193,6 +195,13 @@ def _cut(connection: Connection) -> None:
     """Shut the connection's socket down: who waits for an answer gets an error at once."""
     with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as own:
         own.shutdown(socket.SHUT_RDWR)
+
+
+def _finish(connection: Connection, task: "asyncio.Future[Any]") -> None:
+    """Close the connection of work that has ended, and take note of its error, which `_within` has raised."""
+    if not task.cancelled():
+        task.exception()
+    connection.pgconn.finish()
 
 
 def read_address(address: str, file: Path | None) -> str:

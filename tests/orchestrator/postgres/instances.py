@@ -15,6 +15,51 @@ from tests.patience import patience
 _LEASE_S = 0.5
 
 
+class SilentProxy:
+    """Passes connections on to a server, until it is silent: it then takes bytes of both sides, and sends none."""
+
+    def __init__(self, port):
+        self._target = port
+        self._after = None
+        self._writers = set()
+        self.is_silent = False
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_):
+        self.close_all()
+        self._server.close()
+
+    def is_silent_after(self, words):
+        """Be silent once a client has sent a statement with these words."""
+        self._after = words.encode()
+
+    def close_all(self):
+        for writer in self._writers:
+            writer.close()
+
+    async def _serve(self, reader, writer):
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        self._writers |= {writer, other_writer}
+        await asyncio.gather(self._pump(reader, other_writer, is_client=True), self._pump(other_reader, writer))
+        self._writers -= {writer, other_writer}
+
+    async def _pump(self, reader, writer, *, is_client=False):
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                if self.is_silent:
+                    continue
+                writer.write(data)
+                await writer.drain()
+                if is_client and self._after is not None and self._after in data:
+                    self.is_silent, self._after = True, None
+        if not self.is_silent:
+            writer.close()
+
+
 class DatabaseStoreInstance:
     """One orchestrator's store with its lease."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StoreError
 from orchestrator.model.policy import PlacementPolicy
-from tests.orchestrator.postgres.instances import DatabaseStoreInstances
+from tests.orchestrator.postgres.instances import DatabaseStoreInstances, SilentProxy
 from tests.patience import patience, until, within
 from tests.postgres import own_postgres_server, postgres_server  # noqa: F401  (fixtures)
 from tests.registered import registered
@@ -174,6 +174,34 @@ async def test_an_unwritten_change_is_not_shown_after_the_term(alone, own_postgr
     await until(lambda: leader.store.is_read)
     leader.store.refresh()
     assert list(leader.store.adapters) == stored(own_postgres_server, alone.address)
+
+
+async def test_a_leader_that_is_cut_off_within_a_transaction_holds_up_its_successor_for_seconds_alone(postgres_server):  # noqa: F811
+    address = postgres_server.new_schema()
+    async with SilentProxy(postgres_server.port) as proxy:
+        cut_off = DatabaseStoreInstances(address.replace(f":{postgres_server.port}/", f":{proxy.port}/"))
+        old = await cut_off.lead()
+        old.store.put_adapter(adapter("a/v1"))
+        await old.store.wait_durable()
+        proxy.is_silent_after("FOR KEY SHARE")
+        old.store.put_adapter(adapter("b/v1"))
+        waiting = asyncio.create_task(old.store.wait_durable())
+        await until(lambda: proxy.is_silent)
+        instances = DatabaseStoreInstances(address)
+        async with within(20):
+            new = await instances.lead(call_s=patience(10))
+        assert list(new.store.adapters) == ["a/v1"]
+        new.store.put_adapter(adapter("c/v1"))
+        await new.store.wait_durable()
+        proxy.close_all()
+        proxy.is_silent = False
+        async with within(20):
+            with pytest.raises(OrchestratorUnavailable) as caught:
+                await waiting
+        assert caught.value.code == "not_leading"
+        assert stored(postgres_server, address) == ["a/v1", "c/v1"]
+        await instances.close_all()
+        await cut_off.close_all()
 
 
 async def test_only_the_holder_of_the_lease_begins_a_term(instances):
