@@ -28,7 +28,7 @@ SCHEMA = Path(__file__).parents[1] / "helm" / "lorafleet" / "values.schema.json"
 
 # Settings that the chart itself sets from other values, or that make no sense in a pod.
 _EVERYWHERE = {"host", "port", "key_files", "token", "token_file", "config", "port_file", "allow_open"}
-_EVERYWHERE |= {"metrics_need_key"}
+_EVERYWHERE |= {"metrics_need_key", "tls_cert", "tls_key", "tls_ca"}
 GIVEN = {
     "router": _EVERYWHERE
     | {"orchestrator_url", "router_id", "state_dir", "zone", "engines", "processes", "drain_s", "grace_s"}

@@ -1,7 +1,8 @@
 """What of the kinds that Kubernetes itself does not have may be in a manifest: as much of each CRD as the chart uses.
 
 Strict, as the real ones are about what they know.
-source  prometheus-operator 0.80 api.md, KEDA 2.17 scaledobject-spec, Gateway API 1.2 HTTPRoute
+source  prometheus-operator 0.80 api.md, KEDA 2.17 scaledobject-spec, Gateway API 1.2 HTTPRoute, cert-manager 1.18
+        Certificate
 """
 
 from typing import Any
@@ -40,7 +41,16 @@ def _kind(api_version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 # Without `type` it is Bearer; the Secret is one of the monitor's own namespace.
 _AUTHORIZATION = _object(("credentials",), credentials=_object(("name", "key"), name=_TEXT, key=_TEXT))
-_ENDPOINT = _object(("port",), port=_TEXT, path={"const": "/metrics"}, interval=_DURATION, authorization=_AUTHORIZATION)
+_CA = _object(("secret",), secret=_object(("name", "key"), name=_TEXT, key=_TEXT))
+_ENDPOINT = _object(
+    ("port",),
+    port=_TEXT,
+    path={"const": "/metrics"},
+    interval=_DURATION,
+    authorization=_AUTHORIZATION,
+    scheme={"const": "https"},
+    tlsConfig=_object(("ca", "serverName"), ca=_CA, serverName=_TEXT),
+)
 _RULE = _object(
     ("alert", "expr", "labels", "annotations"),
     **{"alert": _TEXT, "expr": _TEXT, "for": _DURATION, "labels": _TEXTS, "annotations": _TEXTS},
@@ -91,6 +101,19 @@ KINDS = {
                 (), behavior=_object((), scaleUp=_BEHAVIOUR, scaleDown=_BEHAVIOUR),
             )),
             triggers=_list(_TRIGGER),
+        ),
+    ),
+    "Certificate": _kind(
+        "cert-manager.io/v1", "Certificate",
+        _object(
+            ("secretName", "dnsNames", "issuerRef", "usages"),
+            secretName=_TEXT,
+            duration=_DURATION,
+            renewBefore=_DURATION,
+            privateKey=_object((), algorithm={"const": "ECDSA"}, size={"const": 256}, rotationPolicy=_TEXT),
+            usages=_list({"enum": ["digital signature", "server auth", "client auth"]}),
+            dnsNames=_list({"type": "string", "pattern": r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "maxLength": 253}),
+            issuerRef=_object(("name",), name=_TEXT, kind=_TEXT, group=_TEXT),
         ),
     ),
     "HTTPRoute": _kind(

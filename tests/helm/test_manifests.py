@@ -209,6 +209,7 @@ def test_every_object_that_is_referred_to_is_made_or_was_named_in_values(case):
         kind: {item["metadata"]["name"] for item in of_kind(case, kind)}
         for kind in ("Secret", "ConfigMap", "ServiceAccount", "PersistentVolumeClaim", "Service", "Role")
     }
+    made["Secret"] |= {item["spec"]["secretName"] for item in of_kind(case, "Certificate")}
     have = {kind: names | BROUGHT.get(case, {}).get(kind, set()) for kind, names in made.items()}
     missing = []
     for item in manifests(case):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import ssl
 import sys
 import time
 from collections.abc import Callable
@@ -42,7 +43,8 @@ def completion(client: httpx.Client, model: str) -> httpx.Response:
 def main() -> None:
     """Existing engines have no model in the values: use the first that they list."""
     headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=ROUTER, headers=headers, timeout=120, trust_env=False) as client:
+    verify = ssl.create_default_context(cafile=os.environ["ROUTER_CA"]) if "ROUTER_CA" in os.environ else True
+    with httpx.Client(base_url=ROUTER, headers=headers, timeout=120, trust_env=False, verify=verify) as client:
         expected = BASE_MODELS or [model["id"] for model in models(client) if not model.get("parent")][:1]
         if not expected:
             sys.exit("/v1/models lists none: no engine answers")

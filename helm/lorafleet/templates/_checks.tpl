@@ -38,8 +38,8 @@ middle of an upgrade, and clients that apply let one of the two win.
 {{- fail (printf "pool %s: hfToken and HF_TOKEN in env set one variable; leave one out" $pool.name) -}}
 {{- end -}}
 {{- include "lorafleet.checkPod" (dict "what" $what "given" $pool) -}}
-{{- $volumes := list "data" "tmp" "shm" "keys" "token" -}}
-{{- $paths := list "/var/lib/lorafleet" "/tmp" "/dev/shm" "/etc/lorafleet/keys" "/etc/lorafleet/token" -}}
+{{- $volumes := list "data" "tmp" "shm" "keys" "token" "tls" -}}
+{{- $paths := list "/var/lib/lorafleet" "/tmp" "/dev/shm" "/etc/lorafleet/keys" "/etc/lorafleet/token" "/etc/lorafleet/tls" -}}
 {{- if or $pool.demoModel $pool.modelVolume -}}{{- $volumes = append $volumes "models" -}}{{- $paths = append $paths "/models" -}}{{- end -}}
 {{- if $pool.adapterVolume -}}{{- $volumes = append $volumes "adapters" -}}{{- $paths = append $paths "/adapters" -}}{{- end -}}
 {{- range $pool.sourceSecrets -}}

@@ -56,8 +56,18 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- ternary "::" "0.0.0.0" .Values.ipv6 | quote -}}
 {{- end }}
 
+{{/* What router, orchestrator and agents speak. */}}
+{{- define "lorafleet.scheme" -}}
+{{- ternary "https" "http" .Values.tls.enabled -}}
+{{- end }}
+
+{{/* What the engines of a pool speak: SGLang and sgl-jax take no certificate. (dict "root" $ "engine" $pool.engine) */}}
+{{- define "lorafleet.engineScheme" -}}
+{{- ternary "https" "http" (and .root.Values.tls.enabled (has .engine (list "vllm" "sim"))) -}}
+{{- end }}
+
 {{- define "lorafleet.orchestratorUrl" -}}
-http://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator.service.port }}
+{{ include "lorafleet.scheme" . }}://{{ include "lorafleet.fullname" . }}-orchestrator:{{ .Values.orchestrator.service.port }}
 {{- end }}
 
 {{/* EndpointSlices carry their Service's labels, so this finds the workers of every pool of this release. */}}

@@ -59,12 +59,50 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
+{{/* `scheme: HTTPS` of a probe, where the services have certificates; kubelets check none. */}}
+{{- define "lorafleet.probeScheme" -}}
+{{- if .Values.tls.enabled }}scheme: HTTPS{{ end -}}
+{{- end }}
+
+{{/* Secret with a service's tls.crt, tls.key and ca.crt. (dict "root" $ "service" "router") */}}
+{{- define "lorafleet.tlsSecret" -}}
+{{- get .root.Values.tls.secretNames .service | default (printf "%s-tls-%s" (include "lorafleet.fullname" .root) .service) -}}
+{{- end }}
+
+{{/* Settings of a service's certificate. (dict "root" $ "prefix" "LORAFLEET_ROUTER_") */}}
+{{- define "lorafleet.tlsEnv" -}}
+{{- if .root.Values.tls.enabled -}}
+- name: {{ .prefix }}TLS_CERT
+  value: /etc/lorafleet/tls/tls.crt
+- name: {{ .prefix }}TLS_KEY
+  value: /etc/lorafleet/tls/tls.key
+- name: {{ .prefix }}TLS_CA
+  value: /etc/lorafleet/tls/ca.crt
+{{- end -}}
+{{- end }}
+
+{{/* How a monitor checks a service's certificate. (dict "root" $ "service" "router") */}}
+{{- define "lorafleet.scrapeTls" -}}
+{{- if .root.Values.tls.enabled -}}
+scheme: https
+tlsConfig:
+  ca:
+    secret:
+      name: {{ include "lorafleet.tlsSecret" . | quote }}
+      key: ca.crt
+  serverName: {{ .service }}.lorafleet.internal
+{{- end -}}
+{{- end }}
+
 {{/* Alive while it answers. A busy process is not dead, so a restart needs a minute of silence. */}}
 {{- define "lorafleet.liveness" -}}
 livenessProbe:
   httpGet:
     path: /health
-    port: {{ . }}
+    port: {{ .port }}
+    {{- with include "lorafleet.probeScheme" .root }}
+    {{- . | nindent 4 }}
+    {{- end }}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
@@ -110,6 +148,12 @@ authorization:
 {{/* The service's own token, the one that it sends to agents, and its files of hashes, mounted whole so that a change arrives without a restart.
 (dict "root" $ "service" "router") */}}
 {{- define "lorafleet.keyVolumes" -}}
+{{- if .root.Values.tls.enabled -}}
+- name: tls
+  secret:
+    secretName: {{ include "lorafleet.tlsSecret" . | quote }}
+    defaultMode: 0440
+{{ end -}}
 - name: token
   secret:
     secretName: {{ include "lorafleet.tokensSecret" .root | quote }}
@@ -149,6 +193,11 @@ authorization:
 {{- end }}
 
 {{- define "lorafleet.keyMounts" -}}
+{{- if .root.Values.tls.enabled -}}
+- name: tls
+  mountPath: /etc/lorafleet/tls
+  readOnly: true
+{{ end -}}
 - name: token
   mountPath: /etc/lorafleet/token
   readOnly: true
