@@ -268,13 +268,13 @@ def inspection_routes(keys: ApiKeys, reports: WorkerReports, agents: AgentClient
 
     @api.get("/v1/keys")
     async def key_list(reader: Annotated[Caller, Depends(requires(keys, "view"))]) -> KeyList:
-        """The keys of the key files by id: tenant, scopes, limits, expiry, note; no hash.
+        """The keys of the key files by id, then the tokens taken here: tenant, scopes, limits, expiry, note; no hash.
 
-        A tenant's reader sees its own key, without the note: that is the operators' comment.
+        A tenant sees its own key, without the note: that is the operators' comment.
         """
         callers = keys.callers()
         if reader.only_tenant is not None:
-            callers = [caller for caller in callers if caller == reader]
+            callers = [caller for caller in callers if caller.key_id == reader.key_id]
         return KeyList(data=tuple(key_item(caller, reader) for caller in callers))
 
     return api
