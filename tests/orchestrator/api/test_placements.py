@@ -29,3 +29,21 @@ async def test_placements_show_present_and_desired_copies(service):
     ]
     rows = (await service.http.get("/v1/placements", params={"lora_id": "sql/v1"})).json()["data"]
     assert len(rows) == 1
+
+
+async def test_who_shares_cached_prompts_reaches_routers_with_the_catalog(service):
+    await service.register("sql/v1")
+
+    async def told():
+        catalog = (await service.http.get("/v1/catalog")).json()
+        return catalog["cache"], {adapter["lora_id"]: adapter["cache"] for adapter in catalog["adapters"]}
+
+    assert await told() == ("tenant", {"sql/v1": None})
+    revision = (await service.http.get("/v1/catalog")).json()["revision"]
+    assert (await service.http.patch("/v1/policy", json={"cache": "key"})).status_code == 200
+    changed = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"cache": "shared"}})
+    assert changed.status_code == 200, changed.text
+    assert await told() == ("key", {"sql/v1": "shared"})
+    changes = (await service.http.get(f"/v1/catalog?since={revision}")).json()
+    assert (changes["since"], changes["cache"]) == (revision, "key")
+    assert (await service.http.patch("/v1/policy", json={"cache": "everyone"})).status_code == 400

@@ -11,6 +11,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from lorafleet.identity import adapter_salt, engine_name
+from lorafleet.keys.key_files import hash_key
 from lorafleet.local.tiny_model import make_adapters, make_model
 from orchestrator.model.adapter_documents import EnsureAnswer
 from router.core.errors import BadBody
@@ -213,3 +214,23 @@ async def test_adapter_is_served_by_the_engine_that_takes_it_where_another_refus
         async with routing(f"a={first}", f"b={second}") as (client, _):
             answers = [await ask(client, "sql") for _ in range(4)]
             assert {(answer.status_code, answer.headers["x-lorafleet-worker"]) for answer in answers} == {(200, "b")}
+
+
+async def test_router_without_an_orchestrator_keeps_caches_apart_by_its_own_setting(folders, tmp_path):
+    keys = tmp_path / "keys.yaml"
+    rows = [f"- {{sha256: {hash_key(name)}, tenant: {name}, scopes: [infer]}}\n" for name in ("acme", "rival")]
+    keys.write_text("keys:\n" + "".join(rows))
+    for cache, is_found in (("shared", True), ("tenant", False)):
+        async with one_sim(folders, cache=cache, key_files=(keys,)) as (client, parts, _):
+            await until(lambda parts=parts: parts.accuracy.state("e0") == "exact")
+            index, found = parts.feeds.index(BASE, 32), []
+            for tenant in ("acme", "acme", "rival"):
+                client.headers["authorization"] = f"Bearer {tenant}"
+                before = index.block_counts().get("e0", 0)
+                predicted, told = await cached(client, model="sql")
+                found.append(told)
+                # The header shows a tenant what it has asked itself alone.
+                assert predicted == told or (tenant, cache) == ("rival", "shared")
+                if not told:
+                    await until(lambda before=before, index=index: index.block_counts().get("e0", 0) > before)
+            assert [tokens > 128 for tokens in found] == [False, True, is_found]
