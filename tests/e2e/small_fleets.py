@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +33,6 @@ class SmallFleet:
 
     keys   scope -> key, and tenant -> key
     parts  worker, or `orchestrator` -> what stops it
-    start_orchestrator  starts it again where it was, after its part was closed
     """
 
     url: str
@@ -42,7 +41,6 @@ class SmallFleet:
     agents: dict[str, httpx.AsyncClient] = field(default_factory=dict)
     routers: list[httpx.AsyncClient] = field(default_factory=list)
     parts: dict[str, contextlib.AsyncExitStack] = field(default_factory=dict)
-    start_orchestrator: Callable[[], Awaitable[str]] | None = None
 
     async def adapter(self, lora_id: str) -> Any:
         return (await self.http.get(f"/v1/adapters/{lora_id}")).json()
@@ -116,7 +114,6 @@ async def small_fleet(
         **{**ORCHESTRATOR_WAITS, **settings},
     )
     timers = replace(TIMERS, attached_s=patience(TIMERS.attached_s))
-    port = 0
     parts: dict[str, contextlib.AsyncExitStack] = {}
     operator = {"authorization": f"Bearer {keys['admin']}"}
     async with contextlib.AsyncExitStack() as stack:
@@ -125,17 +122,13 @@ async def small_fleet(
             parts[name] = await stack.enter_async_context(contextlib.AsyncExitStack())
             return parts[name]
 
-        async def start_orchestrator() -> str:
-            orchestrator = build_orchestrator(intent)
-            listener = listener_for_app(DEFAULT_LIMITS, upload_bytes=orchestrator.upload_bytes)
-            own = await part("orchestrator")
-            return await own.enter_async_context(serving(orchestrator.app, http=listener, port=port))
-
-        url = await start_orchestrator()
-        port = int(url.rpartition(":")[2])
+        orchestrator = build_orchestrator(intent)
+        listener = listener_for_app(DEFAULT_LIMITS, upload_bytes=orchestrator.upload_bytes)
+        own = await part("orchestrator")
+        url = await own.enter_async_context(serving(orchestrator.app, http=listener))
         http = await stack.enter_async_context(client_of(url, headers=operator))
         (await http.patch("/v1/policy", json={"adopt": adopt})).raise_for_status()
-        fleet = SmallFleet(url, http, keys, parts=parts, start_orchestrator=start_orchestrator)
+        fleet = SmallFleet(url, http, keys, parts=parts)
         for number in range(workers):
             name = f"w{number}"
             (folder / name).mkdir()

@@ -1,13 +1,9 @@
-"""A pause of a fleet of processes outlives its orchestrator, and ends by itself when its owner is gone."""
+"""A pause of a fleet of processes outlives its orchestrator, and holds both processes of a router."""
 
-import os
-import signal
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.e2e.fleets import RunningFleet, running, until
@@ -57,27 +53,3 @@ def test_a_pause_holds_both_router_processes_while_the_orchestrator_is_killed_un
         assert not any(each.done() for each in asked)
         assert fleet.http("POST", f"{fleet.router}/resume").json() == {"status": "resumed"}
         assert [each.result(patience(20)).status_code for each in asked] == [200] * ASKERS
-
-
-def test_a_pause_whose_owner_and_router_are_killed_ends_with_its_lease_and_the_fleet_goes_on(fleet):
-    assert fleet.http("POST", f"{fleet.router}/pause", params={"mode": "keep", "lease_s": 6}).is_success
-    stopped, answers = threading.Event(), []
-
-    def ask_on() -> None:
-        while not stopped.is_set():
-            try:
-                answers.append(fleet.ask(max_tokens=2).status_code)
-            except httpx.TransportError:
-                stopped.wait(0.05)  # inside the killed router, or before its successor listens
-
-    with ThreadPoolExecutor(1) as pool:
-        asking: Future[None] = pool.submit(ask_on)
-        try:
-            for pid in fleet.pids("-m", "router"):
-                os.kill(pid, signal.SIGKILL)
-            until(lambda: len(answers) > 3, within_s=60, what="the fleet goes on after the lease")
-        finally:
-            stopped.set()
-        asking.result(patience(20))
-    assert set(answers) == {200}
-    assert fleet.get(f"{fleet.orchestrator}/v1/pauses")["data"] == []

@@ -1,4 +1,7 @@
-"""Orchestrators as processes: killed, paused past their lease, and side by side on one store."""
+"""Orchestrators as processes: killed, stopped, paused past their lease, and side by side on one database or cluster.
+
+Those that share a file run in `tests/simulation/test_orchestrators.py`.
+"""
 
 import asyncio
 import contextlib
@@ -152,7 +155,8 @@ async def beating():
     await stack.aclose()
 
 
-@pytest.mark.parametrize(("loads", "kills"), [(60, 1), pytest.param(200, 3, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("loads", "kills"), [(200, 3)])
 async def test_kills_at_random_moments_lose_nothing_and_load_nothing_twice(tmp_path, beating, loads, kills):
     agents = [FakeAgent(f"w{n}", slots=64) for n in range(4)]
     for agent in agents:
@@ -187,11 +191,9 @@ async def test_kills_at_random_moments_lose_nothing_and_load_nothing_twice(tmp_p
     await process.stop()
 
 
-@pytest.fixture(params=["files", "postgresql", "kubernetes"])
+@pytest.fixture(params=["postgresql", "kubernetes"])
 async def shared(request, tmp_path, kube):  # noqa: F811
     """Flags for orchestrators that share lease and store."""
-    if request.param == "files":
-        return {}
     if request.param == "postgresql":
         return database_flags(tmp_path, request.getfixturevalue("postgres_server").new_schema())
     client = await connect(kube.kubeconfig, environ={})

@@ -272,6 +272,16 @@ class Simulation:
         """A new adapter's folder on the shelf; `beside`: where no worker may read."""
         return make_adapter(self.folder if beside else self.shelf, name, rank=rank, seed=seed, **more)
 
+    def serve(self, name: str, host: str, app: Any, *, port: int = programs.AGENT_PORT) -> str:
+        """Serve an ASGI app by a process of its own; its URL."""
+
+        async def main(node: Node) -> None:
+            async with programs.serving(app, node, port):
+                await node.stop.wait()
+
+        Node(self.loop, name, host).start(main)
+        return f"http://{host}:{port}"
+
     async def fleet(
         self,
         *,

@@ -7,8 +7,6 @@ import httpx
 
 from lorafleet.keys.key_edits import add_key
 from tests.simulation.fleet import until
-from tests.simulation.nodes import Node
-from tests.simulation.programs import serving
 from workers.wire import WORKER_PROOF_PATH
 
 SQL = "sql-expert/v1"
@@ -101,19 +99,13 @@ class FakeWorker:
     def __init__(self, simulation, fleet, report):
         self.seen = []
         self._fleet = fleet
-        node = Node(simulation.loop, "evil", "10.0.4.1")
-        self.url = f"http://{node.host}:8090"
-        own = {"instance_id": "evil", "agent_url": self.url, "agent_boot_id": "evil", "engine_boot_id": "evil"}
-        self.report = report | own | {"transport": report["transport"] | {"engine_url": self.url}}
 
         async def app(scope, receive, send):
             await self._answer(scope, receive, send)
 
-        async def main(node):
-            async with serving(app, node, 8090):
-                await node.stop.wait()
-
-        node.start(main)
+        self.url = simulation.serve("evil", "10.0.4.1", app)
+        own = {"instance_id": "evil", "agent_url": self.url, "agent_boot_id": "evil", "engine_boot_id": "evil"}
+        self.report = report | own | {"transport": report["transport"] | {"engine_url": self.url}}
 
     async def _answer(self, scope, receive, send):
         if scope["type"] == "lifespan":

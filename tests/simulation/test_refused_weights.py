@@ -3,8 +3,8 @@
 Diverged training runs publish such. `acceptance.jsonl` beside an adapter says what its answers are.
 """
 
+from tests.archives import tar_of
 from tests.certified import certify
-from tests.e2e.test_uploads_sim import tar_of
 from tests.simulation.fleet import until
 from tests.workers.changed_adapters import adapter_of_nan, adapter_of_size
 
