@@ -15,7 +15,7 @@ from orchestrator.leadership.file_lease import FileLease, Lease, lease_path
 from orchestrator.postgres.database import Connection, DatabaseFault, DatabaseSession
 from orchestrator.postgres.lease import PostgresLease
 from orchestrator.postgres.rows import read_state, write_all
-from orchestrator.store.backend import StoreText
+from orchestrator.store.backend import HistoryText, StoreText
 from orchestrator.store.sqlite import SqliteBackend
 
 _CALL_S = 300.0
@@ -33,7 +33,7 @@ async def copy_store(source: str, target: str) -> StoreText:
     """
     try:
         await _require_no_leader(source)
-        text = await _read_database(source) if is_database(source) else _read_file(source)
+        text = await read_database(source) if is_database(source) else _read_file(source)
         if is_database(target):
             session = DatabaseSession(lambda: target, call_s=_CALL_S)
             try:
@@ -86,15 +86,19 @@ def _read_file(path: str) -> StoreText:
         store.close()
 
 
-async def _read_database(address: str) -> StoreText:
+async def read_database(address: str) -> StoreText:
     """All that a database holds. Raises DatabaseFault, StoreError."""
     session = DatabaseSession(lambda: address, call_s=_CALL_S)
+    history: list[HistoryText] = []
     try:
-        state = await session.call(partial(read_state, known_writes=-1, last_id=0))
+        while True:
+            last_id = history[-1].id if history else 0
+            state = await session.call(partial(read_state, known_writes=-1, last_id=last_id))
+            history += state.text.history
+            if state.is_rest:
+                return StoreText(state.text.rows, history)
     finally:
         session.close()
-    assert state.text is not None, "it was read whatever is known"
-    return state.text
 
 
 def _fill_file(path: str, text: StoreText) -> None:
@@ -132,7 +136,7 @@ def main() -> None:
     except StoreError as exc:
         print(f"lorafleet store copy: {exc}", file=sys.stderr)  # noqa: T201  (a command's output)
         raise SystemExit(2) from exc
-    print(f"copied {len(text.rows)} rows and {len(text.history)} history entries")  # noqa: T201  (a command's output)
+    print(f"copied {len(text.rows or ())} rows and {len(text.history)} history entries")  # noqa: T201  (a command's output)
 
 
 if __name__ == "__main__":

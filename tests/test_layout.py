@@ -40,7 +40,6 @@ TESTED_FROM_OUTSIDE = {
     "orchestrator/model/plans": "lorafleet/cli/changes/test_plan.py",
     "orchestrator/model/published": "orchestrator/intent/test_publisher.py",
     "orchestrator/model/workers": "orchestrator/api/test_fleet.py",
-    "orchestrator/postgres/rows": "orchestrator/postgres/test_backend.py",
     "orchestrator/postgres/store": "orchestrator/test_processes.py",
     "orchestrator/reconcile/context": "orchestrator/reconcile/test_reconciler.py",
     "orchestrator/store/audit": "orchestrator/reconcile/test_heartbeats_operations.py",

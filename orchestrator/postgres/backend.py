@@ -299,24 +299,29 @@ class PostgresBackend:
         self._on_undone()
 
     async def _look(self) -> DatabaseState:
-        """Bring the copy up to what the database holds, unless we write. Raises DatabaseFault."""
+        """Bring the copy up to what the database holds, unless we write. Returns its state. Raises DatabaseFault."""
         term = self._term
-        state = await self._session.call(
-            # What is known when the session's turn comes, which may be after another look.
-            lambda connection: read_state(connection, known_writes=self._writes, last_id=self._last_id)
-        )
-        self.trouble = ""
-        is_ours = term is not None and term.refusal is None
-        if state.text is None or is_ours or self._term is not term:
-            return state
+        while True:
+            state = await self._session.call(
+                # What is known when the session's turn comes, which may be after another look.
+                lambda connection: read_state(connection, known_writes=self._writes, last_id=self._last_id)
+            )
+            self.trouble = ""
+            if self._term is not term or (term is not None and term.refusal is None):
+                return state
+            self._take_over(state)
+            if state.is_rest:
+                self.is_read = True
+                return state
+
+    def _take_over(self, state: DatabaseState) -> None:
+        """Bring what was read into the copy: into a new one, if all was to be read."""
         if self._writes < 0:
             self._copy.close()
             self._copy = SqliteBackend(":memory:", history_kept=self._history_kept)
         self._copy.load(state.text)
         self._writes = state.writes
         self._last_id = max([self._last_id, *(entry.id for entry in state.text.history[-1:])])
-        self.is_read = True
-        return state
 
 
 def _first_batches(pending: Sequence[_QueuedWrite]) -> list[_QueuedWrite]:

@@ -11,8 +11,12 @@ from orchestrator.store.backend import HistoryText, StoreText
 from orchestrator.store.tables import TABLES, StoreChange, Subject
 
 TRIM_EVERY = 64
+MOST_READ = 20_000
 
 _SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+_READ_HISTORY = """
+    SELECT id, at, kind, subject, actor, body FROM lorafleet_history WHERE id > %s ORDER BY id LIMIT %s
+"""
 _PUT = """
     INSERT INTO lorafleet_intent (table_name, key, json) VALUES (%s, %s, %s)
     ON CONFLICT (table_name, key) DO UPDATE SET json = EXCLUDED.json
@@ -41,38 +45,38 @@ class TermHolder(NamedTuple):
 
 
 class DatabaseState(NamedTuple):
-    """What the database holds, in one snapshot.
+    """What the database holds, in one snapshot, beside what is known.
 
-    text    None: no intent and no history beside what is known
-    writes  the number of transactions that had changed intent
+    writes   the number of transactions that had changed intent
+    is_rest  whether it is all; else the next read goes on behind the last history entry
     """
 
     holder: TermHolder | None
     writes: int
-    text: StoreText | None
+    text: StoreText
+    is_rest: bool
 
 
 async def read_state(connection: Connection, *, known_writes: int, last_id: int) -> DatabaseState:
-    """The lease's term, and the intent unless it is known by its number of writes, with the history after `last_id`.
+    """The lease's term, the intent unless it is known by its number of writes, and the history after `last_id`.
 
-    known_writes  -1: read all, whatever is known
+    At most `MOST_READ` history entries: a call has a deadline, however many there are.
+
+    known_writes  -1: read the intent, whatever is known
     """
     await connection.execute(_SNAPSHOT)
     lease = "SELECT term, CASE WHEN is_released THEN '' ELSE holder END FROM lorafleet_lease"
     found = await (await connection.execute(lease)).fetchone()
-    numbers = "SELECT (SELECT writes FROM lorafleet_store), (SELECT coalesce(max(id), 0) FROM lorafleet_history)"
-    row = await (await connection.execute(numbers)).fetchone()
-    assert row is not None, "a query of two values has one row"
-    writes, newest_id = row
+    row = await (await connection.execute("SELECT writes FROM lorafleet_store")).fetchone()
+    assert row is not None, "the schema's check has read it"
+    rows = None
+    if row[0] != known_writes:
+        intent = await connection.execute("SELECT table_name, key, json FROM lorafleet_intent")
+        rows = [(table, key, text) for table, key, text in await intent.fetchall()]
+    entries = await connection.execute(_READ_HISTORY, (last_id, MOST_READ))
+    history = [HistoryText(*entry) for entry in await entries.fetchall()]
     holder = None if found is None else TermHolder(*found)
-    if (writes, newest_id) == (known_writes, last_id):
-        return DatabaseState(holder, writes, None)
-    intent = await connection.execute("SELECT table_name, key, json FROM lorafleet_intent")
-    rows = [(table, key, text) for table, key, text in await intent.fetchall()]
-    entries = await connection.execute(
-        "SELECT id, at, kind, subject, actor, body FROM lorafleet_history WHERE id > %s ORDER BY id", (last_id,)
-    )
-    return DatabaseState(holder, writes, StoreText(rows, [HistoryText(*entry) for entry in await entries.fetchall()]))
+    return DatabaseState(holder, row[0], StoreText(rows, history), is_rest=len(history) < MOST_READ)
 
 
 async def write_changes(
@@ -115,7 +119,7 @@ async def write_changes(
 async def write_all(connection: Connection, text: StoreText) -> None:
     """Write all that another store held into empty tables."""
     async with connection.cursor() as cursor:
-        await cursor.executemany(_PUT, text.rows)
+        await cursor.executemany(_PUT, text.rows or ())
         await cursor.executemany(_ADD, text.history)
         await cursor.execute("UPDATE lorafleet_store SET writes = writes + 1")
 

@@ -22,11 +22,11 @@ class HistoryText(NamedTuple):
 class StoreText(NamedTuple):
     """What a store holds, as text: one store hands it to another.
 
-    rows     table, key and JSON of each row; rows of unknown tables are among them
+    rows     table, key and JSON of each row, with those of unknown tables; None: as they are known
     history  in the order of their ids
     """
 
-    rows: Sequence[tuple[str, str, str]]
+    rows: Sequence[tuple[str, str, str]] | None
     history: Sequence[HistoryText]
 
 

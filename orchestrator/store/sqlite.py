@@ -203,8 +203,9 @@ class SqliteBackend:
         """Replace all rows by those of another store, and add its history with its ids. Raises StoreError."""
         try:
             with self._db:
-                self._db.execute("DELETE FROM intent")
-                self._db.executemany("INSERT INTO intent (table_name, key, json) VALUES (?,?,?)", text.rows)
+                if text.rows is not None:
+                    self._db.execute("DELETE FROM intent")
+                    self._db.executemany("INSERT INTO intent (table_name, key, json) VALUES (?,?,?)", text.rows)
                 self._db.executemany(_ADD_HISTORY, text.history)
         except sqlite3.Error as exc:
             raise StoreError(self._failure_text(exc)) from exc

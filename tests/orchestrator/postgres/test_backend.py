@@ -6,6 +6,8 @@ import pytest
 
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StoreError
 from orchestrator.model.policy import PlacementPolicy
+from orchestrator.postgres import rows
+from orchestrator.store_copy import read_database
 from tests.orchestrator.postgres.instances import DatabaseStoreInstances, SilentProxy
 from tests.patience import patience, until, within
 from tests.postgres import own_postgres_server, postgres_server  # noqa: F401  (fixtures)
@@ -227,6 +229,22 @@ async def test_the_oldest_entries_of_a_kind_go_and_others_stay(instances, postgr
     )
     assert counts["policy_changed"] == 1
     assert 100 <= counts["load"] < 300
+
+
+async def test_a_history_that_is_read_in_parts_is_whole(instances, monkeypatch):
+    leader = await instances.lead()
+    monkeypatch.setattr(rows, "MOST_READ", 7)
+    for number in range(21):
+        leader.store.record("load", f"a{number}")
+    leader.store.put_adapter(adapter("a/v1"))
+    await leader.store.wait_durable()
+    following = await instances.open()
+    assert following.store.is_read
+    following.store.refresh()
+    assert list(following.store.adapters) == ["a/v1"]
+    assert [entry.subject for entry in following.store.history()] == [f"a{n}" for n in reversed(range(21))]
+    back = await read_database(instances.address)
+    assert [entry.subject for entry in back.history] == [f"a{n}" for n in range(21)]
 
 
 async def test_a_text_that_postgresql_cannot_hold_is_refused_before_anything_is_written(instances, postgres_server):  # noqa: F811
