@@ -29,6 +29,7 @@ from router.http.sse import (
 from router.protocols.routes import Route
 from router.protocols.usage import UsageFilter
 from router.request.accounting import count_refusal, count_run, record, record_error, record_usage, sender_names
+from router.request.cache_salt import is_own_salt
 from router.request.dispatched import record_first_token, record_whole_answer
 from router.request.engine_attempt import EngineAttempt
 from router.request.engine_request import COMPLETION
@@ -334,10 +335,11 @@ async def _finish_by_deadline(services: Services, deadline_at: float, work: Coro
 def disclosed_cached_tokens(services: Services, caller: Caller, dispatched: DispatchedRequest) -> int:
     """The predicted cached tokens that this caller may see: those of prefixes that its tenant has sent before.
 
-    Records the prompt as sent by the tenant. A hit on another tenant's prompt would disclose that prompt.
+    In a shared cache, records the prompt as sent by the tenant. A hit on another tenant's would disclose that prompt.
     """
     cached_tokens = dispatched.predicted_tokens
-    if caller.tenant is None or dispatched.decision.request.is_approximate:
+    has_own_cache = caller.tenant is None or is_own_salt(dispatched.cache_salt)
+    if has_own_cache or dispatched.decision.request.is_approximate:
         return cached_tokens
     own_blocks = services.cache_disclosure.disclosed_depth(caller.tenant, dispatched.hashes)
     services.cache_disclosure.record_prompt(caller.tenant, dispatched.hashes)

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from lorafleet.keys.key_files import hash_key
+from router.core.kv.cache_disclosure import CacheDisclosure
 from router.core.schedule.request import HashedRequest
 from router.request.record import Decisions
 from router.request.usage_report import usage_report
@@ -323,7 +324,7 @@ async def test_tenant_sees_cached_tokens_of_its_own_prompts_only(tmp_path, cache
     entries = [f"- {{sha256: {hash_key(key)}, tenant: {tenant}, scopes: [infer]}}\n" for key, tenant in names]
     keys.write_text("keys:\n" + "".join(entries) + f"- {{sha256: {hash_key('root')}, scopes: [admin]}}\n")
     control = AgentDouble(cache=cache)
-    async with fleet(EngineDouble("w0"), control=control, key_files=(keys,)) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control, key_files=(keys,)) as (client, _, parts):
 
         async def told(key, tokens):
             headers = {"authorization": f"Bearer {key}"}
@@ -336,3 +337,6 @@ async def test_tenant_sees_cached_tokens_of_its_own_prompts_only(tmp_path, cache
         assert await told("two", 32) == 0
         assert await told("three", 64) == 32
         assert await told("one", 64) == 48
+        # A cache of its own discloses nothing of others, so nothing needs to be remembered for that.
+        parts.cache_disclosure = CacheDisclosure()
+        assert await told("one", 64) == (0 if cache == "shared" else 48)
