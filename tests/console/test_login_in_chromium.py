@@ -12,6 +12,7 @@ from lorafleet.keys.key_files import hash_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.console.browser import INSTALL, chromium, opened
+from tests.console.test_console_in_chromium import axe_source
 from tests.lorafleet.keys.test_tokens import issuer_file
 from tests.oidc_server import CLIENT, QUIET, oidc_server
 from tests.patience import until
@@ -59,6 +60,10 @@ async def test_a_reader_logs_in_and_out_at_the_issuer(oidc, tmp_path):
     oidc.set_user("ann", groups=["admins"], email="ann@example.com")
     async with console(oidc, tmp_path) as url, chromium() as browser, opened(browser, url) as page:
         await page.goto(f"{url}/ui/workers?state=lost")
+        await page.wait_for_selector("button >> text=Log in at localhost")
+        await page.evaluate(axe_source())
+        found = await page.evaluate("axe.run({resultTypes: ['violations']})")
+        assert [each["id"] for each in found["violations"]] == []
         await log_in(page, oidc)
         await page.wait_for_selector("h1 >> text=Workers")
         assert page.url == f"{url}/ui/workers?state=lost", "where the reader was, without code and state"
@@ -75,6 +80,8 @@ async def test_a_reader_logs_in_and_out_at_the_issuer(oidc, tmp_path):
         assert len(given["code_verifier"]) >= 43
         await page.reload()
         await page.wait_for_selector("h1 >> text=Workers")
+        await page.goto(f"{url}/ui/tenants")
+        await page.wait_for_selector("tr:has-text('ann@example.com') .tag >> text=token")
         await page.click("button >> text=Sign out")
         await page.wait_for_url(f"{oidc.url}/**")
         left = next(form for _, path, form in oidc.calls if path == "/oauth2/end_session")

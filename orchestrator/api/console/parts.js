@@ -26,8 +26,8 @@ export function Meter({ value, of, label, format = String, tone }) {
 
 // Who did it: the note of the key, where the reader may see it, beside the key's id.
 export function Actor({ is }) {
-  const notes = useStore(keyNotes), id = /\(key ([0-9a-f]+)\)$/.exec(is)?.[1], note = id && notes.get(id);
-  return html`<span class="note" title=${is}>${note ? `${note} (key ${id})` : is}</span>`;
+  const notes = useStore(keyNotes), [, kind, id] = /\((key|token) ([0-9a-f]+)\)$/.exec(is) || [], note = id && notes.get(id);
+  return html`<span class="note" title=${is}>${note ? `${note} (${kind} ${id})` : is}</span>`;
 }
 
 export const Tile = ({ label, value, unit, under, tone = "", to, query, children }) => {

@@ -43,14 +43,14 @@ function Keys({ rangeS }) {
     const lately = new Map(recent.map((row) => [row.name, row])), byId = new Map(sums.map((row) => [row.name, row])), known = new Set(keys.data.map((key) => key.key_id));
     const rows = [...keys.data.map((key) => ({ ...key.spec, key_id: key.key_id, sums: byId.get(key.key_id) })), ...sums.filter((row) => !known.has(row.name)).map((row) => ({ key_id: row.name, tenant: null, scopes: [], limits: {}, expires_at: null, isGone: true, sums: row }))];
     return html`<${Table} label="Keys" name="keys" rows=${rows} rowKey=${(row) => row.key_id} sort="-requests" empty="No key file is set: everybody on this machine may do everything." columns=${[
-      { id: "key", label: "key", value: (row) => row.note || row.key_id, cell: (row) => html`${row.note ? html`<span class="clip note-of-key" title=${row.note}>${row.note}</span> ` : ""}<code>${row.key_id}</code>${row.isGone ? html` <span class="tag">removed</span>` : ""}` },
+      { id: "key", label: "key", value: (row) => row.note || row.key_id, cell: (row) => html`${row.note ? html`<span class="clip note-of-key" title=${row.note}>${row.note}</span> ` : ""}<code>${row.key_id}</code>${row.isGone ? html` <span class="tag">not in key files</span>` : row.issuer ? html` <span class="tag" title=${row.issuer}>token</span>` : ""}` },
       { id: "tenant", label: "tenant", value: (row) => row.tenant || "", cell: (row) => row.tenant ? html`<${Link} to=${"tenants/" + row.tenant}>${row.tenant}<//>` : "no tenant" },
       { id: "scopes", label: "scopes", hide: "wide", value: (row) => row.scopes.join(", "), cell: (row) => row.scopes.map((scope) => html`<span class="tag">${scope}</span> `) },
       ...totalColumns((row) => row.sums).filter((column) => ["requests", "output", "errors"].includes(column.id)).map((column) => (column.id === "requests" ? column : { ...column, hide: "wide" })),
       { id: "limited", label: "429", numeric: true, value: (row) => refused(row.sums), cell: (row) => html`<span class=${refused(row.sums) ? "warn-text" : ""}>${number(refused(row.sums))}</span>` },
       { id: "limits", label: "limits, and use of them", title: "mean of the last 5 minutes, without refused requests", value: (row) => Object.keys(row.limits).length, cell: (row) => html`<${Limits} row=${row} lately=${lately.get(row.key_id)}/>` },
       { id: "expires", label: "expires", hide: "medium", value: (row) => row.expires_at || "", cell: (row) => row.expires_at ? html`<span class=${new Date(row.expires_at) < Date.now() ? "bad-text" : ""}>${clock(row.expires_at, { date: true })}</span>` : "never" },
-      { id: "change", label: "actions", cell: (row) => !row.isGone && html`<${KeyCommands} row=${row}/>` }]}/>`;
+      { id: "change", label: "actions", cell: (row) => !row.isGone && !row.issuer && html`<${KeyCommands} row=${row}/>` }]}/>`;
   }}<//><//>`;
 }
 
