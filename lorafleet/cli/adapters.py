@@ -130,9 +130,9 @@ def adapters_set(
 ) -> None:
     """Change an adapter's own policy or its tenants. Other values stay; effective at once.
 
-    loading, min_replicas, max_replicas, ttl_s, acceptance (off, warn or require) and large_weights (note or refuse) may
-    be null, which takes the global policy; ignored_modules (accept or refuse) may be null, which takes each worker's
-    setting.
+    loading, min_replicas, max_replicas, ttl_s, acceptance (off, warn or require), large_weights (note or refuse) and
+    cache (tenant, key or shared) may be null, which takes the global policy; ignored_modules (accept or refuse) may be
+    null, which takes each worker's setting.
 
     Examples:
 

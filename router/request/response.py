@@ -338,8 +338,8 @@ def disclosed_cached_tokens(services: Services, caller: Caller, dispatched: Disp
     In a shared cache, records the prompt as sent by the tenant. A hit on another tenant's would disclose that prompt.
     """
     cached_tokens = dispatched.predicted_tokens
-    has_own_cache = caller.tenant is None or is_own_salt(dispatched.cache_salt)
-    if has_own_cache or dispatched.decision.request.is_approximate:
+    is_approximate = dispatched.decision.request.is_approximate
+    if caller.tenant is None or is_approximate or is_own_salt(dispatched.cache_salt):
         return cached_tokens
     own_blocks = services.cache_disclosure.disclosed_depth(caller.tenant, dispatched.hashes)
     services.cache_disclosure.record_prompt(caller.tenant, dispatched.hashes)
