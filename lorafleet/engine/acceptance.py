@@ -185,7 +185,9 @@ def compare_logprobs(
         return measured(result="unknown", why=f"{why}: {distance:.3g}; certify it in float32, or with other prompts")
     if scale is None or error > SCALE_TOLERANCE or allowed > MOST_UNSEEN * effect:
         why = f"the adapter changes these prompts by {effect:.3g} a token, and {noise:.3g} is noise"
-        return measured(result="unknown", why=f"{why}; certify it with prompts of its training")
+        advice = "which such an adapter multiplies; certify it in float32, or with other prompts"
+        advice = advice if effect > STRONG_EFFECT else "certify it with prompts of its training"
+        return measured(result="unknown", why=f"{why}; {advice}")
     seen = f"less than {allowed / effect:.2g} of its effect would not be seen"
     return measured(result="equal", why=f"{distance:.3g} a token from the trainer, of {allowed:.3g}; {seen}")
 

@@ -41,6 +41,8 @@ class CatalogAdapter:
     """published name that it is a version of"""
     acceptance: AcceptanceMode = "warn"
     """what a worker is to do with its acceptance file, by its policy or the fleet's"""
+    ignored_modules: Literal["accept", "refuse"] | None = None
+    """what a worker is to do where its engine ignores a part of its modules; null: the worker's setting"""
     # Made once: each request looks it up in several tables, and a new string would be hashed anew.
     engine_name: str | None = None
     """its name at engines, with the digest, so that other bytes have another name; null until the digest is known"""

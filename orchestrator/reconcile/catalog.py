@@ -165,6 +165,7 @@ class CatalogBook:
                 secret=adapter.secret,
                 published_as=self._store.published_as(lora_id),
                 acceptance=acceptance_mode(adapter.policy, self._store.rules),
+                ignored_modules=adapter.policy.ignored_modules,
             )
             if self._adapters.get(lora_id) != item:
                 kind = "adapter_changed" if lora_id in self._adapters else "adapter_registered"

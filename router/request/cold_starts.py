@@ -479,6 +479,7 @@ class ColdStarts:
             digest=adapter.digest,
             secret=adapter.secret,
             acceptance=adapter.acceptance,
+            ignored_modules=adapter.ignored_modules,
             is_awaited=True,
         )
         body = wanted.model_dump_json(exclude_none=True).encode()

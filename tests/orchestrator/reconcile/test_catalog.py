@@ -26,3 +26,9 @@ async def test_change_of_another_rule_of_the_fleet_changes_no_adapter(service):
     before = (await service.catalog())["revision"]
     (await service.http.patch("/v1/policy", json={"ttl_s": 5})).raise_for_status()
     assert await modes(service, since=before) == {}
+
+
+async def test_what_an_adapters_policy_says_of_ignored_modules_is_in_its_entry(service):
+    await service.register("a", policy={"ignored_modules": "refuse"})
+    (entry,) = (await service.catalog())["adapters"]
+    assert entry["ignored_modules"] == "refuse"

@@ -247,6 +247,7 @@ class FakeDiscovery:
             secret="store/key",
             rank=32,
             acceptance="require",
+            ignored_modules="accept",
         )
         self.fleet = RouterFleet(1, {replica.id: replica for replica in replicas}, {"sql/v1": adapter})
         self.changes = ChangeSignal()
@@ -307,6 +308,7 @@ async def test_only_no_free_slot_means_full_and_other_errors_are_waited_out(trou
         "neighbours": [],
         "only_files": False,
         "acceptance": "require",
+        "ignored_modules": "accept",
         "acceptance_file": "",
     }
 
