@@ -307,6 +307,7 @@ async def test_only_no_free_slot_means_full_and_other_errors_are_waited_out(trou
         "from_fleet": False,
         "neighbours": [],
         "only_files": False,
+        "keeps_files": False,
         "acceptance": "require",
         "ignored_modules": "accept",
         "acceptance_file": "",
