@@ -162,7 +162,7 @@ def compare_logprobs(
     base = _joined([prompt.base_logprobs for prompt in file.prompts])
     served, served_base = _joined(with_adapter), _joined(without)
     if not len(trained) == len(served) == len(served_base) or not all(map(math.isfinite, (*served, *served_base))):
-        return unknown(file, "the engine's answer has not one finite log-probability for each token")
+        return unknown(None, "the engine's answer has not one finite log-probability for each token")
     change, expected = _minus(served, base), _minus(trained, base)
     distance, noise, effect = _distance(served, trained), _distance(served_base, base), _mean_size(expected)
     # An adapter multiplies the noise by what it changes: docs/acceptance.md has what real vLLM shows.

@@ -32,7 +32,7 @@ class AdapterAcceptance:
     why: str = ""
     """The result as a sentence."""
     file: str = ""
-    """Digest of the acceptance file that the engine was asked about; empty: it was asked nothing."""
+    """Digest of the acceptance file; empty: the adapter has none, or the engine's answers cannot be compared."""
 
     @property
     def is_unanswered(self) -> bool:

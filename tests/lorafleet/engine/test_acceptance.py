@@ -138,7 +138,7 @@ def test_other_base_model_is_told_from_the_adapter():
 def test_answer_without_a_number_for_each_token_is_unknown(broken):
     base = [-5 + each for each in drawn(1, 1.0)]
     found: AdapterAcceptance = compare_logprobs(file_of(base, drawn(2, 1.0)), [broken], [base])
-    assert (found.result, found.distance) == ("unknown", None)
+    assert (found.result, found.distance, found.is_unanswered) == ("unknown", None, False)
 
 
 def test_two_float32_sides_allow_no_other_weights():
@@ -159,6 +159,9 @@ def test_strong_adapter_that_multiplies_the_noise_is_unknown_and_not_refused():
     found = [compare_logprobs(file, [moved(prompt.logprobs, drawn(5, size))], [noisy]) for size in (0.1, 0.9, 5.0)]
     assert [each.result for each in found] == ["equal", "unknown", "differs"]
     assert "multiplies the noise" in found[1].why
+    too_strong = file_of(base, drawn(2, 9.0))
+    found = compare_logprobs(too_strong, [too_strong.prompts[0].logprobs], [moved(base, drawn(4, 0.1))])
+    assert (found.result, "certify it in float32" in found.why) == ("unknown", True), found
 
 
 @given(seeds, st.floats(0, 0.9))
