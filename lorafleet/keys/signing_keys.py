@@ -21,6 +21,7 @@ from lorafleet.keys.own_key import OwnKey
 from lorafleet.service.decoding import DECODE_ERRORS
 from lorafleet.service.loops import backoff_s
 from lorafleet.service.network.transport import DirectTransport, why_no_answer
+from lorafleet.service.tasks import BackgroundTasks
 
 log = structlog.get_logger()
 
@@ -32,6 +33,7 @@ _MOST_KEYS = 64
 # Between two fetches for tokens whose key is not known: anybody can send such a token.
 _REFETCH_S = 5.0
 _FIRST_BACKOFF_S, _MOST_BACKOFF_S = 1.0, 60.0
+_LEAST_PAUSE_S = 0.05
 _LEAST_RSA_BITS = 2048
 # Algorithm of a signature -> the kind of key that it takes: a curve, or else the key's type.
 _KINDS = {
@@ -81,6 +83,7 @@ class _IssuerState:
     tried_at: float = -math.inf
     fetched_at: float = -math.inf
     is_wanted: bool = False
+    is_fetching: bool = False
     failures: int = 0
     pause_s: float = 0.0
     trouble: str = ""
@@ -100,9 +103,10 @@ class SigningKeys:
         self.generation = 0
 
     def set_issuers(self, issuers: Iterable[Issuer]) -> None:
-        """Follow these issuers from now on. Keys of an issuer that stays are kept."""
+        """Follow these issuers from now on. Keys of one that is read from where it was are kept."""
+        kept = {_place_of(issuer): self._states[issuer.issuer] for issuer in self._issuers}
         self._issuers = tuple(issuers)
-        self._states = {issuer.issuer: self._states.get(issuer.issuer, _IssuerState()) for issuer in self._issuers}
+        self._states = {each.issuer: kept.get(_place_of(each), _IssuerState()) for each in self._issuers}
         self._poke.set()
 
     def find(self, issuer: Issuer, kid: str | None, algorithm: str) -> SigningKey | None:
@@ -137,24 +141,38 @@ class SigningKeys:
 
     async def fetch_due(self) -> None:
         """Fetch the keys that are due, and drop those of issuers that were away for too long."""
-        now = self._clock()
-        await asyncio.gather(*(self._fetch(issuer) for issuer in self._issuers if self._due_at(issuer) <= now))
+        await asyncio.gather(*map(self._fetch, self._due()))
         self._drop_outlived()
 
     async def follow(self) -> None:
-        """Fetch the keys of all issuers when they are due, until cancelled."""
-        while True:
-            self._poke.clear()
-            await self.fetch_due()
-            pause_s = min((self._due_at(issuer) for issuer in self._issuers), default=math.inf) - self._clock()
-            with contextlib.suppress(TimeoutError):
-                # Where nothing is wanted this waits for the next change of a key file.
-                async with asyncio.timeout(None if pause_s == math.inf else max(0.05, pause_s)):
-                    await self._poke.wait()
+        """Fetch the keys of all issuers when they are due, until cancelled. A slow issuer delays no other."""
+        fetching = BackgroundTasks()
+        try:
+            while True:
+                self._poke.clear()
+                for issuer in self._due():
+                    fetching.spawn(self._fetch(issuer))
+                self._drop_outlived()
+                pause_s = min((self._due_at(issuer) for issuer in self._issuers), default=math.inf) - self._clock()
+                with contextlib.suppress(TimeoutError):
+                    # Where nothing is due this waits for the next change of a key file, or the end of a fetch.
+                    async with asyncio.timeout(None if pause_s == math.inf else max(_LEAST_PAUSE_S, pause_s)):
+                        await self._poke.wait()
+        finally:
+            await fetching.cancel_and_wait()
+
+    def _due(self) -> list[Issuer]:
+        """The issuers whose keys are to be fetched now; counts them as being fetched."""
+        found = [issuer for issuer in self._issuers if self._due_at(issuer) <= self._clock()]
+        for issuer in found:
+            self._states[issuer.issuer].is_fetching = True
+        return found
 
     def _due_at(self, issuer: Issuer) -> float:
-        """When the issuer's keys are to be fetched next."""
+        """When the issuer's keys are to be fetched next; infinite while they are."""
         state = self._states[issuer.issuer]
+        if state.is_fetching:
+            return math.inf
         if state.trouble:
             return state.tried_at + state.pause_s
         return state.tried_at + (_REFETCH_S if state.is_wanted else issuer.refresh_s)
@@ -192,7 +210,13 @@ class SigningKeys:
             state.keys, state.raw_keys, state.endpoints = keys, raw, endpoints
             state.failures, state.trouble, state.fetched_at = 0, "", self._clock()
         finally:
-            state.tried_at, state.is_wanted = self._clock(), False
+            state.tried_at, state.is_wanted, state.is_fetching = self._clock(), False, False
+            self._poke.set()
+
+
+def _place_of(issuer: Issuer) -> tuple[object, ...]:
+    """Where and how an issuer's keys and endpoints are read."""
+    return issuer.issuer, issuer.keys_url, issuer.ca_file, issuer.token_file, issuer.console is None
 
 
 async def _fetch_keys(issuer: Issuer) -> tuple[Endpoints, bytes]:

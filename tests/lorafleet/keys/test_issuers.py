@@ -1,11 +1,13 @@
 """Issuers and grants in key files: what is refused at the start, and what patterns of claims match."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lorafleet.keys.auth import ApiKeys
 from lorafleet.keys.issuers import Grant, NoGrant
 from lorafleet.keys.key_files import KeyFileError, read_key_file
-from lorafleet.keys.roles import Caller
+from lorafleet.keys.roles import Caller, namespace_trouble
 
 ENTRY = "issuers:\n- {issuer: https://login.example, audiences: [fleet], grants: [{claims: {g: a}, scopes: [view]}]}\n"
 
@@ -111,6 +113,29 @@ def test_one_value_twice_is_one_and_two_are_refused():
     assert teams.found_in({"g": ["team-a", "team-a", "x"]}).tenant == "a"
     with pytest.raises(NoGrant, match="team-a, team-b"):
         teams.found_in({"g": ["team-a", "team-b"]})
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(claims=st.dictionaries(st.sampled_from(["g", "a.b", "a", "scope"]) | st.text(max_size=5), _JSON, max_size=4))
+def test_no_claim_makes_a_name_that_reaches_beyond_one_folder(claims):
+    """A captured value becomes a tenant, and part of patterns of names: it is one plain word, whatever claims hold."""
+    gives = Caller("{t}", frozenset({"tenant-admin"}), namespace="x/{t}", lora_ids=("{t}/*",))
+    for claim in ("g", "a.b", "scope"):
+        try:
+            found = grant(gives, **{claim: "*{t}"}).found_in(claims) or grant(gives, **{claim: "{t}"}).found_in(claims)
+        except NoGrant:
+            continue
+        if found is not None:
+            assert not set("*?[]/{} \n") & set(found.tenant)
+            assert found.tenant not in {".", ".."}
+            assert namespace_trouble(found.namespace) is None
+            assert not found.may_name(f"other/{found.tenant}")
 
 
 def test_a_dotted_name_is_a_claim_or_a_claim_within_claims():

@@ -120,6 +120,30 @@ async def test_keys_outlive_their_issuer_for_a_set_time_and_return_with_it(oidc,
     assert keys.caller(f"Bearer {old}").may("admin")
 
 
+async def test_an_issuer_that_hangs_delays_no_other(oidc, tmp_path):
+    from fastapi import FastAPI
+
+    app, asked = FastAPI(), asyncio.Event()
+
+    @app.get("/.well-known/openid-configuration")
+    async def hang() -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with serving(app) as url:
+        path = issuer_file(tmp_path / "k", url)
+        other = path.read_text().replace(url, oidc.url).removeprefix("issuers:\n")
+        path.write_text(path.read_text() + other)
+        keys = ApiKeys([path])
+        following = asyncio.create_task(keys.signing_keys.follow())
+        await asked.wait()
+        token = oidc.sign(oidc.claims())
+        assert (await until(lambda: caller_or_none(keys, token))).issuer == oidc.url
+        assert keys.signing_keys.ages_s()[url] == float("inf")
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
 async def test_an_issuer_of_a_changed_key_file_is_followed_and_another_keeps_its_keys(oidc, keys, tmp_path, wall):
     following = asyncio.create_task(keys.signing_keys.follow())
     token = oidc.sign(oidc.claims())
@@ -134,6 +158,11 @@ async def test_an_issuer_of_a_changed_key_file_is_followed_and_another_keeps_its
         assert keys.caller(f"Bearer {token}").issuer == oidc.url
         assert refusal_of(keys, oidc.sign(second.claims())).reason == "key", "one issuer signs no other's tokens"
     assert fetches(oidc) == asked
+    text = (tmp_path / "keys.yaml").read_text()
+    (tmp_path / "keys.yaml").write_text(text.replace("  refresh_s: 100\n", "  console: {client_id: c}\n", 1))
+    wall.ahead_s = 20
+    keys.issuers  # noqa: B018  (reads the file again)
+    await until(lambda: keys.signing_keys.endpoints(keys.issuers[oidc.url]).token)
     following.cancel()
 
 
