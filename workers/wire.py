@@ -264,7 +264,8 @@ def _without_empty_fields(adapter: WorkerAdapter, write: SerializerFunctionWrapH
 class LoraCapacity(_WorkerMessage):
     """The engine's adapter slots. `available_slots` more adapters can be loaded without evicting one.
 
-    max_loras  adapters that one batch of the engine can run, the same as `device_slots`; more may be loaded
+    max_loras        adapters that one batch of the engine can run, the same as `device_slots`; more may be loaded
+    disk_room_bytes  of further adapters' files, before others are deleted for them
     """
 
     max_loras: int = 0
@@ -273,7 +274,7 @@ class LoraCapacity(_WorkerMessage):
     device_slots: int = 0
     host_slots: int = 0
     ghosts: int = 0
-    disk_free_bytes: int = 0
+    disk_room_bytes: int = 0
 
 
 class LoraInfo(_WorkerMessage):

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from benchmarks.placement.measure import CONTENDERS, OURS, RESERVE, PlacementFigures, run
 from benchmarks.placement.peers import PEERS
+from benchmarks.placement.prefetch import prefetch_rows
 from benchmarks.placement.workload import Scenario
 from benchmarks.report import ReportRow, console, show
 
@@ -48,7 +49,8 @@ def main() -> None:
             sys.stderr.write(f"\r{sum(map(len, found.values()))}/{len(tasks)} runs   ")
     sys.stderr.write("\n")
     _compare(scenes, found)
-    show(f"placement, {len(seeds)} seeds", list(_rows(scenes, found)), options.json)
+    prefetched = () if options.quick else prefetch_rows()
+    show(f"placement, {len(seeds)} seeds", [*_rows(scenes, found), *prefetched], options.json)
 
 
 def _options() -> argparse.Namespace:

@@ -188,6 +188,7 @@ class ObservedWorker:
     has_agent       an agent keeps files there: without one, the engine loads none that only the fleet has
     kept_out        as in `WorkerIntent`
     finishes_unloaded  its engine finishes the requests that run on an adapter which is unloaded, and refuses later ones
+    disk_room_bytes  of further files on its disk, before others are deleted for them
     """
 
     id: str
@@ -208,6 +209,7 @@ class ObservedWorker:
     has_agent: bool = True
     kept_out: frozenset[str] = frozenset()
     finishes_unloaded: bool = False
+    disk_room_bytes: int = 0
 
     def can_accept(self, base_model: str | None, rank: int) -> bool:
         """Whether the worker is ready and its engine takes adapters of this base model and rank; it may be full."""

@@ -18,6 +18,7 @@ import structlog
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.placement.expiry import longest_ttl_s
 from orchestrator.core.placement.place import place
+from orchestrator.core.placement.prefetch import prefetches
 from orchestrator.core.placement.warm_up import warm_up_loads
 from orchestrator.core.plan import WorkerAction, diff, is_drained, required_drains
 from orchestrator.core.published_names import current_versions, with_published_floors
@@ -362,8 +363,12 @@ class Reconciler:
             ),
         )
         inspects = self.settings.inspects_in_flight - len(self.operations.inspecting)
-        # Warm-up loads come after every load that a request may wait for.
-        steps = replace(desired, loads=(*desired.loads, *chain.from_iterable(warming.values())))
+        # Warm-up loads come after every load that a request may wait for, prefetches where none waits.
+        steps = replace(
+            desired,
+            loads=(*desired.loads, *chain.from_iterable(warming.values())),
+            fetches=(*desired.fetches, *prefetches(intent, observed, demand, self.store.rules, now)),
+        )
         actions = diff(steps, observed, self.store.rules, inspects, now, adapters=intent.adapters)
         return desired, observed, actions, warming
 

@@ -329,6 +329,7 @@ class WorkerReports:
             has_agent=bool(agent_url_of(report)),
             finishes_unloaded=report.transport.dialect in _FINISHES_UNLOADED,
             kept_out=frozenset() if intent is None else frozenset(intent.kept_out),
+            disk_room_bytes=capacity.disk_room_bytes,
         )
 
     def _drain_order(self, intent: WorkerIntent | None) -> WorkerDrainOrder | None:

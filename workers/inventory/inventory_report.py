@@ -69,7 +69,7 @@ class InventoryReport:
             device_slots=settings.max_loras,
             host_slots=settings.max_cpu_loras,
             ghosts=slots.ghosts,
-            disk_free_bytes=self._cache.free_bytes,
+            disk_room_bytes=self._cache.room_bytes,
         )
 
     def loaded(self) -> tuple[WorkerAdapter, ...]:

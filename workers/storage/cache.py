@@ -173,6 +173,12 @@ class AdapterCache:
         self.held.put(digest, bool(self.held.is_kept(digest)))
         return path
 
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that further adapters may take before others are deleted for them, by the last measurements."""
+        within_limit = self.folder.max_bytes - self.used_bytes if self.folder.max_bytes else self.free_bytes
+        return max(0, min(self.free_bytes, within_limit))
+
     async def update_free_bytes(self) -> None:
         """Update `free_bytes`, in a thread because a network file system may hang."""
         with contextlib.suppress(OSError):

@@ -43,7 +43,7 @@ async def test_deleted_cache_is_rebuilt_while_the_worker_serves(worker):
         shutil.rmtree(worker.cache_dir)
         answer = await client.get("/metadata")
         assert answer.status_code == 200
-        assert answer.json()["lora"]["capacity"]["disk_free_bytes"] > 0
+        assert answer.json()["lora"]["capacity"]["disk_room_bytes"] > 0
         assert (await client.get("/metrics")).status_code == 200
         again = await post(client, "load_lora", lora_id="legal/v2", digest=known["digest"])
         assert again.status_code == 200

@@ -71,7 +71,7 @@ export function WorkerPage({ id }) {
         ["Running / waiting", `${report.load.running} / ${report.load.waiting}`], ["KV cache in use", share(report.load.kv_usage)], ["Waiting for a slot", number(report.load.waiting_for_slot)],
         ["Slots in use", `${item.capacity.loaded_count ?? 0} of ${(item.capacity.loaded_count ?? 0) + (item.capacity.available_slots ?? 0)}, rank up to ${item.capacity.max_lora_rank ?? missing}`],
         ["Prefill, learned", report.load.prefill_tokens_per_s ? number(report.load.prefill_tokens_per_s) + " tokens/s" : "not yet"], ["Decode, learned", report.load.decode_tokens_per_s ? number(report.load.decode_tokens_per_s) + " tokens/s" : "not yet"],
-        ["A load takes", report.load.load_seconds ? seconds(report.load.load_seconds) : "not measured yet"], ["Ghosts", number(item.capacity.ghosts ?? 0)], ["Disk free", bytes(item.capacity.disk_free_bytes)],
+        ["A load takes", report.load.load_seconds ? seconds(report.load.load_seconds) : "not measured yet"], ["Ghosts", number(item.capacity.ghosts ?? 0)], ["Room on disk", bytes(item.capacity.disk_room_bytes)],
         ["Zone / node", [item.zone, item.node].filter(Boolean).join(" / ") || missing], ["Agent", html`<code>${item.agent_url || "none"}</code>`], ["Engine address", html`<code>${item.engine_url}</code>`],
         report.state_reason && ["Why", report.state_reason],
       ]}/><//>
