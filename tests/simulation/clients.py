@@ -186,8 +186,8 @@ class Clients:
         status, answer = await self.orchestrator("POST", "/v1/adapters", body=body, timeout_s=MOST_WAIT_S)
         self._end(operation, status, answer)
 
-    async def point(self, *, client: int, router: int, name: str, to: str, content: int) -> None:
-        """Point an alias at an adapter that has these bytes, and wait until that is in force."""
+    async def point(self, *, client: int, router: int, name: str, to: str, content: int, asks_after: int = 0) -> None:
+        """Point an alias at an adapter that has these bytes, wait until that is in force, and ask at once."""
         del router
         operation = self._begin("write", name, client, content, to=to)
         body = {"targets": [{"lora_id": to, "weight": 1.0}]}
@@ -198,6 +198,7 @@ class Clients:
             if found == 200:
                 answer = answer_now
         self._end(operation, status, answer)
+        await self._ask_at_once(client, name, asks_after)
 
     async def rollout(
         self,
@@ -223,7 +224,8 @@ class Clients:
             status, answer = await self.orchestrator("POST", path, body=body, timeout_s=MOST_WAIT_S)
             if abort_after_s is not None:
                 await asyncio.sleep(abort_after_s)
-                await self.orchestrator("DELETE", path, timeout_s=MOST_WAIT_S)
+                found, ended = await self.orchestrator("DELETE", path, timeout_s=MOST_WAIT_S)
+                operation.detail["is_aborted"] = found == 200 and ended["status"]["state"] == "aborted"
             operation.detail["after"] = await self._pointed_at(name)
             self._end(operation, status, answer)
 

@@ -11,7 +11,7 @@ from typing import Any
 from tests.simulation.programs import EngineFlags
 from tests.simulation.scenario import FIXED, MOST_CONTENTS, Event, FaultScenario, FleetPlan
 
-MODEL = 4
+MODEL = 5
 
 _TENANTS = ("acme", "globex")
 _CHANGES = frozenset({"register", "publish", "delete", "point", "rollout", "hold", "drain"})
@@ -106,9 +106,7 @@ def _calls(fleet: FleetPlan, rng: Random, length_s: float) -> Iterator[Event]:
     for _ in range(rng.randint(0, 3)):
         yield from _deletion(fleet, rng, rng.random() * length_s)
     for _ in range(rng.randint(1, 4) if fleet.aliases else 0):
-        target = rng.randrange(len(FIXED))
-        about = _call(fleet, rng, fleet.aliases[0], target) | {"to": FIXED[target]}
-        yield Event(at_s=rng.random() * length_s, kind="point", about=about)
+        yield _point(fleet, rng, rng.random() * length_s)
     for _ in range(rng.randint(1, 3) if fleet.rolling else 0):
         about = _call(fleet, rng, fleet.rolling[0], rng.randrange(len(FIXED)))
         about |= {"step_s": rng.choice((0.0, 1.0, 5.0)), "abort_after_s": rng.choice((None, None, rng.random() * 5))}
@@ -137,6 +135,12 @@ def _publish(fleet: FleetPlan, rng: Random, at_s: float) -> Event:
     about = _call(fleet, rng, rng.choice(fleet.names), rng.randrange(fleet.contents))
     about |= {"asks_after": rng.choice((0, 1, 2, 4)), "at_orchestrator": rng.random() < 0.5}
     return Event(at_s=at_s, kind="publish", about=about)
+
+
+def _point(fleet: FleetPlan, rng: Random, at_s: float) -> Event:
+    target = rng.randrange(len(FIXED))
+    about = _call(fleet, rng, fleet.aliases[0], target) | {"to": FIXED[target], "asks_after": rng.choice((0, 2, 4))}
+    return Event(at_s=at_s, kind="point", about=about)
 
 
 def _deletion(fleet: FleetPlan, rng: Random, at_s: float) -> Iterator[Event]:
@@ -215,7 +219,9 @@ def _calls_after(fleet: FleetPlan, rng: Random, fault: Event) -> Iterator[Event]
     lasts_s = fault.about.get("away_s", fault.about.get("for_s", 0.0))
     for _ in range(rng.choice((0, 1, 2))):
         at_s = fault.at_s + rng.choice((0.0, lasts_s)) + rng.random() * rng.choice((0.2, 3.0))
-        if fleet.names and rng.random() < 0.6:
+        if fleet.aliases and rng.random() < 0.5:
+            yield _point(fleet, rng, at_s)
+        elif fleet.names and rng.random() < 0.6:
             yield _publish(fleet, rng, at_s)
         else:
             yield from _deletion(fleet, rng, at_s)

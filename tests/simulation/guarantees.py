@@ -110,6 +110,10 @@ def _rollouts(history: History, scenario: FaultScenario, cut_off: CutOff) -> Ite
     """Between rollouts an alias answers by the bytes at which it points; during one by those before or after."""
     for name in scenario.fleet.rolling:
         moves = [each for each in history.of(name) if each.kind == "rollout"]
+        for move in moves:
+            before = move.detail["before"]
+            if move.detail.get("is_aborted") and move.detail.get("after", before) != before:
+                yield Broken("rollouts", f"an abort was answered and has not led back: {move}")
         for each in history.of(name):
             if each.kind != "ask" or each.value is None or _is_cut_off(each, cut_off):
                 continue

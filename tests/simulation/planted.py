@@ -280,10 +280,20 @@ def _hunt(fault: PlantedFault, first: int, most: int) -> int:
             for line in running.stdout:
                 runs += " simulated, " in line
                 broken = broken or (line.strip() if line.startswith("  BROKEN") else "")
-    drawn = tried[runs - 1] - first + 1 if runs else 0
-    found = f"found by seed {tried[runs - 1]}: {broken[:150]}" if broken else "not found"
-    print(f"{fault.name}: {found}; {drawn} seeds drawn, {runs} run", flush=True)
-    return 0 if broken else 1
+    last = tried[runs - 1] if runs else first
+    is_found = bool(broken) and _holds_without(last)
+    found = f"found by seed {last}: {broken[:150]}" if is_found else "not found"
+    if broken and not is_found:
+        found = f"seed {last} breaks a promise without it, too: mend that first"
+    print(f"{fault.name}: {found}; {last - first + 1} seeds drawn, {runs} run", flush=True)
+    return 0 if is_found else 1
+
+
+def _holds_without(seed: int) -> bool:
+    """Whether a seed holds every promise in the tree as it is."""
+    command = [sys.executable, "-m", "tests.simulation", "seeds", "0", "--only", str(seed), "--no-shrink"]
+    environment = os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONHASHSEED": "0"}
+    return subprocess.run(command, cwd=_ROOT, env=environment, stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
 if __name__ == "__main__":

@@ -94,6 +94,12 @@ def test_aborted_rollout_has_to_end_where_it_says(after):
     assert broken(rollout, ask(1 - after, 6, name="canary")) == ["rollouts"]
 
 
+def test_abort_that_does_not_lead_back_breaks_a_promise():
+    for after in (0, 1):
+        rollout = change("rollout", 1, 2, 5, name="canary", before=0, after=after, is_aborted=True)
+        assert broken(rollout) == (["rollouts"] if after else [])
+
+
 @pytest.mark.parametrize(("tenant", "is_broken"), [("", False), ("acme", False), ("globex", True)])
 def test_answer_to_another_tenant_breaks_a_promise(tenant, is_broken):
     history = change("write", 1, 0, 1, name="acme/a"), ask(1, 2, name="acme/a", tenant=tenant)
