@@ -3,103 +3,90 @@
 import asyncio
 import random
 import shutil
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lorafleet.local.tiny_model import make_adapter, make_model
 from lorafleet.sim.adapters import read_adapter
 from lorafleet.sim.pooling import class_shares, text_vector
 from lorafleet.tokenizer.chat import ChatTokenizer
-from tests.e2e.small_fleets import SmallFleet, small_fleet
-
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900)]
+from tests.simulation.fleet import adapter_of
+from tests.simulation.programs import EngineFlags
 
 MANY, AT_ONCE = 8, 3
 TEXTS = ("The order was late again.", "SELECT name FROM customers", "def main(): pass")
 
 
-@dataclass(frozen=True)
 class Classifiers:
     """A fleet of two workers with three slots each, and the folders of its adapters."""
 
-    fleet: SmallFleet
-    tokenizer: ChatTokenizer
-    folders: dict[str, Path]
+    def __init__(self, fleet, tokenizer, folders):
+        self.fleet, self.tokenizer, self.folders = fleet, tokenizer, folders
 
-    def expected(self, adapter: str, text: str) -> list[float]:
+    @staticmethod
+    async def start(simulation, count):
+        fleet = await simulation.fleet(workers=2, engine=EngineFlags(more=("--runner", "pooling")))
+        await fleet.set_policy(min_residency_s=0.1, reserve_slots=0)
+        folders = make_adapters(simulation, count)
+        specs = [{"lora_id": name, "source": f"file://{path}"} for name, path in folders.items()]
+        answer = (await fleet.http.post("/v1/adapters:batch", json={"adapters": specs})).json()
+        assert {row["status"] for row in answer["data"]} == {201}, answer
+        return Classifiers(fleet, ChatTokenizer.from_dir(simulation.model), folders)
+
+    def expected(self, adapter, text):
         """What the adapter's engine makes of a text."""
         loaded = read_adapter(1, adapter, str(self.folders[adapter]), max_rank=16)
         return text_vector(loaded, self.tokenizer.completion_ids(text))
 
-    async def post(self, path: str, body: dict[str, Any]) -> Any:
+    async def post(self, path, body):
         answer = await self.fleet.routers[0].post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer
 
 
-def make_adapters(shelf: Path, count: int) -> dict[str, Path]:
+def make_adapters(simulation, count):
     """Adapters with other bytes each."""
-    first = make_adapter(shelf, "class-0", rank=1)
+    first = simulation.adapter("class-0", rank=1)
     folders = {"class-0": first}
     for number in range(1, count):
-        folder = Path(shutil.copytree(first, shelf / f"class-{number}"))
+        folder = first.with_name(f"class-{number}")
+        shutil.copytree(first, folder)
         config = (folder / "adapter_config.json").read_text()
         (folder / "adapter_config.json").write_text(config.replace("{", f'{{\n  "revision": "{number}",', 1))
-        folders[f"class-{number}"] = folder
+        folders[folder.name] = folder
     return folders
 
 
-async def classifiers_in(folder: Path, count: int) -> AsyncIterator[Classifiers]:
-    model = make_model(folder / "model")
-    folders = make_adapters(folder / "shelf", count)
-    engine = ("--runner", "pooling")
-    async with small_fleet(
-        folder / "fleet", model, shelf=folder / "shelf", workers=2, routers=1, engine=engine
-    ) as fleet:
-        policy = {"min_residency_s": 0.1, "reserve_slots": 0}
-        (await fleet.http.patch("/v1/policy", json=policy)).raise_for_status()
-        specs = [{"lora_id": name, "source": f"file://{path}"} for name, path in folders.items()]
-        answer = (await fleet.http.post("/v1/adapters:batch", json={"adapters": specs})).json()
-        assert {row["status"] for row in answer["data"]} == {201}, answer
-        yield Classifiers(fleet, ChatTokenizer.from_dir(model), folders)
-
-
-async def assert_right_labels(made: Classifiers) -> None:
+async def assert_right_labels(made):
     """Each adapter, asked twice and among others, gives its own label for each text."""
     asked = [name for name in made.folders for _ in range(2)]
     random.Random(3).shuffle(asked)
     free = asyncio.Semaphore(AT_ONCE)
 
-    async def ask(name: str) -> None:
+    async def ask(name):
         async with free:
             answer = await made.post("/classify", {"lora_id": name, "input": list(TEXTS)})
         body = answer.json()
         shares = [class_shares(made.expected(name, text), 2) for text in TEXTS]
         assert [row["probs"] for row in body["data"]] == [pytest.approx(share) for share in shares], name
         assert [row["label"] for row in body["data"]] == [f"LABEL_{share.index(max(share))}" for share in shares]
-        assert (body["model"], answer.headers["x-lorafleet-adapter"].partition("@")[0]) == (name, name)
+        assert (body["model"], adapter_of(answer)) == (name, name)
 
     await asyncio.gather(*map(ask, asked))
 
 
-async def test_each_classifier_gives_its_own_labels_while_adapters_make_room_for_each_other(tmp_path: Path) -> None:
-    async for made in classifiers_in(tmp_path, MANY):
-        await assert_right_labels(made)
-        await assert_other_routes_run_the_adapter(made)
-        await assert_a_text_is_predicted_where_its_blocks_are(made)
+async def test_each_classifier_gives_its_own_labels_while_adapters_make_room_for_each_other(simulation):
+    made = await Classifiers.start(simulation, MANY)
+    await assert_right_labels(made)
+    await assert_other_routes_run_the_adapter(made)
+    await assert_a_text_is_predicted_where_its_blocks_are(made)
 
 
 @pytest.mark.thorough
-async def test_two_hundred_classifiers_give_their_own_labels(tmp_path: Path) -> None:
-    async for made in classifiers_in(tmp_path, 200):
-        await assert_right_labels(made)
+async def test_two_hundred_classifiers_give_their_own_labels(simulation):
+    await assert_right_labels(await Classifiers.start(simulation, 200))
 
 
-async def assert_other_routes_run_the_adapter(made: Classifiers) -> None:
+async def assert_other_routes_run_the_adapter(made):
     """Embeddings, pooling, scores and ranks are the adapter's own."""
     name, text = "class-1", TEXTS[0]
     vector = made.expected(name, text)
@@ -117,7 +104,7 @@ async def assert_other_routes_run_the_adapter(made: Classifiers) -> None:
         assert [row["index"] for row in answer.json()["results"]] == best
 
 
-async def assert_a_text_is_predicted_where_its_blocks_are(made: Classifiers) -> None:
+async def assert_a_text_is_predicted_where_its_blocks_are(made):
     """A long text that an adapter has seen is predicted as cached for that adapter, and for no other."""
     long = "Classify this order by its words. " * 40
     cached = {}
