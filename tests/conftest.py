@@ -24,7 +24,7 @@ from tests.properties import THOROUGH
 
 # Groups begin in this order: the longest first, so that no worker is left alone with one of them at the end.
 _LONGEST_FIRST = (
-    "tests/e2e/", "tests/founding/", "tests/workers/",
+    "tests/e2e/", "tests/founding/", "tests/simulation/", "tests/workers/",
     "tests/kube/", "tests/contract/", "tests/helm/", "tests/router/faults/",
     "tests/router/test_c", "tests/router/test_s", "tests/router/test_b", "tests/orchestrator/test_re",
     "tests/lorafleet/cli/", "tests/lorafleet/service/", "tests/benchmarks/",

@@ -107,8 +107,8 @@ class SimulationFleet:
         self.processes.add(f"router{number}", host, main)
         self.routers.append(self.client_of(f"http://{host}:{programs.ROUTER_PORT}"))
 
-    def kill(self, name: str, *, away_s: float | None, in_callbacks: int = 1) -> None:
-        """SIGKILL; the process starts again after `away_s`, or with None at `start`."""
+    def kill(self, name: str, *, away_s: float | None, in_callbacks: int = 0) -> None:
+        """SIGKILL, now or before the so-manieth callback; it starts again after `away_s`, or with None at `start`."""
         self.processes.kill(name, away_s=away_s, in_callbacks=in_callbacks)
 
     def stop(self, name: str, *, away_s: float | None) -> None:
@@ -127,7 +127,9 @@ class SimulationFleet:
         return self.paths.of(self.processes.nodes[name].host)
 
     async def is_whole(self) -> bool:
-        """Whether every worker and every router is ready."""
+        """Whether every process runs, and every worker and router is ready."""
+        if not all(node.may_run for node in self.processes.nodes.values()):
+            return False
         answer = await self.http.get("/v1/workers")
         states = [worker["state"] for worker in answer.json()["data"]] if answer.is_success else []
         return states == ["ready"] * len(self.agents) and all([await is_ready(router) for router in self.routers])

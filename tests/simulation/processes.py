@@ -58,10 +58,16 @@ class FleetProcesses:
         node.start(program.main)
 
     def kill(self, name: str, *, away_s: float | None, in_callbacks: int = 1) -> None:
-        """SIGKILL before the so-manieth callback from now. It starts again after `away_s`; None: not by itself."""
+        """SIGKILL before the so-manieth callback from now; 0: at once.
+
+        It starts again after `away_s`; None: not by itself.
+        """
         node = self.nodes[name]
         node.may_end, node.away_s = True, away_s
-        node.kill_in(in_callbacks)
+        if in_callbacks:
+            node.kill_in(in_callbacks)
+        else:
+            node.kill()
 
     def stop(self, name: str, *, away_s: float | None) -> None:
         """SIGTERM. It starts again so long after its end; None: not by itself."""

@@ -210,7 +210,6 @@ async def test_a_pause_whose_owner_and_router_are_killed_ends_with_its_lease_and
     assert (await fleet.routers[0].post("/pause", params={"mode": "keep", "lease_s": 60})).is_success
     for router in ("router0", "router1"):
         fleet.kill(router, away_s=3)
-    await until(lambda: not fleet.processes.nodes["router1"].is_alive, what="the routers are dead")
     await until(fleet.is_whole, what="their successors are ready")
     loop = asyncio.get_running_loop()
     began = loop.time()

@@ -100,7 +100,6 @@ async def test_a_broken_upload_goes_on_where_it_was_also_at_an_orchestrator_that
     await break_off(fleet, "sql/v1", whole, third)
     for part in (1, 2):
         fleet.kill("orch0", away_s=5)
-        await until(lambda: not fleet.processes.nodes["orch0"].is_alive, what="it is dead")
         await until(fleet.is_whole, what="the orchestrator is back, and has heard of the workers")
         assert await received(fleet, "sql/v1") == part * third
         if part == 1:
@@ -126,7 +125,6 @@ async def test_the_loss_of_either_worker_after_the_answer_loses_nothing(simulati
     files = fleet.files_of(lost)
     for process in (lost, lost.replace("w", "engine")):
         fleet.kill(process, away_s=None)
-    await until(lambda: not fleet.processes.nodes[lost].is_alive, what="the worker is gone")
     shutil.rmtree(files)
     left = sorted(fleet.agents.keys() - {lost})
     assert await fleet.ensure("sql/v1", replicas=2) == left
