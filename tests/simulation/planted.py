@@ -228,11 +228,12 @@ FAULTS = (
         _has_salted_adapters,
     ),
     PlantedFault(
-        "tenants find each other's cached prompts",
+        "everyone finds tenants' cached prompts",
         "",
         "router/request/cache_salt.py",
         "return own_salt(tenant, key_id, _checked_salt(given))",
-        'return own_salt("", "", _checked_salt(given))',
+        "return _checked_salt(given)",
+        lambda scenario: bool(scenario.fleet.tenants),
     ),
     PlantedFault(
         "an aborted rollout goes on to its end",
