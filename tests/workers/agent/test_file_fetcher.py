@@ -228,6 +228,17 @@ async def test_kept_files_outlast_what_needs_room_and_released_ones_do_not(neigh
     await until(lambda: not folder.exists(), what="a dropped adapter is deleted by a sweep")
 
 
+async def test_load_of_the_leader_keeps_the_files_where_it_says_so(neighbours):
+    first, digest = await neighbours.first()
+    second = await neighbours.agent("w1")
+    body = {"source": neighbours.sources["far/v1"], "digest": digest, "from_fleet": True, "keeps_files": True}
+    body["neighbours"] = [url_of(first)]
+    for lora_id, headers, kept in (("far/v1", {}, 0), ("far/v2", EPOCH, 1)):
+        loaded = await second.post("/v1/admin/load_lora", json=body | {"lora_id": lora_id}, headers=headers)
+        assert loaded.json()["state"] == "ready", loaded.text
+        assert await value_of(second, "lorafleet_workers_kept_adapters") == kept, "only the leader keeps files"
+
+
 async def test_what_an_agent_sends_at_a_time_is_bounded(neighbours):
     first, digest = await neighbours.first()
     second = await neighbours.agent("w1", "--max-uploads", "1", "--upload-bytes-per-s", "20000")
