@@ -6,9 +6,17 @@ import subprocess
 import pytest
 import uvloop
 
+from lorafleet.local.authority import Authority
+
 
 def pytest_asyncio_loop_factories(config, item):
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def tls_files(tmp_path_factory):
+    """A certificate for localhost, and its authority."""
+    return Authority(tmp_path_factory.mktemp("authority")).issue("localhost", "localhost")
 
 
 @pytest.fixture(scope="session")

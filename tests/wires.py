@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import struct
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.http_server.intake import ClientLimits, RequestIntake
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.keys.roles import ANYONE
+from lorafleet.service.network.tls import Tls, TlsFiles
 from router.http.engine_connection import EngineLost
 from router.http.error_shapes import error_body
 from tests.patience import until, within
@@ -22,6 +24,30 @@ MESSAGES = "/v1/messages"
 LIMIT_S = 10.0
 # The system would let the buffers of a connection grow to tens of megabytes, which a slow reader's answer must exceed.
 _SOCKET_BYTES = 2**18
+
+
+_over_tls: list[TlsFiles] = []
+
+
+@contextlib.contextmanager
+def over_tls(files: TlsFiles):
+    """Listeners of `listening` speak TLS during the block, and so do their clients."""
+    _over_tls.append(files)
+    try:
+        yield
+    finally:
+        _over_tls.pop()
+
+
+def tls_of_server() -> Tls | None:
+    return Tls(_over_tls[-1]) if _over_tls else None
+
+
+def tls_of_client() -> dict[str, object]:
+    """Arguments of `open_connection`."""
+    if not _over_tls:
+        return {}
+    return {"ssl": ssl.create_default_context(cafile=_over_tls[-1].ca), "server_hostname": "localhost"}
 
 
 @dataclass
@@ -39,7 +65,7 @@ class Served:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
-        return RawClient(*await asyncio.open_connection(sock=sock))
+        return RawClient(*await asyncio.open_connection(sock=sock, **tls_of_client()))
 
     async def response_to(self, raw: bytes) -> bytes:
         """All bytes of the answers to these bytes, until the connection closes."""
@@ -182,7 +208,7 @@ async def listening(handler=length, *, caller_of=lambda _: ANYONE, cors_headers=
     app = AsgiApp(seen)
     unexpected: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unexpected.append(context))
-    async with serving(app, http=made, send_buffer_bytes=_SOCKET_BYTES) as url:
+    async with serving(app, http=made, send_buffer_bytes=_SOCKET_BYTES, tls=tls_of_server()) as url:
         yield Served(int(url.rsplit(":", 1)[1]), made, app, seen)
     assert intake.room.held_bytes == 0
     assert not made.connections
