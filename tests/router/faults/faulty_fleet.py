@@ -20,7 +20,7 @@ from router.request.usage_report import usage_report
 from tests.patience import patience, until
 from tests.router.doubles import BASE, AgentDouble, chunk, with_worker_key
 from tests.serving import client_of, serving
-from tests.wires import RawClient, RawEngine, reset
+from tests.wires import RawClient, RawEngine, reset, tls_of_client, tls_of_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
@@ -140,7 +140,7 @@ class FaultyFleet:
 
     async def raw(self) -> RawClient:
         """A client that sends bytes."""
-        return RawClient(*await asyncio.open_connection("127.0.0.1", self.port))
+        return RawClient(*await asyncio.open_connection("127.0.0.1", self.port, **tls_of_client()))
 
     def left(self) -> dict[str, object]:
         """What is still held, by name; empty when all was given back."""
@@ -222,7 +222,7 @@ async def faulty_fleet(
             "retry_floor_per_s": 10**6,
         }
         app, parts = build(RouterSettings(**usual | with_worker_key(settings)))
-        url = await stack.enter_async_context(serving(app, http=app.state.http))
+        url = await stack.enter_async_context(serving(app, http=app.state.http, tls=tls_of_server()))
         assert await parts.discovery.changes.until(
             lambda: len(parts.discovery.fleet.replicas) == engines, timeout_s=patience(5)
         )
