@@ -221,8 +221,9 @@ class PostgresBackend:
                 failures = 0
             except DatabaseFault as exc:
                 failures += 1
-                self.trouble = f"store: {exc}"
-                log.warning("store not reached", error=str(exc))
+                if self.trouble != (trouble := f"store: {exc}"):  # once a problem, not once a try
+                    log.warning("store not reached", error=str(exc))
+                self.trouble = trouble
             except Exception:
                 failures += 1
                 log.exception("store step failed")

@@ -1,8 +1,10 @@
 """The store in PostgreSQL under faults: fenced leaders, servers that are killed or hang, and connections that break."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
+from structlog.testing import capture_logs
 
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StoreError
 from orchestrator.model.policy import PlacementPolicy
@@ -264,9 +266,12 @@ async def test_a_store_that_cannot_be_used_stops_the_start_and_one_that_is_away_
         await DatabaseStoreInstances(server.url(password="wr0ng")).open()
     await asyncio.to_thread(server.kill)
     instances = DatabaseStoreInstances(address)
-    early = await instances.open(call_s=patience(1))
-    assert not early.store.is_read
-    assert "goes on by itself" in early.store.trouble
-    await asyncio.to_thread(server.start)
-    await until(lambda: early.store.is_read and not early.store.trouble)
+    with capture_logs() as logs:
+        early = await instances.open(call_s=patience(1))
+        assert not early.store.is_read
+        assert "goes on by itself" in early.store.trouble
+        await asyncio.to_thread(server.start)
+        await until(lambda: early.store.is_read and not early.store.trouble)
+    problems = [line["error"] for line in logs if line["event"] == "store not reached"]
+    assert all(one != next_one for one, next_one in pairwise(problems)), "a line for each problem, not for each try"
     await instances.close_all()
