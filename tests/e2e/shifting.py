@@ -1,6 +1,7 @@
 """Traffic that shifts over few slots: adapters follow it, no request fails, and everybody agrees in the end.
 
-One suite, run on sim and on real vLLM. The fleet has two workers with `--max-loras 2` and at least `FIVE`.
+For real vLLM; `tests/simulation/test_placement.py` does the same on sim. The fleet has two workers with
+`--max-loras 2` and at least `FIVE`.
 """
 
 from collections.abc import Iterator
