@@ -24,6 +24,7 @@ from benchmarks.relay.contenders import (
     CONTENDERS,
     EXACT,
     HOW_TO_ADD,
+    NGINX,
     Contender,
     NotStarted,
     Stage,
@@ -36,10 +37,12 @@ from benchmarks.relay.rows import GROUPS
 from benchmarks.relay.rows.scene import RunningContenders
 from benchmarks.report import add_arguments, show
 from benchmarks.row_runner import RowFailed, RowRunner
+from lorafleet.local.authority import Authority
 from lorafleet.local.processes import ProcessGuard, clean_environment
 from lorafleet.local.tiny_model import make_model
 
 _HOT_SPOTS = 25
+TLS_ROWS = ("short", "long", "chunk")
 
 
 def main() -> None:
@@ -61,11 +64,12 @@ def main() -> None:
             peers=options.peers.resolve() if options.peers else None,
             before=options.before.resolve() if options.before else None,
             profiles=options.profile.resolve() if options.profile else None,
+            tls=Authority(scratch).issue("router", "127.0.0.1") if options.tls else None,
         )
         bench = RelayBench(stage, other_core, make_model(scratch / "model"), QUICK if options.quick else FULL)
         noise = Noise()
         chosen = _chosen(options)
-        names = options.rows or list(GROUPS)
+        names = options.rows or list(TLS_ROWS if options.tls else GROUPS)
         routers = len(chosen) - 1
         pace = 0.1 if options.quick else 1.0
         runner = RowRunner(names, {name: pace * GROUPS[name].about_s(routers) for name in names}, options.json)
@@ -135,6 +139,8 @@ async def _measure(bench: RelayBench, chosen: list[Contender], runner: RowRunner
 def _chosen(options: argparse.Namespace) -> list[Contender]:
     """The contenders that are asked for and installed; their versions, and what is not installed, are printed."""
     named: list[str] | None = options.contenders
+    if options.tls and named is None:
+        named = ["lorafleet", NGINX]
     if named is None:
         wanted = [c for c in CONTENDERS if c.kind in ("ours", "direct") or not (options.quick or options.profile)]
     else:
@@ -188,7 +194,14 @@ def _options() -> argparse.Namespace:
         metavar="DIR",
         help="run our routers under cProfile, leave DIR/NAME.prof and print where the time went; figures mean nothing",
     )
+    parser.add_argument(
+        "--tls",
+        action="store_true",
+        help=f"clients speak TLS with ours and nginx, whose engines stay plain; rows {', '.join(TLS_ROWS)} alone",
+    )
     options = parser.parse_args()
+    if options.tls and not set(options.rows or ()) <= set(TLS_ROWS):
+        parser.error(f"--tls: the rows are {', '.join(TLS_ROWS)}")
     if options.peers is not None and not (options.peers / "bin" / "python").exists():
         parser.error(f"--peers {options.peers}: no virtual environment there (bin/python). {HOW_TO_ADD}")
     if options.before is not None and not (options.before / "router" / "__main__.py").exists():

@@ -162,12 +162,12 @@ class RelayBench:
     def predicted_tokens(self, running: Running, ask: ChatKind) -> tuple[int | str, int]:
         """Cached tokens that a router of ours predicts for such a prompt, or its refusal; and what is cached."""
         requests = self.requests(ask, running)
-        predicted = _predicted(running.port, requests.next().partition(b"\r\n\r\n")[2])
+        predicted = _predicted(running, requests.next().partition(b"\r\n\r\n")[2])
         return predicted, self.counted(ask).cached_tokens
 
     async def waiting(self, running: Running) -> float:
         """Requests that wait in a router of ours for room at an engine."""
-        text = await asyncio.to_thread(_fetched, running.port, "/metrics")
+        text = await asyncio.to_thread(_fetched, running, "/metrics")
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(_WAITING))
 
     def until_known(self, running: Running, stage: Stage) -> None:
@@ -178,7 +178,7 @@ class RelayBench:
         deadline = time.monotonic() + _KNOWN_S
         while True:
             predicted, expected = self.predicted_tokens(running, long_seen())
-            metrics = _fetched(running.port, "/metrics")
+            metrics = _fetched(running, "/metrics")
             followed = re.search(r'^lorafleet_router_kv_feeds\{source="ledger"\} (\S+)', metrics, re.MULTILINE)
             feeds = int(float(followed[1])) if followed else 0
             if predicted == expected and feeds == len(stage.engines):
@@ -282,7 +282,7 @@ class RelayBench:
 
 @contextlib.asynccontextmanager
 async def _clients(runnings: Sequence[Running]) -> AsyncIterator[dict[str, LoadClient]]:
-    clients = {running.name: LoadClient(running.name, running.port) for running in runnings}
+    clients = {running.name: LoadClient(running.name, running.port, running.tls) for running in runnings}
     try:
         yield clients
     finally:
@@ -290,18 +290,18 @@ async def _clients(runnings: Sequence[Running]) -> AsyncIterator[dict[str, LoadC
             client.close()
 
 
-def _fetched(port: int, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+def _fetched(running: Running, path: str) -> str:
+    with urllib.request.urlopen(f"{running.url}{path}", timeout=10, context=running.tls) as answer:
         text: str = answer.read().decode()
         return text
 
 
-def _predicted(port: int, body: bytes) -> int | str:
+def _predicted(running: Running, body: bytes) -> int | str:
     """The prompt's cached tokens, as the router predicts them; what it says instead, where it refuses."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", data=body)
+    request = urllib.request.Request(f"{running.url}/v1/chat/completions", data=body)
     request.add_header("content-type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=10, context=running.tls) as answer:
             return int(answer.headers["x-lorafleet-cached-tokens"])
     except urllib.error.HTTPError as exc:
         return exc.read().decode(errors="replace")

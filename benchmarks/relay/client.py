@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -128,9 +129,10 @@ class _Lane(asyncio.Protocol):
 class LoadClient:
     """Keep-alive connections to one contender."""
 
-    def __init__(self, name: str, port: int) -> None:
+    def __init__(self, name: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         self._name = name
         self._port = port
+        self._tls = tls
         self._lanes: list[_Lane] = []
 
     async def run(
@@ -173,7 +175,7 @@ class LoadClient:
     async def get(self, path: str, *, every_s: float, until: asyncio.Event) -> list[float]:
         """Seconds that each GET took, one after the other with a pause in between."""
         loop = asyncio.get_running_loop()
-        _, lane = await loop.create_connection(_Lane, "127.0.0.1", self._port)
+        _, lane = await loop.create_connection(_Lane, "127.0.0.1", self._port, ssl=self._tls)
         request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
         taken: list[float] = []
         while not until.is_set():
@@ -189,7 +191,7 @@ class LoadClient:
         loop = asyncio.get_running_loop()
         self._lanes = [lane for lane in self._lanes if not lane.transport.is_closing()]
         while len(self._lanes) < connections:
-            _, lane = await loop.create_connection(_Lane, "127.0.0.1", self._port)
+            _, lane = await loop.create_connection(_Lane, "127.0.0.1", self._port, ssl=self._tls)
             self._lanes.append(lane)
 
     def close(self) -> None:

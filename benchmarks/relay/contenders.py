@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from benchmarks.relay.prompts import BASE
 from benchmarks.relay.wiring import free_port
 from benchmarks.row_runner import RowFailed
 from benchmarks.scenes import lora_id
+from lorafleet.service.network.tls import TlsFiles, client_context
 
 ADAPTERS = tuple(map(lora_id, range(10)))
 Kind = Literal["direct", "ours", "by cache", "blind"]
@@ -44,6 +46,7 @@ class Stage:
     peers     the virtual environment that has them
     before    a checkout of another version of ours, measured beside this one
     profiles  where ours leave theirs
+    tls       the certificate that ours and nginx speak TLS with towards clients; the engines stay plain
     """
 
     scratch: Path
@@ -54,11 +57,22 @@ class Stage:
     peers: Path | None = None
     before: Path | None = None
     profiles: Path | None = None
+    tls: TlsFiles | None = None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Flags of our router for the certificate."""
+        return () if self.tls is None else ("--tls-cert", str(self.tls.cert), "--tls-key", str(self.tls.key))
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A contender that answers. models: what it is asked for, in turn; grace_s: what it gets to end by itself."""
+    """A contender that answers.
+
+    models   what it is asked for, in turn
+    grace_s  what it gets to end by itself
+    tls      how clients connect; None: plainly
+    """
 
     name: str
     kind: Kind
@@ -66,6 +80,11 @@ class Running:
     models: tuple[str, ...]
     process: subprocess.Popen[bytes] | None = None
     grace_s: float = 0.5
+    tls: ssl.SSLContext | None = None
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -124,12 +143,19 @@ def start_router(stage: Stage, name: str, models: tuple[str, ...], *flags: str, 
     profiled = ["-m", "cProfile", "-o", str(stage.profiles / f"{port_file.stem}.prof")] if stage.profiles else []
     command = [sys.executable, "-P", *profiled, "-m", "router", "--port", "0", "--port-file", str(port_file)]
     command += ["--orchestrator-url", f"http://127.0.0.1:{stage.control}", "--log-level", "warning", *flags]
+    command += stage.flags
     process = _popen(stage, name, command, {"PYTHONPATH": str(stage.before)} if is_before else {})
     _wait(port_file.exists, process, stage, name)
     port = int(port_file.read_text())
-    _wait(lambda: _get(port, "/ready") == 200, process, stage, name)
+    tls = client_tls(stage)
+    _wait(lambda: _get(port, "/ready", tls=tls) == 200, process, stage, name)
     # A profile is written at an orderly end.
-    return Running(name, "ours", port, models, process, grace_s=15.0 if stage.profiles else 0.5)
+    return Running(name, "ours", port, models, process, grace_s=15.0 if stage.profiles else 0.5, tls=tls)
+
+
+def client_tls(stage: Stage) -> ssl.SSLContext | None:
+    """How clients connect to ours and to nginx. They resume no session: each connection is a whole handshake."""
+    return None if stage.tls is None or stage.tls.ca is None else client_context(stage.tls.ca)
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------
@@ -142,7 +168,7 @@ http {{
   client_body_temp_path {scratch}/nginx-body; proxy_temp_path {scratch}/nginx-proxy;
   fastcgi_temp_path {scratch}/nginx-f; uwsgi_temp_path {scratch}/nginx-u; scgi_temp_path {scratch}/nginx-s;
   upstream engines {{ {engines} keepalive 4096; keepalive_requests 1000000000; }}
-  server {{ listen 127.0.0.1:{port} backlog=4096;
+  server {{ listen 127.0.0.1:{port} {ssl} backlog=4096; {certificate}
     location / {{
       proxy_pass http://engines; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
     }} }}
@@ -163,8 +189,15 @@ def _nginx(me: Contender, stage: Stage) -> Running:
     assert path is not None
     engines = " ".join(f"server 127.0.0.1:{engine};" for engine in stage.engines)
     config = stage.scratch / "nginx.conf"
-    config.write_text(_NGINX.format(scratch=stage.scratch, engines=engines, port=port))
-    return _peer(me, stage, port, [path, "-c", str(config), "-e", str(stage.scratch / "nginx.err")])
+    certificate = ""
+    if stage.tls is not None:
+        certificate = f"ssl_certificate {stage.tls.cert}; ssl_certificate_key {stage.tls.key};"
+        certificate += " ssl_protocols TLSv1.2 TLSv1.3;"
+    ssl_flag = "" if stage.tls is None else "ssl"
+    text = _NGINX.format(scratch=stage.scratch, engines=engines, port=port, ssl=ssl_flag, certificate=certificate)
+    config.write_text(text)
+    tls = client_tls(stage)
+    return _peer(me, stage, port, [path, "-c", str(config), "-e", str(stage.scratch / "nginx.err")], tls=tls)
 
 
 def _package(name: str) -> Callable[[Path | None], str | None]:
@@ -202,10 +235,12 @@ def _wheel(module: str, *arguments: str) -> Callable[[Contender, Stage], Running
     return start
 
 
-def _peer(me: Contender, stage: Stage, port: int, command: Sequence[str]) -> Running:
+def _peer(
+    me: Contender, stage: Stage, port: int, command: Sequence[str], *, tls: ssl.SSLContext | None = None
+) -> Running:
     process = _popen(stage, me.name, command, {"PYTHONPATH": ""})
-    _wait(lambda: _chat(port) == 200, process, stage, me.name)
-    return Running(me.name, me.kind, port, (BASE,), process)
+    _wait(lambda: _chat(port, tls) == 200, process, stage, me.name)
+    return Running(me.name, me.kind, port, (BASE,), process, tls=tls)
 
 
 def _direct(me: Contender, stage: Stage) -> Running:
@@ -291,12 +326,12 @@ def _wait(is_there: Callable[[], bool], process: subprocess.Popen[bytes], stage:
         time.sleep(0.05)
 
 
-def _get(port: int, path: str, body: bytes | None = None) -> int | None:
+def _get(port: int, path: str, body: bytes | None = None, *, tls: ssl.SSLContext | None = None) -> int | None:
     """The status; None when nobody answers."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=body)
+    request = urllib.request.Request(f"{'https' if tls else 'http'}://127.0.0.1:{port}{path}", data=body)
     request.add_header("content-type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=5, context=tls) as answer:
             status: int = answer.status
             return status
     except urllib.error.HTTPError as exc:
@@ -305,9 +340,9 @@ def _get(port: int, path: str, body: bytes | None = None) -> int | None:
         return None
 
 
-def _chat(port: int) -> int | None:
+def _chat(port: int, tls: ssl.SSLContext | None = None) -> int | None:
     body = b'{"model":"%s","messages":[{"role":"user","content":"hi"}]}' % BASE.encode()
-    return _get(port, "/v1/chat/completions", body)
+    return _get(port, "/v1/chat/completions", body, tls=tls)
 
 
 def environment(clean: dict[str, str]) -> dict[str, str]:

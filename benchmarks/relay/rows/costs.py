@@ -103,7 +103,7 @@ def _tokenization_us(bench: RelayBench) -> tuple[float, float]:
 
 async def health_s(bench: RelayBench, running: Running, beside: ChatKind | None) -> float:
     """p99 of GET /health; beside it two connections that always have a request under way, or nothing."""
-    client, over = LoadClient(running.name, running.port), asyncio.Event()
+    client, over = LoadClient(running.name, running.port, running.tls), asyncio.Event()
     probing = asyncio.create_task(client.get("/health", every_s=0.005, until=over))
     began = time.perf_counter()
     while time.perf_counter() - began < bench.size.seconds * 2:

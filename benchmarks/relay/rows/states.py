@@ -48,7 +48,7 @@ async def queue_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
 
 async def _waits(bench: RelayBench, running: Running) -> float:
     """The number of requests that wait in the router while every client has sent one: the median of several looks."""
-    client = LoadClient(running.name, running.port)
+    client = LoadClient(running.name, running.port, running.tls)
     requests, looks = bench.requests(short_new(), running), []
     total = _WAITING_CLIENTS * 8
     run = asyncio.create_task(client.run(requests, total=total, connections=_WAITING_CLIENTS))
@@ -147,7 +147,7 @@ async def _after_large_prompts(bench: RelayBench, running: Running, before_mb: f
     """
     longest_kb, count = bench.size.lengths_kb[-1], bench.size.large_prompts
     kinds = of_length(longest_kb, is_new=True), of_script("Chinese", longest_kb * 1000 // 3)
-    client, peak_mb = LoadClient(running.name, running.port), 0.0
+    client, peak_mb = LoadClient(running.name, running.port, running.tls), 0.0
     for ask in kinds:
         requests = bench.requests(ask, running)
         run = asyncio.create_task(

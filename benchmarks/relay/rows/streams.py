@@ -78,7 +78,7 @@ async def open_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
     what = f"{size.open_streams:,} open streams, {PACE_PER_S} chunks/s each"
     ideal_s = (size.open_chunks - 1) / PACE_PER_S
     for running in scene.routers:
-        client = LoadClient(running.name, running.port)
+        client = LoadClient(running.name, running.port, running.tls)
         before = cpu_ns(running.pid)
         run = asyncio.create_task(
             client.attempt(
