@@ -65,7 +65,10 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         """
         owners.require_alias(store, caller, name, [target.lora_id for target in spec.targets], "give")
         is_new = registry.put_alias(name, spec, caller.name, if_match=if_match)
-        await reconciler.publish_change(("names", name))
+        shown = None
+        while (in_force := registry.alias(name).targets) != shown:  # a pass may shift them during the wait
+            shown = in_force
+            await reconciler.publish_change(("names", name))
         found = item_with_etag(name, response, seen)
         is_pending = found.status.pending is not None and found.status.pending.state == "placing"
         response.status_code = 201 if is_new else 202 if is_pending else 200

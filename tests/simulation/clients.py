@@ -22,6 +22,8 @@ MOST_WAIT_S = 900.0
 OWN_TOKENS = 20
 """Tokens at the end of each prompt that no other prompt has."""
 _AGAIN_S = 0.5
+# What a GET shows is in force at the orchestrator; routers follow within `confirm_wait_s`, two seconds.
+_FOLLOW_S = 2.5
 _PREFIX_TOKENS = (0, 64, 400)
 _FIRST_TOKEN, _TOKENS = 300, 1000
 
@@ -192,11 +194,14 @@ class Clients:
         operation = self._begin("write", name, client, content, to=to)
         body = {"targets": [{"lora_id": to, "weight": 1.0}]}
         status, answer = await self.orchestrator("PUT", f"/v1/aliases/{name}", body=body, timeout_s=MOST_WAIT_S)
+        is_placed_later = status == 202
         while status == 202 and answer["status"].get("pending"):
             await asyncio.sleep(_AGAIN_S)
             found, answer_now = await self.orchestrator("GET", f"/v1/aliases/{name}")
             if found == 200:
                 answer = answer_now
+        if is_placed_later:
+            await asyncio.sleep(_FOLLOW_S)
         self._end(operation, status, answer)
         await self._ask_at_once(client, name, asks_after)
 
@@ -227,6 +232,7 @@ class Clients:
                 found, ended = await self.orchestrator("DELETE", path, timeout_s=MOST_WAIT_S)
                 operation.detail["is_aborted"] = found == 200 and ended["status"]["state"] == "aborted"
             operation.detail["after"] = await self._pointed_at(name)
+            await asyncio.sleep(_FOLLOW_S)
             self._end(operation, status, answer)
 
     async def _pointed_at(self, name: str) -> int:
