@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -84,18 +83,15 @@ async def small_fleet(
     routers: int = 0,
     engine: Sequence[str] = (),
     tenants: Sequence[str] = (),
-    router_settings: Mapping[str, Any] = MappingProxyType({}),
     agent: Sequence[str] = (),
-    adopt: str = "none",
     **settings: Any,
 ) -> AsyncIterator[SmallFleet]:
-    """A ready fleet with keys, whose workers may read adapters below `shelf` alone. `settings`: the orchestrator's.
+    """A ready fleet with keys, whose workers may read adapters below `shelf` alone, where specs point at them.
 
-    engine           further flags of each sim
-    tenants          each has a key with scopes infer and register, in `keys` by its name
-    router_settings  further settings of each router
-    agent            further flags of each agent
-    adopt            the policy's: by default `shelf` is no more than where specs point at
+    engine    further flags of each sim
+    tenants   each has a key with scopes infer and register, in `keys` by its name
+    agent     further flags of each agent
+    settings  the orchestrator's
     """
     folder.mkdir(parents=True)  # noqa: ASYNC240  (a test's own folder)
     key_file = folder / "keys.yaml"
@@ -127,7 +123,7 @@ async def small_fleet(
         own = await part("orchestrator")
         url = await own.enter_async_context(serving(orchestrator.app, http=listener))
         http = await stack.enter_async_context(client_of(url, headers=operator))
-        (await http.patch("/v1/policy", json={"adopt": adopt})).raise_for_status()
+        (await http.patch("/v1/policy", json={"adopt": "none"})).raise_for_status()
         fleet = SmallFleet(url, http, keys, parts=parts)
         for number in range(workers):
             name = f"w{number}"
@@ -141,7 +137,7 @@ async def small_fleet(
             client.headers.update(operator)
             fleet.agents[name] = client
         for _ in range(routers):
-            given = {"catalog_poll_s": POLL_S, **ROUTER_WAITS, **router_settings}
+            given = {"catalog_poll_s": POLL_S, **ROUTER_WAITS}
             app, services = build_router(
                 RouterSettings(
                     orchestrator_url=url,
