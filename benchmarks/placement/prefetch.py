@@ -11,7 +11,7 @@ from random import Random
 
 from benchmarks.report import ReportRow
 from lorafleet.identity import rendezvous_score
-from orchestrator.core.placement.prefetch import prefetches
+from orchestrator.core.placement.warm_up import prefetches
 from orchestrator.model.adapter_index import adapter_index
 from orchestrator.model.adapters import AdapterSpec, RegisteredAdapter
 from orchestrator.model.cards import AdapterCard

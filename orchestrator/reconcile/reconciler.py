@@ -18,8 +18,7 @@ import structlog
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.placement.expiry import longest_ttl_s
 from orchestrator.core.placement.place import place
-from orchestrator.core.placement.prefetch import prefetches
-from orchestrator.core.placement.warm_up import warm_up_loads
+from orchestrator.core.placement.warm_up import prefetches, warm_up_loads
 from orchestrator.core.plan import WorkerAction, diff, is_drained, required_drains
 from orchestrator.core.published_names import current_versions, with_published_floors
 from orchestrator.model.snapshot import (

@@ -1,8 +1,14 @@
-"""Warm-up: the adapters that a new worker loads before it is ready, its share of those in demand."""
+"""Warm-up and prefetch: what a worker loads or fetches before any request waits for it.
 
-from collections.abc import Mapping
+A new worker loads its share of the adapters in demand before it is ready. Files of adapters that should be asked for
+soon are fetched to the disk of the worker that will load them: one that has joined, or that takes over the adapters of
+a lost one, has none of their files. That is done while nothing that is asked for now needs the network.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from heapq import nsmallest
+from itertools import islice
 
 from orchestrator.core.placement.context import ClaimOrder, PlacementContext, is_placeable, usable_slots
 from orchestrator.core.placement.targets import replica_targets
@@ -14,6 +20,16 @@ WARMING = "warming"
 """State of a worker whose engine is up and takes loads while routers send it no requests yet: it holds no replica."""
 LOADS_AT_ONCE = 4
 """Loads at once on a warming worker, where no request waits behind a load. A guess, nothing measured."""
+AHEAD_S = 300.0
+"""Requests of the next five minutes count. A guess: a fetch takes seconds, and habits hold for a quarter of an hour."""
+LEAST_EXPECTED = 0.1
+"""Fewer expected requests are worth no fetch: of one request this is left after 18 minutes."""
+FETCHES_AT_ONCE = 2
+"""Prefetches under way in the fleet. They hold up no fetch of a load, and share the network with it."""
+LOOKED_AT = 1000
+"""Adapters that one pass looks at: with thousands that are asked for now and then, it takes a few milliseconds."""
+SPARE_FILES = 4
+"""A disk takes files that would fit so many times: what is asked for later needs room, too."""
 
 
 def warm_up_loads(
@@ -57,4 +73,56 @@ def _missing_loads(worker: ObservedWorker, share: list[RegisteredAdapter], room:
         )
         for adapter in share[: max(0, room)]
         if adapter.lora_id not in worker.adapters or worker.adapters[adapter.lora_id].state != "ready"
+    )
+
+
+def expected_requests(demand: DemandSnapshot, lora_id: str, within_s: float = AHEAD_S) -> float:
+    """Requests for the adapter within this time, if they come as they did in the last quarter of an hour."""
+    return demand.habits.get(lora_id, 0.0) * within_s
+
+
+def prefetches(
+    intent: Intent, observed: ObservedFleet, demand: DemandSnapshot, policy: PlacementPolicy, now: float
+) -> tuple[PlannedLoad, ...]:
+    """Files to fetch now that no request waits for, the most expected first; none while any request waits for a load.
+
+    The worker is the adapter's home, where its next load will be. Adapters that are in a slot need none. One that has
+    failed somewhere gets none: a further failure would keep its load away.
+    """
+    is_busy = observed.loads_in_flight > 0 or any(want.is_waited_for for want in demand.wants.values())
+    if is_busy or not observed.files.is_whole or len(observed.fetching) >= FETCHES_AT_ONCE:
+        return ()
+    failed = {lora_id for lora_id, _ in observed.failures}
+    served = {name for worker in observed.workers.values() for name in worker.adapters if worker.has_in_slot(name)}
+    expected = [
+        (-requests, adapter)
+        for name in demand.habits.keys() - served - failed
+        if (requests := expected_requests(demand, name)) >= LEAST_EXPECTED
+        if (adapter := intent.adapters.get(name)) is not None and is_placeable(adapter)
+    ]
+    if not expected:
+        return ()
+    context = PlacementContext(intent, observed, demand, policy, now)
+    first = nsmallest(LOOKED_AT, expected, key=lambda each: (each[0], each[1].lora_id))
+    missing = _missing_files(context, (adapter for _, adapter in first))
+    return tuple(islice(missing, FETCHES_AT_ONCE - len(observed.fetching)))
+
+
+def _missing_files(context: PlacementContext, adapters: Iterable[RegisteredAdapter]) -> Iterator[PlannedLoad]:
+    """A load of each adapter whose home lacks its files, and has room for them."""
+    for adapter in adapters:
+        home = min(context.able_workers(adapter), key=ClaimOrder(adapter.lora_id), default=None)
+        if home is not None and _lacks_files(context, home, adapter):
+            yield PlannedLoad(lora_id=adapter.lora_id, worker_id=home.id, reason="it is asked for every few minutes")
+
+
+def _lacks_files(context: PlacementContext, worker: ObservedWorker, adapter: RegisteredAdapter) -> bool:
+    """Whether the worker's disk has not got the adapter's files, and has room for several such adapters."""
+    has_files = worker.id in context.observed.files.holders.get(adapter.digest or "", ())
+    has_room = SPARE_FILES * (adapter.size_bytes or 0) <= worker.disk_room_bytes
+    return (
+        worker.has_agent
+        and has_room
+        and not has_files
+        and (adapter.lora_id, worker.id) not in context.observed.fetching
     )

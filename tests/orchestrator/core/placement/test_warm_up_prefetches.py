@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.placement.context import ClaimOrder
-from orchestrator.core.placement.prefetch import AHEAD_S, AT_ONCE, LEAST_EXPECTED, SPARE_FILES, prefetches
+from orchestrator.core.placement.warm_up import AHEAD_S, FETCHES_AT_ONCE, LEAST_EXPECTED, SPARE_FILES, prefetches
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.snapshot import AdapterFailure, DemandSnapshot, FilesSnapshot, WantedReplicas
 from tests.orchestrator.core.placement.test_place import NOW, adapter, fleet, held, intent, worker
@@ -97,7 +97,7 @@ def test_prefetches_are_few_and_each_puts_files_where_they_are_missing_and_expec
     for lora_id, name in on_disk:
         holders.setdefault(f"digest-{lora_id}", set()).add(name)
     found = planned(at_rest(*workers, holders=holders, fetching=frozenset(fetching)), habits)
-    assert len(found) + len(fetching) <= max(AT_ONCE, len(fetching))
+    assert len(found) + len(fetching) <= max(FETCHES_AT_ONCE, len(fetching))
     rates = [habits[lora_id] for lora_id, _ in found]
     assert rates == sorted(rates, reverse=True)
     room_of = dict(zip(WORKERS, rooms, strict=True))
