@@ -19,6 +19,7 @@ class ScoreItem(_RouterModel):
     passed_over  all its adapter slots are in use, while another replica has a free one
     trust        accuracy of its predicted hits: exact, degraded or estimate
     acceptance   whether its answers with the adapter are the trainer's: equal, differs or unknown; "": not compared
+    step_s       the engine's step under way, and decoding beside the prefill
     harm_s       decode interference
     crowd_s      cache pressure, and scarcity of adapter slots
     """
@@ -34,6 +35,7 @@ class ScoreItem(_RouterModel):
     adapter_s: float
     slot_s: float = 0.0
     queue_s: float
+    step_s: float = 0.0
     harm_s: float
     crowd_s: float = 0.0
     decode_s: float = 0.0
@@ -55,6 +57,7 @@ class RouteAnswer(_RouterModel):
                           and of a request that was sent
     trust                 accuracy of the winner's prediction: exact, degraded or estimate
     waited_s              seconds in the queue
+    first_token_s         predicted seconds from dispatch to the first token; null without a replica
     first_data_s          seconds from dispatch to the first data; null before
     record                the decision as data, for `POST /v1/decisions/replay`
     """
@@ -72,6 +75,7 @@ class RouteAnswer(_RouterModel):
     tokens_from: str
     trust: str | None = None
     waited_s: float = 0.0
+    first_token_s: float | None = None
     first_data_s: float | None = None
     kappa: float
     rho: float

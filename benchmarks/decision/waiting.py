@@ -60,8 +60,8 @@ class WaitingLine:
 
     def release(self) -> tuple[float, int]:
         """End the oldest request. Seconds that the release took, and how many requests were sent by it."""
-        self.now += 0.1
         entry = self._in_flight.pop(0)
+        self.now = max(self.now + 0.1, entry.began_at + entry.first_token_s)  # predictions hold
         self.scheduler.load.record_first_token(entry, self.now)
         self.scheduler.load.remove(entry, self.now, is_answered=True)
         began, sent = time.process_time(), []

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.trace.engine import Hardware
+from benchmarks.trace.fleet import SPEEDS
 from benchmarks.trace.ideals import Ideals
 from benchmarks.trace.measure import GOOD, TraceCase, TraceFigures, names
 from benchmarks.trace.table import by_case, show
@@ -78,8 +79,9 @@ def _what(options: argparse.Namespace, lines: Sequence[TraceLine]) -> str:
     file = options.trace or os.environ.get(VARIABLE)
     return (
         f"{Path(file).name if file else 'made-up trace'}: {len(lines)} requests, "
-        f"{sum(line.prompt_tokens for line in lines) / 1e6:.1f} M prompt tokens; 8 engines, loads of adapters "
-        f"{options.load_s:g} s, {options.max_loras} device and {options.max_cpu_loras} host slots of 100 adapters"
+        f"{sum(line.prompt_tokens for line in lines) / 1e6:.1f} M prompt tokens; {len(options.speeds)} engines, "
+        f"loads of adapters {options.load_s:g} s, {options.max_loras} device and {options.max_cpu_loras} host slots of "
+        "100 adapters"
     )
 
 
@@ -102,6 +104,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--late-binding", type=float, default=1.0, metavar="S", help="of our policies; inf: none")
     parser.add_argument("--cost", type=_cost, action="append", default=[], metavar="NAME=X", help="a Costs field")
+    parser.add_argument("--speeds", type=_floats, default=SPEEDS, help="of the engines, one each, around 1")
     parser.add_argument("--load-s", type=float, default=Hardware().load_s, help="median of an adapter's load")
     parser.add_argument("--max-loras", type=int, default=Hardware().max_loras)
     parser.add_argument("--max-cpu-loras", type=int, default=Hardware().max_cpu_loras)

@@ -17,6 +17,7 @@ from workers.core.slots import AdapterSlots, Location
 
 Changes = list[tuple[int, bool]]
 
+SPEEDS = (0.8, 0.87, 0.93, 0.98, 1.02, 1.07, 1.13, 1.2)
 SCRAPE_S = 1.0
 """How often an agent reads its engine's counters."""
 
@@ -31,7 +32,7 @@ class Setting:
     """
 
     hardware: Hardware = field(default_factory=Hardware)
-    speeds: tuple[float, ...] = (0.8, 0.87, 0.93, 0.98, 1.02, 1.07, 1.13, 1.2)
+    speeds: tuple[float, ...] = SPEEDS
     routers: int = 1
     report_s: float = 1.0
     events_s: float = 0.03

@@ -6,7 +6,7 @@ from math import ceil, inf, isinf
 from statistics import mean
 
 from benchmarks.trace.engine import Hardware
-from benchmarks.trace.fleet import Setting, TraceFleet, TraceRouter
+from benchmarks.trace.fleet import SPEEDS, Setting, TraceFleet, TraceRouter
 from benchmarks.trace.ours import LorafleetRouter
 from benchmarks.trace.peers import PEERS, Peer
 from benchmarks.trace.workload import TraceLine, TraceRequest, requests_of
@@ -50,6 +50,9 @@ class TraceFigures:
     cold_ttft_mean_s: float
     """Of the requests whose adapter had to be read from disk."""
     preemptions: int
+    off_p50: float
+    """By how much predicted first tokens were off, as a share of the measured; and of the worst tenth."""
+    off_p90: float
 
 
 def names() -> list[str]:
@@ -64,11 +67,12 @@ def run(
     seed: int,
     *,
     hardware: Hardware,
+    speeds: tuple[float, ...] = SPEEDS,
     late_binding_s: float,
     costs: CostSettings,
 ) -> tuple[TraceFigures, list[TraceRequest], TraceFleet]:
     """One policy, one seed. The same seed gives every policy the same requests and the same fleet."""
-    setting = Setting(hardware=hardware, routers=case.routers, report_s=case.report_s)
+    setting = Setting(hardware=hardware, speeds=speeds, routers=case.routers, report_s=case.report_s)
     requests = requests_of(lines, seed=seed, load=case.load, routers=case.routers)
     fleet = TraceFleet(setting, seed, learns_rates=policy in POLICIES)
     for number in range(case.routers):
@@ -90,6 +94,7 @@ def figures(requests: Sequence[TraceRequest], fleet: TraceFleet) -> TraceFigures
     for engine in fleet.engines:
         for gap, times in engine.gaps.items():
             gaps[gap] = gaps.get(gap, 0) + times
+    off = sorted(_off(r) for r in requests if r.predicted_s >= 0 and r.first_token >= 0) or [0.0]
     cold = [_or(r.first_token - r.arrived if r.first_token >= 0 else inf, timeout_s) for r in requests if r.load_s]
     return TraceFigures(
         requests=len(requests),
@@ -104,7 +109,14 @@ def figures(requests: Sequence[TraceRequest], fleet: TraceFleet) -> TraceFigures
         loads=sum(engine.counters.loads for engine in fleet.engines),
         cold_ttft_mean_s=mean(cold) if cold else 0.0,
         preemptions=sum(engine.counters.preemptions for engine in fleet.engines),
+        off_p50=_percentile(off, 0.5),
+        off_p90=_percentile(off, 0.9),
     )
+
+
+def _off(request: TraceRequest) -> float:
+    measured_s = request.first_token - request.sent
+    return abs(request.predicted_s - measured_s) / measured_s
 
 
 def _is_good(request: TraceRequest) -> bool:

@@ -65,6 +65,8 @@ def show(lines: Sequence[PolicyRow], good: str, what: str, into: Path | None) ->
         "shed+failed",
         "loads",
         "cold TTFT",
+        "predicted off",
+        "p90",
     )
     for column in columns:
         table.add_column(column, justify="left" if column == "policy" else "right")
@@ -107,6 +109,7 @@ def _cells(line: PolicyRow) -> tuple[str, ...]:
         f"{line.mean('shed'):.0f}+{line.mean('failed'):.0f}",
         f"{line.mean('loads'):.0f}",
         f"{line.mean('cold_ttft_mean_s'):.2f}",
+        *([f"{line.mean('off_p50'):.3f}", f"{line.mean('off_p90'):.3f}"] if line.mean("off_p50") else ["", ""]),
     )
 
 
@@ -155,6 +158,7 @@ def _rows(lines: Sequence[PolicyRow]) -> list[dict[str, object]]:
 _OTHER = (
     ("ttft_p99_s", "s"), ("good_share", "share"), ("inter_token_p99_s", "s"), ("shed", "requests"),
     ("failed", "requests"), ("loads", "loads"), ("cold_ttft_mean_s", "s"),
+    ("off_p50", "of the measured"), ("off_p90", "of the measured"),
 )  # fmt: skip
 
 

@@ -32,13 +32,16 @@ def do(task: Task) -> TraceFigures | Ideals:
     lines, options = _shared[0]
     case = task.case
     if not task.policy:
-        return ideals(requests_of(lines, seed=task.seed, load=case.load, routers=1), 8 * case.capacity)
+        return ideals(
+            requests_of(lines, seed=task.seed, load=case.load, routers=1), len(options.speeds) * case.capacity
+        )
     figures, _, _ = run(
         task.policy,
         lines,
         case,
         task.seed,
         hardware=_hardware(options, case.capacity),
+        speeds=options.speeds,
         late_binding_s=options.late_binding,
         costs=replace(CostSettings(), **dict(options.cost)),
     )

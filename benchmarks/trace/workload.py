@@ -52,6 +52,8 @@ class TraceRequest:
     load_s: float = 0.0
     worker: int = -1
     is_shed: bool = False
+    predicted_s: float = -1.0
+    """From sent to its first token, as its router predicted; -1: it predicts nothing."""
 
 
 def read(file: Path) -> list[TraceLine]:

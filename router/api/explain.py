@@ -34,6 +34,7 @@ def dispatched_answer(dispatched: DispatchedRequest, trust: Callable[[WorkerId],
         winner_trust=dispatched.trust,
         engine_cached_tokens=dispatched.cached_tokens,
         waited_s=dispatched.waited_s,
+        first_token_s=dispatched.load.first_token_s,
         first_data_s=dispatched.first_data_s,
     )
 
@@ -48,6 +49,7 @@ def decision_answer(
     winner_trust: str | None,
     engine_cached_tokens: int | None = None,
     waited_s: float = 0.0,
+    first_token_s: float | None = None,
     first_data_s: float | None = None,
     note: str | None = None,
 ) -> RouteAnswer:
@@ -72,6 +74,7 @@ def decision_answer(
         tokens_from=tokens_from,
         trust=winner_trust,
         waited_s=waited_s,
+        first_token_s=decision.score.first_token_s if first_token_s is None else first_token_s,
         first_data_s=first_data_s,
         kappa=decision.kappa,
         rho=snapshot.rho,
@@ -107,8 +110,8 @@ def score_item(
 def tenants_answer(answer: RouteAnswer, *, has_adapter_alone: bool) -> RouteAnswer:
     """A decision as a tenant's key may see it: without the record, which names all that workers hold.
 
-    Of an adapter that it shares, or of the base model, without scores and cached tokens: what is cached of a prompt
-    there would disclose other tenants' prompts.
+    Of an adapter that it shares, or of the base model, without scores, predicted time and cached tokens: what is
+    cached of a prompt there would disclose other tenants' prompts.
 
     has_adapter_alone  whether the adapter is that tenant's alone
     """
@@ -117,7 +120,8 @@ def tenants_answer(answer: RouteAnswer, *, has_adapter_alone: bool) -> RouteAnsw
     if has_adapter_alone:
         return shown
     note = "; ".join(filter(None, (answer.note, "scores are shown for adapters of your tenant alone")))
-    return shown.model_copy(update={"scores": (), "cached_tokens": 0, "engine_cached_tokens": None, "note": note})
+    hidden = {"scores": (), "cached_tokens": 0, "engine_cached_tokens": None, "first_token_s": None}
+    return shown.model_copy(update={**hidden, "note": note})
 
 
 def undecided_answer(

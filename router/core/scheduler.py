@@ -81,7 +81,6 @@ class Scheduler:
             self._decide_queued,
             self.late_binding_s,
             self._is_full if self.most_in_flight_tokens else None,
-            self.load.prefill_pace,
             rooms=EngineRooms(self.roster, self.load, self.late_binding_s, self._may_choose),
             move_s=self._move_s,
         )
@@ -136,6 +135,8 @@ class Scheduler:
             request.base_model,
             score.adapter_s,
             request.sequences,
+            # What is still queued here does not go before a request that is sent.
+            score.first_token_s - decision.snapshot.backlog.get(replica.id, 0.0),
         )
         if not request.excluded:
             (self._budgets.get(request.base_model) or self._budget_of(request.base_model, now)).requests += 1

@@ -14,6 +14,7 @@ EXPOSED_HEADERS = (
     "x-lorafleet-worker",
     "x-lorafleet-adapter",
     "x-lorafleet-cached-tokens",
+    "x-lorafleet-first-token-s",
     *(
         f"x-ratelimit-{kind}-{unit}"
         for kind in ("limit", "remaining", "reset")

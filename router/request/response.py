@@ -155,6 +155,8 @@ class ClientResponse(msgspec.Struct, eq=False):
         # Without the check a repeated prompt would tell its tenant whether a neighbour's is cached.
         cached_tokens = disclosed_cached_tokens(self.services, run.caller, dispatched) if is_prefilled else 0
         headers = _answer_headers(answer, dispatched, cached_tokens)
+        if _may_see_predictions(run.caller, dispatched):
+            headers += f"x-lorafleet-first-token-s: {dispatched.load.first_token_s:.4f}\r\n"
         if run.granted is not None:
             headers += header_lines(self.services.quotas.headers(run.granted, self.services.clock()))
         rewriter: AnswerRewriter = ModelRenamer(model, target.asked if run.request.route.echoes_model else model)
@@ -338,12 +340,17 @@ def disclosed_cached_tokens(services: Services, caller: Caller, dispatched: Disp
     In a shared cache, records the prompt as sent by the tenant. A hit on another tenant's would disclose that prompt.
     """
     cached_tokens = dispatched.predicted_tokens
-    is_approximate = dispatched.decision.request.is_approximate
-    if caller.tenant is None or is_approximate or is_own_salt(dispatched.cache_salt):
+    if dispatched.decision.request.is_approximate or _may_see_predictions(caller, dispatched):
         return cached_tokens
+    assert caller.tenant is not None, "others see predictions"
     own_blocks = services.cache_disclosure.disclosed_depth(caller.tenant, dispatched.hashes)
     services.cache_disclosure.record_prompt(caller.tenant, dispatched.hashes)
     return min(cached_tokens, own_blocks * dispatched.replica.block_size)
+
+
+def _may_see_predictions(caller: Caller, dispatched: DispatchedRequest) -> bool:
+    """Whether what is predicted for this request says nothing about other tenants' prompts."""
+    return caller.tenant is None or is_own_salt(dispatched.cache_salt)
 
 
 def content_headers(attempt: EngineAttempt) -> str:

@@ -5,6 +5,8 @@ from lorafleet.telemetry.metric_table import MetricTable, bare_counter, bare_his
 from router.telemetry.adapter_series import AdapterSeries
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+# Around 1, where a prediction was right.
+_RATIOS = (0.1, 0.25, 0.5, 0.6, 0.75, 0.85, 0.95, 1.05, 1.15, 1.4, 2, 4, 10)
 _SHORT = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 
 
@@ -20,6 +22,11 @@ class RouterMetrics(MetricTable):
         "From the request read to the first data of its answer.",
         "base_model",
         buckets=_SECONDS,
+    )
+    first_token_ratio = bare_histogram(
+        "lorafleet_router_first_token_ratio",
+        "Seconds from dispatch to a stream's first token, by those that were predicted.",
+        _RATIOS,
     )
     decide = bare_histogram(
         "lorafleet_router_decide_seconds", "Time to match and decide, at a request's arrival.", _SHORT

@@ -125,7 +125,6 @@ class FairQueue:
     late_binding_s  seconds of work queued at an engine at most; infinite: everything is sent at once
     is_full         whether the decided base model takes no further request anywhere; then no request of that base model
                     overtakes this one. None: never
-    pace            share of the predicted seconds that a replica's prefills took of late
     rooms           where engines have room, so that a pass decides only what may be sent; None: a pass decides all
     move_s          seconds to bring a queued request's adapter to the device of its likely replica; 0.0: it is there
     usage           how much waits, and may
@@ -135,7 +134,6 @@ class FairQueue:
     decide: Callable[[QueuedRequest, Mapping[WorkerId, float], float], Decision]
     late_binding_s: float = inf
     is_full: Callable[[Decision], bool] | None = None
-    pace: Callable[[WorkerId], float] = lambda _: 1.0
     rooms: EngineRooms | None = None
     move_s: Callable[[QueuedRequest], float] = lambda _: 0.0
     usage: QueueUsage = field(default_factory=QueueUsage)
@@ -332,7 +330,7 @@ class FairQueue:
         loads, replicas = decision.snapshot.loads, decision.snapshot.roster.replicas
         position_of = {replicas[i].id: i for i in decision.snapshot.able(decision.request)}
         workers = list(position_of)
-        until_room_s = max(0.0, _queued_s(decision) - self.late_binding_s) * self.pace(decision.replica.id)
+        until_room_s = max(0.0, _queued_s(decision) - self.late_binding_s)
         each_s = max(
             _LEAST_WORK_S, sum(self._backlog_s.values()) / self._waiting if self._waiting else _work_s(decision)
         )
@@ -341,7 +339,7 @@ class FairQueue:
             """Seconds of work that a replica serves a second, before any measurement."""
             # No faster than its prefills, and no faster than its sequences end.
             own, replica = loads[position_of[worker]], replicas[position_of[worker]]
-            return min(1 / self.pace(worker), each_s * replica.max_num_seqs / max(own.request_s, each_s))
+            return min(1.0, each_s * replica.max_num_seqs / max(own.request_s, each_s))
 
         return until_room_s + wait_s(ahead_s, self._backlog_s, workers, self.rates, guess)
 
@@ -401,7 +399,7 @@ class FairQueue:
         """Seconds for Retry-After: until there is room, behind earlier refusals of the tenant. Remembers that time."""
         rate = self._tenant_rate(queued)
         if rate == inf:
-            rate = self.rates.rate(worker, 1 / self.pace(worker)) if worker is not None else 1.0
+            rate = self.rates.rate(worker) if worker is not None else 1.0
         most_s = min(queued.most_wait_s, _MAX_RETRY_S)
         return self.retry_times.next_s(queued.tenant, room_s, work_s / rate, most_s, now)
 

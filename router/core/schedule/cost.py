@@ -1,7 +1,7 @@
 """The cost model: seconds that a request costs at a replica. The replica of least cost wins.
 
     cost = kappa * (prefill + adapter)            work, which delays every request behind it
-         + slot + queue                           waiting, which delays this request alone
+         + slot + queue + step                    waiting, which delays this request alone
          + decode interference + cache pressure   what other requests lose, now and later
          + decode + zone                          by how much this replica is slower or farther
 
@@ -19,10 +19,14 @@ from router.core.schedule.load_snapshot import ReplicaLoad
 from router.core.schedule.request import RoutingRequest
 from router.core.schedule.snapshot import FleetSnapshot
 
+# Decode steps that a first token waits for: half of the one under way, and the decodes in its prefill's own.
+_STEPS = 1.5
+
 
 class ReplicaScore(msgspec.Struct, frozen=True):
     """One replica's cost terms, in seconds but for `depth_blocks` and `cached_tokens`.
 
+    step_s   the engine's step under way, and decoding beside the prefill
     harm_s   decode interference
     crowd_s  cache pressure, and scarcity of adapter slots
     """
@@ -34,11 +38,17 @@ class ReplicaScore(msgspec.Struct, frozen=True):
     adapter_s: float
     slot_s: float
     queue_s: float
+    step_s: float
     harm_s: float
     crowd_s: float
     decode_s: float
     zone_s: float
     cost_s: float
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds until the first token, as predicted."""
+        return self.prefill_s + self.adapter_s + self.slot_s + self.queue_s + self.step_s
 
 
 def replica_score(request: RoutingRequest, snapshot: FleetSnapshot, position: int) -> ReplicaScore:
@@ -47,21 +57,22 @@ def replica_score(request: RoutingRequest, snapshot: FleetSnapshot, position: in
     replica, load = snapshot.roster.replicas[position], snapshot.loads[position]
     depth, (host, storage) = snapshot.depths.get(replica.id, 0), snapshot.lower.get(replica.id, (0, 0))
     cached = hit_tokens(depth + host + storage, replica.block_size, request.prompt_tokens)
-    prefill = prefill_s(request, snapshot, replica, cached)
+    prefill = prefill_s(request, snapshot, replica, load.prefill_pace, cached)
     adapter = adapter_s(request, replica, load, middle, costs)
     work = prefill + adapter
     slot = slot_wait_s(request, load, now)
     engine_queue = engine_queue_s(request, load, now)
+    step = step_s(replica, middle) if load.is_decoding else 0.0
     backlog = snapshot.backlog.get(replica.id, 0.0)
     interference = costs.decode_harm * prefill * load.all_in_flight
     scarcity = slot_scarcity_s(request, replica, load, costs)
     pressure = cache_pressure_s(work, load, snapshot)
     decode, zone = decode_s(replica, middle, costs), zone_s(replica, costs)
     cost = kappa(snapshot.rho, costs) * work + (decode + zone)
-    cost = cost + (slot + engine_queue + interference + scarcity) + backlog + pressure
+    cost = cost + (slot + engine_queue + step + interference + scarcity) + backlog + pressure
     waits = slot, engine_queue + backlog
     return ReplicaScore(
-        replica.id, depth, cached, prefill, adapter, *waits, interference, scarcity + pressure, decode, zone, cost
+        replica.id, depth, cached, prefill, adapter, *waits, step, interference, scarcity + pressure, decode, zone, cost
     )
 
 
@@ -76,13 +87,19 @@ def kappa(rho: float, costs: CostSettings) -> float:
     return 1 / spare if spare * costs.kappa_max > 1 else costs.kappa_max
 
 
-def prefill_s(request: RoutingRequest, snapshot: FleetSnapshot, replica: Replica, cached_tokens: int) -> float:
-    """Seconds to compute the tokens that are not cached, and to fetch those that are cached below the device."""
+def prefill_s(
+    request: RoutingRequest, snapshot: FleetSnapshot, replica: Replica, pace: float, cached_tokens: int
+) -> float:
+    """Seconds to compute the tokens that are not cached, and to fetch those that are cached below the device.
+
+    pace  seconds of the replica's latest prefills by those that its rate predicts
+    """
     costs, prompt = snapshot.costs, request.prompt_tokens
     rate = prefill_rate(replica, snapshot.roster.middle, costs)
     # Relative to the usual context, because the measured rate includes the attention to that.
     usual = costs.attention_tokens + snapshot.context_tokens
     computed = (prompt - cached_tokens) * (costs.attention_tokens + context(prompt, cached_tokens)) / usual / rate
+    computed *= pace
     if replica.id not in snapshot.lower:
         return computed
     host, storage = snapshot.lower[replica.id]
@@ -93,7 +110,7 @@ def prefill_s(request: RoutingRequest, snapshot: FleetSnapshot, replica: Replica
     # At their own context, and no more of them than count as cached: fetching never costs more than computing.
     fetched = replica.block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
     fetched *= max(0, cached_tokens - device_tokens) / lower_tokens
-    return computed + fetched * (costs.attention_tokens + (device_tokens + cached_tokens) / 2) / usual / rate
+    return computed + fetched * (costs.attention_tokens + (device_tokens + cached_tokens) / 2) / usual / rate * pace
 
 
 def prefill_rate(replica: Replica, middle: EngineReport, costs: CostSettings) -> float:
@@ -130,6 +147,15 @@ def adapter_move_s(replica: Replica, engine_name: str, middle: EngineReport, cos
 def engine_queue_s(request: RoutingRequest, load: ReplicaLoad, now: float) -> float:
     """Seconds until a request would start prefill, behind the engine's queue, its sequences and its full KV cache."""
     return load.queue_s(now) + load.full_s + load.kv_wait_s(request.prompt_tokens)
+
+
+def step_s(replica: Replica, middle: EngineReport) -> float:
+    """Seconds that running decodes add to a prefill: half a step until it joins, and one step beside it.
+
+    0.0 before any rate is known.
+    """
+    rate = replica.report.decode_tokens_per_s or middle.decode_tokens_per_s
+    return _STEPS / rate if rate else 0.0
 
 
 def slot_wait_s(request: RoutingRequest, load: ReplicaLoad, now: float) -> float:

@@ -21,6 +21,7 @@ from router.core.schedule.cost import (
     kappa,
     next_slot_s,
     prefill_rate,
+    step_s,
     zone_s,
 )
 from router.core.schedule.cost_settings import CostSettings
@@ -31,14 +32,15 @@ from router.core.schedule.snapshot import FleetSnapshot
 # Of a load vector; all else is unpacked at once.
 _BUSY_UNTIL: Final = ReplicaLoad._fields.index("busy_until")
 _FRESH: Final = ReplicaLoad._fields.index("fresh")
+_PACE: Final = ReplicaLoad._fields.index("prefill_pace")
 # A ReplicaScore without its replica, in the order of its fields.
-_Terms = tuple[int, int, float, float, float, float, float, float, float, float, float]
+_Terms = tuple[int, int, float, float, float, float, float, float, float, float, float, float]
 _CACHED: Final = 1
 _PREFILL_S: Final = 2
 _COST_S: Final = -1
-# A replica's constants: (block size, tokens per second, decode_s, zone_s, next_slot_s by slots in use, decode_s +
-# zone_s).
-_Constants = tuple[int, float, float, float, tuple[float, ...], float]
+# A replica's constants: (block size, tokens per second, step_s, decode_s, zone_s, next_slot_s by slots in use, decode_s
+# + zone_s).
+_Constants = tuple[int, float, float, float, float, tuple[float, ...], float]
 
 
 class RosterCosts:
@@ -91,6 +93,7 @@ class ReplicaConstants:
             (
                 replica.block_size,
                 prefill_rate(replica, middle, costs),
+                step_s(replica, middle),
                 decode_s(replica, middle, costs),
                 zone_s(replica, costs),
                 slots[replica.max_loras],
@@ -153,11 +156,12 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
     # The last resting replica: another one with as much of the prompt and the same constants differs in its cache
     # pressure alone.
     like: Any = None
-    like_depth, like_cost_s, like_terms = -1, 0.0, like
+    like_depth, like_pace, like_cost_s, like_terms = -1, 1.0, 0.0, like
     is_plain = not (lower or backlog or moves)
     depths = map(depth_of, ids, repeat(0))
     for i, row, vector, rests, depth in zip(able, rows, vectors, resting, depths, strict=True):
-        if row is like and depth == like_depth:
+        pace = vector[_PACE]
+        if row is like and depth == like_depth and pace == like_pace:
             if rests is not None:
                 cost_s, pressure_s = like_cost_s, 0.0
                 if rests > base_placed:
@@ -168,11 +172,11 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
                 if only_close and cost_s < best:
                     best, limit, settled = cost_s, costs.tie_limit_s(cost_s), len(found)
                 positions.append(i)
-                found.append((*like_terms[:7], pressure_s, *like_terms[8:10], cost_s) if pressure_s else like_terms)
+                found.append((*like_terms[:8], pressure_s, *like_terms[9:11], cost_s) if pressure_s else like_terms)
                 continue
             if like_cost_s + (vector[_BUSY_UNTIL] - now) > limit:
                 continue  # its queue alone is too long
-        block_size, rate, decode, zone, slot_costs, always_s = row
+        block_size, rate, step, decode, zone, slot_costs, always_s = row
         cached, fetched = depth * block_size, 0.0
         if lower and id_of[i] in lower:
             host, storage = lower[id_of[i]]
@@ -182,27 +186,27 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
             cached = last - last % block_size  # prediction_accuracy.hit_tokens
         if cached != known:
             known, tokens = cached, (prompt - cached) * (attention_tokens + context(prompt, cached)) / usual
-        prefill_s = tokens / rate
+        prefill_s = tokens / rate * pace
         if fetched:
             device = depth * block_size
             fetched *= max(0, cached - device) / ((host + storage) * block_size)
-            prefill_s += fetched * (attention_tokens + (device + cached) / 2) / usual / rate
+            prefill_s += fetched * (attention_tokens + (device + cached) / 2) / usual / rate * pace
         work_s, adapter_s = prefill_s, 0.0
         if moves and id_of[i] in moves and name not in vector[_FRESH]:
             adapter_s = moves[id_of[i]]
             work_s += adapter_s
         cost_s = price * work_s + always_s
-        slot_s = queue_s = interference_s = pressure_s = 0.0
+        slot_s = queue_s = waited_s = interference_s = pressure_s = 0.0
         # Nothing else of a resting replica matters: that, and unpacking the others' loads at once, halves the time.
         if rests is not None:
             placed = rests
             if is_plain:
-                like, like_depth, like_cost_s = row, depth, cost_s
-                like_terms = depth, cached, prefill_s, 0.0, 0.0, 0.0, 0.0, 0.0, decode, zone, cost_s
+                like, like_depth, like_pace, like_cost_s = row, depth, pace, cost_s
+                like_terms = depth, cached, prefill_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, decode, zone, cost_s
         else:
             (
                 busy_until, queue_s, others_until, in_prefill, in_decode, others, engine_names, slots_used, _, slot_at,
-                full_s, request_s, kv_tokens, kv_free_tokens, kv_token_s, placed,
+                full_s, request_s, kv_tokens, kv_free_tokens, kv_token_s, placed, _,
             ) = vector  # fmt: skip
             # ReplicaLoad.queue_s and kv_wait_s. Zeros are not added: each sum makes an object.
             if busy_until > now and busy_until - now > queue_s:
@@ -217,8 +221,10 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
                 if slot_at > now:
                     slot_s = slot_at - now
                 pressure_s = slot_costs[slots_used] if slots_used < len(slot_costs) else slot_costs[-1]
+            if in_decode or others:
+                waited_s = step
             interference_s = harm * prefill_s * (in_prefill + in_decode + others)
-            cost_s += slot_s + queue_s + interference_s + pressure_s
+            cost_s += slot_s + queue_s + waited_s + interference_s + pressure_s
         if backlog and id_of[i] in backlog:
             queue_s += backlog[id_of[i]]
             cost_s += backlog[id_of[i]]
@@ -232,7 +238,20 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
             best, limit, settled = cost_s, costs.tie_limit_s(cost_s), len(found)
         positions.append(i)
         found.append(
-            (depth, cached, prefill_s, adapter_s, slot_s, queue_s, interference_s, pressure_s, decode, zone, cost_s)
+            (
+                depth,
+                cached,
+                prefill_s,
+                adapter_s,
+                slot_s,
+                queue_s,
+                waited_s,
+                interference_s,
+                pressure_s,
+                decode,
+                zone,
+                cost_s,
+            )
         )
     if settled:
         # Those before the best were compared with a higher limit.

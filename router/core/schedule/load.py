@@ -66,11 +66,13 @@ class LoadBook:
         base_model: str = "",
         adapter_s: float = 0.0,
         sequences: int = 1,
+        first_token_s: float = 0.0,
     ) -> LoadEntry:
         """Count a request that is about to be sent, in prefill; also updates its model's usual prefill and context.
 
-        prefill_s  seconds of work that it is until its first token
-        adapter_s  seconds until its adapter is on the device; counts for the base model's utilisation
+        prefill_s      seconds of work that it is until its first token
+        adapter_s      seconds until its adapter is on the device; counts for the base model's utilisation
+        first_token_s  predicted seconds until its first token
         """
         work = self._models.get(base_model)
         if work is None:
@@ -85,6 +87,7 @@ class LoadBook:
         book = self._books.get(worker) or self._book_of(worker, base_model)
         uncached_tokens = prompt_tokens - cached_tokens
         entry = LoadEntry(worker, engine_name, prefill_s, uncached_tokens, prompt_tokens, now, work, book, sequences)
+        entry.first_token_s, entry.pace = first_token_s, book.prefill_pace
         book.add(entry)
         return entry
 
@@ -111,11 +114,6 @@ class LoadBook:
         book = self._books.get(worker)
         if book is not None:
             book.data_at = max(book.data_at, at)
-
-    def prefill_pace(self, worker: WorkerId) -> float:
-        """Share of the predicted seconds that a replica's prefills took of late; 1.0 where predictions hold."""
-        book = self._books.get(worker)
-        return 1.0 if book is None else book.prefill_pace
 
     def silent_s(self, worker: WorkerId, now: float, *, since: float = -inf) -> float:
         """Seconds for which a replica has sent nothing, beyond what its work explains; 0.0 where no request waits.

@@ -38,6 +38,7 @@ class ReplicaLoad(NamedTuple):
     kv_token_s         wait for each token that is not free
     placed             log of the uncached tokens sent there of late, as a share of its KV cache, on a scale where
                        fading is a subtraction: `placed - now / PLACED_S` is the log now
+    prefill_pace       seconds that its latest prefills took, by those that its rate predicts
     """
 
     busy_until: float = -inf
@@ -56,6 +57,7 @@ class ReplicaLoad(NamedTuple):
     kv_free_tokens: float = inf
     kv_token_s: float = 0.0
     placed: float = -inf
+    prefill_pace: float = 1.0
 
     @property
     def in_flight(self) -> int:
@@ -66,6 +68,11 @@ class ReplicaLoad(NamedTuple):
     def all_in_flight(self) -> int:
         """Sequences at the replica, ours and those of other clients."""
         return self.in_prefill + self.in_decode + self.others_in_flight
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether sequences at the replica may be past their first token."""
+        return bool(self.in_decode or self.others_in_flight)
 
     def has_slot(self, engine_name: str) -> bool:
         """Whether this adapter needs no further slot, or one is free."""
@@ -97,7 +104,7 @@ class ReplicaLoad(NamedTuple):
 # A ReplicaLoad without its names, in the order of its fields.
 LoadVector = tuple[
     float, float, float, int, int, int, frozenset[str], int, frozenset[str], float, float, float, float, float, float,
-    float,
+    float, float,
 ]  # fmt: skip
 _IDLE: LoadVector = ReplicaLoad()
 
@@ -175,7 +182,7 @@ class LoadTable:
         """
         (
             busy_until, behind_s, others_until, in_prefill, in_decode, others, engine_names, slots_used, _, slot_at,
-            full_s, _, kv_tokens, kv_free_tokens, _, placed,
+            full_s, _, kv_tokens, kv_free_tokens, _, placed, _,
         ) = vector  # fmt: skip
         self._vectors[position], self._placed[position], self._others[position] = vector, placed, others
         is_busy = in_prefill or in_decode or others or behind_s or busy_until > -inf or others_until > -inf

@@ -25,12 +25,18 @@ _MOMENT_S = 0.01
 # queued at an engine (`late_binding_s`).
 _PASSED_OVER_S = 10.0
 _GIVEN_WAY_S = 5.0
-# A prefill that took less than half of what was predicted says that predictions are wrong, not that it was lucky.
-# Each prefill that took longer brings the pace back by a quarter.
+# A first token in less than half of the predicted time says that predictions are wrong, not that it was lucky.
 _CONTRADICTED_SHARE = 0.5
 _LEAST_EXPECTED_S = 0.1
-_LEAST_PACE = 0.001
-_PACE_RETURN = 0.25
+_LEAST_PACE, _MOST_PACE = 0.001, 100.0
+# A prefill counts as evidence of the pace where it is most of what was predicted, and long enough to be measured. One
+# counts as at most so many times slower or faster than predicted: an engine may stall, and a first prefill compiles.
+_LEAST_OWN_SHARE = 0.5
+_LEAST_PREFILL_S = 0.005
+_MOST_OFF = 8.0
+# Weights of the first prefills, and of all later ones.
+_FIRST_PACES = 4
+_PACE_SHARE = 0.1
 
 
 class LoadEntry(msgspec.Struct, eq=False):
@@ -42,7 +48,7 @@ class LoadEntry(msgspec.Struct, eq=False):
     is_streamed      it shows its first token. Any other request is silent until its whole answer is there, and leaves
                      prefill when a report shows that it runs
     is_answered      its first token, or its whole answer, has arrived
-    expected_s       predicted seconds from dispatch to the end of its prefill
+    first_token_s    predicted seconds from dispatch to its first token; prefill_s of them at this pace
     """
 
     worker: WorkerId
@@ -59,7 +65,8 @@ class LoadEntry(msgspec.Struct, eq=False):
     is_streamed: bool = True
     is_answered: bool = False
     ended: bool = False
-    expected_s: float = 0.0
+    first_token_s: float = 0.0
+    pace: float = 1.0
 
 
 @dataclass(slots=True)
@@ -80,7 +87,7 @@ class ReplicaBook:
     data_at               when data of any answer last arrived
     history               (until, in prefill, in flight): our sequences until then; `noted_at`: the last entry's time
     reported_at, moved_at  when the engine's counters were read, and when they had last moved
-    pace                  share of the predicted seconds that prefills took of late; 1.0 where predictions hold
+    prefill_pace, paced    as in ReplicaLoad; and prefills that it was learned from
     stale, position       the set that collects positions of changed replicas, and this one's
     max_loras, max_seqs, kv_tokens, kv_tokens_used, reported_request_s   from the worker's and the engine's reports
     """
@@ -120,6 +127,7 @@ class ReplicaBook:
     others_until: float = -inf
     others_in_flight: int = 0
     prefill_pace: float = 1.0
+    paced: int = 0
     stale: set[int] = field(default_factory=set)
     position: int = 0
 
@@ -131,7 +139,7 @@ class ReplicaBook:
             self.history.append((now, self.prefill_sequences, self.sequences))
 
     def add(self, entry: LoadEntry) -> None:
-        """Count one more request, in prefill; sets the end of its prefill that is expected (`expected_s`).
+        """Count one more request, in prefill.
 
         Adds its sequences, prefill seconds and tokens, and marks its adapter as used, and as fresh until reported.
         """
@@ -143,7 +151,6 @@ class ReplicaBook:
         self.sequences += sequences
         self.prefill_sequences += sequences
         self.busy_until = max(self.busy_until, now) + prefill_s
-        entry.expected_s = self.busy_until - now
         self.prefill_s += prefill_s
         if prefill_s > self.largest_s:
             self.largest_s, self.largest_count = prefill_s, 1
@@ -184,19 +191,22 @@ class ReplicaBook:
         return was_reported and is_any_left
 
     def update_pace(self, entry: LoadEntry, now: float) -> None:
-        """Correct the prefill pace by a prefill that just ended: at once if its prediction was far too long.
+        """Correct the prefill pace by a prefill that just ended; at once if its prediction was far too long.
 
-        Only a streamed one raises it again, slowly. A very short prediction says nothing.
+        A whole answer can say no more than that: it took longer than its prefill.
         """
-        expected_s = entry.expected_s
-        if expected_s < _LEAST_EXPECTED_S:
+        expected_s, own_s, took_s = entry.first_token_s, entry.prefill_s, now - entry.began_at
+        if took_s <= 0 or own_s < max(_LEAST_PREFILL_S, _LEAST_OWN_SHARE * expected_s):
             return
-        share = (now - entry.began_at) / expected_s
-        share = 1.0 if share > _CONTRADICTED_SHARE else max(_LEAST_PACE, share)
-        if share < self.prefill_pace:
-            self.prefill_pace = share
+        if expected_s >= _LEAST_EXPECTED_S and took_s < _CONTRADICTED_SHARE * expected_s:
+            self.prefill_pace = min(self.prefill_pace, max(_LEAST_PACE, entry.pace * took_s / expected_s))
+            self.paced = 0
         elif entry.is_streamed:
-            self.prefill_pace += _PACE_RETURN * (share - self.prefill_pace)
+            off = min(_MOST_OFF, (took_s - (expected_s - own_s)) / own_s)
+            self.paced += 1
+            share = max(_PACE_SHARE, 1 / (_FIRST_PACES + self.paced))
+            pace = self.prefill_pace + share * (entry.pace * off - self.prefill_pace)
+            self.prefill_pace = min(_MOST_PACE, max(_LEAST_PACE, pace))
 
     def leave_prefill(self, entry: LoadEntry, now: float) -> None:
         """Count this request out of prefill. The next prefill counts as begun now.
@@ -380,6 +390,7 @@ def load_vector(book: ReplicaBook) -> LoadVector:
         kv_free_tokens,
         kv_token_s,
         placed,
+        book.prefill_pace,
     )
 
 

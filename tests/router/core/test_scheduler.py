@@ -57,7 +57,7 @@ class SchedulerUnderTest:
     def finish(self):
         """The oldest request ends; then whatever has room goes."""
         _, flight = self.running.pop(0)
-        self.now += flight.prefill_s
+        self.now += flight.prefill_s / flight.pace  # as its engine takes, whatever was learned
         self.scheduler.load.record_first_token(flight, self.now)
         self.scheduler.load.remove(flight, self.now)
         self.look()

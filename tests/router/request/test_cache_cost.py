@@ -63,3 +63,19 @@ async def test_explain_tells_operators_alone_what_other_callers_caches_hold(open
         assert (operators["cached_tokens"], operators["other_caches_tokens"]) == (0, 64)
         for tenant in ("acme", "rival"):
             assert (await explained(tenant))["other_caches_tokens"] is None
+
+
+async def test_predicted_first_token_is_told_but_to_tenants_of_a_shared_cache(opened):
+    async with fleet(EngineDouble("w0"), control=AgentDouble(cache="shared"), **opened) as (client, _, _):
+        for key, is_told in (("root", True), ("acme", False)):
+            body = {"model": BASE, "prompt": IDS, "stream": True}
+            answer = await client.post("/v1/completions", json=body, headers=bearer(key))
+            assert ("x-lorafleet-first-token-s" in answer.headers) == is_told, key
+            newest, *_ = (await client.get("/v1/decisions", headers=bearer(key))).json()["data"]
+            assert (newest["first_token_s"] is not None) == is_told, key
+        page = (await client.get("/metrics", headers=bearer("root"))).text
+        assert sample_value(page, "lorafleet_router_first_token_ratio_count") == 2
+    async with fleet(EngineDouble("w0"), **opened) as (client, _, _):
+        body = {"model": BASE, "prompt": IDS}
+        told = (await client.post("/v1/completions", json=body, headers=bearer("acme"))).headers
+        assert float(told["x-lorafleet-first-token-s"]) > 0

@@ -134,9 +134,12 @@ def test_an_engine_that_is_slower_than_predicted_makes_the_prediction_longer(slo
     for _ in range(200):
         fleet.ask(seconds=0.5)
     for _ in range(60):
-        fleet.now += (slower - 1) * fleet.running[0][1].prefill_s
+        flight = fleet.running[0][1]
+        fleet.now += (slower - 1) * flight.prefill_s / flight.pace
         fleet.finish()
-    assert fleet.scheduler.queue.rates.rate("w0") == pytest.approx(1 / slower, rel=0.3)
+    # The pace has become right, so a second of predicted work is done in a second.
+    assert fleet.scheduler.load.replica_load("w0").prefill_pace == pytest.approx(slower, rel=0.1)
+    assert fleet.scheduler.queue.rates.rate("w0") == pytest.approx(1.0, rel=0.3)
 
 
 def test_too_long_queue_refuses_at_once_with_retry_after():

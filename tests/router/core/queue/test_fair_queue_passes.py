@@ -76,7 +76,6 @@ class PassedFleet:
                 made.decide,
                 made.late_binding_s,
                 made.is_full,
-                made.pace,
                 rooms=DecideAll(
                     lambda _: self.roster, self.scheduler.load, made.late_binding_s, lambda *_: pytest.fail("asked")
                 ),

@@ -489,3 +489,43 @@ def test_request_with_seven_sequences_counts_as_seven_requests():
         rhos.append(book.utilisation(replica.base_model, FleetLoad.of([book.replica_load("w0")]), 1.0)[0])
     assert rhos[0] == pytest.approx(rhos[1])
     assert rhos[0] > 0
+
+
+def prefill(book, now, predicted_s, took_s, *, waits_s=0.0):
+    """A streamed request, alone, whose first token comes after `took_s`; returns when that was."""
+    entry = book.add("w0", "", predicted_s, now, first_token_s=predicted_s + waits_s)
+    book.record_first_token(entry, now + took_s)
+    book.remove(entry, now + took_s)
+    return now + took_s
+
+
+@pytest.mark.parametrize("slower", [0.25, 0.7, 1.0, 4.0, 30.0])
+def test_a_few_first_tokens_tell_an_engine_that_is_slower_or_faster_than_its_rate(slower):
+    book, now = LoadBook(), 0.0
+    for _ in range(25):
+        pace = book.replica_load("w0").prefill_pace
+        now = prefill(book, now, predicted_s=0.1 * pace, took_s=0.1 * slower)
+    assert book.replica_load("w0").prefill_pace == pytest.approx(slower, rel=0.1)
+
+
+def test_first_token_that_mostly_waited_for_others_says_nothing_about_the_pace():
+    book, now = LoadBook(), 0.0
+    for _ in range(25):
+        now = prefill(book, now, predicted_s=0.1, waits_s=0.2, took_s=3.0)
+    assert book.replica_load("w0").prefill_pace == 1.0
+
+
+def test_one_stall_makes_an_engine_no_more_than_a_little_slower():
+    book, now = LoadBook(), 0.0
+    for _ in range(25):
+        now = prefill(book, now, predicted_s=0.1, took_s=0.1)
+    prefill(book, now, predicted_s=0.1, took_s=60.0)
+    assert 1.0 < book.replica_load("w0").prefill_pace < 2.0
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 30), st.floats(0.0001, 100)), max_size=60))
+def test_pace_stays_within_its_bounds_whatever_first_tokens_take(prefills):
+    book, now = LoadBook(), 0.0
+    for predicted_s, took_s in prefills:
+        now = prefill(book, now, predicted_s * book.replica_load("w0").prefill_pace, took_s)
+        assert 0.001 <= book.replica_load("w0").prefill_pace <= 100

@@ -300,8 +300,11 @@ OWNS = st.builds(
     kv_token_s=st.floats(0, 0.01),
     slots_used=st.integers(0, 4),
     placed=st.just(-inf) | st.floats(-5, 3),
+    prefill_pace=st.just(1.0) | st.floats(0.01, 9),
 )
-RESTING = OWNS.map(lambda own: ReplicaLoad(placed=own.placed, fresh=own.fresh, request_s=own.request_s))
+RESTING = OWNS.map(
+    lambda own: ReplicaLoad(placed=own.placed, fresh=own.fresh, request_s=own.request_s, prefill_pace=own.prefill_pace)
+)
 REPORTS = st.builds(
     EngineReport,
     prefill_tokens_per_s=st.just(0.0) | st.floats(100, 50_000),
