@@ -16,7 +16,7 @@ from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
 from orchestrator.core.routers import KnownRouter
 from orchestrator.model.adapters import RegisteredAdapter
-from orchestrator.model.policy import PlacementPolicy, acceptance_mode
+from orchestrator.model.policy import PlacementPolicy, acceptance_mode, loads_fleet_wide
 from orchestrator.model.snapshot import (
     UNREACHABLE,
     DesiredPlacement,
@@ -222,7 +222,7 @@ def _load_actions(
     loading = Counter(
         lora_id for (lora_id, _), began_at in observed.load_began.items() if now - began_at < policy.load_spread_s
     )
-    left = policy.loads_fleet_wide - observed.loads_in_flight
+    left = loads_fleet_wide(policy, len(observed.workers)) - observed.loads_in_flight
     free = {worker_id: worker.slots - worker.occupied_slots for worker_id, worker in observed.workers.items()}
     for step in desired.loads:
         if left <= 0:

@@ -12,6 +12,7 @@ from orchestrator.model.names import MOST_VERSIONS, RESOURCE
 Loading = Literal["lazy", "eager", "weighted", "everywhere"]
 LargeWeightsMode = Literal["note", "refuse"]
 Adopt = Literal["configured", "all", "none"]
+_LEAST_FLEET_WIDE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +63,8 @@ class PlacementPolicy:
     """slots of each worker that stay free for moves"""
     loads_per_worker: Annotated[int, Ge(1)] = 1
     """loads at one worker at a time"""
-    loads_fleet_wide: Annotated[int, Ge(1)] = 16
-    """loads in the whole fleet at a time"""
+    loads_fleet_wide: Annotated[int, Ge(0)] = 0
+    """loads in the whole fleet at a time; 0: one for each worker, and at least 16"""
     load_spread_s: Annotated[float, Ge(0)] = 2.0
     """half of a base model's workers load the same adapter at once, because an engine stalls while it loads; the others
     follow when these have it, or after this long; 0: all at once"""
@@ -109,6 +110,11 @@ class PlacementPolicy:
 
     def __post_init__(self) -> None:
         require_bounds(self.min_replicas, self.max_replicas)
+
+
+def loads_fleet_wide(policy: PlacementPolicy, workers: int) -> int:
+    """Loads in a fleet of so many workers at a time, by policy: fewer than there are workers let some of them idle."""
+    return policy.loads_fleet_wide or max(_LEAST_FLEET_WIDE, workers)
 
 
 def acceptance_mode(adapter: AdapterPolicy, fleet: PlacementPolicy) -> AcceptanceMode:

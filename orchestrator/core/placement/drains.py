@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from orchestrator.core.placement.context import PlacementContext, is_placeable, is_registered_digest
 from orchestrator.core.placement.load_time import load_s
 from orchestrator.model.adapters import RegisteredAdapter
+from orchestrator.model.policy import loads_fleet_wide
 from orchestrator.model.snapshot import OCCUPYING, SERVING, DrainProgress, ObservedWorker, WorkerDrainOrder
 
 DEADLINE_MARGIN = 2.0
@@ -96,7 +97,7 @@ def _loads_at_once(context: PlacementContext, worker: ObservedWorker) -> int:
     """How many of a draining worker's adapters can be loaded elsewhere at a time, at least 1."""
     policy = context.policy
     takers = sum(other.can_accept(worker.base_model, 0) for other in context.workers)
-    return max(1, min(policy.loads_fleet_wide, policy.loads_per_worker * takers))
+    return max(1, min(loads_fleet_wide(policy, len(context.workers)), policy.loads_per_worker * takers))
 
 
 def _moves_deadline(context: PlacementContext, order: WorkerDrainOrder, expected_s: float) -> float | None:

@@ -131,6 +131,12 @@ def test_the_fleet_gets_loads_within_its_remaining_budget():
     )
 
 
+def test_every_worker_of_a_large_fleet_may_load_at_once():
+    workers = {f"w{i}": replace(IDLE, id=f"w{i}") for i in range(64)}
+    loads = tuple(PlannedLoad(lora_id=f"a{i}", worker_id=name, reason="wanted") for i, name in enumerate(workers))
+    assert len(started(loads, ObservedFleet(workers=workers), PlacementPolicy())) == 64
+
+
 @given(st.integers(1, 12), st.sets(st.integers(0, 11)))
 def test_workers_that_serve_do_not_all_load_one_adapter_at_once_and_all_have_it_after_two_waves(n, holders):
     at_once = parallel_loads_of_adapter(n)
