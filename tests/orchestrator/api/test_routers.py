@@ -13,6 +13,8 @@ COUNTS = {
     "predicted_tokens": 40,
     "cached_tokens": 30,
     "compared_tokens": 90,
+    "lost_tokens": 20,
+    "sampled_tokens": 60,
     "waited_s": 4.0,
     "cold_starts": 1,
     "cold_s": 2.0,
