@@ -101,3 +101,31 @@ async def test_a_load_by_vllms_own_call_at_one_engine_reaches_every_worker_when_
     assert await fleet.answered_by("mine", max_tokens=1) == "mine"
     digest = (await fleet.adapter("mine"))["spec"]["digest"]
     await until(lambda: [path.name for path in record.iterdir()] == [f"mine@{digest[:12]}.json"], what="one record")
+
+
+async def test_three_adapters_take_turns_in_the_one_slot_that_is_left_while_a_worker_is_away(simulation):
+    """Each answers by its own weights all the time, and no request ends in an error."""
+    names = ("a/v1", "b/v1", "c/v1")
+    fleet = await simulation.fleet(workers=2, engine=EngineFlags(max_loras=1, max_cpu_loras=1))
+    for seed, name in enumerate(names):
+        await fleet.register(name, simulation.adapter(name, seed=seed))
+
+    async def text(name):
+        return (await fleet.ask(name)).raise_for_status().json()["choices"][0]["text"]
+
+    async def texts(name):
+        found = set()
+        for _ in range(25):
+            found.add(await text(name))
+            await asyncio.sleep(3.0)
+        return found
+
+    own = [{await text(name)} for name in names]
+    assert len(set.union(*own)) == len(names)
+    clients = [asyncio.create_task(texts(name)) for name in names]
+    await asyncio.sleep(10.0)
+    for process in ("w0", "engine0"):
+        fleet.kill(process, away_s=60)
+    assert await asyncio.gather(*clients) == own
+    await until(fleet.is_whole, what="the worker is back")
+    assert [{await text(name)} for name in names] == own
