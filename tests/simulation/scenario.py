@@ -67,6 +67,13 @@ class FaultScenario:
     fleet: FleetPlan
     events: tuple[Event, ...]
 
+    def __post_init__(self) -> None:
+        """Put the events in the order of their times. Raises ValueError for a call of a client that the fleet lacks."""
+        clients = range(self.fleet.clients)
+        if strangers := {event.about["client"] for event in self.events if event.kind in CALLS} - set(clients):
+            raise ValueError(f"clients {sorted(strangers)}: the fleet has {list(clients)}; give FleetPlan(clients=)")
+        object.__setattr__(self, "events", tuple(sorted(self.events, key=lambda event: event.at_s)))
+
     @property
     def faults(self) -> tuple[Event, ...]:
         """What goes wrong."""

@@ -26,6 +26,7 @@ from tests.simulation.server_process import SimulatedTest, TestEnd
 
 _LONGEST_S = 4 * 3600.0
 """The longest that a test takes, in the fleet's time: it waits for something that never comes."""
+_SEED = 1
 _MOST_LINES = 3000
 _HOST = "10.0.3.1"
 
@@ -74,7 +75,7 @@ def _run(
     failure = ""
     asks.send(os.getpid())
     try:
-        prepared = prepare(1, replaced, folder=folder, show=lines.append)
+        prepared = prepare(_SEED, replaced, folder=folder, show=lines.append)
         node = Node(prepared.loop, "test", _HOST)
         simulation = Simulation(prepared.loop, prepared.bus, node, model=model, folder=folder)
 
@@ -89,6 +90,8 @@ def _run(
         failure = f"a process ended by itself: {simulation.surprise}"
     except BaseException:  # noqa: BLE001  (handed to pytest)
         failure = traceback.format_exc()
+    if failure:
+        failure += f"\nat {replaced.clock.now:.6f} of the log's clock, with seed {_SEED}"
     shutil.rmtree(folder, ignore_errors=True)
     asks.send(TestEnd(failure, "\n".join(lines) if failure else ""))
     os._exit(0)
