@@ -27,6 +27,8 @@ log = structlog.get_logger()
 
 # Seconds that a client's bytes are read and thrown away after its last response, so that a reset does not take it.
 _LINGER_S = 2.0
+HIGH_WATER_BYTES = 64 * 2**10
+"""Unsent bytes from which a client reads too slowly, as of asyncio's plain transport."""
 _NOT_BEGUN = "this server stopped before this request was begun; send it again"
 _NOT_DONE = "this server stopped before this request was done; send it again"
 
@@ -34,12 +36,21 @@ _NOT_DONE = "this server stopped before this request was done; send it again"
 class ClientConnection(ReadingProtocol):
     """One client's connection.
 
-    opened_at        loop.time() at which the client connected
-    is_write_paused  the client reads too slowly: unsent bytes are above the transport's high-water mark
-    unsent_bytes     when the write deadline was restarted; where as many are unsent at it, the client is cut off
+    opened_at         loop.time() at which the client connected
+    socket_transport  the socket's own: `transport`, or the one beneath its TLS
+    is_write_paused   the client reads too slowly: unsent bytes are above the transport's high-water mark
+    unsent_bytes      when the write deadline was restarted; where as many are unsent at it, the client is cut off
     """
 
-    __slots__ = ("_final_error", "_on_close", "_on_open", "opened_at", "unsent_bytes")
+    __slots__ = (
+        "_final_error",
+        "_on_close",
+        "_on_open",
+        "_socket_bytes",
+        "opened_at",
+        "socket_transport",
+        "unsent_bytes",
+    )
 
     def __init__(
         self,
@@ -55,13 +66,14 @@ class ClientConnection(ReadingProtocol):
         super().__init__(intake, config, server_state, app_state, loop)
         self._on_open, self._on_close = on_open, on_close
         self._final_error = b""  # a refusal that waits behind responses still to come
-        self.unsent_bytes = 0
+        self.unsent_bytes = self._socket_bytes = 0
 
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected: report it as open, and start the deadline of its first head."""
         super().connection_made(transport)
+        self.socket_transport = transport
         self.opened_at = self.loop.time()
         self.read_deadline = self.opened_at + self.limits.head_s
         self._on_open(self)
@@ -222,12 +234,26 @@ class ClientConnection(ReadingProtocol):
         self.read_deadline = NEVER
         self.restart_write_deadline()
         self.transport.close()
+        self._close_socket_when_sent()
+
+    def _close_socket_when_sent(self) -> None:
+        """Close the socket of a closing TLS connection behind its last bytes, at the latest at a check of deadlines.
+
+        TLS itself would wait for the client's own close, and many a client reads nothing while its connection is idle.
+        """
+        if self.socket_transport is self.transport:
+            return
+        if self.transport.get_write_buffer_size():  # TLS has not passed all on
+            self.read_deadline = self.loop.time()
+        else:
+            self.read_deadline = NEVER
+            self.socket_transport.close()
 
     def linger(self, last: bytes) -> None:
         """Send these last bytes and FIN, and ignore further input, but read and drop it for `_LINGER_S` more.
 
         A close with unread bytes would reset the connection, and the client would lose the last response. Does nothing
-        on a closing connection; one that cannot send FIN is closed when sent.
+        on a closing connection. TLS ends in place of FIN: it sends its own close, and drops what comes.
         """
         if self.transport.is_closing():
             return
@@ -238,10 +264,10 @@ class ClientConnection(ReadingProtocol):
             self.transport.write(last)
         if self.transport.can_write_eof():
             self.transport.write_eof()
-            self.restart_write_deadline()
-            self.read_deadline = self.loop.time() + _LINGER_S
         else:
-            self.close_when_sent()
+            self.transport.close()
+        self.restart_write_deadline()
+        self.read_deadline = self.loop.time() + _LINGER_S
 
     @property
     def is_in_head(self) -> bool:
@@ -253,7 +279,7 @@ class ClientConnection(ReadingProtocol):
         """Whether no request of this connection is being answered, waits, or has its head complete."""
         if self.ignores_input or self.phase == BODY or self.current is not None or self.queue or self.is_app_busy():
             return False
-        return not self.transport.get_write_buffer_size()
+        return not self._unsent_now()
 
     def make_room(self, refusal: RefusedMessage) -> None:
         """Close a connection without a request at once; a client that has sent a part of a head gets the refusal.
@@ -264,10 +290,11 @@ class ClientConnection(ReadingProtocol):
             body = self.intake.error_body(refusal.status, refusal.code, str(refusal), "")
             self.transport.write(_error_response(refusal, self.message_id(), b"", body))
         self.ignores_input = True
-        if self.transport.get_write_buffer_size():
+        if self._unsent_now():
             self.hang_up()
         else:
             self.transport.close()
+            self.socket_transport.close()
 
     def hang_up(self) -> None:
         """Abort the connection without sending unsent bytes, and end all work for this client."""
@@ -364,16 +391,49 @@ class ClientConnection(ReadingProtocol):
 
     def restart_write_deadline(self) -> None:
         """Restart the write deadline: the client must read some of the bytes unsent now within `send_stall_s`."""
-        self.unsent_bytes = self.transport.get_write_buffer_size()
+        self.unsent_bytes = self._unsent_now()
+        self._socket_bytes = self.socket_transport.get_write_buffer_size()
         self.write_deadline = self.loop.time() + self.limits.send_stall_s
+
+    def _unsent_now(self) -> int:
+        """Bytes that the kernel has not taken yet; those that TLS has passed on are in its socket's transport."""
+        size = self.transport.get_write_buffer_size()
+        return size if self.socket_transport is self.transport else size + self.socket_transport.get_write_buffer_size()
+
+    def _is_stalled(self) -> bool:
+        """Whether the client has read nothing since the write deadline was restarted.
+
+        Over TLS bytes may be added while the socket's transport is full: that one only shrinks then.
+        """
+        is_socket_stalled = self.socket_transport.get_write_buffer_size() >= self._socket_bytes
+        return is_socket_stalled and self._unsent_now() >= self.unsent_bytes
+
+    def _watch_socket(self) -> None:
+        """Do for an open TLS connection what its transport does not report.
+
+        A large write is in the socket's transport as a whole, and pauses nothing. uvloop takes a FIN for the end of
+        TLS, and drops all further writes in silence.
+        """
+        if self.socket_transport.is_closing():
+            if self.current is not None or self.is_app_busy():
+                self.hang_up()
+        elif self.is_write_paused:
+            return
+        elif self.write_deadline == NEVER:
+            if self.socket_transport.get_write_buffer_size() > HIGH_WATER_BYTES:
+                self.restart_write_deadline()
+        elif not self._unsent_now():
+            self.write_deadline = NEVER
 
     def check_deadlines(self, now: float) -> None:
         """Hang up on a client that read nothing by the write deadline; refuse or close at the read deadline.
 
         A client that has read something gets another write deadline.
         """
+        if self.socket_transport is not self.transport and not self.transport.is_closing():
+            self._watch_socket()
         if now > self.write_deadline:
-            if self.transport.get_write_buffer_size() >= self.unsent_bytes:
+            if self._is_stalled():
                 self.hang_up()
                 return
             self.restart_write_deadline()
@@ -385,7 +445,9 @@ class ClientConnection(ReadingProtocol):
 
         One that still reads its last response gets the write deadline first.
         """
-        if self.phase == HEAD:
+        if self.transport.is_closing():
+            self._close_socket_when_sent()
+        elif self.phase == HEAD:
             self.refuse(RefusedMessage(408, "request_timeout", f"no whole head within {self.limits.head_s:g} s"))
         elif self.phase == BODY and self.upload_bytes:
             if self.flow.read_paused:  # the app has not taken yet what came
@@ -395,7 +457,7 @@ class ClientConnection(ReadingProtocol):
                 self.refuse(RefusedMessage(408, "request_timeout", message))
         elif self.phase == BODY:
             self.refuse(RefusedMessage(408, "request_timeout", f"no whole body within {self.limits.body_s:g} s"))
-        elif self.transport.get_write_buffer_size():
+        elif self._unsent_now():
             # Idle, but still reading its last answer: the write deadline decides.
             if self.write_deadline == NEVER:
                 self.restart_write_deadline()

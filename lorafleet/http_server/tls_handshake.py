@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from lorafleet.http_server.connection import HIGH_WATER_BYTES, ClientConnection
 from lorafleet.http_server.exchange import CLOSE, JSON, plain_error
 from lorafleet.service.network.tls import PEER, Tls, peer_names
 from lorafleet.service.tasks import BackgroundTasks
@@ -26,10 +27,8 @@ HANDSHAKE_S = 10.0
 """From connecting to the end of the handshake. asyncio gives 60 s, by which a slow client holds a descriptor."""
 MOST_HANDSHAKES = 1024
 """Handshakes under way. Beyond it the oldest one is cut off: a client's own takes a few round trips."""
-# Closing waits so long for unsent bytes and the client's own close: as long as a client may read nothing at all.
-_CLOSE_S = 60.0
-# As the plain transport's. asyncio's own for TLS is eight times as much.
-_HIGH_WATER_BYTES = 64 * 2**10
+# Whether a client still reads its last answer is for its connection to see, which knows what is unsent.
+_CLOSE_S = 86400.0
 # RFC 8446, 5.1: the first byte of a record with a handshake. No HTTP method begins with it.
 _HANDSHAKE_RECORD = 0x16
 _SPEAK_TLS = "this port speaks TLS, and the request came in plain HTTP: use https://"
@@ -171,10 +170,12 @@ class _Handshake(asyncio.Protocol):
             self._end()
         if self._is_cut_off or transport is None or transport.is_closing():
             return
-        transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
+        transport.set_write_buffer_limits(HIGH_WATER_BYTES)  # asyncio's own for TLS is eight times as much
         protocol = self._make(peer_names(transport.get_extra_info("peercert")))
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
+        if isinstance(protocol, ClientConnection):
+            protocol.socket_transport = plain
         if self._early:
             protocol.data_received(self._early)
 

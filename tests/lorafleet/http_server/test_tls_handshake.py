@@ -9,6 +9,7 @@ from datetime import timedelta
 import httpx
 import pytest
 
+from lorafleet.http_server import tls_handshake
 from lorafleet.http_server.intake import ClientLimits
 from lorafleet.http_server.listener import listener_for_app
 from lorafleet.http_server.serve import bind, uvicorn_config
@@ -273,3 +274,8 @@ def test_a_server_of_ours_has_the_handshakes_bounds():
     front = TlsListener(listener_for_app(ClientLimits()), None)
     assert uvicorn_config(length, grace_s=1.0, http=front).http is front
     assert front.handshake_s == 10.0
+
+
+def test_tls_itself_never_ends_a_client_that_still_reads_its_last_answer():
+    # Its connection ends it: test_connection_over_tls.py.
+    assert 100 * ClientLimits().send_stall_s < tls_handshake._CLOSE_S
