@@ -113,6 +113,9 @@ class RestClient:
                 next_step = self._hint("is the fleet up")
             raise NoAnswer(f"{self.url}: no answer within {self._timeout_s:g} s{next_step}") from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            if "CERTIFICATE_VERIFY_FAILED" in str(exc):
+                next_step = "give --tls-ca, or LORAFLEET_TLS_CA: the file of the authority that signed its certificate"
+                raise NoAnswer(f"{self.url}: {exc}; {next_step}") from exc
             raise NoAnswer(f"{self.url}: {exc}{self._hint('is the fleet up')}") from exc
         except ValueError as exc:  # NaN, or half a surrogate pair
             raise CommandFailed(f"the values cannot be sent as JSON: {exc}", status=2) from exc

@@ -51,7 +51,7 @@ def login(
             state=secrets.token_urlsafe(32),
             nonce=secrets.token_urlsafe(32),
         )
-        typer.echo(asyncio.run(open_page(pending.url, os.environ)), err=True)
+        typer.echo(asyncio.run(open_page(pending.url, os.environ, what="login")), err=True)
         answer = _await_answer(server, within_s)
     typer.echo(_token(pending, answer))
 

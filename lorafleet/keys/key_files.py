@@ -85,7 +85,8 @@ def _is_marked(path: Path, text: str) -> bool:
     if last != LAST_LINE:
         raise KeyFileError(
             f"key file {path}: cut off, or continued behind its end: its first line promises that the last one is"
-            f" {LAST_LINE!r}, found {_line_beginning(last)}; write the whole file again, or take out the first line"
+            f" {LAST_LINE!r}, found {_line_beginning(last)}; move what was added above {LAST_LINE!r}, or write the"
+            " whole file again"
         )
     return True
 

@@ -1,4 +1,4 @@
-"""`lorafleet up --open`: the console in the desktop's browser, where there is one."""
+"""A page in the desktop's browser, where there is one: the console of `up --open`, and the issuer's of `login`."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,17 @@ def no_browser_reason(environment: Mapping[str, str], platform: str) -> str:
     return "" if has_display else "there is no display"
 
 
-async def open_page(url: str, environment: Mapping[str, str], *, platform: str = sys.platform) -> str:
-    """Open the page in the default browser; returns one line that says so, or why not. Never fails."""
+async def open_page(
+    url: str, environment: Mapping[str, str], *, what: str = "console", platform: str = sys.platform
+) -> str:
+    """Open the page in the default browser; returns one line that says so, or why not. Never fails.
+
+    what  the line begins with it
+    """
     reason = no_browser_reason(environment, platform)
     if not reason and await _try_open(url, environment):
-        return f"console: opened {url} in a browser"
-    return f"console: no browser is opened ({reason or 'none was found'}); open {url}"
+        return f"{what}: opened {url} in a browser"
+    return f"{what}: no browser is opened ({reason or 'none was found'}); open {url}"
 
 
 async def _try_open(url: str, environment: Mapping[str, str]) -> bool:

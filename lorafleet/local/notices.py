@@ -120,6 +120,9 @@ def print_ready(
     width = max(len(address) for _, address, _ in rows)
     for name, address, purpose in rows:
         print(f"  {name:<13} {address:<{width}}  {purpose}")
+    if ca is not None:
+        print("\nFor the command line, in this shell:")
+        print(f"  export LORAFLEET_TLS_CA={ca} LORAFLEET_URL_ROUTER={router} LORAFLEET_URL_ORCHESTRATOR={orchestrator}")
     print("\nTry:")
     for line in curl_lines(router, base_model, lora_ids, has_keys=has_keys, ca=ca):
         print(f"  {line}")

@@ -68,6 +68,7 @@ def bench(  # noqa: PLR0917  (Typer passes by name)
     from lorafleet.cli.bench.load import run_load
     from lorafleet.cli.bench.plan import planned_requests
     from lorafleet.cli.bench.report import figures, report_lines
+    from lorafleet.cli.client import verify_by
 
     if shared_prefix > input_tokens:
         raise CommandFailed(f"--shared-prefix {shared_prefix} is above --input-tokens {input_tokens}", status=2)
@@ -102,6 +103,7 @@ def bench(  # noqa: PLR0917  (Typer passes by name)
                 concurrency=most,
                 timeout_s=timeout_s,
                 on_end=on_end,
+                verify=verify_by(address.ca),
             )
         )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -26,12 +27,14 @@ async def run_load(
     concurrency: int | None,
     timeout_s: float,
     on_end: Callable[[RequestOutcome], None],
+    verify: ssl.SSLContext | bool = True,
 ) -> tuple[list[RequestOutcome], float]:
     """Send every request at its time; their outcomes in the order of `planned`, and the seconds that all took.
 
     planned      ordered by `at_s`; read at most one request ahead of what has been sent
     concurrency  most requests at a time; a request whose turn comes late is measured from when it is sent
     on_end       called with each outcome as it comes
+    verify       what the router's certificate is checked by, as for httpx
     """
     headers = {"authorization": f"Bearer {token}"} if token else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -39,7 +42,7 @@ async def run_load(
     turns = asyncio.Semaphore(concurrency or sys.maxsize)
     sent: list[asyncio.Task[RequestOutcome]] = []
     async with httpx.AsyncClient(
-        base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+        base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False, verify=verify
     ) as client:
         start = time.perf_counter()
 
@@ -103,7 +106,9 @@ async def send(
                 usage = event.get("usage") or usage
     except (httpx.HTTPError, ValueError, AttributeError) as exc:
         error = f"connection {type(exc).__name__}"
-        return RequestOutcome(model=request.model, began_s=began_s, ended_s=elapsed_s(), error=error)
+        return RequestOutcome(
+            model=request.model, began_s=began_s, ended_s=elapsed_s(), error=error, error_message=str(exc)
+        )
     if not chunk_s:
         return RequestOutcome(model=request.model, began_s=began_s, ended_s=elapsed_s(), error="empty answer")
     details = usage.get("prompt_tokens_details") or {}

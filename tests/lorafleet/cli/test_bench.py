@@ -23,7 +23,9 @@ from lorafleet.cli.bench.load import code_and_message, run_load
 from lorafleet.cli.bench.plan import PlannedRequest, arrival_times, planned_requests, zipf_weights
 from lorafleet.cli.bench.report import RequestOutcome, figures, most_at_a_time, percentile, report_lines
 from lorafleet.cli.main import app
+from lorafleet.local.authority import Authority
 from lorafleet.service.failure import CommandFailed
+from lorafleet.service.network.tls import Tls, TlsFiles, client_context
 from tests.serving import serving
 
 SECONDS = st.floats(0, 1e6, allow_nan=False)
@@ -201,6 +203,19 @@ async def test_prompts_are_drawn_one_ahead_of_what_is_sent() -> None:
         await run_load(url, "", planned(), on_end=lambda _: ahead.append(len(drawn) - len(ahead)), **shape)  # type: ignore[arg-type]
     assert len(ahead) == 6
     assert max(ahead) <= 2
+
+
+async def test_a_router_with_a_certificate_is_checked_by_the_authority_that_is_given(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    files = authority.issue("router", "127.0.0.1")
+    shape = {"output_tokens": 2, "concurrency": 1, "timeout_s": 30.0, "on_end": lambda _: None}
+    planned = [PlannedRequest(0.0, "good", (1, 2, 3))]
+    async with serving(answering_app(), tls=Tls(TlsFiles(cert=files.cert, key=files.key))) as url:
+        outcomes, _ = await run_load(url, "", planned, verify=client_context(authority.ca), **shape)  # type: ignore[arg-type]
+        strangers, _ = await run_load(url, "", planned, **shape)  # type: ignore[arg-type]
+    assert [outcome.error for outcome in outcomes] == [""]
+    assert [outcome.error for outcome in strangers] == ["connection ConnectError"]
+    assert "CERTIFICATE_VERIFY_FAILED" in strangers[0].error_message
 
 
 async def test_a_server_that_is_away_is_an_error_of_each_request() -> None:

@@ -1,7 +1,9 @@
 """The CLI's REST client: other servers, unreachable ones and wrong addresses are one line each."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
@@ -9,8 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from lorafleet.cli.client import NoAnswer, RestClient
+from lorafleet.local.authority import Authority
+from lorafleet.service.network.tls import Tls, TlsFiles
 from tests.lorafleet.cli.conftest import Run
-from tests.serving import serving_in_thread
+from tests.serving import serving, serving_in_thread
 
 
 @contextmanager
@@ -93,6 +98,14 @@ def test_an_unreachable_server_gives_one_line_that_names_the_flag(run: Run, args
     assert result.status == 1
     assert "-url" in result.err
     assert len(result.err.splitlines()) == 1
+
+
+async def test_a_certificate_of_an_unknown_authority_gives_the_flag_that_names_it(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    files = authority.issue("orchestrator", "127.0.0.1")
+    async with serving(Starlette(), tls=Tls(TlsFiles(cert=files.cert, key=files.key))) as url:
+        with RestClient(url) as stranger, pytest.raises(NoAnswer, match="give --tls-ca, or LORAFLEET_TLS_CA"):
+            await asyncio.to_thread(stranger.call, "GET", "/v1/workers")
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,13 @@ def test_a_marked_key_file_that_is_cut_off_anywhere_is_refused(tmp_path):
     assert len(read_key_files([path])) == 3
 
 
+def test_what_is_added_behind_the_last_mark_is_refused_with_the_place_where_it_goes(tmp_path):
+    path = tmp_path / "k"
+    path.write_text(f"{MARKED}issuers: []\n")
+    with pytest.raises(KeyFileError, match="move what was added above '# end'"):
+        read_key_files([path])
+
+
 def test_a_marked_key_file_counts_at_the_next_look_and_a_cut_one_never(tmp_path):
     path, clock = tmp_path / "k", SlowClock()
     path.write_text(MARKED)

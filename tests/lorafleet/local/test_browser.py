@@ -46,6 +46,11 @@ async def test_the_page_is_opened_once_and_the_line_says_so(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+async def test_the_line_begins_with_what_is_opened(tmp_path):
+    said = await open_page(URL, browser(tmp_path, "exit 1"), what="login")
+    assert said == f"login: no browser is opened (none was found); open {URL}"
+
+
 async def test_a_browser_that_fails_is_no_failure_and_the_line_has_the_address(tmp_path):
     said = await open_page(URL, browser(tmp_path, "exit 1"))
     assert said == f"console: no browser is opened (none was found); open {URL}"

@@ -152,6 +152,16 @@ def test_the_lines_to_try_are_commands_with_json_bodies(capsys: pytest.CaptureFi
     assert "with a key of scope metrics" in out
 
 
+def test_with_certificates_the_command_line_gets_their_authority_and_both_addresses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    notices.print_ready("https://r", "https://o", tmp_path, "tiny", [], has_keys=False, ca=tmp_path / "ca.pem")
+    out = capsys.readouterr().out
+    names = f"LORAFLEET_TLS_CA={tmp_path}/ca.pem LORAFLEET_URL_ROUTER=https://r LORAFLEET_URL_ORCHESTRATOR=https://o"
+    assert f"  export {names}\n" in out
+    assert out.count(f"--cacert {tmp_path}/ca.pem") == 2
+
+
 def test_without_adapters_no_command_is_repeated() -> None:
     lines = notices.curl_lines("http://r", "tiny", [], has_keys=False)
     assert len(lines) == len(set(lines)) == 2
