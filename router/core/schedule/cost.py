@@ -64,7 +64,7 @@ def replica_score(request: RoutingRequest, snapshot: FleetSnapshot, position: in
     engine_queue = engine_queue_s(request, load, now)
     step = step_s(replica, middle) if load.is_decoding else 0.0
     backlog = snapshot.backlog.get(replica.id, 0.0)
-    interference = costs.decode_harm * prefill * load.all_in_flight
+    interference = costs.decode_harm * work * load.all_in_flight
     scarcity = slot_scarcity_s(request, replica, load, costs)
     pressure = cache_pressure_s(work, load, snapshot)
     decode, zone = decode_s(replica, middle, costs), zone_s(replica, costs)

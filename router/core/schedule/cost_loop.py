@@ -223,7 +223,7 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
                 pressure_s = slot_costs[slots_used] if slots_used < len(slot_costs) else slot_costs[-1]
             if in_decode or others:
                 waited_s = step
-            interference_s = harm * prefill_s * (in_prefill + in_decode + others)
+            interference_s = harm * work_s * (in_prefill + in_decode + others)
             cost_s += slot_s + queue_s + waited_s + interference_s + pressure_s
         if backlog and id_of[i] in backlog:
             queue_s += backlog[id_of[i]]

@@ -19,7 +19,7 @@ class CostSettings:
     host_to_device_s: float = 0.02
     # An adapter that the engine must read again, until one load has been measured.
     load_s: float = 1.0
-    # Seconds that one second of prefill takes from each decode beside it.
+    # Seconds that one second of work, a prefill or an adapter's load, takes from each decode beside it.
     decode_harm: float = 0.05
     # Weight of a second of decoding against a second before the first token. Above 0 the faster replicas draw work, and
     # their caches turn over: 0.05 lowers hits by 0.01 to 0.02 in `benchmarks.trace`, replicas 20 % apart, and brings
