@@ -66,6 +66,7 @@ def begin_dispatched(  # noqa: PLR0917  (for each request, and names take time)
         hashed.chain(worker, replica.block_size) if replica.caches_prefixes else (),
         hashed.cache_salt,
     )
+    load.is_exact = is_known and dispatched.trust == "exact"
     services.decisions.add(dispatched, now)
     if hashed.cache_salt:
         record_cache_cost(services, hashed, tokens, dispatched)

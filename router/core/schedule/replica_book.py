@@ -47,6 +47,7 @@ class LoadEntry(msgspec.Struct, eq=False):
     is_unreported    no report of the engine counts its tokens yet
     is_streamed      it shows its first token. Any other request is silent until its whole answer is there, and leaves
                      prefill when a report shows that it runs
+    is_exact         what its replica has cached of its prompt was known, not estimated
     is_answered      its first token, or its whole answer, has arrived
     first_token_s    predicted seconds from dispatch to its first token; prefill_s of them at this pace
     """
@@ -63,6 +64,7 @@ class LoadEntry(msgspec.Struct, eq=False):
     in_prefill: bool = True
     is_unreported: bool = True
     is_streamed: bool = True
+    is_exact: bool = True
     is_answered: bool = False
     ended: bool = False
     first_token_s: float = 0.0
@@ -193,12 +195,14 @@ class ReplicaBook:
     def update_pace(self, entry: LoadEntry, now: float) -> None:
         """Correct the prefill pace by a prefill that just ended; at once if its prediction was far too long.
 
-        A whole answer can say no more than that: it took longer than its prefill.
+        Only an exact one says that at once: an estimate may have missed what was cached. A whole answer can say no more
+        than that: it took longer than its prefill.
         """
         expected_s, own_s, took_s = entry.first_token_s, entry.prefill_s, now - entry.began_at
         if took_s <= 0 or own_s < max(_LEAST_PREFILL_S, _LEAST_OWN_SHARE * expected_s):
             return
-        if expected_s >= _LEAST_EXPECTED_S and took_s < _CONTRADICTED_SHARE * expected_s:
+        is_far_off = expected_s >= _LEAST_EXPECTED_S and took_s < _CONTRADICTED_SHARE * expected_s
+        if is_far_off and entry.is_exact:
             self.prefill_pace = min(self.prefill_pace, max(_LEAST_PACE, entry.pace * took_s / expected_s))
             self.paced = 0
         elif entry.is_streamed:

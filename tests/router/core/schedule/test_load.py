@@ -523,6 +523,14 @@ def test_one_stall_makes_an_engine_no_more_than_a_little_slower():
     assert 1.0 < book.replica_load("w0").prefill_pace < 2.0
 
 
+def test_estimated_hit_that_was_missed_makes_an_engine_no_more_than_a_little_faster():
+    book = LoadBook()
+    entry = book.add("w0", "", 1.0, 0.0, first_token_s=1.0)
+    entry.is_exact = False
+    book.record_first_token(entry, 0.01)
+    assert 0.7 < book.replica_load("w0").prefill_pace < 1.0
+
+
 @given(st.lists(st.tuples(st.floats(0.001, 30), st.floats(0.0001, 100)), max_size=60))
 def test_pace_stays_within_its_bounds_whatever_first_tokens_take(prefills):
     book, now = LoadBook(), 0.0
