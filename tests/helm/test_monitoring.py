@@ -203,7 +203,7 @@ def test_panels_have_titles_of_their_own_and_do_not_overlap():
         taken |= cells
 
 
-@pytest.mark.parametrize("case", sorted(VALUES.keys() - {"everything", "found"}))
+@pytest.mark.parametrize("case", sorted(VALUES.keys() - {"everything", "found", "tls"}))
 def test_what_needs_the_prometheus_operator_or_keda_is_off_unless_asked_for(case):
     assert not of_kind(case, "ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute")
 

@@ -54,6 +54,7 @@ class LoadBook:
         self._books: dict[WorkerId, ReplicaBook] = {}
         self._models: dict[str, ModelBook] = {}
         self._rosters: dict[str, _RosterBooks] = {}
+        self._unpaced: set[WorkerId] = set()
 
     def add(  # noqa: PLR0917  (for each request, and names take time)
         self,
@@ -101,7 +102,7 @@ class LoadBook:
         entry.is_answered = True
         book = entry.book
         book.data_at = now
-        book.update_pace(entry, now)
+        self._update_pace(entry, now)
         if entry.in_prefill:
             book.mark_changed(now)
             book.leave_prefill(entry, now)
@@ -161,7 +162,7 @@ class LoadBook:
             book.ended += 1
             book.data_at = now
             if not entry.is_answered:
-                book.update_pace(entry, now)
+                self._update_pace(entry, now)
             share = max(_SMOOTHING, 1 / book.ended)
             book.mean_request_s += share * (now - entry.began_at - book.mean_request_s)
         book.remove(entry)
@@ -187,6 +188,7 @@ class LoadBook:
                 book = self._book_of(replica.id, replica.base_model)
             book.boot_id = replica.engine_boot_id
         report = replica.report
+        book.apply_rate(report.prefill_tokens_per_s)
         book.base_model = replica.base_model
         book.max_loras, book.max_seqs = replica.max_loras, replica.max_num_seqs
         book.kv_tokens = replica.total_kv_blocks * replica.block_size
@@ -286,9 +288,29 @@ class LoadBook:
         work = self._models.get(base_model)
         return 0 if work is None else work.in_flight_tokens
 
+    def _update_pace(self, entry: LoadEntry, now: float) -> None:
+        """Correct the replica's pace; replicas of its base model without evidence of their own have the same.
+
+        Else the first one that is found to be fast would get all requests.
+        """
+        book, before = entry.book, entry.book.prefill_pace
+        book.update_pace(entry, now)
+        if book.prefill_pace == before:
+            return
+        book.stale.add(book.position)
+        self._unpaced.discard(entry.worker)
+        for worker in list(self._unpaced):
+            other = self._books.get(worker)
+            if other is None or other.has_pace:
+                self._unpaced.discard(worker)
+            elif other.base_model == book.base_model:
+                other.prefill_pace = book.prefill_pace
+                other.stale.add(other.position)
+
     def _book_of(self, worker: WorkerId, base_model: str) -> ReplicaBook:
         """The worker's book; adds one where there is none."""
         book = self._books.get(worker)
         if book is None:
             book = self._books[worker] = ReplicaBook(base_model)
+            self._unpaced.add(worker)
         return book

@@ -89,7 +89,9 @@ class ReplicaBook:
     data_at               when data of any answer last arrived
     history               (until, in prefill, in flight): our sequences until then; `noted_at`: the last entry's time
     reported_at, moved_at  when the engine's counters were read, and when they had last moved
-    prefill_pace, paced    as in ReplicaLoad; and prefills that it was learned from
+    prefill_pace, paced, has_pace   as in ReplicaLoad; the prefills that it was learned from, and whether there are any:
+                          else it is that of another replica of the base model
+    rate                  prefill tokens per second, by the engine's agent; 0.0: not known
     stale, position       the set that collects positions of changed replicas, and this one's
     max_loras, max_seqs, kv_tokens, kv_tokens_used, reported_request_s   from the worker's and the engine's reports
     """
@@ -130,6 +132,8 @@ class ReplicaBook:
     others_in_flight: int = 0
     prefill_pace: float = 1.0
     paced: int = 0
+    has_pace: bool = False
+    rate: float = 0.0
     stale: set[int] = field(default_factory=set)
     position: int = 0
 
@@ -195,22 +199,34 @@ class ReplicaBook:
     def update_pace(self, entry: LoadEntry, now: float) -> None:
         """Correct the prefill pace by a prefill that just ended; at once if its prediction was far too long.
 
-        Only an exact one says that at once: an estimate may have missed what was cached. A whole answer can say no more
-        than that: it took longer than its prefill.
+        An estimate says nothing: it may have missed what was cached. A whole answer can say no more than that its
+        prediction was far too long: it took longer than its prefill.
         """
         expected_s, own_s, took_s = entry.first_token_s, entry.prefill_s, now - entry.began_at
-        if took_s <= 0 or own_s < max(_LEAST_PREFILL_S, _LEAST_OWN_SHARE * expected_s):
+        if not entry.is_exact or took_s <= 0 or own_s < max(_LEAST_PREFILL_S, _LEAST_OWN_SHARE * expected_s):
             return
-        is_far_off = expected_s >= _LEAST_EXPECTED_S and took_s < _CONTRADICTED_SHARE * expected_s
-        if is_far_off and entry.is_exact:
+        if expected_s >= _LEAST_EXPECTED_S and took_s < _CONTRADICTED_SHARE * expected_s:
             self.prefill_pace = min(self.prefill_pace, max(_LEAST_PACE, entry.pace * took_s / expected_s))
-            self.paced = 0
+            self.paced, self.has_pace = 0, True
         elif entry.is_streamed:
             off = min(_MOST_OFF, (took_s - (expected_s - own_s)) / own_s)
-            self.paced += 1
+            self.paced, self.has_pace = self.paced + 1, True
             share = max(_PACE_SHARE, 1 / (_FIRST_PACES + self.paced))
             pace = self.prefill_pace + share * (entry.pace * off - self.prefill_pace)
             self.prefill_pace = min(_MOST_PACE, max(_LEAST_PACE, pace))
+
+    def apply_rate(self, tokens_per_s: float) -> None:
+        """Take over the rate that the engine's agent has learned; the pace goes on meaning the same seconds a token.
+
+        Without a rate before, or now, the pace begins anew: it was one by the fleet's rate, or by the guess.
+        """
+        if tokens_per_s != self.rate and self.has_pace:
+            if tokens_per_s and self.rate:
+                pace = self.prefill_pace * tokens_per_s / self.rate
+                self.prefill_pace = min(_MOST_PACE, max(_LEAST_PACE, pace))
+            else:
+                self.prefill_pace, self.paced, self.has_pace = 1.0, 0, False
+        self.rate = tokens_per_s
 
     def leave_prefill(self, entry: LoadEntry, now: float) -> None:
         """Count this request out of prefill. The next prefill counts as begun now.

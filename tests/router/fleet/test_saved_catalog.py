@@ -21,7 +21,7 @@ def test_an_unreadable_saved_catalog_is_logged_and_ignored(tmp_path, name):
 
 
 def item(lora_id, **more):
-    given = {"digest": "a" * 64, "base_model": "b", "source": "file:///x", "state": "ready"} | more
+    given = {"digest": "a" * 64, "base_model": "b", "source": "file:///x"} | more
     return CatalogAdapter(lora_id=lora_id, **given)
 
 

@@ -523,12 +523,31 @@ def test_one_stall_makes_an_engine_no_more_than_a_little_slower():
     assert 1.0 < book.replica_load("w0").prefill_pace < 2.0
 
 
-def test_estimated_hit_that_was_missed_makes_an_engine_no_more_than_a_little_faster():
+def test_estimate_says_nothing_about_the_pace():
     book = LoadBook()
     entry = book.add("w0", "", 1.0, 0.0, first_token_s=1.0)
     entry.is_exact = False
     book.record_first_token(entry, 0.01)
-    assert 0.7 < book.replica_load("w0").prefill_pace < 1.0
+    assert book.replica_load("w0").prefill_pace == 1.0
+
+
+def test_replica_without_first_tokens_has_the_pace_of_the_others():
+    book = LoadBook()
+    for name, model in (("w0", ""), ("w1", ""), ("w2", "another")):
+        book.apply_report(replace(a_replica(name), base_model=model))
+    prefill(book, 0.0, predicted_s=0.1, took_s=0.4)
+    paces = [book.replica_load(name).prefill_pace for name in ("w0", "w1", "w2")]
+    assert paces[0] == paces[1] > 1.0 == paces[2]
+
+
+@pytest.mark.parametrize(("before", "then", "expected"), [(1000.0, 2000.0, 8.0), (0.0, 500.0, 1.0), (500.0, 0.0, 1.0)])
+def test_pace_means_the_same_seconds_a_token_when_the_rate_is_learned_anew(before, then, expected):
+    book, now = LoadBook(), 0.0
+    book.apply_report(a_replica("w0", report=EngineReport(at=1.0, prefill_tokens_per_s=before)))
+    for _ in range(60):
+        now = prefill(book, now, 0.1 * book.replica_load("w0").prefill_pace, took_s=0.4)
+    book.apply_report(a_replica("w0", report=EngineReport(at=2.0, prefill_tokens_per_s=then)))
+    assert book.replica_load("w0").prefill_pace == pytest.approx(expected, rel=0.05)
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 30), st.floats(0.0001, 100)), max_size=60))
