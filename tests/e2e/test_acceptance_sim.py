@@ -141,7 +141,7 @@ async def test_rollout_with_require_waits_for_equal_replicas_and_stops_at_a_vers
             status = (await fleet.http.get("/v1/aliases/roll/rollout")).json()["status"]
             return None if status["state"] in ("placing", "watching") else status
 
-        status = await until(end, what=f"the rollout to {to} ends")
+        status = await until(end, within_s=90, what=f"the rollout to {to} ends")
         return status["state"], status["reason"] or ""
 
     async def targets() -> dict[str, float]:
