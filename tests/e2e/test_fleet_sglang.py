@@ -59,7 +59,11 @@ class TestTwoSglangWorkers(FleetSuite):
         until(lambda: worker not in fleet.held_by(SQL), within_s=10, what="it is unloaded")
         reloaded = fleet.ask(prompt=prompt, lora_id=SQL)
         assert text(reloaded) == text(first)
-        assert reloaded.headers["x-lorafleet-worker"] in fleet.held_by(SQL)
+        until(
+            lambda: reloaded.headers["x-lorafleet-worker"] in fleet.held_by(SQL),
+            within_s=10,
+            what="its worker is known",
+        )
         assert predicted(reloaded) == cached(reloaded) == 0
 
     def test_a_replica_that_does_not_report_an_adapter_is_never_asked_for_it(self, fleet: RunningFleet) -> None:
