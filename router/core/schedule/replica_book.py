@@ -29,10 +29,10 @@ _GIVEN_WAY_S = 5.0
 _CONTRADICTED_SHARE = 0.5
 _LEAST_EXPECTED_S = 0.1
 _LEAST_PACE, _MOST_PACE = 0.001, 100.0
-# A prefill counts as evidence of the pace where it is most of what was predicted, and long enough to be measured. One
+# A prefill is evidence of the pace where it is most of what was predicted, and long beside HTTP and tokenizing. One
 # counts as at most so many times slower or faster than predicted: an engine may stall, and a first prefill compiles.
 _LEAST_OWN_SHARE = 0.5
-_LEAST_PREFILL_S = 0.005
+_LEAST_PREFILL_S = 0.1
 _MOST_OFF = 8.0
 # Weights of the first prefills, and of all later ones.
 _FIRST_PACES = 4
@@ -203,7 +203,11 @@ class ReplicaBook:
         prediction was far too long: it took longer than its prefill.
         """
         expected_s, own_s, took_s = entry.first_token_s, entry.prefill_s, now - entry.began_at
-        if not entry.is_exact or took_s <= 0 or own_s < max(_LEAST_PREFILL_S, _LEAST_OWN_SHARE * expected_s):
+        if (
+            not entry.is_exact
+            or took_s <= 0
+            or own_s < max(_LEAST_PREFILL_S * entry.pace, _LEAST_OWN_SHARE * expected_s)
+        ):
             return
         if expected_s >= _LEAST_EXPECTED_S and took_s < _CONTRADICTED_SHARE * expected_s:
             self.prefill_pace = min(self.prefill_pace, max(_LEAST_PACE, entry.pace * took_s / expected_s))

@@ -504,8 +504,15 @@ def test_a_few_first_tokens_tell_an_engine_that_is_slower_or_faster_than_its_rat
     book, now = LoadBook(), 0.0
     for _ in range(25):
         pace = book.replica_load("w0").prefill_pace
-        now = prefill(book, now, predicted_s=0.1 * pace, took_s=0.1 * slower)
+        now = prefill(book, now, predicted_s=1.0 * pace, took_s=1.0 * slower)
     assert book.replica_load("w0").prefill_pace == pytest.approx(slower, rel=0.1)
+
+
+def test_short_prefill_says_nothing_about_the_pace_because_http_takes_as_long():
+    book, now = LoadBook(), 0.0
+    for _ in range(25):
+        now = prefill(book, now, predicted_s=0.02, took_s=0.06)
+    assert book.replica_load("w0").prefill_pace == 1.0
 
 
 def test_first_token_that_mostly_waited_for_others_says_nothing_about_the_pace():
