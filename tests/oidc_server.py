@@ -1,11 +1,13 @@
 """A real OIDC server on loopback (oidc-provider-mock, on Authlib): discovery, logins by code, signed tokens, keys."""
 
 import contextlib
+import math
 import secrets
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
@@ -17,7 +19,10 @@ import pytest
 import werkzeug.serving
 from flask_cors import CORS
 
-from tests.patience import patience
+from orchestrator.app import build
+from orchestrator.config import OrchestratorSettings
+from tests.patience import patience, until
+from tests.serving import client_of, serving
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it imports a module of Authlib that Authlib 2 will not have
@@ -33,6 +38,27 @@ QUIET = pytest.mark.filterwarnings("ignore::DeprecationWarning:(authlib|oidc_pro
 """The mark of tests with such a server, which has uses of Authlib that Authlib 2 will not have."""
 CLIENT = "lorafleet"
 AUDIENCE = CLIENT
+GRANTS = """
+  - claims: {groups: admins}
+    scopes: [admin]
+  - claims: {groups: "team-{team}", email_verified: true}
+    tenant: "{team}"
+    scopes: [tenant-admin]
+    namespace: "{team}/runs"
+    lora_ids: ["{team}/*"]
+    limits: {requests_per_minute: 60}
+  - claims: {"realm.roles": reader, scope: "fleet:*"}
+    scopes: [view]
+  - claims: {"https://x.example/org": "{org}"}
+    tenant: "{org}"
+    scopes: [infer]
+"""
+
+
+def issuer_file(path: Path, url: str, *, more: str = "", grants: str = GRANTS) -> Path:
+    """Write a key file with the issuer at this URL. `more`: lines behind it."""
+    path.write_text(f"issuers:\n- issuer: {url}\n  audiences: [{AUDIENCE}]\n  grants:{grants}{more}")
+    return path
 
 
 class OidcServer:
@@ -130,3 +156,19 @@ def oidc_server() -> Iterator[OidcServer]:
         finally:
             with contextlib.suppress(Exception):
                 server.stop()
+
+
+@contextlib.asynccontextmanager
+async def offering_login(oidc: OidcServer, folder: Path, *, more: str) -> AsyncIterator[str]:
+    """The URL of an orchestrator that takes the server's tokens, and has begun to offer its login."""
+    path = issuer_file(folder / "keys.yaml", oidc.url, more=more)
+    whole = build(OrchestratorSettings(store=folder / "store.db", key_files=(path,)))
+    whole.leadership.lead_until(math.inf)
+    async with serving(whole.app) as url, client_of(url) as client:
+
+        async def is_offered() -> object:
+            return (await client.get("/v1/login")).json()["data"]
+
+        await until(is_offered)
+        yield url
+        whole.stop()

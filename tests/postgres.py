@@ -136,23 +136,26 @@ def free_port():
         return found.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
-def postgres_server():
-    """The server that the tests of one process share; no test may stop it."""
+@contextlib.contextmanager
+def _running_server():
+    """A new server that runs, and that is removed at the end."""
     server = PostgresServer(free_port())
     try:
         server.start()
         yield server
     finally:
         server.remove()
+
+
+@pytest.fixture(scope="session")
+def postgres_server():
+    """The server that the tests of one process share; no test may stop it."""
+    with _running_server() as server:
+        yield server
 
 
 @pytest.fixture
 def own_postgres_server():
     """A server for one test, which may kill it."""
-    server = PostgresServer(free_port())
-    try:
-        server.start()
+    with _running_server() as server:
         yield server
-    finally:
-        server.remove()

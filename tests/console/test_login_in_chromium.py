@@ -2,21 +2,15 @@
 
 import base64
 import hashlib
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from lorafleet.keys.key_files import hash_key
-from orchestrator.app import build
-from orchestrator.config import OrchestratorSettings
 from tests.console.browser import INSTALL, chromium, opened
 from tests.console.test_console_in_chromium import axe_source
-from tests.lorafleet.keys.test_tokens import issuer_file
-from tests.oidc_server import CLIENT, QUIET, oidc_server
-from tests.patience import until
-from tests.serving import client_of, serving
+from tests.oidc_server import CLIENT, QUIET, offering_login, oidc_server
 
 pytestmark = [pytest.mark.thorough, pytest.mark.fleet, pytest.mark.timeout(600), QUIET]
 _MORE = f"""  console: {{client_id: {CLIENT}, scope: "openid profile email", token: id_token}}
@@ -35,17 +29,8 @@ def oidc():
 @asynccontextmanager
 async def console(oidc, folder) -> AsyncIterator[str]:
     """The URL of an orchestrator that takes the server's tokens, by the name that browsers hold to be secure."""
-    path = issuer_file(folder / "keys.yaml", oidc.url, more=_MORE)
-    whole = build(OrchestratorSettings(store=folder / "store.db", key_files=(path,)))
-    whole.leadership.lead_until(math.inf)
-    async with serving(whole.app) as address, client_of(address) as client:
-
-        async def is_offered():
-            return (await client.get("/v1/login")).json()["data"]
-
-        await until(is_offered)
-        yield address.replace("127.0.0.1", "localhost")
-        whole.stop()
+    async with offering_login(oidc, folder, more=_MORE) as url:
+        yield url.replace("127.0.0.1", "localhost")
 
 
 async def log_in(page, oidc, subject="ann"):

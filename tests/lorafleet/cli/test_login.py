@@ -1,7 +1,6 @@
 """`lorafleet login` prints a token of a real OIDC server, which the fleet then takes."""
 
 import asyncio
-import math
 import sys
 from contextlib import asynccontextmanager
 from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
@@ -9,12 +8,9 @@ from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 import httpx
 import pytest
 
-from orchestrator.app import build
-from orchestrator.config import OrchestratorSettings
-from tests.lorafleet.keys.test_tokens import issuer_file
-from tests.oidc_server import CLIENT, QUIET, oidc_server
-from tests.patience import patience, until, within
-from tests.serving import client_of, serving
+from tests.oidc_server import CLIENT, QUIET, offering_login, oidc_server
+from tests.patience import patience, within
+from tests.serving import client_of
 
 pytestmark = [pytest.mark.fleet, QUIET]
 CONSOLE = f"  console: {{client_id: {CLIENT}, token: id_token}}\n"
@@ -30,17 +26,8 @@ def oidc():
 @pytest.fixture
 async def orchestrator(oidc, tmp_path):
     """A client of an orchestrator that offers the server's login."""
-    path = issuer_file(tmp_path / "keys.yaml", oidc.url, more=CONSOLE)
-    whole = build(OrchestratorSettings(store=tmp_path / "store.db", key_files=(path,)))
-    whole.leadership.lead_until(math.inf)
-    async with serving(whole.app) as url, client_of(url) as client:
-
-        async def is_offered():
-            return (await client.get("/v1/login")).json()["data"]
-
-        await until(is_offered)
+    async with offering_login(oidc, tmp_path, more=CONSOLE) as url, client_of(url) as client:
         yield client
-        whole.stop()
 
 
 @asynccontextmanager

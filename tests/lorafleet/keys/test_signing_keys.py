@@ -11,8 +11,8 @@ from lorafleet.keys.auth import ApiKeys
 from lorafleet.keys.issuers import is_safe_url
 from lorafleet.keys.metrics import TokenCollector
 from lorafleet.keys.signing_keys import IssuerTrouble, read_keys
-from tests.lorafleet.keys.test_tokens import TurnedClocks, issuer_file, jwk_of, refusal_of
-from tests.oidc_server import QUIET, oidc_server
+from tests.lorafleet.keys.test_tokens import TurnedClocks, jwk_of, refusal_of
+from tests.oidc_server import QUIET, issuer_file, oidc_server
 from tests.patience import until
 from tests.serving import serving
 

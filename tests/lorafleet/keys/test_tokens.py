@@ -19,30 +19,9 @@ from lorafleet.keys.roles import KeyLimits
 from lorafleet.keys.signing_keys import read_keys
 from lorafleet.keys.tokens import MOST_TOKEN_BYTES, TokenRefused
 from lorafleet.service.http import HttpError
-from tests.oidc_server import AUDIENCE, QUIET, oidc_server
+from tests.oidc_server import QUIET, issuer_file, oidc_server
 
 pytestmark = QUIET
-
-GRANTS = """
-  - claims: {groups: admins}
-    scopes: [admin]
-  - claims: {groups: "team-{team}", email_verified: true}
-    tenant: "{team}"
-    scopes: [tenant-admin]
-    namespace: "{team}/runs"
-    lora_ids: ["{team}/*"]
-    limits: {requests_per_minute: 60}
-  - claims: {"realm.roles": reader, scope: "fleet:*"}
-    scopes: [view]
-  - claims: {"https://x.example/org": "{org}"}
-    tenant: "{org}"
-    scopes: [infer]
-"""
-
-
-def issuer_file(path, url, *, more="", grants=GRANTS):
-    path.write_text(f"issuers:\n- issuer: {url}\n  audiences: [{AUDIENCE}]\n  grants:{grants}{more}")
-    return path
 
 
 class TurnedClocks:

@@ -12,8 +12,7 @@ from orchestrator.model.questions import RoutedAsk, RouterQuestion
 from router.api.questions import reply_to
 from tests.lorafleet.http_server.test_cross_site import agent, orchestrator
 from tests.lorafleet.keys.test_auth_scopes_first import scope_checks
-from tests.lorafleet.keys.test_tokens import issuer_file
-from tests.oidc_server import QUIET, oidc_server
+from tests.oidc_server import QUIET, issuer_file, oidc_server
 from tests.patience import until
 from tests.router.doubles import CHAT, EngineDouble, error_of, fleet, sample_value, with_sql
 
