@@ -298,7 +298,6 @@ class LoadBook:
         if book.prefill_pace == before:
             return
         book.stale.add(book.position)
-        self._unpaced.discard(entry.worker)
         for worker in list(self._unpaced):
             other = self._books.get(worker)
             if other is None or other.has_pace:

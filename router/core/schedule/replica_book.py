@@ -210,14 +210,13 @@ class ReplicaBook:
         ):
             return
         if expected_s >= _LEAST_EXPECTED_S and took_s < _CONTRADICTED_SHARE * expected_s:
-            self.prefill_pace = min(self.prefill_pace, max(_LEAST_PACE, entry.pace * took_s / expected_s))
+            self.prefill_pace = min(self.prefill_pace, _bounded_pace(entry.pace * took_s / expected_s))
             self.paced, self.has_pace = 0, True
         elif entry.is_streamed:
             off = min(_MOST_OFF, (took_s - (expected_s - own_s)) / own_s)
             self.paced, self.has_pace = self.paced + 1, True
             share = max(_PACE_SHARE, 1 / (_FIRST_PACES + self.paced))
-            pace = self.prefill_pace + share * (entry.pace * off - self.prefill_pace)
-            self.prefill_pace = min(_MOST_PACE, max(_LEAST_PACE, pace))
+            self.prefill_pace = _bounded_pace(self.prefill_pace + share * (entry.pace * off - self.prefill_pace))
 
     def apply_rate(self, tokens_per_s: float) -> None:
         """Take over the rate that the engine's agent has learned; the pace goes on meaning the same seconds a token.
@@ -226,8 +225,7 @@ class ReplicaBook:
         """
         if tokens_per_s != self.rate and self.has_pace:
             if tokens_per_s and self.rate:
-                pace = self.prefill_pace * tokens_per_s / self.rate
-                self.prefill_pace = min(_MOST_PACE, max(_LEAST_PACE, pace))
+                self.prefill_pace = _bounded_pace(self.prefill_pace * tokens_per_s / self.rate)
             else:
                 self.prefill_pace, self.paced, self.has_pace = 1.0, 0, False
         self.rate = tokens_per_s
@@ -363,6 +361,10 @@ class ModelBook:
     in_flight: int = 0
     sequences: int = 0
     in_flight_tokens: int = 0
+
+
+def _bounded_pace(pace: float) -> float:
+    return min(_MOST_PACE, max(_LEAST_PACE, pace))
 
 
 def load_vector(book: ReplicaBook) -> LoadVector:
