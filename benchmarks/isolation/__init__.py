@@ -1,1 +1,1 @@
-"""What a cache of its own gives a tenant, and costs the fleet: an attacker's guesses, and the hits of a trace."""
+"""Private prefix caches: how much an attacker's guesses tell with and without them, and how many hits they lose."""

@@ -18,7 +18,7 @@ from benchmarks.trace.workload import BLOCK, WHERE_FROM, TraceLine, drawn, read
 
 GUESSES, PREDICTIONS = 500, 200
 NEAR = 0.03
-"""How far the area may be from 0.5."""
+"""Goal: with private caches the area under the curve differs from 0.5 by at most this."""
 CAPACITY = 8 * 2000
 OWNERS = (5, 20, 100)
 COMMON_BLOCKS = (0, 7)

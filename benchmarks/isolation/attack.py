@@ -61,7 +61,7 @@ _PROMPT_WORDS = 1600
 
 @dataclass(frozen=True, slots=True)
 class SeenAnswer:
-    """What a client sees of one streamed completion. `predicted` is the router's header."""
+    """One streamed completion, as its client sees it. `predicted`: cached tokens by the router's header."""
 
     first_token_s: float
     cached_tokens: int
@@ -70,7 +70,7 @@ class SeenAnswer:
 
 @dataclass(slots=True)
 class Guesses:
-    """What the attacker saw of right guesses and of wrong ones, and how often predictions for the victim were exact."""
+    """Answers to the attacker's right and wrong guesses, and how many predictions for the victim were exact."""
 
     right: list[SeenAnswer] = field(default_factory=list)
     wrong: list[SeenAnswer] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Guesses:
 
     @property
     def standard_error(self) -> float:
-        """How far an area of 0.5 strays by chance."""
+        """Standard error of the area under the curve where guesses tell nothing (Mann-Whitney)."""
         right, wrong = len(self.right), len(self.wrong)
         return sqrt((right + wrong + 1) / (12 * right * wrong))
 

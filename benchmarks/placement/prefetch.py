@@ -1,4 +1,4 @@
-"""What prefetching gives, in simulated time: first requests at a worker that joined whose files are there already.
+"""Prefetching, in simulated time: of the requests at a worker that has just joined, those whose files are there.
 
 Eight workers have 2,000 adapters on their disks, of which 16 are in each engine's slots. A ninth joins with an empty
 disk. Requests follow Zipf's law. Each file takes `FETCH_S`, one after another; a request whose adapter's files are not

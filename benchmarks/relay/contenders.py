@@ -154,7 +154,7 @@ def start_router(stage: Stage, name: str, models: tuple[str, ...], *flags: str, 
 
 
 def client_tls(stage: Stage) -> ssl.SSLContext | None:
-    """How clients connect to ours and to nginx. They resume no session: each connection is a whole handshake."""
+    """The TLS context of the benchmark's clients. No session is resumed: each connection is a full handshake."""
     return None if stage.tls is None or stage.tls.ca is None else client_context(stage.tls.ca)
 
 

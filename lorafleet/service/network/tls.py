@@ -217,7 +217,6 @@ class Tls:
             client.load_cert_chain(files.cert, files.key)
             with _as_own_certificate(files):
                 _check_own_chain(server, client)
-        if client is not None:
             server.load_verify_locations(files.ca)
             server.verify_mode = self.clients
         return _LoadedTls(server, client, expires_at)
