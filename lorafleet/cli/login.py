@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Annotated, Any
@@ -117,8 +118,6 @@ class _AnswerHandler(BaseHTTPRequestHandler):
 
 def _await_answer(server: HTTPServer, within_s: float) -> dict[str, str]:
     """The query of the issuer's answer. Raises CommandFailed where none comes in time."""
-    import time
-
     ends_at = time.monotonic() + within_s
     while (left_s := ends_at - time.monotonic()) > 0:
         server.timeout = left_s
