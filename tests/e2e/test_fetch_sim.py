@@ -102,7 +102,11 @@ async def test_the_files_of_an_adapter_that_waits_for_a_slot_are_there_before_th
         for name, place in sources.items():
             (await fleet.http.post("/v1/adapters", json={"lora_id": name, "source": place})).raise_for_status()
         holder_of = {name: (await fleet.ensure(name)).json()["ready"][0] for name in near}
-        (inspected_on,) = [worker for worker in fleet.agents if "far/v1" in await on_disk(worker)]
+
+        async def inspected() -> list[str]:
+            return [worker for worker in fleet.agents if "far/v1" in await on_disk(worker)]
+
+        (inspected_on,) = await until(inspected, what="a worker has fetched the far adapter to inspect it")
         (other,) = fleet.agents.keys() - {inspected_on}
         # Both workers are full. The copy on the other one may go first, but not soon.
         for name, worker in holder_of.items():

@@ -71,10 +71,24 @@ class TestTwoSglangWorkers(FleetSuite):
         holders = set(fleet.held_by(PYTHON))
         served = {fleet.ask(prompt=fresh_prompt(), lora_id=PYTHON).headers["x-lorafleet-worker"] for _ in range(10)}
         assert served <= holders | set(fleet.held_by(PYTHON))
-        for metadata in fleet.workers().values():
-            listed = fleet.get(f"{metadata['transport']['engine_url']}/v1/models")["data"]
-            names = {lora["engine_name"] for lora in metadata["lora"]["loaded_loras"] if lora["state"] == "ready"}
-            assert {item["id"] for item in listed if item["parent"]} == names
+
+        def loaded_and_reported() -> list[tuple[set[str], set[str]]]:
+            """The names that each engine lists, and those that its agent reports as ready."""
+            found = []
+            for metadata in fleet.workers().values():
+                listed = fleet.get(f"{metadata['transport']['engine_url']}/v1/models")["data"]
+                reported = [lora for lora in metadata["lora"]["loaded_loras"] if lora["state"] == "ready"]
+                found.append(
+                    ({item["id"] for item in listed if item["parent"]}, {lora["engine_name"] for lora in reported})
+                )
+            return found
+
+        # A load or an unload under way is in one list before the other.
+        until(
+            lambda: all(loaded == reported for loaded, reported in loaded_and_reported()),
+            within_s=20,
+            what="every engine has loaded exactly what its agent reports",
+        )
 
     def test_what_sglang_answers_from_the_base_model_alone_is_refused_for_an_adapter(self, fleet: RunningFleet) -> None:
         body = {"input": fresh_prompt(), "max_output_tokens": 8}
