@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.placement.measure import OURS, p99, placer_of
-from benchmarks.placement.peers import TAIL_PEERS, Lazy
+from benchmarks.placement.measure import OURS, TAIL_PEERS, p99, placer_of
+from benchmarks.placement.peers import Lazy
 from benchmarks.placement.workload import PlacementRequest, Scenario, requests_of
 from benchmarks.placement.world import Copy, World
 from benchmarks.report import ReportRow, console

@@ -11,8 +11,7 @@ from statistics import mean, median
 
 from rich.table import Table
 
-from benchmarks.placement.measure import CONTENDERS, OURS, RESERVE, PlacementFigures, run
-from benchmarks.placement.peers import PEERS
+from benchmarks.placement.measure import CONTENDERS, OURS, PEERS, RESERVE, PlacementFigures, run
 from benchmarks.placement.prefetch import prefetch_rows
 from benchmarks.placement.workload import Scenario
 from benchmarks.report import ReportRow, console, show
@@ -30,7 +29,9 @@ TAILS = tuple(
     replace(LONG_TAIL, name=f"long tail, loads of {load_s:g} s", load_s=load_s, stall_s=min(0.5, load_s / 3), rate=rate)
     for load_s, rate in ((0.03, 8.0), (0.3, 8.0), (3.0, 1.5))
 )
-SCENES = (STEADY, CHANGING, MANY, TROUBLE, CONSTANT, *TAILS)
+RANKS = Scenario(name="ranks 8 to 128", ranks=(8, 16, 32, 64, 128), work_s=0.4, lasts_s=1800)
+"""Adapters of five ranks, whose batches cost what the largest rank in them costs."""
+SCENES = (STEADY, CHANGING, MANY, TROUBLE, CONSTANT, RANKS, *TAILS)
 BACK_S = 5.0
 """Within this time of a loss the last load of a hot adapter should have begun."""
 Found = dict[tuple[str, str], list[PlacementFigures]]

@@ -6,13 +6,26 @@ from statistics import mean, median
 
 from benchmarks.placement.ideal import shared_lru
 from benchmarks.placement.ours import LorafleetOrchestrator
-from benchmarks.placement.peers import PEERS, TAIL_PEERS
+from benchmarks.placement.papers import ByRank, Migrating, RankAware
+from benchmarks.placement.peers import (
+    Discard,
+    Home,
+    Lazy,
+    LeastAdapters,
+    OnDemand,
+    Proportional,
+    Scored,
+    Static,
+)
 from benchmarks.placement.workload import PlacementRequest, Scenario, hottest, requests_of
 from benchmarks.placement.world import LOST_AFTER_S, Placer, World
 from orchestrator.model.policy import PlacementPolicy
 
 OURS = "lorafleet"
 RESERVE = "lorafleet, one slot in reserve"
+PEERS = (Static, Lazy, Home, Proportional, LeastAdapters, Migrating, ByRank, RankAware)
+TAIL_PEERS = (*PEERS, OnDemand, Discard, Scored)
+"""And those whose rule is about one engine's slots, for fleets of many more adapters than slots."""
 CONTENDERS = (OURS, RESERVE, *(peer.name for peer in PEERS))
 HOT = 10
 """How many of the most asked for have to be back after a loss."""

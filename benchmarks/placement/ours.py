@@ -1,5 +1,6 @@
 """The real `place`, `diff` and `DemandBook`, acting on the simulated fleet as the reconciler acts on a real one."""
 
+from benchmarks.placement.workload import MOST_RANK
 from benchmarks.placement.world import Copy, SimulatedWorker, World
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement.place import place
@@ -41,7 +42,7 @@ class LorafleetOrchestrator:
         adapters = {
             lora_id(n): RegisteredAdapter(
                 spec=AdapterSpec(lora_id=lora_id(n), source="s3://a", base_model="m", digest=f"{n:064x}"),
-                card=AdapterCard(rank=16, size_bytes=10**8),
+                card=AdapterCard(rank=world.scene.rank_of(n), size_bytes=10**8),
             )
             for n in range(world.scene.all_adapters)
         }
@@ -169,7 +170,7 @@ class LorafleetOrchestrator:
             state="ready",
             base_model="m",
             slots=engine.slots,
-            max_lora_rank=64,
+            max_lora_rank=MOST_RANK,
             adapters=held,
             node=engine.name,
             load=max(0.0, engine.free_at - self.world.now),

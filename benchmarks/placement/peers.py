@@ -15,6 +15,28 @@ from lorafleet.identity import rendezvous_score
 WINDOW_S = 60.0
 
 
+class RequestRates:
+    """Each adapter's requests a second, over a window that fades; `observe` is called each second."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._seen: dict[int, int] = {}
+        self._rates: dict[int, float] = {}
+
+    def observe(self) -> None:
+        counts: dict[int, int] = {}
+        for (adapter, _), (requests, _) in self._world.sent.items():
+            counts[adapter] = counts.get(adapter, 0) + requests
+        for adapter, requests in counts.items():
+            fresh = requests - self._seen.get(adapter, 0)
+            self._rates[adapter] = self._rates.get(adapter, 0.0) * exp(-1 / WINDOW_S) + fresh / WINDOW_S
+        self._seen = counts
+
+    def active(self) -> dict[int, float]:
+        """The rates of adapters that are asked for."""
+        return {adapter: rate for adapter, rate in sorted(self._rates.items()) if rate > 0.3 / WINDOW_S}
+
+
 class Lazy:
     """On request, wherever there is a free slot or least in the queue; the least recently used makes room.
 
@@ -38,6 +60,11 @@ class Lazy:
     def _ask(self, adapter: int, worker: SimulatedWorker) -> None:
         self.queues.setdefault(worker.name, deque()).append(adapter)
         self._go(worker)
+
+    def _ask_once(self, adapter: int, worker: SimulatedWorker) -> None:
+        """Let the worker load the adapter, unless it has it or is about to load it."""
+        if adapter not in worker.copies and adapter not in self.queues.get(worker.name, ()):
+            self._ask(adapter, worker)
 
     def _choice(self, adapter: int) -> Callable[[SimulatedWorker], Any]:
         """A key: the worker with the highest is chosen."""
@@ -191,27 +218,19 @@ class Proportional(Home):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.seconds = 0
-        self.seen: dict[int, int] = {}
-        self.rates: dict[int, float] = {}
+        self.rates = RequestRates(world)
         self.replicas: dict[int, int] = {}
         self.cooling: dict[int, int] = {}
 
     def second(self) -> None:
         self.seconds += 1
-        counts: dict[int, int] = {}
-        for (adapter, _), (requests, _) in self.world.sent.items():
-            counts[adapter] = counts.get(adapter, 0) + requests
-        fade = exp(-1 / WINDOW_S)
-        for adapter, requests in counts.items():
-            fresh = requests - self.seen.get(adapter, 0)
-            self.rates[adapter] = self.rates.get(adapter, 0.0) * fade + fresh / WINDOW_S
-        self.seen = counts
+        self.rates.observe()
         if self.seconds % self.every_s == 0:
             self._scale()
         super().second()
 
     def _due(self) -> dict[int, int]:
-        active = {adapter: rate for adapter, rate in sorted(self.rates.items()) if rate > 0.3 / WINDOW_S}
+        active = self.rates.active()
         workers = len(self.world.known)
         slots = sum(worker.slots for worker in self.world.known.values())
         total = sum(active.values())
@@ -245,16 +264,10 @@ class Proportional(Home):
         if count < 2 and len(there) < 2:
             return
         for worker in ranked[:count]:
-            if adapter not in worker.copies and adapter not in self.queues.setdefault(worker.name, deque()):
-                self._ask(adapter, worker)
+            self._ask_once(adapter, worker)
         ready = [worker for worker in ranked[:count] if worker.copies.get(adapter) is not None]
         for worker in there:
             copy = worker.copies.get(adapter)
             is_spare = worker not in ranked[:count] and len(ready) >= count
             if copy is not None and is_spare and copy.state == "ready" and not copy.in_flight:
                 del worker.copies[adapter]
-
-
-PEERS = (Static, Lazy, Home, Proportional, LeastAdapters)
-TAIL_PEERS = (*PEERS, OnDemand, Discard, Scored)
-"""And those whose rule is about one engine's slots, for fleets of many more adapters than slots."""

@@ -11,6 +11,16 @@ LOAD_S, LOAD_SIGMA = 4.4, 0.26
 GAP_S = 12.0
 CHANGES = 10
 """Adapters of the hot set that change places with others when it changes."""
+LEAST_RANK, MOST_RANK, MOST_PADDING = 8, 128, 0.84
+"""Requests of rank 8 were measured to lose up to 84 % beside rank 128, at their p95 (LoRAServe, arXiv 2511.22880)."""
+
+
+def padding(rank: int) -> float:
+    """How many times as long a batch takes when this is its largest rank: kernels pad all of it to that.
+
+    Linear in between, a guess.
+    """
+    return 1 + MOST_PADDING * max(0, rank - LEAST_RANK) / (MOST_RANK - LEAST_RANK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +39,7 @@ class Scenario:
     answer_s    from the first token to the last
     burst       (at, count): one request for each of so many adapters that nobody else asks for
     greedy      (adapters, rate): one tenant, who asks for so many adapters of its own, one after the other
+    ranks       of the adapters, in turn; a request takes longer by the largest rank on its engine (`padding`)
     """
 
     name: str
@@ -51,6 +62,11 @@ class Scenario:
     answer_s: float = 3.0
     burst: tuple[float, int] | None = None
     greedy: tuple[int, float] | None = None
+    ranks: tuple[int, ...] = (LEAST_RANK,)
+
+    def rank_of(self, adapter: int) -> int:
+        """The rank of an adapter."""
+        return self.ranks[adapter % len(self.ranks)]
 
     @property
     def first_greedy(self) -> int:

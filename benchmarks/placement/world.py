@@ -4,8 +4,8 @@ The router is the same for every contender and knows each queue as it is: what d
 goes to the shortest queue among the workers where its adapter is ready, and waits when there is none. As our router
 does, it gives an engine nothing more while that has a second of work before it; the rest waits in line, and the oldest
 goes to whichever worker with its adapter has room. An engine works off its requests in order; a first token comes when
-the work of its request is done. A load takes what loads from remote storage were measured to take, or
-what the scene says, at the end of which its engine stands still.
+the work of its request is done. The largest rank among an engine's requests lengthens that work. A load takes what
+loads from remote storage were measured to take, or what the scene says, at the end of which its engine stands still.
 """
 
 import heapq
@@ -17,7 +17,7 @@ from math import log
 from random import Random
 from typing import Protocol
 
-from benchmarks.placement.workload import LOAD_SIGMA, PlacementRequest, Scenario
+from benchmarks.placement.workload import LOAD_SIGMA, PlacementRequest, Scenario, padding
 from orchestrator.config import OrchestratorSettings
 
 BIND_S = 1.0
@@ -157,11 +157,12 @@ class World:
         copy = worker.copies[request.adapter]
         copy.last_used = self.now
         copy.in_flight += 1
-        worker.free_at = max(worker.free_at, self.now) + request.work_s
-        request.first_token = worker.free_at
         worker.queued.append(request)
+        takes_s = request.work_s * padding(max(self.scene.rank_of(there.adapter) for there in worker.queued))
+        worker.free_at = max(worker.free_at, self.now) + takes_s
+        request.first_token = worker.free_at
         requests, work_s = self.sent.get((request.adapter, worker.name), (0, 0.0))
-        self.sent[request.adapter, worker.name] = (requests + 1, work_s + request.work_s)
+        self.sent[request.adapter, worker.name] = (requests + 1, work_s + takes_s)
         self.at(request.first_token + self.scene.answer_s, lambda: self._answered(worker, copy, request))
         self._look_at(worker)
 
