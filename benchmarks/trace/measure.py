@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from math import ceil, inf, isinf
 from statistics import mean
 
+from benchmarks.trace.contenders import PEERS
 from benchmarks.trace.engine import Hardware
 from benchmarks.trace.fleet import SPEEDS, Setting, TraceFleet, TraceRouter
 from benchmarks.trace.ours import LorafleetRouter
-from benchmarks.trace.peers import PEERS, Peer
+from benchmarks.trace.rules import Peer
 from benchmarks.trace.workload import TraceLine, TraceRequest, requests_of
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.policies import POLICIES

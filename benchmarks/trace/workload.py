@@ -54,6 +54,8 @@ class TraceRequest:
     is_shed: bool = False
     predicted_s: float = -1.0
     """From sent to its first token, as its router predicted; -1: it predicts nothing."""
+    parent: int = -1
+    """The session whose sub-agent sent it; -1: no sub-agent did."""
 
 
 def read(file: Path) -> list[TraceLine]:

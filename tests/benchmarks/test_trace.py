@@ -11,11 +11,12 @@ from random import Random
 
 import pytest
 
+from benchmarks.trace.contenders import PEERS
 from benchmarks.trace.engine import NEVER, Hardware, TraceEngine, TraceJob
 from benchmarks.trace.fleet import Changes, EngineReading, Setting, TraceFleet
 from benchmarks.trace.ideals import ideals
 from benchmarks.trace.measure import TraceCase, figures, names, run
-from benchmarks.trace.peers import PEERS, CacheAware, Dynamo, LlmD, StackKvAware, StackPrefixAware
+from benchmarks.trace.peers import CacheAware, Dynamo, LlmD, StackKvAware, StackPrefixAware
 from benchmarks.trace.workload import BLOCK, TICK_S, TraceRequest, drawn, key, read, requests_of
 from router.core.schedule.cost_settings import CostSettings
 from tests.benchmarks.smoke import rows_of
