@@ -241,7 +241,7 @@ class RouterSettings(WorkerDiscoverySettings):
     )
     session_header: str = Field(
         default="x-session-id",
-        description="header that names a client's session, for policy session; default: the body's user",
+        description="header that names a client's session before all others, see docs/protocol.md",
     )
     fingerprint: Literal["engine", "adapter"] = Field(
         default="engine",

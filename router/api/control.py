@@ -28,6 +28,7 @@ from router.core.resolve import usable_adapters, whole_name
 from router.kv.tree import kv_tree_of
 from router.processes.aggregate import Answer, WorkerProcesses
 from router.protocols.routes import likely_route
+from router.protocols.sessions import NO_SESSION, Session, SessionReader
 from router.request.cache_cost import MOST_EXPLAINED_SALTS, tokens_in_other_caches
 from router.request.parsed_request import parse_request
 from router.request.record import DispatchedRequest
@@ -122,7 +123,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
             caller,
             await request.body(),
             id_=request_id(headers.get("x-request-id")),
-            session=headers.get(services.config.session_header),
+            session=SessionReader(services.config.session_header).read(dict(headers.raw)),
         )
 
     @api.get("/v1/decisions", response_model=DecisionList)
@@ -172,10 +173,10 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
 
 
 async def explain_request(
-    services: Services, caller: Caller, body: bytes, *, id_: str, session: str | None = None
+    services: Services, caller: Caller, body: bytes, *, id_: str, session: Session = NO_SESSION
 ) -> RouteAnswer:
     """Where a completion with this body would go, as the caller may see it. Sends nothing. Raises RouterError."""
-    question = parse_request(services, id_, likely_route(body), body, session=session)
+    question = parse_request(services, id_, likely_route(body), body, session=session, tenant=caller.tenant or "")
     await known_fleet(services)
     target = resolve_target(services, _caller_as_reader(caller), question)
     tokens = await tokenize(services, caller, target, question)

@@ -35,6 +35,7 @@ _COMMON_FIELDS = frozenset(
         "vllm_xargs",
         "stream_options",
         "user",
+        "session_id",
         "priority",
         "request_id",
     }

@@ -55,8 +55,8 @@ REFUSED_EXTRA_ARGS: Mapping[str, str] = {
     "kv_cache_report_mode": "the router asks for reports itself",
     "kv_transfer_params": _CACHES,
 }
-# Fields that a client may send, and that no engine gets. vLLM 0.32 marks its KV events with a session
-# (v1/core/block_pool.py), and takes it from either place.
+# Fields that a client may send, and that no engine gets as they are. vLLM 0.32 takes a session from either place before
+# it reads the header that has the one within its tenant (`router.protocols.sessions.engine_header`).
 STRIPPED_FIELDS = frozenset({"lora_id", "lora_path", "session_id"})
 STRIPPED_EXTRA_ARGS = frozenset({"session_id"})
 # Where `/inference/v1/generate` has them: it passes its sampling parameters to the engine as they are.

@@ -5,7 +5,7 @@ from math import inf
 from typing import Any
 
 import msgspec
-from xxhash import xxh3_128, xxh3_128_hexdigest
+from xxhash import xxh3_128
 
 from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.service.decoding import DECODE_ERRORS
@@ -22,6 +22,7 @@ from router.protocols.adapter_fields import (
 )
 from router.protocols.bodies import BOM, bad_json_error, check_items
 from router.protocols.routes import COMPLETIONS, Route, sequence_count
+from router.protocols.sessions import NO_SESSION, Session, SessionReader, body_session, engine_header, own_session
 from router.request.engine_body import (
     FORWARDED_HEADERS,
     NVEXT,
@@ -39,9 +40,6 @@ TIMEOUT_HEADER = "x-lorafleet-timeout-s"
 TIMEOUT_NAME = TIMEOUT_HEADER.encode()
 FINGERPRINT_NAME = b"x-lorafleet-fingerprint"
 
-# A longer session name is replaced by its hash: each of the thousand kept decisions has one.
-_MAX_SESSION_CHARS = 200
-
 _decode_body = msgspec.json.Decoder(Body).decode
 _decode_any = msgspec.json.Decoder().decode
 
@@ -56,8 +54,9 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     hides_usage  the engine is asked for a stream's usage that the client did not ask for, and does not see
     sequences    sequences that an engine makes of it, see `sequence_count`
     size_bytes   of the body: memory that the request holds while it waits
+    session      by names that no other tenant's sessions have
     deadline_at  by Services.clock: the client waits no longer; None: no deadline
-    forwarded    header lines for the engine: the trace that the request belongs to
+    forwarded    header lines for the engine: the trace and the session that the request belongs to
     lora_id      the adapter's name, as it came; None: the body has none. A list: a completion's prompts have
                  different ones, see `completion_batch`
     adapter_field  the body's field that has it: `lora_id` or `lora_path`
@@ -75,7 +74,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     read_at: float
     sequences: int = 1
     size_bytes: int = 0
-    session: str = ""
+    session: Session = NO_SESSION
     priority: float = 0.0
     deadline_at: float | None = None
     forwarded: bytes = b""
@@ -92,7 +91,8 @@ def parse_request(
     raw: bytes,
     *,
     target: bytes = b"",
-    session: str | None = None,
+    session: Session = NO_SESSION,
+    tenant: str = "",
     timeout: str | None = None,
     forwarded: bytes = b"",
     names_weights: bool = False,
@@ -101,7 +101,8 @@ def parse_request(
 
     name     the request's id
     target   path and query; empty: the route's own
-    session  the session named by a header; without one the body's `user` names it
+    session  the session named by headers; the body's `session_id` goes before it, and its `user` behind it
+    tenant   of the caller, within which sessions have their names
     timeout  value of TIMEOUT_HEADER
     raises   BadBody
     """
@@ -138,8 +139,8 @@ def parse_request(
         if decoded.get("use_beam_search"):
             sequences = 1  # vLLM 0.32 runs a request for each token of each beam, and counts none of them
     streamed = route.streams and decoded.get("stream") is True
-    user, priority = decoded.get("user"), decoded.get("priority")
-    named = session or (user if isinstance(user, str) else "")
+    priority = decoded.get("priority")
+    own = own_session(tenant, body_session(decoded, session))
     return ParsedRequest(
         name,
         route,
@@ -152,10 +153,10 @@ def parse_request(
         read_at,
         sequences,
         len(raw),
-        _session_key(named) if named else "",
+        own,
         priority if isinstance(priority, int | float) else 0.0,
         None if timeout is None else read_at + _timeout_s(timeout),
-        forwarded,
+        forwarded + engine_header(own.name) if own.name else forwarded,
         lora_id,
         adapter_field,
         names_weights,
@@ -191,11 +192,6 @@ def makes_many_sequences(request: ParsedRequest) -> bool:
     return request.sequences > 1 or bool(request.decoded.get("use_beam_search"))
 
 
-def _session_key(named: str) -> str:
-    """The session's name, or its hash where it is long."""
-    return named if len(named) <= _MAX_SESSION_CHARS else xxh3_128_hexdigest(named.encode())
-
-
 def _timeout_s(named: str) -> float:
     """Seconds in a TIMEOUT_HEADER. Raises BadBody."""
     try:
@@ -213,7 +209,7 @@ class InferenceRequestReader:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._names_weights = services.config.fingerprint == "adapter"
-        self._session_header = services.config.session_header.lower().encode()
+        self._sessions = SessionReader(services.config.session_header)
 
     def read(self, exchange: HttpExchange, route: Route, trace: Trace | None) -> ParsedRequest:
         """Parse a client's request; its id is the body's valid `request_id`, unless the head has one.
@@ -264,7 +260,8 @@ class InferenceRequestReader:
             name,
             route,
             body,
-            session=text_header(headers, self._session_header) if self._session_header in headers else None,
+            session=self._sessions.read(headers),
+            tenant=(exchange.caller.tenant or "") if exchange.caller is not None else "",
             timeout=text_header(headers, TIMEOUT_NAME) if TIMEOUT_NAME in headers else None,
             forwarded=b""
             if trace is None and FORWARDED_HEADERS.isdisjoint(headers)

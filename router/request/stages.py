@@ -59,7 +59,7 @@ def resolve_target(services: Services, caller: Caller, request: ParsedRequest) -
             field=request.adapter_field,
             visible=lambda adapter: caller.may_use(adapter.tenants),
             rng=services.scheduler.rng,
-            session=request.session,
+            session=request.session.name,
         )
     except ModelNotFound:
         services.discovery.check_any_report()
@@ -279,7 +279,7 @@ def hash_prompt(
         engine_name,
         prompt_tokens,
         excluded,
-        request.session,
+        request.session.name,
         conversation or first_blocks(chains),
         target.only,
         request.sequences,
