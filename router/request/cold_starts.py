@@ -50,6 +50,7 @@ _ENSURE_WAIT_S = 3.0
 _SOON_S = 5.0
 # Retry-After until a load was measured: real ones take 4.4 s at the median, 8.2 s at the 99th percentile.
 _DEFAULT_RETRY_S = 5.0
+_BASE_NOT_KNOWN = "its base model is known once an orchestrator leads and has read its files"
 _MEASURED_LOADS = 50
 # Retry-After until an operator has started a worker that takes the adapter: a guess.
 _OTHER_WORKER_S = 60.0
@@ -458,7 +459,8 @@ class ColdStarts:
     async def _load_at_a_home(self, lora_id: str) -> str | None:
         """Have the adapter loaded by its rendezvous home, or the next one that can; None: by none of them.
 
-        All routers ask in the same order, so that they fill the same home. Records why none does.
+        All routers ask in the same order, so that they fill the same home. Records why none does. An adapter that no
+        orchestrator has inspected yet has no home: requests wait for an orchestrator.
 
         raises  ModelNotFound; NoReplica and NoCapacity where there is no home
         """
@@ -467,11 +469,8 @@ class ColdStarts:
             raise ModelNotFound(f"adapter {lora_id!r} is no longer registered", param="lora_id")
         homes = self.able_replicas(adapter)
         if not homes:
-            self._check_accepted(adapter)
-            if self._is_any_expected(adapter.base_model or "", adapter.rank):
-                self._record_progress(lora_id, None, LoadTrouble("starting", self._unready_states(lora_id)))
-                return None
-            raise NoReplica(f"no replica of {adapter.base_model!r} is there that could load adapter {lora_id!r}")
+            self._record_progress(lora_id, None, self._missing_home(adapter))
+            return None
         wanted = LoadRequest(
             lora_id=lora_id,
             source=adapter.source,
@@ -510,6 +509,16 @@ class ColdStarts:
         elif failed:
             self._record_progress(lora_id, None, LoadTrouble("failure", failed, self.clock() + retry_in_s))
         return None
+
+    def _missing_home(self, adapter: CatalogAdapter) -> LoadTrouble:
+        """Why an adapter that may have a home soon has none yet. Raises NoReplica and NoCapacity for all others."""
+        if adapter.base_model is None and self.discovery.fleet.replicas:
+            return LoadTrouble("starting", _BASE_NOT_KNOWN)
+        self._check_accepted(adapter)
+        if not self._is_any_expected(adapter.base_model or "", adapter.rank):
+            what = repr(adapter.base_model) if adapter.base_model else "any base model"
+            raise NoReplica(f"no replica of {what} is there that could load adapter {adapter.lora_id!r}")
+        return LoadTrouble("starting", self._unready_states(adapter.lora_id))
 
     def _check_accepted(self, adapter: CatalogAdapter) -> None:
         """Raise NoCapacity where no worker of its base model accepts adapters."""

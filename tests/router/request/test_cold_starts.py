@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from starlette.responses import JSONResponse, Response
@@ -124,6 +125,37 @@ async def test_request_with_a_full_home_is_served_once_an_orchestrator_leads():
         control.ensure = placed
         assert [answer.status_code for answer in await asyncio.gather(*asks)] == [200, 200]
     assert len(control.loads) == 1
+
+
+async def test_adapter_that_is_not_inspected_yet_waits_for_an_orchestrator():
+    async def placed(control, lora_id):
+        (adapter,) = control.adapters
+        control.adapters = [replace(adapter, base_model=BASE, digest=DIGEST)]
+        control.residents["w0"] = [lora_id]
+        control.tell()
+        return loading(lora_id, ready=["w0"], loading=[], state="ready")
+
+    control = AgentDouble()
+    control.add_adapter("new/v1", base_model=None, digest=None)
+    control.ensure = nobody_leads
+    async with fleet(EngineDouble("w0"), control=control) as (client, _, _):
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "lora_id": "new/v1"}))
+        await until(lambda: len(control.ensured) >= 3)
+        assert not asked.done()
+        control.ensure = placed
+        assert (await asked).status_code == 200
+    assert control.loads == []
+
+
+async def test_adapter_that_no_orchestrator_inspects_is_refused_with_the_reason():
+    control = AgentDouble()
+    control.add_adapter("new/v1", base_model=None, digest=None)
+    control.ensure = nobody_leads
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, _):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "new/v1"})
+    assert error_of(answer) == (503, "no_replica")
+    assert "once an orchestrator leads and has read its files" in answer.json()["error"]["message"]
+    assert int(answer.headers["retry-after"]) > 0
 
 
 async def test_adapter_fitting_on_no_worker_is_refused_at_once():
