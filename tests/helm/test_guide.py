@@ -45,7 +45,7 @@ def block(language: str, having: str) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize("having", ["nvidia.com/gpu.product", "orchestrator: {enabled: false}"])
+@pytest.mark.parametrize("having", ["nvidia.com/gpu.product", "orchestrator: {enabled: false}", "schedulerName: kueue"])
 def test_values_that_it_shows_are_values_of_the_chart(tmp_path, having):
     path = tmp_path / "values.yaml"
     path.write_text(block("yaml", having))

@@ -29,6 +29,26 @@ middle of an upgrade, and clients that apply let one of the two win.
 {{- include "lorafleet.once" (dict "what" (printf "%s.topologySpreadConstraints" .what) "names" $spread "taken" list) -}}
 {{- end }}
 
+{{/* Refuses what no overlay may change: which object it is, the pods that belong to it, and their number.
+(dict "what" "router" "overlays" .Values.router.overlays) */}}
+{{- define "lorafleet.checkOverlays" -}}
+{{- $what := .what -}}
+{{- range $name, $overlay := .overlays -}}
+{{- $where := printf "%s.overlays.%s" $what $name -}}
+{{- range list "apiVersion" "kind" -}}
+{{- if hasKey $overlay . -}}{{- fail (printf "%s.%s: an overlay changes the chart's object and makes no other; leave it out, or give a whole object in extraObjects" $where .) -}}{{- end -}}
+{{- end -}}
+{{- $spec := $overlay.spec | default dict -}}
+{{- if hasKey $spec "selector" -}}{{- fail (printf "%s.spec.selector: the chart's labels select the pods; leave it out. Further labels of pods: overlays.pod.metadata.labels" $where) -}}{{- end -}}
+{{- if eq $name "workload" -}}
+{{- $better := dict "replicas" (printf "set %s.replicas, which leaves an autoscaler's number alone" $what) "template" (printf "write it as %s.overlays.pod, with metadata and spec of the pod" $what) "serviceName" "leave it out: it is the pool's own Service" -}}
+{{- range $field, $advice := $better -}}
+{{- if hasKey $spec $field -}}{{- fail (printf "%s.spec.%s: %s" $where $field $advice) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* (dict "root" $ "pool" $pool "name" "fleet-lorafleet-l40s"): names in a worker's pod, and existing volumes. */}}
 {{- define "lorafleet.checkWorker" -}}
 {{- $pool := .pool -}}

@@ -133,9 +133,11 @@ true
 {{- end -}}
 {{- end }}
 
-{{/* A pool with the defaults under it. (dict "root" $ "pool" $given) as YAML; read it with fromYaml. */}}
+{{/* A pool over the defaults, by the rule of overlays. (dict "root" $ "pool" $given) as YAML; read it with fromYaml. */}}
 {{- define "lorafleet.pool" -}}
-{{- toYaml (mustMergeOverwrite (deepCopy .root.Values.poolDefaults) (deepCopy .pool)) -}}
+{{- $pool := omit .root.Values.poolDefaults "overlays" | deepCopy -}}
+{{- include "lorafleet.patch" (dict "into" $pool "from" (omit .pool "overlays")) -}}
+{{- toYaml $pool -}}
 {{- end }}
 
 {{/* The image of a pool's workers: image or agentImage, and what the pool says otherwise. A digest is of one image: it does
@@ -278,6 +280,9 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- range list "router" "orchestrator" }}
 {{- include "lorafleet.checkPod" (dict "what" . "given" (get $.Values .)) -}}
 {{- end }}
+{{- range list "router" "orchestrator" "poolDefaults" "tests" }}
+{{- include "lorafleet.checkOverlays" (dict "what" . "overlays" (get $.Values .).overlays) -}}
+{{- end }}
 {{- $seen := dict -}}
 {{- range .Values.pools }}
 {{- if hasKey $seen .name }}{{- fail (printf "pools: two are named %q; each needs a name of its own" .name) }}{{- end }}
@@ -299,6 +304,7 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- end }}
 {{- if and $pool.cache.existingClaim $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: cache.existingClaim and cache.persistent.enabled: one volume; leave one out" .name) }}{{- end }}
 {{- if and $pool.demoModel $pool.modelVolume }}{{- fail (printf "pool %s: demoModel makes the model in a volume of its own; leave modelVolume out" .name) }}{{- end }}
+{{- include "lorafleet.checkOverlays" (dict "what" (printf "pools.%s" .name) "overlays" .overlays) -}}
 {{- include "lorafleet.checkWorker" (dict "root" $ "pool" $pool "name" $name) -}}
 {{- if and (not $pool.demoModel) (not $pool.model) }}{{- fail (printf "pool %s: model is missing: a hub name (Qwen/Qwen2.5-7B-Instruct), or a folder below /models on modelVolume; or demoModel: true for a tiny one that is made" .name) }}{{- end }}
 {{- end }}
