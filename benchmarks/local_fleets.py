@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import httpx
+
 from benchmarks.relay.machine import family
 
 SERVICES = ("orchestrator", "router", "workers")
@@ -39,6 +41,13 @@ def local_fleet(
         if line is None:
             raise SystemExit(f"the fleet ended with status {up.wait()}")
         yield dict(word.split("=", 1) for word in line.split()[1:] if "=" in word), up
+
+
+async def engine_urls(client: httpx.AsyncClient, orchestrator: str) -> list[str]:
+    """The engines of a fleet, as its agents say."""
+    workers = (await client.get(f"{orchestrator}/v1/workers")).raise_for_status().json()["data"]
+    pages = [await client.get(f"{worker['agent_url']}/metadata") for worker in workers]
+    return [page.raise_for_status().json()["transport"]["engine_url"] for page in pages]
 
 
 @contextmanager

@@ -38,7 +38,8 @@ _CODE_NAMES = (
 
 
 @cache
-def _english_words() -> tuple[str, ...]:
+def english_words() -> tuple[str, ...]:
+    """The words of an English text, in its order."""
     text = resources.files("lorafleet.local").joinpath("tiny_corpus.txt").read_text(encoding="utf-8")
     prose = text.partition("# prose")[2].partition("\n# ")[0]
     return tuple(prose.split())
@@ -47,7 +48,7 @@ def _english_words() -> tuple[str, ...]:
 def english(chars: int) -> str:
     """Prose of ASCII alone."""
     rng = Random(_SEED)
-    return _filled(chars, lambda: f"{' '.join(rng.choices(_english_words(), k=12))} {rng.randrange(1000)}. ")
+    return _filled(chars, lambda: f"{' '.join(rng.choices(english_words(), k=12))} {rng.randrange(1000)}. ")
 
 
 def curly(chars: int) -> str:
@@ -81,7 +82,7 @@ def json_lines(chars: int) -> str:
         fields = {
             "id": f"{rng.getrandbits(64):016x}",
             "number": next(numbers),
-            "name": " ".join(rng.choices(_english_words(), k=2)),
+            "name": " ".join(rng.choices(english_words(), k=2)),
             "tags": rng.choices(_CODE_NAMES, k=3),
             "score": round(rng.random(), 6),
             "is_active": rng.random() < 0.5,
@@ -112,7 +113,7 @@ def chinese(chars: int) -> str:
 def emoji(chars: int) -> str:
     """English with an emoji every eight words, some of several code points."""
     rng = Random(_SEED)
-    return _filled(chars, lambda: f"{' '.join(rng.choices(_english_words(), k=8))} {rng.choice(_EMOJI)} ")
+    return _filled(chars, lambda: f"{' '.join(rng.choices(english_words(), k=8))} {rng.choice(_EMOJI)} ")
 
 
 SCRIPTS: dict[str, Callable[[int], str]] = {

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.local_fleets import cpu_ms, local_fleet
+from benchmarks.local_fleets import cpu_ms, engine_urls, local_fleet
 from benchmarks.report import ReportRow
 from lorafleet.identity import rendezvous_score
 from lorafleet.local.tiny_model import make_adapter
@@ -123,10 +123,7 @@ async def _measured(
 ) -> tuple[list[_Round], list[_Round], dict[str, float]]:
     """Rounds through the router, rounds at the engines alone, and the CPU milliseconds a request by service."""
     async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
-        engines = []
-        for worker in (await client.get(f"{urls['orchestrator']}/v1/workers")).json()["data"]:
-            metadata = (await client.get(f"{worker['agent_url']}/metadata")).json()
-            engines.append(_Engine(metadata["transport"]["engine_url"], setting.slots))
+        engines = [_Engine(url, setting.slots) for url in await engine_urls(client, urls["orchestrator"])]
 
         async def by_router(name: str) -> str:
             return await _chat(client, urls["router"], name)

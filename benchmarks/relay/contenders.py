@@ -27,10 +27,11 @@ ADAPTERS = tuple(map(lora_id, range(10)))
 Kind = Literal["direct", "ours", "by cache", "blind"]
 _START_S = 60.0
 
-HOW_TO_ADD = """\
+PEER_PACKAGES = ("vllm-router==0.1.17", "sglang-router==0.3.2", "smg==1.13.0")
+HOW_TO_ADD = f"""\
 Peers are measured beside us where they are installed (none is needed; goals against a missing one are "-"):
   nginx         apt-get install nginx-light
-  the others    python -m venv DIR && DIR/bin/pip install vllm-router==0.1.17 sglang-router==0.3.2 smg==1.13.0
+  the others    python -m venv DIR && DIR/bin/pip install {" ".join(PEER_PACKAGES)}
                 and then --peers DIR"""
 
 
@@ -43,6 +44,7 @@ def before_name(name: str) -> str:
 class Stage:
     """The scene of a run, which all contenders share: engines, control plane, processor core, folders.
 
+    router_core  the routers' core; None: any
     peers     the virtual environment that has them
     before    a checkout of another version of ours, measured beside this one
     profiles  where ours leave theirs
@@ -51,7 +53,7 @@ class Stage:
 
     scratch: Path
     environment: dict[str, str]
-    router_core: int
+    router_core: int | None
     engines: tuple[int, ...]
     control: int
     peers: Path | None = None
@@ -125,6 +127,7 @@ NGINX = "nginx"
 _RELAY_FLAGS = ("--policy", "round_robin", "--tokenizer", "off")
 VLLM = "vllm-router cache_aware"
 VLLM_BLIND = "vllm-router round_robin"
+SMG = "smg cache_aware"
 
 
 def _ours(me: Contender, stage: Stage) -> Running:
@@ -271,9 +274,7 @@ CONTENDERS = (
         _package("vllm-router"),
         _wheel("vllm_router.launch_router", "--policy", "round_robin", *_LEVEL),
     ),
-    Contender(
-        "smg cache_aware", "by cache", _package("smg"), _wheel("smg", "launch", "--policy", "cache_aware", *_LEVEL)
-    ),
+    Contender(SMG, "by cache", _package("smg"), _wheel("smg", "launch", "--policy", "cache_aware", *_LEVEL)),
 )
 
 
@@ -341,7 +342,7 @@ def _get(port: int, path: str, body: bytes | None = None, *, tls: ssl.SSLContext
 
 
 def _chat(port: int, tls: ssl.SSLContext | None = None) -> int | None:
-    body = b'{"model":"%s","messages":[{"role":"user","content":"hi"}]}' % BASE.encode()
+    body = b'{"model":"%s","messages":[{"role":"user","content":"hi"}],"max_tokens":1}' % BASE.encode()
     return _get(port, "/v1/chat/completions", body, tls=tls)
 
 

@@ -16,8 +16,11 @@ def cores() -> tuple[int, int]:
 
 
 @contextmanager
-def pinned(core: int) -> Iterator[None]:
-    """Processes that are started inside run there and nowhere else."""
+def pinned(core: int | None) -> Iterator[None]:
+    """Processes that are started inside run on this core and nowhere else; on any core with None."""
+    if core is None:
+        yield
+        return
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

@@ -16,17 +16,16 @@ from benchmarks.trace.ideals import Ideals
 from benchmarks.trace.measure import GOOD, TraceCase, TraceFigures, names
 from benchmarks.trace.table import by_case, show
 from benchmarks.trace.tasks import Task, begin, do
-from benchmarks.trace.workload import WHERE_FROM, TraceLine, drawn, read
+from benchmarks.trace.workload import VARIABLE, WHERE_FROM, TraceLine, asked_lines
 from router.core.schedule.cost_settings import CostSettings
 
-VARIABLE = "LORAFLEET_TRACE"
 CAPACITIES, LOADS, ROUTERS, REPORTS_S, SEEDS = (750, 2000), (0.5, 1.0, 1.5, 2.0, 3.0), (1, 4), (1.0, 5.0), 3
 
 
 def main() -> None:
     """Run what was asked for, print the table."""
     options = _options()
-    lines = _lines(options)
+    lines = asked_lines(options.trace, is_quick=options.quick)
     cases = [
         TraceCase(capacity=c, load=load, routers=r, report_s=s)
         for c, r, s, load in product(options.capacity, options.routers, options.report_age, options.loads)
@@ -62,17 +61,6 @@ def _apart(cases: Iterable[TraceCase]) -> list[TraceCase]:
 
 def _same(one: TraceCase, other: TraceCase) -> bool:
     return (one.capacity, one.load) == (other.capacity, other.load)
-
-
-def _lines(options: argparse.Namespace) -> list[TraceLine]:
-    file = options.trace or os.environ.get(VARIABLE)
-    if options.quick:
-        return read(Path(file))[:500] if file else drawn()
-    if not file:
-        sys.exit(
-            f"no trace: give --trace FILE or {VARIABLE}, or --quick for a small one that is made up.\n{WHERE_FROM}"
-        )
-    return read(Path(file))
 
 
 def _what(options: argparse.Namespace, lines: Sequence[TraceLine]) -> str:

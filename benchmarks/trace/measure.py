@@ -101,8 +101,8 @@ def figures(requests: Sequence[TraceRequest], fleet: TraceFleet) -> TraceFigures
         requests=len(requests),
         hit_share=sum(r.cached_tokens for r in requests) / sum(r.prompt_tokens for r in requests),
         ttft_mean_s=mean(_or(ttft, timeout_s) for ttft in ttfts),
-        ttft_p50_s=_percentile(ttfts, 0.5),
-        ttft_p99_s=_percentile(ttfts, 0.99),
+        ttft_p50_s=percentile(ttfts, 0.5),
+        ttft_p99_s=percentile(ttfts, 0.99),
         good_share=sum(map(_is_good, requests)) / len(requests),
         inter_token_p99_s=_weighted(gaps, 0.99) / 1000,
         shed=sum(r.is_shed for r in requests),
@@ -110,8 +110,8 @@ def figures(requests: Sequence[TraceRequest], fleet: TraceFleet) -> TraceFigures
         loads=sum(engine.counters.loads for engine in fleet.engines),
         cold_ttft_mean_s=mean(cold) if cold else 0.0,
         preemptions=sum(engine.counters.preemptions for engine in fleet.engines),
-        off_p50=_percentile(off, 0.5),
-        off_p90=_percentile(off, 0.9),
+        off_p50=percentile(off, 0.5),
+        off_p90=percentile(off, 0.9),
     )
 
 
@@ -123,18 +123,21 @@ def _off(request: TraceRequest) -> float:
 def _is_good(request: TraceRequest) -> bool:
     if request.first_token < 0 or request.last_token < 0:
         return False
-    ttft_s = request.first_token - request.arrived
-    rest_s = request.last_token - request.first_token
-    return ttft_s <= TTFT_BASE_S + TTFT_TOKEN_S * request.prompt_tokens and rest_s <= INTER_TOKEN_S * (
-        request.output_tokens - 1
-    )
+    first_s, rest_s = request.first_token - request.arrived, request.last_token - request.first_token
+    return is_good(first_s, rest_s, request.prompt_tokens, request.output_tokens)
+
+
+def is_good(first_s: float, rest_s: float, prompt_tokens: int, output_tokens: int) -> bool:
+    """Whether an answer is as fast as `GOOD` says, by the seconds to its first token and from there to its last."""
+    return first_s <= TTFT_BASE_S + TTFT_TOKEN_S * prompt_tokens and rest_s <= INTER_TOKEN_S * (output_tokens - 1)
 
 
 def _or(ttft: float, otherwise: float) -> float:
     return otherwise if isinf(ttft) else ttft
 
 
-def _percentile(ordered: Sequence[float], share: float) -> float:
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value of an ordered sequence below or at which this share of it lies."""
     return ordered[min(len(ordered) - 1, ceil(share * len(ordered)) - 1)]
 
 

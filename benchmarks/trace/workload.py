@@ -1,6 +1,7 @@
 """The requests of one run: a recorded or a drawn trace, its times scaled and jittered, an adapter fixed per session."""
 
 import json
+import os
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -12,6 +13,7 @@ TICK_S = 3.0
 """The trace's clock ticks so slowly: everything within a tick came at its beginning, and is jittered over it."""
 ADAPTERS, ZIPF = 100, 0.9
 
+VARIABLE = "LORAFLEET_TRACE"
 WHERE_FROM = (
     "Mooncake's conversation trace (FAST'25, Apache-2.0): conversation_trace.jsonl in FAST25-release/traces of "
     "https://github.com/kvcache-ai/Mooncake"
@@ -56,6 +58,18 @@ class TraceRequest:
     """From sent to its first token, as its router predicted; -1: it predicts nothing."""
     parent: int = -1
     """The session whose sub-agent sent it; -1: no sub-agent did."""
+
+
+def asked_lines(file: str | None, *, is_quick: bool) -> list[TraceLine]:
+    """The trace of this file or of the variable; a quick run needs none. Raises SystemExit without one."""
+    file = file or os.environ.get(VARIABLE)
+    if is_quick:
+        return read(Path(file))[:500] if file else drawn()
+    if not file:
+        raise SystemExit(
+            f"no trace: give --trace FILE or {VARIABLE}, or --quick for a small one that is made up.\n{WHERE_FROM}"
+        )
+    return read(Path(file))
 
 
 def read(file: Path) -> list[TraceLine]:
