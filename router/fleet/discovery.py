@@ -46,6 +46,9 @@ log = structlog.get_logger()
 _METRICS_REBUILD_DELAY_S = 0.25
 # A new leader holds its answers to changes for routers that have not found it yet, for `confirm_wait_s` (2 s).
 _CATALOG_BACKOFF_S = 1.0
+# A stream of the orchestrator's changes that has ended is opened again so soon. The orchestrator waits two seconds for
+# its routers to confirm a change (`confirm_wait_s`).
+_EVENTS_AGAIN_S = 0.5
 # A router that starts while the API server is unreachable waits this long, then takes its workers from the catalog.
 _SLICES_WAIT_S = 10.0
 _MOST_CONFIGURED = 100_000
@@ -156,7 +159,8 @@ class Discovery:
                     poll_s, retry_s = self._settings.catalog_poll_s, _CATALOG_BACKOFF_S
                     tasks.create_task(self._repeat(read, "catalog", poll_s, wake, most_backoff_s=retry_s))
                     events = self._follow_catalog_events
-                    tasks.create_task(self._repeat(events, "catalog_events", poll_s, most_backoff_s=retry_s))
+                    again_s = min(poll_s, _EVENTS_AGAIN_S)
+                    tasks.create_task(self._repeat(events, "catalog_events", again_s, most_backoff_s=retry_s))
                 if self.slices is not None:
                     follow_slices = partial(self.slices.run, self._adopt_slices)
                     tasks.create_task(self._repeat(follow_slices, "slices", self._settings.catalog_poll_s))

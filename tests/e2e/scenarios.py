@@ -123,19 +123,18 @@ class FleetSuite:
         assert [answer.status_code for answer in answers] == [200] * 5, [answer.text for answer in answers]
 
     def test_a_streamed_answer_comes_in_pieces(self, fleet: RunningFleet) -> None:
-        def first_piece() -> int:
+        def came_in_pieces() -> bool:
             body = chat(prompt=fresh_prompt(), lora_id=SQL, stream=True, max_tokens=48, ignore_eos=True)
             with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=patience(40)) as answer:
                 assert answer.status_code == 200
                 arrived = list(answer.iter_raw())
             everything = b"".join(arrived)
             assert everything.endswith(b"data: [DONE]\n\n")
-            assert everything.count(b"data: ") > 40
-            return arrived[0].count(b"data: ")
+            return arrived[0].count(b"data: ") < everything.count(b"data: ") / 2
 
-        # How many come together is the machine's business, and on a busy one all may, once; that the first need not
-        # wait for the last is ours.
-        assert any(first_piece() < 40 for _ in range(5))
+        # How many tokens an engine puts into an event, and how many events come together, is the machine's business. On
+        # a busy one all may, once. That the first need not wait for the last is ours.
+        assert any(came_in_pieces() for _ in range(5))
 
     def test_unknown_names_and_broken_bodies_have_their_own_errors(self, fleet: RunningFleet) -> None:
         unknown = fleet.ask(model="no-such-model")

@@ -21,7 +21,9 @@ MOST_WAIT_S = 900.0
 """The longest that a client waits for anything: a router's own limits end a request long before."""
 OWN_TOKENS = 20
 """Tokens at the end of each prompt that no other prompt has."""
-_AGAIN_S = 0.5
+_AGAIN_S, _SOON_S = 0.5, 0.1
+_NO_CONNECTION = -1
+_NOT_YET = frozenset({_NO_CONNECTION, 0, 503})
 # What a GET shows is in force at the orchestrator; routers follow within `confirm_wait_s`, two seconds.
 _FOLLOW_S = 2.5
 _PREFIX_TOKENS = (0, 64, 400)
@@ -63,11 +65,16 @@ class Clients:
     async def call(
         self, method: str, to: Address, path: str, *, timeout_s: float = 30.0, body: Any = None, tenant: str = ""
     ) -> tuple[int, Any]:
-        """(status, answer) of a call by the running node; status 0 and the error without an answer."""
+        """(status, answer) of a call by the running node.
+
+        Without an answer: status 0 and the error, or `_NO_CONNECTION`, where nothing has been sent.
+        """
         try:
             async with httpx.AsyncClient(verify=False, trust_env=False, timeout=timeout_s) as http:
                 url = f"http://{to[0]}:{to[1]}{path}"
                 answer = await http.request(method, url, headers=self._headers(tenant), json=body)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
+            return _NO_CONNECTION, repr(exc)
         except httpx.HTTPError as exc:
             return 0, repr(exc)
         try:
@@ -153,11 +160,22 @@ class Clients:
         content: int,
         asks_after: int = 0,
         at_orchestrator: bool = False,
+        again_for_s: float = 0.0,
     ) -> None:
         """Publish bytes under a name, by the engines' own call at a router; then ask for it at once, so many times.
 
         at_orchestrator  by the orchestrator's own call instead
+        again_for_s      how long to publish again, as a trainer does, while nobody answers or nobody leads
         """
+        ends_at = self._loop.time() + again_for_s
+        while await self._publish_once(client, router, name, content, at_orchestrator=at_orchestrator) in _NOT_YET:
+            if self._loop.time() >= ends_at:
+                break
+            await asyncio.sleep(_SOON_S)
+        await self._ask_at_once(client, name, asks_after)
+
+    async def _publish_once(self, client: int, router: int, name: str, content: int, *, at_orchestrator: bool) -> int:
+        """Publish once. The answer's status, 0 without one."""
         operation = self._begin("write", name, client, content, router=router)
         path = str(self._contents[content])
         if at_orchestrator:
@@ -176,7 +194,7 @@ class Clients:
                 tenant=self._owners.get(name, ""),
             )
         self._end(operation, status, answer)
-        await self._ask_at_once(client, name, asks_after)
+        return status
 
     async def register(self, *, client: int, router: int, name: str, content: int) -> None:
         """Register an adapter at the orchestrator."""
@@ -309,7 +327,7 @@ class Clients:
         operation.returned_at = self._loop.time()
         if 200 <= status < 300:
             operation.outcome = Outcome.OK
-        elif 400 <= status < 500:
+        elif 400 <= status < 500 or status == _NO_CONNECTION:
             operation.outcome = Outcome.REFUSED
         operation.detail["status"] = status
         if operation.outcome is not Outcome.OK:

@@ -52,6 +52,29 @@ def test_name_is_published_while_the_leader_is_killed(run):
     assert log.count("ask policy: ok") >= 20, "no request is lost with a leader"
 
 
+@pytest.mark.parametrize("orchestrators", [1, 2])
+def test_publish_at_a_new_leader_is_answered_when_routers_that_poll_rarely_go_by_it(run, orchestrators):
+    publish = call(6.1, "publish", "policy", 2)
+    publish.about.update(at_orchestrator=True, again_for_s=20.0, asks_after=4)
+    log = run(
+        FleetPlan(
+            workers=1,
+            routers=2,
+            orchestrators=orchestrators,
+            names=("policy",),
+            settings={"orchestrator": {}, "router": {"catalog_poll_s": 5.0}, "agent": {}},
+        ),
+        call(0.0, "publish", "policy", 1),
+        call(3.0, "ask", "policy"),
+        call(3.0, "ask", "policy", router=1),
+        Event(at_s=6.0, kind="kill", about={"node": "orch0", "in_callbacks": 1, "away_s": 3.0}),
+        publish,
+    )
+    assert "write policy: ok, bytes 2" in log
+    assert "router has not confirmed a change" not in log
+    assert log.count("ask policy: ok, bytes 2") >= 4
+
+
 def test_engine_that_dies_is_noticed_and_its_adapters_are_loaded_again(run):
     log = run(
         FleetPlan(workers=1, adapters=("a",)),
