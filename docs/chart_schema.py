@@ -1,11 +1,12 @@
 """The services' settings as JSON Schema of the chart's values: Helm refuses a typing error before an install."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import yaml
 from pydantic import TypeAdapter
 
 from lorafleet.keys.issuers import Issuer
@@ -24,7 +25,9 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "orchestrator": OrchestratorSettings,
     "workers": WorkerSettings,
 }
-SCHEMA = Path(__file__).parents[1] / "helm" / "lorafleet" / "values.schema.json"
+_CHART = Path(__file__).parents[1] / "helm" / "lorafleet"
+SCHEMA = _CHART / "values.schema.json"
+DEFAULTS = _CHART / "files" / "defaults.json"
 
 # Settings that the chart itself sets from other values, or that make no sense in a pod.
 _EVERYWHERE = {"host", "port", "key_files", "token", "token_file", "config", "port_file", "allow_open"}
@@ -75,6 +78,28 @@ def schema_with_settings() -> str:
     schema["definitions"]["grant"] = _grant(schema["definitions"]["key"])
     schema["definitions"]["issuer"] = _issuer(TypeAdapter(Issuer).json_schema())
     return json.dumps(schema, indent=1) + "\n"
+
+
+# Maps that values give as a whole: a field that is taken out of one stays out.
+_WHOLE = {"resources", "security"}
+
+
+def defaults_by_path() -> str:
+    """The text of files/defaults.json: each default of values.yaml with the path to it."""
+    schema = json.loads(SCHEMA.read_text())
+    # Empty in values.yaml, where Helm would merge them with what users and umbrella charts give.
+    given = [("enabled", True), ("pools", {}), *yaml.safe_load((_CHART / "values.yaml").read_text()).items()]
+
+    def walk(path: tuple[str, ...], value: Any, part: Manifest) -> Iterator[Manifest]:
+        part = schema["definitions"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
+        if isinstance(value, dict) and value and "properties" in part and path[-1] not in _WHOLE:
+            for name, below in value.items():
+                yield from walk((*path, name), below, part["properties"][name])
+        elif value is not None:
+            yield {"path": path, "value": value}
+
+    entries = [entry for name, value in given for entry in walk((name,), value, schema["properties"][name])]
+    return "[\n" + ",\n".join(f" {json.dumps(entry)}" for entry in entries) + "\n]\n"
 
 
 def _issuer(own: Manifest) -> Manifest:

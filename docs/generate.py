@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from docs.chart_schema import SCHEMA, SERVICES, schema_with_settings
+from docs.chart_schema import DEFAULTS, SCHEMA, SERVICES, defaults_by_path, schema_with_settings
 from lorafleet.service.other_names import OtherName
 from lorafleet.service.settings import ServiceSettings
 
@@ -98,3 +98,4 @@ def document() -> str:
 if __name__ == "__main__":
     TARGET.write_text(document())
     SCHEMA.write_text(schema_with_settings())
+    DEFAULTS.write_text(defaults_by_path())

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import yaml
 
-from docs.chart_schema import GIVEN, SCHEMA, SERVICES, schema_with_settings
+from docs.chart_schema import DEFAULTS, GIVEN, SCHEMA, SERVICES, defaults_by_path, schema_with_settings
 from lorafleet.service.settings import load
 from tests.helm.rendering import VALUES, containers, helm_template, one, pod_templates
 from tests.patience import patience
@@ -102,6 +102,10 @@ def test_numbers_are_not_rounded_and_lists_and_tables_arrive(monkeypatch):
 
 def test_the_schema_knows_the_settings_of_the_code():
     assert SCHEMA.read_text() == schema_with_settings(), "run: python docs/generate.py"
+
+
+def test_the_chart_has_the_defaults_of_values_yaml_beside_it():
+    assert DEFAULTS.read_text() == defaults_by_path(), "run: python docs/generate.py"
 
 
 @pytest.mark.parametrize("service", SERVICES)

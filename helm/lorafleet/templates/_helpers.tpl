@@ -1,7 +1,7 @@
 {{/* Names, labels, images. Every object is named <fullname>-<component>, so two releases share a namespace. */}}
 
 {{- define "lorafleet.fullname" -}}
-{{- $name := .Chart.Name -}}
+{{- $name := .Values.nameOverride | default .Chart.Name -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride -}}
 {{- else if contains $name .Release.Name -}}
@@ -13,7 +13,7 @@
 
 {{/* Labels for selectors: never changed after the install. (dict "root" $ "component" "router" "pool" "") */}}
 {{- define "lorafleet.selector" -}}
-app.kubernetes.io/name: lorafleet
+app.kubernetes.io/name: {{ .root.Values.nameOverride | default "lorafleet" | quote }}
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .pool }}
@@ -38,10 +38,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end }}
 
-{{/* (dict "root" $ "image" .Values.image): registry/repository:tag, or @digest if given. */}}
+{{/* (dict "root" $ "image" .Values.image): registry/repository:tag, or @digest if given. Without a registry that of the
+umbrella's global.imageRegistry. */}}
 {{- define "lorafleet.image" -}}
 {{- $tag := .image.tag | default .root.Chart.AppVersion -}}
-{{- $registry := .image.registry | default "" | trimSuffix "/" -}}
+{{- $registry := .image.registry | default .root.Values.global.imageRegistry | default "" | trimSuffix "/" -}}
 {{- $name := ternary .image.repository (printf "%s/%s" $registry .image.repository) (empty $registry) -}}
 {{- if .image.digest -}}{{ $name }}@{{ .image.digest }}{{- else -}}{{ $name }}:{{ $tag }}{{- end -}}
 {{- end }}
@@ -137,6 +138,9 @@ true
 {{- define "lorafleet.pool" -}}
 {{- $pool := omit .root.Values.poolDefaults "overlays" | deepCopy -}}
 {{- include "lorafleet.patch" (dict "into" $pool "from" (omit .pool "overlays")) -}}
+{{- with $pool.cache.persistent -}}
+{{- $_ := set . "storageClassName" (.storageClassName | default $.root.Values.global.storageClass | default "") -}}
+{{- end -}}
 {{- toYaml $pool -}}
 {{- end }}
 

@@ -2,9 +2,9 @@
 
 {{- define "lorafleet.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.security.runAsUser }}
-runAsGroup: {{ .Values.security.runAsGroup }}
-fsGroup: {{ .Values.security.fsGroup }}
+{{- with .Values.security }}
+{{ toYaml . }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
@@ -19,7 +19,7 @@ capabilities:
 
 {{/* (dict "root" $ "given" .Values.router "component" "router" "pool" ""): scheduling of the pod, and its image's pull secrets. */}}
 {{- define "lorafleet.scheduling" -}}
-{{- with .root.Values.imagePullSecrets }}
+{{- with concat .root.Values.imagePullSecrets (include "lorafleet.secretNames" .root.Values.global.imagePullSecrets | fromJsonArray) | uniq }}
 imagePullSecrets:
 {{- range . }}
   - name: {{ . | quote }}
