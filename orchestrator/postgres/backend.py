@@ -157,6 +157,7 @@ class PostgresBackend:
             raise _store_error(exc) from exc
         if state.holder is None or state.holder.holder != self._holder:
             raise OrchestratorUnavailable("another orchestrator has taken the lease", code="not_leading")
+        await self._copy.catch_up()  # or it would refuse our new epoch, as that of a term after the last one in it
         self._term = _Term(state.holder.term)
 
     is_caught_up = True

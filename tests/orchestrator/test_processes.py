@@ -241,6 +241,12 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
     assert [verb for verb, _ in agent.calls].count("load_lora") == 3
     assert set(agent.epochs) == {first, agent.epoch}
 
+    beating.url = one.url
+    await two.pause()
+    await until(lambda: one.says("is_leading"))
+    assert await loaded_by(one, "d/v1"), "who led before leads again"
+    os.kill(two.process.pid, signal.SIGCONT)
+
     # With nobody left to lead for a moment, what is stored can still be read.
     await one.stop(signal.SIGKILL)
     await two.pause()

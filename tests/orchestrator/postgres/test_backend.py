@@ -66,6 +66,17 @@ async def test_a_leader_whose_lease_was_taken_writes_nothing_more(instances, pos
     await until(sees_it)
 
 
+async def test_orchestrators_that_led_before_lead_again_in_turn(instances, postgres_server):  # noqa: F811
+    one, two = await instances.open(), await instances.open()
+    for number, leader in enumerate([one, two, one, two, one]):
+        await leader.lead()
+        leader.store.put_adapter(adapter(f"a{number}/v1"))
+        await leader.store.wait_durable()
+        assert leader.store.epoch == number + 1
+        leader.store.end_term()
+    assert stored(postgres_server, instances.address) == [f"a{number}/v1" for number in range(5)]
+
+
 async def test_a_term_begins_with_all_that_the_term_before_has_written(instances):
     for number in range(4):
         leader = await instances.lead()
