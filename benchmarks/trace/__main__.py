@@ -10,10 +10,12 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.trace.arena import show_scenes
 from benchmarks.trace.engine import Hardware
 from benchmarks.trace.fleet import SPEEDS
 from benchmarks.trace.ideals import Ideals
 from benchmarks.trace.measure import GOOD, TraceCase, TraceFigures, names
+from benchmarks.trace.scenes import SCENES
 from benchmarks.trace.table import by_case, show
 from benchmarks.trace.tasks import Task, begin, do
 from benchmarks.trace.workload import VARIABLE, WHERE_FROM, TraceLine, asked_lines
@@ -26,6 +28,9 @@ def main() -> None:
     """Run what was asked for, print the table."""
     options = _options()
     lines = asked_lines(options.trace, is_quick=options.quick)
+    if options.scenes:
+        show_scenes(lines, options)
+        return
     cases = [
         TraceCase(capacity=c, load=load, routers=r, report_s=s)
         for c, r, s, load in product(options.capacity, options.routers, options.report_age, options.loads)
@@ -89,6 +94,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--routers", type=_ints, help="that share the arrivals at random and nothing else")
     parser.add_argument("--report-age", type=_floats, help="seconds from one report of an engine to the next")
     parser.add_argument("--seeds", type=int, help="how many; each draws jitter, adapters and chance anew")
+    parser.add_argument("--first-seed", type=int, default=1, help="of --scenes")
+    parser.add_argument("--scenes", type=_scenes, help="in place of loads and capacities: all, or " + ", ".join(SCENES))
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--late-binding", type=float, default=1.0, metavar="S", help="of our policies; inf: none")
     parser.add_argument("--cost", type=_cost, action="append", default=[], metavar="NAME=X", help="a Costs field")
@@ -112,6 +119,13 @@ def _names(text: str) -> list[str]:
     asked = [name.strip() for name in text.split(",")]
     if unknown := sorted(set(asked) - set(names())):
         raise argparse.ArgumentTypeError(f"{unknown}: unknown; there are {', '.join(names())}")
+    return asked
+
+
+def _scenes(text: str) -> list[str]:
+    asked = list(SCENES) if text == "all" else [name.strip() for name in text.split(",")]
+    if unknown := sorted(set(asked) - set(SCENES)):
+        raise argparse.ArgumentTypeError(f"{unknown}: unknown; there are {', '.join(SCENES)}")
     return asked
 
 

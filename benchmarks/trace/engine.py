@@ -48,6 +48,12 @@ class Hardware:
     """Median of an adapter's way from disk to host memory, during which nothing else happens."""
     load_sigma: float = 0.26
     """Of the loads' log-normal spread: p90 1.4 and p99 1.9 times the median, as real ones have."""
+    sizes: tuple[float, ...] = (1.0,)
+    """Of adapters by their number, in turn: what `to_device_s` and `load_s` are multiplied by."""
+
+    def size_of(self, adapter: int) -> float:
+        """Relative size of an adapter."""
+        return self.sizes[adapter % len(self.sizes)]
 
     def at_speed(self, factor: float) -> "Hardware":
         """The same engine on hardware `factor` times as fast; loads do not depend on that."""
@@ -466,14 +472,14 @@ class TraceEngine:
     def _touch(self, adapter: int, job: TraceJob) -> float:
         """Seconds until `adapter` is on the device; now it is the most recently used."""
         hardware = self.hardware
-        took_s = 0.0
+        took_s, size = 0.0, hardware.size_of(adapter)
         if adapter in self.host:
             self.host.move_to_end(adapter)
         else:
             if len(self.host) >= hardware.max_cpu_loras:
                 self.host.popitem(last=False)
             self.host[adapter] = None
-            took_s = hardware.load_s
+            took_s = hardware.load_s * size
             if took_s and hardware.load_sigma:
                 took_s *= exp(hardware.load_sigma * self.rng.gauss(0, 1))
             self.counters.loads += 1
@@ -485,7 +491,7 @@ class TraceEngine:
         if len(self.device) >= hardware.max_loras:
             self.device.popitem(last=False)
         self.device[adapter] = None
-        return took_s + hardware.to_device_s
+        return took_s + hardware.to_device_s * size
 
     # --- a job's changes of state ------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from workers.core.slots import AdapterSlots, Location
 Changes = list[tuple[int, bool]]
 
 SPEEDS = (0.8, 0.87, 0.93, 0.98, 1.02, 1.07, 1.13, 1.2)
+SLOWED = 0.25
 SCRAPE_S = 1.0
 """How often an agent reads its engine's counters."""
 
@@ -27,12 +28,14 @@ class Setting:
     """One fleet. `report_s`: how often each agent's report is read, so that it is up to that old.
 
     speeds     of the replicas, around 1
+    slows_at_s when the first replica becomes four times slower
     events_s   from the end of an engine's step until the routers know what it cached
     timeout_s  after which a client without a first token leaves
     """
 
     hardware: Hardware = field(default_factory=Hardware)
     speeds: tuple[float, ...] = SPEEDS
+    slows_at_s: float = NEVER
     routers: int = 1
     report_s: float = 1.0
     events_s: float = 0.03
@@ -85,7 +88,8 @@ class SimulatedAgent:
         self._slots = AdapterSlots(hardware.max_loras, hardware.max_cpu_loras, frozenset(names))
         self._names = names
         # Its own loads by name, done when the adapters were placed: the median of five.
-        draws = [rng.lognormvariate(0, hardware.load_sigma) * hardware.load_s for _ in range(5)]
+        sizes = [hardware.size_of(adapter) for adapter in rng.sample(range(ADAPTERS), 5)]
+        draws = [size * rng.lognormvariate(0, hardware.load_sigma) * hardware.load_s for size in sizes]
         self._load_s = median(draws)
 
     def used(self, adapter: int) -> None:
@@ -153,6 +157,7 @@ class TraceFleet:
         self._flying: dict[TraceRequest, TraceJob] = {}
         self._unanswered: deque[TraceRequest] = deque()
         self._phases = [rng.random() for _ in self.engines]
+        self._arrivals: list[tuple[float, int, TraceRequest]] = []
 
     # --- what routers may do -----------------------------------------------------------------------------------------
 
@@ -172,6 +177,7 @@ class TraceFleet:
     def shed(self, request: TraceRequest) -> None:
         """Refuse a request: it counts as failed."""
         request.is_shed = True
+        self._follow(request)
 
     def at(self, when: float, call: Callable[[float], None]) -> None:
         """Have `call` called with the time then."""
@@ -181,15 +187,19 @@ class TraceFleet:
 
     def run(self, requests: Sequence[TraceRequest]) -> None:
         """Everything that happens until the last request has ended; the requests are written into."""
+        if self.setting.slows_at_s < NEVER:
+            self.at(self.setting.slows_at_s, self._slow)
         for worker, phase in enumerate(self._phases):
             self.at(phase * self.setting.report_s, self._reports(worker))
             if self._learns_rates:
                 self.at(phase * SCRAPE_S, self._scrapes(worker))
-        left = deque(requests)
+        left = self._arrivals
+        left += [(request.arrived, request.number, request) for request in requests if not request.waits_for]
+        heapq.heapify(left)
         while left or self._flying or self._unanswered:
             due = min(self._due)
             timer = self._timers[0][0]
-            arrival = left[0].arrived if left else NEVER
+            arrival = left[0][0] if left else NEVER
             leaves = self._unanswered[0].arrived + self.setting.timeout_s if self._unanswered else NEVER
             self.now = now = min(due, timer, arrival, leaves)
             while self._feed and self._feed[0][0] <= now:
@@ -199,7 +209,7 @@ class TraceFleet:
             if now == due:
                 self._step(self._due.index(due))
             elif now == arrival:
-                request = left.popleft()
+                request = heapq.heappop(left)[2]
                 self._unanswered.append(request)
                 self.routers[request.router].offer(request, now)
             elif now == timer:
@@ -226,6 +236,7 @@ class TraceFleet:
                 request.last_token = now
                 del self._flying[request], self._jobs[job.number]
                 router.ended(request)
+                self._follow(request)
 
     def _leave(self, request: TraceRequest) -> None:
         """The client's patience is over, or was never tried."""
@@ -238,6 +249,19 @@ class TraceFleet:
             self._due[request.worker] = engine.due
             del self._jobs[request.number]
         self.routers[request.router].ended(request)
+        self._follow(request)
+
+    def _follow(self, ended: TraceRequest) -> None:
+        """Let the requests come that waited for this one alone; a program goes on after a failure, too."""
+        for request, pause_s in ended.then:
+            request.waits_for -= 1
+            if not request.waits_for:
+                request.arrived = self.now + pause_s
+                request.paused_s = ended.paused_s + pause_s
+                heapq.heappush(self._arrivals, (request.arrived, request.number, request))
+
+    def _slow(self, _now: float) -> None:
+        self.engines[0].hardware = self.engines[0].hardware.at_speed(SLOWED)
 
     def _scrapes(self, worker: int) -> Callable[[float], None]:
         def scrape(now: float) -> None:

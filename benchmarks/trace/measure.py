@@ -10,7 +10,7 @@ from benchmarks.trace.engine import Hardware
 from benchmarks.trace.fleet import SPEEDS, Setting, TraceFleet, TraceRouter
 from benchmarks.trace.ours import LorafleetRouter
 from benchmarks.trace.rules import Peer
-from benchmarks.trace.workload import TraceLine, TraceRequest, requests_of
+from benchmarks.trace.workload import BLOCK, TraceLine, TraceRequest, requests_of
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.policies import POLICIES
 
@@ -54,6 +54,15 @@ class TraceFigures:
     off_p50: float
     """By how much predicted first tokens were off, as a share of the measured; and of the worst tenth."""
     off_p90: float
+    load_wait_s: float
+    """Mean seconds of loads that requests waited for themselves, over all requests."""
+    again_share: float
+    """Prompt tokens that were computed once more though an engine had computed them before, of all."""
+    completion_mean_s: float
+    """From a program's first request to its last token, without its pauses; 0.0 where there are no programs."""
+    completion_p95_s: float
+    jain: float
+    """Jain's index over programs, else over adapters, of mean first tokens by what is good; 1.0: all wait alike."""
 
 
 def names() -> list[str]:
@@ -75,8 +84,22 @@ def run(
     """One policy, one seed. The same seed gives every policy the same requests and the same fleet."""
     setting = Setting(hardware=hardware, speeds=speeds, routers=case.routers, report_s=case.report_s)
     requests = requests_of(lines, seed=seed, load=case.load, routers=case.routers)
+    fleet = replay(policy, requests, setting, seed, late_binding_s=late_binding_s, costs=costs)
+    return figures(requests, fleet), requests, fleet
+
+
+def replay(
+    policy: str,
+    requests: Sequence[TraceRequest],
+    setting: Setting,
+    seed: int,
+    *,
+    late_binding_s: float,
+    costs: CostSettings,
+) -> TraceFleet:
+    """The fleet after one policy has served the requests, which are written into."""
     fleet = TraceFleet(setting, seed, learns_rates=policy in POLICIES)
-    for number in range(case.routers):
+    for number in range(setting.routers):
         router: TraceRouter
         if policy in POLICIES:
             router = LorafleetRouter(policy, fleet, seed * 100 + number, costs=costs, late_binding_s=late_binding_s)
@@ -84,7 +107,7 @@ def run(
             router = Peer(PEERS[policy], fleet, seed * 100 + number)
         fleet.routers.append(router)
     fleet.run(requests)
-    return figures(requests, fleet), requests, fleet
+    return fleet
 
 
 def figures(requests: Sequence[TraceRequest], fleet: TraceFleet) -> TraceFigures:
@@ -96,6 +119,7 @@ def figures(requests: Sequence[TraceRequest], fleet: TraceFleet) -> TraceFigures
         for gap, times in engine.gaps.items():
             gaps[gap] = gaps.get(gap, 0) + times
     off = sorted(_off(r) for r in requests if r.predicted_s >= 0 and r.first_token >= 0) or [0.0]
+    completions = _completions(requests)
     cold = [_or(r.first_token - r.arrived if r.first_token >= 0 else inf, timeout_s) for r in requests if r.load_s]
     return TraceFigures(
         requests=len(requests),
@@ -112,7 +136,45 @@ def figures(requests: Sequence[TraceRequest], fleet: TraceFleet) -> TraceFigures
         preemptions=sum(engine.counters.preemptions for engine in fleet.engines),
         off_p50=percentile(off, 0.5),
         off_p90=percentile(off, 0.9),
+        load_wait_s=sum(r.load_s for r in requests) / len(requests),
+        again_share=_again_share(requests),
+        completion_mean_s=mean(completions),
+        completion_p95_s=percentile(completions, 0.95),
+        jain=_jain(requests, timeout_s),
     )
+
+
+def _completions(requests: Sequence[TraceRequest]) -> list[float]:
+    """Seconds of each program, in order, without its pauses."""
+    began: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    for r in requests:
+        if r.program >= 0:
+            began[r.program] = min(began.get(r.program, inf), r.arrived)
+            ended[r.program] = max(ended.get(r.program, 0.0), r.last_token - r.paused_s)
+    return sorted(ended[program] - began[program] for program in began) or [0.0]
+
+
+def _again_share(requests: Sequence[TraceRequest]) -> float:
+    """What was computed beyond each full block once and each prompt's tail, by cached tokens, of all tokens."""
+    computed = sum(r.prompt_tokens - r.cached_tokens for r in requests if r.first_token >= 0)
+    known: set[int] = set()
+    once = 0
+    for r in requests:
+        if r.first_token >= 0:
+            known.update(r.keys)
+            once += r.prompt_tokens - len(r.keys) * BLOCK
+    return max(0.0, computed - once - len(known) * BLOCK) / sum(r.prompt_tokens for r in requests)
+
+
+def _jain(requests: Sequence[TraceRequest], timeout_s: float) -> float:
+    waits: dict[int, list[float]] = {}
+    for r in requests:
+        ttft_s = r.first_token - r.arrived if r.first_token >= 0 else timeout_s
+        who = r.program if r.program >= 0 else r.adapter
+        waits.setdefault(who, []).append(ttft_s / (TTFT_BASE_S + TTFT_TOKEN_S * r.prompt_tokens))
+    means = [mean(found) for found in waits.values()]
+    return sum(means) ** 2 / (len(means) * sum(wait * wait for wait in means))
 
 
 def _off(request: TraceRequest) -> float:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -58,6 +58,14 @@ class TraceRequest:
     """From sent to its first token, as its router predicted; -1: it predicts nothing."""
     parent: int = -1
     """The session whose sub-agent sent it; -1: no sub-agent did."""
+    program: int = -1
+    """The program that it is a turn of; -1: it is on its own."""
+    then: list[tuple["TraceRequest", float]] = field(default_factory=list)
+    """Requests that come once this one and all others that name them have ended, so many seconds after the last."""
+    waits_for: int = 0
+    """How many that name it have not ended; it comes at `arrived` where none do."""
+    paused_s: float = 0.0
+    """Seconds of pauses before it, along the way that took longest."""
 
 
 def asked_lines(file: str | None, *, is_quick: bool) -> list[TraceLine]:
