@@ -55,7 +55,7 @@ class LlmDPredicted(LlmDTokenLoad):
     prefill, by one model for all pods, learned online. Without objectives the least of 0.8 x first token + 0.2 x time
     per token wins, each scaled to its range, among those that pass the prefix filter; before 100 measurements its
     composite of KV in use, queue and prefix. Theirs are trees by XGBoost; a linear model is ours. Their guide draws by
-    score; the best score is taken here, which does better.
+    score; the best score is taken here.
     """
 
     first_token_weight: ClassVar[float] = 0.8

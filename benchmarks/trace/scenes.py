@@ -158,6 +158,7 @@ SCENES: dict[str, Scene] = {
     "conversation": _trace("the trace as recorded", _H100),
     "light": _trace("the trace at 0.3 of its speed", _H100, 0.3),
     "heavy": _trace("the trace at twice its speed", _H100, 2.0),
+    "four routers": _trace("four routers that share nothing", replace(_H100, routers=4)),
     "speeds": _trace("engines of speeds 1, 1, 2 and 4", replace(_H100, speeds=(1.0, 1.0, 2.0, 4.0))),
     "slow engine": _trace("one of eight engines is four times slower from minute 10", replace(_H100, slows_at_s=600.0)),
     "mixed adapters": _trace("adapters of 20 MB and 2 GB in turn", _MIXED),
