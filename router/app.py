@@ -50,7 +50,6 @@ from router.config import RouterSettings
 from router.core.errors import RouterError
 from router.core.failover.poison import PoisonRequests
 from router.core.kv.prediction_accuracy import PredictionAccuracy
-from router.core.queue.quota import Quotas
 from router.core.schedule.load import LoadBook
 from router.factories import (
     WorkerListener,
@@ -62,6 +61,7 @@ from router.factories import (
     make_fleet_access,
     make_health_probes,
     make_pause_gate,
+    make_quotas,
     make_request_queue,
     make_scheduler,
     make_tokenizers,
@@ -75,7 +75,6 @@ from router.kv.feeds import KvFeeds
 from router.lifespan import run_services
 from router.processes import supervisor
 from router.processes.aggregate import WorkerProcesses
-from router.processes.shared_quotas import SharedQuotas
 from router.processes.supervisor import ProcessMember
 from router.protocols.cors import cors_header_lines, cors_middleware_options
 from router.request.services import Services
@@ -169,7 +168,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         poison_requests=PoisonRequests("this request was", enough=2, hold_s=config.deadly_hold_s),
         poison_adapters=PoisonRequests("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),
         pauses=pauses,
-        quotas=Quotas(SharedQuotas(me.accounts, me.slot, me.processes) if me else None),
+        quotas=make_quotas(config, me, router_id),
         requests=RequestLog("router", config.access_log, most_kept=config.kept_requests),
         tracer=make_tracer(
             config.otlp_endpoint,

@@ -23,6 +23,7 @@ from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.service.http.known_fields import WIRE_HEADERS
 from lorafleet.service.tasks import BackgroundTasks
 from lorafleet.telemetry.repeats import RepeatLimiter
+from orchestrator.model.usage import LimitShares
 from router.config import RouterSettings
 from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 from router.core.failover.retry_budget import RetryBudget
@@ -30,6 +31,7 @@ from router.core.fleet import Incarnation, Replica
 from router.core.kv.index import WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.core.queue.admission import QueueLimits, QueueUsage
+from router.core.queue.quota import Quotas
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load import LoadBook
 from router.core.schedule.policies import POLICIES
@@ -44,6 +46,8 @@ from router.http.engine_pool import EnginePool
 from router.http.fetch import FetchedStream, fetch, stream
 from router.http.pool_transport import PoolTransport
 from router.kv.feeds import KvFeeds
+from router.processes.shared_quotas import SharedQuotas
+from router.processes.supervisor import ProcessMember
 from router.request.cold_starts import ColdStarts
 from router.request.engine_body import dialect_of
 from router.request.pauses import PauseGate
@@ -160,6 +164,14 @@ def make_scheduler(
 def tenant_share(config: RouterSettings, keys: ApiKeys) -> float:
     """Share of a queue that one tenant may take."""
     return 1.0 if keys.is_open else config.tenant_share  # without keys there is one tenant
+
+
+def make_quotas(config: RouterSettings, me: ProcessMember | None, router_id: str) -> Quotas:
+    """The accounts of limited keys: with an orchestrator of a first share of each limit, else of all of it."""
+    shares = LimitShares() if config.orchestrator_url else LimitShares(idle_share=1.0)
+    if me is None:
+        return Quotas(shares=shares, group=router_id)
+    return Quotas(SharedQuotas(me.accounts, me.slot, me.processes), shares=shares, group=me.quota_group)
 
 
 def make_background(config: RouterSettings, keys: ApiKeys, discovery: Discovery, agents: EnginePool) -> Background:

@@ -33,6 +33,7 @@ log = structlog.get_logger()
 
 USAGE_EVERY_S = 1.0
 _WATCH_EVERY_S = 1.0
+_FIRST_REPORT_S = 1.0  # nor does it delay a start by more
 _LAST_REPORT_S = 1.0  # an orchestrator that does not answer delays a stop by this
 # A tokenizing thread gives the GIL back to the event loop within this time; Python's default is 5 ms.
 _SWITCH_EVERY_S = 0.001
@@ -67,6 +68,7 @@ async def run_services(
             asyncio.create_task(_check_engines(services, discovery, metrics)),
         ]
         if url := services.config.orchestrator_url.rstrip("/"):
+            await _lease_first_shares(control, url, services)
             running.append(asyncio.create_task(_report_usage(control, url, services)))
             router_id = services.usage.router_id
             running.append(asyncio.create_task(answer_questions(control, url, router_id, services)))
@@ -159,6 +161,13 @@ def _move_requests_from(hung: Replica, scheduler: Scheduler, pool: EnginePool, n
     if others:
         served_elsewhere = {name for replica in others for name in replica.residents if name not in replica.draining}
         pool.give_up(hung.engine_url, lambda sink: isinstance(sink, EngineAttempt) and sink.can_move(served_elsewhere))
+
+
+async def _lease_first_shares(client: httpx.AsyncClient, url: str, services: Services) -> None:
+    """Have shares of the limits before the first request comes; gives up after a second and raises nothing."""
+    with suppress(Exception):  # the reports that follow have them
+        async with asyncio.timeout(_FIRST_REPORT_S):
+            await send_usage(client, url, services)
 
 
 async def _send_last_usage(client: httpx.AsyncClient, services: Services) -> None:

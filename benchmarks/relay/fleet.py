@@ -25,7 +25,7 @@ from lorafleet.identity import KV_HASHING, block_hashes, root_hash
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker
 from orchestrator.model.changes import reader_of
-from orchestrator.model.usage import UsageAnswer
+from orchestrator.model.usage import LimitShares, UsageAnswer
 from workers.wire import (
     KvFrame,
     KvRank,
@@ -237,7 +237,7 @@ class StubControlPlane:
         workers = [worker_id(i) for i in range(spec.workers)]
         self._etag = b'"1"'
         self._followers: dict[str, list[Answering]] = {"sse": [], "kv": []}
-        usage = msgspec.json.encode(UsageAnswer(accepted=True, revision=1))
+        usage = msgspec.json.encode(UsageAnswer(accepted=True, revision=1, limits=LimitShares(idle_share=1.0)))
         model_files = ModelFiles(base_model=BASE, files=files).model_dump_json().encode()
         self._answers = {
             b"/v1/catalog": whole(reader_of(Catalog).dump_json(_catalog(spec, url)), more='etag: "1"\r\n'),

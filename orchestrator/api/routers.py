@@ -135,15 +135,17 @@ def router_routes(
     @api.post("/v1/usage", dependencies=load)
     async def usage(report: Annotated[UsageReport, Body(examples=[USAGE_EXAMPLE])]) -> UsageAnswer:
         """A router's usage report. `seq` tells repeated and late reports, which change nothing."""
-        progress = reconciler.demand.record_report(report, clock())
+        now, limits = clock(), None
+        progress = reconciler.demand.record_report(report, now)
         if progress is not None:
+            limits = reconciler.demand.limits.record(report, now)
             book.add_batches(progress.batches)
             reconciler.confirmations.record_report(report.router_id, is_last=report.is_last)
             reconciler.incidents.record_circuits(report.router_id, report.now.circuits, is_last=report.is_last)
             if reconciler.operations.drains:
                 reconciler.request_pass()  # the report may end a drain
         reconciler.pauses.reported.notify()
-        return UsageAnswer(accepted=progress is not None, revision=catalog.revision)
+        return UsageAnswer(accepted=progress is not None, revision=catalog.revision, limits=limits)
 
     @api.post("/v1/adapters/{lora_id:path}/ensure", dependencies=ensures)
     async def ensure(

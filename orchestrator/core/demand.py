@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from orchestrator.core.limit_leases import LimitLeases
 from orchestrator.core.routers import ROUTER_LIVE_S, RouterBook, RouterProgress
 from orchestrator.core.worker_uses import WorkerUses
 from orchestrator.model.snapshot import DemandSnapshot, Pair, WantedReplicas
@@ -56,6 +57,7 @@ class DemandBook:
 
     routers       the routers by their last reports
     uses          what each worker is to know of them
+    limits        the routers' shares of the limits of keys and tenants
     keep_asked_s  how long the time of an adapter's last request is remembered: at least the longest `ttl_s`, and
                   the time after which a published name is idle
     """
@@ -65,6 +67,7 @@ class DemandBook:
         self.keep_asked_s = 0.0
         self.routers = RouterBook()
         self.uses = WorkerUses()
+        self.limits = LimitLeases()
         self._sums: dict[str, _AdapterSums] = {}
         self._open_wants: dict[str, _OpenWant] = {}
         self._last_load_at: dict[str, float] = {}
@@ -76,6 +79,7 @@ class DemandBook:
     def begin_term(self, now: float) -> None:
         """Begin to listen: until a living router has had time to report, one may be unheard."""
         self._listens_since = now
+        self.limits.begin_term(now)
 
     def record_report(self, report: UsageReport, now: float) -> RouterProgress | None:
         """Record a router's report, and add what it brought to the adapters' sums.

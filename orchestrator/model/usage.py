@@ -164,6 +164,56 @@ class RouterNow:
     """worker_id -> open or half_open; a closed one is left out"""
 
 
+FIRST_SHARE: Final = 0.1
+"""The share of every limit that a router has before the leader has answered its first report."""
+HOT_SHARE: Final = 0.5
+"""A limit is reported once so much of the router's share is in demand; before that, at most so much is."""
+Share = Annotated[float, Ge(0), Le(1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitUse:
+    """One limit at a router: how much of it is in demand there, and how much the router has. A limit is 1."""
+
+    __pydantic_config__ = _DOCUMENT
+
+    demand: Annotated[float, Ge(0), Le(1e9)]
+    """what is used, and what would be if nothing were refused"""
+    share: Share
+    """the router's share; of requests at once, no less than run there"""
+    unit: Share = 0.0
+    """shares are multiples of this; one of the requests at once"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitUses:
+    """The limits of keys and tenants at a router, for the leader to share them out among all routers."""
+
+    __pydantic_config__ = _DOCUMENT
+
+    group: Name
+    """routers of one group, the processes on one port, have their shares together"""
+    idle_share: Share
+    """the router's share of each limit that is not among `uses`"""
+    uses: Annotated[dict[Name, LimitUse], _FirstFault(), MaxLen(10_000)] = field(default_factory=dict)
+    """limit, as "<limit> <account>" -> its use; those in demand, and those of which the router has another share"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitShares:
+    """A router's shares of the limits of keys and tenants, until the next answer."""
+
+    __pydantic_config__ = _DOCUMENT
+
+    idle_share: Share = FIRST_SHARE
+    """of each limit that is not among `shares`"""
+    shares: Annotated[dict[Name, Share], MaxLen(100_000)] = field(default_factory=dict)
+
+    def of(self, limit: str) -> float:
+        """The share of a limit."""
+        return self.shares.get(limit, self.idle_share)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageReport:
     """`POST /v1/usage`: what a router counted since the last accepted report, and what it has now."""
@@ -189,6 +239,8 @@ class UsageReport:
     running_in_pause: Annotated[dict[str, Count], _FirstFault()] = field(default_factory=dict)
     """key of a pause that the router holds -> its requests at engines"""
     now: RouterNow = field(default_factory=RouterNow)
+    limits: LimitUses | None = None
+    """null: the router takes no part in limits"""
     wire: int = 1
 
 
@@ -201,4 +253,6 @@ class UsageAnswer:
     accepted: bool
     """false for a repeated or late report"""
     revision: int
+    limits: LimitShares | None = None
+    """null: the router keeps the shares that it has"""
     wire: int = 1

@@ -66,6 +66,11 @@ class SharedQuotas:
         _PID.pack_into(self._memory, self._own_table, os.getpid() if pid is None else pid)
 
     @property
+    def processes(self) -> int:
+        """Processes that share the memory."""
+        return 1 + len(self._other_tables)
+
+    @property
     def accounts(self) -> int:
         """Accounts in this process's own table."""
         return len(self._cells)

@@ -79,6 +79,11 @@ class ProcessMember(msgspec.Struct, frozen=True, kw_only=True):
         """Bind this process's own socket to the shared port; it does not listen until `JoiningApp` has started."""
         return serve.bind_only(self.host, self.port, shared=True)
 
+    @property
+    def quota_group(self) -> str:
+        """The name of the processes that share these quotas, unlike that of any others."""
+        return f"{socket.gethostname()}:{self.folder}"
+
     def router_id(self, configured_id: str) -> str:
         """A router id for this process alone, made from the configured id, or from host name and pid without one."""
         return f"{configured_id or socket.gethostname()}-{self.slot if configured_id else os.getpid()}"

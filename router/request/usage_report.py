@@ -5,13 +5,14 @@ from importlib.metadata import version
 import httpx
 from pydantic import TypeAdapter
 
-from orchestrator.model.usage import RouterNow, UsageReport
+from orchestrator.model.usage import RouterNow, UsageAnswer, UsageReport
 from router.core.kv.index import WorkerId
 from router.core.scheduler import Scheduler
 from router.request.services import Services
 
 _VERSION = version("lorafleet")
 _REPORT = TypeAdapter(UsageReport)
+_ANSWER = TypeAdapter(UsageAnswer)
 
 
 def usage_report(services: Services, now: float, *, is_last: bool = False) -> UsageReport:
@@ -33,16 +34,23 @@ def usage_report(services: Services, now: float, *, is_last: bool = False) -> Us
         waits_s={str(worker): round(wait_s, 3) for worker, wait_s in queue_waits_s(scheduler).items()},
         running_in_pause=services.pauses.running_counts(),
         now=router_now(services),
+        limits=services.quotas.uses(now),
     )
 
 
 async def send_usage(client: httpx.AsyncClient, url: str, services: Services, *, is_last: bool = False) -> None:
-    """Send one report to the orchestrator. Raises httpx.HTTPError if it does not arrive."""
+    """Send one report to the orchestrator, and go by the shares of limits in its answer.
+
+    Raises httpx.HTTPError if it does not arrive, ValueError for an invalid answer.
+    """
     report = usage_report(services, services.clock(), is_last=is_last)
     body = _REPORT.dump_json(report, exclude_defaults=True)
     answer = await client.post(f"{url}/v1/usage", content=body, headers={"content-type": "application/json"})
     answer.raise_for_status()
     services.usage.accept(report.batches)
+    limits = _ANSWER.validate_json(answer.content).limits
+    if limits is not None:
+        services.quotas.set_shares(limits, services.clock())
 
 
 def queue_waits_s(scheduler: Scheduler) -> dict[WorkerId, float]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
 
 import httpx
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
 from starlette.applications import Starlette
@@ -20,7 +21,7 @@ from lorafleet.identity import CacheScope, engine_name
 from lorafleet.keys.key_files import hash_key, key_id_of
 from orchestrator.model.catalog import Catalog, CatalogAdapter, CatalogWorker
 from orchestrator.model.changes import reader_of
-from orchestrator.model.usage import RequestCounts, UsageReport
+from orchestrator.model.usage import LimitShares, RequestCounts, UsageAnswer, UsageReport
 from router.app import build
 from router.config import RouterSettings
 from router.request.services import Services
@@ -276,7 +277,8 @@ class AgentDouble:
 
         async def usage(request: Request):
             self.usage.append(await request.json())
-            return Response(status_code=204)
+            answer = UsageAnswer(accepted=True, revision=self.revision, limits=LimitShares(idle_share=1.0))
+            return Response(msgspec.json.encode(answer), media_type="application/json")
 
         async def metadata(request: Request):
             if self.silent or request.path_params["agents"] != self.agents:
