@@ -63,6 +63,9 @@ from orchestrator.reconcile.file_copies import FileRelay
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.worker_finders import KubeWorkerFinder, StandbyFollower
 from orchestrator.reconcile.worker_reports import WorkerReports
+from orchestrator.store.backend import StoreBackend
+from orchestrator.store.ledger import Ledger
+from orchestrator.store.sqlite import SqliteBackend
 from orchestrator.store.store import IntentStore
 from orchestrator.store.upload_store import upload_store
 from orchestrator.traffic.book import Reading, TrafficBook, fleet_readings
@@ -97,6 +100,7 @@ class OrchestratorService:
     requests: RequestLog
     reconciler: Reconciler
     store: IntentStore
+    ledger: Ledger
     leadership: Leadership
     client: httpx.AsyncClient
     agentless: AgentlessTransport
@@ -130,6 +134,7 @@ class OrchestratorService:
         to the next leader.
         """
         await self.own_calls.wait_for_end(self.reconciler.settings.lease_renew_s * _OWN_CALLS_SHARE)
+        await self.ledger.close()
         await self.store.write_remaining()
         await self.leadership.step_down()
 
@@ -159,7 +164,7 @@ def build(
 
     configmaps = _configmap_backend(settings, kube, take_back_refused)
     postgres = _postgres_store(settings, take_back_refused)
-    store = IntentStore(configmaps or (postgres and postgres.backend) or settings.store, wall=wall)
+    store, ledger = _stores(configmaps or (postgres and postgres.backend) or _sqlite_backend(settings), wall)
     agentless = _agentless_transport(settings, store, lambda: finder, clock, tls)
     client = httpx.AsyncClient(
         transport=DirectTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), tls=tls),
@@ -253,6 +258,7 @@ def build(
         RequestLog("orchestrator", settings.access_log),
         reconciler,
         store,
+        ledger,
         leadership,
         client,
         agentless,
@@ -267,6 +273,7 @@ def build(
             reconciler=reconciler,
             agents=agents,
             book=book,
+            ledger=ledger,
             mailbox=service.mailbox,
             uploads=AdapterUploads(
                 registry,
@@ -461,6 +468,16 @@ def _configmap_backend(
     )
 
 
+def _stores(backend: StoreBackend, wall: Callable[[], float]) -> tuple[IntentStore, Ledger]:
+    """The intent and the ledger in one backend. Raises StoreError."""
+    return IntentStore(backend, wall=wall), Ledger(backend, wall=wall)
+
+
+def _sqlite_backend(settings: OrchestratorSettings) -> SqliteBackend:
+    """The backend in the configured SQLite file. Raises StoreError."""
+    return SqliteBackend(settings.store, usage_kept_days=settings.usage_kept_days)
+
+
 def _postgres_store(settings: OrchestratorSettings, on_undone: Callable[[], None]) -> "PostgresStore | None":
     """The backend and the lease in the configured database; None for another store. Raises StoreError."""
     if not settings.has_database:
@@ -475,6 +492,7 @@ def _postgres_store(settings: OrchestratorSettings, on_undone: Callable[[], None
         on_undone=on_undone,
         give_up_s=settings.store_timeout_s,
         lease_call_s=settings.lease_duration_s / 3,
+        usage_kept_days=settings.usage_kept_days,
     )
 
 

@@ -12,6 +12,7 @@ from lorafleet.engine.canary import CanaryMode
 from lorafleet.engine.settings import WorkerDiscoverySettings
 from lorafleet.service.other_names import OtherName
 from lorafleet.service.settings import Url
+from orchestrator.store.ledger_rows import USAGE_KEPT_DAYS
 from orchestrator.store.upload_store import upload_store
 
 
@@ -101,6 +102,12 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         default=256 * 2**20,
         ge=2**20,
         description="largest size of that file; beyond it the oldest of the finest slices go first",
+    )
+    usage_kept_days: int = Field(
+        default=USAGE_KEPT_DAYS,
+        ge=1,
+        le=10_000,
+        description="days for which the ledger of usage is kept, in the store",
     )
     peer_fleets: tuple[Url, ...] = Field(
         default=(),

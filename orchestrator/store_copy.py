@@ -14,7 +14,7 @@ from orchestrator.core.errors import LeaseUnreachable, StoreError
 from orchestrator.leadership.file_lease import FileLease, Lease, lease_path
 from orchestrator.postgres.database import Connection, DatabaseFault, DatabaseSession
 from orchestrator.postgres.lease import PostgresLease
-from orchestrator.postgres.rows import read_state, write_all
+from orchestrator.postgres.rows import read_ledger, read_state, write_all
 from orchestrator.store.backend import HistoryText, StoreText
 from orchestrator.store.sqlite import SqliteBackend
 
@@ -96,7 +96,7 @@ async def read_database(address: str) -> StoreText:
             state = await session.call(partial(read_state, known_writes=-1, last_id=last_id))
             history += state.text.history
             if state.is_rest:
-                return StoreText(state.text.rows, history)
+                return StoreText(state.text.rows, history, await session.call(read_ledger))
     finally:
         session.close()
 
@@ -136,7 +136,8 @@ def main() -> None:
     except StoreError as exc:
         print(f"lorafleet store copy: {exc}", file=sys.stderr)  # noqa: T201  (a command's output)
         raise SystemExit(2) from exc
-    print(f"copied {len(text.rows or ())} rows and {len(text.history)} history entries")  # noqa: T201  (a command's output)
+    ledger, history = len(text.ledger.rows), len(text.history)
+    print(f"copied {len(text.rows or ())} rows, {history} history entries and {ledger} of usage")  # noqa: T201  (a command's output)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ TESTED_FROM_OUTSIDE = {
     "orchestrator/api/traffic": "orchestrator/traffic/test_book.py",
     "orchestrator/api/uploads": "simulation/test_uploads.py",
     "orchestrator/api/views": "orchestrator/api/test_placements.py",
-    "orchestrator/configmaps/backend": "kube/test_configmaps.py",
     "orchestrator/configmaps/edits": "kube/test_configmaps_edit_races.py",
     "orchestrator/configmaps/rendering": "kube/test_configmaps.py",
     "orchestrator/configmaps/writer": "kube/test_configmaps_faults.py",

@@ -36,6 +36,7 @@ from orchestrator.intent.uploads import AdapterUploads
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.store.ledger import Ledger
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.questions import RouterMailbox
 
@@ -47,6 +48,7 @@ def build_router(
     reconciler: Reconciler,
     agents: AgentClient,
     book: TrafficBook,
+    ledger: Ledger,
     mailbox: RouterMailbox,
     uploads: AdapterUploads,
     metrics: OrchestratorMetrics,
@@ -65,7 +67,7 @@ def build_router(
         ui_routes(keys),
         whoami_routes(keys),
         health_routes(reconciler, metrics, is_stopping, metrics_dependencies(keys, need_key=metrics_need_key)),
-        router_routes(keys, registry, reconciler, views, book, is_stopping=is_stopping, clock=clock),
+        router_routes(keys, registry, reconciler, views, book, ledger, is_stopping=is_stopping, clock=clock),
         traffic_routes(keys, reconciler, book, wall),
         live_routes(keys, reconciler, views.workers_by_state, is_stopping, clock, wall),
         decision_routes(keys, mailbox),

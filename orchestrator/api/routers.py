@@ -26,6 +26,7 @@ from orchestrator.model.names import LoraId
 from orchestrator.model.pauses import PauseItem, PauseLease, PauseList, PauseSpec
 from orchestrator.model.usage import UsageAnswer, UsageReport
 from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.store.ledger import Ledger
 from orchestrator.traffic.book import TrafficBook
 
 _READS_REFRESH_EVERY_S = 0.1
@@ -45,10 +46,11 @@ USAGE_EXAMPLE = {
             "rows": [
                 {
                     "adapter": "sql-expert/v1",
+                    "version": "3f9a1c2b77aa",
                     "base_model": "Qwen/Qwen2.5-Coder-7B",
                     "worker": "w0",
                     "tenant": "acme",
-                    "key": "3f9a1c2b77aa",
+                    "key": "8b1d0c55e2f4",
                     "counts": {
                         "requests": 12,
                         "sent": 11,
@@ -77,6 +79,7 @@ def router_routes(
     reconciler: Reconciler,
     views: WireViews,
     book: TrafficBook,
+    ledger: Ledger,
     *,
     is_stopping: Callable[[], bool],
     clock: Callable[[], float],
@@ -134,7 +137,10 @@ def router_routes(
 
     @api.post("/v1/usage", dependencies=load)
     async def usage(report: Annotated[UsageReport, Body(examples=[USAGE_EXAMPLE])]) -> UsageAnswer:
-        """A router's usage report. `seq` tells repeated and late reports, which change nothing."""
+        """A router's usage report. It is answered once its batches are in the ledger.
+
+        `seq` tells repeated and late reports, of which only batches count that are not in the ledger yet.
+        """
         now, limits = clock(), None
         progress = reconciler.demand.record_report(report, now)
         if progress is not None:
@@ -145,6 +151,7 @@ def router_routes(
             if reconciler.operations.drains:
                 reconciler.request_pass()  # the report may end a drain
         reconciler.pauses.reported.notify()
+        await ledger.add_counts(report.boot_id, report.batches)
         return UsageAnswer(accepted=progress is not None, revision=catalog.revision, limits=limits)
 
     @api.post("/v1/adapters/{lora_id:path}/ensure", dependencies=ensures)

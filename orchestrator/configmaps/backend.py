@@ -39,6 +39,7 @@ from orchestrator.configmaps.tables import (
 from orchestrator.configmaps.writer import ObjectWriter, WriteKey
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StateConflict, StoreError
 from orchestrator.model.history import HistoryEntry
+from orchestrator.model.ledger import UsageBatch, UsageQuery, UsageRows
 from orchestrator.store.tables import (
     ADAPTERS,
     COUNTERS,
@@ -222,6 +223,19 @@ class ConfigMapBackend:
             self._journal.load(self.mirror.objects)
             self._journal_edition = self.mirror.edition
         return self._journal.find_entries(kinds=kinds, subject=subject, before=before, limit=limit)
+
+    has_ledger = False
+
+    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> None:
+        """Drop the batches: a row for each tenant, key, adapter and hour is too much for ConfigMaps."""
+
+    async def usage(self, query: UsageQuery) -> UsageRows:  # noqa: ARG002  (the interface's)
+        """Raises StateConflict: there is no ledger."""
+        raise StateConflict(
+            "this fleet keeps no usage, because its store is ConfigMaps: use a store that has a ledger, an SQLite file"
+            " or postgresql://user@host/database",
+            code="no_ledger",
+        )
 
     def backup(self, path: Path) -> None:
         """Write a List for `kubectl apply -f`: adapters with inspection results, aliases, policy and cordons.

@@ -43,6 +43,8 @@ class RequestCounts:
     codes: Annotated[dict[Name, Count], MaxLen(100)] = field(default_factory=dict)
     """answers that failed, as "<status> <code>" -> count; what clients broke off is "499" """
     prompt_tokens: Count = 0
+    prompt_cached_tokens: Count = 0
+    """of `prompt_tokens`, those that engines found cached, compared or not"""
     output_tokens: Count = 0
     predicted_tokens: Count = 0
     """of `compared_tokens` prompt tokens, those that were predicted to be cached"""
@@ -67,6 +69,8 @@ class RequestCounts:
     decode_tokens: Count = 0
     work_s: Seconds = 0
     """seconds of engine work: prefill, and each answer's share of its decode steps"""
+    decode_work_s: Seconds = 0
+    """of `work_s`, the shares of decode steps"""
     engine_errors: Count = 0
     """requests that an engine failed, also where another one answered: a 5xx, a broken stream, an engine that died"""
     engine_first_token_s: Seconds = 0
@@ -77,6 +81,7 @@ class RequestCounts:
         self.requests += other.requests
         self.sent += other.sent
         self.prompt_tokens += other.prompt_tokens
+        self.prompt_cached_tokens += other.prompt_cached_tokens
         self.output_tokens += other.output_tokens
         self.predicted_tokens += other.predicted_tokens
         self.cached_tokens += other.cached_tokens
@@ -90,6 +95,7 @@ class RequestCounts:
         self.decode_s += other.decode_s
         self.decode_tokens += other.decode_tokens
         self.work_s += other.work_s
+        self.decode_work_s += other.decode_work_s
         self.engine_errors += other.engine_errors
         self.engine_first_token_s += other.engine_first_token_s
         for bucket, count in other.first_token.items():
@@ -118,12 +124,14 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedRow:
-    """Counts of the requests of one adapter, worker and key."""
+    """Counts of the requests of one adapter's version, worker and key."""
 
     __pydantic_config__ = _DOCUMENT
 
     adapter: Name = ""
     """lora_id; "" for requests of the base model, and for those refused before their model was known"""
+    version: Name = ""
+    """first 12 digits of the digest of the adapter's bytes"""
     base_model: Name = ""
     worker: Name = ""
     """the last one that had the request; "" for none"""
@@ -135,7 +143,7 @@ class CountedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountBatch:
-    """What a router counted in a second or so. It is sent until it is accepted; `number` tells a repeated one."""
+    """What a router counted in a second or so. It is sent until it is accepted, unchanged under the same number."""
 
     __pydantic_config__ = _DOCUMENT
 

@@ -12,9 +12,20 @@ import structlog
 
 from lorafleet.service.loops import backoff_s
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StoreError
+from orchestrator.core.ledger import hour_of
 from orchestrator.model.history import HistoryEntry
+from orchestrator.model.ledger import UsageBatch, UsageQuery, UsageRows
 from orchestrator.postgres.database import DatabaseFault, DatabaseSession
-from orchestrator.postgres.rows import TRIM_EVERY, DatabaseState, TermOver, read_state, write_changes
+from orchestrator.postgres.rows import (
+    TRIM_EVERY,
+    DatabaseState,
+    TermOver,
+    add_usage,
+    read_state,
+    read_usage,
+    write_changes,
+)
+from orchestrator.store.ledger_rows import USAGE_KEPT_DAYS
 from orchestrator.store.sqlite import SqliteBackend
 from orchestrator.store.tables import StoreChange, StoredRows, Subject
 
@@ -24,6 +35,7 @@ _FOLLOW_S = 5.0
 """Between a standby's looks at the leader's writes: it reads again before it leads, so only its own reads are older."""
 _AGAIN_S = (0.1, 2.0)  # between tries while the database does not answer: the first, the longest
 _MOST_TOGETHER = 1000  # changes and history entries in one transaction
+_NOT_LEADING = "this orchestrator does not lead, so it writes nothing"
 _FINISH_S = 2.0  # a guess: less than a lease and than a pod's grace period
 
 
@@ -83,6 +95,7 @@ class PostgresBackend:
         on_undone: Callable[[], None],
         give_up_s: float = 30.0,
         history_kept: int = 10_000,
+        usage_kept_days: int = USAGE_KEPT_DAYS,
         follow_s: float = _FOLLOW_S,
     ) -> None:
         self._session = session
@@ -90,6 +103,8 @@ class PostgresBackend:
         self._on_undone = on_undone
         self._give_up_s = give_up_s
         self._history_kept = history_kept
+        self._usage_kept_days = usage_kept_days
+        self._trimmed_hour = 0  # of the ledger
         self._follow_s = follow_s
         self.trouble = ""
         self.is_read = False
@@ -117,7 +132,7 @@ class PostgresBackend:
         """
         term = self._term
         if term is None:
-            raise OrchestratorUnavailable("this orchestrator does not lead, so it writes nothing", code="not_leading")
+            raise OrchestratorUnavailable(_NOT_LEADING, code="not_leading")
         if term.refusal is not None:
             message = f"the change before this one was refused ({term.refusal}); look, and ask again"
             raise OrchestratorUnavailable(message, code="store_unreachable")
@@ -162,6 +177,31 @@ class PostgresBackend:
 
     is_caught_up = True
     """What earlier terms wrote is read before a term begins, and the database refuses what they send later."""
+
+    has_ledger = True
+
+    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> None:
+        """Add batches to the ledger, each once; committed on return. Raises OrchestratorError."""
+        term, hour = self._term, hour_of(now)
+        if term is None:
+            raise OrchestratorUnavailable(_NOT_LEADING, code="not_leading")
+        trimmed = self._usage_kept_days if hour > self._trimmed_hour else None
+        try:
+            await self._session.call(
+                partial(add_usage, term=term.number, batches=batches, now=now, trimmed_to_days=trimmed)
+            )
+        except TermOver:
+            raise OrchestratorUnavailable(_NOT_LEADING, code="not_leading") from None
+        except DatabaseFault as exc:
+            raise _store_error(exc) from exc
+        self._trimmed_hour = hour
+
+    async def usage(self, query: UsageQuery) -> UsageRows:
+        """The database's rows of the ledger, added up as the query says. Raises OrchestratorError."""
+        try:
+            return await self._session.call(partial(read_usage, query=query))
+        except DatabaseFault as exc:
+            raise _store_error(exc) from exc
 
     def end_term(self) -> None:
         """End our term: give up pending writes. Where there are any, the database is read anew before we answer."""

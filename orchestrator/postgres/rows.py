@@ -5,9 +5,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from orchestrator.core.ledger import new_rows
 from orchestrator.model.history import HistoryEntry
+from orchestrator.model.ledger import UsageBatch, UsageQuery, UsageRows
 from orchestrator.postgres.database import Connection
+from orchestrator.postgres.schema import LEDGER
 from orchestrator.store.backend import HistoryText, StoreText
+from orchestrator.store.ledger_rows import LedgerText, read_rows, row_values
 from orchestrator.store.tables import TABLES, StoreChange, Subject
 
 TRIM_EVERY = 64
@@ -94,9 +98,7 @@ async def write_changes(
 
     trimmed  kinds of which entries beyond `history_kept` are deleted
     """
-    fence = "SELECT 1 FROM lorafleet_lease WHERE term = %s FOR KEY SHARE"
-    if await (await connection.execute(fence, (term,))).fetchone() is None:
-        raise TermOver
+    await _require_term(connection, term)
     texts = [
         (change.table, change.key, TABLES[change.table].encode(change.row))
         for change in changes.values()
@@ -116,11 +118,58 @@ async def write_changes(
             await cursor.execute("UPDATE lorafleet_store SET writes = writes + 1")
 
 
+async def _require_term(connection: Connection, term: int) -> None:
+    """Lock the lease's term until the commit, if it is still this one. Raises TermOver."""
+    fence = "SELECT 1 FROM lorafleet_lease WHERE term = %s FOR KEY SHARE"
+    if await (await connection.execute(fence, (term,))).fetchone() is None:
+        raise TermOver
+
+
+async def add_usage(
+    connection: Connection, term: int, batches: Sequence[UsageBatch], *, now: float, trimmed_to_days: int | None
+) -> None:
+    """Add batches to the ledger, each once, if the lease's term is still this one. Raises TermOver.
+
+    A source's row is locked before its number is read: a call before this one, whose answer was lost, may be in the
+    middle of its commit.
+
+    trimmed_to_days  rows older than so many days are deleted; None: none are
+    """
+    await _require_term(connection, term)
+    counted: dict[str, int] = {}
+    async with connection.cursor() as cursor:
+        for source in sorted({batch.source for batch in batches}):
+            await cursor.execute(LEDGER.hold_source, (source, now))
+            (counted[source],) = await cursor.fetchone() or (-1,)
+        found = new_rows(batches, counted)
+        if found.rows:
+            await cursor.executemany(LEDGER.add_row, row_values(found.rows))
+        if found.numbers:
+            await cursor.executemany(LEDGER.set_number, [(number, source) for source, number in found.numbers.items()])
+        if trimmed_to_days is not None:
+            for statement, before in LEDGER.trims(now, trimmed_to_days):
+                await cursor.execute(statement, (before,))
+
+
+async def read_usage(connection: Connection, query: UsageQuery) -> UsageRows:
+    """The ledger's rows, added up as the query says. Raises OrchestratorRequestError for too many."""
+    text, values = LEDGER.read(query)
+    return read_rows(await (await connection.execute(text, values)).fetchall(), query)
+
+
+async def read_ledger(connection: Connection) -> LedgerText:
+    """All that the ledger holds."""
+    rows, sources = [await (await connection.execute(query)).fetchall() for query in LEDGER.copied()]
+    return LedgerText(tuple(rows), tuple(sources))
+
+
 async def write_all(connection: Connection, text: StoreText) -> None:
     """Write all that another store held into empty tables."""
     async with connection.cursor() as cursor:
         await cursor.executemany(_PUT, text.rows or ())
         await cursor.executemany(_ADD, text.history)
+        await cursor.executemany(LEDGER.add_row, text.ledger.rows)
+        await cursor.executemany(LEDGER.copy_source, text.ledger.sources)
         await cursor.execute("UPDATE lorafleet_store SET writes = writes + 1")
 
 

@@ -7,13 +7,17 @@ from typing import Any
 
 import psycopg
 
-LAYOUT = 1
+from orchestrator.store.ledger_rows import LedgerTables
+
+LAYOUT = 2
 """The number in `lorafleet_store`. New stored tables and new fields of their rows leave it as it is."""
 OLDEST_SERVER = 13
 _LOCK = 0x4C6F5241
 """Advisory lock while tables are created; "LoRA" in ASCII."""
 
+LEDGER = LedgerTables(prefix="lorafleet_", mark="%s", whole="BIGINT", real="DOUBLE PRECISION")
 _CREATE = (
+    *LEDGER.create,
     # One row. `writes`: number of transactions that changed intent.
     """
     CREATE TABLE lorafleet_store (

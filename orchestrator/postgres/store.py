@@ -20,6 +20,7 @@ class PostgresStore:
     holder         our name in the lease: a new random one, with the host's, for people who read the lease
     on_undone      called when a refused write was taken back
     lease_call_s   deadline of one read or write of the lease
+    usage_kept_days  days for which the ledger's rows are kept
     """
 
     def __init__(
@@ -30,10 +31,15 @@ class PostgresStore:
         on_undone: Callable[[], None],
         give_up_s: float,
         lease_call_s: float,
+        usage_kept_days: int,
     ) -> None:
         read = partial(read_address, address, file)
         self.holder = f"{socket.gethostname()}_{secrets.token_hex(8)}"
         self.lease = PostgresLease(DatabaseSession(read, call_s=lease_call_s))
         self.backend = PostgresBackend(
-            DatabaseSession(read, call_s=_CALL_S), holder=self.holder, on_undone=on_undone, give_up_s=give_up_s
+            DatabaseSession(read, call_s=_CALL_S),
+            holder=self.holder,
+            on_undone=on_undone,
+            give_up_s=give_up_s,
+            usage_kept_days=usage_kept_days,
         )

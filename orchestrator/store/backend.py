@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from orchestrator.model.history import HistoryEntry
+from orchestrator.model.ledger import UsageBatch, UsageQuery, UsageRows
+from orchestrator.store.ledger_rows import LedgerText
 from orchestrator.store.tables import StoreChange, StoredRows, Subject
 
 
@@ -24,10 +26,12 @@ class StoreText(NamedTuple):
 
     rows     table, key and JSON of each row, with those of unknown tables; None: as they are known
     history  in the order of their ids
+    ledger   its rows and sources
     """
 
     rows: Sequence[tuple[str, str, str]] | None
     history: Sequence[HistoryText]
+    ledger: LedgerText = LedgerText()
 
 
 class StoreBackend(Protocol):
@@ -89,6 +93,22 @@ class StoreBackend(Protocol):
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
     ) -> list[HistoryEntry]:
         """History entries, newest first, with ids below `before`, of these kinds (empty: all)."""
+        ...
+
+    @property
+    def has_ledger(self) -> bool:
+        """Whether it keeps usage; else `add_usage` drops it, and `usage` raises StateConflict."""
+        ...
+
+    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> None:
+        """Add batches to the ledger, each once; durable on return. Those of one source come in their order.
+
+        Raises OrchestratorError; then all or none are written, and they come again.
+        """
+        ...
+
+    async def usage(self, query: UsageQuery) -> UsageRows:
+        """The ledger's rows, added up as the query says. Raises OrchestratorError, also for too many rows."""
         ...
 
     @property

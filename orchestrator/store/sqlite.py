@@ -1,11 +1,12 @@
 """The store backend in one SQLite file (WAL): a write is durable when the call returns."""
 
+import asyncio
 import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -15,15 +16,25 @@ import msgspec
 from lorafleet.service import files
 from lorafleet.service.state_files import FileState, is_read_only, state_text
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
+from orchestrator.core.ledger import hour_of, new_rows
 from orchestrator.model.history import HistoryEntry
+from orchestrator.model.ledger import UsageBatch, UsageQuery, UsageRows
 from orchestrator.store.backend import HistoryText, StoreText
 from orchestrator.store.database_files import DatabaseFiles, copy_into
+from orchestrator.store.ledger_rows import (
+    USAGE_KEPT_DAYS,
+    LedgerTables,
+    LedgerText,
+    read_rows,
+    row_values,
+)
 from orchestrator.store.tables import COUNTERS, TABLES, StoreChange, StoredRows, Subject, backup_rows
 
-LAYOUT = 1
+LAYOUT = 2
 """The file's `user_version`. New stored tables and new fields of their rows leave it as it is."""
 _APPLICATION_ID = 0x4C6F5241
 """Says that a database is a store of ours; "LoRA" in ASCII."""
+_LEDGER = LedgerTables(prefix="", mark="?", whole="INTEGER", real="REAL", suffix=" STRICT")
 _CREATE = f"""
     CREATE TABLE intent (
         table_name TEXT NOT NULL, key TEXT NOT NULL, json TEXT NOT NULL, PRIMARY KEY (table_name, key)
@@ -34,6 +45,7 @@ _CREATE = f"""
     ) STRICT;
     CREATE INDEX history_by_kind ON history (kind, id);
     CREATE INDEX history_by_subject ON history (subject, id);
+    {";".join(_LEDGER.create)};
     PRAGMA application_id = {_APPLICATION_ID};
     PRAGMA user_version = {LAYOUT}
 """
@@ -74,14 +86,19 @@ class SqliteBackend:
     Raises StoreError when the file is no store of ours, damaged, or of another layout.
     Raises OrchestratorUnavailable while another process holds the write lock.
 
-    history_kept   entries of each kind; older ones go, so that many loads push out no change of policy
+    history_kept     entries of each kind; older ones go, so that many loads push out no change of policy
+    usage_kept_days  days for which the ledger's rows are kept
     trouble        why no change is written now, and what to do; empty: changes are written
     """
 
-    def __init__(self, path: Path | str, *, history_kept: int = 10_000) -> None:
+    has_ledger = True
+
+    def __init__(self, path: Path | str, *, history_kept: int = 10_000, usage_kept_days: int = USAGE_KEPT_DAYS) -> None:
         """Open the file, and create it if it is missing. Raises StoreError."""
         self._path = str(path)
         self._history_kept = history_kept
+        self._usage_kept_days = usage_kept_days
+        self._trimmed_hour = 0  # of the ledger
         self._recorded: dict[str, int] = {}
         self._term: Literal["none", "ours", "over"] = "none"
         self._epoch: int | None = None  # of our term, once it is stored
@@ -195,7 +212,9 @@ class SqliteBackend:
         """All that the file holds. Raises StoreError when it cannot be read."""
         try:
             rows = [(table, key, text) for table, key, text in self._db.execute(_READ_INTENT)]
-            return StoreText(rows, [HistoryText(*row) for row in self._db.execute(f"{_READ_HISTORY} ORDER BY id")])
+            history = [HistoryText(*row) for row in self._db.execute(f"{_READ_HISTORY} ORDER BY id")]
+            ledger = LedgerText(*(tuple(map(tuple, self._db.execute(query))) for query in _LEDGER.copied()))
+            return StoreText(rows, history, ledger)
         except sqlite3.Error as exc:
             raise _unreadable_error(self._path, exc) from exc
 
@@ -207,6 +226,8 @@ class SqliteBackend:
                     self._db.execute("DELETE FROM intent")
                     self._db.executemany("INSERT INTO intent (table_name, key, json) VALUES (?,?,?)", text.rows)
                 self._db.executemany(_ADD_HISTORY, text.history)
+                self._db.executemany(_LEDGER.add_row, text.ledger.rows)
+                self._db.executemany(_LEDGER.copy_source, text.ledger.sources)
         except sqlite3.Error as exc:
             raise StoreError(self._failure_text(exc)) from exc
 
@@ -220,13 +241,23 @@ class SqliteBackend:
             raise OrchestratorUnavailable(_NOT_LEADING, code="not_leading")
         if changes:
             self._require_file()
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._transaction():
             self._require_epoch(changes)
             for change in changes:
                 self._write_change(change)
             for entry in entries:
                 self._add_history(entry)
+        if changes:
+            self._epoch = _epoch_in(changes) or self._epoch
+            self._has_written, self._has_failed = True, False
+            self._require_file()  # lost during the write: the caller must not rely on it
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Commit what the block writes; after an error none is written. Raises StoreError, OrchestratorUnavailable."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
             self._db.commit()
         except sqlite3.Error as exc:
             message = self._failure_text(exc)
@@ -243,10 +274,34 @@ class SqliteBackend:
         except BaseException:
             self._db.rollback()  # e.g. an integer of over 64 bits, which SQLite cannot store
             raise
-        if changes:
-            self._epoch = _epoch_in(changes) or self._epoch
-            self._has_written, self._has_failed = True, False
-            self._require_file()  # lost during the write: the caller must not rely on it
+
+    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> None:
+        """Add batches to the ledger, each once; durable on return. Raises StoreError, OrchestratorUnavailable."""
+        if self._term == "over":
+            raise OrchestratorUnavailable(_NOT_LEADING, code="not_leading")
+        self._require_file()
+        hour = hour_of(now)
+        with self._transaction():
+            self._require_epoch(())
+            counted = {
+                source: self._db.execute(_LEDGER.hold_source, (source, now)).fetchone()[0]
+                for source in sorted({batch.source for batch in batches})
+            }
+            found = new_rows(batches, counted)
+            self._db.executemany(_LEDGER.add_row, row_values(found.rows))
+            self._db.executemany(_LEDGER.set_number, [(number, source) for source, number in found.numbers.items()])
+            if hour > self._trimmed_hour:
+                for statement, before in _LEDGER.trims(now, self._usage_kept_days):
+                    self._db.execute(statement, (before,))
+        self._trimmed_hour = hour
+        self._has_written, self._has_failed = True, False
+        self._require_file()
+
+    async def usage(self, query: UsageQuery) -> UsageRows:
+        """The ledger's rows, added up as the query says. Raises StoreError, OrchestratorRequestError for too many."""
+        if self._path == _IN_MEMORY or self._files.state() != "there":
+            return _usage_of(self._db, self._path, query)
+        return await asyncio.to_thread(_read_usage, self._path, query)
 
     def _require_epoch(self, changes: Sequence[StoreChange]) -> None:
         """Raise OrchestratorUnavailable if another process has begun a term since ours, in the open transaction.
@@ -399,7 +454,7 @@ def _check_file(db: sqlite3.Connection, path: str) -> None:
             " `lorafleet import FILE`. The file was not changed"
         )
     try:
-        for query in (_READ_INTENT, _READ_HISTORY):
+        for query in (_READ_INTENT, _READ_HISTORY, *_LEDGER.copied()):
             db.execute(f"{query} LIMIT 0")
     except sqlite3.OperationalError as exc:
         raise StoreError(f"store {path} is damaged ({exc}); restore it from a backup, it was not changed") from exc
@@ -420,6 +475,24 @@ def _read_rows(db: sqlite3.Connection) -> StoredRows:
 def _unreadable_error(path: str, exc: Exception) -> StoreError:
     """The store's error for a file that cannot be read."""
     return StoreError(f"store {path} cannot be read ({exc}); restore it from a backup, it was not changed")
+
+
+def _read_usage(path: str, query: UsageQuery) -> UsageRows:
+    """The rows of the ledger in a file, by a connection of its own: a year's rows take a while to add up."""
+    try:
+        with closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)) as db:
+            return _usage_of(db, path, query)
+    except sqlite3.Error as exc:
+        raise _unreadable_error(path, exc) from exc
+
+
+def _usage_of(db: sqlite3.Connection, path: str, query: UsageQuery) -> UsageRows:
+    """The rows of the ledger that a connection finds. Raises StoreError, OrchestratorRequestError."""
+    text, values = _LEDGER.read(query)
+    try:
+        return read_rows(db.execute(text, values).fetchall(), query)
+    except sqlite3.Error as exc:
+        raise _unreadable_error(path, exc) from exc
 
 
 def _is_busy(exc: sqlite3.Error) -> bool:

@@ -33,7 +33,7 @@ from orchestrator.store.database_files import DatabaseFiles
 _IN_MEMORY = ":memory:"
 log = structlog.get_logger()
 
-_VERSION = 2
+_VERSION = 3
 _SCHEMA = """
 CREATE TABLE slices (
     step INTEGER NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, at INTEGER NOT NULL, body BLOB NOT NULL,

@@ -12,7 +12,7 @@ from random import Random
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from lorafleet.identity import asked_version, split_version_id
+from lorafleet.identity import DIGEST_DIGITS, asked_version, split_version_id
 from orchestrator.model.catalog import CatalogAdapter
 from router.core.errors import AdapterFailed, AdapterInspecting, BadBody, ModelNotFound, without_places
 from router.core.fleet import Incarnation, RouterFleet, source_folder
@@ -38,6 +38,12 @@ class RequestTarget(msgspec.Struct, frozen=True):
         """The weights that answer: an adapter's engine name, `lora_id@digest12`, or the base model's name."""
         adapter = self.adapter
         return self.base_model if adapter is None else adapter.engine_name or adapter.lora_id
+
+    @property
+    def version(self) -> str:
+        """First 12 digits of the digest of the adapter's bytes; "" for the base model, or while it is not known."""
+        adapter = self.adapter
+        return "" if adapter is None or adapter.digest is None else adapter.digest[:DIGEST_DIGITS]
 
     def with_adapter(self, adapter: CatalogAdapter) -> "RequestTarget":
         """The target with this adapter, as the catalog has it now; raises ModelNotFound for other bytes than asked."""

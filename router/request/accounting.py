@@ -263,6 +263,7 @@ def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
         now,
         base_model="" if target is None else target.base_model,
         adapter="" if target is None or target.adapter is None else target.adapter.lora_id,
+        version="" if target is None else target.version,
         worker=(run.last_failed_worker or "") if dispatched is None else dispatched.replica.id,
         tenant=caller.tenant or "",
         key=caller.key_id,
@@ -285,11 +286,11 @@ def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
         if dispatched.load.ended:
             counts.sent += 1
             counts.work_s += dispatched.work_s
+            counts.decode_work_s += dispatched.decode_work_s
             is_error, output_tokens = dispatched.is_error, dispatched.output_tokens
-        usage, prompt_tokens, cached_tokens = dispatched.usage, 0, None
-        if usage is not None:
-            prompt_tokens, cached_tokens = usage.prompt_tokens, dispatched.cached_tokens
-        add_tokens(counts, prompt_tokens, output_tokens, dispatched.predicted_tokens, cached_tokens)
+        usage = dispatched.usage
+        cached_tokens = None if usage is None else dispatched.cached_tokens
+        add_tokens(counts, usage, output_tokens, dispatched.predicted_tokens, cached_tokens)
         if dispatched.lost_tokens is not None:
             counts.sampled_tokens += dispatched.decision.request.prompt_tokens
             counts.lost_tokens += dispatched.lost_tokens
@@ -320,13 +321,15 @@ def _count_background(
         services.clock(),
         base_model=target.base_model,
         adapter="" if target.adapter is None else target.adapter.lora_id,
+        version=target.version,
         worker=dispatched.replica.id,
         tenant=caller.tenant or "",
         key=caller.key_id,
     )
     counts.sent += 1
     counts.work_s += dispatched.work_s
-    add_tokens(counts, usage.prompt_tokens if usage else 0, dispatched.output_tokens, 0, None)
+    counts.decode_work_s += dispatched.decode_work_s
+    add_tokens(counts, usage, dispatched.output_tokens, 0, None)
 
 
 def _code_text(status: int, code: str, limit: str) -> str:

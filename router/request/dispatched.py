@@ -179,6 +179,7 @@ def end_dispatched(
         if report.decode_tokens_per_s:
             # A step decodes one token of each running request, so each is charged its share.
             decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
+        dispatched.decode_work_s = decode_s
         dispatched.work_s = dispatched.decision.score.prefill_s + decode_s
     services.scheduler.load.remove(load, now, is_answered=first_data_s is not None)
     services.queue.poke()

@@ -43,7 +43,8 @@ class DispatchedRequest(msgspec.Struct, eq=False):
     usage            the engine's; None: it has reported none yet
     cached_tokens    in that usage, where it is about this prompt alone
     lost_tokens      prompt tokens that only other callers' caches held; None: they were not looked up
-    work_s           seconds of engine work that it was, known at its end; `output_tokens`: generated, as far as known
+    work_s           seconds of engine work that it was, known at its end; `decode_work_s`: of decode steps
+    output_tokens    generated, as far as known
     is_error         the engine failed it
     """
 
@@ -72,6 +73,7 @@ class DispatchedRequest(msgspec.Struct, eq=False):
     cached_tokens: int | None = None
     lost_tokens: int | None = None
     work_s: float = 0.0
+    decode_work_s: float = 0.0
     output_tokens: int = 0
     is_error: bool = False
 

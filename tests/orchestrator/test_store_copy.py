@@ -11,12 +11,16 @@ import pytest
 from orchestrator.core.errors import StoreError
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.file_lease import FileLease, lease_path
+from orchestrator.model.ledger import UsageBatch, UsageKey, UsageQuery, UsageSums
+from orchestrator.store.sqlite import SqliteBackend
 from orchestrator.store.store import IntentStore
 from orchestrator.store_copy import copy_store
 from tests.orchestrator.postgres.instances import DatabaseStoreInstances
 from tests.patience import patience
 from tests.postgres import PASSWORD, postgres_server  # noqa: F401  (a fixture)
 from tests.registered import registered
+
+USAGE = UsageBatch(source="b0", number=1, rows={UsageKey(3600, "acme"): UsageSums(requests=3)})
 
 
 @pytest.fixture
@@ -31,6 +35,9 @@ def file(tmp_path):
         store.record("load", f"a{number}")
     store.raise_epoch(41)
     store.close()
+    backend = SqliteBackend(path)
+    asyncio.run(backend.add_usage([USAGE], 7200.0))
+    backend.close()
     return path
 
 
@@ -51,6 +58,10 @@ async def test_a_copy_to_postgresql_and_back_has_everything(file, tmp_path, post
     await copy_store(address, str(back))
     again = IntentStore(back)
     assert (list(again.adapters), again.tombstones, again.epoch) == (["a/v1"], {"gone": {"e" * 64}}, 43)
+    backend = SqliteBackend(back)
+    await backend.add_usage([USAGE], 7200.0)
+    assert await backend.usage(UsageQuery(group_by=("tenant",))) == {UsageKey(tenant="acme"): UsageSums(requests=3)}
+    backend.close()
     again.record("load", "last")
     assert [entry.subject for entry in again.history(limit=9)] == ["last", "later", "a2", "a1", "a0"]
     again.close()

@@ -9,6 +9,7 @@ COUNTS = {
     "sent": 10,
     "codes": {"429 saturated": 2, "502 engine": 3},
     "prompt_tokens": 100,
+    "prompt_cached_tokens": 35,
     "output_tokens": 50,
     "predicted_tokens": 40,
     "cached_tokens": 30,
@@ -24,6 +25,7 @@ COUNTS = {
     "decode_s": 9.0,
     "decode_tokens": 43,
     "work_s": 2.5,
+    "decode_work_s": 1.5,
     "engine_errors": 3,
     "engine_first_token_s": 1.5,
 }

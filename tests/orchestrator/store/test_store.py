@@ -196,7 +196,7 @@ def _text(path):
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (_of_another_layout, r"layout 2, .* reads layout 1: start the version that wrote it; .*lorafleet export"),
+        (_of_another_layout, r"layout 3, .* reads layout 2: start the version that wrote it; .*lorafleet export"),
         (_foreign, "another program"),
         (_foreign_with_a_version, "another program"),
         (_damaged, "not changed"),

@@ -8,6 +8,7 @@ import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
 from router.fleet.traffic import SLICE_S, TrafficLog, add_error, add_first_token, add_tokens, add_whole
+from router.protocols.usage import EngineUsage
 from tests.patience import until
 from tests.router.doubles import CHAT, EngineDouble, chunk, counted, fleet, with_sql
 
@@ -51,6 +52,7 @@ async def counted_of(answer, body):
 async def test_a_whole_answer_counts_with_its_tokens_and_duration():
     row = (await counted_of(whole, SQL))["sql/v1"]
     assert (row.requests, row.prompt_tokens, row.output_tokens, row.codes) == (1, 5, 7, {})
+    assert row.prompt_cached_tokens == 3
     assert sum(row.whole.values()) == 1
     assert row.first_token == {}
     assert row.sent == 1
@@ -117,15 +119,37 @@ def test_batches_are_of_the_same_five_seconds_in_every_router():
         assert sum(row.counts.requests for batch in batches for row in batch.rows) == 4
 
 
+def all_batches(log, now):
+    """What a log sends until everything is accepted."""
+    found = []
+    while batches := log.batches(now):
+        found += batches
+        log.accept(batches)
+    return found
+
+
 def test_batches_of_a_long_silence_are_merged_and_lose_nothing():
     log, hours = TrafficLog("r0"), 3
     for second in range(0, 3600 * hours, 5):
         add_error(log.counts_of(float(second), adapter="sql/v1"), "503 no_replica")
         log.batches(float(second) + SLICE_S)
-    batches = log.batches(3600.0 * hours)
+    batches = all_batches(log, 3600.0 * hours)
     assert len(batches) <= 60
     assert sum(row.counts.requests for batch in batches for row in batch.rows) == 720 * hours
     assert sum(row.counts.codes["503 no_replica"] for batch in batches for row in batch.rows) == 720 * hours
+
+
+def test_a_batch_that_was_sent_keeps_its_number_and_counts_through_any_silence():
+    log, sent = TrafficLog("r0"), {}
+    for second in range(0, 3600, 5):
+        log.counts_of(float(second), adapter="sql/v1").requests += 1
+        for batch in log.batches(float(second) + SLICE_S):
+            counts = sum(row.counts.requests for row in batch.rows)
+            assert sent.setdefault(batch.number, counts) == counts
+    for batch in all_batches(log, 3600.0):
+        counts = sum(row.counts.requests for row in batch.rows)
+        assert sent.setdefault(batch.number, counts) == counts
+    assert sum(sent.values()) == 720
 
 
 def test_rows_of_one_batch_are_bounded_and_lose_no_request():
@@ -137,13 +161,25 @@ def test_rows_of_one_batch_are_bounded_and_lose_no_request():
     assert sum(row.counts.requests for row in batch.rows) == 6000
 
 
+def test_batches_that_are_merged_have_no_more_rows_than_one_and_a_report_not_many_more():
+    log = TrafficLog("r0")
+    for second in range(300):
+        for number in range(400):
+            log.counts_of(second * SLICE_S, adapter=f"a{second}-{number}", worker="w0").requests += 1
+    batches = log.batches(300 * SLICE_S)
+    assert sum(len(batch.rows) for batch in batches) < 25_001
+    found = [*batches, *all_batches(log, 300 * SLICE_S)][len(batches) :]
+    assert max(len(batch.rows) for batch in found) <= 5001
+    assert sum(row.counts.requests for batch in found for row in batch.rows) == 300 * 400
+
+
 def test_counting_a_request_takes_few_calls():
-    log, counts = TrafficLog("r0"), []
+    log, counts, usage = TrafficLog("r0"), [], EngineUsage(9, 2, 3)
 
     def count_one(now):
         row = log.counts_of(now, adapter="sql/v1")
         row.requests += 1
-        add_tokens(row, 9, 2, 3, 3)
+        add_tokens(row, usage, 2, 3, 3)
         add_first_token(row, 0.2, 0.1)
         add_whole(row, 1.0)
 

@@ -1,0 +1,112 @@
+"""The ledger: usage by tenant, key, adapter, version, base model and hour, in the store beside the history.
+
+It is written around `IntentStore`, whose writes are changes of intent. Reports that come together are one transaction.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
+from orchestrator.core.ledger import hour_of, router_batch, total_of
+from orchestrator.model.ledger import UsageBatch, UsageQuery, UsageRows, UsageSums
+from orchestrator.model.usage import CountBatch
+from orchestrator.store.backend import StoreBackend
+
+log = structlog.get_logger()
+
+_APART_S = 0.05  # between two transactions, each of which waits for the disk
+_ANSWER_S = 2.0  # a router must be heard more often than that, whatever the store does
+_RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class _PendingBatches:
+    """Batches that wait for their transaction, until it has ended."""
+
+    batches: Sequence[UsageBatch]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    error: OrchestratorError | None = None
+
+
+class Ledger:
+    """Adds batches to the store's ledger, and reads it."""
+
+    def __init__(self, backend: StoreBackend, *, wall: Callable[[], float] = time.time) -> None:
+        self._backend = backend
+        self._wall = wall
+        self._pending: list[_PendingBatches] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def add_counts(self, boot_id: str, batches: Iterable[CountBatch]) -> None:
+        """Add what a router has counted, as `add`."""
+        now = self._wall()
+        await self.add([router_batch(boot_id, batch, now) for batch in batches])
+
+    async def add(self, batches: Sequence[UsageBatch]) -> None:
+        """Add batches, each once, however often it comes; they are durable on return.
+
+        Those of one source come in the order of their numbers. Raises OrchestratorError: the batches may be written or
+        not, and must come again.
+        """
+        if not batches or not self._backend.has_ledger:
+            return
+        pending = _PendingBatches(batches)
+        self._pending.append(pending)
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_pending())
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await pending.over.wait()
+        except TimeoutError:
+            raise OrchestratorUnavailable(
+                f"the store has not taken the report in {_ANSWER_S:g} s; send it again",
+                code="store_unreachable",
+                retry_after_s=_RETRY_S,
+            ) from None
+        if pending.error is not None:
+            raise pending.error
+
+    async def _write_pending(self) -> None:
+        """Write what is pending, and what comes meanwhile."""
+        try:
+            while pending := self._pending:
+                self._pending = []
+                try:
+                    await self._backend.add_usage([batch for each in pending for batch in each.batches], self._wall())
+                except OrchestratorError as exc:
+                    self._end(pending, exc)
+                except Exception as exc:
+                    log.exception("usage not written")
+                    self._end(pending, OrchestratorUnavailable(f"usage not written: {exc!r}", code="store_unreachable"))
+                else:
+                    self._end(pending, None)
+                await asyncio.sleep(_APART_S)
+        finally:
+            self._writing = None
+
+    def _end(self, pending: Iterable[_PendingBatches], error: OrchestratorError | None) -> None:
+        """Tell who waits for these batches how their transaction has ended."""
+        for each in pending:
+            each.error = error
+            each.over.set()
+
+    async def rows(self, query: UsageQuery) -> UsageRows:
+        """The rows of a query. Raises OrchestratorError."""
+        return await self._backend.usage(query)
+
+    async def spent(self, *, since: float, tenant: str | None = None, key: str | None = None) -> UsageSums:
+        """What a tenant, a key or both have used since the hour that a Unix time is in. Raises OrchestratorError.
+
+        Requests count about two seconds after their end. The sums have `tokens` and `engine_s`.
+        """
+        found = await self.rows(UsageQuery(since=hour_of(since), tenant=tenant, key=key))
+        return total_of(found.values())
+
+    async def close(self) -> None:
+        """Wait for the transaction under way."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
