@@ -135,21 +135,19 @@ async def without_room(control, lora_id):
 
 
 @pytest.mark.parametrize(
-    ("ensure", "headers", "entry"),
+    ("ensure", "is_deadline_first", "entry"),
     [
-        (never, {}, (503, "adapter_loading")),
-        (without_room, {}, (503, "no_capacity")),
-        (never, {"x-lorafleet-timeout-s": "0.05"}, (504, "deadline_exceeded")),
+        (never, False, (503, "adapter_loading")),
+        (without_room, False, (503, "no_capacity")),
+        (never, True, (504, "deadline_exceeded")),
     ],
 )
-async def test_a_rejected_held_request_counts_as_hold_and_shed(ensure, headers, entry):
+async def test_a_rejected_held_request_counts_as_hold_and_shed(ensure, is_deadline_first, entry):
     control = with_sql()
     control.ensure = ensure
-    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (
-        client,
-        control,
-        parts,
-    ):
+    timeout_s = patience(0.2)
+    headers = {"x-lorafleet-timeout-s": f"{timeout_s / 2}"} if is_deadline_first else {}
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=timeout_s) as (client, control, parts):
         answer = await client.post("/v1/chat/completions", json=SQL, headers=headers)
         assert error_of(answer) == entry
         assert "sql/v1" in answer.json()["error"]["message"]
