@@ -3,6 +3,7 @@
 import contextlib
 import math
 import secrets
+import ssl
 import threading
 import time
 import warnings
@@ -19,6 +20,7 @@ import pytest
 import werkzeug.serving
 from flask_cors import CORS
 
+from lorafleet.service.network.tls import TlsFiles
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from tests.patience import patience, until
@@ -62,9 +64,14 @@ def issuer_file(path: Path, url: str, *, more: str = "", grants: str = GRANTS) -
 
 
 class OidcServer:
-    """The server, in a thread. `calls` are the requests that it got, as (method, path, form)."""
+    """The server, in a thread. `calls` are the requests that it got, as (method, path, form).
 
-    def __init__(self) -> None:
+    tls  its certificate and key, and their authority; without, it speaks plain HTTP
+    """
+
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        self._tls = tls
+        self._verify = ssl.create_default_context(cafile=tls.ca) if tls else True
         self.calls: list[tuple[str, str, dict[str, str]]] = []
         self._storage: Any = None
         self._app = oidc_provider_mock.app()
@@ -80,13 +87,14 @@ class OidcServer:
 
     @property
     def url(self) -> str:
-        return f"http://localhost:{self.port}"
+        return f"http{'s' if self._tls else ''}://localhost:{self.port}"
 
     def start(self) -> None:
-        self._server = werkzeug.serving.make_server("127.0.0.1", self.port, self._app, threaded=True)
+        tls = self._tls and (str(self._tls.cert), str(self._tls.key))
+        self._server = werkzeug.serving.make_server("127.0.0.1", self.port, self._app, threaded=True, ssl_context=tls)
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        httpx.get(f"{self.url}/jwks", timeout=patience(20), trust_env=False).raise_for_status()
+        httpx.get(f"{self.url}/jwks", timeout=patience(20), trust_env=False, verify=self._verify).raise_for_status()
 
     def stop(self) -> None:
         """Be away: connections are refused. `start` comes back on the same port, with the same keys and users."""
@@ -120,7 +128,7 @@ class OidcServer:
             "redirect_uri": redirect,
             "nonce": secrets.token_hex(8),
         }
-        with httpx.Client(base_url=self.url, timeout=patience(20), trust_env=False) as client:
+        with httpx.Client(base_url=self.url, timeout=patience(20), trust_env=False, verify=self._verify) as client:
             answer = client.post(f"/oauth2/authorize?{urlencode(query)}", data={"sub": subject})
             code = parse_qs(urlsplit(answer.headers["location"]).query)["code"][0]
             form = {
@@ -145,11 +153,11 @@ class OidcServer:
 
 
 @contextlib.contextmanager
-def oidc_server() -> Iterator[OidcServer]:
+def oidc_server(tls: TlsFiles | None = None) -> Iterator[OidcServer]:
     """A running server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTHLIB_INSECURE_TRANSPORT", "1")
-        server = OidcServer()
+        server = OidcServer(tls)
         server.start()
         try:
             yield server

@@ -11,9 +11,11 @@ import hashlib
 import json
 import os
 import secrets
+import ssl
 import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
@@ -34,6 +36,10 @@ def login(
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="of this machine, for the issuer's answer; 0: any")] = 0,
     within_s: Annotated[float, typer.Option(min=1, help="seconds for the login in the browser")] = 300.0,
+    issuer_ca: Annotated[
+        Path | None,
+        typer.Option(help="the authorities of the issuer's certificate, in PEM; default: the public ones"),
+    ] = None,
 ) -> None:
     """Log in at the fleet's identity provider in a browser, and print the token, which is sent as keys are.
 
@@ -41,6 +47,7 @@ def login(
     """
     from lorafleet.local.browser import open_page
 
+    verify = True if issuer_ca is None else _authorities(issuer_ca)
     with context.obj.orchestrator() as api:
         offered = api.call("GET", "/v1/login")["data"]
     chosen = _chosen(offered, issuer)
@@ -54,7 +61,7 @@ def login(
         )
         typer.echo(asyncio.run(open_page(pending.url, os.environ, what="login")), err=True)
         answer = _await_answer(server, within_s)
-    typer.echo(_token(pending, answer))
+    typer.echo(_token(pending, answer, verify))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +135,16 @@ def _await_answer(server: HTTPServer, within_s: float) -> dict[str, str]:
     raise CommandFailed(f"nobody has logged in within {within_s:g} s: run it again, or give --within-s")
 
 
-def _token(pending: _PendingLogin, answer: dict[str, str]) -> str:
+def _authorities(file: Path) -> ssl.SSLContext:
+    """The authorities that a file names. Raises CommandFailed."""
+    try:
+        return ssl.create_default_context(cafile=file)
+    except OSError as exc:
+        message = f"--issuer-ca {file}: {exc.strerror or exc}; expected a file of certificates in PEM"
+        raise CommandFailed(message, status=2) from exc
+
+
+def _token(pending: _PendingLogin, answer: dict[str, str], verify: ssl.SSLContext | bool) -> str:
     """The token for the fleet, in exchange for the answer's code. Raises CommandFailed."""
     import httpx
 
@@ -145,10 +161,11 @@ def _token(pending: _PendingLogin, answer: dict[str, str]) -> str:
         "code_verifier": pending.verifier,
     }
     try:
-        given = httpx.post(endpoint, data=form, timeout=_TIMEOUT_S)
+        given = httpx.post(endpoint, data=form, timeout=_TIMEOUT_S, verify=verify)
         tokens: dict[str, Any] = given.json()
     except (httpx.HTTPError, ValueError) as exc:
-        raise CommandFailed(f"the issuer's token endpoint {endpoint}: {exc!r}") from exc
+        hint = "; where its authority is not a public one, give --issuer-ca" if "CERTIFICATE" in str(exc) else ""
+        raise CommandFailed(f"the issuer's token endpoint {endpoint}: {exc!r}{hint}") from exc
     token, why = tokens.get(client["token"]), tokens.get("error_description") or tokens.get("error")
     if given.status_code != 200 or not isinstance(token, str):
         raise CommandFailed(f"the issuer gave no {client['token']}: {why or f'HTTP {given.status_code}'}")

@@ -1,6 +1,7 @@
 """`lorafleet login` prints a token of a real OIDC server, which the fleet then takes."""
 
 import asyncio
+import ssl
 import sys
 from contextlib import asynccontextmanager
 from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
@@ -8,6 +9,7 @@ from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 import httpx
 import pytest
 
+from lorafleet.local.authority import Authority
 from tests.oidc_server import CLIENT, QUIET, offering_login, oidc_server
 from tests.patience import patience, within
 from tests.serving import client_of
@@ -46,9 +48,9 @@ async def login(url, *flags):
         await running.communicate()
 
 
-async def at_issuer(address, *, change=lambda query: query):
+async def at_issuer(address, *, change=lambda query: query, verify=True):
     """What a browser does: the form of the issuer, and the way back, with a changed query."""
-    async with httpx.AsyncClient(trust_env=False, timeout=patience(20)) as browser:
+    async with httpx.AsyncClient(trust_env=False, timeout=patience(20), verify=verify) as browser:
         answer = await browser.post(address, data={"sub": "ann"})
         back, _, query = answer.headers["location"].partition("?")
         return await browser.get(f"{back}?{urlencode(change(dict(parse_qsl(query))))}")
@@ -95,3 +97,25 @@ async def test_nobody_who_logs_in_and_an_issuer_that_is_none_end_the_command(oid
     async with login(orchestrator.base_url, "--issuer", "https://other.example") as (running, address):
         assert (await ended(running))[0] == 2
         assert f"name one of {oidc.url}" in address
+
+
+async def test_an_issuer_with_a_private_authority_is_believed_where_that_is_named(tmp_path):
+    tls = Authority(tmp_path).issue("issuer", "localhost")
+    trusted = ssl.create_default_context(cafile=tls.ca)
+    with oidc_server(tls) as server:
+        server.set_user("ann", groups=["admins"])
+        async with offering_login(server, tmp_path, more=f"  ca_file: {tls.ca}\n{CONSOLE}") as url:
+            async with login(url, "--issuer-ca", str(tls.ca)) as (running, address):
+                await at_issuer(address, verify=trusted)
+                assert (await ended(running))[0] == 0
+            async with login(url) as (running, address):
+                await at_issuer(address, verify=trusted)
+                status, _, err = await ended(running)
+    assert (status, "give --issuer-ca" in err) == (1, True)
+
+
+async def test_a_file_of_authorities_that_is_none_is_named(orchestrator, tmp_path):
+    (tmp_path / "ca.pem").write_text("none")
+    async with login(orchestrator.base_url, "--issuer-ca", str(tmp_path / "ca.pem")) as (running, line):
+        status, _, _ = await ended(running)
+    assert (status, "--issuer-ca" in line) == (2, True)
