@@ -200,7 +200,6 @@ class AgentlessEngine:
 class EngineLoad:
     """The last metrics of one engine, and the rates learned from all of them; agents use it for their own engine.
 
-    rates     may be replaced to start again
     read_at   time of the last metrics
     moved_at  when the metrics last changed, as they do when the engine computes; None if they never did
     """
@@ -210,6 +209,12 @@ class EngineLoad:
         self._scrape = EngineMetrics()
         self.read_at: float | None = None
         self.moved_at: float | None = None
+        self._answered_at: float | None = None  # the engine, before its metrics were read
+
+    def begin(self, at_s: float) -> None:
+        """Start again, with an engine that answered at `at_s` and whose metrics are not read yet."""
+        self.forget_reading()
+        self.rates, self._answered_at = EngineRates(), at_s
 
     @property
     def has_work(self) -> bool:
@@ -230,6 +235,7 @@ class EngineLoad:
     def current(self, now: float, *, load_seconds: float = 0.0) -> Load:
         """The load for a report: last metrics and learned rates. `load_seconds`: measured time of an adapter load."""
         metrics, rates = self._scrape, self.rates
+        answered_at = self._answered_at if self.read_at is None else self.read_at
         return Load(
             running=metrics.running,
             waiting=metrics.waiting,
@@ -241,7 +247,7 @@ class EngineLoad:
             mean_output_tokens=rates.mean_output_tokens,
             mean_request_s=rates.mean_request_s,
             load_seconds=load_seconds,
-            read_age_s=0.0 if self.read_at is None else now - self.read_at,
+            read_age_s=0.0 if answered_at is None else now - answered_at,
             still_s=None if self.read_at is None or self.moved_at is None else self.read_at - self.moved_at,
         )
 

@@ -127,3 +127,13 @@ async def test_a_worker_that_is_added_under_load_is_warm_before_it_is_ready(simu
     await asyncio.gather(running, return_exceptions=True)
     assert {answer.status_code for answer in answers} == {200}
     assert await fleet.figure(0, "lorafleet_router_cold_starts_total") == cold
+
+
+async def test_a_request_waits_for_another_worker_where_an_engine_dies_before_its_metrics_were_read(simulation):
+    fleet = await simulation.fleet(workers=2)
+    await fleet.register("sql/v1", simulation.adapter("sql/v1"))
+    worker = (await fleet.ask("sql/v1")).headers["x-lorafleet-worker"]
+    fleet.kill(worker.replace("w", "engine"), away_s=60)
+    answer = await fleet.ask("sql/v1")
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-lorafleet-worker"] != worker

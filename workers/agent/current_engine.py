@@ -83,11 +83,12 @@ class CurrentEngine:
 
         printed  what its output says of its LoRA kernels, for an engine whose processes write no reports
         """
+        asked_at = self._clock()
         self._shape = await client.read_shape()
         written = await asyncio.to_thread(read_engine_reports, self._settings.lora_reports)
         self.reports = written or (() if printed is None else (printed,))
         self._boot_mark = self._shape.boot_mark or await client.boot_mark()
-        self._load.rates = EngineRates()
+        self._load.begin(asked_at)
         self.client, self.boot_id = client, boot_id
         self.transport = await self._start_ledgers(transport)
 
