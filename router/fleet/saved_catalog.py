@@ -16,6 +16,7 @@ import structlog
 from pydantic import ValidationError
 
 from lorafleet.service.files import make_private_file, make_private_folder, private_opener
+from lorafleet.service.loops import backoff_s
 from lorafleet.service.state_files import is_missing
 from lorafleet.telemetry.repeats import RepeatLimiter
 from router.fleet.catalog import RouterCatalog, read_catalog, router_catalog, with_changes
@@ -23,8 +24,7 @@ from router.fleet.catalog import RouterCatalog, read_catalog, router_catalog, wi
 log = structlog.get_logger()
 
 _LEAST_REWRITE_BYTES = 1 << 20
-# Seconds from a failed write to the next try: each asks the orchestrator for the whole catalog.
-_RETRY_S = 30.0
+_RETRY_S = (1.0, 30.0)  # from a failed write to the next try, the first and the longest: each reads the whole catalog
 
 
 @dataclass(slots=True)
@@ -34,7 +34,8 @@ class SavedCatalog:
     file: Path
     lines: RepeatLimiter
     clock: Callable[[], float] = time.monotonic
-    _failed_at: float | None = field(default=None, init=False)
+    _failures: int = field(default=0, init=False)  # in a row
+    _retry_at: float | None = field(default=None, init=False)
     _whole_bytes: int = field(default=0, init=False)
     _changes_bytes: int = field(default=0, init=False)
 
@@ -49,9 +50,9 @@ class SavedCatalog:
 
         Its changes have grown large, a write failed lately, or its file was deleted: changes alone cannot be read.
         """
-        if self._failed_at is not None and self.clock() - self._failed_at >= _RETRY_S:
+        if self._retry_at is not None and self.clock() >= self._retry_at:
             return True
-        if self._failed_at is None and self._whole_bytes and is_missing(self.file):
+        if self._retry_at is None and self._whole_bytes and is_missing(self.file):
             return True
         return self._changes_bytes > max(self._whole_bytes, _LEAST_REWRITE_BYTES)
 
@@ -65,7 +66,7 @@ class SavedCatalog:
                 whole.write(content)
             partial.replace(self.file)
             self.changes_file.unlink(missing_ok=True)
-            self._failed_at = None
+            self._failures, self._retry_at = 0, None
         except OSError as exc:
             self._record_failure(exc)
 
@@ -115,6 +116,9 @@ class SavedCatalog:
 
     def _record_failure(self, exc: OSError) -> None:
         """Log that the catalog could not be written, and have it written whole a little later."""
-        self._failed_at = self.clock()
+        now = self.clock()
+        if self._retry_at is None or now >= self._retry_at:
+            self._failures += 1
+            self._retry_at = now + backoff_s(self._failures, *_RETRY_S)
         if failures := self.lines.count(self.file):
             log.warning("catalog not saved", file=str(self.file), error=str(exc), failures=failures)

@@ -142,6 +142,7 @@ class Clients:
             answered, usage, error = _read_answer(text, is_streamed=is_streamed)
             if error:
                 status, text = 0, error
+                operation.detail["is_broken_stream"] = "stream_broken" in error
             else:
                 operation.value = self._answers.content_of(answered, prompt, tokens)
                 cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)

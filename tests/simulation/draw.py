@@ -4,14 +4,14 @@ Faults happen mostly within half a second of a change, and changes within second
 break a promise. `MODEL` grows with each change of what a seed means.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
 from tests.simulation.programs import EngineFlags
 from tests.simulation.scenario import FIXED, MOST_CONTENTS, Event, FaultScenario, FleetPlan
 
-MODEL = 5
+MODEL = 6
 
 _TENANTS = ("acme", "globex")
 _CHANGES = frozenset({"register", "publish", "delete", "point", "rollout", "hold", "drain"})
@@ -35,7 +35,9 @@ def draw_scenario(seed: int) -> FaultScenario:
         fault = _fault(fleet, rng, _moment(rng, moments, length_s))
         events += [fault, *_calls_after(fleet, rng, fault)]
         if rng.random() < 0.15:
-            events += _outage(fleet, rng, fault)
+            events += _outage(fleet, rng, fault.at_s, rng.randrange(fleet.routers))
+    if rng.random() < 0.3:
+        events += rng.choice(_situations_of(fleet))(fleet, rng, rng.random() * length_s)
     return FaultScenario(seed=seed, fleet=fleet, events=tuple(sorted(events, key=_time)))
 
 
@@ -202,16 +204,68 @@ def _process(fleet: FleetPlan, rng: Random) -> str:
     return f"{service}{rng.randrange(numbers[service])}"
 
 
-def _outage(fleet: FleetPlan, rng: Random, fault: Event) -> Iterator[Event]:
-    """All orchestrators are away around another fault, and meanwhile a router starts again."""
-    at_s, away_s = fault.at_s + rng.random() * 3, 5 + rng.random() * 10
+def _outage(fleet: FleetPlan, rng: Random, from_s: float, router: int) -> Iterator[Event]:
+    """All orchestrators are away soon after another fault, and meanwhile this router starts again."""
+    at_s, away_s = from_s + rng.random() * 3, 5 + rng.random() * 10
     for number in range(fleet.orchestrators):
         yield Event(at_s=at_s, kind="kill", about={"node": f"orch{number}", "in_callbacks": 1, "away_s": away_s})
-    router = f"router{rng.randrange(fleet.routers)}"
     kind, more = rng.choice((("kill", {"in_callbacks": 1}), ("power", {})))
-    yield Event(at_s=at_s + rng.random(), kind=kind, about={"node": router, "away_s": 0.5, **more})
+    yield Event(at_s=at_s + rng.random(), kind=kind, about={"node": f"router{router}", "away_s": 0.5, **more})
     for _ in range(4):
-        yield _ask(fleet, rng, at_s + 1.0 + rng.random() * (away_s - 1.0))
+        ask = _ask(fleet, rng, at_s + 1.0 + rng.random() * (away_s - 1.0))
+        ask.about["router"] = router
+        yield ask
+
+
+Situation = Callable[[FleetPlan, Random, float], Iterator[Event]]
+
+
+def _situations_of(fleet: FleetPlan) -> Sequence[Situation]:
+    """Faults and calls that belong together, as far as the fleet has what they need."""
+    return (_deletion_without_workers, _change_on_a_full_disk, *((_new_leader, _fast_trainer) if fleet.names else ()))
+
+
+def _new_leader(fleet: FleetPlan, rng: Random, at_s: float) -> Iterator[Event]:
+    """A trainer publishes until somebody answers, from a moment at which the leader is killed."""
+    yield Event(at_s=at_s, kind="kill", about={"node": "orch0", "in_callbacks": 1, "away_s": rng.random() * 5})
+    publish = _publish(fleet, rng, at_s + rng.random() * 0.3)
+    publish.about.update(at_orchestrator=True, again_for_s=20.0, asks_after=4)
+    yield publish
+
+
+def _fast_trainer(fleet: FleetPlan, rng: Random, at_s: float) -> Iterator[Event]:
+    """Versions follow each other in less time than a load takes, and requests wait for each of them."""
+    name = rng.choice(fleet.names)
+    for number in range(4):
+        publish = _publish(fleet, rng, at_s + number * fleet.engine.load_s * rng.random())
+        publish.about["name"] = name
+        yield publish
+        for _ in range(2):
+            ask = _ask(fleet, rng, publish.at_s + rng.random() * fleet.engine.load_s)
+            ask.about.update({"name": name}, **({"tenant": ""} if fleet.tenants else {}))
+            yield ask
+
+
+def _deletion_without_workers(fleet: FleetPlan, rng: Random, at_s: float) -> Iterator[Event]:
+    """An adapter is deleted while all agents are away, which ends when they are back."""
+    for number in range(fleet.workers):
+        yield Event(
+            at_s=at_s, kind="kill", about={"node": f"w{number}", "in_callbacks": 1, "away_s": 1 + 9 * rng.random()}
+        )
+    yield from _deletion(fleet, rng, at_s + rng.random())
+
+
+def _change_on_a_full_disk(fleet: FleetPlan, rng: Random, at_s: float) -> Iterator[Event]:
+    """A change reaches a router whose disk is full for a moment, and soon it starts again without an orchestrator."""
+    router = rng.randrange(fleet.routers)
+    yield Event(at_s=at_s, kind="disk_full", about={"node": f"router{router}", "for_s": 1.0})
+    if fleet.aliases:
+        yield _point(fleet, rng, at_s + 0.2)
+    elif fleet.names:
+        yield _publish(fleet, rng, at_s + 0.2)
+    else:
+        yield from _deletion(fleet, rng, at_s + 0.2)
+    yield from _outage(fleet, rng, at_s + 8, router)
 
 
 def _calls_after(fleet: FleetPlan, rng: Random, fault: Event) -> Iterator[Event]:

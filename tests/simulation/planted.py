@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -88,6 +89,18 @@ def _has_new_engine(scenario: FaultScenario) -> bool:
     return bool(_hits(scenario, _ENDS, "engine"))
 
 
+def _has_fast_trainer(scenario: FaultScenario) -> bool:
+    """Whether a name gets three versions within the time of two loads."""
+    moments = defaultdict(list)
+    for event in scenario.events:
+        if event.kind == "publish":
+            moments[event.about["name"]].append(event.at_s)
+    within_s = 2 * scenario.fleet.engine.load_s
+    return any(
+        last - first <= within_s for times in moments.values() for first, last in zip(times, times[2:], strict=False)
+    )
+
+
 def _has_deletion_without_a_worker(scenario: FaultScenario) -> bool:
     away = _hits(scenario, _ENDS | {"pause", "partition"}, "w", "engine", at_least_s=1)
     return _is_followed(scenario, away, "delete")
@@ -144,8 +157,8 @@ FAULTS = (
         "a saved catalog goes on with a gap after a failed write",
         "988b6126",
         "router/fleet/saved_catalog.py",
-        "        self._failed_at = self.clock()\n",
-        "        self._failed_at = None\n",
+        "            self._retry_at = now + backoff_s(self._failures, *_RETRY_S)\n",
+        "            self._retry_at = None\n",
         _has_new_router_in_an_outage,
     ),
     PlantedFault(
@@ -170,6 +183,7 @@ FAULTS = (
         "router/request/run.py",
         "renamed = await self._follow_name(target)",
         "renamed = None",
+        _has_fast_trainer,
     ),
     PlantedFault(
         "a restarted router goes by its saved catalog before it asks",

@@ -84,3 +84,19 @@ def test_engine_that_dies_is_noticed_and_its_adapters_are_loaded_again(run):
         call(20.0, "ask", "a"),
     )
     assert "the attached engine was restarted" in log or "engine down" in log
+
+
+def test_bytes_that_are_deleted_while_all_workers_are_away_leave_them(run):
+    log = run(
+        FleetPlan(workers=2, adapters=("a",)),
+        call(0.0, "register", "a", 1),
+        call(2.0, "ask", "a"),
+        *(
+            Event(at_s=5.0, kind="kill", about={"node": f"w{number}", "in_callbacks": 1, "away_s": 15.0})
+            for number in range(2)
+        ),
+        call(5.5, "delete", "a"),
+        call(40.0, "register", "a", 2),
+        call(50.0, "ask", "a"),
+    )
+    assert "write a: ok, bytes 2" in log

@@ -135,17 +135,29 @@ class FleetWorld:
             for name in filter(None, self.history.names):
                 answers = partial(self._answers, router, name)
                 await self._until(answers, _SETTLE_S, f"router{router} answers for {name}")
+        await self._until(self._is_clean, _SETTLE_S, "no worker holds what was deleted", "deleted bytes leave")
 
     async def _answers(self, router: int, name: str) -> bool:
         """Whether a request for the name is answered: by its bytes, or by 404."""
         ask = self.clients.ask(client=0, router=router, name=name, is_final=True)
         return (await self.clients.as_client(0, ask)).outcome is Outcome.OK
 
-    async def _until(self, holds: Callable[[], Coroutine[Any, Any, bool]], within_s: float, what: str) -> bool:
+    async def _is_clean(self) -> bool:
+        """Whether all that workers hold is registered."""
+        status, found = await self.clients.as_client(0, self.clients.orchestrator("GET", "/v1/orphans"))
+        return bool(status == 200 and not found["data"])
+
+    async def _until(
+        self,
+        holds: Callable[[], Coroutine[Any, Any, bool]],
+        within_s: float,
+        what: str,
+        guarantee: str = "the fleet comes to rest",
+    ) -> bool:
         deadline = self.loop.time() + within_s
         while not await holds():
             if self.loop.time() > deadline:
-                self.broken.append(Broken("the fleet comes to rest", f"not within {within_s:g} s: {what}"))
+                self.broken.append(Broken(guarantee, f"not within {within_s:g} s: {what}"))
                 return False
             await asyncio.sleep(_POLL_S)
         return True

@@ -108,7 +108,7 @@ def test_a_catalog_is_saved_whole_again_soon_after_a_change_could_not_be_written
     assert [line["event"] for line in said] == ["catalog not saved"]
     assert not saved.wants_whole, "not at each read while the disk is full"
     saved.add_changes(json_of(revision=3, since=2, adapters=(item("later"),)))
-    now += 60
+    now += 1
     assert saved.wants_whole
     saved.save_whole(json_of(revision=3, adapters=(item("lost"), item("later"))))
     assert not saved.wants_whole
