@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from tests.e2e.kubernetes import ADAPTERS, NAME, NAMESPACE, InstalledRelease, installed
+from tests.e2e.kubernetes import ADAPTERS, CHART, NAME, NAMESPACE, InstalledRelease, installed
 from tests.kube import workloads
 from tests.patience import patience, until
 
@@ -90,6 +90,43 @@ async def test_a_pool_that_grows_fails_no_request_and_the_new_worker_takes_part(
 
         await until(takes_part)
     assert set((await release.workers()).values()) == {"ready"}
+
+
+async def test_a_pool_that_something_else_scales_keeps_its_workers_in_upgrade_rollback_and_a_failed_upgrade(
+    release: InstalledRelease,
+) -> None:
+    """kubectl has set the number in the test before, so it owns the field that the release gives up."""
+
+    def workers() -> set[str]:
+        return {pod["metadata"]["uid"] for pod in release.cluster.pods_of(component="worker")}
+
+    def is_changed() -> bool:
+        return release.server.objects.get("configmaps", NAMESPACE, f"{NAME}-lorafleet-dashboard") is not None
+
+    changed = ("--set", "monitoring.dashboard.enabled=true")  # which replaces no pod by itself
+    await release.upgrade("--set-json", 'poolDefaults.autoscaling={"enabled": true, "type": "external"}')
+    async with release.under_requests():
+        await release.kubectl("scale", POOL, "--replicas=4")
+        await release.cluster.settled()
+        there = workers()
+        assert len(there) == 4
+        await release.upgrade(*changed)
+        assert is_changed()
+        assert workers() == there
+        await release.helm("rollback", NAME)
+        await release.cluster.settled()
+        assert workers() == there
+        assert not is_changed()
+        wrong = '[{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a b"}}]'
+        words = ("--reuse-values", "--rollback-on-failure", "--wait=legacy", "--set-json", f"extraObjects={wrong}")
+        # The release is rolled back; then helm looks for ReplicaSets, of which this server has none.
+        with pytest.raises(AssertionError, match="rolling back"):
+            await release.helm("upgrade", NAME, str(CHART), *words, *changed)
+        await release.cluster.settled()
+        assert workers() == there
+        assert not is_changed()
+    await release.kubectl("scale", POOL, "--replicas=3")
+    await release.cluster.settled()
 
 
 async def test_a_node_that_is_drained_fails_no_request(release: InstalledRelease) -> None:

@@ -1,6 +1,9 @@
-"""Upgrades of all objects of the chart, applied on the server (Helm 4) or on the client (Helm 3, and Helm 4 for
-releases that began so), with and without manual changes in between.
+"""Upgrades and rollbacks of all objects of the chart, applied on the server (Helm 4) or on the client (Helm 3, and Helm
+4 for releases that began so), with and without manual changes in between.
 """
+
+import asyncio
+import re
 
 import pytest
 import yaml
@@ -54,6 +57,10 @@ class Upgrades:
         output = await self.release.kubectl("get", KINDS[kind], NAMES[kind], "-o", "jsonpath={.spec.replicas}")
         return int(output)
 
+    async def numbers(self) -> list[int]:
+        """Workers and routers that the cluster is to have."""
+        return [await self.replicas(kind) for kind in ("statefulset", "deployment")]
+
     async def by_autoscaler(self, kind: str, replicas: int) -> None:
         """As the HorizontalPodAutoscaler's controller writes it, KEDA's too."""
         async with connected(self.kube.kubeconfig) as api:
@@ -65,6 +72,16 @@ class Upgrades:
                 fieldManager="kube-controller-manager",
             )
         assert code == 200, output
+
+    async def handed_over(self, refusal: str) -> None:
+        """Run the command of a refusal that gives numbers of replicas to the autoscaler."""
+        found = re.search(r"echo '(.*)' \| kubectl (.*) -f -", refusal)
+        assert found, refusal
+        await self.release.kubectl(*found[2].split(), "-f", "-", stdin=found[1])
+
+    async def rolled_back(self, revision: int):
+        self.release.program = helm_3 if self._way == HELM_3 else helm
+        return await self.release.tried("rollback", RELEASE, str(revision), *WORDS[self._way])
 
     async def by_hand(self, kind: str, replicas: int) -> None:
         await self.release.kubectl("scale", KINDS[kind], NAMES[kind], "--replicas", str(replicas))
@@ -83,29 +100,78 @@ def upgrades(release, kube, tmp_path, way) -> Upgrades:
 SCALED = {"enabled": True, "type": "hpa", "maxReplicas": 12}
 
 
+BOTH = {"pool": {"autoscaling": SCALED}, "router": {"replicas": 4, "autoscaling": SCALED}}
+
+
 @WAYS
-async def test_turning_on_autoscaling_takes_no_worker_and_no_router_away(upgrades):
-    scaled = {"pool": {"autoscaling": SCALED}, "router": {"replicas": 4, "autoscaling": SCALED}}
+async def test_turning_on_autoscaling_takes_no_worker_and_no_router_away(upgrades, way):
     await upgrades("install")
-    await upgrades("upgrade", **scaled)
-    assert [await upgrades.replicas(kind) for kind in ("statefulset", "deployment")] == [6, 4]
+    if way == SERVER:
+        done = await upgrades.tried("upgrade", **BOTH)
+        assert "Deployment fleet-lorafleet-router (4) and StatefulSet fleet-lorafleet-p (6)" in done.stderr
+        await upgrades.handed_over(done.stderr)
+    await upgrades("upgrade", **BOTH)
+    assert await upgrades.numbers() == [6, 4]
     await upgrades.by_autoscaler("statefulset", 9)
     await upgrades.by_autoscaler("deployment", 2)
-    await upgrades("upgrade", **scaled)
-    assert [await upgrades.replicas(kind) for kind in ("statefulset", "deployment")] == [9, 2]
+    await upgrades("upgrade", **BOTH)
+    assert await upgrades.numbers() == [9, 2]
 
     notes = await upgrades("upgrade")
-    assert [await upgrades.replicas(kind) for kind in ("statefulset", "deployment")] == [9, 2]
+    assert await upgrades.numbers() == [9, 2]
     output = "StatefulSet fleet-lorafleet-p keeps its 9 replicas, which kube-controller-manager has set"
     assert f"{output}, though values say 6." in notes
+    await upgrades("upgrade", **BOTH)
+    assert await upgrades.numbers() == [9, 2]
 
 
 @WAYS
-async def test_a_pool_that_begins_with_autoscaling_keeps_what_that_has_set(upgrades):
-    await upgrades("install", pool={"autoscaling": SCALED})
-    await upgrades.by_autoscaler("statefulset", 5)
-    await upgrades("upgrade", pool={"autoscaling": SCALED})
-    assert await upgrades.replicas("statefulset") == 5
+@pytest.mark.parametrize("kind", ["hpa", "external"])
+async def test_no_manifest_of_a_release_that_begins_with_autoscaling_has_a_number(upgrades, kind):
+    """So no rollback can take a worker away: it applies an older manifest, without a look at the cluster."""
+    scaled = SCALED | {"type": kind}
+    both = {"pool": {"autoscaling": scaled}, "router": {"replicas": 4, "autoscaling": scaled}}
+    await upgrades("install", **both)
+    assert await upgrades.numbers() == [1, 1]  # until the autoscaler's first pass, which brings minReplicas
+    made = await upgrades.release.kubectl("get", "hpa", "-o", "name")
+    assert len(made.split()) == (2 if kind == "hpa" else 0)
+    await upgrades("upgrade", **both)
+    await upgrades.by_autoscaler("statefulset", 14)
+    await upgrades.by_autoscaler("deployment", 3)
+    await upgrades("upgrade", **both)
+    for revision in (1, 2, 3):
+        manifest = (await upgrades.release.helm("get", "manifest", RELEASE, "--revision", str(revision))).stdout
+        numbers = {
+            item["metadata"]["name"]: item["spec"].get("replicas")
+            for item in yaml.safe_load_all(manifest)
+            if item["kind"] in {"StatefulSet", "Deployment"}
+        }
+        assert numbers == {NAMES["statefulset"]: None, NAMES["deployment"]: None, NAMES["orchestrator"]: 2}
+        done = await upgrades.rolled_back(revision)
+        assert done.returncode == 0, done.stderr
+        assert await upgrades.numbers() == [14, 3]
+
+
+@WAYS
+async def test_an_upgrade_while_an_autoscaler_acts_neither_fails_nor_changes_its_number(upgrades):
+    await upgrades("install", **BOTH)
+    set_last = 0
+
+    async def act() -> None:
+        nonlocal set_last
+        for number in range(2, 10_000):
+            await upgrades.by_autoscaler("statefulset", number)
+            await upgrades.by_autoscaler("deployment", number)
+            set_last = number
+
+    acting = asyncio.create_task(act())
+    for _ in range(2):
+        before = set_last
+        await upgrades("upgrade", **BOTH)
+        assert min(await upgrades.numbers()) >= before
+    acting.cancel()
+    await asyncio.gather(acting, return_exceptions=True)
+    assert min(await upgrades.numbers()) >= set_last > 2
 
 
 @WAYS
@@ -161,6 +227,9 @@ async def test_a_rollback_takes_back_what_hands_have_set_only_by_force(upgrades)
     await upgrades("upgrade")
     done = await upgrades.release.tried("rollback", RELEASE, "1")
     assert 'conflict with "kubectl" with subresource "scale"' in done.stderr
+    assert await upgrades.replicas("statefulset") == 3
+    await upgrades.release.helm("rollback", RELEASE, "2", "--force-conflicts")  # made after the hands
+    assert await upgrades.replicas("statefulset") == 3
     await upgrades.release.helm("rollback", RELEASE, "1", "--force-conflicts")
     assert await upgrades.replicas("statefulset") == 6
 
@@ -185,6 +254,7 @@ async def test_a_release_goes_over_from_the_client_to_the_server(upgrades, relea
     assert await server.replicas("statefulset") == 3
     await server("upgrade", pool={"autoscaling": SCALED})
     assert await server.replicas("statefulset") == 3
+    assert "keeps its 3 replicas" in await server("upgrade")
 
 
 VOLUMES = {"enabled": True, "storageClassName": "fast"}
@@ -223,6 +293,8 @@ async def test_larger_volumes_as_the_refusal_says_end_no_worker_of_a_pool_that_w
     await upgrades.release.kubectl(*refusal.split("run kubectl ")[1].split(",")[0].split())
     await upgrades("upgrade", pool=pool | once)
     assert await upgrades.replicas("statefulset") == 9
+    if is_scaled:
+        await upgrades.handed_over((await upgrades.tried("upgrade", pool=pool)).stderr)
     await upgrades("upgrade", pool=pool | ({} if is_scaled else {"replicas": 9}))
     assert await upgrades.replicas("statefulset") == 9
 

@@ -175,25 +175,29 @@ not hold for another repository or tag. (dict "root" $ "pool" .), the pool as in
 {{- mulf (float64 $number) (get $units $unit | default 1) | int64 -}}
 {{- end }}
 
-{{/* Who but the release has set a workload's number of replicas: JSON {"by", "replicas", "asked", "isApplied"}, or {}.
+{{/* Who owns a workload's number of replicas: JSON {"by", "replicas", "asked", "isApplied", "isOurs"}, or {} without one.
 (dict "root" $ "kind" "StatefulSet" "name" "fleet-lorafleet-l40s")
 
-Whoever applies the chart owns its label; `kubectl scale` and autoscalers own `replicas` and not that. `asked`: what values
-said at the last upgrade. `isApplied`: on the server, where two owners conflict. {} too where no cluster is seen. */}}
+Whoever applies the chart owns its label; `kubectl scale` and autoscalers own `replicas` and not that. `by`: such an owner,
+or "". `asked`: what values said at the last upgrade. `isApplied`: the release is applied on the server, which knows the
+owner of each field; `isOurs`: and it has applied the number. {} too where no cluster is seen. */}}
 {{- define "lorafleet.scaledBy" -}}
 {{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name -}}
 {{- $by := "" -}}
 {{- $isApplied := false -}}
+{{- $isOurs := false -}}
 {{- range dig "metadata" "managedFields" list $live -}}
 {{- $fields := .fieldsV1 | default dict -}}
+{{- $hasNumber := hasKey (dig "f:spec" dict $fields) "f:replicas" -}}
 {{- if hasKey (dig "f:metadata" "f:labels" dict $fields) "f:helm.sh/chart" -}}
 {{- $isApplied = or $isApplied (eq .operation "Apply") -}}
-{{- else if hasKey (dig "f:spec" dict $fields) "f:replicas" -}}
+{{- $isOurs = or $isOurs (and (eq .operation "Apply") $hasNumber) -}}
+{{- else if $hasNumber -}}
 {{- $by = .manager -}}
 {{- end -}}
 {{- end -}}
-{{- if $by -}}
-{{- dict "by" $by "replicas" (int $live.spec.replicas) "asked" (dig "metadata" "annotations" "lorafleet.io/replicas" "" $live) "isApplied" $isApplied | toJson -}}
+{{- if $live -}}
+{{- dict "by" $by "replicas" (int $live.spec.replicas) "asked" (dig "metadata" "annotations" "lorafleet.io/replicas" "" $live) "isApplied" $isApplied "isOurs" $isOurs | toJson -}}
 {{- else -}}
 {}
 {{- end -}}
@@ -214,35 +218,54 @@ said at the last upgrade. `isApplied`: on the server, where two owners conflict.
 {{- toJson $all -}}
 {{- end }}
 
-{{/* `replicas: n` of a workload, or nothing. (dict "root" $ "kind" "Deployment" "name" $name "asked" 2 "isScaled" false)
+{{/* A workload's number of replicas in its manifest, and the annotation that the next upgrade reads: JSON {"replicas",
+"asked"}, each left out where the manifest has none.
+(dict "root" $ "kind" "Deployment" "name" $name "asked" 2 "isScaled" false)
 
-A template that stops setting `replicas` makes them one: Helm removes the field, and the API server's default comes.
-One that sets another number than `kubectl scale` or an autoscaler did fails with a conflict (Helm 4), or takes their
-pods away (Helm 3). So what is there stays, and values count while nobody else has a say. */}}
-{{- define "lorafleet.replicas" -}}
-{{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name -}}
-{{- $other := include "lorafleet.scaledBy" . | fromJson -}}
+A release keeps its manifests, and a rollback applies one of them without a look at the cluster. So a number that something
+else sets is in none. Server-side apply leaves a field alone that the manifest no longer has, if another client owns it; a
+field that only the release owned falls to the server's default, one. Helm 3 takes such a field away, whoever owns it: what
+its manifests had once they have for good.
+source  kubernetes.io, Server-Side Apply, Transferring ownership; helm 3.17 pkg/kube/client.go createPatch */}}
+{{- define "lorafleet.scale" -}}
+{{- $now := include "lorafleet.scaledBy" . | fromJson -}}
+{{- $scale := dict -}}
 {{- if .isScaled -}}
-{{- with $live }}replicas: {{ int .spec.replicas }}{{ end -}}
-{{- else if not (and $other .root.Values.keepScaled) -}}
-replicas: {{ .asked }}
-{{- else if eq $other.asked "" (toString .asked) -}}
-replicas: {{ $other.replicas }}
-{{- else if and $other.isApplied (ne (int $other.replicas) (int .asked)) -}}
-{{- $what := printf "%s %s: values say %d replicas now, and %s has set %d" .kind .name (int .asked) $other.by (int $other.replicas) -}}
+{{- if and $now.asked (not $now.isApplied) -}}{{- $scale = dict "replicas" (int $now.replicas) "asked" "live" -}}{{- end -}}
+{{- else if or (not $now.by) (not .root.Values.keepScaled) -}}
+{{- $scale = dict "replicas" (int .asked) "asked" (toString .asked) -}}
+{{- else if has $now.asked (list "" "live" (toString .asked)) -}}
+{{- $scale = dict "asked" (toString .asked) -}}
+{{- if not $now.isApplied -}}{{- $_ := set $scale "replicas" (int $now.replicas) -}}{{- end -}}
+{{- else if and $now.isApplied (ne (int $now.replicas) (int .asked)) -}}
+{{- $what := printf "%s %s: values say %d replicas now, and %s has set %d" .kind .name (int .asked) $now.by (int $now.replicas) -}}
 {{- fail (printf "%s; nothing is changed. Set the same, kubectl -n %s scale %s %s --replicas %d, and upgrade again; or let values count: --set keepScaled=false --force-conflicts" $what .root.Release.Namespace (lower .kind) .name (int .asked)) -}}
 {{- else -}}
-replicas: {{ .asked }}
+{{- $scale = dict "replicas" (int .asked) "asked" (toString .asked) -}}
 {{- end -}}
+{{- toJson $scale -}}
 {{- end }}
 
-{{/* An annotation with this upgrade's values, for the next upgrade. */}}
-{{- define "lorafleet.askedReplicas" -}}
-lorafleet.io/replicas: {{ . | quote }}
+{{/* Refuses to take a number of replicas out of a manifest while nobody else owns it: it would fall to one. */}}
+{{- define "lorafleet.checkScaled" -}}
+{{- $names := list -}}
+{{- $fields := list -}}
+{{- range include "lorafleet.workloads" . | fromJsonArray -}}
+{{- $now := include "lorafleet.scaledBy" (merge (dict "root" $) .) | fromJson -}}
+{{- if and .isScaled $now.isOurs (not $now.by) -}}
+{{- $names = append $names (printf "%s %s (%d)" .kind .name (int $now.replicas)) -}}
+{{- $fields = append $fields (dict "apiVersion" "apps/v1" "kind" .kind "metadata" (dict "name" .name) "spec" (dict "replicas" (int $now.replicas))) -}}
+{{- end -}}
+{{- end -}}
+{{- if $names -}}
+{{- $given := dict "apiVersion" "v1" "kind" "List" "items" $fields | toJson -}}
+{{- fail (printf "autoscaling is on now, and the release itself has set the number of replicas of %s; left out, it would fall to one. Give it to the autoscaler, which changes no pod, and upgrade again: echo '%s' | kubectl -n %s apply --server-side --field-manager autoscaling -f -" (join " and " $names) $given .Release.Namespace) -}}
+{{- end -}}
 {{- end }}
 
 {{/* Rules about two values at once, which no schema can express. */}}
 {{- define "lorafleet.check" -}}
+{{- include "lorafleet.checkScaled" . -}}
 {{- $fullname := include "lorafleet.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $fullname) }}
 {{- fail (printf "the release's name makes %q, and a Service's name begins with a letter and has no dots: give fullnameOverride" $fullname) }}

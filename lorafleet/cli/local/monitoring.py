@@ -87,3 +87,41 @@ def chart_save(
     place = shlex.quote(str(folder))
     typer.echo(f"{folder}: the chart of this version; values.yaml there explains every value")
     typer.echo(f"Next: helm install fleet {place} -f {place}/values-cpu.yaml --set image.registry=R")
+
+
+@chart_app.command("check")
+def chart_check(
+    values: Annotated[list[Path] | None, typer.Option("--values", "-f", help="file of values; may be repeated")] = None,
+    chart: Annotated[Path | None, typer.Option(help="the chart's folder; default: the chart of this version")] = None,
+    release: Annotated[str, typer.Option(help="name of the release to be")] = "fleet",
+    namespace: Annotated[str, typer.Option("--namespace", "-n", help="its namespace")] = "default",
+    kubernetes_version: Annotated[str, typer.Option(help="version of the cluster")] = "1.37.0",
+    helm: Annotated[str, typer.Option(help="the helm program")] = "helm",
+) -> None:
+    """Check an installation with these values, without a cluster: what the API server would refuse in its middle.
+
+    helm renders the chart; each object is checked by Kubernetes' strict schema and the API server's rules about two
+    fields. Custom kinds, as KEDA's, have no schema here. Needs `pip install 'lorafleet[chart]'`.
+
+    Example: lorafleet chart check -f values.yaml
+    """
+    from lorafleet.local.chart import chart_folder
+    from lorafleet.local.manifests.check import ChartRelease, checked
+
+    found = checked(
+        ChartRelease(
+            chart=chart or chart_folder(),
+            name=release,
+            namespace=namespace,
+            values=tuple(values or ()),
+            kubernetes=kubernetes_version,
+        ),
+        helm=helm,
+    )
+    if found.unchecked:
+        typer.echo(f"without a schema here: {', '.join(found.unchecked)}", err=True)
+    if found.problems:
+        for problem in found.problems:
+            typer.echo(problem)
+        raise CommandFailed(f"{len(found.problems)} values that Kubernetes {kubernetes_version} refuses; see above")
+    typer.echo(f"{found.objects} objects are as Kubernetes {kubernetes_version} takes them")
