@@ -15,6 +15,7 @@ from lorafleet.service.settings import ServiceSettings
 from orchestrator.config import OrchestratorSettings
 from orchestrator.model.adapters import AdapterSpec
 from orchestrator.model.changes import reader_of
+from orchestrator.model.limits import AccountLimits
 from router.config import RouterSettings
 from workers.config import WorkerSettings
 
@@ -75,6 +76,8 @@ def schema_with_settings() -> str:
     fields = schema["definitions"]["adapter"]["properties"]
     fields["lora_id"] |= _LORA_ID
     fields["secretRef"] = fields["secret_ref"]  # as Kubernetes writes it
+    schema["definitions"]["limits"] = _body(reader_of(AccountLimits).json_schema())
+    schema["definitions"]["key"]["properties"]["limits"] = {"$ref": "#/definitions/limits"}
     schema["definitions"]["grant"] = _grant(schema["definitions"]["key"])
     schema["definitions"]["issuer"] = _issuer(TypeAdapter(Issuer).json_schema())
     return json.dumps(schema, indent=1) + "\n"

@@ -128,14 +128,14 @@ class RequestIntake:
 
     def hold_body(self, caller: Caller, size_bytes: int) -> bool:
         """Count bytes of a body in `room`, and charge them to a caller with limits; whether there is room for them."""
-        if caller.limits is not None and self._meter is not None:
+        if self._meter is not None and caller.limited:
             self._meter.charge_read(caller, size_bytes)
         return self.room.hold(caller.tenant or "", size_bytes)
 
     def drop_body(self, caller: Caller, size_bytes: int) -> None:
         """Count bytes no longer of a body that ended early, and charge its request to a caller with limits."""
         self.room.release(caller.tenant or "", size_bytes, is_answered=False)
-        if caller.limits is not None and self._meter is not None:
+        if self._meter is not None and caller.limited:
             self._meter.charge_incomplete_body(caller)
 
     def no_room(self, caller: Caller, exchange: HttpExchange, body_bytes: int, now: float) -> RefusedMessage:

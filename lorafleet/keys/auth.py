@@ -27,13 +27,14 @@ from lorafleet.keys.key_files import (
     read_key_file,
 )
 from lorafleet.keys.peers import caller_of_peer, check_certificate, peer_of
-from lorafleet.keys.roles import ANYONE, SCOPES, Caller, check_scope, expiry_text
+from lorafleet.keys.roles import ANYONE, SCOPES, Caller, check_scope, expiry_text, with_tenant_limits
 from lorafleet.keys.runs import RUN, caller_in_run
 from lorafleet.keys.signing_keys import SigningKeys
 from lorafleet.keys.tokens import TokenRefused, caller_of_token, expired, is_token, subject_in
 from lorafleet.service.files import Stamp, stamp_of
 from lorafleet.service.http import HttpError
 from lorafleet.telemetry.request_log import NOTES, RequestNotes
+from orchestrator.model.limits import AccountLimits
 
 log = structlog.get_logger()
 
@@ -90,6 +91,7 @@ class ApiKeys:
         self.cached_callers: dict[str | bytes, Caller] = {}
         self._callers: dict[str, Caller] = {}
         self._issuers: dict[str, Issuer] = {}
+        self._tenant_limits: dict[str, AccountLimits] = {}
         self.signing_keys = SigningKeys(clock=clock)
         self._verified: dict[str, Caller] = {}  # by the hash of a token; of this generation of signing keys
         self._generation = 0
@@ -205,7 +207,7 @@ class ApiKeys:
             raise
         if len(self._verified) >= _MAX_CACHED_CALLERS:
             self._verified.clear()
-        self._verified[digest] = found
+        self._verified[digest] = found = with_tenant_limits(found, self._tenant_limits)
         return found
 
     def _note_refusal(self, exc: TokenRefused, token: str) -> None:
@@ -273,13 +275,18 @@ class ApiKeys:
     def _take(self, files: Sequence[KeyFile]) -> None:
         """Go by these files from now on: forget cached callers and verified tokens."""
         self._callers, self._issuers = _callers_in(files), _issuers_in(files)
+        self._tenant_limits = _tenant_limits_in(files)
         self.cached_callers.clear()
         self._verified.clear()
         self.signing_keys.set_issuers(self._issuers.values())
 
     def _differs(self, files: Sequence[KeyFile]) -> bool:
-        """Whether these files give other keys or issuers than those in force."""
-        return _callers_in(files) != self._callers or _issuers_in(files) != self._issuers
+        """Whether these files give other keys, issuers or limits than those in force."""
+        return (
+            _callers_in(files) != self._callers
+            or _issuers_in(files) != self._issuers
+            or _tenant_limits_in(files) != self._tenant_limits
+        )
 
     def _may_be_unfinished(self, found: Sequence[KeyFile], stamps: _Stamps, now: float) -> bool:
         """Whether a changed file has no marks and has not stood still for `SETTLE_S`, here or by its own time."""
@@ -298,8 +305,14 @@ class ApiKeys:
 
 
 def _callers_in(files: Sequence[KeyFile]) -> dict[str, Caller]:
-    """The callers of all files by key hash; of a hash in two files the last."""
-    return {key: caller for file in files for key, caller in file.callers.items()}
+    """The callers of all files by key hash, with their tenants' limits; of a hash in two files the last."""
+    limits = _tenant_limits_in(files)
+    return {key: with_tenant_limits(caller, limits) for file in files for key, caller in file.callers.items()}
+
+
+def _tenant_limits_in(files: Sequence[KeyFile]) -> dict[str, AccountLimits]:
+    """The limits of all files by tenant; of a tenant in two files the last."""
+    return {tenant: limits for file in files for tenant, limits in file.tenant_limits.items()}
 
 
 def _issuers_in(files: Sequence[KeyFile]) -> dict[str, Issuer]:

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 from lorafleet.keys.key_files import (
-    MAX_LIMIT,
     KeyFileError,
     hash_key,
     key_id_of,
@@ -27,6 +26,7 @@ from lorafleet.service import yamls
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.files import mode_of, write_atomically, write_error_text
 from lorafleet.service.times import utc_text
+from orchestrator.model.limits import MOST
 
 _DURATION = re.compile(r"(\d+)\s*([smhdw])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -48,7 +48,7 @@ def add_key(
 ) -> str:
     """Create a key, append its hash to the file, and return the key. The file is replaced atomically.
 
-    limits  by the names of KeyLimits; None for no limit
+    limits  by the names of AccountLimits; None for no limit
 
     Raises CommandFailed for an unknown scope, a tenant's key with a fleet-wide scope, names that do not go together, a
     limit that no service takes, or a file that is not a key file.
@@ -58,7 +58,7 @@ def add_key(
         raise CommandFailed(f"--{trouble.replace('_', '-', 2)}", status=2)
     given = {name: value for name, value in limits.items() if value is not None}
     for name, value in given.items():
-        if not 1 <= value <= MAX_LIMIT:
+        if not 1 <= value <= MOST:
             flag = f"--{name.replace('_', '-')}"
             message = f"{flag}: must be at least 1 and at most 2**53, found {value:g}; leave the flag out for no limit"
             raise CommandFailed(message, status=2)

@@ -3,7 +3,8 @@
 `keys: [{sha256: <hex of the key>, tenant: acme, scopes: [infer], expires: 2027-01-01T00:00:00Z, limits:
 {requests_per_minute: 60, tokens_per_minute: 100000, concurrent_requests: 8}}]`; all limits are optional. Keys are
 random (`lorafleet keys new`), so a plain hash is safe. `issuers`, beside `keys`, are whose tokens are taken, and what
-their claims grant: the fields of a key again (`issuers.py`).
+their claims grant: the fields of a key again (`issuers.py`). `tenants: {acme: {limits: {...}}}` are limits of all keys
+and tokens of a tenant together.
 
 A file that is cut off between two lines may still be YAML, with fewer keys, or with a key that lost its tenant. So a
 file may begin with the line `FIRST_LINE`, which promises that its last line is `LAST_LINE`: `lorafleet keys new` writes
@@ -14,7 +15,7 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,23 +23,24 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from lorafleet.keys.issuers import Grant, Issuer, fill, filled, places_in
-from lorafleet.keys.roles import FLEET_SCOPES, SCOPES, Caller, KeyLimits, namespace_trouble
+from lorafleet.keys.roles import FLEET_SCOPES, SCOPES, Caller, namespace_trouble
 from lorafleet.service import yamls
 from lorafleet.service.http import validation_message
+from orchestrator.model.limits import MOST, AccountLimits
 
 FIRST_LINE = "# lorafleet keys: the last line is `# end`, so that a file that is cut off is seen"
 LAST_LINE = "# end"
 # Key files are checked for changes this often.
 RECHECK_S = 1.0
-LIMITS = ("requests_per_minute", "tokens_per_minute", "bytes_per_minute", "concurrent_requests")
-# The largest integer that floats represent exactly; token buckets use floats.
-MAX_LIMIT = 2**53
+LIMITS = tuple(each.name for each in fields(AccountLimits))
 # Digits of a key's hash that identify the key in logs and quotas.
 _KEY_ID_DIGITS = 12
 _GRANTED = frozenset({"tenant", "scopes", "note", "limits", "namespace", "lora_ids", "may_shadow_base"})
 _FIELDS = _GRANTED | {"sha256", "expires"}
 _ISSUER = TypeAdapter(Issuer)
 _MAX_NOTE = 80
+# Reports name a limit by its tenant.
+_MAX_LIMITED_TENANT = 200
 
 
 class KeyFileError(Exception):
@@ -60,10 +62,17 @@ def new_key() -> str:
 
 
 class KeyFile(NamedTuple):
-    """A key file's callers by key hash, its issuers by URL, and whether its marks show that it is whole."""
+    """What a key file has.
+
+    callers        by key hash
+    issuers        by URL
+    tenant_limits  by tenant, of those that have some
+    is_marked      whether its marks show that it is whole
+    """
 
     callers: dict[str, Caller]
     issuers: dict[str, Issuer]
+    tenant_limits: dict[str, AccountLimits]
     is_marked: bool
 
 
@@ -114,7 +123,8 @@ def read_key_file(path: Path) -> KeyFile:
     except ValueError as exc:  # no text, or no YAML
         raise KeyFileError(f"key file {path}: {exc}") from exc
     issuers = raw.get("issuers", []) if isinstance(raw, dict) else []
-    entries = raw.get("keys", [] if issuers else None) if isinstance(raw, dict) else None
+    tenants = raw.get("tenants", {}) if isinstance(raw, dict) else {}
+    entries = raw.get("keys", [] if issuers or tenants else None) if isinstance(raw, dict) else None
     if not isinstance(entries, list) or not isinstance(issuers, list):
         raise KeyFileError(f"key file {path}: {form}")
     callers = dict(_parse_entry(path, number, entry, form) for number, entry in enumerate(entries))
@@ -122,7 +132,26 @@ def read_key_file(path: Path) -> KeyFile:
     by_url = {issuer.issuer: issuer for issuer in found}
     if len(by_url) < len(found):
         raise KeyFileError(f"key file {path}: an issuer stands there twice: give it all its grants in one place")
-    return KeyFile(callers, by_url, is_marked)
+    return KeyFile(callers, by_url, _parse_tenants(path, tenants), is_marked)
+
+
+def _parse_tenants(path: Path, tenants: object) -> dict[str, AccountLimits]:
+    """The limits of each tenant that has some; raises KeyFileError."""
+    if not isinstance(tenants, dict) or not all(map(_may_have_limits, tenants)):
+        form = f"`{{<name, of at most {_MAX_LIMITED_TENANT} characters>: {{limits: {{...}}}}}}`"
+        raise KeyFileError(f"key file {path}: tenants must be {form}")
+    found = {}
+    for name, entry in tenants.items():
+        location = f"key file {path}: tenant {name}"
+        if not isinstance(entry, dict) or entry.keys() != {"limits"}:
+            raise KeyFileError(f"{location}: expected `limits: {{...}}`, and nothing else")
+        found[name] = _parse_limits(entry["limits"], location)
+    return {name: limits for name, limits in found.items() if limits is not None}
+
+
+def _may_have_limits(tenant: object) -> bool:
+    """Whether this is a tenant's name that limits can have."""
+    return isinstance(tenant, str) and 0 < len(tenant.strip()) <= len(tenant) <= _MAX_LIMITED_TENANT
 
 
 def _parse_entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Caller]:
@@ -254,18 +283,18 @@ def _parse_expiry(value: object, location: str) -> float | None:
     return (value if value.tzinfo is not None else value.replace(tzinfo=UTC)).timestamp()
 
 
-def _parse_limits(limits: object, location: str) -> KeyLimits | None:
+def _parse_limits(limits: object, location: str) -> AccountLimits | None:
     """The limits of one entry; None without any. Raises KeyFileError for an unknown name or an invalid number."""
     if limits is None:
         return None
     if not isinstance(limits, dict) or limits.keys() - set(LIMITS):
         raise KeyFileError(f"{location}: limits must be some of {', '.join(LIMITS)}, each with a number")
     for name, value in limits.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MAX_LIMIT
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MOST
         if not is_number or (name == "concurrent_requests" and value != int(value)):
             kind = "a whole number" if name == "concurrent_requests" else "a number"
             found = f"found {value!r:.40}; leave it out for none"
             raise KeyFileError(f"{location}: {name} must be {kind} of at least 1 and at most 2**53, {found}")
     if "concurrent_requests" in limits:  # 8.0 is valid, and shared quotas need integers
         limits = limits | {"concurrent_requests": int(limits["concurrent_requests"])}
-    return KeyLimits(**limits) if limits else None
+    return AccountLimits(**limits) if limits else None

@@ -1,7 +1,7 @@
 """Roles: the scopes of a key, what each of them includes, and the caller that a key stands for. Pure."""
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -11,6 +11,7 @@ from pydantic import Field, PlainSerializer
 
 from lorafleet.service.http import HttpError
 from lorafleet.service.times import utc_text
+from orchestrator.model.limits import AccountLimits, LimitedAccount, tenant_account
 
 # Required scope -> scopes that satisfy it.
 _SATISFIED_BY = {
@@ -53,18 +54,8 @@ PROGRAMS = frozenset({UP})
 _SEES_ALL_TENANTS = frozenset({"load", "operate", "admin"})
 
 
-@dataclass(frozen=True, slots=True)
-class KeyLimits:
-    """Limits of one key; None is no limit."""
-
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    bytes_per_minute: float | None = None
-    concurrent_requests: int | None = None
-
-
-def given_limits(limits: KeyLimits | None) -> dict[str, float]:
-    """The limits that a key has, by name."""
+def given_limits(limits: AccountLimits | None) -> dict[str, float]:
+    """The limits that there are, by name."""
     return {} if limits is None else {name: limit for name, limit in asdict(limits).items() if limit is not None}
 
 
@@ -80,26 +71,28 @@ class Caller:
     tenant      None for an operator
     name        for quotas and histories
     key_id      the first digits of the key's hash, or of that of the token's issuer and subject; empty: none is needed
-    limits      None if there are none
+    limits      of the key; None if there are none
     expires_at  Unix seconds from which the key is refused; None: never
     namespace   the caller's name `x` means `namespace/x` where there is one; empty: no namespace
     lora_ids    patterns of names that the caller may give; empty: those of the namespace, else of the tenant, else any
     may_shadow_base  whether the caller may publish under a base model's name, and then gets that in its place
     note        the key file's comment on the key, or a token's name for its person; empty: none
     issuer      of the caller's token; empty: the caller has a key
+    tenant_limits    those of all keys and tokens of the tenant together; None if there are none
     program     of ours that acts by itself with this key, see PROGRAMS; empty: a person, or a person's program
     """
 
     tenant: str | None
     scopes: Annotated[frozenset[str], PlainSerializer(sorted, return_type=list[str])]
     key_id: Annotated[str, Field(exclude=True)] = ""
-    limits: Annotated[KeyLimits | None, PlainSerializer(given_limits, return_type=dict[str, float])] = None
+    limits: Annotated[AccountLimits | None, PlainSerializer(given_limits, return_type=dict[str, float])] = None
     expires_at: Annotated[float | None, PlainSerializer(expiry_text, return_type=str | None)] = None
     namespace: str = ""
     lora_ids: tuple[str, ...] = ()
     may_shadow_base: bool = False
     note: str = ""
     issuer: str = ""
+    tenant_limits: Annotated[AccountLimits | None, PlainSerializer(given_limits, return_type=dict[str, float])] = None
     program: Annotated[str, Field(exclude=True)] = ""
 
     @property
@@ -108,6 +101,16 @@ class Caller:
         role = "operator" if self.tenant is None else f"tenant {self.tenant}"
         name = f"{role} ({'token' if self.issuer else 'key'} {self.key_id})" if self.key_id else "anyone"
         return f"{self.program}, {name}" if self.program else name
+
+    @property
+    def limited(self) -> tuple[LimitedAccount, ...]:
+        """Whose limits the caller's requests count against: the key's and the tenant's, where they have some."""
+        if self.limits is None and self.tenant_limits is None:
+            return ()
+        of_key = () if self.limits is None else (LimitedAccount(self.key_id, self.limits),)
+        if self.tenant_limits is None or self.tenant is None:
+            return of_key
+        return (*of_key, LimitedAccount(tenant_account(self.tenant), self.tenant_limits))
 
     @property
     def only_tenant(self) -> str | None:
@@ -172,6 +175,12 @@ class Caller:
     def may_use(self, tenants: Container[str] | None) -> bool:
         """Whether this caller may use an adapter with these tenants (None: everyone)."""
         return tenants is None or self.may("load") or (self.tenant is not None and self.tenant in tenants)
+
+
+def with_tenant_limits(caller: Caller, limits: Mapping[str, AccountLimits]) -> Caller:
+    """The caller, with the limits of its tenant among these."""
+    found = limits.get(caller.tenant or "")
+    return caller if found is None else replace(caller, tenant_limits=found)
 
 
 def namespace_trouble(namespace: object) -> str | None:

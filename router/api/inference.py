@@ -1,7 +1,7 @@
 """The inference routes: which handler answers a path, and one request's stages from its caller to its answer."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,10 @@ from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.exchange import Handler, HttpExchange
 from lorafleet.http_server.guard import trimmed
 from lorafleet.keys.auth import authorization_of, host_check
-from lorafleet.keys.roles import Caller, KeyLimits, check_scope
+from lorafleet.keys.roles import Caller, check_scope
 from lorafleet.keys.runs import RUNS, caller_in_run, split_run
 from lorafleet.service.http import HttpError
+from orchestrator.model.limits import LimitedAccount
 from router.core.errors import RateLimited
 from router.items.item_batch import GENERATE, serve_completion_batch, serve_generate_batch
 from router.items.stored import serve_stored
@@ -57,32 +58,28 @@ class InferenceHandler:
             caller = self._services.keys.caller(authorization)
             if "infer" not in caller.scopes:
                 check_scope(caller, "infer")  # another scope may include it
-            if caller.limits is not None:
-                self._check_body(caller, caller.limits, headers)
+            if limited := caller.limited:
+                self._check_body(caller, limited, headers)
         except (HttpError, RateLimited) as exc:
             return exc.with_traceback(None)
         return caller
 
     def charge_read(self, caller: Caller, size_bytes: int) -> None:
-        """Charge bytes of a body that were read to the caller's key."""
-        if caller.limits is not None:
-            self._services.quotas.charge_bytes(caller.key_id, caller.limits, self._services.clock(), size_bytes)
+        """Charge bytes of a body that were read to the caller's key and tenant."""
+        self._services.quotas.charge_bytes(caller.limited, self._services.clock(), size_bytes)
 
     def charge_incomplete_body(self, caller: Caller) -> None:
-        """Charge a request whose body ended early to the caller's key."""
-        if caller.limits is not None:
-            self._services.quotas.charge_incomplete_body(caller.key_id, caller.limits, self._services.clock())
+        """Charge a request whose body ended early to the caller's key and tenant."""
+        self._services.quotas.charge_incomplete_body(caller.limited, self._services.clock())
 
-    def _check_body(self, caller: Caller, limits: KeyLimits, headers: Mapping[bytes, bytes]) -> None:
-        """Raise RateLimited where the key's limits forbid to read this request's body, if it has one."""
+    def _check_body(self, caller: Caller, limited: Iterable[LimitedAccount], headers: Mapping[bytes, bytes]) -> None:
+        """Raise RateLimited where limits of the caller forbid to read this request's body, if it has one."""
         is_chunked = b"transfer-encoding" in headers
         size_bytes = int(headers.get(b"content-length", b"0"))
         if is_chunked or size_bytes:
             services = self._services
             try:
-                services.quotas.check_body(
-                    caller.key_id, limits, services.clock(), size_bytes=None if is_chunked else size_bytes
-                )
+                services.quotas.check_body(limited, services.clock(), size_bytes=None if is_chunked else size_bytes)
             except RateLimited as exc:
                 exc.key_id, exc.tenant = caller.key_id, caller.tenant or ""
                 raise
@@ -138,7 +135,7 @@ class InferenceHandler:
             caller = self._authenticate(exchange, trace)
             # Before the body is parsed: a large one takes a fifth of a second, and a wrong one counts, too. A batch
             # needs quota for all its items, which are in its body: that is parsed first where it is short.
-            if caller.limits is not None and route.has_body and not _is_quickly_read_batch(route, exchange.body):
+            if caller.limited and route.has_body and not _is_quickly_read_batch(route, exchange.body):
                 response.take_quota(caller)
             if route.state == "needs":
                 await leave_batch()

@@ -3,6 +3,7 @@
 Nothing is made while a request runs: its line is kept when it is over, and becomes an item when somebody asks.
 """
 
+from dataclasses import fields
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -17,11 +18,13 @@ from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
 from lorafleet.service.times import unix_text
 from lorafleet.telemetry.request_log import KeptLine, RequestLine
+from orchestrator.model.limits import AccountLimits
 from orchestrator.model.questions import RequestQuery
 from router.api.control import has_adapter_alone, own_decisions
 from router.api.control_calls import ControlCalls, ControlUnavailable, decode_error
 from router.api.explain import score_item
 from router.core.errors import without_addresses
+from router.core.queue.quota import TENANT_LIMIT
 from router.core.schedule.cost import ReplicaScore
 from router.processes.aggregate import WorkerProcesses
 from router.request.parsed_request import TIMEOUT_HEADER
@@ -36,7 +39,7 @@ _MOST_DECISIONS = 20
 _PARTS = frozenset({"read_s", "paused_s", "held_s", "queued_s", "failed_s", "waited_s"})
 # What is shorter is left out.
 _LEAST_S = 1e-6
-_KEY_LIMITS = frozenset({"requests_per_minute", "tokens_per_minute", "bytes_per_minute", "concurrent_requests"})
+_LIMITS = frozenset(field.name for field in fields(AccountLimits))
 
 
 class RequestFilter(RequestQuery):
@@ -162,11 +165,13 @@ def next_step(line: RequestLine) -> str:
     limit = line.limit
     if not limit:
         return ""
-    if limit in _KEY_LIMITS:
+    name = limit.removeprefix(TENANT_LIMIT)
+    if name in _LIMITS:
         of_key = f" of key {line.key}" if line.key else ""
+        place = f"limits.{name}{of_key}" if name == limit else f"tenants.{line.tenant}.limits.{name}"
         return (
-            f"raise limits.{limit}{of_key} in the key file, which every service follows, or send less; a client should"
-            " wait as long as retry-after says"
+            f"raise {place} in the key file, which every service follows, or send less; a client should wait as long as"
+            " retry-after says"
         )
     if limit == TIMEOUT_HEADER:
         return f"the client itself set this time in {TIMEOUT_HEADER}: it may wait longer"

@@ -56,12 +56,14 @@ async def serve_items(
 
 
 def _check_size(items: int, caller: Caller, param: str) -> None:
-    """Raise BadBody for more items than one call may have, or the caller's key in a minute."""
+    """Raise BadBody for more items than one call may have, or the caller's key or tenant in a minute."""
     if items > MAX_ITEMS:
         raise BadBody(f"{items} items are more than {MAX_ITEMS}: send several calls", param=param)
-    per_minute = None if caller.limits is None else caller.limits.requests_per_minute
-    if per_minute is not None and items > per_minute:
-        raise BadBody(f"{items} items are more than the {per_minute:g} requests a minute of this API key")
+    for account in caller.limited:
+        per_minute = account.limits.requests_per_minute
+        if per_minute is not None and items > per_minute:
+            whose = "this API key" if account.id == caller.key_id else "all keys of its tenant"
+            raise BadBody(f"{items} items are more than the {per_minute:g} requests a minute of {whose}")
 
 
 async def _serve_whole(
@@ -75,12 +77,11 @@ async def _serve_whole(
 
     With a quota for each item, a refusal half-way would waste what the others have computed.
     """
-    if caller.limits is None:
+    if not caller.limited:
         await _serve_items(join, runs, response, MAX_RUNNING_ITEMS)
         return
     granted = services.quotas.take_batch(
-        caller.key_id,
-        caller.limits,
+        caller.limited,
         services.clock(),
         len(runs),
         at_once=MAX_RUNNING_ITEMS,

@@ -14,7 +14,7 @@ from math import inf
 import structlog
 import xxhash
 
-from router.core.queue.quota import MINUTE_S, AccountState
+from router.core.queue.account import MINUTE_S, AccountState
 
 log = structlog.get_logger()
 
@@ -46,7 +46,7 @@ def shared_memory(processes: int) -> int:
 
 
 class SharedQuotas:
-    """This process's table of account states, and the other processes' tables; used by router/core/queue/quota.py."""
+    """This process's table of account states, and the other processes' tables; used by router/core/queue/account.py."""
 
     def __init__(self, descriptor: int, slot: int, processes: int, *, pid: int | None = None) -> None:
         """

@@ -76,7 +76,7 @@ class ClientResponse(msgspec.Struct, eq=False):
     code            of the error; "": none
     cause           of it, for the log
     limit           that was reached, see RouterError; "": none
-    granted         the quota of a request of a key with limits; its run settles it, where it has one
+    granted         the quota of a request of a caller with limits; its run settles it, where it has one
     extra_headers   header lines of every answer
     next_keep_alive the timer of the next comment in a stream that has no event yet
     """
@@ -99,12 +99,12 @@ class ClientResponse(msgspec.Struct, eq=False):
         return self.exchange.request_id
 
     def take_quota(self, caller: Caller) -> None:
-        """Count the request against the limits of the caller's key, once.
+        """Count the request against the limits of the caller's key and tenant, once.
 
         Raises RateLimited, and then it does not count.
         """
-        if caller.limits is not None and self.granted is None:
-            self.granted = self.services.quotas.take(caller.key_id, caller.limits, self.services.clock())
+        if self.granted is None and (limited := caller.limited):
+            self.granted = self.services.quotas.take(limited, self.services.clock())
 
     @contextmanager
     def counting_wrong_body(self, caller: Caller) -> Iterator[None]:

@@ -118,9 +118,9 @@ workers none. (dict "root" $ "service" "router") */}}
 {{- toJson $found -}}
 {{- end }}
 
-{{/* "true" where a service gets a file of keys or issuers beside your own Secret. (dict "root" $ "service" "router") */}}
+{{/* "true" where a service gets a file of keys, issuers or limits beside your own Secret. (dict "root" $ "service" "router") */}}
 {{- define "lorafleet.hasGivenKeys" -}}
-{{- if and .root.Values.auth.existingSecret (or .root.Values.auth.issuers (and .root.Values.auth.keys (ne .service "worker"))) -}}
+{{- if and .root.Values.auth.existingSecret (or .root.Values.auth.issuers .root.Values.auth.tenants (and .root.Values.auth.keys (ne .service "worker"))) -}}
 true
 {{- end -}}
 {{- end }}

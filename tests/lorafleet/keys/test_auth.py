@@ -13,9 +13,10 @@ from structlog.testing import capture_logs
 from lorafleet.keys.auth import SETTLE_S, ApiKeys, check_host, host_check, refuse_open_server, requires
 from lorafleet.keys.key_edits import add_key
 from lorafleet.keys.key_files import FIRST_LINE, RECHECK_S, KeyFileError, hash_key, new_key, read_key_files, with_marks
-from lorafleet.keys.roles import ANYONE, SCOPES, TENANT_SCOPES, Caller, KeyLimits
+from lorafleet.keys.roles import ANYONE, SCOPES, TENANT_SCOPES, Caller
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.http import HttpError, install_error_handlers
+from orchestrator.model.limits import AccountLimits, LimitedAccount
 from tests.serving import client_of, serving
 
 
@@ -89,9 +90,41 @@ def test_every_limit_of_a_key_is_optional(tmp_path):
     lines = [f"- {{sha256: {hash_key(key)}, scopes: [infer], limits: {limits}}}" for key, limits in entries]
     path.write_text("keys:\n" + "\n".join(lines) + "\n")
     keys = ApiKeys([path])
-    assert keys.caller("Bearer one").limits == KeyLimits(requests_per_minute=60, concurrent_requests=3)
+    assert keys.caller("Bearer one").limits == AccountLimits(requests_per_minute=60, concurrent_requests=3)
     assert keys.caller("Bearer two").limits is None
     assert keys.caller("Bearer three").limits is None
+
+
+def test_limits_of_a_tenant_hold_for_its_keys_of_all_files_and_change_with_their_file(tmp_path):
+    path, now = key_file(tmp_path / "k", ("one", "acme", "infer"), ("two", "umbrella", "infer")), [0.0]
+    beside = tmp_path / "t"
+    beside.write_text(with_marks("tenants: {acme: {limits: {requests_per_minute: 60}}, umbrella: {limits: {}}}"))
+    keys = ApiKeys([path, beside], clock=lambda: now[0])
+    assert keys.caller("Bearer one").tenant_limits == AccountLimits(requests_per_minute=60)
+    assert keys.caller("Bearer one").limited == (LimitedAccount("tenant acme", AccountLimits(requests_per_minute=60)),)
+    assert keys.caller("Bearer two").limited == ()
+    beside.write_text(with_marks("tenants: {umbrella: {limits: {bytes_per_minute: 5}}}"))
+    now[0] += RECHECK_S
+    assert keys.caller("Bearer one").limited == ()
+    assert keys.caller("Bearer two").tenant_limits == AccountLimits(bytes_per_minute=5)
+
+
+@pytest.mark.parametrize(
+    ("tenants", "says"),
+    [
+        ("[acme]", "tenants must be"),
+        ("{'': {limits: {}}}", "tenants must be"),
+        (f"{{{'a' * 201}: {{limits: {{}}}}}}", "at most 200 characters"),
+        ("{acme: {requests_per_minute: 3}}", "tenant acme: expected `limits"),
+        ("{acme: {limits: {requests_per_minute: 0}}}", "tenant acme: requests_per_minute must be"),
+    ],
+)
+def test_limits_of_a_tenant_with_a_typo_are_refused_and_named(tmp_path, tenants, says):
+    path = tmp_path / "k"
+    path.write_text(f"tenants: {tenants}")
+    with pytest.raises(KeyFileError) as refused:
+        ApiKeys([path])
+    assert says in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +196,7 @@ def test_a_new_key_has_the_given_limits(tmp_path):
     key = add_key(path, "acme", ["infer"], limits={"requests_per_minute": 5, "tokens_per_minute": None})
     plain = add_key(path, None, ["admin"])
     keys = ApiKeys([path])
-    assert keys.caller(f"Bearer {key}").limits == KeyLimits(requests_per_minute=5)
+    assert keys.caller(f"Bearer {key}").limits == AccountLimits(requests_per_minute=5)
     assert keys.caller(f"Bearer {plain}").limits is None
 
 
@@ -173,7 +206,7 @@ def test_a_limit_that_no_service_takes_leaves_the_key_file_as_it_was(tmp_path, l
     key = add_key(path, "acme", ["infer"], limits={"tokens_per_minute": 2**53})
     with pytest.raises(CommandFailed, match=r"--tokens-per-minute: .*leave the flag out"):
         add_key(path, "acme", ["infer"], limits={"tokens_per_minute": limit})
-    assert ApiKeys([path]).caller(f"Bearer {key}").limits == KeyLimits(tokens_per_minute=2**53)
+    assert ApiKeys([path]).caller(f"Bearer {key}").limits == AccountLimits(tokens_per_minute=2**53)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,7 @@ async def test_a_server_follows_the_issuers_of_its_key_files_while_it_runs(oidc,
             "may_shadow_base": False,
             "note": "ann@x.example",
             "issuer": oidc.url,
+            "tenant_limits": {},
         }
         refused = await client.get("/v1/whoami", headers={"authorization": f"Bearer {oidc.sign(oidc.claims(aud='x'))}"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_token")

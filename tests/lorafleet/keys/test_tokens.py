@@ -15,10 +15,10 @@ from structlog.testing import capture_logs
 
 from lorafleet.keys.auth import ApiKeys
 from lorafleet.keys.key_files import hash_key
-from lorafleet.keys.roles import KeyLimits
 from lorafleet.keys.signing_keys import read_keys
 from lorafleet.keys.tokens import MOST_TOKEN_BYTES, TokenRefused
 from lorafleet.service.http import HttpError
+from orchestrator.model.limits import AccountLimits
 from tests.oidc_server import QUIET, issuer_file, oidc_server
 
 pytestmark = QUIET
@@ -77,14 +77,18 @@ async def test_a_user_who_has_logged_in_is_the_caller_that_the_grants_give(oidc,
     assert caller.name == f"operator (token {caller.key_id})"
 
 
-async def test_what_a_pattern_captures_stands_in_every_field_of_its_grant(oidc, keys):
+async def test_what_a_pattern_captures_stands_in_every_field_of_its_grant(oidc, tmp_path, wall):
+    tenants = "tenants: {acme: {limits: {tokens_per_minute: 9}}}\n"
+    keys = ApiKeys([issuer_file(tmp_path / "keys.yaml", oidc.url, more=tenants)], clock=wall.monotonic, wall=wall.unix)
+    await keys.signing_keys.fetch_due()
     token = oidc.sign(oidc.claims(groups=["x", "team-acme"], email_verified=True))
     caller = keys.caller(f"Bearer {token}")
     assert (caller.tenant, caller.namespace, caller.lora_ids) == ("acme", "acme/runs", ("acme/*",))
-    assert caller.limits == KeyLimits(requests_per_minute=60)
+    assert caller.limits == AccountLimits(requests_per_minute=60)
     assert caller.only_tenant == "acme"
     assert caller.may_name("acme/x")
     assert not caller.may_name("other/x")
+    assert caller.tenant_limits == AccountLimits(tokens_per_minute=9)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,20 @@ async def test_a_refused_request_says_which_limit_it_reached_and_how_to_raise_it
     assert codes == [{"429 rate_limited concurrent_requests": 1}]
 
 
+async def test_a_request_beyond_its_tenants_limit_says_where_to_raise_that(tmp_path):
+    settings, headers = keyed(tmp_path, mine={"tenant": "acme"})
+    (path,) = settings["key_files"]
+    limits = {"tenants": {"acme": {"limits": {"requests_per_minute": 1}}}}
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | limits))
+    async with fleet(EngineDouble("w0"), tokenizer="off", **settings) as (client, _, _):
+        assert (await client.post("/v1/chat/completions", json=CHAT, headers=headers["mine"])).status_code == 200
+        named = headers["mine"] | {"x-request-id": "second"}
+        assert (await client.post("/v1/chat/completions", json=CHAT, headers=named)).status_code == 429
+        found = await story(client, "second", headers=headers["mine"])
+    assert found["limit"] == "tenant_requests_per_minute"
+    assert "raise tenants.acme.limits.requests_per_minute in the key file" in found["next_step"]
+
+
 async def stays(engine, body):
     engine.go_on.clear()
     await engine.go_on.wait()

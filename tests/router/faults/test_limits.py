@@ -74,6 +74,22 @@ async def test_key_has_its_requests_per_minute_and_limit_headers(tmp_path):
         assert counted(router, "requests", COMPLETIONS, 429, "rate_limited") == 1
 
 
+async def test_keys_of_a_tenant_have_its_limits_together(tmp_path):
+    path = tmp_path / "keys.yaml"
+    keys = [{"sha256": hash_key(name), "tenant": "acme", "scopes": ["infer"]} for name in "ab"]
+    keys[0]["limits"] = {"requests_per_minute": 10, "bytes_per_minute": 10**6}
+    path.write_text(json.dumps({"keys": keys, "tenants": {"acme": {"limits": {"requests_per_minute": 3}}}}))
+    async with faulty_fleet(1, key_files=(path,)) as router:
+        for key in "aab":
+            answer = await router.ask("x", headers=bearer(key))
+            assert (answer.status_code, answer.headers["x-ratelimit-limit-requests"]) == (200, "3")
+        for key in "ab":
+            refused = await router.ask("x", headers=bearer(key))
+            assert error_of(refused) == (429, "rate_limited")
+            assert "all keys of tenant acme together have a limit of 3" in refused.json()["error"]["message"]
+        assert counted(router, "rate_limited", "tenant_requests_per_minute") == 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_key_is_charged_the_engines_token_count(tmp_path, stream):
     said = saying(STREAM_HEAD + pieces(*EVENTS[:2], USAGE_EVENT, DONE) + b"0\r\n\r\n" if stream else answering(COUNTED))

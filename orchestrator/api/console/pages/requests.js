@@ -67,7 +67,10 @@ const waited = (row) => ["pause", "hold", "queue", "failed_attempts"].reduce((wh
 const reason = (row) => (row.limit ? `reached ${limitText(row.limit)}` : row.cause || (row.decision ? why(row.decision) : ""));
 
 const LIMIT_NAMES = { requests_per_minute: "requests a minute", tokens_per_minute: "tokens a minute", bytes_per_minute: "bytes a minute", concurrent_requests: "requests at once" };
-export const limitText = (limit) => (LIMIT_NAMES[limit] ? `the key's ${LIMIT_NAMES[limit]}` : limit);
+export const limitText = (limit) => {
+  const name = limit.replace(/^tenant_/, "");
+  return LIMIT_NAMES[name] ? `the ${name === limit ? "key" : "tenant"}'s ${LIMIT_NAMES[name]}` : limit;
+};
 
 function Answer({ row }) {
   if (row.status === null) return html`<${State} is="runs" tone="plain"/>`;

@@ -36,6 +36,7 @@ function withWaiting(rows, fleet) {
 }
 
 const LIMITS = { requests_per_minute: "requests/min", tokens_per_minute: "tokens/min", bytes_per_minute: "bytes/min", concurrent_requests: "at once" };
+for (const [name, label] of Object.entries(LIMITS)) LIMITS["tenant_" + name] = label + " of the tenant";
 
 function Keys({ rangeS }) {
   const found = useLoad((signal) => Promise.all([get("/v1/keys", { signal }), totals("key", rangeS, signal), totals("key", RECENT_S, signal)]), [rangeS], { follow: "ticks" });
@@ -74,7 +75,8 @@ export function recentUse(sums) {
 }
 
 function Limits({ row, lately }) {
-  const entries = Object.entries(row.limits);
+  const ofTenant = Object.entries(row.tenant_limits || {}).map(([name, limit]) => ["tenant_" + name, limit]);
+  const entries = [...Object.entries(row.limits), ...ofTenant];
   if (!entries.length) return html`<span class="muted">none</span>`;
   const used = recentUse(lately);
   const urgency = ([name, limit]) => byLimit(row.sums, name) || (used[name] ?? 0) / limit - 1, shown = [...entries].sort((left, right) => urgency(right) - urgency(left)).slice(0, 2);

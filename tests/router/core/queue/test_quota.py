@@ -19,193 +19,195 @@ from structlog.testing import capture_logs
 
 from lorafleet.keys.auth import ApiKeys
 from lorafleet.keys.key_files import hash_key
-from lorafleet.keys.roles import KeyLimits
+from orchestrator.model.limits import AccountLimits
 from router.core.errors import RateLimited
-from router.core.queue.quota import AccountState, Quotas, duration_text
+from router.core.queue.account import AccountState
+from router.core.queue.quota import Quotas, duration_text
 from router.processes import shared_quotas
 from router.processes.shared_quotas import SharedQuotas, shared_memory
 from tests.patience import until
 from tests.properties import examples
+from tests.router.core.queue.limited import of_key, of_tenant
 from tests.router.doubles import BASE, EngineDouble, chunk, echo, fleet
 
 
 def refused(quotas, limits, now, tokens=0, key="k"):
     with pytest.raises(RateLimited) as exc:
-        quotas.take(key, limits, now, tokens)
+        quotas.take(of_key(key, limits), now, tokens)
     return exc.value
 
 
 def test_a_minutes_requests_may_come_at_once_and_then_one_after_another():
-    quotas, limits = Quotas(), KeyLimits(requests_per_minute=6)
+    quotas, limits = Quotas(), AccountLimits(requests_per_minute=6)
     for _ in range(6):
-        quotas.take("k", limits, 100.0)
+        quotas.take(of_key("k", limits), 100.0)
     error = refused(quotas, limits, 100.0)
     assert (error.limit, error.status, error.code) == ("requests_per_minute", 429, "rate_limited")
     assert error.retry_after_s == pytest.approx(10.0)
     assert "6 requests per minute" in str(error)
     refused(quotas, limits, 109.0)
-    quotas.take("k", limits, 110.0)
+    quotas.take(of_key("k", limits), 110.0)
     refused(quotas, limits, 110.0)
-    quotas.take("other", limits, 110.0)
+    quotas.take(of_key("other", limits), 110.0)
 
 
 def test_what_is_refused_is_not_counted():
-    quotas, limits = Quotas(), KeyLimits(requests_per_minute=2, tokens_per_minute=100)
-    quotas.take("k", limits, 0.0, 60)
+    quotas, limits = Quotas(), AccountLimits(requests_per_minute=2, tokens_per_minute=100)
+    quotas.take(of_key("k", limits), 0.0, 60)
     for _ in range(50):
         assert refused(quotas, limits, 0.0, 60).limit == "tokens_per_minute"
-    quotas.take("k", limits, 0.0, 40)
+    quotas.take(of_key("k", limits), 0.0, 40)
     assert refused(quotas, limits, 0.0).limit == "requests_per_minute"
 
 
 def test_answers_are_charged_when_they_are_over_and_a_debt_is_paid_off_first():
-    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=600)
-    granted = quotas.take("k", limits, 0.0, 100)
+    quotas, limits = Quotas(), AccountLimits(tokens_per_minute=600)
+    granted = quotas.take(of_key("k", limits), 0.0, 100)
     quotas.settle(granted, 1.0, completion_tokens=1100)
     quotas.settle(granted, 1.0, completion_tokens=1100)
     error = refused(quotas, limits, 1.0)
     assert error.retry_after_s == pytest.approx(59.1, abs=0.2)
     assert error.headers["x-ratelimit-remaining-tokens"] == "0"
-    quotas.take("k", limits, 1.0 + error.retry_after_s)
+    quotas.take(of_key("k", limits), 1.0 + error.retry_after_s)
 
 
 def test_a_prompt_is_charged_once_it_is_known():
-    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=100)
-    granted = quotas.take("k", limits, 0.0)
+    quotas, limits = Quotas(), AccountLimits(tokens_per_minute=100)
+    granted = quotas.take(of_key("k", limits), 0.0)
     quotas.charge(granted, 90, 0.0)
-    second = quotas.take("k", limits, 0.0)
+    second = quotas.take(of_key("k", limits), 0.0)
     with pytest.raises(RateLimited):
         quotas.charge(second, 20, 0.0)
     quotas.settle(second, 0.0)
     quotas.settle(granted, 0.0, prompt_tokens=0)  # no engine ever saw it
-    quotas.take("k", limits, 0.0, 100)
+    quotas.take(of_key("k", limits), 0.0, 100)
 
 
 def test_what_the_engine_counted_of_a_prompt_is_what_it_costs():
-    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=100)
+    quotas, limits = Quotas(), AccountLimits(tokens_per_minute=100)
     for prompt, counted in ((0, 20), (30, 10), (10, None)):
-        granted = quotas.take("k", limits, 0.0, prompt)
+        granted = quotas.take(of_key("k", limits), 0.0, prompt)
         quotas.settle(granted, 0.0, completion_tokens=5, prompt_tokens=counted)
     assert quotas.headers(granted, 0.0)["x-ratelimit-remaining-tokens"] == "45"
 
 
 def test_a_request_larger_than_a_minutes_tokens_goes_when_all_of_them_are_there():
-    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=100)
-    quotas.take("k", limits, 0.0, 1)
+    quotas, limits = Quotas(), AccountLimits(tokens_per_minute=100)
+    quotas.take(of_key("k", limits), 0.0, 1)
     error = refused(quotas, limits, 0.0, 500)
     assert error.retry_after_s == pytest.approx(0.6)
     assert "this one needs 500" in str(error)
-    quotas.take("k", limits, 0.6, 500)
+    quotas.take(of_key("k", limits), 0.6, 500)
     assert refused(quotas, limits, 60.0).retry_after_s > 170
 
 
 def test_requests_at_once_are_counted_until_they_are_settled():
-    quotas, limits = Quotas(), KeyLimits(concurrent_requests=2)
-    first, _ = quotas.take("k", limits, 0.0), quotas.take("k", limits, 0.0)
+    quotas, limits = Quotas(), AccountLimits(concurrent_requests=2)
+    first, _ = quotas.take(of_key("k", limits), 0.0), quotas.take(of_key("k", limits), 0.0)
     error = refused(quotas, limits, 1e9)
     assert (error.limit, error.headers, error.retry_after_s) == ("concurrent_requests", {}, 1.0)
     quotas.settle(first, 0.0)
     quotas.settle(first, 0.0)
-    quotas.take("k", limits, 0.0)
+    quotas.take(of_key("k", limits), 0.0)
     refused(quotas, limits, 0.0)
 
 
 def test_a_batch_is_taken_whole_or_not_at_all_and_gives_back_once_what_was_never_begun():
-    quotas, limits = Quotas(), KeyLimits(requests_per_minute=6, concurrent_requests=3)
-    single = quotas.take("k", limits, 0.0)
+    quotas, limits = Quotas(), AccountLimits(requests_per_minute=6, concurrent_requests=3)
+    single = quotas.take(of_key("k", limits), 0.0)
     with pytest.raises(RateLimited) as caught:
-        quotas.take_batch("k", limits, 0.0, 6, at_once=64)
+        quotas.take_batch(of_key("k", limits), 0.0, 6, at_once=64)
     assert (caught.value.limit, caught.value.retry_after_s) == ("requests_per_minute", pytest.approx(10.0))
-    last = quotas.take_batch("other", limits, 0.0, 1, at_once=64)
-    assert quotas.take_batch("other", limits, 0.0, 5, at_once=2).at_once == 2 * last.at_once == 2
-    batch = quotas.take_batch("k", limits, 0.0, 5, at_once=64)
+    last = quotas.take_batch(of_key("other", limits), 0.0, 1, at_once=64)
+    assert quotas.take_batch(of_key("other", limits), 0.0, 5, at_once=2).at_once == 2 * last.at_once == 2
+    batch = quotas.take_batch(of_key("k", limits), 0.0, 5, at_once=64)
     assert (len(batch.items), batch.at_once) == (5, 2)
     with pytest.raises(RateLimited):
-        quotas.take_batch("k", limits, 10.0, 1, at_once=64)
+        quotas.take_batch(of_key("k", limits), 10.0, 1, at_once=64)
     quotas.settle(single, 0.0)
-    quotas.settle(quotas.take("k", limits, 10.0), 10.0)
+    quotas.settle(quotas.take(of_key("k", limits), 10.0), 10.0)
     for granted in batch.items[:3]:
         quotas.settle(granted, 10.0)
     for _ in range(2):
         quotas.end_batch(batch, 10.0)
     for _ in range(2):
-        quotas.settle(quotas.take("k", limits, 10.0), 10.0)
+        quotas.settle(quotas.take(of_key("k", limits), 10.0), 10.0)
     assert refused(quotas, limits, 10.0).limit == "requests_per_minute"
 
 
 def test_a_batch_has_its_room_until_it_ends_and_gives_it_back_once():
-    quotas, limits = Quotas(), KeyLimits(concurrent_requests=4)
-    quotas.take("k", limits, 0.0)
-    batch = quotas.take_batch("k", limits, 0.0, 5, at_once=2)
+    quotas, limits = Quotas(), AccountLimits(concurrent_requests=4)
+    quotas.take(of_key("k", limits), 0.0)
+    batch = quotas.take_batch(of_key("k", limits), 0.0, 5, at_once=2)
     assert batch.at_once == 2
-    assert quotas.take_batch("k", limits, 0.0, 5, at_once=2).at_once == 1
+    assert quotas.take_batch(of_key("k", limits), 0.0, 5, at_once=2).at_once == 1
     for granted in batch.items:
         quotas.settle(granted, 0.0)
     refused(quotas, limits, 0.0)
     for _ in range(2):
         quotas.end_batch(batch, 0.0)
     for _ in range(2):
-        quotas.take("k", limits, 0.0)
+        quotas.take(of_key("k", limits), 0.0)
     refused(quotas, limits, 0.0)
 
 
 def test_a_batch_that_was_never_begun_gives_back_no_more_than_there_may_be():
-    quotas, limits = Quotas(), KeyLimits(requests_per_minute=6)
-    batch = quotas.take_batch("k", limits, 0.0, 5, at_once=64)
+    quotas, limits = Quotas(), AccountLimits(requests_per_minute=6)
+    batch = quotas.take_batch(of_key("k", limits), 0.0, 5, at_once=64)
     quotas.end_batch(batch, 60.0)
     for _ in range(6):
-        quotas.take("k", limits, 60.0)
+        quotas.take(of_key("k", limits), 60.0)
     refused(quotas, limits, 60.0)
 
 
 def test_a_batch_waits_for_a_debt_of_tokens_as_any_request_does():
-    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=60)
-    quotas.settle(quotas.take("k", limits, 0.0), 0.0, completion_tokens=70)
+    quotas, limits = Quotas(), AccountLimits(tokens_per_minute=60)
+    quotas.settle(quotas.take(of_key("k", limits), 0.0), 0.0, completion_tokens=70)
     with pytest.raises(RateLimited) as caught:
-        quotas.take_batch("k", limits, 0.0, 2, at_once=64)
+        quotas.take_batch(of_key("k", limits), 0.0, 2, at_once=64)
     assert (caught.value.limit, caught.value.retry_after_s) == ("tokens_per_minute", pytest.approx(11.0))
-    quotas.end_batch(quotas.take_batch("k", limits, 11.0, 2, at_once=64), 11.0)
+    quotas.end_batch(quotas.take_batch(of_key("k", limits), 11.0, 2, at_once=64), 11.0)
 
 
 def test_other_limits_count_at_once_and_do_not_forget_what_was_taken():
     quotas = Quotas()
     for _ in range(5):
-        quotas.take("k", KeyLimits(requests_per_minute=10), 0.0)
-    refused(quotas, KeyLimits(requests_per_minute=5), 0.0)
+        quotas.take(of_key("k", AccountLimits(requests_per_minute=10)), 0.0)
+    refused(quotas, AccountLimits(requests_per_minute=5), 0.0)
     for _ in range(15):
-        quotas.take("k", KeyLimits(requests_per_minute=20), 0.0)
-    refused(quotas, KeyLimits(requests_per_minute=20), 0.0)
-    quotas.take("k", KeyLimits(concurrent_requests=100), 0.0)
+        quotas.take(of_key("k", AccountLimits(requests_per_minute=20)), 0.0)
+    refused(quotas, AccountLimits(requests_per_minute=20), 0.0)
+    quotas.take(of_key("k", AccountLimits(concurrent_requests=100)), 0.0)
     with pytest.raises(RateLimited):
-        quotas.take_batch("k", KeyLimits(requests_per_minute=1), 0.0, 2, at_once=64)
+        quotas.take_batch(of_key("k", AccountLimits(requests_per_minute=1)), 0.0, 2, at_once=64)
     for most in (1, 2):
-        assert f"limit of {most} requests at once" in str(refused(quotas, KeyLimits(concurrent_requests=most), 0.0))
+        assert f"limit of {most} requests at once" in str(refused(quotas, AccountLimits(concurrent_requests=most), 0.0))
 
 
 def test_what_an_answer_costs_is_taken_off_a_full_account_however_long_it_took():
-    quotas, limits = Quotas(), KeyLimits(tokens_per_minute=600)
-    granted = quotas.take("k", limits, 0.0, 100)
+    quotas, limits = Quotas(), AccountLimits(tokens_per_minute=600)
+    granted = quotas.take(of_key("k", limits), 0.0, 100)
     quotas.settle(granted, 600.0, completion_tokens=600)
     assert refused(quotas, limits, 600.0).retry_after_s == pytest.approx(0.1)
 
 
 def test_a_lower_limit_makes_no_debt_and_a_debt_is_paid_off_in_the_same_time():
-    quotas, many, few = Quotas(), KeyLimits(tokens_per_minute=1_000_000), KeyLimits(tokens_per_minute=10_000)
-    quotas.charge(quotas.take("k", many, 0.0), 500_000, 0.0)
+    quotas, many, few = Quotas(), AccountLimits(tokens_per_minute=1_000_000), AccountLimits(tokens_per_minute=10_000)
+    quotas.charge(quotas.take(of_key("k", many), 0.0), 500_000, 0.0)
     assert refused(quotas, few, 1.0, tokens=1).retry_after_s <= 1.0
-    quotas.take("k", few, 2.0)
-    quotas.charge(quotas.take("owes", many, 0.0), 1_000_000, 0.0)
-    granted = quotas.take("owes", many, 1.0)
+    quotas.take(of_key("k", few), 2.0)
+    quotas.charge(quotas.take(of_key("owes", many), 0.0), 1_000_000, 0.0)
+    granted = quotas.take(of_key("owes", many), 1.0)
     quotas.settle(granted, 1.0, completion_tokens=500_000)
     for limits in (many, few):
         assert 27 < float(refused(quotas, limits, 2.0, tokens=1, key="owes").retry_after_s) < 33
 
 
 def test_idle_keys_are_forgotten_and_busy_or_indebted_ones_are_not():
-    quotas, limits = Quotas(), KeyLimits(requests_per_minute=60)
-    quotas.take("running", limits, 0.0)
+    quotas, limits = Quotas(), AccountLimits(requests_per_minute=60)
+    quotas.take(of_key("running", limits), 0.0)
     for number in range(100_000):
-        quotas.settle(quotas.take(f"k{number}", limits, number / 100), number / 100)
+        quotas.settle(quotas.take(of_key(f"k{number}", limits), number / 100), number / 100)
     assert len(quotas) <= 2048
     assert "running" in quotas.accounts
     quotas.forget_idle(1e6)
@@ -232,7 +234,7 @@ def test_times_are_written_as_openai_writes_them(seconds, shown):
 
 def test_headers_tell_what_is_left_of_the_limits_that_there_are():
     quotas = Quotas()
-    granted = quotas.take("k", KeyLimits(requests_per_minute=60, tokens_per_minute=150_000), 0.0, 16)
+    granted = quotas.take(of_key("k", AccountLimits(requests_per_minute=60, tokens_per_minute=150_000)), 0.0, 16)
     assert quotas.headers(granted, 0.0) == {
         "x-ratelimit-limit-requests": "60",
         "x-ratelimit-remaining-requests": "59",
@@ -241,13 +243,13 @@ def test_headers_tell_what_is_left_of_the_limits_that_there_are():
         "x-ratelimit-remaining-tokens": "149984",
         "x-ratelimit-reset-tokens": "7ms",
     }
-    only = quotas.take("k2", KeyLimits(concurrent_requests=3), 0.0)
+    only = quotas.take(of_key("k2", AccountLimits(concurrent_requests=3)), 0.0)
     assert quotas.headers(only, 0.0) == {}
 
 
 def attempt(quotas, limits, now, tokens):
     try:
-        return quotas.take("k", limits, now, tokens)
+        return quotas.take(of_key("k", limits), now, tokens)
     except RateLimited as exc:
         return exc
 
@@ -271,7 +273,7 @@ def test_no_stretch_of_time_holds_more_than_the_limits_and_a_told_time_to_come_b
     steps, requests, tokens, concurrent
 ):
     quotas = Quotas()
-    limits = KeyLimits(requests_per_minute=requests, tokens_per_minute=tokens, concurrent_requests=concurrent)
+    limits = AccountLimits(requests_per_minute=requests, tokens_per_minute=tokens, concurrent_requests=concurrent)
     now, granted_all, running = 0.0, [], []
     for wait_s, prompt, completion, is_ending in steps:
         now += wait_s
@@ -305,46 +307,102 @@ def test_no_stretch_of_time_holds_more_than_the_limits_and_a_told_time_to_come_b
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 3000)), max_size=60), st.integers(100, 2000))
 def test_bodies_that_are_read_hold_no_more_bytes_than_the_rate_and_one_body(steps, rate):
-    quotas, limits, now, read = Quotas(), KeyLimits(bytes_per_minute=rate), 0.0, []
+    quotas, limits, now, read = Quotas(), AccountLimits(bytes_per_minute=rate), 0.0, []
     for wait_s, size in steps:
         now += wait_s
         try:
-            quotas.check_body("k", limits, now, size_bytes=size)
+            quotas.check_body(of_key("k", limits), now, size_bytes=size)
         except RateLimited as exc:
             now += exc.retry_after_s
-            quotas.check_body("k", limits, now, size_bytes=size)  # the time to come back is true
-        quotas.charge_bytes("k", limits, now, size)
+            quotas.check_body(of_key("k", limits), now, size_bytes=size)  # the time to come back is true
+        quotas.charge_bytes(of_key("k", limits), now, size)
         read.append(size)
         assert sum(read[:-1]) <= rate * (1 + now / 60) + 1e-3
 
 
 def test_requests_whose_bodies_end_early_leave_a_debt_of_a_minute_at_most():
-    quotas, limits = Quotas(), KeyLimits(requests_per_minute=6)
+    quotas, limits = Quotas(), AccountLimits(requests_per_minute=6)
     for _ in range(1000):
-        quotas.charge_incomplete_body("k", limits, 0.0)
+        quotas.charge_incomplete_body(of_key("k", limits), 0.0)
     assert refused(quotas, limits, 69.0).limit == "requests_per_minute"
-    quotas.take("k", limits, 70.0)
+    quotas.take(of_key("k", limits), 70.0)
 
 
 def test_a_large_body_or_one_without_a_length_is_not_read_where_no_request_is_left():
-    quotas, limits = Quotas(), KeyLimits(requests_per_minute=1)
-    quotas.take("k", limits, 0.0)
-    quotas.check_body("k", limits, 0.0, size_bytes=1000)
+    quotas, limits = Quotas(), AccountLimits(requests_per_minute=1)
+    quotas.take(of_key("k", limits), 0.0)
+    quotas.check_body(of_key("k", limits), 0.0, size_bytes=1000)
     for size in (2**20, None):
         with pytest.raises(RateLimited):
-            quotas.check_body("k", limits, 0.0, size_bytes=size)
+            quotas.check_body(of_key("k", limits), 0.0, size_bytes=size)
 
 
 def test_a_batch_gives_back_the_request_that_its_call_counted_as():
-    quotas, limits = Quotas(), KeyLimits(requests_per_minute=3, concurrent_requests=2)
-    arrived = quotas.take("k", limits, 0.0)
-    batch = quotas.take_batch("k", limits, 0.0, 3, at_once=64, arrived=arrived)
+    quotas, limits = Quotas(), AccountLimits(requests_per_minute=3, concurrent_requests=2)
+    arrived = quotas.take(of_key("k", limits), 0.0)
+    batch = quotas.take_batch(of_key("k", limits), 0.0, 3, at_once=64, arrived=arrived)
     assert batch.at_once == 2
     for item in batch.items:
         quotas.settle(item, 0.0)
     quotas.settle(arrived, 0.0)
     quotas.end_batch(batch, 0.0)
     assert refused(quotas, limits, 0.0).limit == "requests_per_minute"
+
+
+# --- of a tenant ------------------------------------------------------------------------------------------------------
+
+
+def test_all_keys_of_a_tenant_have_its_limit_together_and_each_has_its_own():
+    quotas, limits, whole = Quotas(), AccountLimits(requests_per_minute=4), AccountLimits(requests_per_minute=6)
+    for _ in range(4):
+        quotas.take(of_tenant("a", limits, whole), 0.0)
+    with pytest.raises(RateLimited) as of_the_key:
+        quotas.take(of_tenant("a", limits, whole), 0.0)
+    assert of_the_key.value.limit == "requests_per_minute"
+    for _ in range(2):
+        quotas.take(of_tenant("b", None, whole), 0.0)
+    with pytest.raises(RateLimited) as of_the_tenant:
+        quotas.take(of_tenant("b", None, whole), 0.0)
+    assert of_the_tenant.value.limit == "tenant_requests_per_minute"
+    assert "all keys of tenant acme together have a limit of 6 requests per minute" in str(of_the_tenant.value)
+    quotas.take(of_key("tenant acme's neighbour", limits), 0.0)
+
+
+def test_what_one_account_refuses_is_counted_in_none():
+    quotas, whole = Quotas(), AccountLimits(concurrent_requests=1)
+    limits = AccountLimits(concurrent_requests=5, tokens_per_minute=100)
+    first = quotas.take(of_tenant("a", limits, whole), 0.0, 60)
+    for _ in range(9):
+        with pytest.raises(RateLimited):
+            quotas.take(of_tenant("a", limits, whole), 0.0, 10)
+    quotas.settle(first, 0.0, completion_tokens=30)
+    assert (
+        quotas.headers(quotas.take(of_tenant("a", limits, whole), 0.0, 4), 0.0)["x-ratelimit-remaining-tokens"] == "6"
+    )
+
+
+def test_the_headers_tell_of_the_account_with_the_least_left():
+    quotas = Quotas()
+    key, tenant = AccountLimits(requests_per_minute=10, tokens_per_minute=50), AccountLimits(requests_per_minute=30)
+    for _ in range(25):
+        quotas.take(of_tenant("b", None, tenant), 0.0)
+    headers = quotas.headers(quotas.take(of_tenant("a", key, tenant), 0.0), 0.0)
+    assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("30", "4")
+    assert headers["x-ratelimit-limit-tokens"] == "50"
+
+
+def test_bytes_and_batches_count_against_the_tenant_too():
+    quotas, whole = Quotas(), AccountLimits(bytes_per_minute=1000, requests_per_minute=10, concurrent_requests=3)
+    quotas.charge_bytes(of_tenant("a", None, whole), 0.0, 1500)
+    with pytest.raises(RateLimited) as owes:
+        quotas.check_body(of_tenant("b", None, whole), 0.0, size_bytes=1)
+    assert owes.value.limit == "tenant_bytes_per_minute"
+    batch = quotas.take_batch(of_tenant("a", AccountLimits(concurrent_requests=2), whole), 0.0, 8, at_once=64)
+    assert batch.at_once == 2
+    with pytest.raises(RateLimited):
+        quotas.take_batch(of_tenant("b", None, whole), 0.0, 3, at_once=64)
+    quotas.end_batch(batch, 0.0)
+    assert quotas.take_batch(of_tenant("b", None, whole), 0.0, 10, at_once=64).at_once == 3
 
 
 # --- in several processes ---------------------------------------------------------------------------------------------
@@ -373,18 +431,22 @@ STEP = st.tuples(
 @settings(max_examples=examples(400))
 @given(st.lists(STEP, max_size=60), st.integers(1, 20), st.integers(1, 200), st.integers(1, 5))
 def test_several_processes_give_away_what_one_would(steps, requests, tokens, concurrent):
-    limits = KeyLimits(requests_per_minute=requests, tokens_per_minute=tokens, concurrent_requests=concurrent)
+    limits = AccountLimits(requests_per_minute=requests, tokens_per_minute=tokens, concurrent_requests=concurrent)
+    whole = AccountLimits(
+        requests_per_minute=requests * 3 / 2, tokens_per_minute=tokens * 2, concurrent_requests=concurrent + 1
+    )
+    limited = {key: of_tenant(key, limits, whole) for key in ("k", "other")}
     with processes(3) as accounts:
         alone, several, now = Quotas(), [Quotas(each) for each in accounts], 0.0
         singles, batches = [], []
         for step, who, key, wait_s, size in steps:
             now += wait_s
             if step == "take":
-                found = [outcome(quotas.take, key, limits, now, size) for quotas in (alone, several[who])]
+                found = [outcome(quotas.take, limited[key], now, size) for quotas in (alone, several[who])]
                 kept = singles
             elif step == "batch":
                 each = [partial(quotas.take_batch, at_once=2) for quotas in (alone, several[who])]
-                found = [outcome(take, key, limits, now, 1 + size // 12) for take in each]
+                found = [outcome(take, limited[key], now, 1 + size // 12) for take in each]
                 kept = batches
             elif step == "charge" and singles:
                 owner, *both = singles[size % len(singles)]
@@ -413,7 +475,7 @@ def test_several_processes_give_away_what_one_would(steps, requests, tokens, con
                 kept.append((who, *found))
             if kept is singles and not refusals:
                 assert several[who].headers(found[1], now).keys() == alone.headers(found[0], now).keys()
-                levels = [(one.account.requests.fill(now), one.account.tokens.fill(now)) for one in found]
+                levels = [[bucket.fill(now) for each in one.accounts for _, bucket in each.buckets()] for one in found]
                 assert levels[1] == pytest.approx(levels[0])
 
 
@@ -426,10 +488,10 @@ def outcome(ask, *what):
 
 
 def test_what_one_process_charges_settles_or_shows_is_on_top_of_what_the_others_took():
-    limits = KeyLimits(requests_per_minute=10, tokens_per_minute=100)
+    limits = AccountLimits(requests_per_minute=10, tokens_per_minute=100)
     with processes(2) as tables:
         here, there = map(Quotas, tables)
-        mine, theirs = here.take("k", limits, 0.0, 10), there.take("k", limits, 0.0)
+        mine, theirs = here.take(of_key("k", limits), 0.0, 10), there.take(of_key("k", limits), 0.0)
         there.charge(theirs, 60, 0.0)
         left = here.headers(mine, 0.0)
         assert (left["x-ratelimit-remaining-requests"], left["x-ratelimit-remaining-tokens"]) == ("8", "30")
@@ -442,11 +504,11 @@ def test_what_one_process_charges_settles_or_shows_is_on_top_of_what_the_others_
 
 
 def test_a_clock_that_was_read_before_another_process_wrote_neither_hides_what_is_taken_nor_gives_any_back():
-    limits = KeyLimits(requests_per_minute=60)
+    limits = AccountLimits(requests_per_minute=60)
     with processes(2) as tables:
         here, there = map(Quotas, tables)
-        mine = here.take("k", limits, 10.0)
-        theirs = there.take("k", limits, 9.0)
+        mine = here.take(of_key("k", limits), 10.0)
+        theirs = there.take(of_key("k", limits), 9.0)
         assert here.headers(mine, 10.0)["x-ratelimit-remaining-requests"] == "58"
         assert there.headers(theirs, 10.0)["x-ratelimit-remaining-requests"] == "58"
 
@@ -456,58 +518,58 @@ def test_a_batch_of_a_key_whose_requests_at_once_are_written_with_a_point_is_cou
     path.write_text(f"keys: [{{sha256: {hash_key('mine')}, scopes: [infer], limits: {{concurrent_requests: 2.0}}}}]")
     limits = ApiKeys([path]).caller("Bearer mine").limits
     with processes(2) as (here, there):
-        batch = Quotas(here).take_batch("k", limits, 0.0, 5, at_once=64)
+        batch = Quotas(here).take_batch(of_key("k", limits), 0.0, 5, at_once=64)
         assert batch.at_once == 2
         refused(Quotas(there), limits, 0.0)
 
 
 def test_what_a_process_that_died_had_under_way_is_over_and_what_it_took_is_not():
-    limits = KeyLimits(requests_per_minute=6, concurrent_requests=2)
+    limits = AccountLimits(requests_per_minute=6, concurrent_requests=2)
     owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with processes(2, pids=(None, owner.pid)) as (here, there):
         quotas = Quotas(there)
-        quotas.take("k", limits, 0.0)
-        quotas.take("k", limits, 0.0)
+        quotas.take(of_key("k", limits), 0.0)
+        quotas.take(of_key("k", limits), 0.0)
         refused(Quotas(here), limits, 0.0)
         owner.communicate(b"\n")
-        granted = Quotas(here).take("k", limits, 0.0)
+        granted = Quotas(here).take(of_key("k", limits), 0.0)
         assert Quotas(here).headers(granted, 0.0)["x-ratelimit-remaining-requests"] == "3"
 
 
 def test_bytes_that_one_process_read_are_taken_in_the_others():
-    limits = KeyLimits(bytes_per_minute=1000)
+    limits = AccountLimits(bytes_per_minute=1000)
     with processes(2) as accounts:
         here, there = (Quotas(each) for each in accounts)
-        there.check_body("k", limits, 0.0, size_bytes=1)
-        here.charge_bytes("k", limits, 0.0, 1500)
+        there.check_body(of_key("k", limits), 0.0, size_bytes=1)
+        here.charge_bytes(of_key("k", limits), 0.0, 1500)
         with pytest.raises(RateLimited) as told:
-            there.check_body("k", limits, 0.0, size_bytes=1)
+            there.check_body(of_key("k", limits), 0.0, size_bytes=1)
         assert told.value.retry_after_s == pytest.approx(30.06)
 
 
 def test_a_process_that_takes_anothers_place_begins_with_nothing_of_its_own_under_way():
-    limits = KeyLimits(requests_per_minute=6, concurrent_requests=1)
+    limits = AccountLimits(requests_per_minute=6, concurrent_requests=1)
     descriptor = shared_memory(2)
     here, there = (Quotas(SharedQuotas(descriptor, slot, 2)) for slot in range(2))
-    here.take("k", limits, 0.0)
+    here.take(of_key("k", limits), 0.0)
     refused(there, limits, 0.0)
     again = Quotas(SharedQuotas(descriptor, 0, 2))
     os.close(descriptor)
-    there.settle(there.take("k", limits, 0.0), 0.0)
-    assert again.headers(again.take("k", limits, 0.0), 0.0)["x-ratelimit-remaining-requests"] == "3"
+    there.settle(there.take(of_key("k", limits), 0.0), 0.0)
+    assert again.headers(again.take(of_key("k", limits), 0.0), 0.0)["x-ratelimit-remaining-requests"] == "3"
 
 
 def test_what_a_process_took_stays_taken_when_another_takes_its_place_and_nobody_had_looked_meanwhile():
-    limits = KeyLimits(requests_per_minute=6, tokens_per_minute=100)
+    limits = AccountLimits(requests_per_minute=6, tokens_per_minute=100)
     descriptor = shared_memory(2)
     dead, there = (Quotas(SharedQuotas(descriptor, slot, 2)) for slot in range(2))
     for _ in range(6):
-        dead.settle(dead.take("k", limits, 0.0, 10), 0.0, completion_tokens=5)
-    dead.take("other", limits, 0.0, 100)
+        dead.settle(dead.take(of_key("k", limits), 0.0, 10), 0.0, completion_tokens=5)
+    dead.take(of_key("other", limits), 0.0, 100)
     again = Quotas(SharedQuotas(descriptor, 0, 2))
     refused(again, limits, 0.0)
     refused(there, limits, 0.0)
-    granted = again.take("k", limits, 10.0)
+    granted = again.take(of_key("k", limits), 10.0)
     assert again.headers(granted, 10.0)["x-ratelimit-remaining-tokens"] == "26"
     refused(there, limits, 10.0)
     assert refused(Quotas(SharedQuotas(descriptor, 0, 2)), limits, 11.0, 50, key="other").limit == "tokens_per_minute"
@@ -516,20 +578,20 @@ def test_what_a_process_took_stays_taken_when_another_takes_its_place_and_nobody
 
 def test_accounts_of_the_process_before_are_forgotten_like_others_when_the_table_is_full(monkeypatch):
     monkeypatch.setattr(shared_quotas, "MAX_KEYS", 12)
-    limits = KeyLimits(requests_per_minute=1)
+    limits = AccountLimits(requests_per_minute=1)
     descriptor = shared_memory(2)
     dead = Quotas(SharedQuotas(descriptor, 0, 2))
     for number in range(11):
-        dead.take(f"idle{number}", limits, 0.0)
-    dead.take("busy", limits, 100.0)
+        dead.take(of_key(f"idle{number}", limits), 0.0)
+    dead.take(of_key("busy", limits), 100.0)
     here, other = SharedQuotas(descriptor, 0, 2), Quotas(SharedQuotas(descriptor, 1, 2))
     again = Quotas(here)
-    again.take("k", limits, 101.0)
+    again.take(of_key("k", limits), 101.0)
     assert here.accounts == 2
     for quotas in (again, other):
         for key in ("busy", "k"):
             refused(quotas, limits, 101.0, key=key)
-    again.take("idle0", limits, 101.0)  # who was forgotten begins anew
+    again.take(of_key("idle0", limits), 101.0)  # who was forgotten begins anew
     refused(other, limits, 101.0, key="idle0")
     os.close(descriptor)
 
@@ -552,20 +614,20 @@ def test_keys_whose_cells_meet_have_accounts_of_their_own():
 
 def test_a_table_that_is_full_forgets_who_is_idle_and_never_who_is_not(monkeypatch):
     monkeypatch.setattr(shared_quotas, "MAX_KEYS", 12)
-    limits = KeyLimits(requests_per_minute=1)
+    limits = AccountLimits(requests_per_minute=1)
     with processes(2) as (here, there), capture_logs() as logs:
         quotas, other = Quotas(here), Quotas(there)
         for number in range(100):
-            quotas.settle(quotas.take(f"k{number}", limits, 10.0 * number), 10.0 * number)
+            quotas.settle(quotas.take(of_key(f"k{number}", limits), 10.0 * number), 10.0 * number)
             refused(other, limits, 10.0 * number, key=f"k{number}")
         assert here.accounts <= 12
         assert not logs
         for number in range(20):
-            quotas.take(f"busy{number}", limits, 2000.0)
+            quotas.take(of_key(f"busy{number}", limits), 2000.0)
         assert [log["log_level"] for log in logs] == ["warning"]
         for number in range(12):
             refused(other, limits, 2000.0, key=f"busy{number}")
-        other.take("busy19", limits, 2000.0)
+        other.take(of_key("busy19", limits), 2000.0)
 
 
 def test_a_table_that_is_full_keeps_who_is_at_work_or_in_debt_however_long_ago_that_was_told(monkeypatch):
@@ -722,7 +784,7 @@ class Watched:
 
     def charge_bytes(self, key_id, limits, now, size_bytes):
         self.charged.append(size_bytes)
-        self.quotas.charge_bytes(key_id, limits, now, size_bytes)
+        self.quotas.charge_bytes(of_key(key_id, limits), now, size_bytes)
 
 
 async def test_a_body_without_a_length_that_becomes_too_large_counts(tmp_path):

@@ -1,19 +1,21 @@
 """Limits over several routers: what they admit together is held against what one of them would."""
 
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorafleet.keys.roles import KeyLimits
 from orchestrator.core.limit_leases import LimitLeases
+from orchestrator.model.limits import AccountLimits
 from orchestrator.model.usage import FIRST_SHARE, LimitShares, UsageReport
 from router.core.errors import RateLimited
 from router.core.queue.quota import Quotas
 from tests.properties import examples
+from tests.router.core.queue.limited import of_key, of_tenant
 
-LIMITS = KeyLimits(requests_per_minute=600)
+LIMITS = AccountLimits(requests_per_minute=600)
 STEP_S = 0.25
 
 
@@ -37,7 +39,7 @@ class Routers:
 
     def offer(self, quotas, tokens=0):
         try:
-            granted = quotas.take("k", self.limits, self.now, tokens)
+            granted = quotas.take(of_key("k", self.limits), self.now, tokens)
         except RateLimited as exc:
             return exc
         self.admitted.append((self.now, tokens))
@@ -87,7 +89,7 @@ def test_three_times_the_limit_over_two_minutes_is_admitted_as_by_one_router(off
 
 
 def test_tokens_that_are_charged_at_one_router_are_refused_at_another():
-    fleet = Routers(2, KeyLimits(tokens_per_minute=6000))
+    fleet = Routers(2, AccountLimits(tokens_per_minute=6000))
     for _ in range(180):
         fleet.second([12, 4], tokens=25)  # 24,000 a minute
         fleet.end_all()
@@ -96,7 +98,7 @@ def test_tokens_that_are_charged_at_one_router_are_refused_at_another():
 
 
 def test_requests_at_once_hold_over_three_routers():
-    fleet = Routers(3, KeyLimits(concurrent_requests=6))
+    fleet = Routers(3, AccountLimits(concurrent_requests=6))
     for offered in ([8, 0, 0], [0, 8, 0], [8, 8, 8]):
         for _ in range(15):
             fleet.second(offered)
@@ -106,7 +108,7 @@ def test_requests_at_once_hold_over_three_routers():
 
 
 def test_a_limit_of_one_request_at_once_is_met_at_whichever_router_it_comes_and_holds_within_seconds():
-    fleet = Routers(3, KeyLimits(concurrent_requests=1))
+    fleet = Routers(3, AccountLimits(concurrent_requests=1))
     for place in (1, 2):
         assert fleet.offer(fleet.routers[place]) is None
         for _ in range(5):
@@ -118,6 +120,21 @@ def test_a_limit_of_one_request_at_once_is_met_at_whichever_router_it_comes_and_
         fleet.end_all()
         for _ in range(70):
             fleet.second([0, 0, 0])
+
+
+def test_a_tenants_limit_holds_over_two_routers_and_many_keys():
+    fleet, whole = Routers(2), AccountLimits(requests_per_minute=600)
+    for second in range(180):
+        for place, quotas in enumerate(fleet.routers):
+            for number in range(12 if place else 20):
+                with suppress(RateLimited):
+                    fleet.running.append((quotas, quotas.take(of_tenant(f"k{number}", None, whole), fleet.now)))
+                    fleet.admitted.append((fleet.now, 1))
+        fleet.second([0, 0])
+        fleet.end_all()
+        if second == 120:
+            fleet.admitted.clear()
+    assert len(fleet.admitted) == pytest.approx(590, rel=0.03)
 
 
 def test_a_router_without_an_answer_goes_on_with_its_last_share():
@@ -134,18 +151,18 @@ def test_a_router_without_an_answer_goes_on_with_its_last_share():
 def test_a_router_that_was_never_answered_has_a_tenth():
     quotas = Quotas(shares=LimitShares(), group="r")
     for _ in range(int(600 * FIRST_SHARE)):
-        quotas.take("k", LIMITS, 0.0)
+        quotas.take(of_key("k", LIMITS), 0.0)
     with pytest.raises(RateLimited) as refused:
-        quotas.take("k", LIMITS, 0.0)
+        quotas.take(of_key("k", LIMITS), 0.0)
     assert refused.value.retry_after_s <= 1.0
 
 
 def test_a_share_below_one_request_admits_one_and_tells_a_short_time():
     quotas = Quotas(shares=LimitShares(idle_share=0.01), group="r")
-    limits = KeyLimits(requests_per_minute=6)
-    quotas.take("k", limits, 0.0)
+    limits = AccountLimits(requests_per_minute=6)
+    quotas.take(of_key("k", limits), 0.0)
     with pytest.raises(RateLimited) as refused:
-        quotas.take("k", limits, 0.0)
+        quotas.take(of_key("k", limits), 0.0)
     assert refused.value.retry_after_s == pytest.approx(10.0)
     assert refused.value.headers["x-ratelimit-limit-requests"] == "6"
 
@@ -155,9 +172,9 @@ def test_an_account_that_is_opened_late_holds_no_more_than_the_smallest_share_si
     for share in (0.01, 0.9):
         quotas.set_shares(LimitShares(idle_share=0.5, shares={"requests_per_minute k": share}), 0.0)
     for _ in range(6):
-        quotas.take("k", LIMITS, 0.0)
+        quotas.take(of_key("k", LIMITS), 0.0)
     with pytest.raises(RateLimited):
-        quotas.take("k", LIMITS, 0.0)
+        quotas.take(of_key("k", LIMITS), 0.0)
 
 
 @settings(max_examples=examples(60))
@@ -166,7 +183,7 @@ def test_an_account_that_is_opened_late_holds_no_more_than_the_smallest_share_si
     st.sampled_from([6, 60, 120]),
 )
 def test_no_stretch_of_time_holds_more_than_one_router_would_admit_and_a_request_a_router(seconds, limit):
-    fleet = Routers(3, KeyLimits(requests_per_minute=limit))
+    fleet = Routers(3, AccountLimits(requests_per_minute=limit))
     for offered in seconds:
         for _ in range(3):
             fleet.second(offered)
