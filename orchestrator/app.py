@@ -148,7 +148,8 @@ def build(
     wall: Callable[[], float] = time.time,
     tls: Tls | None = None,
 ) -> OrchestratorService:
-    """Build the whole service; nothing runs until the app is served. Raises StoreError, KeyFileError, OSError.
+    """Build the whole service; nothing runs until the app is served. Raises StoreError, KeyFileError, OSError,
+    and OrchestratorUnavailable for a price file that cannot be used.
 
     url    where other orchestrators reach this one
     kube   the API server, where the settings want one; closed with the app

@@ -109,6 +109,9 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         le=10_000,
         description="days for which the ledger of usage is kept, in the store",
     )
+    price_file: Path | None = Field(
+        default=None, description="YAML file of the prices by which usage has a cost; read at each question"
+    )
     peer_fleets: tuple[Url, ...] = Field(
         default=(),
         description="URLs of other fleets' orchestrators that adapters' files may be fetched from by digest",

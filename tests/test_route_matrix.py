@@ -102,6 +102,7 @@ ORCHESTRATOR: dict[str, str] = {
     "GET /v1/catalog": "-xxx+++xx",
     "GET /v1/events": "-x+++++xx",
     "POST /v1/usage": "-xxxx++xx",
+    "GET /v1/usage": "-x++++xxx",
     "POST /v1/adapters/{lora_id:path}/ensure": "-x+0+++xx -x+++++xx",
     "GET /v1/traffic": "-xxx++xxx",
     "GET /v1/traffic/totals": "-x++++xxx",

@@ -96,9 +96,9 @@ class RestClient:
         answer = self._send("GET", path)
         return self._parse_json(path, answer), answer.headers.get("etag", "")
 
-    def download(self, path: str) -> bytes:
+    def download(self, path: str, **query: Any) -> bytes:
         """GET `path`: the answer's bytes. Raises CommandFailed."""
-        return self._send("GET", path).content
+        return self._send("GET", path, **query).content
 
     def _send(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, **query: Any

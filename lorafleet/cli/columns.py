@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 Item = Mapping[str, Any]
@@ -54,13 +56,17 @@ class Column:
 class ListView:
     """The columns of a list's table, and the fields by which `-o name` names an item.
 
-    names  printed by `-o name` with a tab between them
+    names  such as `lora_id` or `group.tenant`; printed by `-o name` with a tab between them
     part   what an incomplete answer lacks, before the names of those that did not answer
     """
 
     columns: tuple[Column, ...]
     names: tuple[str, ...] = ()
     part: str = ""
+
+    def names_of(self, item: Item) -> list[str]:
+        """The values of the fields that name an item."""
+        return [str(reduce(getitem, name.split("."), item)) for name in self.names]
 
 
 def time_text(at: str) -> str:

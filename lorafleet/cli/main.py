@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lorafleet.cli import adapters, history, keys, login, names, workers
+from lorafleet.cli import adapters, history, keys, login, names, usage, workers
 from lorafleet.cli.bench import command as bench
 from lorafleet.cli.changes import apply, plan, record
 from lorafleet.cli.context import FleetAddress
@@ -147,7 +147,7 @@ for name, group in (
     ("store", services.stores),
 ):
     app.add_typer(group, name=name)
-for part in (up, workers, decisions, plan, record, apply, history, login, monitoring, logs, services, bench):
+for part in (up, workers, decisions, plan, record, apply, history, usage, login, monitoring, logs, services, bench):
     app.add_typer(part.app)
 
 

@@ -51,7 +51,7 @@ def print_list(view: ListView, answer: ListAnswer | Sequence[Item], output: Outp
     match chosen_format(output, as_json):
         case OutputFormat.name:
             for item in whole["data"]:
-                typer.echo("\t".join(printable(str(item[name])) for name in view.names))
+                typer.echo("\t".join(map(printable, view.names_of(item))))
         case OutputFormat.json | OutputFormat.yaml as chosen:
             print_value(whole, chosen)
         case chosen:

@@ -402,6 +402,31 @@ HISTORY = ListView(
     names=("subject",),
 )
 
+
+def usage_view(group_by: Sequence[str], currency: str | None) -> ListView:
+    """The columns of usage that is grouped by these fields, with costs in this currency."""
+    return ListView(
+        (
+            *(Column(name.replace("_", " "), f"group.{name}") for name in group_by),
+            Column("requests", "usage.requests"),
+            Column("succeeded", "usage.succeeded", shown=Shown.wide),
+            Column("refused", "usage.refused", shown=Shown.wide),
+            Column("failed", "usage.failed"),
+            Column("cancelled", "usage.cancelled", shown=Shown.wide),
+            Column("prompt tokens", "usage.prompt_tokens"),
+            Column("cached", "usage.cached_tokens"),
+            Column("completion tokens", "usage.completion_tokens"),
+            Column("prefill s", "usage.prefill_s"),
+            Column("decode s", "usage.decode_s"),
+            Column("slot s", "usage.slot_s"),
+            Column("loads", "usage.loads"),
+            Column("fetched bytes", "usage.fetched_bytes", shown=Shown.wide),
+            *(() if currency is None else (Column(f"cost ({currency})", "cost"),)),
+        ),
+        names=tuple(f"group.{name}" for name in group_by),
+    )
+
+
 DECISIONS = ListView(
     (
         Column(TIME, "at", time_text),

@@ -29,6 +29,7 @@ from orchestrator.api.rollouts import rollout_routes
 from orchestrator.api.routers import pause_routes, router_routes
 from orchestrator.api.traffic import live_routes, traffic_routes
 from orchestrator.api.uploads import upload_routes
+from orchestrator.api.usage import usage_routes
 from orchestrator.api.views import WireViews
 from orchestrator.intent.publisher import NamePublisher
 from orchestrator.intent.registry import AdapterRegistry
@@ -68,6 +69,7 @@ def build_router(
         whoami_routes(keys),
         health_routes(reconciler, metrics, is_stopping, metrics_dependencies(keys, need_key=metrics_need_key)),
         router_routes(keys, registry, reconciler, views, book, ledger, is_stopping=is_stopping, clock=clock),
+        usage_routes(keys, reconciler.store, ledger, reconciler.settings.price_file, wall),
         traffic_routes(keys, reconciler, book, wall),
         live_routes(keys, reconciler, views.workers_by_state, is_stopping, clock, wall),
         decision_routes(keys, mailbox),

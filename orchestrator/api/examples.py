@@ -204,6 +204,33 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "adapter_policies": {"legal/v2": {"min_replicas": 2}},
         "adapters": [{"lora_id": "tax/v1", "source": "file:///srv/adapters/tax/v1", "policy": {"loading": "eager"}}],
     },
+    "UsageList": {
+        "since": "2026-11-01T00:00:00.000Z",
+        "until": "2026-12-01T00:00:00.000Z",
+        "currency": "EUR",
+        "data": [
+            {
+                "group": {"tenant": "acme"},
+                "usage": {
+                    "requests": 1200,
+                    "succeeded": 1180,
+                    "refused": 15,
+                    "failed": 2,
+                    "cancelled": 3,
+                    "prompt_tokens": 1_440_000,
+                    "cached_tokens": 900_000,
+                    "completion_tokens": 270_000,
+                    "prefill_s": 61.2,
+                    "decode_s": 240.9,
+                    "slot_s": 90_000.0,
+                    "loads": 3,
+                    "fetched_bytes": 15_728_640,
+                },
+                "cost": 12.5,
+            }
+        ],
+        "next": None,
+    },
     "PauseItem": _PAUSE,
     "PauseList": {"data": [_PAUSE]},
     "PauseSpec": {"mode": "keep", "lease_s": 60},

@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +16,7 @@ from starlette.background import BackgroundTask
 from starlette.types import Receive, Scope, Send
 
 from lorafleet.keys.auth import ApiKeys, requires
+from lorafleet.service.times import unix_time
 from orchestrator.api.tenancy import Actor, Limit, TenantView, tenant_view_of
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.core.incidents import KINDS_OF_INCIDENTS, Severity
@@ -102,8 +103,8 @@ def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
         filters = HistoryFilter(
             worker=asked.worker,
             adapter=asked.adapter,
-            since=_unix_time(asked.since, 0.0),
-            until=_unix_time(asked.until, inf),
+            since=0.0 if asked.since is None else unix_time(asked.since),
+            until=inf if asked.until is None else unix_time(asked.until),
         )
         return history_page(
             store, asked.limit, asked.cursor, kinds=wanted, subject=asked.subject, seen=seen, filters=filters
@@ -179,13 +180,6 @@ def _kinds_at_least(severity: Severity) -> tuple[str, ...]:
     """The kinds of incidents that are at least as bad."""
     least = _SEVERITIES.index(severity)
     return tuple(name for name, kind in KINDS_OF_INCIDENTS.items() if _SEVERITIES.index(kind.severity) >= least)
-
-
-def _unix_time(at: datetime | None, otherwise: float) -> float:
-    """Unix seconds of a time, in UTC where it names no zone; `otherwise` without one."""
-    if at is None:
-        return otherwise
-    return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
 
 
 def _shown_entry(entry: HistoryEntry, seen: TenantView) -> HistoryEntry:

@@ -6,7 +6,7 @@ or an agent. Core reads this module, too: it needs the standard library alone.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
 from annotated_types import Ge, MaxLen
 
@@ -15,6 +15,8 @@ from orchestrator.model.names import MESSAGE, RESOURCE
 HOUR_S: Final = 3600
 UsageField = Literal["hour", "tenant", "key", "adapter", "version", "base_model"]
 """What a row of the ledger is about; answers are grouped by any of them."""
+UsageGroup = tuple[int | str, ...]
+"""The values of the fields that an answer is grouped by, in their order."""
 
 
 class UsageKey(NamedTuple):
@@ -68,6 +70,10 @@ class UsageSums:
         for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
+    def rounded(self) -> Self:
+        """The same sums, their seconds with three digits after the point."""
+        return type(self)(**{name: round(getattr(self, name), 3) for name in SUMS})
+
     @property
     def engine_s(self) -> float:
         """Engine-seconds of prefill and decode."""
@@ -102,6 +108,8 @@ class UsageQuery:
     """Rows of whole hours that begin from `since` on and before `until`, in Unix seconds, added up by `group_by`.
 
     tenant, key, adapter, base_model  only rows of these; None: of all
+    after, up_to  only groups behind this one, and up to that one with it, in the order of `group_by`
+    limit  the first so many groups; None: all of them, which are an error if they are too many
     """
 
     since: float = 0.0
@@ -111,6 +119,9 @@ class UsageQuery:
     key: str | None = None
     adapter: str | None = None
     base_model: str | None = None
+    after: UsageGroup | None = None
+    up_to: UsageGroup | None = None
+    limit: int | None = None
 
 
 Price = Annotated[float, Ge(0)]
@@ -128,6 +139,33 @@ class Prices:
     per_million_completion_tokens: Price = 0.0
     per_engine_second: Price = 0.0
     per_slot_hour: Price = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageItem:
+    """What one group has used."""
+
+    __pydantic_config__ = MESSAGE
+
+    group: Mapping[UsageField, str]
+    """the fields of `group_by`; `hour` is its beginning"""
+    usage: UsageSums
+    cost: float | None = None
+    """by the price file; null: there is none"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageList:
+    """`GET /v1/usage`: groups of the ledger's rows of whole hours that begin from `since` on and before `until`."""
+
+    __pydantic_config__ = MESSAGE
+
+    since: str
+    until: str
+    currency: str | None = None
+    """of costs; null: there is no price file"""
+    data: tuple[UsageItem, ...]
+    next: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

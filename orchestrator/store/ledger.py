@@ -5,14 +5,15 @@ It is written around `IntentStore`, whose writes are changes of intent. Reports 
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import structlog
 
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
-from orchestrator.core.ledger import hour_of, router_batch, total_of
-from orchestrator.model.ledger import UsageBatch, UsageQuery, UsageRows, UsageSums
+from orchestrator.core.ledger import costs_by, grouped, hour_of, router_batch, total_of
+from orchestrator.model.ledger import PriceList, UsageBatch, UsageGroup, UsageKey, UsageQuery, UsageRows, UsageSums
 from orchestrator.model.usage import CountBatch
 from orchestrator.store.backend import StoreBackend
 
@@ -30,6 +31,14 @@ class _PendingBatches:
     batches: Sequence[UsageBatch]
     over: asyncio.Event = field(default_factory=asyncio.Event)
     error: OrchestratorError | None = None
+
+
+class UsagePage(NamedTuple):
+    """Some groups of rows, and what each costs. `last`: the last group, where there are more behind it."""
+
+    rows: UsageRows
+    costs: Mapping[UsageKey, float]
+    last: UsageGroup | None = None
 
 
 class Ledger:
@@ -97,6 +106,19 @@ class Ledger:
     async def rows(self, query: UsageQuery) -> UsageRows:
         """The rows of a query. Raises OrchestratorError."""
         return await self._backend.usage(query)
+
+    async def page(self, query: UsageQuery, limit: int, prices: PriceList | None) -> UsagePage:
+        """The first groups of a query, with their costs if there are prices. Raises OrchestratorError."""
+        found, last = await self.rows(replace(query, limit=limit + 1)), None
+        if len(found) > limit:
+            found.popitem()
+            key = next(reversed(found))
+            last = tuple(getattr(key, name) for name in query.group_by)
+        if prices is None:
+            return UsagePage(found, {}, last)
+        if "base_model" not in query.group_by:  # each has prices of its own
+            found = await self.rows(replace(query, up_to=last, group_by=(*query.group_by, "base_model")))
+        return UsagePage(grouped(found, query.group_by), costs_by(found, query.group_by, prices), last)
 
     async def spent(self, *, since: float, tenant: str | None = None, key: str | None = None) -> UsageSums:
         """What a tenant, a key or both have used since the hour that a Unix time is in. Raises OrchestratorError.

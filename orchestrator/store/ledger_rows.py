@@ -5,6 +5,7 @@ A number is stored in the transaction of its batch's rows, so a batch that comes
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -118,14 +119,20 @@ class LedgerTables:
         }
         names = {name: value for name, value in wanted.items() if value is not None}
         wheres = [f"hour >= {self.mark}", f"hour < {self.mark}", *(f"{name} = {self.mark}" for name in names)]
+        values = [first_hour(query.since), ceil(query.until), *names.values()]
+        for group, sign in ((query.after, ">"), (query.up_to, "<=")):
+            if group:
+                columns = ", ".join(query.group_by[: len(group)])
+                wheres.append(f"({columns}) {sign} ({', '.join([self.mark] * len(group))})")
+                values += group
         text = f"SELECT {groups}{', ' if groups else ''}{sums} FROM {self.prefix}usage WHERE {' AND '.join(wheres)}"  # noqa: S608
         text += f" GROUP BY {groups} ORDER BY {groups}" if groups else ""
-        return f"{text} LIMIT {MOST_GROUPS + 1}", [first_hour(query.since), int(query.until), *names.values()]
+        return f"{text} LIMIT {MOST_GROUPS + 1 if query.limit is None else query.limit}", values
 
 
 def first_hour(since: float) -> int:
     """The beginning of the first hour that begins at this time or later."""
-    return -int(-since // HOUR_S) * HOUR_S
+    return ceil(since / HOUR_S) * HOUR_S
 
 
 def row_values(rows: Mapping[UsageKey, UsageSums]) -> list[tuple[Any, ...]]:

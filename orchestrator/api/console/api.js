@@ -46,7 +46,8 @@ const hung = (error, what) => error.name === "TimeoutError" ? new CallError(`${w
 // A resource is {names, spec, status}: pages read its fields side by side, and what is observed before what was written.
 const flat = (item) => item?.spec && item.status ? { ...item.spec, ...item.status, ...item } : item;
 
-export async function call(method, path, { body, headers, signal, raw } = {}) {
+// The answer to a call, once its status is known to be good.
+async function answerOf(method, path, { body, headers, signal, raw }) {
   const sent = { ...(key ? { authorization: "Bearer " + key } : {}), ...headers };
   if (body !== undefined) sent["content-type"] = raw ? "application/octet-stream" : "application/json";
   const limits = [signal, method === "GET" ? AbortSignal.timeout(READ_MS) : null].filter(Boolean);
@@ -60,6 +61,11 @@ export async function call(method, path, { body, headers, signal, raw } = {}) {
     if (answer.status === 401 && key) refusal.set(error.message || "This key is not taken.");
     throw new CallError(error.message || `${method} ${path}: HTTP ${answer.status}`, answer.status, error.code || "");
   }
+  return answer;
+}
+
+export async function call(method, path, options = {}) {
+  const answer = await answerOf(method, path, options);
   if (answer.status === 204) return null;
   const whole = await answer.json().catch((error) => { if (error instanceof DOMException) throw hung(error, `${method} ${path}`); return null; });
   const parsed = Array.isArray(whole?.data) ? { ...whole, data: whole.data.map(flat) } : flat(whole);
@@ -69,6 +75,15 @@ export async function call(method, path, { body, headers, signal, raw } = {}) {
 }
 
 export const get = (path, options) => call("GET", path, options);
+
+// Save an answer as a file of the reader's: a link could not send the key.
+export async function save(path, name) {
+  const url = URL.createObjectURL(await (await answerOf("GET", path, {})).blob()), link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  URL.revokeObjectURL(url);
+}
 
 // All pages of a list.
 export async function all(path, most = 20000) {

@@ -3,6 +3,7 @@
 import asyncio
 import tempfile
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from orchestrator.configmaps.backend import ConfigMapBackend
 from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError, OrchestratorUnavailable, StateConflict
 from orchestrator.core.ledger import router_batch
-from orchestrator.model.ledger import UsageBatch, UsageKey, UsageQuery, UsageSums
+from orchestrator.model.ledger import PriceList, Prices, UsageBatch, UsageKey, UsageQuery, UsageSums
 from orchestrator.store import ledger_rows
 from orchestrator.store.ledger import Ledger
 from orchestrator.store.sqlite import SqliteBackend
@@ -93,6 +94,27 @@ async def test_too_many_rows_are_refused_with_what_to_ask_instead(backend, monke
     await backend.add_usage([batch(number, adapter=f"a{number}") for number in range(3)], AT)
     with pytest.raises(OrchestratorRequestError, match="shorter range"):
         await backend.usage(UsageQuery(group_by=("adapter",)))
+
+
+@pytest.mark.parametrize("prices", [None, PriceList(currency="EUR", default=Prices(per_engine_second=1))])
+async def test_pages_have_each_group_once_with_its_sums_and_cost(backend, prices):
+    for number, hour in enumerate((HOUR, HOUR, HOUR + 3600, HOUR - 3600)):
+        for adapter in ("b", "a", "Z", "é"):
+            await backend.add_usage([batch(number, adapter, hour=hour, adapter=adapter, prefill_s=2.0**number)], AT)
+    ledger = Ledger(backend)
+    for group_by in (("hour", "adapter"), ("adapter",), ("hour",), ()):
+        query = UsageQuery(group_by=group_by)
+        whole = await ledger.rows(query)
+        for limit in (1, 3, 100):
+            page = await ledger.page(query, limit, prices)
+            rows, costs = [*page.rows.items()], {**page.costs}
+            while page.last is not None:
+                page = await ledger.page(replace(query, after=page.last), limit, prices)
+                assert 0 < len(page.rows) <= limit
+                rows += page.rows.items()
+                costs |= page.costs
+            assert rows == list(whole.items())
+            assert costs == ({} if prices is None else {key: sums.prefill_s for key, sums in rows})
 
 
 async def test_a_backend_whose_term_is_over_adds_nothing(backend):

@@ -7,6 +7,7 @@ import { Link } from "../route.js";
 import { clock, missing, number, plural, seconds, share } from "../format.js";
 import { totalColumns, totals, traffic, TrafficCharts } from "./fleet.js";
 import { stateOf } from "./adapters.js";
+import { Usage } from "./usage.js";
 
 // What of 429s is by a limit: of the codes that routers report, "429 rate_limited concurrent_requests" -> count.
 const byLimit = (row, limit) => Object.entries(row?.codes || {}).filter(([name]) => name.startsWith("429") && name.endsWith(" " + limit)).reduce((whole, [, count]) => whole + count, 0);
@@ -15,7 +16,7 @@ const refused = (row, code = "429") => Object.entries(row?.codes || {}).filter((
 export function TenantsPage({ tenant }) {
   const rangeS = useRange();
   if (tenant) return html`<${TenantPage} tenant=${tenant === "(none)" ? "" : tenant} rangeS=${rangeS}/>`;
-  return html`<${Head} title="Tenants and keys" hasRange/><${Tenants} rangeS=${rangeS}/><${Keys} rangeS=${rangeS}/>`;
+  return html`<${Head} title="Tenants and keys" hasRange/><${Tenants} rangeS=${rangeS}/><${Keys} rangeS=${rangeS}/><${Usage}/>`;
 }
 
 function Tenants({ rangeS }) {
@@ -91,6 +92,7 @@ function TenantPage({ tenant, rangeS }) {
       ["Requests", number(found.total.requests), `${number(refused(found.total))} answered 429`], ["Prompt tokens", number(found.total.prompt_tokens), "in this time"], ["Output tokens", number(found.total.output_tokens), "in this time"],
       ["First token, p95", seconds(found.total.first_token_s.p95), `p50 ${seconds(found.total.first_token_s.p50)}`], ["Mean wait", seconds(found.total.waited_s), "for room at an engine"]]
       .map(([label, value, under]) => html`<${Tile} key=${label} label=${label} value=${value} under=${under}/>`)}</div><${TrafficCharts} found=${found}/>`}<//>
+    <${Usage} tenant=${tenant}/>
     ${tenant && html`<${Panel} title="Adapters that it may use" note="requests of all tenants"><${Loaded} of=${adapters}>${(list) => html`<ul class="lines">${ownFirst(list.data).map((one) => html`<li key=${one.lora_id}><b><${Link} to=${"adapters/" + one.lora_id}>${one.lora_id}<//></b><${State} is=${stateOf(one)}/><span class="grow muted">${one.tenants ? "" : "open to everyone, "}${number(one.requests_per_s, 2)} requests/s now</span></li>`)}</ul>${!list.data.length && html`<p class="empty">None. Its adapters are those that name it in their tenants.</p>`}`}<//><//>`}`;
 }
 
