@@ -52,6 +52,7 @@ from router.core.failover.poison import PoisonRequests
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.core.schedule.load import LoadBook
 from router.factories import (
+    PickerUnavailable,
     WorkerListener,
     client_limits,
     make_background,
@@ -61,6 +62,7 @@ from router.factories import (
     make_fleet_access,
     make_health_probes,
     make_pause_gate,
+    make_picker,
     make_quotas,
     make_request_queue,
     make_scheduler,
@@ -88,10 +90,10 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     """Build the router's app and its services: read keys, make `state_dir`, run nothing before the app's lifespan.
 
     `app.state.http` is the listener that must serve it, `app.state.tls` its certificate, `app.state.processes` its way
-    to the other processes.
+    to the other processes, `app.state.picker` its server for gateways.
 
     me      this process, among several on one port
-    raises  KeyFileError, TracingUnavailable, KubeConfigError
+    raises  KeyFileError, TracingUnavailable, PickerUnavailable, KubeConfigError
     """
     router_id = me.router_id(config.router_id) if me else config.router_id or f"{socket.gethostname()}-{os.getpid()}"
     keys = ApiKeys(config.key_files)
@@ -193,6 +195,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     )
     # A request takes its client's connection and one to an engine.
     http = HttpListener(intake, DescriptorRoom(each=2, peers=lambda: services.pool.connections))
+    picker = make_picker(config, services, intake, is_shared=me is not None)
     own_metrics = partial(metrics_text, services, http)
     processes = None
     if me is not None:
@@ -208,7 +211,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         version=version("lorafleet"),
         description="Sends each request to the worker where its adapter and its prompt are hot.",
         lifespan=lambda _app: run_services(
-            services, control, agents, probes, learning, clients=http, processes=processes
+            services, control, agents, probes, learning, clients=http, processes=processes, picker=picker
         ),
     )
     add_routes(
@@ -234,9 +237,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     guard(app, keys, allow_open=config.allow_open, may_ask=may_ask, requests=services.requests, has_runs=True)
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, **cors_middleware_options(config.allowed_origins))
-    app.state.http = http
-    app.state.processes = processes
-    app.state.tls = tls
+    app.state.http, app.state.picker, app.state.processes, app.state.tls = http, picker, processes, tls
     return app, services
 
 
@@ -273,13 +274,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         app, services = build(config, me)
         sock = me.bind() if me else serve.bind(config.host, config.port)
-    except (KeyFileError, TracingUnavailable, KubeConfigError, OSError) as exc:
+        if config.ext_proc is not None and me is None:
+            serve.bind_only(config.host, config.ext_proc).close()  # a port that is taken is said before the start
+    except (KeyFileError, TracingUnavailable, PickerUnavailable, KubeConfigError, OSError) as exc:
         raise _cannot_start(exc) from exc
 
     def stopping() -> None:
         """Be not ready any more, and have every response close its connection."""
         services.stopping = True
         app.state.http.intake.is_draining = True
+        if app.state.picker is not None:
+            app.state.picker.end_within(config.drain_s + config.grace_s)
 
     async def synced(within_s: float) -> None:
         """Wait until discovery and catalog are synced, at most for `within_s`."""

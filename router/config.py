@@ -257,6 +257,18 @@ class RouterSettings(WorkerDiscoverySettings):
     grace_s: float = Field(
         default=30.0, ge=0, allow_inf_nan=False, description="after that, how long requests in flight may still take"
     )
+    ext_proc: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="port for gateways that ask where to send each request (Envoy's external processing, of a Gateway"
+        " API InferencePool); 0 picks a free one; none by default (docs/gateway.md)",
+    )
+    ext_proc_self_signed: bool = Field(
+        default=False,
+        description="TLS on that port with a certificate made at the start, for gateways that ask for TLS and verify"
+        " nobody; with `tls_cert` that certificate is used",
+    )
     processes: int = Field(default=1, ge=1, le=64, description="router processes on this port, each with its own index")
     otlp_endpoint: Url = Field(
         default="", description="OpenTelemetry collector for traces, such as http://127.0.0.1:4318; empty: no traces"
@@ -279,6 +291,13 @@ class RouterSettings(WorkerDiscoverySettings):
         """Raise ValueError where no setting names a source of workers."""
         if not engines_by_id(self.engines) and not self.orchestrator_url and not self.kube_selector:
             raise ValueError("orchestrator_url: give one, or name engines, or a kube_selector")
+        return self
+
+    @model_validator(mode="after")
+    def _require_one_port_for_gateways(self) -> Self:
+        """Raise ValueError where each of several processes would pick a port of its own for gateways."""
+        if self.ext_proc == 0 and self.processes > 1:
+            raise ValueError("ext_proc: give a port, such as 9002: 0 would be another one in each of the processes")
         return self
 
     @field_validator("costs")

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import structlog
 
 from lorafleet.engine.agentless import has_start_time
-from lorafleet.http_server.intake import ClientLimits
+from lorafleet.http_server.intake import ClientLimits, RequestIntake
 from lorafleet.keys.auth import ApiKeys
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.kube.access import ACCOUNT, find_access_source
@@ -52,10 +52,14 @@ from router.request.cold_starts import ColdStarts
 from router.request.engine_body import dialect_of
 from router.request.pauses import PauseGate
 from router.request.queue import RequestQueue
+from router.request.services import Services
 from router.request.stages import match
 from router.telemetry.metrics import RouterMetrics
 from router.tokenizing.tokenizers import Tokenizers
 from workers.wire import Metadata
+
+if TYPE_CHECKING:
+    from router.gateway.server import PickerServer
 
 log = structlog.get_logger()
 
@@ -388,4 +392,32 @@ def make_cold_starts(
         tenant_adapters=inf if keys.is_open else config.max_cold_adapters_per_tenant,
         silent_after_s=config.catalog_poll_s + config.control_timeout_s,
         gone_after_s=config.unreachable_after_s + config.failover_wait_s,
+    )
+
+
+class PickerUnavailable(Exception):
+    """A port for gateways is configured but cannot be served; the message says what to do."""
+
+
+def make_picker(
+    config: RouterSettings, services: Services, intake: RequestIntake, *, is_shared: bool
+) -> "PickerServer | None":
+    """The server for gateways; None without a port for it.
+
+    is_shared  other processes of this router listen on the port, too
+    raises     PickerUnavailable
+    """
+    if config.ext_proc is None:
+        return None
+    try:
+        from router.gateway.server import PickerServer  # noqa: PLC0415  (gRPC is an extra, and takes 0.1 s)
+        from router.gateway.tls import credentials_of  # noqa: PLC0415
+    except ImportError as exc:
+        raise PickerUnavailable(
+            f"ext_proc is {config.ext_proc}, but the package {exc.name} is missing: pip install 'lorafleet[gateway]',"
+            " or unset it"
+        ) from exc
+    credentials = credentials_of(config.tls_files, is_self_signed=config.ext_proc_self_signed)
+    return PickerServer(
+        services, intake, host=config.host, port=config.ext_proc, is_shared=is_shared, credentials=credentials
     )

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from math import inf
+from typing import TYPE_CHECKING
 
 import httpx
 import structlog
@@ -28,6 +29,9 @@ from router.request.engine_attempt import EngineAttempt
 from router.request.services import Services
 from router.request.usage_report import send_usage
 from router.telemetry.metrics import RouterMetrics
+
+if TYPE_CHECKING:
+    from router.gateway.server import PickerServer
 
 log = structlog.get_logger()
 
@@ -54,10 +58,13 @@ async def run_services(
     *,
     clients: HttpListener,
     processes: WorkerProcesses | None,
+    picker: "PickerServer | None" = None,
 ) -> AsyncIterator[None]:
     """Run everything beside the requests, from the app's start to its end, and then close it in order.
 
     Sets this process's garbage collection and thread switching.
+
+    picker  answers gateways; None: no port for them
     """
     discovery, metrics = services.discovery, services.metrics
     async with control:
@@ -76,11 +83,15 @@ async def run_services(
             task.add_done_callback(lambda task: _on_task_end(services, task))
         if processes is not None:
             await processes.start()
+        if picker is not None:
+            await picker.start()
         _tune_garbage_collection()
         sys.setswitchinterval(_SWITCH_EVERY_S)
         try:
             yield
         finally:
+            if picker is not None:
+                await picker.close()
             clients.stop()
             await services.background.close()
             await probes.close()

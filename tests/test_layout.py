@@ -48,7 +48,6 @@ TESTED_FROM_OUTSIDE = {
     "router/api/forward": "simulation/test_uploads.py",
     "router/api/pauses": "router/api/test_engine_calls.py",
     "router/core/schedule/replica_book": "router/core/schedule/test_load.py",
-    "router/factories": "router/test_app.py",
     "router/items/stored": "router/protocols/test_routes.py",
     "router/request/services": "router/request/test_run.py",
     "router/telemetry/otlp": "router/telemetry/test_tracing.py",

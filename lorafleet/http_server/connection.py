@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from lorafleet.http_server.batches import Stepper
 from lorafleet.http_server.exchange import CLOSE, JSON, HttpExchange
-from lorafleet.http_server.framing import RefusedMessage
-from lorafleet.http_server.intake import RequestIntake
+from lorafleet.http_server.framing import RefusedMessage, body_too_slow
+from lorafleet.http_server.intake import NOT_BEGUN, RequestIntake
 from lorafleet.http_server.request_reader import BODY, HEAD, NEVER, ReadingProtocol
 from lorafleet.service.http import error_headers
 
@@ -29,8 +29,6 @@ log = structlog.get_logger()
 _LINGER_S = 2.0
 HIGH_WATER_BYTES = 64 * 2**10
 """Unsent bytes from which a client reads too slowly, as of asyncio's plain transport."""
-_NOT_BEGUN = "this server stopped before this request was begun; send it again"
-_NOT_DONE = "this server stopped before this request was done; send it again"
 
 
 class ClientConnection(ReadingProtocol):
@@ -125,30 +123,10 @@ class ClientConnection(ReadingProtocol):
     def start(self, exchange: HttpExchange) -> None:
         """Make this the exchange being answered, and queue its handler for the next batch."""
         self.current = exchange
-        batches, loop = self.intake.batches, self.loop
-        exchange.stepper = stepper = Stepper(self._answer(exchange), batches, loop, self.tasks, len(exchange.body))
+        intake, loop = self.intake, self.loop
+        batches = intake.batches
+        exchange.stepper = stepper = Stepper(intake.answer(exchange), batches, loop, self.tasks, len(exchange.body))
         batches.begin(stepper, loop)
-
-    async def _answer(self, exchange: HttpExchange) -> None:
-        """Run the request's handler.
-
-        Send an error where it fails or does not answer, and 503 where the server has stopped or cancels it. A
-        cancellation is raised on.
-        """
-        if self.intake.has_stopped:
-            exchange.send_error(503, "stopping", _NOT_BEGUN)
-            return
-        try:
-            await exchange.handler(exchange)
-            if exchange.connection is not None:
-                log.error("a handler ended without an answer", path=exchange.path, status=exchange.status)
-                exchange.send_error(500, "internal_error", "internal error: the request was not answered")
-        except (asyncio.CancelledError, GeneratorExit):
-            if exchange.connection is not None:  # the client is still there: the time to finish is over
-                exchange.send_error(503, "stopping", _NOT_DONE)
-            raise
-        except Exception as exc:  # noqa: BLE001  (answered with a 500, and logged)
-            exchange.send_unexpected(exc)
 
     def _end_work(self, exchange: HttpExchange) -> None:
         """End the handler of a request.
@@ -160,7 +138,7 @@ class ClientConnection(ReadingProtocol):
             return
         stepper.close()
         if not stepper.is_begun:
-            exchange.send_error(503, "stopping", _NOT_BEGUN)
+            exchange.send_error(503, "stopping", NOT_BEGUN)
 
     def can_stay_open(self) -> bool:
         """Whether the connection stays open behind this response: for another response, or another request."""
@@ -171,27 +149,12 @@ class ClientConnection(ReadingProtocol):
     def release(self, exchange: HttpExchange) -> None:
         """End an exchange: it writes no more, its body is no longer counted, and `current` is None."""
         exchange.connection = None
-        if exchange.body:
-            assert exchange.caller is not None
-            self.intake.room.release(exchange.caller.tenant or "", len(exchange.body), is_answered=True)
+        self.intake.release_body(exchange)
         self.current = None
 
     def record_error(self, exchange: HttpExchange, status: int, code: str, message: str) -> bytes:
         """Log and keep a request that its handler left unanswered, and count a 503; returns the error's body."""
-        intake = self.intake
-        if status == 503:
-            intake.refusals[code] += 1
-        intake.log_refusal(
-            exchange.name(),
-            exchange.method,
-            exchange.path,
-            status,
-            code,
-            message,
-            caller=exchange.caller,
-            client=exchange.client,
-        )
-        return intake.error_body(status, code, message, exchange.path)
+        return self.intake.record_error(exchange, status, code, message)
 
     def on_answered(self, exchange: HttpExchange) -> None:
         """The response is written: release its exchange.
@@ -456,7 +419,7 @@ class ClientConnection(ReadingProtocol):
                 message = f"no byte of the body within {self.limits.body_s:g} s"
                 self.refuse(RefusedMessage(408, "request_timeout", message))
         elif self.phase == BODY:
-            self.refuse(RefusedMessage(408, "request_timeout", f"no whole body within {self.limits.body_s:g} s"))
+            self.refuse(body_too_slow(self.limits.body_s))
         elif self._unsent_now():
             # Idle, but still reading its last answer: the write deadline decides.
             if self.write_deadline == NEVER:

@@ -41,6 +41,16 @@ class RefusedMessage(Exception):
         self.retry_after_s = retry_after_s
 
 
+def body_too_large(most_bytes: int) -> RefusedMessage:
+    """The refusal of a larger body."""
+    return RefusedMessage(413, "body_too_large", f"the request's body is larger than {most_bytes} bytes")
+
+
+def body_too_slow(within_s: float) -> RefusedMessage:
+    """The refusal of a body that was not whole in time."""
+    return RefusedMessage(408, "request_timeout", f"no whole body within {within_s:g} s")
+
+
 def checked_head(
     parser: httptools.HttpRequestParser, headers: Headers, fields: dict[bytes, bytes]
 ) -> tuple[bool, int, bool]:

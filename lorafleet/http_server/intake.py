@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
+import structlog
+
 from lorafleet.http_server.batches import Batches
 from lorafleet.http_server.body_room import BodyRoom
 from lorafleet.http_server.descriptors import NO_DESCRIPTORS, SHORT
@@ -15,6 +17,11 @@ from lorafleet.http_server.framing import RefusedMessage
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.keys.roles import ANYONE, Caller
 from lorafleet.telemetry.request_log import RequestLine, RequestLog
+
+log = structlog.get_logger()
+
+NOT_BEGUN = "this server stopped before this request was begun; send it again"
+_NOT_DONE = "this server stopped before this request was done; send it again"
 
 # (method, path) -> the handler of a hot route; None: the ASGI app answers. The path is as sent, without its query.
 FindHandler = Callable[[str, str], Handler | None]
@@ -146,6 +153,49 @@ class RequestIntake:
         declared = int(exchange.headers.get(b"content-length", b"0"))
         message, retry_s = self.room.refusal(caller.tenant or "", body_bytes, max(body_bytes, declared), now)
         return RefusedMessage(429, "saturated", message, retry_after_s=retry_s)
+
+    async def answer(self, exchange: HttpExchange) -> None:
+        """Run the request's handler.
+
+        Send an error where it fails or does not answer, and 503 where the server has stopped or cancels it. A
+        cancellation is raised on.
+        """
+        if self.has_stopped:
+            exchange.send_error(503, "stopping", NOT_BEGUN)
+            return
+        try:
+            await exchange.handler(exchange)
+            if exchange.connection is not None:
+                log.error("a handler ended without an answer", path=exchange.path, status=exchange.status)
+                exchange.send_error(500, "internal_error", "internal error: the request was not answered")
+        except (asyncio.CancelledError, GeneratorExit):
+            if exchange.connection is not None:  # the client is still there: the time to finish is over
+                exchange.send_error(503, "stopping", _NOT_DONE)
+            raise
+        except Exception as exc:  # noqa: BLE001  (answered with a 500, and logged)
+            exchange.send_unexpected(exc)
+
+    def release_body(self, exchange: HttpExchange) -> None:
+        """Count the body of an exchange that is over no longer."""
+        if exchange.body:
+            assert exchange.caller is not None
+            self.room.release(exchange.caller.tenant or "", len(exchange.body), is_answered=True)
+
+    def record_error(self, exchange: HttpExchange, status: int, code: str, message: str) -> bytes:
+        """Log and keep a request that its handler left unanswered, and count a 503; returns the error's body."""
+        if status == 503:
+            self.refusals[code] += 1
+        self.log_refusal(
+            exchange.name(),
+            exchange.method,
+            exchange.path,
+            status,
+            code,
+            message,
+            caller=exchange.caller,
+            client=exchange.client,
+        )
+        return self.error_body(status, code, message, exchange.path)
 
     def log_refusal(
         self,

@@ -14,7 +14,14 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lorafleet.http_server.exchange import HttpExchange
-from lorafleet.http_server.framing import RefusedMessage, checked_head, checked_target, head_without_upgrade, parser_of
+from lorafleet.http_server.framing import (
+    RefusedMessage,
+    body_too_large,
+    checked_head,
+    checked_target,
+    head_without_upgrade,
+    parser_of,
+)
 from lorafleet.http_server.intake import RequestIntake
 from lorafleet.keys.roles import Caller
 from lorafleet.telemetry.request_log import put_request_id
@@ -452,8 +459,7 @@ class ReadingProtocol(HttpToolsProtocol):
     def _check_upload_size(self, size_bytes: int, upload_bytes: int) -> None:
         """Raise RefusedMessage 413 for a body of over `body_bytes`, unless its route takes so many as an upload."""
         if size_bytes > upload_bytes:
-            most = max(upload_bytes, self.limits.body_bytes)
-            raise RefusedMessage(413, "body_too_large", f"the request's body is larger than {most} bytes")
+            raise body_too_large(max(upload_bytes, self.limits.body_bytes))
 
     def send_continue(self) -> None:
         """Send `100 Continue`, unless other responses come first or the body has begun."""

@@ -160,7 +160,7 @@ class EnginePool:
 
     def add(self, connection: EngineConnection) -> None:
         """Enter a connection that has just opened, and start the sweep; close it where the pool is closed."""
-        assert self._loop is not None
+        self._loop = connection.loop
         if self._closed:
             connection.close()
             return

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Container
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -11,8 +11,7 @@ from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.exchange import HttpExchange
 from router.core.errors import EndedByPause, ReplicaUnreachable, StreamBroken
 from router.core.failover.circuit_breaker import is_fault
-from router.http.engine_connection import EngineConnection, EngineLost, Headers
-from router.http.engine_pool import EnginePool
+from router.http.engine_connection import EngineConnection, EngineLost, Headers, Origin
 from router.http.error_shapes import enveloped
 from router.http.sse import (
     MAX_EVENT_BYTES,
@@ -78,6 +77,16 @@ class AttemptLimits(msgspec.Struct, frozen=True):
     longer: Callable[[float], float] | None = None
 
 
+class EngineReach(Protocol):
+    """What reaches engines: a pool of connections, or a gateway that sends the request itself."""
+
+    def take_idle(self, origin: Origin) -> EngineConnection | None:
+        """An open connection to this origin, ready for `send`; None: there is none."""
+
+    async def connect(self, origin: Origin) -> EngineConnection:
+        """A new connection to this origin, ready for `send`. Raises EngineLost."""
+
+
 AttemptState = Literal["waiting", "decided", "relaying", "over"]
 """
 waiting   nothing of the answer is decided: the engine may still turn out to be lost, or to refuse
@@ -127,7 +136,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     fault: bytes = b""
     is_done_sent: bool = False
 
-    async def open(self, pool: EnginePool) -> None:
+    async def open(self, engines: EngineReach) -> None:
         """Send the request, and wait until it is decided; once more, on a new connection, where an idle one was stale.
 
         Leaves the batch where it must connect. vLLM sends a streamed 200 head long before its first token, so the head
@@ -138,10 +147,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
         while self.state == "waiting":
             decided = Signal()
             self.notify = decided.set
-            connection = pool.take_idle(self.message.origin) if may_be_idle else None
+            connection = engines.take_idle(self.message.origin) if may_be_idle else None
             may_be_idle = False
             if connection is None:
-                connection = await self._connect(pool)
+                connection = await self._connect(engines)
             if decided.is_set:  # a pause has ended it meanwhile
                 connection.close()
             else:
@@ -153,11 +162,11 @@ class EngineAttempt(msgspec.Struct, eq=False):
                 raise
         self.require_answer()
 
-    async def _connect(self, pool: EnginePool) -> EngineConnection:
+    async def _connect(self, engines: EngineReach) -> EngineConnection:
         """A new connection to the engine. Raises ReplicaUnreachable."""
         await leave_batch()
         try:
-            return await pool.connect(self.message.origin)
+            return await engines.connect(self.message.origin)
         except EngineLost as exc:
             stale = self.failure
             # An engine that has just broken off and no longer listens has died.
@@ -546,10 +555,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self.connection.resume()
 
 
-async def open_attempt(pool: EnginePool, message: EngineMessage, limits: AttemptLimits) -> EngineAttempt:
+async def open_attempt(engines: EngineReach, message: EngineMessage, limits: AttemptLimits) -> EngineAttempt:
     """Send one message and wait until its attempt is decided. Raises ReplicaUnreachable, see `require_answer`."""
     attempt = EngineAttempt(message, limits, message.streamed)
-    await attempt.open(pool)
+    await attempt.open(engines)
     return attempt
 
 

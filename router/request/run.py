@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 import structlog
@@ -28,14 +28,14 @@ from router.core.errors import (
 from router.core.failover.circuit_breaker import is_fault
 from router.core.failover.exclusions import AttemptFailure, excluded_incarnations
 from router.core.failover.verdict import MAX_DEATHS, VERDICTS
-from router.core.fleet import Excluded, Incarnation
+from router.core.fleet import Excluded, Incarnation, RouterFleet
 from router.core.kv.index import WorkerId
 from router.core.queue.quota import QuotaGrant
 from router.core.resolve import RequestTarget
 from router.protocols import sglang_generate
 from router.protocols.aborted import aborted_answer
 from router.request.dispatched import end_dispatched, record_death
-from router.request.engine_attempt import AttemptLimits, EngineAttempt
+from router.request.engine_attempt import AttemptLimits, EngineAttempt, EngineReach
 from router.request.engine_request import engine_message, new_response_id
 from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest, request_digest
 from router.request.queue import Displaced
@@ -59,6 +59,13 @@ log = structlog.get_logger()
 
 Stage = Literal["resolve", "tokenize", "decide", "open", "relay"]
 """The stages in which a request may end once it was read."""
+
+
+class Gateway(EngineReach, Protocol):
+    """The gateway that sends a request to the engine that is picked: once, and to no engine but those it allows."""
+
+    def barred(self, fleet: RouterFleet) -> Excluded:
+        """The replicas that the gateway does not allow."""
 
 
 class _HeldByPause(Exception):
@@ -95,6 +102,7 @@ class RequestRun(msgspec.Struct, eq=False):
                            None: there was none
     is_in_background       its engine goes on after our answer, and without its client; it has a place in `Background`
     is_aborted             a pause ends it
+    gateway                sends the request to its engine; None: the router itself does
     """
 
     services: Services
@@ -121,6 +129,7 @@ class RequestRun(msgspec.Struct, eq=False):
     outcome: RoutingOutcome | Literal["uncounted"] | None = None
     is_in_background: bool = False
     is_aborted: bool = False
+    gateway: Gateway | None = None
 
     @property
     def answer(self) -> EngineAttempt | None:
@@ -359,7 +368,9 @@ class RequestRun(msgspec.Struct, eq=False):
         return servable
 
     def _excluded_now(self) -> Excluded:
-        """The replicas that failed this request for a reason that is not over."""
+        """The replicas that failed this request for a reason that is not over, or that its gateway does not allow."""
+        if self.gateway is not None:
+            return self.excluded | self.gateway.barred(self.services.discovery.fleet)
         if not self.failures:
             return self.excluded
         fleet, breaker = self.services.discovery.fleet, self.services.scheduler.breaker
@@ -415,7 +426,7 @@ class RequestRun(msgspec.Struct, eq=False):
         self.attempt = attempt = EngineAttempt(message, self._attempt_limits(dispatched), message.streamed)
         if self.is_aborted:
             self.abort()
-        await attempt.open(services.pool)
+        await attempt.open(services.pool if self.gateway is None else self.gateway)
         self.stage = "relay"
         if not self.is_aborted:
             self._record_answer(attempt, dispatched)
@@ -477,7 +488,8 @@ class RequestRun(msgspec.Struct, eq=False):
             if not dispatched.is_trial:
                 raise no_answer_in_time(exc) from exc
         # A second engine that dies of it says more about the request than about the engine.
-        is_hopeless = self.deaths >= MAX_DEATHS or self.attempts >= services.config.max_tries
+        most_tries = services.config.max_tries if self.gateway is None else 1
+        is_hopeless = self.deaths >= MAX_DEATHS or self.attempts >= most_tries
         may_retry = not verdict.costs_budget or services.scheduler.try_take_retry(
             replica, services.clock(), sent_at=sent_at
         )

@@ -366,6 +366,13 @@ def counted(control: AgentDouble, parts: Services) -> dict[str, RequestCounts]:
 @contextlib.asynccontextmanager
 async def fleet(*engines: EngineDouble, control: AgentDouble | None = None, **settings) -> AsyncIterator:
     """(client of a real router, control, parts) in front of these engines, whose agents prove their addresses."""
+    async with fleet_and_app(*engines, control=control, **settings) as (client, served, parts, _):
+        yield client, served, parts
+
+
+@contextlib.asynccontextmanager
+async def fleet_and_app(*engines: EngineDouble, control: AgentDouble | None = None, **settings) -> AsyncIterator:
+    """As `fleet`, and the router's app."""
     control = control or AgentDouble()
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
@@ -394,4 +401,4 @@ async def fleet(*engines: EngineDouble, control: AgentDouble | None = None, **se
             )
             assert arrived or not engines
         client = await stack.enter_async_context(client_of(url))
-        yield client, control, parts
+        yield client, control, parts, app
