@@ -16,6 +16,8 @@ from orchestrator.config import OrchestratorSettings
 from orchestrator.model.adapters import AdapterSpec
 from orchestrator.model.changes import reader_of
 from orchestrator.model.limits import AccountLimits
+from orchestrator.model.policy import PlacementPolicy
+from orchestrator.model.served_names import AliasSpec
 from router.config import RouterSettings
 from workers.config import WorkerSettings
 
@@ -28,7 +30,9 @@ SERVICES: dict[str, type[ServiceSettings]] = {
 }
 _CHART = Path(__file__).parents[1] / "helm" / "lorafleet"
 SCHEMA = _CHART / "values.schema.json"
+VALUES = _CHART / "values.yaml"
 DEFAULTS = _CHART / "files" / "defaults.json"
+_ALERTS = _CHART / "files" / "alerts.yaml"
 
 # Settings that the chart itself sets from other values, or that make no sense in a pod.
 _EVERYWHERE = {"host", "port", "key_files", "token", "token_file", "config", "port_file", "allow_open"}
@@ -51,7 +55,7 @@ GIVEN = {
 
 # The keys of pydantic's schema that Helm understands; the rest is prose.
 _SCHEMA_KEYS = {"type", "enum", "const", "minimum", "exclusiveMinimum", "maximum", "pattern", "minLength", "maxLength"}
-_SCHEMA_KEYS |= {"items", "additionalProperties"}
+_SCHEMA_KEYS |= {"items", "additionalProperties", "minItems", "maxItems"}
 
 
 # As orchestrator/model/names.py checks it, without the words and digests that a name may not end in.
@@ -78,20 +82,28 @@ def schema_with_settings() -> str:
     fields["secretRef"] = fields["secret_ref"]  # as Kubernetes writes it
     schema["definitions"]["limits"] = _body(reader_of(AccountLimits).json_schema())
     schema["definitions"]["key"]["properties"]["limits"] = {"$ref": "#/definitions/limits"}
+    alias = _body(reader_of(AliasSpec).json_schema())
+    alias["properties"]["targets"]["items"]["properties"]["lora_id"] |= _LORA_ID
+    schema["definitions"]["alias"] = alias | {"type": ["object", "null"]}  # a later file takes one out by null
+    schema["definitions"]["policy"] = _body(reader_of(PlacementPolicy).json_schema())
+    schema["definitions"]["alert"] = {"enum": [rule["alert"] for rule in yaml.safe_load(_ALERTS.read_text())]}
     schema["definitions"]["grant"] = _grant(schema["definitions"]["key"])
     schema["definitions"]["issuer"] = _issuer(TypeAdapter(Issuer).json_schema())
     return json.dumps(schema, indent=1) + "\n"
 
 
 # Maps that values give as a whole: a field that is taken out of one stays out.
-_WHOLE = {"resources", "security"}
+_WHOLE = {"resources", "demoModelResources", "security"}
 
 
 def defaults_by_path() -> str:
     """The text of files/defaults.json: each default of values.yaml with the path to it."""
     schema = json.loads(SCHEMA.read_text())
     # Empty in values.yaml, where Helm would merge them with what users and umbrella charts give.
-    given = [("enabled", True), ("pools", {}), *yaml.safe_load((_CHART / "values.yaml").read_text()).items()]
+    empty = {"enabled": True, "pools": {}, "aliases": {}}
+    given = (
+        empty | {key: value for key, value in yaml.safe_load(VALUES.read_text()).items() if value is not None}
+    ).items()
 
     def walk(path: tuple[str, ...], value: Any, part: Manifest) -> Iterator[Manifest]:
         part = schema["definitions"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
@@ -131,7 +143,11 @@ def _body(own: Manifest) -> Manifest:
 def _object(own: Manifest, inner: Mapping[str, Manifest] = MappingProxyType({})) -> Manifest:
     def field(schema: Manifest) -> Manifest:
         options = [option["$ref"] for option in (schema, *schema.get("anyOf", ())) if "$ref" in option]
-        return inner[options[0].rsplit("/", 1)[1]] if options else _short(schema)
+        if options:
+            return inner[options[0].rsplit("/", 1)[1]]
+        short = _short(schema)
+        item = schema.get("items", {}).get("$ref", "").rsplit("/", 1)[-1]
+        return short | {"items": inner[item]} if item else short
 
     fields = {name: field(schema) for name, schema in own["properties"].items()}
     required = {"required": own["required"]} if "required" in own else {}

@@ -50,6 +50,9 @@ _ENDPOINT = _object(
     authorization=_AUTHORIZATION,
     scheme={"const": "https"},
     tlsConfig=_object(("ca", "serverName"), ca=_CA, serverName=_TEXT),
+    scrapeTimeout=_DURATION,
+    relabelings=_list({"type": "object"}),
+    metricRelabelings=_list({"type": "object"}),
 )
 _RULE = _object(
     ("alert", "expr", "labels", "annotations"),

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from orchestrator.configmaps.objects import STATUS
+from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import AliasSpec, AliasTarget
 from tests.helm.rendering import CHART, RELEASE
 from tests.kube.api import connected
@@ -125,3 +126,31 @@ async def test_a_text_that_is_applied_on_the_server_stays_its_owners(release, in
     assert instance.store.targets_of("sql") == (AliasTarget("sql/v2", 1.0),)
     await apply("sql/v3")
     await until(lambda: instance.store.targets_of("sql") == (AliasTarget("sql/v3", 1.0),))
+
+
+async def test_aliases_and_the_policy_of_the_values_are_in_force_and_follow_upgrades(release, instance, tmp_path):
+    file = tmp_path / "intent.yaml"
+
+    async def upgrade(verb: str, weight: int, copies: int) -> None:
+        aliases = {"sql": {"targets": [{"lora_id": "sql/v1", "weight": weight}]}}
+        values = {"adapters": ADAPTERS, "aliases": aliases, "policy": {"min_replicas": copies}}
+        file.write_text(yaml.safe_dump(values))
+        await release.helm(verb, RELEASE, str(CHART), *NAMED, "--values", str(file))
+        await until(lambda: instance.store.targets_of("sql") == (AliasTarget("sql/v1", float(weight)),))
+        await until(lambda: instance.registry.policy().min_replicas == copies)
+
+    await upgrade("install", 1, 2)
+    await upgrade("upgrade", 3, 4)
+
+
+async def test_a_policy_that_was_set_over_rest_is_taken_over_as_the_guide_says(release, instance, tmp_path):
+    instance.registry.put_policy(PlacementPolicy(max_replicas=7), "*", "me")
+    await instance.store.wait_durable()
+    file = tmp_path / "policy.yaml"
+    file.write_text(yaml.safe_dump({"policy": {"min_replicas": 2}}))
+    words = (RELEASE, str(CHART), *NAMED, "--values", str(file))
+    refused = await release.tried("install", *words)
+    assert "cannot be imported into the current release" in refused.stderr
+    await release.helm("install", *words, "--take-ownership", "--force-conflicts")
+    await until(lambda: instance.registry.policy() == PlacementPolicy(min_replicas=2))
+    await release.helm("upgrade", *words)

@@ -1,6 +1,7 @@
 """Real helm and kubectl against an API server: parts that rendering alone cannot test."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +12,12 @@ from tests.helm.rendering import CHART, DRAWN, RELEASE, VALUES, manifests
 from tests.kube.binaries import helm, run
 from tests.kube.conftest import KubeCluster
 from tests.kube.server import KubeServer
+from tests.kube.stores import FLEET
+from tests.patience import until
 
 pytestmark = pytest.mark.fleet
 
+GUIDE = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
 CPU = ("--values", str(CHART / "values-cpu.yaml"))
 
 
@@ -47,6 +51,20 @@ async def test_the_notes_give_the_operators_key_and_uninstall_leaves_nothing(rel
     assert left == ""
 
 
+async def test_what_uninstall_leaves_goes_by_the_commands_of_the_guide(release, instance, instances):
+    """The orchestrators' objects, written while they led, which belong to no release."""
+    await release.helm("install", RELEASE, str(CHART), *CPU, "--set", f"fullnameOverride={FLEET}")
+    await until(lambda: "sql-expert/v1" in instance.store.adapters)
+    await instance.store.wait_durable()
+    await instances.close(instance)
+    await release.helm("uninstall", RELEASE)
+    selected = ("configmaps", "-l", f"lorafleet.io/fleet={FLEET}")
+    assert await release.kubectl("get", *selected, "-o", "name")
+    await release.kubectl("delete", *selected)
+    assert await release.kubectl("get", *selected, "-o", "name") == ""
+    assert "kubectl -n ml delete configmap -l lorafleet.io/fleet=fleet-lorafleet" in GUIDE
+
+
 @pytest.mark.parametrize("case", VALUES)
 def test_the_notes_say_what_comes_next(case):
     values = [word for path in VALUES[case] for word in ("--values", str(path))]
@@ -58,6 +76,18 @@ def test_the_notes_say_what_comes_next(case):
     assert ("every pod of this cluster reaches the engines" in notes) == (case == "ipv6-hpa")
     assert "port-forward" in notes
     assert "<no value>" not in notes
+
+
+def test_the_notes_name_the_ways_from_outside_and_a_policy_that_is_in_the_way(tmp_path):
+    path = tmp_path / "values.yaml"
+    ingress = {"enabled": True, "hosts": ["llm.example.com"], "tls": [{"hosts": ["llm.example.com"]}]}
+    route = {"enabled": True, "parentRefs": [{"name": "gw"}], "hostnames": ["console.example.com"]}
+    path.write_text(json.dumps({"router": {"ingress": ingress}, "orchestrator": {"httpRoute": route}}))
+    done = run(helm(), "install", RELEASE, str(CHART), "--dry-run=client", *DRAWN, "--values", str(path))
+    notes = done.stdout.split("NOTES:\n")[1]
+    assert "the router, once its DNS name leads to the proxy:\n  https://llm.example.com/\n" in notes
+    assert "the console (/ui), once its DNS name leads to the proxy:\n  console.example.com/, by the gateway\n" in notes
+    assert "networkPolicy.orchestratorFrom is empty" in notes
 
 
 async def test_kubectl_takes_every_render(release):

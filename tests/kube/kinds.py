@@ -76,6 +76,7 @@ RESOURCES = (
     ),
     ResourceKind("rbac.authorization.k8s.io", "v1", "roles", "Role"),
     ResourceKind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding"),
+    ResourceKind("resource.k8s.io", "v1", "resourceclaimtemplates", "ResourceClaimTemplate"),
 )  # fmt: skip
 
 BY_PLURAL = {resource.plural: resource for resource in RESOURCES}

@@ -141,6 +141,11 @@ true
 {{- with $pool.cache.persistent -}}
 {{- $_ := set . "storageClassName" (.storageClassName | default $.root.Values.global.storageClass | default "") -}}
 {{- end -}}
+{{- $devices := include "lorafleet.parallelism" $pool | int -}}
+{{- $named := concat (keys ($pool.resources.limits | default dict)) (keys ($pool.resources.requests | default dict)) | join " " -}}
+{{- if and $devices $pool.gpuResource (has $pool.engine (list "vllm" "sglang")) (ne $pool.device "cpu") (not $pool.resources.claims) (not (contains "/" $named)) -}}
+{{- $_ := set $pool "resources" (mustMerge (dict "limits" (dict $pool.gpuResource $devices)) $pool.resources) -}}
+{{- end -}}
 {{- toYaml $pool -}}
 {{- end }}
 
@@ -160,8 +165,29 @@ not hold for another repository or tag. (dict "root" $ "pool" .), the pool as in
 {{ include "lorafleet.fullname" .root }}-{{ .pool.name }}
 {{- end }}
 
+{{/* The ServiceAccount of a pool's pods: that of all workers, or one of the pool's own. (dict "root" $ "pool" .), the pool as
+in values; without a pool that of all. */}}
 {{- define "lorafleet.workerAccount" -}}
-{{ include "lorafleet.fullname" . }}-worker
+{{- $shared := .root.Values.poolDefaults.serviceAccount.name | default (printf "%s-worker" (include "lorafleet.fullname" .root)) -}}
+{{- $own := dig "serviceAccount" dict (.pool | default dict) -}}
+{{- if $own -}}
+{{- $own.name | default (include "lorafleet.poolName" .) -}}
+{{- else -}}
+{{- $shared -}}
+{{- end -}}
+{{- end }}
+
+{{/* Devices that one worker of a pool needs for its parallelism, by engineArgs; 0 where it has none. */}}
+{{- define "lorafleet.parallelism" -}}
+{{- $count := 1 -}}
+{{- $isGiven := false -}}
+{{- range .engineArgs -}}
+{{- if regexMatch "^--(tensor|pipeline)-parallel-size=[0-9]+$|^-(tp|pp)=[0-9]+$" . -}}
+{{- $count = mul $count (regexFind "[0-9]+$" . | int) -}}
+{{- $isGiven = true -}}
+{{- end -}}
+{{- end -}}
+{{- ternary $count 0 $isGiven -}}
 {{- end }}
 
 {{/* Bytes of a quantity, as 100Gi, 1.5T or a number. */}}
@@ -279,7 +305,7 @@ source  kubernetes.io, Server-Side Apply, Transferring ownership; helm 3.17 pkg/
 {{- fail "router.autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" }}
 {{- end }}
 {{- if not .Values.orchestrator.enabled }}
-{{- if or .Values.pools .Values.adapters }}{{- fail "orchestrator.enabled is false, and there are pools or adapters: no orchestrator would place adapters. Leave them out, or enable it" }}{{- end }}
+{{- if or .Values.pools .Values.adapters .Values.aliases .Values.policy }}{{- fail "orchestrator.enabled is false, and there are pools, adapters, aliases or a policy: no orchestrator would place adapters. Leave them out, or enable it" }}{{- end }}
 {{- if not (or .Values.attach.engines .Values.discovery.selector) }}{{- fail "orchestrator.enabled is false: name the engines that the router serves in attach.engines, as http://vllm.default:8000, or their Services' labels in discovery.selector" }}{{- end }}
 {{- end }}
 {{- with .Values.orchestrator.lease }}
@@ -302,7 +328,9 @@ source  kubernetes.io, Server-Side Apply, Transferring ownership; helm 3.17 pkg/
 {{- include "lorafleet.once" (dict "what" "networkPolicy.engines" "names" (include "lorafleet.each" (dict "items" .Values.networkPolicy.engines "field" "name") | fromJsonArray) "taken" list) -}}
 {{- if and .Values.orchestrator.enabled (eq .Values.orchestrator.store.type "postgresql") }}
 {{- if not .Values.orchestrator.store.postgresql.secretName }}{{- fail "orchestrator.store: type is postgresql; name in orchestrator.store.postgresql.secretName a Secret whose key has postgresql://user:password@host/database" }}{{- end }}
-{{- if .Values.adapters }}{{- fail "adapters: they are ConfigMaps, which an orchestrator with orchestrator.store.type postgresql does not read; register them over REST, or leave the type configmaps" }}{{- end }}
+{{- range list "adapters" "aliases" "policy" }}
+{{- if get $.Values . }}{{- fail (printf "%s: they are ConfigMaps, which an orchestrator with orchestrator.store.type postgresql does not read; write them over REST, or leave the type configmaps" .) }}{{- end }}
+{{- end }}
 {{- end }}
 {{- range list "router" "orchestrator" }}
 {{- include "lorafleet.checkPod" (dict "what" . "given" (get $.Values .)) -}}
@@ -321,6 +349,9 @@ source  kubernetes.io, Server-Side Apply, Transferring ownership; helm 3.17 pkg/
 {{- $name := include "lorafleet.poolName" (dict "root" $ "pool" .) }}
 {{- /* Its pods' label controller-revision-hash is its name and 11 characters, and a label has 63: Kubernetes, ControllerRevisionName. */}}
 {{- if and (eq $pool.kind "StatefulSet") (gt (len $name) 52) }}{{- fail (printf "pool %s: its StatefulSet would be named %s, of %d characters, and pods of one of more than 52 cannot be made: give the pool a shorter name, or fullnameOverride" .name $name (len $name)) }}{{- end }}
+{{- $devices := include "lorafleet.parallelism" $pool | int }}
+{{- $limited := get ($pool.resources.limits | default dict) $pool.gpuResource | toString }}
+{{- if and $devices $limited (ne $limited (toString $devices)) }}{{- fail (printf "pool %s: resources.limits has %s of %s, and engineArgs ask for %d (--tensor-parallel-size times --pipeline-parallel-size): give %d, or leave it out" .name $limited $pool.gpuResource $devices $devices) }}{{- end }}
 {{- if gt (int $pool.maxLoras) (int $pool.maxCpuLoras) }}{{- fail (printf "pool %s: maxCpuLoras %d must be at least maxLoras %d: what runs in a batch is held in host memory, too" .name (int $pool.maxCpuLoras) (int $pool.maxLoras)) }}{{- end }}
 {{- if and $pool.autoscaling.enabled (eq $pool.autoscaling.type "keda") (not $.Values.monitoring.prometheusUrl) }}{{- fail (printf "pool %s: autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" .name) }}{{- end }}
 {{- with $pool.autoscaling }}{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) }}{{- fail (printf "pool %s: autoscaling.minReplicas %d is more than maxReplicas %d" $pool.name (int .minReplicas) (int .maxReplicas)) }}{{- end }}{{- end }}

@@ -22,6 +22,7 @@ with --reuse-values has none of a new chart's. files/defaults.json has those of 
 {{- end -}}
 {{- if not (kindIs "map" $values.global) -}}{{- $_ := set $values "global" dict -}}{{- end -}}
 {{- $_ := set $values "imagePullSecrets" (include "lorafleet.secretNames" $values.imagePullSecrets | fromJsonArray) -}}
+{{- $_ := set $values "aliases" (include "lorafleet.listOf" (dict "items" $values.aliases "key" "name") | fromYamlArray) -}}
 {{- $_ := set $values "pools" (include "lorafleet.listOf" (dict "items" $values.pools "key" "name") | fromYamlArray) -}}
 {{- end }}
 
