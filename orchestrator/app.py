@@ -61,6 +61,7 @@ from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.file_copies import FileRelay
 from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.reconcile.residency import ResidencyMeter
 from orchestrator.reconcile.worker_finders import KubeWorkerFinder, StandbyFollower
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.backend import StoreBackend
@@ -231,6 +232,7 @@ def build(
             agentless.run(reconciler.monitor.record_heartbeat),
             book.run(lambda: leadership.is_leading),
             *([] if finder is None else [finder.run()]),
+            ResidencyMeter(reconciler, ledger, clock=clock, wall=wall).run(),
         )
         loops += [*map(asyncio.create_task, works), *_store_loops(reconciler, record)]
         try:

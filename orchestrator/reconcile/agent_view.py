@@ -5,6 +5,7 @@ An agent counts the changes of its state. Each report, and each answer to an act
 another one has overtaken does not count. A new start of the agent counts anew.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -156,6 +157,7 @@ class HeldFilesBook:
 
     disks    worker_id -> disk
     holders  digest -> workers that have it; `keepers`: that keep it
+    arrived  digest -> disks to which its files came since the ledger took this, where all else on the disk was known
     changed  wakes those that wait for files
     """
 
@@ -163,6 +165,7 @@ class HeldFilesBook:
         self.disks: dict[str, ReportedDisk] = {}
         self.holders: dict[str, set[str]] = {}
         self.keepers: dict[str, set[str]] = {}
+        self.arrived: Counter[str] = Counter()
         self.changed = ChangeSignal()
 
     def record(self, report: Metadata, files: HeldFiles) -> bool:
@@ -225,9 +228,12 @@ class HeldFilesBook:
 
     def _put(self, worker_id: str, digest: str, state: bool | None) -> bool:
         """Record that a worker keeps a digest (True), has it (False) or not (None); returns whether that is news."""
-        files = self.disks[worker_id].files
+        disk = self.disks[worker_id]
+        files = disk.files
         if files.get(digest) is state:
             return False
+        if digest not in files and disk.is_whole and not self._is_on_shared_disk(digest, disk):
+            self.arrived[digest] += 1
         if state is None:
             del files[digest]
         else:
@@ -235,6 +241,10 @@ class HeldFilesBook:
         _set_membership(self.holders, digest, worker_id, is_in=state is not None)
         _set_membership(self.keepers, digest, worker_id, is_in=state is True)
         return True
+
+    def _is_on_shared_disk(self, digest: str, disk: ReportedDisk) -> bool:
+        """Whether another agent has already reported these files on the same disk."""
+        return any(self.disks[other].disk_id == disk.disk_id for other in self.holders.get(digest, ()))
 
 
 def _set_membership(index: dict[str, set[str]], digest: str, worker_id: str, *, is_in: bool) -> None:

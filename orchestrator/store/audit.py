@@ -3,6 +3,7 @@
 Each is one structured log line and, inspections excepted, one entry in the store's history.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import structlog
@@ -16,10 +17,14 @@ log = structlog.get_logger()
 
 
 class AuditLog:
-    """Records how actions ended, and on whose behalf they ran."""
+    """Records how actions ended, and on whose behalf they ran.
+
+    loads  (lora_id, worker_id) -> loads since the ledger took this
+    """
 
     def __init__(self, store: IntentStore) -> None:
         self._store = store
+        self.loads: Counter[tuple[str, str]] = Counter()
         self._asked_by: dict[str, str] = {}
         self._recorded: dict[str, tuple[str, int]] = {}  # worker_id -> agent's boot id, last operation recorded
 
@@ -58,6 +63,8 @@ class AuditLog:
             "reason": action.reason,
             "epoch": self._store.epoch,
         }
+        if action.operation == "load" and outcome == "ok":
+            self.loads[action.lora_id, action.worker_id] += 1
         body |= {"evict": action.evict} if action.evict else {}
         body |= {"code": code, "error": error} if code else {}
         body |= {"note": note} if note else {}
@@ -96,6 +103,8 @@ class AuditLog:
         except (StoreError, OrchestratorUnavailable) as exc:
             log.warning("result of an action not recorded", error=str(exc))
             return last
+        loads = [each for each in new if each.operation == "load" and each.error is None]
+        self.loads.update((each.lora_id, report.instance_id) for each in loads)
         last = max([last, *(operation.id for operation in new)])
         self._recorded[report.instance_id] = report.agent_boot_id, last
         return last

@@ -87,3 +87,30 @@ def test_what_is_gone_is_forgotten_in_the_end_and_readers_begin_anew_once():
         seen = beat(log, book, seen, most=1000)
     assert sorted(book.holders) == [f"{number:064x}" for number in range(5)]
     assert book.disks["w0"].is_whole
+
+
+def test_files_that_come_to_a_known_disk_have_arrived_and_those_that_were_there_before_have_not():
+    log, book, seen = HeldFilesLog(), HeldFilesBook(), 0
+    log.put(DIGESTS[0], False)
+    seen = beat(log, book, seen, most=9)
+    assert not book.arrived
+    log.put(DIGESTS[1], False)
+    log.put(DIGESTS[2], True)
+    seen = beat(log, book, seen, most=9)
+    log.put(DIGESTS[1], None)
+    log.put(DIGESTS[2], False)
+    seen = beat(log, book, seen, most=9)
+    log.put(DIGESTS[1], False)
+    beat(log, book, seen, most=9)
+    assert book.arrived == {DIGESTS[1]: 2, DIGESTS[2]: 1}
+
+
+def test_files_on_a_disk_that_agents_share_arrive_once():
+    log, book = HeldFilesLog(), HeldFilesBook()
+    reports = [report(), Metadata.model_validate(FakeAgent("w1").metadata())]
+    for each in reports:
+        book.record(each, log.report_since(0, disk_id="d", most=9))
+    log.put(DIGESTS[0], False)
+    for each in reports:
+        book.record(each, log.report_since(0, disk_id="d", most=9))
+    assert book.arrived == {DIGESTS[0]: 1}
