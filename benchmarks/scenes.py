@@ -40,9 +40,7 @@ def a_fleet(replicas: int, adapters: int) -> RouterFleet:
     residents = MappingProxyType(
         {engine_name(n): ResidentAdapter(lora_id(n), digest(n), engine_name(n)) for n in range(adapters)}
     )
-    report = EngineReport(
-        running=2, waiting=1, kv_usage=0.3, prefill_tokens_per_s=9000.0, decode_tokens_per_s=40.0, at=NOW
-    )
+    report = EngineReport(running=2, waiting=1, kv_usage=0.3, prefill_tokens_per_s=9000.0, token_s=0.025, at=NOW)
     fleet = [
         Replica(
             id=worker_id(i),

@@ -316,7 +316,9 @@ class Load(_WorkerMessage):
     """The engine's load at the last metrics reading, and its measured rates; 0.0 until measured.
 
     prefill_tokens_per_s  of a request alone in the engine
-    decode_tokens_per_s   of one request without a concurrent prefill
+    decode_tokens_per_s   of one request alone, without a concurrent prefill and with little context
+    token_s, sequence_s, context_token_s  of a step without prefill: its own time, and what each sequence and each token
+                          of context in the KV cache add
     inter_token_s         between two tokens of a request, at the last reading
     mean_output_tokens, mean_request_s  of recently finished requests; seconds from scheduled to the last token
     load_seconds          median time of a load from this worker's disk
@@ -329,6 +331,9 @@ class Load(_WorkerMessage):
     kv_usage: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    token_s: float = 0.0
+    sequence_s: float = 0.0
+    context_token_s: float = 0.0
     inter_token_s: float = 0.0
     mean_output_tokens: float = 0.0
     mean_request_s: float = 0.0

@@ -330,7 +330,7 @@ def _metadata(spec: Spec, worker: str, agent_url: str, engine: int) -> Metadata:
         lora=LoraInfo(enabled=True, max_loras=64, max_cpu_loras=128, max_lora_rank=64, loaded_loras=held),
         load=Load(
             prefill_tokens_per_s=spec.prefill_tokens_per_s,
-            decode_tokens_per_s=1e5,
+            token_s=1e-5,
             mean_output_tokens=20.0,
             mean_request_s=max(0.001, spec.answer_after_s),
         ),

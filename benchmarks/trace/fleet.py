@@ -11,6 +11,7 @@ from typing import Protocol
 
 from benchmarks.trace.engine import NEVER, Hardware, TraceEngine, TraceJob
 from benchmarks.trace.workload import ADAPTERS, TraceRequest
+from lorafleet.engine.decode_step import DecodeStep
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.engine.rates import EngineRates
 from workers.core.slots import AdapterSlots, Location
@@ -52,7 +53,7 @@ class EngineReading:
     waiting: int
     kv_usage: float
     prefill_tokens_per_s: float
-    decode_tokens_per_s: float
+    decode_step: DecodeStep
     output_tokens: float
     load_s: float
     locations: tuple[Location, ...]
@@ -103,6 +104,9 @@ class SimulatedAgent:
             EngineMetrics(
                 at_s=now,
                 running=len(engine.running),
+                kv_usage=engine.kv_usage,
+                block_size=engine.hardware.block_size,
+                total_kv_blocks=engine.hardware.blocks,
                 computed_tokens=counters.computed_tokens,
                 steps=counters.steps,
                 ended=counters.ended,
@@ -128,7 +132,7 @@ class SimulatedAgent:
             waiting=len(engine.waiting),
             kv_usage=engine.kv_usage,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
-            decode_tokens_per_s=self._rates.decode_tokens_per_s,
+            decode_step=self._rates.decode_step,
             output_tokens=self._rates.mean_output_tokens,
             load_s=self._load_s,
             locations=tuple([where.get(name, "disk") for name in self._names]),

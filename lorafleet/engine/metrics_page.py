@@ -84,6 +84,11 @@ class EngineMetrics:
     has_connector: bool = False
     caches_prefixes: bool = True
 
+    @property
+    def tokens_in_use(self) -> float:
+        """Tokens of context that running requests hold in the KV cache; 0.0 without its size."""
+        return self.kv_usage * self.total_kv_blocks * self.block_size
+
 
 def parse_metrics(page: str) -> EngineMetrics:
     """The metrics on a page of vLLM's /metrics, summed over data-parallel ranks (usage: the mean)."""

@@ -8,7 +8,8 @@ five kinds of evidence:
 - alone: prefill tokens over prefill seconds of ended requests that ran alone: no step produced tokens for two. With
   other requests beside, the seconds would include their prefills.
 - device: an engine may count the seconds of its prefill steps itself.
-- calm: seconds per step while no prompt was computed, which is one token's time.
+- calm: seconds per step while no prompt was computed, which is one token's time in the usual batch. `decode_step.py`
+  splits it into what the step, its sequences and their context take.
 - busy: over seconds without idle time, tokens computed = rate x (seconds - steps x one token's time). A least-squares
   fit gives both unknowns, or, if calm seconds gave one token's time, a division. Tokens are the dependent variable
   because they are inexact: a prompt counts when its prefill ends.
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 
+from lorafleet.engine.decode_step import CalmSecond, DecodeStep, fit_decode_step
 from lorafleet.engine.metrics_page import EngineMetrics
 
 # Long enough that steps and prefills cut at a window's ends are a few percent of it.
@@ -101,8 +103,8 @@ class EngineRates:
     def __init__(self) -> None:
         self.prefill_tokens_per_s = 0.0
         """New prompt tokens of a prefill that runs alone; 0.0 also if all prefills were too short to measure."""
-        self.decode_tokens_per_s = 0.0
-        """Of one request without a prefill beside it."""
+        self.decode_step = DecodeStep()
+        """A step without prefill, by its batch."""
         self.inter_token_s = 0.0
         """Time between two tokens of a request in the batches of the last seconds."""
         self._last: EngineMetrics | None = None
@@ -112,12 +114,18 @@ class EngineRates:
         self._lower_bounds: deque[float] = deque(maxlen=_KEPT_PREFILLS)
         self._device: deque[float] = deque(maxlen=_KEPT_PREFILLS)
         self._shared_at = self._ended_after = self._idle_at = -inf
-        self._calm: deque[float] = deque(maxlen=_KEPT_CALM)
-        self._pending_calm: deque[float | None] = deque()
+        self._calm: deque[CalmSecond] = deque(maxlen=_KEPT_CALM)
+        self._pending_calm: deque[CalmSecond | None] = deque()
+        self._has_new_calm = False
         self._last_evidence = self._fitted_token_s = 0.0
         self._gaps: deque[float] = deque(maxlen=_KEPT_GAPS)
         self._busy: deque[_RateWindow] = deque(maxlen=_KEPT)
         self._ended: deque[tuple[float, float, float]] = deque(maxlen=_KEPT_ENDED)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Of one request alone, without a prefill beside it and with little context."""
+        return _ratio_or_zero(1.0, self.decode_step.seconds(1, 0))
 
     @property
     def mean_output_tokens(self) -> float:
@@ -179,20 +187,20 @@ class EngineRates:
             self._ended.append((ended, output, ended_seconds))
 
     def _add_calm(self, last: EngineMetrics, now: EngineMetrics) -> None:
-        """Keep a second's time per step as calm once two more readings show no prefill; a prefill discards it.
+        """Keep a second's mean step as calm once two more readings show no prefill; a prefill discards it.
 
-        A prompt counts when its prefill ends, so later readings would show a prefill that began in that second.
+        A prompt counts when its prefill ends, so later readings would show a prefill that began in that second. A
+        longer one shows as a sequence that runs and gets no tokens.
         """
         if now.computed_tokens > last.computed_tokens:
             self._pending_calm.clear()
             return
-        steps = now.steps - last.steps
-        is_busy = steps >= 1 and last.running > 0 and now.running > 0
-        self._pending_calm.append((now.at_s - last.at_s) / steps if is_busy else None)
+        self._pending_calm.append(_calm_second(last, now))
         if len(self._pending_calm) > _CALM_AFTER:
-            step_s = self._pending_calm.popleft()
-            if step_s is not None:
-                self._calm.append(step_s)
+            second = self._pending_calm.popleft()
+            if second is not None:
+                self._calm.append(second)
+                self._has_new_calm = True
 
     def _add_busy(self, last: EngineMetrics, now: EngineMetrics) -> None:
         """Extend the current busy window, and close it once it is long enough.
@@ -224,7 +232,7 @@ class EngineRates:
         if fit is not None:
             self._fitted_token_s = fit.token_s
         # Idle time between readings only adds to a window's time, so the lower quantile is right.
-        token_s = _quantile_or_zero(self._calm, 0.25) if len(self._calm) >= _MIN_CALM else 0.0
+        token_s = _quantile_or_zero([s.step_s for s in self._calm], 0.25) if len(self._calm) >= _MIN_CALM else 0.0
         is_calm = token_s > 0 and (self._fitted_token_s == 0 or token_s < _MAX_CALM_RATIO * self._fitted_token_s)
         if not is_calm:
             token_s = self._fitted_token_s
@@ -233,7 +241,10 @@ class EngineRates:
             busy = fit.prefill_tokens_per_s
         # Without calm seconds and without a fit: the fastest tokens measured.
         token_s = token_s or _quantile_or_zero(self._gaps, 0.1)
-        self.decode_tokens_per_s = _ratio_or_zero(1.0, token_s)
+        if not is_calm:
+            self.decode_step = DecodeStep.usual(token_s)
+        elif self._has_new_calm:
+            self.decode_step, self._has_new_calm = fit_decode_step(self._calm), False
         if _is_mostly_prefill(windows, token_s or _UNKNOWN_TOKEN_S):
             busy = max(busy, _busy_rate(windows, 0.0))
         self.prefill_tokens_per_s = self._prefill_rate(busy, token_s)
@@ -262,6 +273,19 @@ class _RateFit:
     token_s: float
     error: float
     """Standard error of the prefill rate, as a share of it."""
+
+
+def _calm_second(last: EngineMetrics, now: EngineMetrics) -> CalmSecond | None:
+    """The mean step between two readings without a prompt computed; None where the engine may have prefilled."""
+    steps, gaps = now.steps - last.steps, now.token_gaps - last.token_gaps
+    gap_seconds = now.gap_seconds - last.gap_seconds
+    if steps < 1 or last.running == 0 or now.running == 0:
+        return None
+    in_use = (last.tokens_in_use + now.tokens_in_use) / 2
+    if gaps < 1 or gap_seconds <= 0:  # it does not count them
+        return CalmSecond((now.at_s - last.at_s) / steps, now.running, in_use)
+    sequences = gaps / steps
+    return CalmSecond(gap_seconds / gaps, sequences, in_use) if now.running <= sequences + 0.5 else None
 
 
 def _alone_rate(prefills: Iterable[_RateWindow], token_s: float) -> float:

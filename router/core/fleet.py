@@ -41,7 +41,8 @@ class EngineReport:
     """An engine's own counters, and when (our clock) they were read. Rates and seconds are 0.0 until measured.
 
     prefill_tokens_per_s  of a prefill that has the engine for itself
-    decode_tokens_per_s   of one request, with no prefill beside it
+    token_s, sequence_s, context_token_s  of a step without prefill: its own time, and what each sequence and each token
+                          of context in the KV cache add
     output_tokens         of a request, the mean over those that ended lately
     request_s             from a request's start there to its last token
     load_s                an adapter that must be read again, from disk to ready
@@ -53,13 +54,20 @@ class EngineReport:
     waiting: int = 0
     kv_usage: float = 0.0
     prefill_tokens_per_s: float = 0.0
-    decode_tokens_per_s: float = 0.0
+    token_s: float = 0.0
+    sequence_s: float = 0.0
+    context_token_s: float = 0.0
     output_tokens: float = 0.0
     request_s: float = 0.0
     load_s: float = 0.0
     at: float = 0.0
     moved_at: float = inf
     listed_at: float = 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Of one request alone, without a prefill beside it and with little context; 0.0 until measured."""
+        return 1 / (self.token_s + self.sequence_s) if self.token_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +208,9 @@ class Roster:
         reports = [replica.report for replica in self.replicas]
         return EngineReport(
             prefill_tokens_per_s=of(report.prefill_tokens_per_s for report in reports),
-            decode_tokens_per_s=of(report.decode_tokens_per_s for report in reports),
+            token_s=of(report.token_s for report in reports),
+            sequence_s=of(report.sequence_s for report in reports),
+            context_token_s=of(report.context_token_s for report in reports),
             output_tokens=of(report.output_tokens for report in reports),
             load_s=of(report.load_s for report in reports),
         )

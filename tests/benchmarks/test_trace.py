@@ -18,6 +18,7 @@ from benchmarks.trace.ideals import ideals
 from benchmarks.trace.measure import TraceCase, figures, names, run
 from benchmarks.trace.peers import CacheAware, Dynamo, LlmD, StackKvAware, StackPrefixAware
 from benchmarks.trace.workload import BLOCK, TICK_S, TraceRequest, drawn, key, read, requests_of
+from lorafleet.engine.decode_step import DecodeStep
 from router.core.schedule.cost_settings import CostSettings
 from tests.benchmarks.smoke import rows_of
 from tests.patience import patience
@@ -298,7 +299,7 @@ def test_llm_d_weighs_queue_cache_and_prefix():
     request = a_request(blocks=(0, 1, 2, 3))
     send(rule, request, 1)
     assert rule.choose(request) == 1
-    reading = EngineReading(1, 0.0, 5, 9, 0.9, 0.0, 0.0, 0.0, 0.0, (), frozenset(), frozenset())
+    reading = EngineReading(1, 0.0, 5, 9, 0.9, 0.0, DecodeStep(), 0.0, 0.0, (), frozenset(), frozenset())
     rule.readings[:] = [
         replace(reading, worker=n, waiting=9 if n == 1 else 0, kv_usage=0.9 * (n == 1)) for n in range(3)
     ]

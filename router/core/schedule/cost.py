@@ -18,16 +18,17 @@ from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load_snapshot import ReplicaLoad
 from router.core.schedule.request import RoutingRequest
 from router.core.schedule.snapshot import FleetSnapshot
+from router.core.schedule.step_model import StepModel, batch_s, running_step_s, step_model
 
 # Decode steps that a first token waits for: half of the one under way, and the decodes in its prefill's own.
-_STEPS = 1.5
+STEPS_WAITED = 1.5
 
 
 class ReplicaScore(msgspec.Struct, frozen=True):
     """One replica's cost terms, in seconds but for `depth_blocks` and `cached_tokens`.
 
     step_s   the engine's step under way, and decoding beside the prefill
-    harm_s   decode interference
+    harm_s   decode interference: by the work, and by one sequence more in the batch
     crowd_s  cache pressure, and scarcity of adapter slots
     """
 
@@ -57,17 +58,19 @@ def replica_score(request: RoutingRequest, snapshot: FleetSnapshot, position: in
     replica, load = snapshot.roster.replicas[position], snapshot.loads[position]
     depth, (host, storage) = snapshot.depths.get(replica.id, 0), snapshot.lower.get(replica.id, (0, 0))
     cached = hit_tokens(depth + host + storage, replica.block_size, request.prompt_tokens)
-    prefill = prefill_s(request, snapshot, replica, load.prefill_pace, cached)
+    engine = step_model(replica, middle, costs)
+    prefill = prefill_s(request, snapshot, replica, engine.prefill_token_s * load.prefill_pace, cached)
     adapter = adapter_s(request, replica, load, middle, costs)
     work = prefill + adapter
     slot = slot_wait_s(request, load, now)
     engine_queue = engine_queue_s(request, load, now)
-    step = step_s(replica, middle) if load.is_decoding else 0.0
+    step = STEPS_WAITED * running_step_s(engine, load)
     backlog = snapshot.backlog.get(replica.id, 0.0)
-    interference = costs.decode_harm * work * load.all_in_flight
+    batch = batch_s(engine, load, request.prompt_tokens)
+    interference = costs.decode_harm * (work * load.all_in_flight + middle.output_tokens * batch)
     scarcity = slot_scarcity_s(request, replica, load, costs)
     pressure = cache_pressure_s(work, load, snapshot)
-    decode, zone = decode_s(replica, middle, costs), zone_s(replica, costs)
+    decode, zone = decode_s(engine, middle, costs), zone_s(replica, costs)
     cost = kappa(snapshot.rho, costs) * work + (decode + zone)
     cost = cost + (slot + engine_queue + step + interference + scarcity) + backlog + pressure
     waits = slot, engine_queue + backlog
@@ -88,18 +91,16 @@ def kappa(rho: float, costs: CostSettings) -> float:
 
 
 def prefill_s(
-    request: RoutingRequest, snapshot: FleetSnapshot, replica: Replica, pace: float, cached_tokens: int
+    request: RoutingRequest, snapshot: FleetSnapshot, replica: Replica, token_s: float, cached_tokens: int
 ) -> float:
     """Seconds to compute the tokens that are not cached, and to fetch those that are cached below the device.
 
-    pace  seconds of the replica's latest prefills by those that its rate predicts
+    token_s  of a token at the usual context
     """
     costs, prompt = snapshot.costs, request.prompt_tokens
-    rate = prefill_rate(replica, snapshot.roster.middle, costs)
     # Relative to the usual context, because the measured rate includes the attention to that.
     usual = costs.attention_tokens + snapshot.context_tokens
-    computed = (prompt - cached_tokens) * (costs.attention_tokens + context(prompt, cached_tokens)) / usual / rate
-    computed *= pace
+    computed = (prompt - cached_tokens) * (costs.attention_tokens + context(prompt, cached_tokens)) / usual * token_s
     if replica.id not in snapshot.lower:
         return computed
     host, storage = snapshot.lower[replica.id]
@@ -110,14 +111,7 @@ def prefill_s(
     # At their own context, and no more of them than count as cached: fetching never costs more than computing.
     fetched = replica.block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
     fetched *= max(0, cached_tokens - device_tokens) / lower_tokens
-    return computed + fetched * (costs.attention_tokens + (device_tokens + cached_tokens) / 2) / usual / rate * pace
-
-
-def prefill_rate(replica: Replica, middle: EngineReport, costs: CostSettings) -> float:
-    """Tokens per second: the replica's own measured rate, shrunk towards the fleet's; the default before any."""
-    fleet = middle.prefill_tokens_per_s or costs.prefill_tokens_per_s
-    own = replica.report.prefill_tokens_per_s or fleet
-    return costs.own_rate_share * own + (1 - costs.own_rate_share) * fleet
+    return computed + fetched * (costs.attention_tokens + (device_tokens + cached_tokens) / 2) / usual * token_s
 
 
 def context(prompt_tokens: int, cached_tokens: int) -> float:
@@ -149,15 +143,6 @@ def engine_queue_s(request: RoutingRequest, load: ReplicaLoad, now: float) -> fl
     return load.queue_s(now) + load.full_s + load.kv_wait_s(request.prompt_tokens)
 
 
-def step_s(replica: Replica, middle: EngineReport) -> float:
-    """Seconds that running decodes add to a prefill: half a step until it joins, and one step beside it.
-
-    0.0 before any rate is known.
-    """
-    rate = replica.report.decode_tokens_per_s or middle.decode_tokens_per_s
-    return _STEPS / rate if rate else 0.0
-
-
 def slot_wait_s(request: RoutingRequest, load: ReplicaLoad, now: float) -> float:
     """Seconds until the request's adapter gets a slot; 0.0 if it needs no further one."""
     return max(0.0, load.slot_at - now) if needs_slot(request, load) else 0.0
@@ -185,10 +170,9 @@ def cache_pressure_s(work_s: float, load: ReplicaLoad, snapshot: FleetSnapshot) 
     return snapshot.costs.crowding * work_s * max(0.0, load.placed - snapshot.loads.base_placed(snapshot.now))
 
 
-def decode_s(replica: Replica, middle: EngineReport, costs: CostSettings) -> float:
-    """Seconds of decoding for an answer of usual length, weighted; 0.0 before any rate is known."""
-    rate = replica.report.decode_tokens_per_s or middle.decode_tokens_per_s
-    return costs.decode_share * middle.output_tokens / rate if rate else 0.0
+def decode_s(step: StepModel, middle: EngineReport, costs: CostSettings) -> float:
+    """Seconds of decoding for an answer of usual length alone, weighted; 0.0 before any step is known."""
+    return costs.decode_share * middle.output_tokens * step.decode_s(1, 0)
 
 
 def zone_s(replica: Replica, costs: CostSettings) -> float:

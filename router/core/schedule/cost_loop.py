@@ -14,20 +14,20 @@ from typing import Any, Final
 from router.core.fleet import Roster
 from router.core.kv.index import WorkerId
 from router.core.schedule.cost import (
+    STEPS_WAITED,
     ReplicaScore,
     adapter_move_s,
     context,
     decode_s,
     kappa,
     next_slot_s,
-    prefill_rate,
-    step_s,
     zone_s,
 )
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load_snapshot import ReplicaLoad
 from router.core.schedule.request import RoutingRequest
 from router.core.schedule.snapshot import FleetSnapshot
+from router.core.schedule.step_model import step_model
 
 # Of a load vector; all else is unpacked at once.
 _BUSY_UNTIL: Final = ReplicaLoad._fields.index("busy_until")
@@ -38,9 +38,9 @@ _Terms = tuple[int, int, float, float, float, float, float, float, float, float,
 _CACHED: Final = 1
 _PREFILL_S: Final = 2
 _COST_S: Final = -1
-# A replica's constants: (block size, tokens per second, step_s, decode_s, zone_s, next_slot_s by slots in use, decode_s
-# + zone_s).
-_Constants = tuple[int, float, float, float, float, tuple[float, ...], float]
+# A replica's constants: (block size, its StepModel's four, decode_s, zone_s, next_slot_s by slots in use, decode_s +
+# zone_s).
+_Constants = tuple[int, float, float, float, float, float, float, tuple[float, ...], float]
 
 
 class RosterCosts:
@@ -92,14 +92,14 @@ class ReplicaConstants:
         rows: list[_Constants] = [
             (
                 replica.block_size,
-                prefill_rate(replica, middle, costs),
-                step_s(replica, middle),
-                decode_s(replica, middle, costs),
+                *step,
+                decode_s(step, middle, costs),
                 zone_s(replica, costs),
                 slots[replica.max_loras],
-                decode_s(replica, middle, costs) + zone_s(replica, costs),
+                decode_s(step, middle, costs) + zone_s(replica, costs),
             )
             for replica in roster.replicas
+            for step in [step_model(replica, middle, costs)]
         ]
         same: dict[_Constants, _Constants] = {}
         self.rows = [same.setdefault(row, row) for row in rows]
@@ -144,7 +144,7 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
         ids, rows = [ids[i] for i in able], [rows[i] for i in able]
         vectors, resting = [vectors[i] for i in able], [resting[i] for i in able]
     harm, crowding, base_placed = costs.decode_harm, costs.crowding, loads.base_placed(now)
-    attention_tokens = costs.attention_tokens
+    attention_tokens, output_tokens = costs.attention_tokens, snapshot.roster.middle.output_tokens
     usual = attention_tokens + snapshot.context_tokens
     last = prompt - 1 if prompt else 0
     # Tokens of work at so many cached: mostly as many as at the replica before, which has nothing of the prompt either.
@@ -176,7 +176,8 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
                 continue
             if like_cost_s + (vector[_BUSY_UNTIL] - now) > limit:
                 continue  # its queue alone is too long
-        block_size, rate, step, decode, zone, slot_costs, always_s = row
+        block_size, token_s, sequence_s, context_token_s, prefill_token_s, decode, zone, slot_costs, always_s = row
+        prefill_token_s *= pace
         cached, fetched = depth * block_size, 0.0
         if lower and id_of[i] in lower:
             host, storage = lower[id_of[i]]
@@ -186,11 +187,11 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
             cached = last - last % block_size  # prediction_accuracy.hit_tokens
         if cached != known:
             known, tokens = cached, (prompt - cached) * (attention_tokens + context(prompt, cached)) / usual
-        prefill_s = tokens / rate * pace
+        prefill_s = tokens * prefill_token_s
         if fetched:
             device = depth * block_size
             fetched *= max(0, cached - device) / ((host + storage) * block_size)
-            prefill_s += fetched * (attention_tokens + (device + cached) / 2) / usual / rate * pace
+            prefill_s += fetched * (attention_tokens + (device + cached) / 2) / usual * prefill_token_s
         work_s, adapter_s = prefill_s, 0.0
         if moves and id_of[i] in moves and name not in vector[_FRESH]:
             adapter_s = moves[id_of[i]]
@@ -221,9 +222,14 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
                 if slot_at > now:
                     slot_s = slot_at - now
                 pressure_s = slot_costs[slots_used] if slots_used < len(slot_costs) else slot_costs[-1]
-            if in_decode or others:
-                waited_s = step
-            interference_s = harm * work_s * (in_prefill + in_decode + others)
+            decoding = in_decode + others
+            in_use = kv_tokens - kv_free_tokens if kv_free_tokens < kv_tokens < inf else 0.0
+            # step_model.running_step_s and batch_s.
+            if decoding:
+                waited_s = STEPS_WAITED * (token_s + sequence_s * decoding + context_token_s * in_use)
+            own_s = sequence_s + context_token_s * prompt
+            batch_s = (in_prefill + decoding) * (own_s + sequence_s) + context_token_s * in_use
+            interference_s = harm * (work_s * (in_prefill + decoding) + output_tokens * batch_s)
             cost_s += slot_s + queue_s + waited_s + interference_s + pressure_s
         if backlog and id_of[i] in backlog:
             queue_s += backlog[id_of[i]]

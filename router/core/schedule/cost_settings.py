@@ -19,8 +19,10 @@ class CostSettings:
     host_to_device_s: float = 0.02
     # An adapter that the engine must read again, until one load has been measured.
     load_s: float = 1.0
-    # Seconds that one second of work, a prefill or an adapter's load, takes from each decode beside it.
-    decode_harm: float = 0.05
+    # Weight of a second of decoding that others lose against a second before the first token: by a prefill or a load,
+    # and by one more sequence in each step of an answer. `benchmarks.trace --scenes`: 0.1 to 0.3 do alike, with 0.1 the
+    # first tokens are soonest; without the latter part a crowd for one adapter stays on few replicas.
+    decode_harm: float = 0.1
     # Weight of a second of decoding against a second before the first token. Above 0 the faster replicas draw work, and
     # their caches turn over: 0.05 lowers hits by 0.01 to 0.02 in `benchmarks.trace`, replicas 20 % apart, and brings
     # first tokens no sooner. For fleets of mixed GPUs.
@@ -35,8 +37,9 @@ class CostSettings:
     # Cost of the last free adapter slot to the next adapter that needs one, and how steeply that falls with more free.
     slot_s: float = 2.0
     slot_power: float = 4.0
-    # Below 4 an idle fleet spreads every prefix to save a tenth of a second, and misses later what it displaced.
-    kappa_min: float = 4.0
+    # 1: work in an idle fleet costs the time that it takes. Above, an idle fleet queues to save prefill: 4 gives 0.47 s
+    # in place of 0.48 at light load, and is worse in all other scenes of `benchmarks.trace`.
+    kappa_min: float = 1.0
     kappa_max: float = 16.0
     # Within this share of the best cost (or this many seconds) the choice is random, so that routers do not herd.
     tie_share: float = 0.03

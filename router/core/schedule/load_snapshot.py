@@ -70,9 +70,14 @@ class ReplicaLoad(NamedTuple):
         return self.in_prefill + self.in_decode + self.others_in_flight
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether sequences at the replica may be past their first token."""
-        return bool(self.in_decode or self.others_in_flight)
+    def decoding(self) -> int:
+        """Sequences at the replica that may be past their first token."""
+        return self.in_decode + self.others_in_flight
+
+    @property
+    def context_in_use(self) -> float:
+        """Tokens that its requests hold in the KV cache; 0.0 where its size is not known."""
+        return self.kv_tokens - self.kv_free_tokens if self.kv_free_tokens < self.kv_tokens < inf else 0.0
 
     def has_slot(self, engine_name: str) -> bool:
         """Whether this adapter needs no further slot, or one is free."""

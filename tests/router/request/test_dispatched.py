@@ -148,7 +148,7 @@ async def test_the_length_of_an_answer_counts_for_its_tenant_and_its_adapter(mon
 
     control = AgentDouble()
     control.add_adapter("sql/v1", on=["w0"], priority=1)
-    control.figures = Load(decode_tokens_per_s=50.0, running=2)
+    control.figures = Load(token_s=0.02, running=2)
     async with fleet(EngineDouble("w0", with_usage), control=control) as (client, _, _):
         assert (await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})).status_code == 200
         await until(lambda: told)

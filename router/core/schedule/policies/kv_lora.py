@@ -11,9 +11,9 @@ from router.core.schedule.cost_loop import RosterCosts, roster_costs
 from router.core.schedule.request import RoutingRequest
 from router.core.schedule.snapshot import FleetSnapshot
 
-# A conversation that no replica is known to have goes to its home at up to this multiple of the best cost: as
-# `prefix_hash`.
-_BALANCE: Final = 1.25
+# A conversation that no replica is known to have goes to its home at up to this multiple of the best cost: its next
+# turns save at the home what this one computes.
+_BALANCE: Final = 2.0
 
 
 class KvLoraPolicy:

@@ -131,7 +131,7 @@ def a_roster(rng, replicas):
                 max_loras=rng.choice([1, 2]),
                 max_num_seqs=6,
                 total_kv_blocks=rng.choice([0, 2_000]),
-                report=EngineReport(prefill_tokens_per_s=8_000.0 + 37.0 * i, decode_tokens_per_s=40.0 + i / 7),
+                report=EngineReport(prefill_tokens_per_s=8_000.0 + 37.0 * i, token_s=1 / (40.0 + i / 7)),
             )
             for i in range(replicas)
         )

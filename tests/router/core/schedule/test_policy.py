@@ -93,7 +93,7 @@ def test_approximate_prompt_goes_to_its_home_where_that_costs_little_more():
     assert set(homes) == {"w0", "w1", "w2", "w3"}
     for conversation, home in enumerate(homes[:10], 1):
         assert {chosen(conversation, seed=seed, order=-1) for seed in range(10)} == {home}
-        # 1,000 tokens are a tenth of a second of prefill, and 0.4 s of cost.
+        # 1,000 tokens are a tenth of a second of prefill, and as much of cost.
         assert chosen(conversation, own={home: queued(0.05)}) == home
         assert chosen(conversation, own={home: queued(0.2)}) != home
         other = next(name for name in set(homes) if name != home)
@@ -247,7 +247,7 @@ def test_work_goes_where_it_displaces_least_and_a_hot_prefix_outweighs_that():
 
 def test_between_equal_replicas_the_one_that_decodes_faster_wins_where_that_counts():
     fast, slow = (
-        a_replica(n, report=EngineReport(decode_tokens_per_s=r, output_tokens=300)) for n, r in (("f", 90), ("s", 30))
+        a_replica(n, report=EngineReport(token_s=1 / r, output_tokens=300)) for n, r in (("f", 90), ("s", 30))
     )
     costs, request = CostSettings(decode_share=0.05), RoutingRequest("m", "", 500)
     assert {choose(request, [slow, fast], seed=s, costs=costs).replica.id for s in range(20)} == {"f"}
@@ -308,7 +308,9 @@ RESTING = OWNS.map(
 REPORTS = st.builds(
     EngineReport,
     prefill_tokens_per_s=st.just(0.0) | st.floats(100, 50_000),
-    decode_tokens_per_s=st.just(0.0) | st.floats(1, 500),
+    token_s=st.just(0.0) | st.floats(0.002, 1),
+    sequence_s=st.floats(0, 0.01),
+    context_token_s=st.floats(0, 1e-5),
     output_tokens=st.just(0.0) | st.floats(1, 2000),
     load_s=st.floats(0, 9),
 )
@@ -366,7 +368,7 @@ def test_blocks_in_lower_tiers_never_make_prefill_more_expensive(prompt_tokens, 
 def fleets_at_rest(draw):
     """An ask and a scene of replicas of which nearly all are alike."""
     ids = [f"w{i}" for i in range(8)]
-    report = EngineReport(prefill_tokens_per_s=1000.0, decode_tokens_per_s=50.0, output_tokens=100.0)
+    report = EngineReport(prefill_tokens_per_s=1000.0, token_s=0.02, output_tokens=100.0)
     owns = st.sampled_from(
         [
             ReplicaLoad(),
