@@ -22,6 +22,7 @@ class ScoreItem(_RouterModel):
     step_s       the engine's step under way, and decoding beside the prefill
     harm_s       decode interference
     crowd_s      cache pressure, and scarcity of adapter slots
+    evict_s      expected seconds to compute again what this prompt pushes out of the cache
     """
 
     worker_id: str
@@ -38,6 +39,7 @@ class ScoreItem(_RouterModel):
     step_s: float = 0.0
     harm_s: float
     crowd_s: float = 0.0
+    evict_s: float = 0.0
     decode_s: float = 0.0
     zone_s: float = 0.0
     cost_s: float
@@ -59,6 +61,7 @@ class RouteAnswer(_RouterModel):
     waited_s              seconds in the queue
     first_token_s         predicted seconds from dispatch to the first token; null without a replica
     first_data_s          seconds from dispatch to the first data; null before
+    next_turn_s           usual seconds to the next turn of its tenant's sessions with its adapter; null: no session
     record                the decision as data, for `POST /v1/decisions/replay`
     """
 
@@ -77,6 +80,7 @@ class RouteAnswer(_RouterModel):
     waited_s: float = 0.0
     first_token_s: float | None = None
     first_data_s: float | None = None
+    next_turn_s: float | None = None
     kappa: float
     rho: float
     scores: tuple[ScoreItem, ...]

@@ -17,6 +17,7 @@ from router.core.schedule.policy import Decision
 from router.core.schedule.replica_book import LoadEntry
 from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequest
 from router.core.scheduler import Scheduler
+from router.core.sessions.session import Session
 
 MODEL = "base"
 # What just has been sent counts as stored until its first token, and for as long after that.
@@ -67,13 +68,13 @@ class LorafleetRouter:
             first_blocks=(request.keys or [0])[min(1, len(request.keys) - 1)],
         )
         ticket = QueuedRequest(
-            hashed=HashedRequest(ask, {BLOCK: [BlockHash(key) for key in request.keys]}),
+            hashed=HashedRequest(ask, {BLOCK: [BlockHash(key) for key in request.keys]}, session=_session(request)),
             adapter=ask.engine_name,
             payload=request,
         )
         decision = self._scheduler.decide_or_enqueue(ticket, now)
         if decision is not None:
-            self._send(request, decision, now)
+            self._send(request, decision, now, ticket.hashed)
             return
         self._tickets[request] = ticket
         self._fleet.at(now + MOST_WAIT_S, lambda _: self._give_up(request))
@@ -156,8 +157,8 @@ class LorafleetRouter:
             report=report,
         )
 
-    def _send(self, request: TraceRequest, decision: Decision, now: float) -> None:
-        flight = self._scheduler.record_dispatch(decision, now)
+    def _send(self, request: TraceRequest, decision: Decision, now: float, hashed: HashedRequest) -> None:
+        flight = self._scheduler.record_dispatch(decision, now, hashed)
         hold = self._index.add_pending(decision.replica.id, [BlockHash(key) for key in request.keys])
         self._flights[request] = flight, hold
         request.predicted_s = flight.first_token_s
@@ -179,7 +180,7 @@ class LorafleetRouter:
             if isinstance(decision, NoReplica):
                 self._fleet.shed(request)
             else:
-                self._send(request, decision, now)
+                self._send(request, decision, now, ticket.hashed)
 
     def _poll_soon(self, now: float) -> None:
         if not self._is_polling:
@@ -194,3 +195,8 @@ class LorafleetRouter:
         self._ready(now)
         if self._tickets:
             self._poll_soon(now)
+
+
+def _session(request: TraceRequest) -> Session:
+    """Its agent's session, and the one that started it."""
+    return Session(str(request.session), "" if request.parent < 0 else str(request.parent))

@@ -25,10 +25,11 @@ from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
 from router.core.fleet import ReplicaState, RouterFleet
 from router.core.resolve import usable_adapters, whole_name
+from router.core.sessions.session import NO_SESSION, Session
 from router.kv.tree import kv_tree_of
 from router.processes.aggregate import Answer, WorkerProcesses
 from router.protocols.routes import likely_route
-from router.protocols.sessions import NO_SESSION, Session, SessionReader
+from router.protocols.sessions import SessionReader
 from router.request.cache_cost import MOST_EXPLAINED_SALTS, tokens_in_other_caches
 from router.request.parsed_request import parse_request
 from router.request.record import DispatchedRequest
@@ -209,6 +210,7 @@ async def explain_request(
         at=time.time(),
         tokens_from=tokens.source,
         winner_trust=trust,
+        session=services.scheduler.session_of(prompt, decision),
         note="; ".join(notes) or None,
     )
     if caller.only_tenant is None:

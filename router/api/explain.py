@@ -15,6 +15,7 @@ from router.core.schedule.policy import Decision
 from router.core.schedule.record import record_of, replay_decision
 from router.core.schedule.request import RoutingRequest
 from router.core.schedule.snapshot import length_rejection
+from router.core.sessions.book import SessionState
 from router.request.record import DispatchedRequest
 from router.tokenizing.tokens import Source
 from router.wire import RejectedItem, ReplayBody, RouteAnswer, ScoreItem
@@ -36,6 +37,7 @@ def dispatched_answer(dispatched: DispatchedRequest, trust: Callable[[WorkerId],
         waited_s=dispatched.waited_s,
         first_token_s=dispatched.load.first_token_s,
         first_data_s=dispatched.first_data_s,
+        session=dispatched.load.session,
     )
 
 
@@ -51,11 +53,13 @@ def decision_answer(
     waited_s: float = 0.0,
     first_token_s: float | None = None,
     first_data_s: float | None = None,
+    session: SessionState | None = None,
     note: str | None = None,
 ) -> RouteAnswer:
     """A decision with every replica's cost terms, the filter that each other replica failed, and the outcome.
 
     trust         accuracy of each worker's predictions now; `winner_trust`: the winner's at the decision
+    session       of which the request is a turn; None: none is known
     """
     request, snapshot = decision.request, decision.snapshot
     passed_over_ids, name = _without_slot(decision), request.engine_name
@@ -76,6 +80,7 @@ def decision_answer(
         waited_s=waited_s,
         first_token_s=decision.score.first_token_s if first_token_s is None else first_token_s,
         first_data_s=first_data_s,
+        next_turn_s=None if session is None else session.habit.usual_gap_s(),
         kappa=decision.kappa,
         rho=snapshot.rho,
         scores=tuple(
@@ -120,7 +125,13 @@ def tenants_answer(answer: RouteAnswer, *, has_adapter_alone: bool) -> RouteAnsw
     if has_adapter_alone:
         return shown
     note = "; ".join(filter(None, (answer.note, "scores are shown for adapters of your tenant alone")))
-    hidden = {"scores": (), "cached_tokens": 0, "engine_cached_tokens": None, "first_token_s": None}
+    hidden = {
+        "scores": (),
+        "cached_tokens": 0,
+        "engine_cached_tokens": None,
+        "first_token_s": None,
+        "next_turn_s": None,
+    }
     return shown.model_copy(update={**hidden, "note": note})
 
 

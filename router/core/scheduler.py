@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
+from lorafleet.identity import BlockHash, lora_id_of
 from router.core.errors import NoReplica
 from router.core.failover.circuit_breaker import HUNG, SILENT, CircuitBreaker
 from router.core.failover.retry_budget import RetryBudget
@@ -21,6 +22,7 @@ from router.core.schedule.policy import Decision, ForeseeablePolicy, RoutingPoli
 from router.core.schedule.replica_book import LoadEntry
 from router.core.schedule.request import NOTHING, HashChains, HashedRequest, PrefixMatch
 from router.core.schedule.snapshot import FleetSnapshot
+from router.core.sessions.book import SessionBook, SessionState
 
 # A queued request is decided again and again; its prefix match is reused for this long.
 _MATCH_KEPT_S = 0.1
@@ -69,6 +71,7 @@ class Scheduler:
     budget: Callable[[], RetryBudget] = RetryBudget
     rng: Random = field(default_factory=Random)
     load: LoadBook = field(default_factory=LoadBook)
+    sessions: SessionBook = field(default_factory=SessionBook)
     queue: FairQueue = field(init=False)
     _foreseeable: ForeseeablePolicy | None = field(init=False)
     _turns: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -120,8 +123,11 @@ class Scheduler:
         """Take the queued requests that can be sent now; see FairQueue.take_admissible."""
         return self.queue.take_admissible(now)
 
-    def record_dispatch(self, decision: Decision, now: float) -> LoadEntry:
-        """Count a request that is about to be sent, also at breaker and retry budget. Runs the shadow policies."""
+    def record_dispatch(self, decision: Decision, now: float, hashed: HashedRequest | None = None) -> LoadEntry:
+        """Count a request that is about to be sent, also at breaker and retry budget. Runs the shadow policies.
+
+        hashed  the decided request, whose session has a turn more; None: of no session
+        """
         if self.shadows:
             self._run_shadows(decision)
         request, score, replica = decision.request, decision.score, decision.replica
@@ -137,11 +143,29 @@ class Scheduler:
             request.sequences,
             # What is still queued here does not go before a request that is sent.
             score.first_token_s - decision.snapshot.backlog.get(replica.id, 0.0),
+            None if hashed is None else self._begin_turn(hashed, decision, now),
         )
         if not request.excluded:
             (self._budgets.get(request.base_model) or self._budget_of(request.base_model, now)).requests += 1
         self.breaker.record_dispatch(replica, entry, now)
         return entry
+
+    def session_of(self, hashed: HashedRequest, decision: Decision) -> SessionState | None:
+        """The session that a decided request continues; None: it begins one."""
+        return self.sessions.find(hashed.session, *_known_chain(hashed, decision.snapshot))
+
+    def _begin_turn(self, hashed: HashedRequest, decision: Decision, now: float) -> SessionState | None:
+        """The session of a request that is about to be sent, with one turn more; None: it computes nothing."""
+        request = hashed.request
+        if not request.prompt_tokens:
+            return None
+        return self.sessions.begin_turn(
+            hashed.session,
+            *_known_chain(hashed, decision.snapshot),
+            lora_id_of(request.engine_name),
+            now,
+            bool(request.excluded),
+        )
 
     def record_success(self, replica: Replica, now: float, sent_at: float) -> None:
         """Record that a replica answered with a status below 400; may close its circuit."""
@@ -315,6 +339,18 @@ class Scheduler:
     def has_room(self, decision: Decision) -> bool:
         """Whether the chosen replica can take this request now."""
         return self.queue.has_room(decision) and not self._is_full(decision)
+
+
+def _known_chain(hashed: HashedRequest, snapshot: FleetSnapshot) -> tuple[Sequence[BlockHash], int]:
+    """A prompt's block hashes at one block size of the fleet, and how many of the first ones some replica has.
+
+    Of an approximate prompt the hash that all turns of its conversation share.
+    """
+    if hashed.request.is_approximate and hashed.request.first_blocks:
+        return (BlockHash(hashed.request.first_blocks),), 1
+    for chain in hashed.chains.values():
+        return chain, max(snapshot.depths.values(), default=0) if len(hashed.chains) == 1 else 0
+    return (), 0
 
 
 def first_blocks(chains: HashChains, *, tokens: int = 256) -> int:

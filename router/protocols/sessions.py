@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
+from router.core.sessions.session import NO_SESSION, Session
+
 # A longer name is replaced by its hash: each of the thousand kept decisions has one.
 _MAX_CHARS = 200
 # vLLM 0.32 entrypoints/generate/base/serving.py SESSION_ID_HEADER; it marks the KV events of a request with the value.
@@ -51,24 +53,6 @@ SESSION_HEADERS = (
 FINAL_HEADER = b"x-dynamo-session-final"
 
 
-class Session(NamedTuple):
-    """The session of a request, as named by its client, or within its tenant.
-
-    name     empty: none is named
-    parent   the session that started it; empty: none did
-    root     the session of its whole program, where the client names that; empty: it follows from the parents
-    is_over  this is its last request
-    """
-
-    name: str = ""
-    parent: str = ""
-    root: str = ""
-    is_over: bool = False
-
-
-NO_SESSION = Session()
-
-
 class SessionReader:
     """Reads sessions from the heads of requests."""
 
@@ -92,7 +76,9 @@ class SessionReader:
                 return Session(name, parent if parent != name else "", "", is_over)
             if not agent or agent == name:
                 return Session(name, "", name, is_over)
-            return Session(agent, parent if parent not in {"", agent} else name, name, is_over)
+            # Within its program, because agents' ids may be no more than names.
+            parent = f"{name}/{parent}" if parent not in {"", agent, name} else name
+            return Session(f"{name}/{agent}", parent, name, is_over)
         return NO_SESSION
 
 
@@ -120,12 +106,13 @@ def body_session(decoded: Mapping[str, Any], named: Session) -> Session:
 def own_session(tenant: str, session: Session) -> Session:
     """The session with names that no other tenant's session has."""
     if session == NO_SESSION:
-        return session
+        return Session(tenant=tenant) if tenant else session
     return Session(
         _own_name(tenant, session.name),
         _own_name(tenant, session.parent),
         _own_name(tenant, session.root),
         session.is_over,
+        tenant,
     )
 
 

@@ -43,7 +43,7 @@ def begin_dispatched(  # noqa: PLR0917  (for each request, and names take time)
     replica, score, routing = decision.replica, decision.score, hashed.request
     worker, waited_s, scheduler = replica.id, now - asked_at, services.scheduler
     # First, because it runs the shadow policies: one that fails must leave nothing to give back.
-    load = scheduler.record_dispatch(decision, now)
+    load = scheduler.record_dispatch(decision, now, hashed)
     load.is_streamed = is_streamed
     is_hashed, is_approximate = bool(hashed.chains), routing.is_approximate
     is_known = is_hashed and not is_approximate

@@ -11,6 +11,7 @@ from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.service.decoding import DECODE_ERRORS
 from lorafleet.telemetry.request_log import request_id
 from router.core.errors import BadBody
+from router.core.sessions.session import NO_SESSION, Session
 from router.protocols.adapter_fields import (
     ADAPTER_HEADERS,
     EXTRA_BODY,
@@ -22,7 +23,7 @@ from router.protocols.adapter_fields import (
 )
 from router.protocols.bodies import BOM, bad_json_error, check_items
 from router.protocols.routes import COMPLETIONS, Route, sequence_count
-from router.protocols.sessions import NO_SESSION, Session, SessionReader, body_session, engine_header, own_session
+from router.protocols.sessions import SessionReader, body_session, engine_header, own_session
 from router.request.engine_body import (
     FORWARDED_HEADERS,
     NVEXT,

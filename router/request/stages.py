@@ -286,7 +286,7 @@ def hash_prompt(
         total_tokens,
         approximated is not None,
     )
-    return HashedRequest(ask, chains, salted, roster.salted if salted else frozenset(), salt)
+    return HashedRequest(ask, chains, salted, roster.salted if salted else frozenset(), salt, request.session)
 
 
 def _hash_chains(services: Services, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> HashChains:

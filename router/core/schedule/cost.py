@@ -3,6 +3,7 @@
     cost = kappa * (prefill + adapter)            work, which delays every request behind it
          + slot + queue + step                    waiting, which delays this request alone
          + decode interference + cache pressure   what other requests lose, now and later
+         + kappa * eviction                       what is computed again because this pushes it out; 0 by default
          + decode + zone                          by how much this replica is slower or farther
 
 This is the model as it is read, explained and replayed. Decisions take `cost_loop.py`, which gives the same numbers to
@@ -19,6 +20,7 @@ from router.core.schedule.load_snapshot import ReplicaLoad
 from router.core.schedule.request import RoutingRequest
 from router.core.schedule.snapshot import FleetSnapshot
 from router.core.schedule.step_model import StepModel, batch_s, running_step_s, step_model
+from router.core.sessions.held import Victim
 
 # Decode steps that a first token waits for: half of the one under way, and the decodes in its prefill's own.
 STEPS_WAITED = 1.5
@@ -30,6 +32,7 @@ class ReplicaScore(msgspec.Struct, frozen=True):
     step_s   the engine's step under way, and decoding beside the prefill
     harm_s   decode interference: by the work, and by one sequence more in the batch
     crowd_s  cache pressure, and scarcity of adapter slots
+    evict_s  expected seconds to compute again what this prompt pushes out
     """
 
     worker_id: WorkerId
@@ -42,6 +45,7 @@ class ReplicaScore(msgspec.Struct, frozen=True):
     step_s: float
     harm_s: float
     crowd_s: float
+    evict_s: float
     decode_s: float
     zone_s: float
     cost_s: float
@@ -73,9 +77,11 @@ def replica_score(request: RoutingRequest, snapshot: FleetSnapshot, position: in
     decode, zone = decode_s(engine, middle, costs), zone_s(replica, costs)
     cost = kappa(snapshot.rho, costs) * work + (decode + zone)
     cost = cost + (slot + engine_queue + step + interference + scarcity) + backlog + pressure
-    waits = slot, engine_queue + backlog
+    evict = evict_s(request, snapshot, replica, load, engine, depth)
+    cost += kappa(snapshot.rho, costs) * costs.eviction * evict
+    waits, crowd = (slot, engine_queue + backlog), scarcity + pressure
     return ReplicaScore(
-        replica.id, depth, cached, prefill, adapter, *waits, step, interference, scarcity + pressure, decode, zone, cost
+        replica.id, depth, cached, prefill, adapter, *waits, step, interference, crowd, evict, decode, zone, cost
     )
 
 
@@ -168,6 +174,42 @@ def next_slot_s(slots_used: int, max_loras: int, costs: CostSettings) -> float:
 def cache_pressure_s(work_s: float, load: ReplicaLoad, snapshot: FleetSnapshot) -> float:
     """Later cost of the blocks that this work displaces; higher where blocks are displaced faster than elsewhere."""
     return snapshot.costs.crowding * work_s * max(0.0, load.placed - snapshot.loads.base_placed(snapshot.now))
+
+
+def evict_s(
+    request: RoutingRequest,
+    snapshot: FleetSnapshot,
+    replica: Replica,
+    load: ReplicaLoad,
+    engine: StepModel,
+    depth_blocks: int,
+) -> float:
+    """Expected seconds to compute again what this prompt's new blocks push out of the replica's cache."""
+    if not load.victims:
+        return 0.0
+    costs = snapshot.costs
+    usual = costs.attention_tokens + snapshot.context_tokens
+    lost = lost_work(load.victims, request.prompt_tokens - depth_blocks * replica.block_size, costs.attention_tokens)
+    return lost / usual * (engine.prefill_token_s * load.prefill_pace)
+
+
+def lost_work(victims: tuple[Victim, ...], new_tokens: int, attention_tokens: float) -> float:
+    """Tokens that are expected to be computed again, each times what it costs at its context.
+
+    Beyond the victims that are known, all are taken to be like these.
+    """
+    left, lost, known = float(new_tokens), 0.0, 0.0
+    if left <= 0:
+        return 0.0
+    for tokens, chance, context_tokens in victims:
+        taken = min(left, tokens)
+        lost += taken * chance * (attention_tokens + context_tokens)
+        left -= taken
+        if chance:
+            known += taken
+        if left <= 0:
+            return lost
+    return lost * (known + left) / known if known else lost
 
 
 def decode_s(step: StepModel, middle: EngineReport, costs: CostSettings) -> float:

@@ -20,6 +20,7 @@ from router.core.schedule.cost import (
     context,
     decode_s,
     kappa,
+    lost_work,
     next_slot_s,
     zone_s,
 )
@@ -33,8 +34,9 @@ from router.core.schedule.step_model import step_model
 _BUSY_UNTIL: Final = ReplicaLoad._fields.index("busy_until")
 _FRESH: Final = ReplicaLoad._fields.index("fresh")
 _PACE: Final = ReplicaLoad._fields.index("prefill_pace")
+_VICTIMS: Final = ReplicaLoad._fields.index("victims")
 # A ReplicaScore without its replica, in the order of its fields.
-_Terms = tuple[int, int, float, float, float, float, float, float, float, float, float, float]
+_Terms = tuple[int, int, float, float, float, float, float, float, float, float, float, float, float]
 _CACHED: Final = 1
 _PREFILL_S: Final = 2
 _COST_S: Final = -1
@@ -145,6 +147,7 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
         vectors, resting = [vectors[i] for i in able], [resting[i] for i in able]
     harm, crowding, base_placed = costs.decode_harm, costs.crowding, loads.base_placed(now)
     attention_tokens, output_tokens = costs.attention_tokens, snapshot.roster.middle.output_tokens
+    eviction = costs.eviction
     usual = attention_tokens + snapshot.context_tokens
     last = prompt - 1 if prompt else 0
     # Tokens of work at so many cached: mostly as many as at the replica before, which has nothing of the prompt either.
@@ -169,10 +172,21 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
                     cost_s += pressure_s
                 if cost_s > limit:
                     continue
+                evicted_s = 0.0
+                if vector[_VICTIMS]:
+                    lost = lost_work(vector[_VICTIMS], prompt - depth * row[0], attention_tokens)
+                    evicted_s = lost / usual * (row[4] * pace)
+                    cost_s += price * eviction * evicted_s
+                    if cost_s > limit:
+                        continue
                 if only_close and cost_s < best:
                     best, limit, settled = cost_s, costs.tie_limit_s(cost_s), len(found)
                 positions.append(i)
-                found.append((*like_terms[:8], pressure_s, *like_terms[9:11], cost_s) if pressure_s else like_terms)
+                found.append(
+                    (*like_terms[:8], pressure_s, evicted_s, *like_terms[10:12], cost_s)
+                    if pressure_s or evicted_s
+                    else like_terms
+                )
                 continue
             if like_cost_s + (vector[_BUSY_UNTIL] - now) > limit:
                 continue  # its queue alone is too long
@@ -203,11 +217,11 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
             placed = rests
             if is_plain:
                 like, like_depth, like_pace, like_cost_s = row, depth, pace, cost_s
-                like_terms = depth, cached, prefill_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, decode, zone, cost_s
+                like_terms = depth, cached, prefill_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, decode, zone, cost_s
         else:
             (
                 busy_until, queue_s, others_until, in_prefill, in_decode, others, engine_names, slots_used, _, slot_at,
-                full_s, request_s, kv_tokens, kv_free_tokens, kv_token_s, placed, _,
+                full_s, request_s, kv_tokens, kv_free_tokens, kv_token_s, placed, _, _,
             ) = vector  # fmt: skip
             # ReplicaLoad.queue_s and kv_wait_s. Zeros are not added: each sum makes an object.
             if busy_until > now and busy_until - now > queue_s:
@@ -240,6 +254,13 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
             cost_s += displaced_s
         if cost_s > limit:
             continue
+        evicted_s = 0.0
+        if vector[_VICTIMS]:
+            lost = lost_work(vector[_VICTIMS], prompt - depth * block_size, attention_tokens)
+            evicted_s = lost / usual * prefill_token_s
+            cost_s += price * eviction * evicted_s
+            if cost_s > limit:
+                continue
         if only_close and cost_s < best:
             best, limit, settled = cost_s, costs.tie_limit_s(cost_s), len(found)
         positions.append(i)
@@ -254,6 +275,7 @@ def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
                 waited_s,
                 interference_s,
                 pressure_s,
+                evicted_s,
                 decode,
                 zone,
                 cost_s,

@@ -34,6 +34,10 @@ class CostSettings:
     # least loaded: the work displaces blocks, and an adapter draws its traffic there. This and the next five:
     # `benchmarks.trace`, loads 1 and 2, 750 and 2,000 blocks; about 60 settings, flat around these.
     crowding: float = 1.2
+    # Weight of a second that is expected to be computed again, because this work pushes it out of the cache, beside a
+    # second of work. With 1 programs of agents whose caches are too small end 3 % sooner in `benchmarks.trace`, and
+    # first tokens of the conversation trace come 1 % later: so it is shown, and counts where it is set.
+    eviction: float = 0.0
     # Cost of the last free adapter slot to the next adapter that needs one, and how steeply that falls with more free.
     slot_s: float = 2.0
     slot_power: float = 4.0

@@ -16,6 +16,7 @@ from router.core.schedule.replica_book import (
     ReplicaBook,
     load_vector,
 )
+from router.core.sessions.book import SessionState
 
 # Seconds over which admitted work counts towards utilisation (rho).
 _HORIZON_S = 30.0
@@ -68,12 +69,14 @@ class LoadBook:
         adapter_s: float = 0.0,
         sequences: int = 1,
         first_token_s: float = 0.0,
+        session: SessionState | None = None,
     ) -> LoadEntry:
         """Count a request that is about to be sent, in prefill; also updates its model's usual prefill and context.
 
         prefill_s      seconds of work that it is until its first token
         adapter_s      seconds until its adapter is on the device; counts for the base model's utilisation
         first_token_s  predicted seconds until its first token
+        session        whose turn it is; None: not known
         """
         work = self._models.get(base_model)
         if work is None:
@@ -88,7 +91,7 @@ class LoadBook:
         book = self._books.get(worker) or self._book_of(worker, base_model)
         uncached_tokens = prompt_tokens - cached_tokens
         entry = LoadEntry(worker, engine_name, prefill_s, uncached_tokens, prompt_tokens, now, work, book, sequences)
-        entry.first_token_s, entry.pace = first_token_s, book.prefill_pace
+        entry.first_token_s, entry.pace, entry.session = first_token_s, book.prefill_pace, session
         book.add(entry)
         return entry
 
@@ -154,6 +157,9 @@ class LoadBook:
         work.sequences -= entry.sequences
         work.in_flight_tokens -= entry.prompt_tokens
         book.mark_changed(now)
+        if entry.session is not None:
+            entry.session.end_turn(now)
+            book.held.end_turn(entry.session)
         if entry.in_prefill:
             book.leave_prefill(entry, now)
         if is_answered or entry.is_answered:
@@ -195,6 +201,9 @@ class LoadBook:
         book.kv_tokens_used = report.kv_usage * book.kv_tokens
         book.reported_request_s = report.request_s or FIRST_REQUEST_S
         book.moved_at = report.moved_at
+        book.held.residents = replica.residents
+        if book.kv_tokens and replica.caches_prefixes:
+            book.held.most_tokens = book.kv_tokens * book.own_share
         book.stale.add(book.position)
         if report.at == book.reported_at:
             return
@@ -202,6 +211,9 @@ class LoadBook:
         in_prefill -= book.apply_report(report.at, report.waiting)
         # The engine counts one of ours in prefill as running: it works on the first while the others wait.
         book.others_in_flight = max(0, report.running + report.waiting - in_flight)
+        if in_flight or book.others_in_flight:
+            share = in_flight / (in_flight + book.others_in_flight)
+            book.own_share += _SMOOTHING * (share - book.own_share)
         others_waiting = min(book.others_in_flight, max(0, report.waiting - max(0, in_prefill - 1)))
         work = self._models.get(replica.base_model)
         each_s = FIRST_PREFILL_S if work is None else work.prefill_each_s

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from router.core.sessions.held import Victim
+
 # Seconds over which prompts count as placed: about how long a busy engine keeps a block. A guess; 60 to 600 do alike in
 # `benchmarks.trace`.
 PLACED_S = 120.0
@@ -39,6 +41,7 @@ class ReplicaLoad(NamedTuple):
     placed             log of the uncached tokens sent there of late, as a share of its KV cache, on a scale where
                        fading is a subtraction: `placed - now / PLACED_S` is the log now
     prefill_pace       seconds that its latest prefills took, by those that its rate predicts
+    victims            whose cached tokens the next prompt pushes out, the first one first
     """
 
     busy_until: float = -inf
@@ -58,6 +61,7 @@ class ReplicaLoad(NamedTuple):
     kv_token_s: float = 0.0
     placed: float = -inf
     prefill_pace: float = 1.0
+    victims: tuple[Victim, ...] = ()
 
     @property
     def in_flight(self) -> int:
@@ -109,7 +113,7 @@ class ReplicaLoad(NamedTuple):
 # A ReplicaLoad without its names, in the order of its fields.
 LoadVector = tuple[
     float, float, float, int, int, int, frozenset[str], int, frozenset[str], float, float, float, float, float, float,
-    float, float,
+    float, float, tuple[Victim, ...],
 ]  # fmt: skip
 _IDLE: LoadVector = ReplicaLoad()
 
@@ -187,7 +191,7 @@ class LoadTable:
         """
         (
             busy_until, behind_s, others_until, in_prefill, in_decode, others, engine_names, slots_used, _, slot_at,
-            full_s, _, kv_tokens, kv_free_tokens, _, placed, _,
+            full_s, _, kv_tokens, kv_free_tokens, _, placed, _, _,
         ) = vector  # fmt: skip
         self._vectors[position], self._placed[position], self._others[position] = vector, placed, others
         is_busy = in_prefill or in_decode or others or behind_s or busy_until > -inf or others_until > -inf

@@ -116,5 +116,6 @@ def _decode_incarnations(plain: Iterable[Sequence[str]]) -> Excluded:
 
 
 def _with_sets(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with lists as sets where the value had sets."""
-    return {name: frozenset(value) if name in _SETS else value for name, value in plain.items()}
+    """The fields with lists as sets or tuples where the value had those."""
+    found = {name: frozenset(value) if name in _SETS else value for name, value in plain.items()}
+    return found | {"victims": tuple(map(tuple, found["victims"]))} if "victims" in found else found

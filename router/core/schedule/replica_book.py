@@ -9,6 +9,8 @@ import msgspec
 
 from router.core.kv.index import WorkerId
 from router.core.schedule.load_snapshot import FIRST_REQUEST_S, PLACED_S, LoadVector
+from router.core.sessions.book import SessionState
+from router.core.sessions.held import HeldSessions
 
 # Until a request has begun here: guesses, nothing measured.
 FIRST_PREFILL_S = 0.2
@@ -50,6 +52,7 @@ class LoadEntry(msgspec.Struct, eq=False):
     is_exact         what its replica has cached of its prompt was known, not estimated
     is_answered      its first token, or its whole answer, has arrived
     first_token_s    predicted seconds from dispatch to its first token; prefill_s of them at this pace
+    session          whose turn it is; None: not known
     """
 
     worker: WorkerId
@@ -69,6 +72,7 @@ class LoadEntry(msgspec.Struct, eq=False):
     ended: bool = False
     first_token_s: float = 0.0
     pace: float = 1.0
+    session: SessionState | None = None
 
 
 @dataclass(slots=True)
@@ -92,6 +96,8 @@ class ReplicaBook:
     prefill_pace, paced, has_pace   as in ReplicaLoad; the prefills that it was learned from, and whether there are any:
                           else it is that of another replica of the base model
     rate                  prefill tokens per second, by the engine's agent; 0.0: not known
+    held, own_share       the sessions whose KV the engine has, and the share of its requests, and so of its cache, that
+                          is this router's
     stale, position       the set that collects positions of changed replicas, and this one's
     max_loras, max_seqs, kv_tokens, kv_tokens_used, reported_request_s   from the worker's and the engine's reports
     """
@@ -134,6 +140,8 @@ class ReplicaBook:
     paced: int = 0
     has_pace: bool = False
     rate: float = 0.0
+    held: HeldSessions = field(default_factory=HeldSessions)
+    own_share: float = 1.0
     stale: set[int] = field(default_factory=set)
     position: int = 0
 
@@ -173,6 +181,8 @@ class ReplicaBook:
             self.fresh = self._used_last(self.fresh | {name})
         self.placed_tokens = self.placed_tokens * exp((self.placed_at - now) / PLACED_S) + entry.uncached_tokens
         self.placed_at = now
+        if entry.session is not None:
+            self.held.place(entry.session, name, entry.prompt_tokens, entry.uncached_tokens)
 
     def _used_last(self, names: frozenset[str]) -> frozenset[str]:
         """Those of these names that are in device slots by vLLM's LRU rule: the `max_loras` adapters sent there last.
@@ -417,6 +427,7 @@ def load_vector(book: ReplicaBook) -> LoadVector:
         kv_token_s,
         placed,
         book.prefill_pace,
+        book.held.victims(max(book.noted_at, book.reported_at)),
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 from lorafleet.identity import BlockHash
 from router.core.fleet import Excluded, Incarnation
 from router.core.kv.index import WorkerId
+from router.core.sessions.session import NO_SESSION, Session
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _NO_BLOCKS: Sequence[BlockHash] = ()
@@ -55,6 +56,7 @@ class HashedRequest(msgspec.Struct, frozen=True):
     salted_workers  the replicas that salt prompts
     cache_salt      what keeps its cached prompts apart, at every replica: its tenant's or key's own salt, or the
                     client's (`router.request.cache_salt`); replicas that salt prompts make another one of it
+    session         of which it is a turn, as its client names that
     """
 
     request: RoutingRequest
@@ -62,6 +64,7 @@ class HashedRequest(msgspec.Struct, frozen=True):
     salted_chains: HashChains = NOTHING
     salted_workers: frozenset[WorkerId] = frozenset()
     cache_salt: str = ""
+    session: Session = NO_SESSION
 
     def chain(self, worker: WorkerId, block_size: int) -> Sequence[BlockHash]:
         """The prompt's block hashes at one worker."""

@@ -15,6 +15,7 @@ from router.core.schedule.policies import POLICIES
 from router.core.schedule.policy import Decision
 from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequest
 from router.core.scheduler import Scheduler, first_blocks
+from router.core.sessions.session import Session
 from tests.router.core.schedule.test_policy import SQL, a_replica
 
 RATE = 10_000  # tokens per second
@@ -400,3 +401,35 @@ def test_prompts_that_begin_alike_have_the_same_first_blocks():
     assert first_blocks({16: [1, 2]}) == 2
     assert first_blocks({16: list(range(1, 40))}) == first_blocks({16: list(range(1, 20))}) == 16
     assert first_blocks({512: [7, 8, 9]}) == 7
+
+
+def test_a_conversation_without_a_name_is_one_session_and_a_retry_is_no_turn():
+    fleet = SchedulerUnderTest()
+
+    def send(chain, depth=0, **more):
+        request = RoutingRequest("m", "", 16 * len(chain), **more)
+        fleet.depths = {"w0": depth}
+        prompt = HashedRequest(request, {16: chain})
+        decision = fleet.scheduler.decide(prompt, fleet.now)
+        known = fleet.scheduler.session_of(prompt, decision)
+        entry = fleet.scheduler.record_dispatch(decision, fleet.now, prompt)
+        fleet.scheduler.load.remove(entry, fleet.now)
+        return known, entry.session
+
+    first, other = send((1, 2)), send((1, 7))
+    assert first[0] is other[0] is None
+    assert first[1] is not other[1]
+    fleet.now = 3.0
+    assert send((1, 2, 3, 4), depth=3) == (first[1], first[1])
+    habit = first[1].habit
+    assert habit.usual_gap_s() == 4.0
+    gaps = habit.gaps.copy()
+    assert send((1, 2, 3, 4), excluded=frozenset({("w9", "b")})) == (first[1], first[1])
+    assert habit.gaps == gaps
+
+
+def test_a_request_that_computes_nothing_is_no_turn():
+    fleet = SchedulerUnderTest()
+    prompt = HashedRequest(RoutingRequest("m", "", 0), session=Session("a"))
+    decision = fleet.scheduler.decide(prompt, 0.0)
+    assert fleet.scheduler.record_dispatch(decision, 0.0, prompt).session is None

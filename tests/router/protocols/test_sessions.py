@@ -5,15 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.keys.key_files import hash_key
-from router.protocols.sessions import (
-    NO_SESSION,
-    SESSION_HEADERS,
-    Session,
-    SessionReader,
-    body_session,
-    engine_header,
-    own_session,
-)
+from router.core.sessions.session import NO_SESSION, Session
+from router.protocols.sessions import SESSION_HEADERS, SessionReader, body_session, engine_header, own_session
 from tests.router.doubles import BASE, EngineDouble, fleet, with_sql
 
 READER = SessionReader("x-session-id")
@@ -34,9 +27,9 @@ def test_a_sub_agent_of_claude_code_is_a_session_in_its_program():
     whole = {b"x-claude-code-session-id": b"task"}
     assert READER.read(whole) == Session("task", root="task")
     child = whole | {b"x-claude-code-agent-id": b"a1"}
-    assert READER.read(child) == Session("a1", parent="task", root="task")
+    assert READER.read(child) == Session("task/a1", parent="task", root="task")
     grandchild = whole | {b"x-claude-code-agent-id": b"a2", b"x-claude-code-parent-agent-id": b"a1"}
-    assert READER.read(grandchild) == Session("a2", parent="a1", root="task")
+    assert READER.read(grandchild) == Session("task/a2", parent="task/a1", root="task")
 
 
 def test_the_set_header_goes_before_all_others_and_dynamos_before_the_agents():
@@ -105,3 +98,21 @@ async def test_an_engine_gets_the_session_within_its_tenant(tmp_path):
         assert await told("nobodys", {"x-session-id": "run-1"}) == "run-1"
         assert await told("a", {}) is None
         assert parts.decisions[0].decision.request.session == "1:b/s"
+
+
+def test_callers_without_a_tenant_keep_plain_names():
+    named = Session("s", "mother", "task", is_over=True)
+    assert own_session("", named) == named
+    assert own_session("", NO_SESSION) == NO_SESSION
+    assert own_session("lab", NO_SESSION) == Session(tenant="lab")
+
+
+async def test_a_decision_says_when_the_sessions_next_turn_usually_comes():
+    async with fleet(EngineDouble("w0"), control=with_sql("w0")) as (client, _, _):
+        body = {"model": BASE, "prompt": "x" * 100, "session_id": "s"}
+        assert (await client.post("/v1/route", json=body)).json()["next_turn_s"] is None
+        for _ in range(3):
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert (await client.post("/v1/route", json=body)).json()["next_turn_s"] == 1.0
+        decided = (await client.get("/v1/decisions")).json()["data"]
+        assert [row["next_turn_s"] for row in decided] == [1.0] * 3

@@ -7,7 +7,7 @@ import { Pauses } from "./pauses.js";
 import { AdapterLink, Link, WorkerLink, place, setQuery } from "../route.js";
 import { ZONE, clock, missing, number, seconds, share } from "../format.js";
 
-export const TERMS = [["prefill_s", "prefill"], ["adapter_s", "adapter load"], ["slot_s", "slot"], ["queue_s", "queue"], ["step_s", "engine step"], ["harm_s", "harm to others"], ["crowd_s", "cache pressure"], ["decode_s", "decode"], ["zone_s", "other zone"]];
+export const TERMS = [["prefill_s", "prefill"], ["adapter_s", "adapter load"], ["slot_s", "slot"], ["queue_s", "queue"], ["step_s", "engine step"], ["harm_s", "harm to others"], ["crowd_s", "cache pressure"], ["evict_s", "pushed out"], ["decode_s", "decode"], ["zone_s", "other zone"]];
 const COUNTED = { local: "by the router", remote: "by an engine", given: "by the client", approximate: "roughly" };
 const POLICIES = ["kv_lora", "least_loaded", "round_robin", "session", "prefix_hash"];
 const adapterOf = (name) => name === "base" ? "base" : name.replace(/@[0-9a-f]{12}$/, "");

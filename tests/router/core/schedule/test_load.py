@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from router.core.fleet import EngineReport
 from router.core.schedule.load import LoadBook
 from router.core.schedule.load_snapshot import FleetLoad, ReplicaLoad
+from router.core.sessions.book import SessionBook
+from router.core.sessions.session import Session
 from tests.router.core.schedule.test_policy import OTHERS, SQL, a_replica
 
 
@@ -563,3 +565,50 @@ def test_pace_stays_within_its_bounds_whatever_first_tokens_take(prefills):
     for predicted_s, took_s in prefills:
         now = prefill(book, now, predicted_s * book.replica_load("w0").prefill_pace, took_s)
         assert 0.001 <= book.replica_load("w0").prefill_pace <= 100
+
+
+def with_session(book, sessions, name, tokens, now, worker="w0", **more):
+    """A request of a session that has ended."""
+    state = sessions.begin_turn(Session(name), (), 0, "", now)
+    entry = book.add(worker, "", 0.1, now, tokens, base_model="m", session=state, **more)
+    book.remove(entry, now)
+    return entry
+
+
+def victim_tokens(book):
+    return [tokens for tokens, _, _ in book.replica_load("w0").victims]
+
+
+def test_a_load_has_what_the_next_prompt_pushes_out_and_another_engine_has_nothing_of_it():
+    book, sessions = LoadBook(), SessionBook()
+    replica = a_replica("w0", total_kv_blocks=100, engine_boot_id="b1")
+    assert victim_tokens(book) == []
+    book.apply_report(replica)
+    assert victim_tokens(book) == [1600]
+    with_session(book, sessions, "a", 500, 1.0)
+    entry = with_session(book, sessions, "b", 300, 2.0)
+    assert victim_tokens(book) == [800, 500, 300]
+    assert entry.session.in_flight == 0
+    running = book.add("w0", "", 0.1, 3.0, 510, 500, session=sessions.begin_turn(Session("a"), (), 0, "", 3.0))
+    assert victim_tokens(book) == [790, 300]
+    book.remove(running, 5.0)
+    book.remove(running, 5.0)
+    assert running.session.in_flight == 0
+    assert victim_tokens(book) == [790, 300, 510]
+    book.apply_report(replace(replica, engine_boot_id="b2"))
+    assert victim_tokens(book) == [1600]
+
+
+def test_an_engine_that_keeps_no_prefixes_loses_nothing():
+    book = LoadBook()
+    book.apply_report(a_replica("w0", total_kv_blocks=100, caches_prefixes=False))
+    with_session(book, SessionBook(), "a", 500, 1.0)
+    assert victim_tokens(book) == []
+
+
+def test_a_router_counts_on_its_share_of_a_cache_that_others_use_too():
+    book = LoadBook()
+    book.add("w0", "", 0.1, 0.0, base_model="m")
+    for at in range(1, 200):
+        book.apply_report(a_replica("w0", total_kv_blocks=100, report=EngineReport(running=4, at=float(at))))
+    assert victim_tokens(book) == [pytest.approx(400, rel=0.01)]

@@ -14,7 +14,7 @@ from lorafleet.identity import rendezvous_order, rendezvous_score
 from router.config import RouterSettings
 from router.core.errors import NoReplica
 from router.core.fleet import EngineReport, Replica, ResidentAdapter, Roster
-from router.core.schedule.cost import kappa, replica_score
+from router.core.schedule.cost import kappa, lost_work, replica_score
 from router.core.schedule.cost_loop import roster_costs
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load_snapshot import FleetLoad, ReplicaLoad
@@ -29,6 +29,7 @@ from tests.properties import examples
 
 SQL = "sql/v1@aaaaaaaaaaaa"
 OTHERS = ("b/v1@cccccccccccc", "c/v1@dddddddddddd")
+VICTIMS = st.tuples(st.floats(0, 2000), st.floats(0, 1), st.floats(0, 9000))
 
 
 def a_replica(name, *, residents=(), location="device", **more):
@@ -245,6 +246,40 @@ def test_work_goes_where_it_displaces_least_and_a_hot_prefix_outweighs_that():
     assert len({choose(RoutingRequest("m", SQL, 2000), fleet, own=own, seed=s).replica.id for s in range(20)}) == 2
 
 
+def test_a_prompt_pushes_out_what_is_least_likely_to_be_read_again():
+    costs = CostSettings(eviction=1.0)
+    fleet = [a_replica("kept"), a_replica("left"), a_replica("large")]
+    own = {
+        "kept": ReplicaLoad(victims=((0, 0.0, 0.0), (5000, 0.9, 0.0))),
+        "left": ReplicaLoad(victims=((0, 0.0, 0.0), (5000, 0.1, 0.0))),
+        "large": ReplicaLoad(victims=((900, 0.0, 0.0), (5000, 1.0, 0.0))),
+    }
+    assert {
+        choose(RoutingRequest("m", "", 2000), fleet, own=own, costs=costs, seed=s).replica.id for s in range(20)
+    } == {"left"}
+    assert {
+        choose(RoutingRequest("m", "", 800), fleet, own=own, costs=costs, seed=s).replica.id for s in range(20)
+    } == {"large"}
+    # What is cached of it pushes nothing out.
+    assert choose(RoutingRequest("m", "", 2000), fleet, {"kept": 120}, own=own, costs=costs).score.evict_s < 0.01
+
+
+def test_what_a_prompt_pushes_out_costs_its_expected_prefill():
+    costs = CostSettings(prefill_tokens_per_s=1000.0, attention_tokens=9000.0)
+    victims = ((100, 0.0, 0.0), (200, 0.5, 1000.0), (500, 0.25, 11_000.0))
+    request = RoutingRequest("m", "", 700)
+    score = choose(request, [a_replica("w0")], own={"w0": ReplicaLoad(victims=victims)}, costs=costs).score
+    # 100 unused tokens, half of 200 at the usual context, and a quarter of 400 at twice what the usual one costs.
+    assert score.evict_s == pytest.approx((200 * 0.5 + 400 * 0.25 * 2) / 1000)
+    assert score.first_token_s == pytest.approx(score.prefill_s)
+
+
+@given(st.lists(VICTIMS, max_size=4), st.integers(-99, 9000), st.integers(0, 9000))
+def test_more_new_tokens_never_push_out_less(victims, new_tokens, more):
+    less, all_of_it = (lost_work(tuple(victims), tokens, 30_000.0) for tokens in (new_tokens, new_tokens + more))
+    assert 0 <= less <= all_of_it * (1 + 1e-9)
+
+
 def test_between_equal_replicas_the_one_that_decodes_faster_wins_where_that_counts():
     fast, slow = (
         a_replica(n, report=EngineReport(token_s=1 / r, output_tokens=300)) for n, r in (("f", 90), ("s", 30))
@@ -301,9 +336,16 @@ OWNS = st.builds(
     slots_used=st.integers(0, 4),
     placed=st.just(-inf) | st.floats(-5, 3),
     prefill_pace=st.just(1.0) | st.floats(0.01, 9),
+    victims=st.just(()) | st.lists(VICTIMS, max_size=4).map(tuple),
 )
 RESTING = OWNS.map(
-    lambda own: ReplicaLoad(placed=own.placed, fresh=own.fresh, request_s=own.request_s, prefill_pace=own.prefill_pace)
+    lambda own: ReplicaLoad(
+        placed=own.placed,
+        fresh=own.fresh,
+        request_s=own.request_s,
+        prefill_pace=own.prefill_pace,
+        victims=own.victims,
+    )
 )
 REPORTS = st.builds(
     EngineReport,
@@ -341,7 +383,9 @@ def moments(draw):
         seed=draw(st.integers(0, 2**32 - 1)),
         turn=draw(st.integers(0, 99)),
         costs=CostSettings(
-            temperature_s=draw(st.sampled_from([0.0, 0.5])), decode_share=draw(st.sampled_from([0.0, 0.05]))
+            temperature_s=draw(st.sampled_from([0.0, 0.5])),
+            decode_share=draw(st.sampled_from([0.0, 0.05])),
+            eviction=draw(st.sampled_from([0.0, 0.5])),
         ),
     )
     request = RoutingRequest(
