@@ -12,6 +12,7 @@ from lorafleet.engine.agentless import engines_by_id
 from lorafleet.engine.settings import WorkerDiscoverySettings
 from lorafleet.identity import CacheScope
 from lorafleet.service.settings import Url
+from router.core.queue.fair_queue import Fairness
 from router.core.schedule.cost_settings import CostSettings
 
 _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+")
@@ -201,6 +202,11 @@ class RouterSettings(WorkerDiscoverySettings):
         default=1.0,
         ge=0,
         description="seconds of work queued at an engine at most; further requests wait in the router, in fair order",
+    )
+    fairness: Fairness = Field(
+        default="request",
+        description="what goes first among a tenant's queued requests for an adapter: what came first, or (program)"
+        " what is of a program that was served least, at most 10 s ahead",
     )
     max_waiting_requests: int = Field(default=10_000, ge=1, description="requests that may wait for an engine at once")
     max_waiting_bytes: int = Field(default=2**30, gt=0, description="bytes of their bodies together")

@@ -159,6 +159,7 @@ def make_scheduler(
         costs=CostSettings(**config.costs),
         late_binding_s=config.late_binding_s,
         most_in_flight_tokens=config.max_in_flight_tokens,
+        fairness=config.fairness,
         breaker=breaker,
         budget=lambda: RetryBudget(share=config.retry_share, floor_per_s=config.retry_floor_per_s),
         load=load,

@@ -11,7 +11,7 @@ from router.core.failover.circuit_breaker import HUNG, SILENT, CircuitBreaker
 from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Replica, Roster
 from router.core.kv.index import WorkerId
-from router.core.queue.fair_queue import FairQueue
+from router.core.queue.fair_queue import Fairness, FairQueue
 from router.core.queue.queued_request import QueuedRequest
 from router.core.queue.rooms import EngineRooms
 from router.core.schedule.cost import adapter_move_s
@@ -54,6 +54,7 @@ class Scheduler:
     late_binding_s  seconds of work queued at an engine at most; infinite: everything is sent at once
     most_in_flight_tokens  prompt tokens of this router at a base model's engines at most, further requests wait; 0: no
                     bound. A larger prompt goes when no other is in flight
+    fairness        whether what a program was served counts among the queued requests of one adapter
     breaker         circuits of the replicas where requests failed
     budget          makes the retry budget of a base model
     """
@@ -67,6 +68,7 @@ class Scheduler:
     costs: CostSettings = field(default_factory=CostSettings)
     late_binding_s: float = 1.0
     most_in_flight_tokens: int = 0
+    fairness: Fairness = "request"
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     budget: Callable[[], RetryBudget] = RetryBudget
     rng: Random = field(default_factory=Random)
@@ -86,6 +88,7 @@ class Scheduler:
             self._is_full if self.most_in_flight_tokens else None,
             rooms=EngineRooms(self.roster, self.load, self.late_binding_s, self._may_choose),
             move_s=self._move_s,
+            service_s=self._service_s,
         )
 
     def _move_s(self, queued: QueuedRequest) -> float:
@@ -145,10 +148,18 @@ class Scheduler:
             score.first_token_s - decision.snapshot.backlog.get(replica.id, 0.0),
             None if hashed is None else self._begin_turn(hashed, decision, now),
         )
+        if entry.session is not None:
+            entry.session.program.service_s += score.prefill_s + score.adapter_s
         if not request.excluded:
             (self._budgets.get(request.base_model) or self._budget_of(request.base_model, now)).requests += 1
         self.breaker.record_dispatch(replica, entry, now)
         return entry
+
+    def _service_s(self, queued: QueuedRequest, decision: Decision) -> float:
+        """Seconds of engine work that the program of a decided request was given, where programs count."""
+        if self.fairness == "request":
+            return 0.0
+        return self.sessions.service_s(queued.hashed.session, *_known_chain(queued.hashed, decision.snapshot))
 
     def session_of(self, hashed: HashedRequest, decision: Decision) -> SessionState | None:
         """The session that a decided request continues; None: it begins one."""

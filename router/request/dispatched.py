@@ -181,6 +181,8 @@ def end_dispatched(
             decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
         dispatched.decode_work_s = decode_s
         dispatched.work_s = dispatched.decision.score.prefill_s + decode_s
+    if load.session is not None:
+        load.session.program.service_s += decode_s
     services.scheduler.load.remove(load, now, is_answered=first_data_s is not None)
     services.queue.poke()
     if dispatched.pending is not None and dispatched.index is not None:

@@ -5,6 +5,8 @@ A queued request is decided only when there is room, so that it still gets the b
 The order is start-time fair queueing (Goyal, Vin and Cheng, 1996) on two levels: tenants share the fleet's time evenly,
 and a tenant's adapters share its part by weight, in seconds of work. A request counts with its prefill when it is
 sent, and with its decoding when that is over, as in Sheng et al., Fairness in Serving Large Language Models (2024).
+Within an adapter requests go by priority, then in their order of arrival. With `service_s` a request counts as if it
+had come as much later as its program was served: least attained service first, bounded so that none waits for ever.
 
 Pure: time is an argument, and nothing here sleeps.
 """
@@ -15,7 +17,7 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from router.core.errors import NoReplica, Saturated
 from router.core.kv.index import WorkerId
@@ -24,6 +26,8 @@ from router.core.queue.queued_request import QueuedRequest
 from router.core.queue.rooms import EngineRooms
 from router.core.schedule.policy import Decision
 
+# What goes first among the queued requests of one adapter: what came first, or what is of a program served least.
+Fairness = Literal["request", "program"]
 # (likely replica, whether an adapter slot is waited for) of queued requests.
 _LineKey = tuple[WorkerId, bool]
 # (served seconds and those that it is held, adapter, position in these requests, its requests, its weight, seconds of
@@ -45,6 +49,8 @@ _WAIT_LIMIT = "max_wait_s"
 MAX_LAG_S = 10.0
 # A flow with long answers, which count when they are over, gets ahead of the others by at most this much.
 MAX_DEBT_S = 10.0
+# A request of a program that was served for long counts as if it had come so much later, at most: a guess.
+MAX_SERVED_S = 10.0
 _LEAST_WORK_S = 0.001
 # An adapter that must be brought to the device waits until those that are there have had this many times the cost of
 # that more work than their share, so that moving takes a ninth of the time at most. And at most so much work: a guess.
@@ -126,6 +132,7 @@ class FairQueue:
     is_full         whether the decided base model takes no further request anywhere; then no request of that base model
                     overtakes this one. None: never
     rooms           where engines have room, so that a pass decides only what may be sent; None: a pass decides all
+    service_s       seconds of engine work that the program of a decided request was given; 0.0: programs do not count
     move_s          seconds to bring a queued request's adapter to the device of its likely replica; 0.0: it is there
     usage           how much waits, and may
     rates           how fast queued work goes to each replica; tenant_rates: how fast each tenant's is served
@@ -135,6 +142,7 @@ class FairQueue:
     late_binding_s: float = inf
     is_full: Callable[[Decision], bool] | None = None
     rooms: EngineRooms | None = None
+    service_s: Callable[[QueuedRequest, Decision], float] = lambda _request, _decision: 0.0
     move_s: Callable[[QueuedRequest], float] = lambda _: 0.0
     usage: QueueUsage = field(default_factory=QueueUsage)
     rates: ServiceRates = field(default_factory=ServiceRates)
@@ -225,6 +233,7 @@ class FairQueue:
             self._serve(queued, _work_s(decision))
             self._forget_idle_tenants(tenant)
             return decision
+        queued.place_s = now + min(MAX_SERVED_S, self.service_s(queued, decision))
         queued.enqueued_at, queued.expected_s = now, self._expected_wait_s(queued, decision, now)
         if not self._waiting:
             self.rates.start(now)
@@ -668,10 +677,10 @@ def _tenant_ahead_s(tenant: _TenantFlows, queued: QueuedRequest) -> float:
     before_s = served_s = 0.0
     if flow is not None and flow.requests:
         served_s = flow.served_s
-        if flow.requests[-1].priority <= queued.priority:
+        if _place_of(flow.requests[-1]) <= _place_of(queued):
             before_s = flow.waiting_s
         else:
-            before_s = sum([other.work_s for other in flow.requests if other.priority <= queued.priority])
+            before_s = sum([other.work_s for other in flow.requests if _place_of(other) <= _place_of(queued)])
     else:
         served_s = max(tenant.virtual_s, flow.served_s if flow is not None else 0.0)
     until_s = served_s + before_s / queued.weight
@@ -698,9 +707,14 @@ def _flow_heap(tenant: _TenantFlows) -> list[_FlowEntry]:
     return heap
 
 
-def _order_key(queued: QueuedRequest) -> tuple[float, int]:
-    """Order within one adapter of a tenant: priority, then arrival."""
-    return queued.priority, queued.number
+def _place_of(queued: QueuedRequest) -> tuple[float, float]:
+    """Order within one adapter of a tenant: priority, then arrival and what its program was served."""
+    return queued.priority, queued.place_s
+
+
+def _order_key(queued: QueuedRequest) -> tuple[float, float, int]:
+    """Order within one adapter of a tenant, of requests with one place by their arrival."""
+    return queued.priority, queued.place_s, queued.number
 
 
 def _work_s(decision: Decision) -> float:

@@ -20,6 +20,8 @@ class QueuedRequest(msgspec.Struct, eq=False, kw_only=True):
     most_wait_s      refused at once where its predicted wait is longer; infinite: never
     payload          the caller's own
     matched          its prefix match, and when that was made
+    place_s          its place among those of one priority: when it came, later by the service of its
+                     program; infinite before it is queued
     number           order of arrival
     likely_worker, work_s   the replica that it would go to as things stand, and its seconds of work there
     expected_s, enqueued_at  predicted wait when it was enqueued, 0.0 without a prediction; and when that was
@@ -36,6 +38,7 @@ class QueuedRequest(msgspec.Struct, eq=False, kw_only=True):
     most_wait_s: float = inf
     payload: Any = None
     matched: tuple[PrefixMatch, float] | None = None
+    place_s: float = inf
     number: int = 0
     likely_worker: WorkerId | None = None
     work_s: float = 0.0

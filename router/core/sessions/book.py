@@ -102,6 +102,19 @@ class SessionBook:
                 return found
         return None
 
+    def service_s(self, session: Session, chain: Sequence[BlockHash], depth: int) -> float:
+        """Seconds of engine work that the program of a request was given; its session may not have begun."""
+        state = self.find(session, chain, depth)
+        if state is not None:
+            return state.program.service_s
+        name = session.root or session.parent
+        if not name:
+            return 0.0
+        key = _key_of(name)
+        parent = self._sessions.get(key)
+        program = self._programs.get(key) if parent is None else parent.program
+        return 0.0 if program is None else program.service_s
+
     def begin_turn(
         self,
         session: Session,

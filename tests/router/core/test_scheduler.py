@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from router.core.errors import NoReplica
 from router.core.fleet import EngineReport, Roster
+from router.core.queue.fair_queue import MAX_SERVED_S
 from router.core.queue.queued_request import QueuedRequest
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policy import Decision
 from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequest
 from router.core.scheduler import Scheduler, first_blocks
-from router.core.sessions.session import Session
+from router.core.sessions.session import NO_SESSION, Session
 from tests.router.core.schedule.test_policy import SQL, a_replica
 
 RATE = 10_000  # tokens per second
@@ -42,8 +43,8 @@ class SchedulerUnderTest:
         self.sent = []
         self.work_s = {}
 
-    def ask(self, tenant="", adapter="", seconds=0.5, **more):
-        prompt = HashedRequest(RoutingRequest("m", adapter, int(seconds * RATE)))
+    def ask(self, tenant="", adapter="", seconds=0.5, session=NO_SESSION, **more):
+        prompt = HashedRequest(RoutingRequest("m", adapter, int(seconds * RATE)), session=session)
         queued = QueuedRequest(hashed=prompt, tenant=tenant, adapter=adapter, **more)
         decision = self.scheduler.decide_or_enqueue(queued, self.now)
         if decision is not None:
@@ -53,7 +54,7 @@ class SchedulerUnderTest:
     def send(self, queued, decision):
         self.sent.append(queued)
         self.work_s[queued] = decision.score.prefill_s
-        self.running.append((queued, self.scheduler.record_dispatch(decision, self.now)))
+        self.running.append((queued, self.scheduler.record_dispatch(decision, self.now, queued.hashed)))
 
     def finish(self):
         """The oldest request ends; then whatever has room goes."""
@@ -433,3 +434,51 @@ def test_a_request_that_computes_nothing_is_no_turn():
     prompt = HashedRequest(RoutingRequest("m", "", 0), session=Session("a"))
     decision = fleet.scheduler.decide(prompt, 0.0)
     assert fleet.scheduler.record_dispatch(decision, 0.0, prompt).session is None
+
+
+def waiting_order(fairness, *asked):
+    """The order in which requests would be served: (time, session, priority) each, behind an old program's 5 s."""
+    fleet = SchedulerUnderTest(fairness=fairness)
+    fleet.ask(seconds=5.0, session=Session("old"))
+    found = {}
+    for fleet.now, session, priority in asked:
+        found[fleet.ask(seconds=0.1, session=session, priority=priority)] = session.name
+    assert len(fleet.scheduler.queue) == len(asked)
+    return [found[queued] for queued in fleet.scheduler.queue.fair_order()]
+
+
+def test_the_program_that_was_served_least_goes_first_where_programs_count():
+    asked = (0.1, Session("old"), 0), (0.2, Session("new"), 0)
+    assert waiting_order("request", *asked) == ["old", "new"]
+    assert waiting_order("program", *asked) == ["new", "old"]
+
+
+def test_a_sub_agent_has_its_parents_place_in_the_queue():
+    children = Session("named by its parent", parent="old"), Session("named by its root", root="old")
+    asked = *((0.1, child, 0) for child in children), (0.2, Session("new"), 0)
+    assert waiting_order("program", *asked) == ["new", *(child.name for child in children)]
+
+
+def test_a_program_that_was_served_for_long_is_passed_by_what_comes_so_much_later_and_by_nothing_else():
+    asked = (0.1, Session("old"), 0), (2.0, Session("soon"), 0), (10.2, Session("late"), 0), (0.3, Session("first"), -1)
+    asked = tuple(sorted(asked, key=lambda one: one[0]))
+    assert waiting_order("program", *asked) == ["first", "soon", "old", "late"]
+
+
+def test_no_program_is_passed_by_what_comes_more_than_ten_seconds_later():
+    fleet = SchedulerUnderTest(fairness="program")
+    for _ in range(3):
+        fleet.ask(seconds=20.0, session=Session("old"))
+    old = fleet.ask(seconds=0.1, session=Session("old"))
+    fleet.now = MAX_SERVED_S + 0.1
+    late = fleet.ask(seconds=0.1, session=Session("new"))
+    order = list(fleet.scheduler.queue.fair_order())
+    assert order.index(old) < order.index(late)
+
+
+def test_what_a_program_was_served_counts_its_answers_loads_and_sub_agents():
+    fleet = SchedulerUnderTest()
+    parent, child = (fleet.ask(seconds=0.2, session=Session(name, root="task")) for name in ("task", "helper"))
+    states = [flight.session for _, flight in fleet.running]
+    assert states[0].program is states[1].program
+    assert states[0].program.service_s == pytest.approx(sum(fleet.work_s[one] for one in (parent, child)))

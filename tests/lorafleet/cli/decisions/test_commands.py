@@ -176,7 +176,12 @@ def test_replayed_decisions_equal_the_recorded_ones(
     one = json.loads(kept)["data"][0]
     file.write_text(json.dumps(one))
     again = json.loads(routed("explain", "--replay", str(file), "--json").out)["data"][0]
-    assert again | {"note": None} == one | {"engine_cached_tokens": None, "waited_s": 0.0, "first_data_s": None}
+    assert again | {"note": None} == one | {
+        "engine_cached_tokens": None,
+        "waited_s": 0.0,
+        "first_data_s": None,
+        "next_turn_s": None,
+    }
 
 
 @pytest.mark.fleet
