@@ -53,18 +53,19 @@ def _hits(scenario: FaultScenario, kinds: frozenset[str], *services: str, at_lea
     ]
 
 
-def _is_followed(scenario: FaultScenario, faults: Sequence[Event], *kinds: str) -> bool:
-    """Whether a call of these kinds comes within ten seconds after one of these faults."""
+def _is_followed(scenario: FaultScenario, faults: Sequence[Event], *kinds: str, within_s: float) -> bool:
+    """Whether a call of these kinds comes soon after one of these faults."""
     return any(
-        event.kind in kinds and fault.at_s <= event.at_s <= fault.at_s + 10
+        event.kind in kinds and fault.at_s <= event.at_s <= fault.at_s + within_s
         for fault in faults
         for event in scenario.events
     )
 
 
 def _has_new_leader(scenario: FaultScenario) -> bool:
-    faults = _hits(scenario, _ENDS | {"pause"}, "orch", at_least_s=3)
-    return _is_followed(scenario, faults, "publish", "point", "delete", "register")
+    """Whether a trainer publishes until a new leader answers, and routers hear of it late."""
+    is_published = any(event.about.get("again_for_s") for event in scenario.events)
+    return is_published and scenario.fleet.settings["router"].get("catalog_poll_s", 0.0) > 1
 
 
 def _has_paused_leader(scenario: FaultScenario) -> bool:
@@ -76,8 +77,15 @@ def _has_new_router(scenario: FaultScenario) -> bool:
 
 
 def _has_new_router_in_an_outage(scenario: FaultScenario) -> bool:
-    is_full = bool(_hits(scenario, frozenset({"disk_full"}), "router"))
-    return _has_new_router(scenario) and is_full and bool(_hits(scenario, _ENDS, "orch"))
+    """Whether a change meets a full disk of a router, which starts again before the orchestrators do."""
+    full = _hits(scenario, frozenset({"disk_full"}), "router")
+    ends = _hits(scenario, _ENDS, "router", "orch")
+    is_changed = _is_followed(scenario, full, "publish", "point", "delete", within_s=1)
+    return is_changed and any(
+        len({end.about["node"] for end in ends if each.at_s < end.at_s < each.at_s + 15} - {each.about["node"]})
+        == scenario.fleet.orchestrators
+        for each in full
+    )
 
 
 def _has_one_dead_engine(scenario: FaultScenario) -> bool:
@@ -102,8 +110,10 @@ def _has_fast_trainer(scenario: FaultScenario) -> bool:
 
 
 def _has_deletion_without_a_worker(scenario: FaultScenario) -> bool:
-    away = _hits(scenario, _ENDS | {"pause", "partition"}, "w", "engine", at_least_s=1)
-    return _is_followed(scenario, away, "delete")
+    """Whether an adapter is deleted while all agents are away."""
+    ends = [event.at_s for event in _hits(scenario, _ENDS, "w")]
+    away = [event for event in _hits(scenario, _ENDS, "w") if ends.count(event.at_s) == scenario.fleet.workers]
+    return _is_followed(scenario, away, "delete", within_s=1)
 
 
 def _has_power_loss_of_the_store(scenario: FaultScenario) -> bool:
