@@ -36,7 +36,7 @@ WAITS = {
 def stop(listener) -> None:
     """As uvicorn and then the app do when the time to finish is over."""
     for task in asyncio.all_tasks():
-        if task.get_coro().__qualname__ == "ClientConnection._answer":
+        if task.get_coro().__qualname__ == "RequestIntake.answer":
             task.cancel()
     listener.stop()
 

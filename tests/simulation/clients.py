@@ -294,12 +294,15 @@ class Clients:
     ) -> None:
         """Delete an adapter, and ask again until that is done; then ask for the adapter at once, so many times."""
         del router, content
-        operation = self._begin("delete", name, client)
+        operation, is_begun = self._begin("delete", name, client), False
         while True:
             status, answer = await self.orchestrator("DELETE", f"/v1/adapters/{name}", timeout_s=MOST_WAIT_S)
             if status != 202:
                 break
+            is_begun = True
             await asyncio.sleep(_AGAIN_S)
+        if is_begun and status == _NO_CONNECTION:
+            status = 0  # it was accepted before, so it may be done
         self._end(operation, 204 if status == 404 else status, answer)
         await self._ask_at_once(client, name, asks_after)
 

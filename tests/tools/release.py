@@ -26,6 +26,7 @@ VERSION_FILES = (
     "pyproject.toml",
     "helm/lorafleet/Chart.yaml",
     "helm/lorafleet/values-cpu.yaml",
+    "helm/lorafleet/examples/argocd/Chart.yaml",
     "docker/Dockerfile",
     "docker/Dockerfile.agent",
     "docs/kubernetes.md",

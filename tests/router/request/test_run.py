@@ -95,7 +95,7 @@ async def test_stream_cut_off_by_a_stopping_router_ends_with_its_error(monkeypat
             pieces = answer.aiter_bytes()
             await anext(pieces)
             # As uvicorn and then the app do when the time to finish is over.
-            tasks = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "ClientConnection._answer"]
+            tasks = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "RequestIntake.answer"]
             assert bool(tasks) == is_in_task
             for task in tasks:
                 task.cancel()
