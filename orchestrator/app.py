@@ -33,6 +33,7 @@ from lorafleet.service.http.openapi import change_document, documented_app
 from lorafleet.service.loops import forever
 from lorafleet.service.network.tls import Tls, role_name
 from lorafleet.service.network.transport import DirectTransport
+from lorafleet.service.network.urls import bracketed
 from lorafleet.telemetry.request_log import RequestLog
 from orchestrator.agentless.engine import AgentlessLoadRules, AgentlessWorker
 from orchestrator.agentless.transport import SCHEME, AgentlessTransport
@@ -614,9 +615,8 @@ async def main(settings: OrchestratorSettings) -> None:
     tls = Tls.of_service(settings.tls_files, role_name("orchestrator"), clients=ssl.CERT_OPTIONAL)
     sock = bind(settings.host, settings.port)
     port = sock.getsockname()[1]
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        service = build(settings, url=f"{settings.scheme}://{host}:{port}", kube=kube, tls=tls)
+        service = build(settings, url=f"{settings.scheme}://{bracketed(settings.host)}:{port}", kube=kube, tls=tls)
         if service.postgres is not None:
             await service.postgres.backend.open()
             service.store.reload()

@@ -15,6 +15,7 @@ from lorafleet.keys.key_files import hash_key, key_id_of
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.keys.roles import Caller, check_scope
 from lorafleet.service.http import EventStream, add_routes
+from lorafleet.service.network.urls import bracketed
 from lorafleet.tokenizer.chat import read_files
 from workers.agent.agent import WorkerAgent
 from workers.core.errors import AgentRequestError, EngineError
@@ -367,8 +368,8 @@ def _proof_routes(agent: WorkerAgent, own_key: OwnKey) -> APIRouter:
 def _own_urls(advertised: str, request: Request) -> frozenset[str]:
     """The URLs at which this agent answers: the one it advertises, and that of this connection's end here."""
     host, port = request.scope.get("server") or ("", None)
-    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return frozenset({advertised.rstrip("/"), f"{request.scope['scheme']}://{at}"})
+    here = f"{request.scope['scheme']}://{bracketed(host)}:{port}"
+    return frozenset({advertised.rstrip("/"), here})
 
 
 def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lorafleet.kube.errors import KubeConfigError
+from lorafleet.service.network.urls import bracketed
 from lorafleet.service.yamls import InvalidYaml, read_yaml
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -53,7 +54,7 @@ class ServiceAccount:
 
     async def read(self) -> ApiServerAccess:
         """Read the account's CA, namespace and token files into an access; raises KubeConfigError if one is missing."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        host = bracketed(self._host)
         try:
             tls = _trusting_ssl_context(str(self._folder / "ca.crt"))
             namespace = (self._folder / "namespace").read_text().strip()

@@ -48,13 +48,11 @@ def engine_request(endpoint: str, request: bytes, given: Mapping[bytes, bytes], 
     return message, body
 
 
-def answer_head(lines: bytes, *, status: int | None = None) -> Any:
-    """The message that gives an engine's answer these header lines, and another status where one is given."""
+def answer_head(lines: bytes) -> Any:
+    """The message that gives an engine's answer these header lines."""
     message = ProcessingResponse()
     mutation = message.response_headers.response.header_mutation
     fields = _fields(lines)
-    if status is not None:
-        _set(mutation, ((b":status", b"%d" % status),))
     _set(mutation, fields)
     if all(name != b"content-length" for name, _ in fields):
         mutation.remove_headers.append("content-length")

@@ -8,6 +8,7 @@ import structlog
 
 from lorafleet.http_server.intake import RequestIntake
 from lorafleet.keys.roles import Caller
+from lorafleet.service.network.urls import bracketed
 from router.api.inference import InferenceHandler
 from router.core.errors import NoReplica
 from router.gateway.messages import (
@@ -88,7 +89,7 @@ class PickerServer:
         options = [("grpc.so_reuseport", int(self._is_shared)), ("grpc.max_receive_message_length", 2**24)]
         self._server = server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MOST_CALLS)
         server.add_generic_rpc_handlers((self._process_handler(), self._health_handler()))
-        at = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        at = f"{bracketed(self._host)}:{self._port}"
         try:
             if self._credentials is None:
                 port = server.add_insecure_port(at)

@@ -5,6 +5,7 @@ its request and reads its answer here. Everything in between is the router's own
 """
 
 import asyncio
+import functools
 import ipaddress
 import socket
 from collections import deque
@@ -21,6 +22,7 @@ from lorafleet.http_server.framing import RefusedMessage, body_too_large, body_t
 from lorafleet.http_server.intake import FindHandler, RequestIntake
 from lorafleet.keys.roles import Caller
 from lorafleet.service.http import error_headers
+from lorafleet.service.network.urls import bracketed
 from lorafleet.telemetry.request_log import ID_HEADER
 from router.core.fleet import Excluded, RouterFleet
 from router.gateway.messages import FULL_DUPLEX_STREAMED
@@ -599,26 +601,22 @@ def _check_modes(config: Any) -> None:
         raise RefusedMessage(500, "gateway_misconfigured", _WRONG_MODE)
 
 
+@functools.lru_cache(maxsize=4096)
 def endpoint_of_url(url: str) -> str:
     """`host:port` of an engine's URL, an IPv6 address in brackets."""
     origin = Origin.parse(url)
-    return _endpoint(origin.host, origin.port)
-
-
-def _endpoint(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{bracketed(origin.host)}:{origin.port}"
 
 
 async def _resolved(origin: Origin, *, within_s: float) -> str:
     """`ip:port` of an origin: gateways take no names. Raises EngineLost where its name has no address."""
     with suppress(ValueError):
         ipaddress.ip_address(origin.host)
-        return _endpoint(origin.host, origin.port)
+        return f"{bracketed(origin.host)}:{origin.port}"
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(within_s):
             found = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError, UnicodeError) as exc:
         raise EngineLost("connection", f"{origin.url}: its name has no address: {exc}") from exc
-    return _endpoint(str(found[0][4][0]), origin.port)
+    return f"{bracketed(str(found[0][4][0]))}:{origin.port}"

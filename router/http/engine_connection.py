@@ -19,6 +19,7 @@ import httptools
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.service.network.sockets import keep_alive
 from lorafleet.service.network.tls import failure_text
+from lorafleet.service.network.urls import bracketed
 
 _MAX_HEAD_BYTES = 64 * 2**10
 _NEVER = float("inf")
@@ -87,7 +88,7 @@ def _cached_origin(url: str) -> Origin:
     tls = parts.scheme == "https"
     usual = 443 if tls else 80
     port = parts.port or usual
-    shown = f"[{host}]" if ":" in host else host
+    shown = bracketed(host)
     host_header = shown if port == usual else f"{shown}:{port}"
     prefix = urllib.parse.quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~-._")
     return Origin(url, host, port, tls, prefix.encode(), host_header.encode())

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorafleet.http_server import serve
 from lorafleet.service.loops import backoff_s
 from lorafleet.service.network.sockets import socket_folder
+from lorafleet.service.network.urls import bracketed
 from lorafleet.service.process import stop_signals
 from router.processes.shared_quotas import shared_memory
 
@@ -237,7 +238,7 @@ def _is_draining_orphans(scheme: str, host: str, port: int) -> bool:
     """Ask the port's owners; whether they may be processes of a killed parent: they share the port and are stopping."""
     try:
         serve.bind_only(host, port, shared=True).close()
-        at = f"[{host}]" if ":" in host else host
+        at = bracketed(host)
         # Whoever answers gets nothing of us, so nobody's certificate is checked.
         answer = httpx.get(f"{scheme}://{at}:{port}/ready", timeout=_ORPHANS_REACT_S, trust_env=False, verify=False)  # noqa: S501
     except serve.PortInUse:

@@ -12,6 +12,7 @@ import typer
 
 from lorafleet.cli.context import FleetAddress
 from lorafleet.service.failure import CommandFailed
+from lorafleet.service.network.urls import bracketed
 
 if TYPE_CHECKING:
     from lorafleet.local.monitoring import ScrapeTarget
@@ -69,8 +70,9 @@ def _scrape_target(name: str, url: str) -> "ScrapeTarget":
     from lorafleet.local.monitoring import ScrapeTarget
 
     parts = urlsplit(url)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    return ScrapeTarget(f"{host}:{parts.port or _DEFAULT_PORTS[parts.scheme]}", name, parts.scheme)
+    return ScrapeTarget(
+        f"{bracketed(parts.hostname or '')}:{parts.port or _DEFAULT_PORTS[parts.scheme]}", name, parts.scheme
+    )
 
 
 @chart_app.command("save")

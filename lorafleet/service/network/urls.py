@@ -38,6 +38,11 @@ def is_http(text: str) -> bool:
     return is_whole and parts.scheme in {"http", "https"} and not any(c.isspace() or c in "?#" for c in text)
 
 
+def bracketed(host: str) -> str:
+    """A host as it stands in a URL and before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def without_secrets(text: str) -> str:
     """An address for messages: without user, password and query."""
     return re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", text))
