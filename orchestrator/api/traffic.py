@@ -24,7 +24,6 @@ from orchestrator.core.traffic import (
     ShareBy,
     ShareKind,
     Shares,
-    summed,
 )
 from orchestrator.model.traffic import (
     FleetNow,
@@ -36,7 +35,7 @@ from orchestrator.model.traffic import (
     TrafficTotal,
     TrafficTotals,
 )
-from orchestrator.model.usage import RequestCounts, RouterNow
+from orchestrator.model.usage import RequestCounts, RouterNow, sum_into
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.traffic.book import TrafficBook, routers_now
 
@@ -73,7 +72,7 @@ def traffic_routes(keys: ApiKeys, reconciler: Reconciler, book: TrafficBook, wal
         # The fleet is read in every slice in which this orchestrator led: there no row means nothing, else not known.
         known = found if kind == "fleet" else (await book.series("fleet", "", range_s))[1]
         points = _traffic_points(grain, found, known.keys(), now, range_s)
-        whole = summed(sums for at, sums in found.items() if at >= now - range_s)
+        whole = sum_into(SeriesSums(), (sums for at, sums in found.items() if at >= now - range_s))
         total = traffic_total(name, whole.counts, range_s, gauges=whole.gauges, shows_lost=seen.is_whole)
         return TrafficSeries(kind=kind, name=name, range_s=range_s, step_s=grain.step_s, total=total, points=points)
 

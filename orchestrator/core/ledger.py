@@ -103,14 +103,6 @@ def grouped(rows: Mapping[UsageKey, UsageSums], group_by: Collection[UsageField]
     return found
 
 
-def total_of(rows: Iterable[UsageSums]) -> UsageSums:
-    """All of these together; they stay as they are."""
-    whole = UsageSums()
-    for sums in rows:
-        whole.add(sums)
-    return whole
-
-
 def cost_of(sums: UsageSums, prices: Prices) -> float:
     """What these sums cost."""
     return (

@@ -11,7 +11,7 @@ from heapq import nlargest
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
-from orchestrator.model.usage import CountedRow, RequestCounts
+from orchestrator.model.usage import CountedRow, RequestCounts, sum_into
 
 SeriesKind = Literal["fleet", "adapter", "base", "worker", "tenant", "key"]
 SeriesKey = tuple[SeriesKind, str]
@@ -137,25 +137,12 @@ class TrafficSlice:
     def copied(self) -> "TrafficSlice":
         """A copy that another thread may read."""
         return TrafficSlice(
-            {key: summed([sums]) for key, sums in self.series.items()},
-            {key: {name: merged([part]) for name, part in shares.items()} for key, shares in self.shares.items()},
+            {key: sum_into(SeriesSums(), [sums]) for key, sums in self.series.items()},
+            {
+                key: {name: sum_into(RequestCounts(), [part]) for name, part in shares.items()}
+                for key, shares in self.shares.items()
+            },
         )
-
-
-def summed(parts: Iterable[SeriesSums]) -> SeriesSums:
-    """All of these together; they stay as they are."""
-    whole = SeriesSums()
-    for part in parts:
-        whole.add(part)
-    return whole
-
-
-def merged(parts: Iterable[RequestCounts]) -> RequestCounts:
-    """All of these together; they stay as they are."""
-    whole = RequestCounts()
-    for part in parts:
-        whole.add(part)
-    return whole
 
 
 def series_of(row: CountedRow) -> Iterable[SeriesKey]:
@@ -184,7 +171,7 @@ def bounded(series: Mapping[SeriesKey, SeriesSums], most: int) -> dict[SeriesKey
             continue
         first = set(nlargest(most - 1, keys, key=lambda key: (series[key].counts.requests, key)))
         kept |= {key: series[key] for key in first}
-        kept[kind, OTHER] = summed([series[key] for key in keys if key not in first])
+        kept[kind, OTHER] = sum_into(SeriesSums(), [series[key] for key in keys if key not in first])
     return kept
 
 
@@ -240,5 +227,5 @@ def folded(shares: Mapping[str, RequestCounts], most: int) -> Shares:
     named = [name for name in shares if name != OTHER]
     kept = set(nlargest(most - 1, named, key=lambda name: (shares[name].requests, name)))
     found = {name: shares[name] for name in named if name in kept}
-    found[OTHER] = merged(part for name, part in shares.items() if name not in kept)
+    found[OTHER] = sum_into(RequestCounts(), (part for name, part in shares.items() if name not in kept))
     return found

@@ -4,8 +4,9 @@ A request is counted once, when it has ended, in the row of its adapter, worker 
 console all read these counts. Core reads them, too: this module needs the standard library alone.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Protocol, Self, TypeVar
 
 from annotated_types import Ge, Le, MaxLen
 
@@ -29,6 +30,23 @@ BucketCounts = Annotated[dict[Annotated[int, Ge(0), Le(1000)], Count], MaxLen(20
 """lorafleet.telemetry.histogram bucket -> count"""
 CircuitState = Literal["open", "half_open"]
 NamedCounts = Annotated[dict[Name, Count], MaxLen(10_000)]
+
+
+class Addable(Protocol):
+    """What adds up."""
+
+    def add(self, other: Self, /) -> None:
+        """Add another one to this one."""
+
+
+A = TypeVar("A", bound=Addable)
+
+
+def sum_into(whole: A, parts: Iterable[A]) -> A:
+    """`whole`, mostly a new one, with all of these added; the parts stay as they are."""
+    for part in parts:
+        whole.add(part)
+    return whole
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import structlog
 
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
-from orchestrator.core.ledger import costs_by, grouped, hour_of, router_batch, total_of
+from orchestrator.core.ledger import costs_by, grouped, hour_of, router_batch
 from orchestrator.model.ledger import PriceList, UsageBatch, UsageGroup, UsageKey, UsageQuery, UsageRows, UsageSums
-from orchestrator.model.usage import CountBatch
+from orchestrator.model.usage import CountBatch, sum_into
 from orchestrator.store.backend import StoreBackend
 
 log = structlog.get_logger()
@@ -126,7 +126,7 @@ class Ledger:
         Requests count about two seconds after their end. The sums have `tokens` and `engine_s`.
         """
         found = await self.rows(UsageQuery(since=hour_of(since), tenant=tenant, key=key))
-        return total_of(found.values())
+        return sum_into(UsageSums(), found.values())
 
     async def close(self) -> None:
         """Wait for the transaction under way."""

@@ -24,9 +24,8 @@ from orchestrator.core.traffic import (
     grain_for,
     series_of,
     share_grain_for,
-    summed,
 )
-from orchestrator.model.usage import CircuitState, CountBatch, RequestCounts, RouterNow
+from orchestrator.model.usage import CircuitState, CountBatch, RequestCounts, RouterNow, sum_into
 from orchestrator.traffic.file import TrafficFile
 from workers.wire import Metadata
 
@@ -166,7 +165,7 @@ class TrafficBook:
         found = await asyncio.to_thread(self.file.read, grain, kind, name, grain.start_of(since))
         for start, held in slices.items():
             if start + grain.step_s > since and (kind, name) in held.series:
-                found[start] = summed([held.series[kind, name]])
+                found[start] = sum_into(SeriesSums(), [held.series[kind, name]])
         return grain, found
 
     async def shares(self, key: SharesKey, range_s: float) -> Shares:

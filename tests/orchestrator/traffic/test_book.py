@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lorafleet.keys.key_files import hash_key
 from lorafleet.telemetry.histogram import LAST_BUCKET, bucket_of, percentile_s, upper_bound_s
 from orchestrator.core.routers import RouterBook
-from orchestrator.core.traffic import GRAINS, OTHER, GaugeSums, SeriesSums, bounded, grain_for, summed
-from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts, UsageReport
+from orchestrator.core.traffic import GRAINS, OTHER, GaugeSums, SeriesSums, bounded, grain_for
+from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts, UsageReport, sum_into
 from orchestrator.traffic.book import TrafficBook
 from orchestrator.traffic.file import TrafficFile
 from tests.patience import patience
@@ -51,6 +51,10 @@ class Wall:
         return self.now
 
 
+def added(parts):
+    return sum_into(SeriesSums(), parts)
+
+
 def row(**fields):
     named = {"adapter": "sql/v1", "base_model": "qwen", "worker": "w0", "tenant": "acme"}
     named |= {name: fields.pop(name) for name in CountedRow.__dataclass_fields__ if name in fields}
@@ -84,7 +88,7 @@ def opened(tmp_path, wall):
 def test_sums_are_the_same_in_any_order_and_grouping(parts, rng):
     shuffled, cut = parts.copy(), rng.randint(0, len(parts))
     rng.shuffle(shuffled)
-    assert summed([summed(shuffled[:cut]), summed(shuffled[cut:])]) == summed(parts)
+    assert added([added(shuffled[:cut]), added(shuffled[cut:])]) == added(parts)
 
 
 @settings(max_examples=examples(300))
@@ -113,8 +117,8 @@ def test_a_bounded_slice_loses_names_and_no_counts(rows, most):
     kept = bounded(series, most)
     for kind in ("adapter", "key"):
         assert len([key for key in kept if key[0] == kind]) <= most
-        before = summed(sums for key, sums in series.items() if key[0] == kind)
-        assert summed(sums for key, sums in kept.items() if key[0] == kind) == before
+        before = added(sums for key, sums in series.items() if key[0] == kind)
+        assert added(sums for key, sums in kept.items() if key[0] == kind) == before
         named = {key[1] for key in kept if key[0] == kind} - {OTHER}
         left_out = [sums.counts.requests for key, sums in series.items() if key[0] == kind and key[1] not in named]
         assert all(series[kind, name].counts.requests >= most_left for name in named for most_left in left_out)
