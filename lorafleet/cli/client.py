@@ -30,14 +30,17 @@ class _AnswerObject(dict[str, Any]):
         raise self.wrong(f"no field {name!r}")
 
 
-def verify_by(ca: Path | None) -> ssl.SSLContext | bool:
-    """What httpx checks certificates by: an authority's file, else the public ones. Raises CommandFailed."""
+def verify_by(ca: Path | None, *, flag: str = "--tls-ca") -> ssl.SSLContext | bool:
+    """What httpx checks certificates by: an authority's file, else the public ones. Raises CommandFailed.
+
+    flag  the option that names the file
+    """
     if ca is None:
         return True
     try:
         return client_context(ca)
     except TlsError as exc:
-        raise CommandFailed(f"--{str(exc).replace('tls_ca', 'tls-ca', 1)}", status=2) from exc
+        raise CommandFailed(f"{flag}{str(exc).removeprefix('tls_ca')}", status=2) from exc
 
 
 class RestClient:

@@ -45,9 +45,10 @@ def login(
 
     Example: export LORAFLEET_TOKEN=$(lorafleet login)
     """
+    from lorafleet.cli.client import verify_by
     from lorafleet.local.browser import open_page
 
-    verify = True if issuer_ca is None else _authorities(issuer_ca)
+    verify = verify_by(issuer_ca, flag="--issuer-ca")
     with context.obj.orchestrator() as api:
         offered = api.call("GET", "/v1/login")["data"]
     chosen = _chosen(offered, issuer)
@@ -133,15 +134,6 @@ def _await_answer(server: HTTPServer, within_s: float) -> dict[str, str]:
         if answer is not None:
             return answer
     raise CommandFailed(f"nobody has logged in within {within_s:g} s: run it again, or give --within-s")
-
-
-def _authorities(file: Path) -> ssl.SSLContext:
-    """The authorities that a file names. Raises CommandFailed."""
-    try:
-        return ssl.create_default_context(cafile=file)
-    except OSError as exc:
-        message = f"--issuer-ca {file}: {exc.strerror or exc}; expected a file of certificates in PEM"
-        raise CommandFailed(message, status=2) from exc
 
 
 def _token(pending: _PendingLogin, answer: dict[str, str], verify: ssl.SSLContext | bool) -> str:
