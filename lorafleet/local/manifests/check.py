@@ -16,6 +16,7 @@ from lorafleet.local.manifests.origins import origin
 from lorafleet.local.manifests.problems import FieldPath, Manifest, ManifestProblem
 from lorafleet.local.manifests.rules import object_problems
 from lorafleet.service.failure import CommandFailed
+from lorafleet.service.yamls import InvalidYaml, read_yaml
 
 _RENDER_TIMEOUT_S = 120
 
@@ -42,7 +43,7 @@ class ChartRelease:
 
 def checked(release: ChartRelease, *, helm: str) -> ChartCheck:
     """Render the release and check its objects. Raises CommandFailed for values that the chart itself refuses."""
-    values = _merged([_read(path) for path in release.values])
+    values: Manifest = functools.reduce(_merged, map(_read, release.values), {})
     objects = [item for item in yaml.safe_load_all(_rendered(release, helm)) if item]
     problems: list[str] = []
     unchecked: set[str] = set()
@@ -52,11 +53,12 @@ def checked(release: ChartRelease, *, helm: str) -> ChartCheck:
         except LookupError:
             unchecked.add(item["kind"])
             found = list(object_problems(item))
-        problems += [_said(item, problem, values) for problem in found]
+        problems += [_problem_text(item, problem, values) for problem in found]
     return ChartCheck(len(objects), tuple(dict.fromkeys(problems)), tuple(sorted(unchecked)))
 
 
-def _said(item: Manifest, problem: ManifestProblem, values: Manifest) -> str:
+def _problem_text(item: Manifest, problem: ManifestProblem, values: Manifest) -> str:
+    """A problem as a line for users: the value that the field came from, what was found and expected, an example."""
     where = origin(item, problem.path, values)
     return f"{where}: found {problem.found}; expected {problem.expected}. Example: {problem.example}"
 
@@ -78,22 +80,25 @@ def _rendered(release: ChartRelease, helm: str) -> str:
     return done.stdout
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> Manifest:
+    """The values in a file. Raises CommandFailed."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        found = read_yaml(path, last_wins=True) or {}  # as helm reads it
     except OSError as exc:
         raise CommandFailed(f"{path}: {exc.strerror}; name a file of values") from exc
-    except (UnicodeDecodeError, yaml.YAMLError) as exc:
+    except InvalidYaml as exc:
         raise CommandFailed(f"{path}: no YAML: {exc}") from exc
+    if not isinstance(found, dict):
+        raise CommandFailed(f"{path}: found {type(found).__name__}; expected values by their names, such as `router:`")
+    return found
 
 
-def _merged(files: Sequence[Any]) -> dict[str, Any]:
-    """The values of all files, each over the one before, as helm merges them."""
-    merged: dict[str, Any] = {}
-    for given in files:
-        for key, value in given.items():
-            old = merged.get(key)
-            merged[key] = _merged([old, value]) if isinstance(old, dict) and isinstance(value, dict) else value
+def _merged(below: Manifest, over: Manifest) -> Manifest:
+    """The values of two files, the second over the first, as helm merges them: maps merge, all else is replaced."""
+    merged = dict(below)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 
 

@@ -58,7 +58,10 @@ def test_what_the_chart_itself_refuses_is_said_by_it(tmp_path):
     assert "additional properties 'routr' not allowed" in str(done.exception)
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "no YAML"), (None, "name a file of values")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "no YAML"), ("[1]", "expected values by their names"), (None, "name a file of values")],
+)
 def test_a_file_that_is_none_is_named(tmp_path, text, message):
     path = tmp_path / "values.yaml" if text is None else written(tmp_path, text)
     assert message in str(check(path).exception)
