@@ -49,7 +49,7 @@ class Hardware:
     load_sigma: float = 0.26
     """Of the loads' log-normal spread: p90 1.4 and p99 1.9 times the median, as real ones have."""
     sizes: tuple[float, ...] = (1.0,)
-    """Of adapters by their number, in turn: what `to_device_s` and `load_s` are multiplied by."""
+    """Relative sizes of adapters, which adapters have in turn: factors of `to_device_s` and `load_s`."""
 
     def size_of(self, adapter: int) -> float:
         """Relative size of an adapter."""

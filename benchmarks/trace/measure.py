@@ -156,7 +156,7 @@ def _completions(requests: Sequence[TraceRequest]) -> list[float]:
 
 
 def _again_share(requests: Sequence[TraceRequest]) -> float:
-    """What was computed beyond each full block once and each prompt's tail, by cached tokens, of all tokens."""
+    """The share of prompt tokens that were computed again: each full block, and each prompt's tail, needs it once."""
     computed = sum(r.prompt_tokens - r.cached_tokens for r in requests if r.first_token >= 0)
     known: set[int] = set()
     once = 0

@@ -198,5 +198,5 @@ class LorafleetRouter:
 
 
 def _session(request: TraceRequest) -> Session:
-    """Its agent's session, and the one that started it."""
+    """The session of a request's agent, with the session that started this agent as its parent."""
     return Session(str(request.session), "" if request.parent < 0 else str(request.parent))

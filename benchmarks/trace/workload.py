@@ -63,7 +63,7 @@ class TraceRequest:
     then: list[tuple["TraceRequest", float]] = field(default_factory=list)
     """Requests that come once this one and all others that name them have ended, so many seconds after the last."""
     waits_for: int = 0
-    """How many that name it have not ended; it comes at `arrived` where none do."""
+    """Requests that must end before this one comes; 0: it comes at `arrived`."""
     paused_s: float = 0.0
     """Seconds of pauses before it, along the way that took longest."""
 

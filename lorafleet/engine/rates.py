@@ -124,7 +124,7 @@ class EngineRates:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Of one request alone, without a prefill beside it and with little context."""
+        """Tokens per second of one request alone with little context, without a prefill beside it."""
         return _ratio_or_zero(1.0, self.decode_step.seconds(1, 0))
 
     @property

@@ -62,7 +62,7 @@ def new_key() -> str:
 
 
 class KeyFile(NamedTuple):
-    """What a key file has.
+    """The contents of a key file.
 
     callers        by key hash
     issuers        by URL

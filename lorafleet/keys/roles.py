@@ -104,7 +104,7 @@ class Caller:
 
     @property
     def limited(self) -> tuple[LimitedAccount, ...]:
-        """Whose limits the caller's requests count against: the key's and the tenant's, where they have some."""
+        """The accounts that the caller's requests count in: the key's and the tenant's, each if it has limits."""
         if self.limits is None and self.tenant_limits is None:
             return ()
         of_key = () if self.limits is None else (LimitedAccount(self.key_id, self.limits),)

@@ -66,7 +66,7 @@ class EngineReport:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Of one request alone, without a prefill beside it and with little context; 0.0 until measured."""
+        """Tokens per second of one request alone with little context, without a prefill; 0.0 until measured."""
         return 1 / (self.token_s + self.sequence_s) if self.token_s else 0.0
 
 
