@@ -1,7 +1,6 @@
 """A router in one time zone, engines in others: a chat template that shows the date, and conversations that stay."""
 
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,8 +17,8 @@ pytestmark = pytest.mark.fleet
 
 BASE = "tiny-qwen"
 RULES = "Answer briefly, and name the table that you would read for it. " * 12
-# Where it is another day than in UTC: tomorrow in the east, or yesterday in the west.
-ELSEWHERE = "<EAST>-14" if time.gmtime().tm_hour >= 12 else "<WEST>+12"
+# A whole day ahead of UTC, so at no hour is it the same date there.
+ELSEWHERE = "<EAST>-24"
 HERE = "UTC0"
 TURNS, CONVERSATIONS = 3, 16
 
