@@ -96,6 +96,12 @@ class Blocks:
             free[index] = None
             free.move_to_end(index, last=False)
 
+    def clear(self) -> None:
+        """Forget what all blocks hold; none may be in use."""
+        for index, key in enumerate(self.key):
+            if key is not None:
+                self._forget(index)
+
     def _forget(self, index: int) -> None:
         key = self.key[index]
         assert key is not None

@@ -8,6 +8,7 @@ nothing but decoding happens, and in which no block is needed and nobody ends, a
 
 import heapq
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from math import ceil, exp, sqrt
 from random import Random
@@ -15,6 +16,10 @@ from random import Random
 from benchmarks.trace.blocks import Blocks
 
 NEVER = float("inf")
+# By how much each adapter of a batch lengthens a step, by the batch's largest rank, to which kernels pad. The first
+# three are defaults of inference-sim (f90a1e3a, defaults.yaml, `step_overhead_tiers`); the others go on by the same
+# factor, a guess.
+RANK_SHARES = {8: 0.02, 16: 0.035, 32: 0.06, 64: 0.1, 128: 0.17}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +55,18 @@ class Hardware:
     """Of the loads' log-normal spread: p90 1.4 and p99 1.9 times the median, as real ones have."""
     sizes: tuple[float, ...] = (1.0,)
     """Relative sizes of adapters, which adapters have in turn: factors of `to_device_s` and `load_s`."""
+    ranks: tuple[int, ...] = ()
+    """Ranks of adapters, which adapters have in turn; empty: adapters cost a step nothing."""
 
     def size_of(self, adapter: int) -> float:
         """Relative size of an adapter."""
         return self.sizes[adapter % len(self.sizes)]
+
+    def step_factor(self, adapters: Collection[int]) -> float:
+        """How many times as long a step takes with these adapters in it: a share for each, by the largest rank."""
+        if not self.ranks or not adapters:
+            return 1.0
+        return 1 + RANK_SHARES[max(self.ranks[adapter % len(self.ranks)] for adapter in adapters)] * len(adapters)
 
     def at_speed(self, factor: float) -> "Hardware":
         """The same engine on hardware `factor` times as fast; loads do not depend on that."""
@@ -239,6 +252,17 @@ class TraceEngine:
         else:
             self.waiting.remove(job)
 
+    def die(self, now: float) -> list[TraceJob]:
+        """Lose all jobs, which are returned, all cached blocks, and all adapters but those on disk."""
+        jobs = [*self.running, *(job for line in self.waiting.lines.values() for _, job in line)]
+        for job in jobs:
+            self.abort(job, now)
+        self.blocks.clear()
+        self.host.clear()
+        self.device.clear()
+        self.due, self._stretch, self._chunks = NEVER, 0, []
+        return jobs
+
     def finish(self) -> list[TraceJob]:
         """The step under way is done at `due`: the jobs with a first token or that ended, and the next step begins."""
         now = self.due
@@ -332,8 +356,9 @@ class TraceEngine:
     def _price(self, extra_s: float, *, may_run_on: bool) -> None:
         hardware = self.hardware
         decoding = self._decoding
-        step_s = extra_s
+        step_s = 0.0
         late_decoders = 0
+        factor = hardware.step_factor([adapter for adapter in self._slots if adapter is not None])
         for job, tokens in self._chunks:
             if job.computed >= job.prompt_tokens and job.produced:
                 late_decoders += 1  # the tail of an answer computed again after a preemption
@@ -347,14 +372,14 @@ class TraceEngine:
                 hardware.decode_s
                 + hardware.decode_seq_s * (decoding + late_decoders)
                 + hardware.decode_context_s * self._context
-            )
+            ) * factor
         self._stretch = 1
         if not self._chunks and not extra_s and decoding and may_run_on:
-            self._each_s, self._growth_s = each_s, hardware.decode_context_s * decoding
+            self._each_s, self._growth_s = each_s, hardware.decode_context_s * decoding * factor
             self._stretch = self._steps_alone()
             self.due = self._began + self._stretch_s(self._stretch)
             return
-        self.due = self._began + step_s + each_s
+        self.due = self._began + extra_s + step_s * factor + each_s
 
     def _steps_alone(self) -> int:
         """How many decode steps go by until somebody ends or needs a block."""

@@ -30,6 +30,7 @@ class Setting:
 
     speeds     of the replicas, around 1
     slows_at_s when the first replica becomes four times slower
+    gone_s     from when until when the first replica is gone; never by default
     events_s   from the end of an engine's step until the routers know what it cached
     timeout_s  after which a client without a first token leaves
     """
@@ -37,6 +38,7 @@ class Setting:
     hardware: Hardware = field(default_factory=Hardware)
     speeds: tuple[float, ...] = SPEEDS
     slows_at_s: float = NEVER
+    gone_s: tuple[float, float] = (NEVER, NEVER)
     routers: int = 1
     report_s: float = 1.0
     events_s: float = 0.03
@@ -74,7 +76,10 @@ class TraceRouter(Protocol):
         """A request of its own has ended, or its client has left."""
 
     def read(self, reading: EngineReading) -> None:
-        """A report has come."""
+        """A report has come; the engine has come back if it was lost."""
+
+    def lost(self, worker: int) -> None:
+        """An engine is gone: its connections have broken, and new ones are refused."""
 
     def cached(self, worker: int, changes: Changes) -> None:
         """KV events have come; told before anything else that happens later."""
@@ -96,6 +101,10 @@ class SimulatedAgent:
     def used(self, adapter: int) -> None:
         """A router has sent a request for it."""
         self._slots = self._slots.after_use(self._names[adapter])
+
+    def restarted(self) -> None:
+        """Its engine has come back, with all adapters on disk alone."""
+        self._slots = AdapterSlots(self._slots.max_loras, self._slots.max_cpu_loras, frozenset(self._names))
 
     def scrape(self, engine: TraceEngine, now: float) -> None:
         """Read the engine's counters and learn from them."""
@@ -162,11 +171,13 @@ class TraceFleet:
         self._unanswered: deque[TraceRequest] = deque()
         self._phases = [rng.random() for _ in self.engines]
         self._arrivals: list[tuple[float, int, TraceRequest]] = []
+        self._gone: set[int] = set()
 
     # --- what routers may do -----------------------------------------------------------------------------------------
 
     def send(self, request: TraceRequest, worker: int) -> None:
-        """Give a request to an engine, now."""
+        """Give a request to an engine, now; never to one that is lost."""
+        assert worker not in self._gone, worker
         request.sent, request.worker = self.now, worker
         job = TraceJob(
             request.number, list(request.keys), request.prompt_tokens, request.output_tokens, request.adapter
@@ -193,6 +204,10 @@ class TraceFleet:
         """Everything that happens until the last request has ended; the requests are written into."""
         if self.setting.slows_at_s < NEVER:
             self.at(self.setting.slows_at_s, self._slow)
+        gone_at_s, back_at_s = self.setting.gone_s
+        if gone_at_s < NEVER:
+            self.at(gone_at_s, self._die)
+            self.at(back_at_s, self._return)
         for worker, phase in enumerate(self._phases):
             self.at(phase * self.setting.report_s, self._reports(worker))
             if self._learns_rates:
@@ -267,18 +282,41 @@ class TraceFleet:
     def _slow(self, _now: float) -> None:
         self.engines[0].hardware = self.engines[0].hardware.at_speed(SLOWED)
 
+    def _die(self, now: float) -> None:
+        """The first engine is gone: requests without a token are sent again, clients of the others see an error."""
+        broken = [self._jobs.pop(job.number) for job in self.engines[0].die(now)]
+        self._due[0] = NEVER
+        self._gone.add(0)
+        self._feed.append((now + self.setting.events_s, 0, self.engines[0].blocks.take_changes()))
+        for router in self.routers:
+            router.lost(0)
+        for request in broken:
+            del self._flying[request]
+            self.routers[request.router].ended(request)
+        for request in broken:
+            if request.first_token < 0:
+                self.routers[request.router].offer(request, now)
+            else:
+                self._follow(request)
+
+    def _return(self, _now: float) -> None:
+        self._gone.discard(0)
+        self.agents[0].restarted()
+
     def _scrapes(self, worker: int) -> Callable[[float], None]:
         def scrape(now: float) -> None:
-            self.agents[worker].scrape(self.engines[worker], now)
+            if worker not in self._gone:
+                self.agents[worker].scrape(self.engines[worker], now)
             self.at(now + SCRAPE_S, scrape)
 
         return scrape
 
     def _reports(self, worker: int) -> Callable[[float], None]:
         def report(now: float) -> None:
-            reading = self.agents[worker].reading(worker, self.engines[worker], now)
-            for router in self.routers:
-                router.read(reading)
+            if worker not in self._gone:
+                reading = self.agents[worker].reading(worker, self.engines[worker], now)
+                for router in self.routers:
+                    router.read(reading)
             self.at(now + self.setting.report_s, report)
 
         return report

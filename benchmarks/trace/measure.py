@@ -47,6 +47,7 @@ class TraceFigures:
     inter_token_p99_s: float
     shed: int
     failed: int
+    """Without a first token within the timeout, or whose engine was lost during the answer."""
     loads: int
     cold_ttft_mean_s: float
     """Of the requests whose adapter had to be read from disk."""
@@ -130,7 +131,7 @@ def figures(requests: Sequence[TraceRequest], fleet: TraceFleet) -> TraceFigures
         good_share=sum(map(_is_good, requests)) / len(requests),
         inter_token_p99_s=_weighted(gaps, 0.99) / 1000,
         shed=sum(r.is_shed for r in requests),
-        failed=sum(r.first_token < 0 and not r.is_shed for r in requests),
+        failed=sum(r.last_token < 0 and not r.is_shed for r in requests),
         loads=sum(engine.counters.loads for engine in fleet.engines),
         cold_ttft_mean_s=mean(cold) if cold else 0.0,
         preemptions=sum(engine.counters.preemptions for engine in fleet.engines),

@@ -1,6 +1,7 @@
 """Our router on the trace: the product's own mind, index, load book and policies, joined as the router does it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from random import Random
 from types import MappingProxyType
 
@@ -108,6 +109,12 @@ class LorafleetRouter:
         self._roster = Roster(tuple(replicas))
         self._scheduler.load.apply_report(replicas[reading.worker])
         self._ready(self._fleet.now)
+
+    def lost(self, worker: int) -> None:
+        """Its replica takes no requests until a report comes."""
+        replicas = list(self._roster.replicas)
+        replicas[worker] = replace(self._replica(worker), state="unreachable")
+        self._roster = Roster(tuple(replicas))
 
     def cached(self, worker: int, changes: Changes) -> None:
         """Into the index, runs of one kind in one call."""

@@ -79,16 +79,19 @@ class Exact(Rule):
 
 
 class Peer:
-    """A router that follows one rule."""
+    """A router that follows one rule. In place of a lost engine it takes the one with the fewest requests."""
 
     def __init__(self, rule: type[Rule], fleet: TraceFleet, seed: int) -> None:
         self._fleet = fleet
         self._rule = rule(len(fleet.engines), fleet.setting.hardware.blocks, Random(seed))
+        self._lost: set[int] = set()
 
     def offer(self, request: TraceRequest, now: float) -> None:
         """Send it at once."""
         self._rule.now = now
         worker = self._rule.choose(request)
+        if worker in self._lost:
+            worker = min(set(range(self._rule.workers)) - self._lost, key=self._rule.in_flight.__getitem__)
         self._rule.in_flight[worker] += 1
         self._fleet.send(request, worker)
         self._rule.sent(request, worker)
@@ -106,7 +109,12 @@ class Peer:
 
     def read(self, reading: EngineReading) -> None:
         """The newest report."""
+        self._lost.discard(reading.worker)
         self._rule.readings[reading.worker] = reading
+
+    def lost(self, worker: int) -> None:
+        """An engine is gone."""
+        self._lost.add(worker)
 
     def cached(self, worker: int, changes: Changes) -> None:
         """KV events."""

@@ -1,12 +1,13 @@
-"""The scenes: the recorded trace under other loads and on other fleets, a flash crowd, and programs of agents."""
+"""The scenes: the recorded trace under other loads and on other fleets, a crowd, texts, and programs of agents."""
 
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from math import pi, sin
 from random import Random
 
-from benchmarks.trace.engine import Hardware
+from benchmarks.trace.engine import RANK_SHARES, Hardware
 from benchmarks.trace.fleet import Setting
 from benchmarks.trace.workload import BLOCK, TraceLine, TraceRequest, key, requests_of
 
@@ -14,6 +15,8 @@ from benchmarks.trace.workload import BLOCK, TraceLine, TraceRequest, key, reque
 NOMINAL_S = 2.5
 PROGRAMS, PROGRAMS_S = 200, 600.0
 FIRST_TURNS, LAST_TURNS = 10, 43
+DAY_S, SWING = 1800.0, 0.85
+TEXTS, TEXTS_S, PANEL = 300, 900.0, 10
 CROWD, CROWD_AT_S, CROWD_S, CROWD_BLOCKS, CROWD_ADAPTER = 800, 600.0, 20.0, 16, 50
 
 Run = tuple[list[TraceRequest], Setting]
@@ -93,6 +96,43 @@ def programs(seed: int, *, adapters: int, programs: int = PROGRAMS) -> list[Trac
     return found
 
 
+def panels(seed: int, *, texts: int = TEXTS) -> list[TraceRequest]:
+    """Long texts over fifteen minutes, each asked about by ten adapters at once, in one to four turns.
+
+    Blocks of a text are cached for one adapter, and are of no use to the others.
+    """
+    drawing = _Drawing(seed)
+    rng = drawing.rng
+    found: list[TraceRequest] = []
+    for text in range(texts):
+        blocks = [next(drawing.blocks) for _ in range(min(64, int(rng.lognormvariate(2.7, 0.6)) + 1))]
+        at_s = rng.random() * TEXTS_S * texts / TEXTS
+        for adapter in range(PANEL):
+            turns = drawing.chain(rng.randint(1, 4), program=text, adapter=adapter, start=blocks)
+            turns[0].arrived = at_s + rng.random()
+            found += turns
+    return found
+
+
+def diurnal(lines: Sequence[TraceLine], seed: int) -> list[TraceRequest]:
+    """The trace with days of half an hour: from 0.15 of its speed at night to 1.85 at noon."""
+    found = requests_of(list(lines), seed=seed, load=1.0, routers=1)
+    for request in found:
+        request.arrived = diurnal_s(request.arrived)
+    return found
+
+
+def diurnal_s(even_s: float) -> float:
+    """When as many requests have come as would have by `even_s` at an even speed.
+
+    The solution of t - SWING * DAY_S / 2 pi * sin(2 pi t / DAY_S) = even_s, whose derivative is the speed.
+    """
+    angle = even = 2 * pi * even_s / DAY_S
+    for _ in range(100):  # each one leaves at most `SWING` of the error
+        angle = even + SWING * sin(angle)
+    return angle * DAY_S / (2 * pi)
+
+
 def live_blocks(requests: Sequence[TraceRequest]) -> int:
     """The most blocks that agents between their first and their last turn need at one moment.
 
@@ -151,6 +191,10 @@ def _trace(about: str, setting: Setting, load: float = 1.0) -> Scene:
 
 
 _H100 = Setting(hardware=Hardware(blocks=2000))
+# Rank 64 is 336 MB; the others in proportion.
+_RANKS = replace(
+    _H100, hardware=replace(_H100.hardware, ranks=tuple(RANK_SHARES), sizes=tuple(rank / 64 for rank in RANK_SHARES))
+)
 # 20 MB and 2 GB where 336 MB are the measure.
 _MIXED = replace(_H100, hardware=replace(_H100.hardware, sizes=(20 / 336, 2048 / 336)))
 
@@ -161,7 +205,15 @@ SCENES: dict[str, Scene] = {
     "four routers": _trace("four routers that share nothing", replace(_H100, routers=4)),
     "speeds": _trace("engines of speeds 1, 1, 2 and 4", replace(_H100, speeds=(1.0, 1.0, 2.0, 4.0))),
     "slow engine": _trace("one of eight engines is four times slower from minute 10", replace(_H100, slows_at_s=600.0)),
+    "failing engine": _trace(
+        "the trace at 1.5 of its speed; one of eight engines dies at minute 10 and is back at minute 13",
+        replace(_H100, gone_s=(600.0, 780.0)),
+        1.5,
+    ),
+    "diurnal": Scene("days of half an hour, speeds 0.15 to 1.85", lambda lines, seed: (diurnal(lines, seed), _H100)),
     "mixed adapters": _trace("adapters of 20 MB and 2 GB in turn", _MIXED),
+    "mixed ranks": _trace("adapters of rank 8 to 128, which lengthen steps", _RANKS),
+    "ten adapters": Scene("300 texts, ten adapters each", lambda _, seed: (panels(seed), _H100)),
     "flash crowd": Scene("800 requests in 20 s for one adapter", lambda lines, seed: (crowd(lines, seed), _H100)),
     "agents 0.5": _agents(1, 0.5),
     "agents 1": _agents(1, 1.0),

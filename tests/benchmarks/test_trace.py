@@ -181,6 +181,8 @@ class Recorder:
         self.over: list[int] = []
         self.read_at: dict[int, list[float]] = {}
         self.heard: list[tuple[float, int]] = []
+        self.forgotten: list[tuple[float, int]] = []
+        self.losses: list[tuple[float, int]] = []
 
     def offer(self, request: TraceRequest, now: float) -> None:
         self.offered.append(request.number)
@@ -196,8 +198,12 @@ class Recorder:
         assert reading.at == self.fleet.now
         self.read_at.setdefault(reading.worker, []).append(reading.at)
 
+    def lost(self, worker: int) -> None:
+        self.losses.append((self.fleet.now, worker))
+
     def cached(self, worker: int, changes: Changes) -> None:
         self.heard += [(self.fleet.now, found) for found, is_new in changes if is_new and worker == 0]
+        self.forgotten += [(self.fleet.now, found) for found, is_new in changes if not is_new and worker == 0]
 
 
 def recorded(requests: list[TraceRequest], **changes: object) -> tuple[TraceFleet, list[Recorder]]:

@@ -11,21 +11,27 @@ import pytest
 
 from benchmarks.trace.engine import Hardware, TraceEngine, TraceJob
 from benchmarks.trace.fleet import Setting, TraceFleet
-from benchmarks.trace.measure import figures
+from benchmarks.trace.measure import figures, replay
+from benchmarks.trace.rules import Peer, Rule
 from benchmarks.trace.scenes import (
     CROWD,
     CROWD_ADAPTER,
     CROWD_AT_S,
     CROWD_BLOCKS,
     CROWD_S,
+    DAY_S,
     FIRST_TURNS,
     LAST_TURNS,
     SCENES,
     crowd,
+    diurnal,
+    diurnal_s,
     live_blocks,
+    panels,
     programs,
 )
 from benchmarks.trace.workload import BLOCK, TraceLine, TraceRequest, drawn, key
+from router.core.schedule.cost_settings import CostSettings
 from tests.benchmarks.test_trace import HARDWARE, Recorder, a_request, finish_all, recorded
 from tests.patience import patience
 
@@ -156,6 +162,132 @@ def test_an_agents_scene_has_caches_of_its_share_of_what_is_live():
     assert setting.hardware.blocks * engines == pytest.approx(live_blocks(requests) / 2, abs=engines)
     assert larger.hardware.blocks == pytest.approx(4 * setting.hardware.blocks, abs=4)
     assert len({request.adapter for request in requests}) == 1
+
+
+# --- texts for ten adapters -------------------------------------------------------------------------------------------
+
+
+def test_ten_adapters_are_asked_about_each_text_at_once_and_share_no_block_of_it():
+    found = panels(2, texts=5)
+    by_text: dict[int, list[list[TraceRequest]]] = {}
+    for turns in agents(found):
+        assert 1 <= len(turns) <= 4
+        by_text.setdefault(turns[0].program, []).append(turns)
+    assert sorted(by_text) == list(range(5))
+    for of_text in by_text.values():
+        assert [turns[0].adapter for turns in of_text] == list(range(10))
+        firsts = [turns[0] for turns in of_text]
+        assert max(first.arrived for first in firsts) - min(first.arrived for first in firsts) < 1.0
+        assert len({first.ids[0] for first in firsts}) == 1
+        assert len({first.keys[0] for first in firsts}) == 10
+
+
+# --- days -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_day_has_0_15_of_the_mean_speed_at_midnight_and_1_85_at_noon():
+    speed = {at_s: 2 / (diurnal_s(at_s + 1.0) - diurnal_s(at_s - 1.0)) for at_s in (DAY_S, 1.5 * DAY_S)}
+    assert speed[DAY_S] == pytest.approx(0.15, rel=0.05)
+    assert speed[1.5 * DAY_S] == pytest.approx(1.85, rel=0.01)
+    assert [diurnal_s(days * DAY_S) for days in (0, 1, 2)] == pytest.approx([0, DAY_S, 2 * DAY_S], abs=0.1)
+
+
+def test_the_days_requests_are_the_traces_in_its_order():
+    lines = [TraceLine(at_s, 1000, 10, (0, 1 + at_s)) for at_s in range(0, 3600, 30)]
+    found = diurnal(lines, 4)
+    assert len(found) == len(lines)
+    assert [r.arrived for r in found] == sorted(r.arrived for r in found)
+    by_noon = sum(r.arrived < DAY_S / 2 for r in found)
+    by_six = sum(r.arrived < DAY_S / 4 for r in found)
+    assert by_six < by_noon / 4
+
+
+# --- an engine that dies ----------------------------------------------------------------------------------------------
+
+
+class Elsewhere(Recorder):
+    """Sends to worker 0 while that is there, else to worker 1."""
+
+    def offer(self, request: TraceRequest, now: float) -> None:
+        self.offered.append(request.number)
+        back = [at for at in self.read_at.get(0, []) if self.losses and at > self.losses[-1][0]]
+        self.fleet.send(request, 1 if self.losses and not back else 0)
+
+
+def test_requests_without_a_token_are_sent_again_when_their_engine_dies_and_streams_end_in_an_error():
+    streamed = replace(a_request(0, blocks=(1,)), output_tokens=1000, then=[])
+    unanswered = a_request(1, blocks=range(2, 200), arrived=1.9)
+    during, after = a_request(2, blocks=(1,), arrived=8.0), a_request(3, blocks=(1,), arrived=60.0)
+    found = [streamed, unanswered, during, after]
+    fleet = TraceFleet(Setting(hardware=replace(HARDWARE, blocks=300), gone_s=(2.0, 40.0)), seed=0)
+    router = Elsewhere(fleet)
+    fleet.routers.append(router)
+    fleet.run(found)
+    assert router.losses == [(2.0, 0)]
+    assert router.offered == [0, 1, 1, 2, 3]
+    assert streamed.first_token > 0
+    assert streamed.last_token < 0
+    assert [request.worker for request in (unanswered, during, after)] == [1, 1, 0]
+    assert unanswered.last_token > 0
+    assert figures(found, fleet).failed == 1
+
+
+def test_an_engine_that_comes_back_has_no_block_and_no_adapter_and_reports_nothing_while_it_is_gone():
+    before, after = a_request(0, blocks=(1, 2)), a_request(1, blocks=(1, 2), arrived=60.0)
+    fleet, (router,) = recorded([before, after], gone_s=(30.0, 40.0))
+    assert before.cached_tokens == after.cached_tokens == 0
+    assert before.load_s > 0
+    assert after.load_s > 0
+    reports = router.read_at[0]
+    assert [at for at in reports if 30.0 <= at < 40.0] == []
+    assert {int(at) for at in reports} > {29, 40, 41}
+    assert [found for _, found in router.forgotten] == before.keys
+    assert all(30.0 + fleet.setting.events_s <= at < 40.0 for at, _ in router.forgotten)
+
+
+def test_a_peer_whose_rule_names_a_lost_engine_sends_to_the_one_with_the_fewest_requests():
+    class AlwaysTheFirst(Rule):
+        def choose(self, request: TraceRequest) -> int:
+            return 0
+
+    found = [a_request(n, blocks=range(10 * n, 10 * n + 9), arrived=at) for n, at in enumerate((1.0, 5.0, 5.1, 30.0))]
+    fleet = TraceFleet(Setting(hardware=HARDWARE, speeds=(1.0, 1.0, 1.0), gone_s=(4.0, 20.0)), seed=0)
+    fleet.routers.append(Peer(AlwaysTheFirst, fleet, 0))
+    fleet.run(found)
+    assert [request.worker for request in found] == [0, 1, 2, 0]
+
+
+def test_our_router_sends_nothing_to_a_lost_engine_and_uses_it_again_when_it_is_back():
+    requests, setting = SCENES["failing engine"].draw(drawn(300), 1)
+    setting = replace(setting, gone_s=(10.0, 30.0))
+    replay("kv_lora", requests, setting, 1, late_binding_s=1.0, costs=CostSettings())
+    assert not [r for r in requests if r.worker == 0 and 10.0 < r.sent < 30.0]
+    assert [r for r in requests if r.worker == 0 and r.sent < 10.0]
+    assert [r for r in requests if r.worker == 0 and r.sent > 30.0]
+    assert [r for r in requests if r.first_token < 0] == []
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_longer_by_its_number_of_adapters_at_the_largest_of_their_ranks():
+    hardware = Hardware(ranks=(8, 32))
+    assert Hardware().step_factor([0, 1]) == 1.0
+    assert hardware.step_factor([]) == 1.0
+    assert hardware.step_factor([0, 2]) == pytest.approx(1 + 2 * 0.02)
+    assert hardware.step_factor([0, 3, 2]) == pytest.approx(1 + 3 * 0.06)
+
+
+def test_prefill_and_decode_of_a_batch_take_longer_by_its_adapters_ranks_and_loads_do_not():
+    plain = replace(HARDWARE, load_s=1.0, load_sigma=0.0, to_device_s=0.0)
+    took_s = []
+    for hardware in (plain, replace(plain, ranks=(128,))):
+        engine = TraceEngine(hardware, Random(0))
+        job = TraceJob(1, [], 5000, 400, 7)
+        engine.add(job, 0.0)
+        finish_all(engine)
+        took_s.append((job.first_token - 1.0, job.last_token - job.first_token))
+    assert took_s[1] == pytest.approx([1.17 * seconds for seconds in took_s[0]])
 
 
 # --- a crowd, a slow engine, adapters of two sizes --------------------------------------------------------------------
