@@ -356,7 +356,7 @@ class TraceEngine:
     def _price(self, extra_s: float, *, may_run_on: bool) -> None:
         hardware = self.hardware
         decoding = self._decoding
-        step_s = 0.0
+        step_s = extra_s
         late_decoders = 0
         factor = hardware.step_factor([adapter for adapter in self._slots if adapter is not None])
         for job, tokens in self._chunks:
@@ -364,8 +364,8 @@ class TraceEngine:
                 late_decoders += 1  # the tail of an answer computed again after a preemption
                 continue
             after = job.computed + tokens
-            step_s += tokens * hardware.prefill_s
-            step_s += hardware.attention_s * (after * after - job.computed * job.computed) / 2
+            step_s += tokens * hardware.prefill_s * factor
+            step_s += hardware.attention_s * (after * after - job.computed * job.computed) / 2 * factor
         each_s = 0.0
         if decoding or late_decoders:
             each_s = (
@@ -379,7 +379,7 @@ class TraceEngine:
             self._stretch = self._steps_alone()
             self.due = self._began + self._stretch_s(self._stretch)
             return
-        self.due = self._began + extra_s + step_s * factor + each_s
+        self.due = self._began + step_s + each_s
 
     def _steps_alone(self) -> int:
         """How many decode steps go by until somebody ends or needs a block."""
