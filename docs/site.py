@@ -1,8 +1,8 @@
 """Build the documentation site: `make docs` runs `python -P -m docs.site .site`.
 
-FOLDER/pages gets docs/*.md, the README as first page, the changelog, and for each service one page and one JSON file
-with its OpenAPI document. Zensical then builds FOLDER/site from them by docs/zensical.toml, in strict mode: a link to
-a page or a heading that does not exist ends the build with an error. The build reads no network.
+FOLDER/pages gets docs/*.md and docs/*.svg, the README as first page, the changelog, and for each service one page and
+one JSON file with its OpenAPI document. Zensical then builds FOLDER/site from them by docs/zensical.toml, in strict
+mode: a link to a page or a heading that does not exist ends the build with an error. The build reads no network.
 """
 
 import argparse
@@ -129,7 +129,8 @@ def _escaped(text: str) -> str:
 def page_of(file: Path, text: str) -> str:
     """A Markdown file of the repository as a page of the site.
 
-    Links between pages stay. A link to another file of the repository becomes its text and path: the site lacks it.
+    Links between pages and to their pictures stay. A link to another file of the repository becomes its text and path:
+    the site lacks it.
 
     file  where the text stands in the repository
     """
@@ -139,7 +140,7 @@ def page_of(file: Path, text: str) -> str:
         if not target or re.match(r"[a-z]+:", target):
             return found[0]
         path = (file.parent / target).resolve()
-        if path.parent == DOCS and path.suffix == ".md":
+        if path.parent == DOCS and path.suffix in {".md", ".svg"}:
             return f"[{text}]({path.name}{anchor})"
         if path in _RENAMED:
             return f"[{text}]({_RENAMED[path]}{anchor})"
@@ -155,6 +156,8 @@ def write_pages(folder: Path) -> None:
     pages.mkdir(parents=True)
     for file, name in ({file: file.name for file in DOCS.glob("*.md")} | _RENAMED).items():
         (pages / name).write_text(page_of(file, file.read_text()))
+    for picture in DOCS.glob("*.svg"):
+        shutil.copy(picture, pages)
     with tempfile.TemporaryDirectory() as scratch:
         documents = openapi_documents(Path(scratch))
     for service, document in documents.items():

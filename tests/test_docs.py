@@ -118,6 +118,7 @@ def test_every_page_is_in_the_navigation_of_the_site():
 def test_links_of_a_page_lead_to_pages_of_the_site_and_links_to_other_files_become_their_paths():
     text = "[a](operations.md#top) [b](../README.md) [c](../docker/Dockerfile) [d](https://e.org/) [e](#here)"
     shown = "[a](operations.md#top) [b](index.md) c (`docker/Dockerfile`) [d](https://e.org/) [e](#here)"
+    text, shown = f"{text} ![f](radix.svg)", f"{shown} ![f](radix.svg)"
     assert page_of(DOCS / "quickstart.md", text) == shown
 
 
@@ -145,6 +146,9 @@ def test_the_site_builds_and_no_link_or_heading_is_missing(tmp_path):
     command = [sys.executable, "-P", "-m", "docs.site", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(120))
     assert done.returncode == 0, done.stdout + done.stderr
+    pictures = {file.name for file in DOCS.glob("*.svg")}
+    assert pictures == {file.name for file in (tmp_path / "site").glob("*.svg")}
+    assert '<img alt="Three prompts' in (tmp_path / "site" / "architecture.html").read_text()
     shown = json.loads((tmp_path / "site" / "search.json").read_text())["items"]
     titles = {item["title"] for item in shown if item["location"].startswith("api-router")}
     assert any("POST /v1/chat/completions" in title for title in titles)

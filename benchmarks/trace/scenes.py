@@ -33,8 +33,9 @@ class Scene:
 class _Drawing:
     """Ids and numbers of one seed's programs."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, pauses: float = 1.0) -> None:
         self.rng = Random(seed)
+        self.pauses = pauses
         self.blocks = count(1)
         self.numbers = count()
         self.sessions = count()
@@ -61,13 +62,19 @@ class _Drawing:
         return found
 
     def pause_s(self) -> float:
-        """While a tool runs: half of them below 4 s, one in twenty above half a minute, none above ten minutes."""
-        return min(600.0, self.rng.lognormvariate(1.4, 1.3))
+        """While a tool runs: half of them below 4 s, one in twenty above half a minute, none above ten minutes.
+
+        All of this times `pauses`.
+        """
+        return self.pauses * min(600.0, self.rng.lognormvariate(1.4, 1.3))
 
 
-def programs(seed: int, *, adapters: int, programs: int = PROGRAMS) -> list[TraceRequest]:
-    """Programs of 10 to 43 turns over ten minutes; half of them send out one to three sub-agents at some turn."""
-    drawing = _Drawing(seed)
+def programs(seed: int, *, adapters: int, programs: int = PROGRAMS, pauses: float = 1.0) -> list[TraceRequest]:
+    """Programs of 10 to 43 turns over ten minutes; half of them send out one to three sub-agents at some turn.
+
+    pauses  times the usual ones
+    """
+    drawing = _Drawing(seed, pauses)
     rng = drawing.rng
     # What every agent and every sub-agent of an adapter begins with.
     systems = [[next(drawing.blocks) for _ in range(12)] for _ in range(adapters)]
@@ -173,14 +180,16 @@ def crowd(lines: Sequence[TraceLine], seed: int) -> list[TraceRequest]:
     return calm
 
 
-def _agents(adapters: int, share: float) -> Scene:
+def _agents(adapters: int, share: float, pauses: float = 1.0) -> Scene:
     def draw(_lines: Sequence[TraceLine], seed: int) -> Run:
-        requests = programs(seed, adapters=adapters)
-        blocks = int(live_blocks(requests) * share / len(Setting().speeds))
+        usual = programs(seed, adapters=adapters)
+        blocks = int(live_blocks(usual) * share / len(Setting().speeds))
+        requests = usual if pauses == 1 else programs(seed, adapters=adapters, pauses=pauses)
         return requests, Setting(hardware=Hardware(blocks=blocks))
 
     among = "one adapter" if adapters == 1 else f"{adapters} adapters"
-    return Scene(f"200 programs of agents, {among}, caches of {share:g} times what is live", draw)
+    paused = "" if pauses == 1 else f", pauses {pauses:g} times as long"
+    return Scene(f"200 programs of agents, {among}, caches of {share:g} times what is live{paused}", draw)
 
 
 def _trace(about: str, setting: Setting, load: float = 1.0) -> Scene:
@@ -219,4 +228,8 @@ SCENES: dict[str, Scene] = {
     "agents 1": _agents(1, 1.0),
     "agents 2": _agents(1, 2.0),
     "agents 8 adapters": _agents(8, 1.0),
+    "agents pauses 0.25": _agents(1, 1.0, 0.25),
+    "agents pauses 4": _agents(1, 1.0, 4.0),
 }
+PAUSES = {"agents pauses 0.25": 0.25, "agents 1": 1.0, "agents pauses 4": 4.0}
+"""The scenes that differ in their pauses alone, and by how much."""

@@ -164,6 +164,15 @@ def test_an_agents_scene_has_caches_of_its_share_of_what_is_live():
     assert len({request.adapter for request in requests}) == 1
 
 
+def test_longer_pauses_change_neither_the_turns_nor_the_caches():
+    usual, setting = SCENES["agents 1"].draw([], 2)
+    longer, same = SCENES["agents pauses 4"].draw([], 2)
+    assert same == setting
+    assert [(r.arrived, r.prompt_tokens) for r in longer] == [(r.arrived, r.prompt_tokens) for r in usual]
+    pauses = [sum(pause_s for request in found for _, pause_s in request.then) for found in (usual, longer)]
+    assert pauses[1] == pytest.approx(4 * pauses[0], rel=0.01)
+
+
 # --- texts for ten adapters -------------------------------------------------------------------------------------------
 
 
