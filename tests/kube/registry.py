@@ -5,6 +5,7 @@ source  k8s.io/apiserver pkg/registry/generic/registry/store.go and rest/{create
 
 import datetime
 import random
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -241,7 +242,7 @@ class ObjectRegistry:
     def _marked(self, resource: ResourceKind, old: Object, grace_s: int) -> Object:
         if old["metadata"].get("deletionTimestamp"):
             return old
-        gone_at = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=grace_s)
+        gone_at = datetime.datetime.fromtimestamp(time.time(), datetime.UTC) + datetime.timedelta(seconds=grace_s)
         mark = {"deletionTimestamp": _stamp(gone_at), "deletionGracePeriodSeconds": grace_s}
         return self.store.put(resource, old | {"metadata": old["metadata"] | mark})
 
@@ -272,7 +273,7 @@ def _copy(obj: Any) -> Any:
 
 
 def _now() -> str:
-    return _stamp(datetime.datetime.now(datetime.UTC))
+    return _stamp(datetime.datetime.fromtimestamp(time.time(), datetime.UTC))
 
 
 def _stamp(when: datetime.datetime) -> str:

@@ -164,11 +164,13 @@ class KubeServer:
         """Received requests of this verb (list, watch, get, create, update, patch, delete) with this in their path."""
         return sum(verb in ("", asked.verb) and path in asked.path and asked.time >= since for asked in self.requests)
 
+    def app(self) -> web.Application:
+        """The server's handlers, to be served at another place than its own port."""
+        return self._handlers.app()
+
     async def _listen(self) -> None:
         # Cancelled handlers, so that a watch ends with its connection and not with the next thing it has to say.
-        self._runner = web.AppRunner(
-            self._handlers.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.0
-        )
+        self._runner = web.AppRunner(self.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
         await self._runner.setup()
         context = self._certificate.context() if self._certificate else None
         self._site = web.SockSite(self._runner, bind_socket(_HOST, self._port), ssl_context=context)

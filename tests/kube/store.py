@@ -42,7 +42,9 @@ class VersionedObjects:
     oldest: dict[ResourceKind, int] = field(default_factory=lambda: defaultdict(int))
     _objects: dict[ResourceKind, dict[Key, Object]] = field(default_factory=lambda: defaultdict(dict))
     _history: dict[ResourceKind, list[StoredWrite]] = field(default_factory=lambda: defaultdict(list))
-    _watches: dict[ResourceKind, set["asyncio.Queue[StoredWrite]"]] = field(default_factory=lambda: defaultdict(set))
+    _watches: dict[ResourceKind, dict["asyncio.Queue[StoredWrite]", None]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
 
     def get(self, resource: ResourceKind, namespace: str, name: str) -> Object | None:
         return self._objects[resource].get((namespace, name))
@@ -79,11 +81,11 @@ class VersionedObjects:
     def watch(self, resource: ResourceKind) -> "asyncio.Queue[StoredWrite]":
         """A queue of each change from now on, until `unwatch`."""
         queue: asyncio.Queue[StoredWrite] = asyncio.Queue()
-        self._watches[resource].add(queue)
+        self._watches[resource][queue] = None
         return queue
 
     def unwatch(self, resource: ResourceKind, queue: "asyncio.Queue[StoredWrite]") -> None:
-        self._watches[resource].discard(queue)
+        self._watches[resource].pop(queue, None)
 
     def compact(self, resources: tuple[ResourceKind, ...]) -> None:
         """Drop the history. The version counter goes on."""

@@ -9,6 +9,7 @@ import contextvars
 import fcntl
 import os
 import random
+import socket
 import sqlite3
 import threading
 import time
@@ -62,9 +63,16 @@ def install(seed: int) -> tuple[Replaced, Callable[[], float]]:
     threading.Thread = _LoopThread  # type: ignore[misc,assignment]
     concurrent.futures.ThreadPoolExecutor = _LoopExecutor  # type: ignore[misc,assignment]
     os.kill = _kill
+    socket.gethostname = _host_name
     fcntl.flock = _recorded_flock(fcntl.flock)
     sqlite3.connect = _recorded_connect(sqlite3.connect)
     return replaced, real_clock
+
+
+def _host_name() -> str:
+    """The running process's name, as that of a pod."""
+    node = running_node.get()
+    return "simulation" if node is None else node.name
 
 
 def _replace_time(clock: SimulatedClock) -> None:

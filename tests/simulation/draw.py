@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
+from tests.simulation.api_server import API_SERVER, API_TROUBLES
 from tests.simulation.programs import EngineFlags
 from tests.simulation.scenario import FIXED, MOST_CONTENTS, Event, FaultScenario, FleetPlan
 
-MODEL = 6
+MODEL = 7
 
 _TENANTS = ("acme", "globex")
 _CHANGES = frozenset({"register", "publish", "delete", "point", "rollout", "hold", "drain"})
@@ -52,6 +53,7 @@ def _fleet(rng: Random) -> FleetPlan:
         workers=rng.choice((1, 2, 2, 3, 3, 4)),
         routers=rng.choice((1, 1, 2)),
         orchestrators=rng.choice((1, 2, 2)),
+        has_api_server=rng.random() < 0.3,
         clients=2,
         engine=EngineFlags(
             max_loras=(device := rng.randint(1, 3)),
@@ -165,7 +167,7 @@ def _fault(fleet: FleetPlan, rng: Random, at_s: float) -> Event:
     kind = rng.choice(
         (
             "kill", "kill", "kill", "stop", "pause", "partition", "loss", "reset", "clock", "events", "power",
-            "disk_full", "engine",
+            "disk_full", "engine", *(("api", "api") if fleet.has_api_server else ()),
         )
     )  # fmt: skip
     about: dict[str, Any] = {"node": _process(fleet, rng)}
@@ -188,6 +190,8 @@ def _fault(fleet: FleetPlan, rng: Random, at_s: float) -> Event:
         about = {"share": rng.choice((0.1, 1.0)), "for_s": rng.random() * 10}
     elif kind == "disk_full":
         about |= {"for_s": rng.choice((1.0, rng.random() * 20))}
+    elif kind == "api":
+        about = {"how": rng.choice(API_TROUBLES), "for_s": rng.choice((1.0, rng.random() * 40))}
     elif kind == "engine":
         about = {"node": f"engine{rng.randrange(fleet.workers)}", "for_s": rng.choice((1.0, rng.random() * 40))}
         about |= {
@@ -198,9 +202,11 @@ def _fault(fleet: FleetPlan, rng: Random, at_s: float) -> Event:
 
 
 def _process(fleet: FleetPlan, rng: Random) -> str:
-    """Any process: each service about as often, orchestrators twice."""
+    """Any process: each service about as often, orchestrators twice, as often an API server."""
     numbers = {"orch": fleet.orchestrators, "router": fleet.routers, "w": fleet.workers, "engine": fleet.workers}
-    service = rng.choice(("orch", "orch", "router", "w", "engine"))
+    service = rng.choice(("orch", "orch", "router", "w", "engine", *(("api", "api") if fleet.has_api_server else ())))
+    if service == "api":
+        return API_SERVER
     return f"{service}{rng.randrange(numbers[service])}"
 
 
@@ -222,7 +228,12 @@ Situation = Callable[[FleetPlan, Random, float], Iterator[Event]]
 
 def _situations_of(fleet: FleetPlan) -> Sequence[Situation]:
     """Faults and calls that belong together, as far as the fleet has what they need."""
-    return (_deletion_without_workers, _change_on_a_full_disk, *((_new_leader, _fast_trainer) if fleet.names else ()))
+    return (
+        _deletion_without_workers,
+        _change_on_a_full_disk,
+        *((_new_leader, _fast_trainer) if fleet.names else ()),
+        *((_leader_without_api_server,) if fleet.names and fleet.has_api_server else ()),
+    )
 
 
 def _new_leader(fleet: FleetPlan, rng: Random, at_s: float) -> Iterator[Event]:
@@ -230,6 +241,15 @@ def _new_leader(fleet: FleetPlan, rng: Random, at_s: float) -> Iterator[Event]:
     yield Event(at_s=at_s, kind="kill", about={"node": "orch0", "in_callbacks": 1, "away_s": rng.random() * 5})
     publish = _publish(fleet, rng, at_s + rng.random() * 0.3)
     publish.about.update(at_orchestrator=True, again_for_s=20.0, asks_after=4)
+    yield publish
+
+
+def _leader_without_api_server(fleet: FleetPlan, rng: Random, at_s: float) -> Iterator[Event]:
+    """A trainer publishes until somebody answers, while an orchestrator cannot reach the API server."""
+    about = {"node": f"orch{rng.randrange(fleet.orchestrators)}", "other": API_SERVER, "for_s": 5 + rng.random() * 40}
+    yield Event(at_s=at_s, kind="partition", about=about)
+    publish = _publish(fleet, rng, at_s + rng.random() * 20)
+    publish.about.update(at_orchestrator=True, again_for_s=60.0, asks_after=4)
     yield publish
 
 

@@ -48,6 +48,13 @@ class Faults:
 
         self._processes.after(for_s, end)
 
+    def api(self, *, how: str, for_s: float) -> None:
+        """The API server hangs, refuses, is late, or forgets its watches and their history."""
+        server = self._world.api_server
+        assert server is not None, "give FleetPlan(has_api_server=True)"
+        server.begin(how, self._loop.chance)
+        self._processes.after(for_s, server.end)
+
     # Machines.
 
     def power(self, *, node: str, away_s: float) -> None:

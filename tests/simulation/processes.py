@@ -11,6 +11,9 @@ from tests.simulation.event_loop import SimulatedLoop
 from tests.simulation.nodes import Main, Node
 from tests.simulation.programs import Paths, RunningServices
 
+# A process that has failed, as one whose disk is full, is not started again at once: nobody's supervisor does that.
+_AGAIN_S = 1.0
+
 log = structlog.get_logger()
 
 
@@ -133,4 +136,5 @@ class FleetProcesses:
         if not node.may_end:
             self._on_surprise(node)
         if node.away_s is not None:
-            self.after(node.away_s, lambda: self.start(node.name))
+            away_s = node.away_s if node.failure is None else max(node.away_s, _AGAIN_S)
+            self.after(away_s, lambda: self.start(node.name))

@@ -25,6 +25,7 @@ from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
 from router.config import RouterSettings
+from tests.simulation.api_server import SimulatedApiServer
 from tests.simulation.nodes import Main, Node
 from tests.simulation.zmq_sockets import EventBus, SimulatedPublisher
 from workers.app import build as build_agent
@@ -150,8 +151,16 @@ async def serving(app: Any, node: Node, port: int, http: Any = None) -> AsyncIte
         await lifespan.shutdown()
 
 
-def orchestrator(paths: Paths, services: RunningServices, *, port: int = ORCHESTRATOR_PORT, **settings: Any) -> Main:
-    """An orchestrator on the shared store of all orchestrators."""
+def orchestrator(
+    paths: Paths,
+    services: RunningServices,
+    *,
+    port: int = ORCHESTRATOR_PORT,
+    api_server: SimulatedApiServer | None = None,
+    **settings: Any,
+) -> Main:
+    """An orchestrator on the store of its machine, or with its state and its lease at an API server."""
+    at_api_server = {} if api_server is None else {"backend": "configmaps", "lease": "kubernetes"}
 
     async def main(node: Node) -> None:
         url = f"http://{node.host}:{port}"
@@ -164,9 +173,11 @@ def orchestrator(paths: Paths, services: RunningServices, *, port: int = ORCHEST
                 allow_open=not paths.key_files,
                 token=paths.keys["load"],
                 agent_token=paths.keys["agent"],
+                **at_api_server,
                 **settings,
             ),
             url=url,
+            kube=None if api_server is None else await api_server.client(),
         )
         services.orchestrators[node.name] = built
         listener = listener_for_app(DEFAULT_LIMITS, upload_bytes=built.upload_bytes)

@@ -18,6 +18,8 @@ class FleetPlan:
     workers: int = 1
     routers: int = 1
     orchestrators: int = 1
+    has_api_server: bool = False
+    """Whether the orchestrators keep their state in ConfigMaps and lead by a Lease, each on a machine of its own."""
     clients: int = 2
     engine: EngineFlags = field(default_factory=EngineFlags)
     contents: int = MOST_CONTENTS

@@ -100,3 +100,26 @@ def test_bytes_that_are_deleted_while_all_workers_are_away_leave_them(run):
         call(50.0, "ask", "a"),
     )
     assert "write a: ok, bytes 2" in log
+
+
+def test_fleet_on_kubernetes_publishes_while_its_api_server_fails_and_its_leader_is_killed(run):
+    def trouble(at_s, how, for_s):
+        return Event(at_s=at_s, kind="api", about={"how": how, "for_s": for_s})
+
+    log = run(
+        FleetPlan(workers=2, routers=2, orchestrators=2, names=("policy",), has_api_server=True),
+        call(0.0, "publish", "policy", 1),
+        trouble(5.0, "is late", 5.0),
+        call(5.1, "publish", "policy", 2),
+        trouble(15.0, "hangs", 3.0),
+        call(15.1, "publish", "policy", 3),
+        trouble(25.0, "refuses", 3.0),
+        call(25.1, "publish", "policy", 4),
+        trouble(35.0, "forgets", 1.0),
+        call(35.1, "publish", "policy", 5),
+        Event(at_s=45.0, kind="kill", about={"node": "api", "in_callbacks": 1, "away_s": 5.0}),
+        Event(at_s=46.0, kind="kill", about={"node": "orch0", "in_callbacks": 1, "away_s": 30.0}),
+        call(60.0, "publish", "policy", 0),
+        *(call(number / 2, "ask", "policy", client=1, router=number % 2) for number in range(10, 160)),
+    )
+    assert "write policy: ok, bytes 0" in log

@@ -11,6 +11,7 @@ import structlog
 
 from tests.simulation import programs
 from tests.simulation.answers import ExpectedAnswers
+from tests.simulation.api_server import API_HOST, API_SERVER, SimulatedApiServer
 from tests.simulation.clients import MOST_WAIT_S, Clients
 from tests.simulation.event_loop import SimulatedLoop
 from tests.simulation.faults import Faults
@@ -42,6 +43,7 @@ class FleetWorld:
         self.contents = [paths.shelf / f"content-{number}" for number in range(scenario.fleet.contents)]
         self.processes = FleetProcesses(loop, paths, slowness=scenario.fleet.slowness, on_surprise=self._on_surprise)
         self.nodes, self.services = self.processes.nodes, self.processes.services
+        self.api_server = SimulatedApiServer() if scenario.fleet.has_api_server else None
         self.history = History()
         self.broken: list[Broken] = []
         self.faults = Faults(self)
@@ -54,7 +56,8 @@ class FleetWorld:
         """The whole run; what was broken is in `broken`."""
         plan = self.scenario.fleet
         self.loop.network.weather.delay_s = plan.delay_s
-        self.loop.network.distance_s[frozenset(("10.0.0.1", f"10.0.2.{plan.routers}"))] = plan.far_s
+        for host in self._orchestrator_hosts():
+            self.loop.network.distance_s[frozenset((host, f"10.0.2.{plan.routers}"))] = plan.far_s
         self._start_fleet()
         nodes = [Node(self.loop, f"client{number}", f"10.0.3.{number + 1}") for number in range(plan.clients)]
         self.clients = Clients(
@@ -75,15 +78,25 @@ class FleetWorld:
 
     # The fleet.
 
+    def _orchestrator_hosts(self) -> list[str]:
+        """The orchestrators' machines: those that share a file share its machine, too."""
+        numbers = range(self.scenario.fleet.orchestrators)
+        return [f"10.0.0.{number + 1 if self.api_server else 1}" for number in numbers]
+
     def _start_fleet(self) -> None:
         """Start every process."""
         plan, paths, services, add = self.scenario.fleet, self.paths, self.services, self.processes.add
         of_orchestrators, of_routers, of_agents = (plan.settings.get(service, {}) for service in SERVICES)
         url = "http://{}:{}".format(*SERVICE)
-        ports = [programs.ORCHESTRATOR_PORT + number for number in range(plan.orchestrators)]
-        self.loop.network.shared[SERVICE] = [("10.0.0.1", port) for port in ports]
-        for number, port in enumerate(ports):
-            add(f"orch{number}", "10.0.0.1", programs.orchestrator(paths, services, port=port, **of_orchestrators))
+        if self.api_server is not None:
+            add(API_SERVER, API_HOST, self.api_server.main)
+            of_orchestrators = {**of_orchestrators, "api_server": self.api_server}
+        addresses = [
+            (host, programs.ORCHESTRATOR_PORT + number) for number, host in enumerate(self._orchestrator_hosts())
+        ]
+        self.loop.network.shared[SERVICE] = addresses
+        for number, (host, port) in enumerate(addresses):
+            add(f"orch{number}", host, programs.orchestrator(paths, services, port=port, **of_orchestrators))
         slots = {"max_loras": plan.engine.max_loras, "max_cpu_loras": plan.engine.max_cpu_loras}
         for number in range(plan.workers):
             host = f"10.0.1.{number + 1}"
