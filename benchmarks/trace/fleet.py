@@ -58,6 +58,8 @@ class EngineReading:
     decode_step: DecodeStep
     output_tokens: float
     load_s: float
+    loads_s: tuple[float, ...]
+    """Each adapter's own load, as it was measured when the adapter was placed there."""
     locations: tuple[Location, ...]
     running_adapters: frozenset[int]
     waiting_adapters: frozenset[int]
@@ -88,7 +90,8 @@ class TraceRouter(Protocol):
 class SimulatedAgent:
     """What stands beside an engine: learned rates, and where it believes its adapters to be."""
 
-    def __init__(self, hardware: Hardware, rng: Random) -> None:
+    def __init__(self, hardware: Hardware, rng: Random, loads: Random) -> None:
+        """`loads` draws how long each adapter's own load took."""
         self._rates = EngineRates()
         names = [str(adapter) for adapter in range(ADAPTERS)]
         self._slots = AdapterSlots(hardware.max_loras, hardware.max_cpu_loras, frozenset(names))
@@ -97,6 +100,10 @@ class SimulatedAgent:
         sizes = [hardware.size_of(adapter) for adapter in rng.sample(range(ADAPTERS), 5)]
         draws = [size * rng.lognormvariate(0, hardware.load_sigma) * hardware.load_s for size in sizes]
         self._load_s = median(draws)
+        self._loads_s = tuple(
+            hardware.size_of(adapter) * loads.lognormvariate(0, hardware.load_sigma) * hardware.load_s
+            for adapter in range(ADAPTERS)
+        )
 
     def used(self, adapter: int) -> None:
         """A router has sent a request for it."""
@@ -144,6 +151,7 @@ class SimulatedAgent:
             decode_step=self._rates.decode_step,
             output_tokens=self._rates.mean_output_tokens,
             load_s=self._load_s,
+            loads_s=self._loads_s,
             locations=tuple([where.get(name, "disk") for name in self._names]),
             running_adapters=frozenset(job.adapter for job in engine.running if job.adapter is not None),
             waiting_adapters=frozenset(adapter for adapter in engine.waiting.lines if adapter is not None),
@@ -160,7 +168,8 @@ class TraceFleet:
         self.now = 0.0
         rng = Random(seed)
         self.engines = [TraceEngine(setting.hardware.at_speed(speed), Random(rng.random())) for speed in setting.speeds]
-        self.agents = [SimulatedAgent(setting.hardware, rng) for _ in setting.speeds]
+        loads = Random(f"loads {seed}")
+        self.agents = [SimulatedAgent(setting.hardware, rng, loads) for _ in setting.speeds]
         self.routers: list[TraceRouter] = []
         self._due = [NEVER] * len(self.engines)
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []

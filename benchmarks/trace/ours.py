@@ -1,6 +1,6 @@
 """Our router on the trace: the product's own mind, index, load book and policies, joined as the router does it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from lorafleet.identity import AdapterLocation, BlockHash
 from router.core.errors import NoReplica
 from router.core.fleet import EngineReport, Replica, ResidentAdapter, Roster
 from router.core.kv.index import KvIndex, PendingBlocks, WorkerId
+from router.core.queue.fair_queue import Fairness
 from router.core.queue.queued_request import QueuedRequest
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.policies import POLICIES
@@ -31,14 +32,31 @@ MOST_WAIT_S = 60.0
 
 _NAMES = [f"adapter-{n}" for n in range(ADAPTERS)]
 _PLACES: tuple[AdapterLocation, ...] = ("device", "host", "disk")
-_RESIDENTS = {place: [ResidentAdapter(name, "", name, place) for name in _NAMES] for place in _PLACES}
+
+
+def _residents(loads_s: Sequence[float]) -> Mapping[AdapterLocation, Sequence[ResidentAdapter]]:
+    """Every adapter in every place, made once for all reports."""
+    return {
+        place: [ResidentAdapter(name, "", name, place, load_s=s) for name, s in zip(_NAMES, loads_s, strict=True)]
+        for place in _PLACES
+    }
+
+
+_UNMEASURED = _residents([0.0] * ADAPTERS)
 
 
 class LorafleetRouter:
     """One router of ours with one of its policies."""
 
     def __init__(
-        self, policy: str, fleet: TraceFleet, seed: int, *, costs: CostSettings, late_binding_s: float
+        self,
+        policy: str,
+        fleet: TraceFleet,
+        seed: int,
+        *,
+        costs: CostSettings,
+        late_binding_s: float,
+        fairness: Fairness = "request",
     ) -> None:
         workers = range(len(fleet.engines))
         self._fleet = fleet
@@ -51,8 +69,10 @@ class LorafleetRouter:
             policy=POLICIES[policy](),
             costs=costs,
             late_binding_s=late_binding_s,
+            fairness=fairness,
             rng=Random(seed),
         )
+        self._residents: dict[int, Mapping[AdapterLocation, Sequence[ResidentAdapter]]] = {}
         self._flights: dict[TraceRequest, tuple[LoadEntry, PendingBlocks]] = {}
         self._tickets: dict[TraceRequest, QueuedRequest] = {}
         self._is_polling = False
@@ -133,7 +153,7 @@ class LorafleetRouter:
     def _replica(self, worker: int, reading: EngineReading | None = None) -> Replica:
         hardware = self._fleet.setting.hardware
         report = EngineReport()
-        residents: Mapping[str, ResidentAdapter] = dict(zip(_NAMES, _RESIDENTS["disk"], strict=True))
+        residents: Mapping[str, ResidentAdapter] = dict(zip(_NAMES, _UNMEASURED["disk"], strict=True))
         if reading is not None:
             report = EngineReport(
                 running=reading.running,
@@ -147,7 +167,10 @@ class LorafleetRouter:
                 load_s=reading.load_s,
                 at=reading.at,
             )
-            residents = {_NAMES[n]: _RESIDENTS[place][n] for n, place in enumerate(reading.locations)}
+            own = self._residents.get(worker)
+            if own is None:
+                own = self._residents[worker] = _residents(reading.loads_s)
+            residents = {_NAMES[n]: own[place][n] for n, place in enumerate(reading.locations)}
         return Replica(
             id=self._ids[worker],
             base_model=MODEL,

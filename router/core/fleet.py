@@ -27,6 +27,7 @@ class ResidentAdapter:
     """One adapter that a replica reports as ready to serve.
 
     acceptance  whether its answers there are the trainer's, for people; "": not compared
+    load_s      from disk to ready, when it was last loaded there; 0.0: not measured
     """
 
     lora_id: str
@@ -34,6 +35,7 @@ class ResidentAdapter:
     engine_name: str
     location: AdapterLocation = "device"
     acceptance: AcceptanceResult | Literal[""] = ""
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

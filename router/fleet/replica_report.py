@@ -75,6 +75,7 @@ def replica_from(
                 lora.engine_name,
                 lora.location,
                 lora.acceptance.result if lora.acceptance is not None else "",
+                lora.load_seconds or 0.0,
             )
             for lora in resident_loras
         }

@@ -305,7 +305,7 @@ def test_llm_d_weighs_queue_cache_and_prefix():
     request = a_request(blocks=(0, 1, 2, 3))
     send(rule, request, 1)
     assert rule.choose(request) == 1
-    reading = EngineReading(1, 0.0, 5, 9, 0.9, 0.0, DecodeStep(), 0.0, 0.0, (), frozenset(), frozenset())
+    reading = EngineReading(1, 0.0, 5, 9, 0.9, 0.0, DecodeStep(), 0.0, 0.0, (), (), frozenset(), frozenset())
     rule.readings[:] = [
         replace(reading, worker=n, waiting=9 if n == 1 else 0, kv_usage=0.9 * (n == 1)) for n in range(3)
     ]

@@ -125,7 +125,7 @@ def test_llm_d_predicted_weighs_first_token_and_token_time_each_by_its_range():
 
 def test_llm_d_predicted_falls_back_to_its_composite_before_it_has_learned():
     rule = ruled(LlmDPredicted)
-    reading = EngineReading(0, 0.0, 0, 0, 0.0, 0.0, DecodeStep(), 0.0, 0.0, (), frozenset(), frozenset())
+    reading = EngineReading(0, 0.0, 0, 0, 0.0, 0.0, DecodeStep(), 0.0, 0.0, (), (), frozenset(), frozenset())
     rule.readings[:] = [replace(reading, worker=n, kv_usage=usage) for n, usage in enumerate((0.5, 0.2, 0.9))]
     assert rule.choose(a_request(blocks=(0, 1))) == 1
 

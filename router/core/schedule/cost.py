@@ -135,13 +135,16 @@ def adapter_s(
 
 
 def adapter_move_s(replica: Replica, engine_name: str, middle: EngineReport, costs: CostSettings) -> float:
-    """Seconds until an adapter that the replica reports is in a device slot, if one is free."""
-    location = replica.residents[engine_name].location
-    if location == "device":
+    """Seconds until an adapter that the replica reports is in a device slot, if one is free.
+
+    As long as its own last load there took, else the replica's usual load, else the fleet's.
+    """
+    resident = replica.residents[engine_name]
+    if resident.location == "device":
         return 0.0
-    if location == "host":
+    if resident.location == "host":
         return costs.host_to_device_s
-    return replica.report.load_s or middle.load_s or costs.load_s
+    return resident.load_s or replica.report.load_s or middle.load_s or costs.load_s
 
 
 def engine_queue_s(request: RoutingRequest, load: ReplicaLoad, now: float) -> float:

@@ -1,6 +1,7 @@
-"""Workers with SGLang and with an unknown kind of engine."""
+"""Workers with SGLang and with an unknown kind of engine, and the load times that workers report."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from starlette.responses import JSONResponse, Response
@@ -167,3 +168,19 @@ async def test_a_400_for_an_adapter_that_the_engine_cannot_load_is_answered_by_a
             answer = await client.post("/v1/chat/completions", json={"messages": said, "model": "sql/v1"})
             assert answer.status_code == 200
     assert engines[0].bodies  # it was tried
+
+
+async def test_an_adapters_last_load_on_a_worker_is_what_its_load_there_is_priced_by():
+    control = with_sql("w0", "w1")
+    plain = control.metadata
+
+    def metadata(worker: str) -> Metadata:
+        report = plain(worker)
+        loras = tuple(replace(lora, load_seconds=2.5 if worker == "w0" else None) for lora in report.lora.loaded_loras)
+        return report.model_copy(update={"lora": report.lora.model_copy(update={"loaded_loras": loras})})
+
+    control.metadata = metadata
+    async with fleet(EngineDouble("w0"), EngineDouble("w1"), control=control) as (_, _, parts):
+        replicas = parts.discovery.fleet.replicas
+        found = {id_: [held.load_s for held in replica.residents.values()] for id_, replica in replicas.items()}
+    assert found == {"w0": [2.5], "w1": [0.0]}

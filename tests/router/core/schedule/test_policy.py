@@ -32,8 +32,8 @@ OTHERS = ("b/v1@cccccccccccc", "c/v1@dddddddddddd")
 VICTIMS = st.tuples(st.floats(0, 2000), st.floats(0, 1), st.floats(0, 9000))
 
 
-def a_replica(name, *, residents=(), location="device", **more):
-    held = {n: ResidentAdapter(n.split("@")[0], "a" * 64, n, location) for n in residents}
+def a_replica(name, *, residents=(), location="device", load_s=0.0, **more):
+    held = {n: ResidentAdapter(n.split("@")[0], "a" * 64, n, location, load_s=load_s) for n in residents}
     base = Replica(
         id=name,
         base_model="m",
@@ -222,6 +222,8 @@ def test_adapter_location_has_a_cost_unless_a_fresh_request_loads_it():
     ]
     costs = {s.worker_id: s.adapter_s for s in choose(RoutingRequest("m", SQL, 100), fleet).scores}
     assert costs == {"disk": 4.0, "host": CostSettings().host_to_device_s, "device": 0.0}
+    large = a_replica("disk", residents=[SQL], location="disk", report=EngineReport(load_s=4.0), load_s=9.0)
+    assert choose(RoutingRequest("m", SQL, 100), [large]).score.adapter_s == 9.0, "its own load, where it was measured"
     fresh = choose(RoutingRequest("m", SQL, 100), fleet[:1], own={"disk": ReplicaLoad(fresh=frozenset({SQL}))})
     assert fresh.score.adapter_s == 0.0
 
@@ -365,7 +367,15 @@ def moments(draw):
     ids = [f"w{i}" for i in range(count)]
     locations = st.just("device") if is_plain else LOCATIONS
     replicas = [
-        a_replica(i, residents=[SQL], location=draw(locations), report=draw(REPORTS), engine_boot_id="b") for i in ids
+        a_replica(
+            i,
+            residents=[SQL],
+            location=draw(locations),
+            load_s=draw(st.sampled_from((0.0, 2.5))),
+            report=draw(REPORTS),
+            engine_boot_id="b",
+        )
+        for i in ids
     ]
     some = st.dictionaries(st.sampled_from(ids), st.integers(1, 90))
     lower = st.dictionaries(st.sampled_from(ids), st.tuples(st.integers(0, 20), st.integers(0, 20)))
