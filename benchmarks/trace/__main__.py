@@ -98,6 +98,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--scenes", type=_scenes, help="in place of loads and capacities: all, or " + ", ".join(SCENES))
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--late-binding", type=float, default=1.0, metavar="S", help="of our policies; inf: none")
+    parser.add_argument("--fairness", choices=("request", "program"), default="request", help="of ours in --scenes")
     parser.add_argument("--cost", type=_cost, action="append", default=[], metavar="NAME=X", help="a Costs field")
     parser.add_argument("--speeds", type=_floats, default=SPEEDS, help="of the engines, one each, around 1")
     parser.add_argument("--load-s", type=float, default=Hardware().load_s, help="median of an adapter's load")

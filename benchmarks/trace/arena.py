@@ -37,7 +37,15 @@ def play(scene: str, policy: str, seed: int) -> TraceFigures:
     lines, options = _shared[0]
     requests, setting = SCENES[scene].draw(lines, seed)
     costs = replace(CostSettings(), **dict(options.cost))
-    fleet = replay(policy, requests, setting, seed, late_binding_s=options.late_binding, costs=costs)
+    fleet = replay(
+        policy,
+        requests,
+        setting,
+        seed,
+        late_binding_s=options.late_binding,
+        costs=costs,
+        fairness=options.fairness,
+    )
     return figures(requests, fleet)
 
 

@@ -11,6 +11,7 @@ from benchmarks.trace.fleet import SPEEDS, Setting, TraceFleet, TraceRouter
 from benchmarks.trace.ours import LorafleetRouter
 from benchmarks.trace.rules import Peer
 from benchmarks.trace.workload import BLOCK, TraceLine, TraceRequest, requests_of
+from router.core.queue.fair_queue import Fairness
 from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.policies import POLICIES
 
@@ -97,13 +98,21 @@ def replay(
     *,
     late_binding_s: float,
     costs: CostSettings,
+    fairness: Fairness = "request",
 ) -> TraceFleet:
     """The fleet after one policy has served the requests, which are written into."""
     fleet = TraceFleet(setting, seed, learns_rates=policy in POLICIES)
     for number in range(setting.routers):
         router: TraceRouter
         if policy in POLICIES:
-            router = LorafleetRouter(policy, fleet, seed * 100 + number, costs=costs, late_binding_s=late_binding_s)
+            router = LorafleetRouter(
+                policy,
+                fleet,
+                seed * 100 + number,
+                costs=costs,
+                late_binding_s=late_binding_s,
+                fairness=fairness,
+            )
         else:
             router = Peer(PEERS[policy], fleet, seed * 100 + number)
         fleet.routers.append(router)

@@ -16,6 +16,7 @@ NOMINAL_S = 2.5
 PROGRAMS, PROGRAMS_S = 200, 600.0
 FIRST_TURNS, LAST_TURNS = 10, 43
 DAY_S, SWING = 1800.0, 0.85
+GREEDY, GREEDY_AT_S = 300, 120.0
 TEXTS, TEXTS_S, PANEL = 300, 900.0, 10
 CROWD, CROWD_AT_S, CROWD_S, CROWD_BLOCKS, CROWD_ADAPTER = 800, 600.0, 20.0, 16, 50
 
@@ -100,6 +101,22 @@ def programs(seed: int, *, adapters: int, programs: int = PROGRAMS, pauses: floa
                 turns[at].then.append((sub_turns[0], 0.1))
                 sub_turns[-1].then.append((later, pause_s))
                 found += sub_turns
+    return found
+
+
+def greedy(seed: int) -> list[TraceRequest]:
+    """A hundred programs over five minutes, and one of the same adapter that sends out 300 sub-agents at once."""
+    found = programs(seed, adapters=1, programs=PROGRAMS // 2)
+    drawing = _Drawing(-seed)
+    drawing.blocks = count(1 + max(block for request in found for block in request.ids))
+    drawing.numbers = count(len(found))
+    drawing.sessions = count(1 + max(request.session for request in found))
+    parent = next(drawing.sessions)
+    task = [next(drawing.blocks) for _ in range(8)]
+    for _ in range(GREEDY):
+        turns = drawing.chain(drawing.rng.randint(3, 8), program=PROGRAMS // 2, adapter=0, start=task, parent=parent)
+        turns[0].arrived = GREEDY_AT_S + drawing.rng.random()
+        found += turns
     return found
 
 
@@ -228,6 +245,9 @@ SCENES: dict[str, Scene] = {
     "agents 1": _agents(1, 1.0),
     "agents 2": _agents(1, 2.0),
     "agents 8 adapters": _agents(8, 1.0),
+    "agents greedy": Scene(
+        "100 programs of agents, and one that sends out 300 sub-agents at once", lambda _, seed: (greedy(seed), _H100)
+    ),
     "agents pauses 0.25": _agents(1, 1.0, 0.25),
     "agents pauses 4": _agents(1, 1.0, 4.0),
 }

@@ -21,11 +21,14 @@ from benchmarks.trace.scenes import (
     CROWD_S,
     DAY_S,
     FIRST_TURNS,
+    GREEDY,
+    GREEDY_AT_S,
     LAST_TURNS,
     SCENES,
     crowd,
     diurnal,
     diurnal_s,
+    greedy,
     live_blocks,
     panels,
     programs,
@@ -162,6 +165,19 @@ def test_an_agents_scene_has_caches_of_its_share_of_what_is_live():
     assert setting.hardware.blocks * engines == pytest.approx(live_blocks(requests) / 2, abs=engines)
     assert larger.hardware.blocks == pytest.approx(4 * setting.hardware.blocks, abs=4)
     assert len({request.adapter for request in requests}) == 1
+
+
+def test_the_greedy_programs_sub_agents_come_at_once_and_share_nothing_with_the_others():
+    found = greedy(3)
+    assert sorted(r.number for r in found) == list(range(len(found)))
+    own = [r for r in found if r.program == 100]
+    others = [r for r in found if r.program < 100]
+    firsts = [turns[0] for turns in agents(own)]
+    assert len(firsts) == GREEDY
+    assert all(GREEDY_AT_S <= first.arrived < GREEDY_AT_S + 1.0 for first in firsts)
+    assert len({first.parent for first in firsts}) == 1
+    assert not {r.session for r in own} & {r.session for r in others}
+    assert not {key for r in own for key in r.keys} & {key for r in others for key in r.keys}
 
 
 def test_longer_pauses_change_neither_the_turns_nor_the_caches():
