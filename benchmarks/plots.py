@@ -61,7 +61,11 @@ class Plot:
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         scales = {"yscale": "log" if self.is_log else "linear", "xscale": "linear" if self.over == "load" else "log"}
         axes = figure.add_subplot(xlabel=self.x_label, ylabel=self.y_label, **scales)
-        for name, line in sorted(self.lines(rows).items()):
+        lines = self.lines(rows)
+        drawn = sorted({x for line in lines.values() for x in line})
+        axes.set_xticks(drawn, [f"{x:g}" for x in drawn])
+        axes.set_xticks([], minor=True)
+        for name, line in sorted(lines.items()):
             width = 2.4 if name == OURS else 1.0
             axes.plot(sorted(line), [line[x] for x in sorted(line)], label=name, linewidth=width, marker=".")
         axes.grid(visible=True, which="both", alpha=0.25)
