@@ -232,6 +232,7 @@ def _situations_of(fleet: FleetPlan) -> Sequence[Situation]:
         _deletion_without_workers,
         _change_on_a_full_disk,
         *((_new_leader, _fast_trainer) if fleet.names else ()),
+        *((_changes_at_a_late_api_server,) if fleet.has_api_server else ()),
         *((_leader_without_api_server,) if fleet.names and fleet.has_api_server else ()),
     )
 
@@ -251,6 +252,17 @@ def _leader_without_api_server(fleet: FleetPlan, rng: Random, at_s: float) -> It
     publish = _publish(fleet, rng, at_s + rng.random() * 20)
     publish.about.update(at_orchestrator=True, again_for_s=60.0, asks_after=4)
     yield publish
+
+
+def _changes_at_a_late_api_server(fleet: FleetPlan, rng: Random, at_s: float) -> Iterator[Event]:
+    """An adapter is registered and deleted while answers and watches of the API server come late, and out of order."""
+    yield Event(at_s=at_s, kind="api", about={"how": "is late", "for_s": 10 + rng.random() * 20})
+    for number in range(3):
+        from_s = at_s + number * 5 + rng.random()
+        name = rng.choice(fleet.adapters)
+        yield Event(at_s=from_s, kind="register", about=_call(fleet, rng, name, rng.randrange(fleet.contents)))
+        about = _call(fleet, rng, name) | {"asks_after": rng.choice((2, 4))}
+        yield Event(at_s=from_s + rng.random() * 3, kind="delete", about=about)
 
 
 def _fast_trainer(fleet: FleetPlan, rng: Random, at_s: float) -> Iterator[Event]:

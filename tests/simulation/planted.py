@@ -116,6 +116,11 @@ def _has_deletion_without_a_worker(scenario: FaultScenario) -> bool:
     return _is_followed(scenario, away, "delete", within_s=1)
 
 
+def _has_deletion_at_a_late_api_server(scenario: FaultScenario) -> bool:
+    late = [event for event in scenario.faults if event.kind == "api" and event.about["how"] == "is late"]
+    return _is_followed(scenario, late, "delete", within_s=10)
+
+
 def _has_power_loss_of_the_store(scenario: FaultScenario) -> bool:
     return bool(_hits(scenario, frozenset({"power"}), "orch"))
 
@@ -228,6 +233,14 @@ FAULTS = (
         _has_deletion_without_a_worker,
     ),
     PlantedFault(
+        "what was deleted comes back with the API server's watch",
+        "a7b480ac",
+        "orchestrator/configmaps/mirror.py",
+        "if self._deleted.get(name) == uid_of(found):\n            return",
+        "if False:\n            return",
+        _has_deletion_at_a_late_api_server,
+    ),
+    PlantedFault(
         "the store does not flush its commits",
         "",
         "orchestrator/store/sqlite.py",
@@ -295,7 +308,16 @@ def _hunt(fault: PlantedFault, first: int, most: int) -> int:
             print(f"{fault.name}: {fault.file} has the text {text.count(fault.now)} times, not once: mend this table")
             return 1
         target.write_text(text.replace(fault.now, fault.then))
-        seeds = [sys.executable, "-m", "tests.simulation", "seeds", "0", "--only", ",".join(map(str, tried))]
+        seeds = [
+            sys.executable,
+            "-m",
+            "tests.simulation",
+            "seeds",
+            "0",
+            "--no-shrink",
+            "--only",
+            ",".join(map(str, tried)),
+        ]
         environment = os.environ | {"PYTHONPATH": folder, "PYTHONHASHSEED": "0"}
         runs, broken = 0, ""
         with subprocess.Popen(
