@@ -108,9 +108,12 @@ class LeaseCandidate:
         other = self.other_holder(now)
         return 0.0 if other is None else self._seen_at + other.duration_s - now
 
-    def other_holder(self, now: float) -> LeaseRecord | None:
-        """The unreleased, unexpired record of another process that holds the lease, as far as known; else None."""
+    def other_holder(self, now: float, *, unread_s: float = 0.0) -> LeaseRecord | None:
+        """The unreleased, unexpired record of another process that holds the lease, as far as known; else None.
+
+        unread_s  for so long the lease could not be read: its holder may have renewed it since
+        """
         seen = self.last_seen
         if seen is None or seen.holder == self.own_record.holder or seen.is_released:
             return None
-        return seen if now - self._seen_at < seen.duration_s else None
+        return seen if now - self._seen_at < seen.duration_s + unread_s else None

@@ -178,7 +178,9 @@ class LeaderForwarding:
         refusal = OrchestratorUnavailable(why, code="not_leading", retry_after_s=self._retry_after_s)
         if cause is not None and leader is not None:
             refusal.__cause__ = OrchestratorError(f"{leader.url}: {why_no_answer(cause)}")
-        return error_response(refusal)
+        answer = error_response(refusal)
+        answer.headers["connection"] = "close"  # so that the next call may go to another orchestrator behind a Service
+        return answer
 
     async def _forward(self, leader: LeaseRecord, request: Request) -> Response:
         """Send the request to the leader and return its response as a stream. Raises httpx.HTTPError, TimeoutError.

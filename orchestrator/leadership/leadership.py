@@ -25,6 +25,7 @@ _SUCCESSOR_S = 0.1  # between reads of a lease that we have released
 _SOON_S = 0.02  # between reads of an expired lease that another process may be taking
 _CHECK_RENEWALS = 5  # deadline of one check of the lease, in `renew_s`
 _FAILURES_APART = _CHECK_RENEWALS + 2  # two failed checks are at most so far apart, in `renew_s`
+_UNREAD_S = 60.0  # for so long the last holder of a lease that cannot be read counts as its holder
 _AFTER_TROUBLE_S = 0.1  # at least, between reads that calls ask for while the lease cannot be reached
 
 
@@ -127,8 +128,13 @@ class Leadership:
 
     @property
     def other_holder(self) -> LeaseRecord | None:
-        """The lease record of another process that leads; None while we lead or no leader is known."""
-        return None if self.is_leading else self._candidate.other_holder(self._clock())
+        """The lease record of another process that leads; None while we lead or no leader is known.
+
+        While the lease cannot be read this is its last holder, for a minute: that one may go on renewing it.
+        """
+        if self.is_leading:
+            return None
+        return self._candidate.other_holder(self._clock(), unread_s=min(_UNREAD_S, self._failing_s()))
 
     @property
     def lease_place(self) -> str:

@@ -12,7 +12,7 @@ from tests.simulation.api_server import API_SERVER, API_TROUBLES
 from tests.simulation.programs import EngineFlags
 from tests.simulation.scenario import FIXED, MOST_CONTENTS, Event, FaultScenario, FleetPlan
 
-MODEL = 7
+MODEL = 8
 
 _TENANTS = ("acme", "globex")
 _CHANGES = frozenset({"register", "publish", "delete", "point", "rollout", "hold", "drain"})

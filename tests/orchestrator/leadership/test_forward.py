@@ -185,6 +185,7 @@ async def test_a_forwarded_request_is_not_forwarded_again(leader):
             answer = await client.request(method, "/v1/adapters", headers={FORWARDED: "another"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_leading")
             assert answer.headers["retry-after"] == "1"
+            assert answer.headers["connection"] == "close"  # behind a Service another one may know the leader
     assert leader.seen == []
 
 

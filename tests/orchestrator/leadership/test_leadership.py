@@ -336,6 +336,22 @@ async def test_the_trouble_with_the_lease_is_shown_until_it_is_over(two):
     assert (a.is_leading, a.trouble) == (True, "")
 
 
+async def test_a_standby_that_cannot_read_the_lease_knows_its_last_holder_for_a_minute(two):
+    record, clock, a, b = two
+    await a.check_lease()
+    await b.check_lease()
+    record.fails = True
+    for _ in range(58):
+        clock.now += 1.0
+        b._record_failure("away")
+    assert b.leader_url == "http://a"
+    assert not b.is_leading
+    for _ in range(10):
+        clock.now += 1.0
+        b._record_failure("away")
+    assert b.leader_url is None
+
+
 async def test_a_leader_that_cannot_reach_the_lease_stops_in_time(two):
     record, clock, a, _ = two
     await a.check_lease()
