@@ -27,7 +27,7 @@ from router.kv.feeds import KvFeeds
 from router.processes.aggregate import WorkerProcesses
 from router.request.engine_attempt import EngineAttempt
 from router.request.services import Services
-from router.request.usage_report import send_usage
+from router.request.usage_report import note_reached_lines, send_usage
 from router.telemetry.metrics import RouterMetrics
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ async def run_services(
             asyncio.create_task(services.queue.run()),
             asyncio.create_task(_sweep_indexes(services.feeds, metrics)),
             asyncio.create_task(_check_engines(services, discovery, metrics)),
+            asyncio.create_task(_note_budgets(services)),
         ]
         if url := services.config.orchestrator_url.rstrip("/"):
             await _lease_first_shares(control, url, services)
@@ -160,6 +161,17 @@ async def _check_engines(services: Services, discovery: Discovery, metrics: Rout
                 _move_requests_from(replica, scheduler, pool, now)
 
     await forever(step, name="watch", every_s=_WATCH_EVERY_S, on_failure=metrics.loop_failures.labels("watch").inc)
+
+
+async def _note_budgets(services: Services) -> None:
+    """Note once a second which lines of budgets were reached, until cancelled."""
+
+    async def step() -> None:
+        """Count and log them."""
+        note_reached_lines(services)
+
+    on_failure = services.metrics.loop_failures.labels("budgets").inc
+    await forever(step, name="budgets", every_s=USAGE_EVERY_S, on_failure=on_failure)
 
 
 def _move_requests_from(hung: Replica, scheduler: Scheduler, pool: EnginePool, now: float) -> None:

@@ -46,6 +46,30 @@ def keys_new(
     concurrent_requests: Annotated[
         int | None, typer.Option(help="limit of requests at a time; default: none", show_default=False)
     ] = None,
+    tokens_per_day: Annotated[
+        int | None, typer.Option(help="budget of tokens a day, in UTC; default: none", show_default=False)
+    ] = None,
+    soft_tokens_per_day: Annotated[
+        int | None, typer.Option(help="soft line of this budget: told, not refused; default: none", show_default=False)
+    ] = None,
+    tokens_per_month: Annotated[
+        int | None, typer.Option(help="budget of tokens a month, in UTC; default: none", show_default=False)
+    ] = None,
+    soft_tokens_per_month: Annotated[
+        int | None, typer.Option(help="soft line of this budget: told, not refused; default: none", show_default=False)
+    ] = None,
+    engine_seconds_per_day: Annotated[
+        int | None, typer.Option(help="budget of engine-seconds a day, in UTC; default: none", show_default=False)
+    ] = None,
+    soft_engine_seconds_per_day: Annotated[
+        int | None, typer.Option(help="soft line of this budget: told, not refused; default: none", show_default=False)
+    ] = None,
+    engine_seconds_per_month: Annotated[
+        int | None, typer.Option(help="budget of engine-seconds a month, in UTC; default: none", show_default=False)
+    ] = None,
+    soft_engine_seconds_per_month: Annotated[
+        int | None, typer.Option(help="soft line of this budget: told, not refused; default: none", show_default=False)
+    ] = None,
     expires: Annotated[
         str | None,
         typer.Option(help="90d, 12h, or a UTC time such as 2027-01-31T00:00:00Z; default: never", show_default=False),
@@ -87,6 +111,14 @@ def keys_new(
         "tokens_per_minute": tokens_per_minute,
         "bytes_per_minute": bytes_per_minute,
         "concurrent_requests": concurrent_requests,
+        "tokens_per_day": tokens_per_day,
+        "tokens_per_month": tokens_per_month,
+        "engine_seconds_per_day": engine_seconds_per_day,
+        "engine_seconds_per_month": engine_seconds_per_month,
+        "soft_tokens_per_day": soft_tokens_per_day,
+        "soft_tokens_per_month": soft_tokens_per_month,
+        "soft_engine_seconds_per_day": soft_engine_seconds_per_day,
+        "soft_engine_seconds_per_month": soft_engine_seconds_per_month,
     }
     until = None if expires is None else parse_expiry(expires, datetime.now(UTC))
     # An unset shell variable must not make a key without the restriction that was meant.

@@ -3,7 +3,7 @@
 import ipaddress
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, AnyStr
@@ -34,7 +34,7 @@ from lorafleet.keys.tokens import TokenRefused, caller_of_token, expired, is_tok
 from lorafleet.service.files import Stamp, stamp_of
 from lorafleet.service.http import HttpError
 from lorafleet.telemetry.request_log import NOTES, RequestNotes
-from orchestrator.model.limits import AccountLimits
+from orchestrator.model.limits import AccountLimits, tenant_account
 
 log = structlog.get_logger()
 
@@ -92,6 +92,7 @@ class ApiKeys:
         self._callers: dict[str, Caller] = {}
         self._issuers: dict[str, Issuer] = {}
         self._tenant_limits: dict[str, AccountLimits] = {}
+        self._budgeted: Mapping[str, AccountLimits] = {}
         self.signing_keys = SigningKeys(clock=clock)
         self._verified: dict[str, Caller] = {}  # by the hash of a token; of this generation of signing keys
         self._generation = 0
@@ -113,6 +114,13 @@ class ApiKeys:
         if self._files:
             self._reload_if_changed()
         return self._issuers
+
+    @property
+    def budgeted(self) -> Mapping[str, AccountLimits]:
+        """account -> its limits, of the keys and tenants with budgets that the files have now."""
+        if self._files:
+            self._reload_if_changed()
+        return self._budgeted
 
     def caller(self, authorization: str | bytes | None) -> Caller:
         """The caller with this `Authorization` header; raises HttpError 401 `invalid_api_key`, TokenRefused.
@@ -276,6 +284,7 @@ class ApiKeys:
         """Go by these files from now on: forget cached callers and verified tokens."""
         self._callers, self._issuers = _callers_in(files), _issuers_in(files)
         self._tenant_limits = _tenant_limits_in(files)
+        self._budgeted = _budgeted_in(self._callers.values(), self._tenant_limits)
         self.cached_callers.clear()
         self._verified.clear()
         self.signing_keys.set_issuers(self._issuers.values())
@@ -313,6 +322,13 @@ def _callers_in(files: Sequence[KeyFile]) -> dict[str, Caller]:
 def _tenant_limits_in(files: Sequence[KeyFile]) -> dict[str, AccountLimits]:
     """The limits of all files by tenant; of a tenant in two files the last."""
     return {tenant: limits for file in files for tenant, limits in file.tenant_limits.items()}
+
+
+def _budgeted_in(callers: Iterable[Caller], tenants: Mapping[str, AccountLimits]) -> dict[str, AccountLimits]:
+    """The limits of the accounts that have budgets."""
+    of_tenants = {tenant_account(tenant): limits for tenant, limits in tenants.items()}
+    of_keys = {caller.key_id: caller.limits for caller in callers if caller.limits is not None}
+    return {account: limits for account, limits in (of_tenants | of_keys).items() if any(limits.budgets())}
 
 
 def _issuers_in(files: Sequence[KeyFile]) -> dict[str, Issuer]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lorafleet.keys.key_files import (
     KeyFileError,
+    budget_trouble,
     hash_key,
     key_id_of,
     naming_trouble,
@@ -62,6 +63,8 @@ def add_key(
             flag = f"--{name.replace('_', '-')}"
             message = f"{flag}: must be at least 1 and at most 2**53, found {value:g}; leave the flag out for no limit"
             raise CommandFailed(message, status=2)
+    if (trouble := budget_trouble(given)) is not None:
+        raise CommandFailed(f"limits: {trouble}", status=2)
     key = new_key()
     entry: dict[str, Any] = {
         "sha256": hash_key(key),

@@ -26,7 +26,7 @@ from lorafleet.keys.issuers import Grant, Issuer, fill, filled, places_in
 from lorafleet.keys.roles import FLEET_SCOPES, SCOPES, Caller, namespace_trouble
 from lorafleet.service import yamls
 from lorafleet.service.http import validation_message
-from orchestrator.model.limits import MOST, AccountLimits
+from orchestrator.model.limits import BUDGETS, MOST, SOFT, AccountLimits
 
 FIRST_LINE = "# lorafleet keys: the last line is `# end`, so that a file that is cut off is seen"
 LAST_LINE = "# end"
@@ -269,6 +269,15 @@ def naming_trouble(namespace: object, lora_ids: object, may_shadow_base: object)
     return None
 
 
+def budget_trouble(limits: Mapping[str, float]) -> str | None:
+    """Why these budgets do not go together; None if they do."""
+    for name, _, _ in BUDGETS:
+        soft, hard = limits.get(SOFT + name, 0), limits.get(name, MOST)
+        if soft > hard:
+            return f"{SOFT}{name} must be at most {name} ({hard:g}), where requests are refused; found {soft:g}"
+    return None
+
+
 def _parse_expiry(value: object, location: str) -> float | None:
     """The expiry of one entry as Unix seconds; None without one. Raises KeyFileError."""
     if value is None:
@@ -295,6 +304,8 @@ def _parse_limits(limits: object, location: str) -> AccountLimits | None:
             kind = "a whole number" if name == "concurrent_requests" else "a number"
             found = f"found {value!r:.40}; leave it out for none"
             raise KeyFileError(f"{location}: {name} must be {kind} of at least 1 and at most 2**53, {found}")
+    if (trouble := budget_trouble(limits)) is not None:
+        raise KeyFileError(f"{location}: {trouble}")
     if "concurrent_requests" in limits:  # 8.0 is valid, and shared quotas need integers
         limits = limits | {"concurrent_requests": int(limits["concurrent_requests"])}
     return AccountLimits(**limits) if limits else None

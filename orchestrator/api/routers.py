@@ -152,7 +152,12 @@ def router_routes(
                 reconciler.request_pass()  # the report may end a drain
         reconciler.pauses.reported.notify()
         await ledger.add_counts(report.boot_id, report.batches)
-        return UsageAnswer(accepted=progress is not None, revision=catalog.revision, limits=limits)
+        return UsageAnswer(
+            accepted=progress is not None,
+            revision=catalog.revision,
+            limits=limits,
+            spent=await ledger.spent(report.budgets, reconciler.store.epoch),  # with its batches
+        )
 
     @api.post("/v1/adapters/{lora_id:path}/ensure", dependencies=ensures)
     async def ensure(

@@ -226,8 +226,9 @@ class ConfigMapBackend:
 
     has_ledger = False
 
-    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> None:
+    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> UsageRows:  # noqa: ARG002  (the interface's)
         """Drop the batches: a row for each tenant, key, adapter and hour is too much for ConfigMaps."""
+        return {}
 
     async def usage(self, query: UsageQuery) -> UsageRows:  # noqa: ARG002  (the interface's)
         """Raises StateConflict: there is no ledger."""

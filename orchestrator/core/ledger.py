@@ -5,6 +5,7 @@ rows, in one transaction. So batches may come again after a lost answer, and fro
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from orchestrator.model.ledger import (
@@ -17,12 +18,14 @@ from orchestrator.model.ledger import (
     UsageRows,
     UsageSums,
 )
-from orchestrator.model.usage import CountBatch, CountedRow
+from orchestrator.model.limits import PeriodSpan, tenant_account
+from orchestrator.model.usage import CountBatch, CountedRow, Spent
 
 _MOST = 10**15
 """A source that counts more in one batch has miscounted: the sums of a store are 64 bits wide."""
 _MILLION = 1e6
 _EMPTY = UsageKey()._asdict()
+_NOTHING = Spent()
 
 
 class NewRows(NamedTuple):
@@ -123,3 +126,36 @@ def costs_by(
         group = group_of(key, group_by)
         found[group] = found.get(group, 0.0) + cost_of(sums, prices.of(key.base_model))
     return found
+
+
+@dataclass(slots=True)
+class SpentSums:
+    """What keys and tenants have spent in some days and months, as the ledger has it.
+
+    by_span  of each day or month that was read from the ledger: account -> what it has spent
+    """
+
+    by_span: dict[PeriodSpan, dict[str, Spent]] = field(default_factory=dict)
+
+    def begin(self, span: PeriodSpan, rows: Mapping[UsageKey, UsageSums], now: float) -> None:
+        """Take over what the ledger has of a day or month, by tenant and key; forget those that are over."""
+        for over in [each for each in self.by_span if each.ends_at <= now]:
+            del self.by_span[over]
+        accounts = self.by_span[span] = {}
+        for key, sums in rows.items():
+            _spend(accounts, key, sums)
+
+    def add(self, rows: Mapping[UsageKey, UsageSums]) -> None:
+        """Add rows that were added to the ledger."""
+        for span, accounts in self.by_span.items():
+            for key, sums in rows.items():
+                if span.began_at <= key.hour < span.ends_at:
+                    _spend(accounts, key, sums)
+
+
+def _spend(accounts: dict[str, Spent], key: UsageKey, sums: UsageSums) -> None:
+    """Add a row to what its key and its tenant have spent."""
+    spent = Spent(tokens=sums.tokens, engine_s=sums.engine_s)
+    for account in (key.key, tenant_account(key.tenant) if key.tenant else ""):
+        if account and spent != _NOTHING:
+            accounts[account] = accounts.get(account, _NOTHING).plus(spent)

@@ -241,6 +241,34 @@ class LimitShares:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What an account has spent in a day or a month."""
+
+    __pydantic_config__ = _DOCUMENT
+
+    tokens: Count = 0
+    """of prompts and answers"""
+    engine_s: Seconds = 0.0
+    """seconds of engine work, prefill and decode"""
+
+    def plus(self, other: "Spent") -> "Spent":
+        """Both together."""
+        return Spent(tokens=self.tokens + other.tokens, engine_s=self.engine_s + other.engine_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountsSpent:
+    """What accounts have spent in the present day or month, in UTC, as the ledger has it."""
+
+    __pydantic_config__ = _DOCUMENT
+
+    at: Seconds
+    """Unix seconds by the orchestrator's clock: the day and the month in which it lies are meant"""
+    accounts: Annotated[dict[Name, Spent], MaxLen(10_000)] = field(default_factory=dict)
+    """"<period> <account>", as the router has asked -> what was spent; left out: nothing"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UsageReport:
     """`POST /v1/usage`: what a router counted since the last accepted report, and what it has now."""
 
@@ -267,6 +295,8 @@ class UsageReport:
     now: RouterNow = field(default_factory=RouterNow)
     limits: LimitUses | None = None
     """null: the router takes no part in limits"""
+    budgets: Annotated[tuple[Name, ...], _FirstFault(), MaxLen(10_000)] = ()
+    """"<day|month> <account>" of budgets whose spending the router asks for"""
     wire: int = 1
 
 
@@ -281,4 +311,6 @@ class UsageAnswer:
     revision: int
     limits: LimitShares | None = None
     """null: the router keeps the shares that it has"""
+    spent: AccountsSpent | None = None
+    """null: the router has asked for no budget, or there is no ledger"""
     wire: int = 1

@@ -180,14 +180,14 @@ class PostgresBackend:
 
     has_ledger = True
 
-    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> None:
-        """Add batches to the ledger, each once; committed on return. Raises OrchestratorError."""
+    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> UsageRows:
+        """Add batches to the ledger, each once; committed on return. The rows added. Raises OrchestratorError."""
         term, hour = self._term, hour_of(now)
         if term is None:
             raise OrchestratorUnavailable(_NOT_LEADING, code="not_leading")
         trimmed = self._usage_kept_days if hour > self._trimmed_hour else None
         try:
-            await self._session.call(
+            added = await self._session.call(
                 partial(add_usage, term=term.number, batches=batches, now=now, trimmed_to_days=trimmed)
             )
         except TermOver:
@@ -195,6 +195,7 @@ class PostgresBackend:
         except DatabaseFault as exc:
             raise _store_error(exc) from exc
         self._trimmed_hour = hour
+        return added
 
     async def usage(self, query: UsageQuery) -> UsageRows:
         """The database's rows of the ledger, added up as the query says. Raises OrchestratorError."""

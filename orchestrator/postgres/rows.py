@@ -127,8 +127,8 @@ async def _require_term(connection: Connection, term: int) -> None:
 
 async def add_usage(
     connection: Connection, term: int, batches: Sequence[UsageBatch], *, now: float, trimmed_to_days: int | None
-) -> None:
-    """Add batches to the ledger, each once, if the lease's term is still this one. Raises TermOver.
+) -> UsageRows:
+    """Add batches to the ledger, each once, if the lease's term is still this one; the rows added. Raises TermOver.
 
     A source's row is locked before its number is read: a call before this one, whose answer was lost, may be in the
     middle of its commit.
@@ -149,6 +149,7 @@ async def add_usage(
         if trimmed_to_days is not None:
             for statement, before in LEDGER.trims(now, trimmed_to_days):
                 await cursor.execute(statement, (before,))
+    return found.rows
 
 
 async def read_usage(connection: Connection, query: UsageQuery) -> UsageRows:

@@ -100,10 +100,11 @@ class StoreBackend(Protocol):
         """Whether it keeps usage; else `add_usage` drops it, and `usage` raises StateConflict."""
         ...
 
-    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> None:
+    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> UsageRows:
         """Add batches to the ledger, each once; durable on return. Those of one source come in their order.
 
-        Raises OrchestratorError; then all or none are written, and they come again.
+        Returns the rows that were added: without batches that the ledger had. Raises OrchestratorError; then all or
+        none are written, and they come again.
         """
         ...
 

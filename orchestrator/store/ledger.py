@@ -12,9 +12,10 @@ from typing import NamedTuple
 import structlog
 
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
-from orchestrator.core.ledger import costs_by, grouped, hour_of, router_batch
-from orchestrator.model.ledger import PriceList, UsageBatch, UsageGroup, UsageKey, UsageQuery, UsageRows, UsageSums
-from orchestrator.model.usage import CountBatch, sum_into
+from orchestrator.core.ledger import SpentSums, costs_by, grouped, router_batch
+from orchestrator.model.ledger import PriceList, UsageBatch, UsageGroup, UsageKey, UsageQuery, UsageRows
+from orchestrator.model.limits import PERIODS, PeriodSpan, span_at
+from orchestrator.model.usage import AccountsSpent, CountBatch
 from orchestrator.store.backend import StoreBackend
 
 log = structlog.get_logger()
@@ -22,6 +23,7 @@ log = structlog.get_logger()
 _APART_S = 0.05  # between two transactions, each of which waits for the disk
 _ANSWER_S = 2.0  # a router must be heard more often than that, whatever the store does
 _RETRY_S = 1.0
+_PAGE_GROUPS = 20_000  # tenants and keys that are read at a time
 
 
 @dataclass(slots=True)
@@ -49,6 +51,10 @@ class Ledger:
         self._wall = wall
         self._pending: list[_PendingBatches] = []
         self._writing: asyncio.Task[None] | None = None
+        # Of the term's epoch; the lock keeps what is written from what is read into them.
+        self._spent = SpentSums()
+        self._spent_epoch = -1
+        self._spent_lock = asyncio.Lock()
 
     async def add_counts(self, boot_id: str, batches: Iterable[CountBatch]) -> None:
         """Add what a router has counted, as `add`."""
@@ -85,7 +91,7 @@ class Ledger:
             while pending := self._pending:
                 self._pending = []
                 try:
-                    await self._backend.add_usage([batch for each in pending for batch in each.batches], self._wall())
+                    await self._write([batch for each in pending for batch in each.batches])
                 except OrchestratorError as exc:
                     self._end(pending, exc)
                 except Exception as exc:
@@ -96,6 +102,15 @@ class Ledger:
                 await asyncio.sleep(_APART_S)
         finally:
             self._writing = None
+
+    async def _write(self, batches: Sequence[UsageBatch]) -> None:
+        """Write batches, and add what is new to the sums that budgets need. Raises what the store does."""
+        async with self._spent_lock:
+            try:
+                self._spent.add(await self._backend.add_usage(batches, self._wall()))
+            except BaseException:
+                self._spent = SpentSums()  # they may be written: the sums are read anew
+                raise
 
     def _end(self, pending: Iterable[_PendingBatches], error: OrchestratorError | None) -> None:
         """Tell who waits for these batches how their transaction has ended."""
@@ -120,13 +135,43 @@ class Ledger:
             found = await self.rows(replace(query, up_to=last, group_by=(*query.group_by, "base_model")))
         return UsagePage(grouped(found, query.group_by), costs_by(found, query.group_by, prices), last)
 
-    async def spent(self, *, since: float, tenant: str | None = None, key: str | None = None) -> UsageSums:
-        """What a tenant, a key or both have used since the hour that a Unix time is in. Raises OrchestratorError.
+    async def spent(self, budgets: Sequence[str], epoch: int) -> AccountsSpent | None:
+        """What the accounts of these budgets have spent in the present day or month; None without budgets or ledger.
 
-        Requests count about two seconds after their end. The sums have `tokens` and `engine_s`.
+        budgets  each as "<day|month> <account>"; others count as nothing spent
+        epoch    of our term: an earlier one's sums may lack what another leader has written since
+
+        Holds all that `add` has returned for. Raises OrchestratorError.
         """
-        found = await self.rows(UsageQuery(since=hour_of(since), tenant=tenant, key=key))
-        return sum_into(UsageSums(), found.values())
+        if not budgets or not self._backend.has_ledger:
+            return None
+        at = self._wall()
+        spans: dict[str, PeriodSpan] = {period: span_at(period, at) for period in PERIODS}
+        found = {}
+        async with self._spent_lock:
+            if epoch != self._spent_epoch:
+                self._spent, self._spent_epoch = SpentSums(), epoch
+            for name in budgets:
+                period, _, account = name.partition(" ")
+                if (span := spans.get(period)) is None:
+                    continue
+                if span not in self._spent.by_span:
+                    self._spent.begin(span, await self._rows_by_key(span), at)
+                if (spent := self._spent.by_span[span].get(account)) is not None:
+                    found[name] = spent
+        return AccountsSpent(at=at, accounts=found)
+
+    async def _rows_by_key(self, span: PeriodSpan) -> UsageRows:
+        """What each tenant and key has used in a day or month. Raises OrchestratorError."""
+        query = UsageQuery(since=span.began_at, until=span.ends_at, group_by=("tenant", "key"), limit=_PAGE_GROUPS)
+        whole: UsageRows = {}
+        while True:
+            rows = await self.rows(query)
+            whole |= rows
+            if len(rows) < _PAGE_GROUPS:
+                return whole
+            last = next(reversed(rows))
+            query = replace(query, after=(last.tenant, last.key))
 
     async def close(self) -> None:
         """Wait for the transaction under way."""

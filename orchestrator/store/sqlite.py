@@ -275,8 +275,11 @@ class SqliteBackend:
             self._db.rollback()  # e.g. an integer of over 64 bits, which SQLite cannot store
             raise
 
-    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> None:
-        """Add batches to the ledger, each once; durable on return. Raises StoreError, OrchestratorUnavailable."""
+    async def add_usage(self, batches: Sequence[UsageBatch], now: float) -> UsageRows:
+        """Add batches to the ledger, each once; durable on return. The rows that were added.
+
+        Raises StoreError, OrchestratorUnavailable.
+        """
         if self._term == "over":
             raise OrchestratorUnavailable(_NOT_LEADING, code="not_leading")
         self._require_file()
@@ -296,6 +299,7 @@ class SqliteBackend:
         self._trimmed_hour = hour
         self._has_written, self._has_failed = True, False
         self._require_file()
+        return found.rows
 
     async def usage(self, query: UsageQuery) -> UsageRows:
         """The ledger's rows, added up as the query says. Raises StoreError, OrchestratorRequestError for too many."""

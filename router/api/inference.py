@@ -79,6 +79,7 @@ class InferenceHandler:
         if is_chunked or size_bytes:
             services = self._services
             try:
+                services.budgets.check(limited, services.clock())
                 services.quotas.check_body(limited, services.clock(), size_bytes=None if is_chunked else size_bytes)
             except RateLimited as exc:
                 exc.key_id, exc.tenant = caller.key_id, caller.tenant or ""

@@ -9,6 +9,7 @@ RouterError
 │   ├── AnswerTooLarge      400 answer_too_large: a whole answer exceeds max_answer_bytes, or a first event 8 MiB
 │   ├── Saturated           429 saturated, with Retry-After: the queue is full, or the wait too long
 │   └── RateLimited         429 rate_limited, with Retry-After: the API key reached a limit
+│       └── BudgetExhausted     429 budget_exhausted, with Retry-After: its budget of a day or month is spent
 ├── TemporarilyUnavailable  ours: 503 with Retry-After
 │   ├── NoReplica           no_replica: no replica can serve this now
 │   │   └── AdapterInspecting   the adapter's base model is not known yet: the request waits for that
@@ -139,6 +140,15 @@ class RateLimited(RequestError):
         super().__init__(message, retry_after_s=retry_after_s)
         self.limit = limit
         self.headers = headers
+
+
+class BudgetExhausted(RateLimited):
+    """The key's or tenant's budget of the day or month is spent; `retry_after_s` is until it is reset."""
+
+    code = "budget_exhausted"
+
+    def __init__(self, message: str, *, retry_after_s: float, limit: str) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, limit=limit, headers={})
 
 
 class TemporarilyUnavailable(RouterError):

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from lorafleet.telemetry.histogram import bucket_of
-from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts
+from orchestrator.model.limits import tenant_account
+from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts, Spent
 from router.protocols.usage import EngineUsage
 
 SLICE_S = 5.0
@@ -29,6 +30,7 @@ _FORGET_AFTER_S = 900.0
 """How long it is reported when an adapter was asked for last: a new orchestrator has to learn it."""
 _FORGET_DELETED_AFTER_S = 30.0
 """The same of adapters that were deleted: a trainer's old versions would make each report longer."""
+_NOTHING = Spent()
 
 
 _RowKey = tuple[str, str, str, str, str, str]
@@ -135,6 +137,22 @@ class TrafficLog:
         """Drop batches that the orchestrator has accepted, as `batches` returned them."""
         for batch in batches:
             self._sent.pop(batch.number, None)
+
+    def spent_unaccepted(self, since: float, now: float) -> dict[str, Spent]:
+        """Key's id or tenant's account -> what was counted of it from a time on, and is not accepted yet.
+
+        A batch counts by its middle, as in the ledger.
+        """
+        present = _Batch(self._ends_at - SLICE_S, max(self._ends_at - SLICE_S, self._closed_at), now, self._rows)
+        found: dict[str, Spent] = {}
+        for batch in (*self._sent.values(), *self._unsent, present):
+            if (batch.began_at + batch.ended_at) / 2 >= since:
+                for (*_, tenant, key), counts in batch.rows.items():
+                    spent = Spent(tokens=counts.prompt_tokens + counts.output_tokens, engine_s=counts.work_s)
+                    for account in (key, tenant_account(tenant) if tenant else ""):
+                        if account:
+                            found[account] = found.get(account, _NOTHING).plus(spent)
+        return found
 
     def asked_ages_s(self, now: float, is_registered: Callable[[str], bool]) -> dict[str, float]:
         """lora_id -> seconds since a request for it was last counted, where that is of use to a new orchestrator."""

@@ -80,6 +80,7 @@ async def _serve_whole(
     if not caller.limited:
         await _serve_items(join, runs, response, MAX_RUNNING_ITEMS)
         return
+    services.budgets.check(caller.limited, services.clock())
     granted = services.quotas.take_batch(
         caller.limited,
         services.clock(),

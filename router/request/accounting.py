@@ -8,6 +8,7 @@ import structlog
 from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.keys.roles import Caller
 from lorafleet.service.http import HttpError
+from orchestrator.model.usage import Spent
 from router.core.errors import (
     AdapterFailed,
     DeadlineExceeded,
@@ -277,7 +278,7 @@ def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
     if run.cold_s:
         counts.cold_starts += 1
         counts.cold_s += run.cold_s
-    is_error, output_tokens = False, 0
+    is_error, output_tokens, work_s = False, 0, 0.0
     if dispatched is None:
         counts.sent += run.last_failed_worker is not None
     else:
@@ -287,10 +288,12 @@ def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
             counts.sent += 1
             counts.work_s += dispatched.work_s
             counts.decode_work_s += dispatched.decode_work_s
-            is_error, output_tokens = dispatched.is_error, dispatched.output_tokens
+            is_error, output_tokens, work_s = dispatched.is_error, dispatched.output_tokens, dispatched.work_s
         usage = dispatched.usage
         cached_tokens = None if usage is None else dispatched.cached_tokens
         add_tokens(counts, usage, output_tokens, dispatched.predicted_tokens, cached_tokens)
+        tokens = output_tokens + (0 if usage is None else usage.prompt_tokens)
+        _spend(run.services, caller, tokens, work_s)
         if dispatched.lost_tokens is not None:
             counts.sampled_tokens += dispatched.decision.request.prompt_tokens
             counts.lost_tokens += dispatched.lost_tokens
@@ -330,6 +333,19 @@ def _count_background(
     counts.work_s += dispatched.work_s
     counts.decode_work_s += dispatched.decode_work_s
     add_tokens(counts, usage, dispatched.output_tokens, 0, None)
+    tokens = dispatched.output_tokens + (0 if usage is None else usage.prompt_tokens)
+    _spend(services, caller, tokens, dispatched.work_s)
+
+
+def _spend(services: Services, caller: Caller, tokens: int, work_s: float) -> None:
+    """Charge an ended request to the caller's budgets, as it was counted just now for the ledger.
+
+    Refuses requests that wait where a budget is exhausted by it.
+    """
+    if (limited := caller.limited) and services.budgets.charge(
+        limited, Spent(tokens=tokens, engine_s=work_s), services.clock()
+    ):
+        services.queue.refuse_exhausted()
 
 
 def _code_text(status: int, code: str, limit: str) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from math import inf
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -33,12 +33,14 @@ class _Waiter(Generic[S]):
     """The coroutine that waits with one queued request.
 
     begin  makes the dispatched request of a decision, which counts as load until `end`
+    check  raises RouterError where the request may no longer be sent
     sent   resolves to it
     """
 
-    def __init__(self, begin: Callable[[Decision], S], end: Callable[[S], object]) -> None:
+    def __init__(self, begin: Callable[[Decision], S], end: Callable[[S], object], check: Callable[[], object]) -> None:
         self.begin = begin
         self.end = end
+        self.check = check
         self.sent: asyncio.Future[S] = asyncio.get_running_loop().create_future()
 
     def resolve(self, outcome: Decision | NoReplica) -> None:
@@ -53,6 +55,15 @@ class _Waiter(Generic[S]):
         try:
             self.sent.set_result(self.begin(outcome))
         except Exception as exc:  # noqa: BLE001  (raised in this request's coroutine: the others go on)
+            self.sent.set_exception(exc)
+
+    def refuse_exhausted(self) -> None:
+        """Wake the coroutine with the error of `check`, if it raises one. Does nothing if done."""
+        if self.sent.done():
+            return
+        try:
+            self.check()
+        except RouterError as exc:
             self.sent.set_exception(exc)
 
     def undo(self) -> None:
@@ -91,6 +102,7 @@ class RequestQueue:
         # Call it when there may be room.
         self.poke = self._poke.set
         self._is_occupied = asyncio.Event()
+        self._waiters: set[_Waiter[Any]] = set()
         scheduler.queue.usage = QueueUsage(QueueLimits(most_waiting, most_waiting_bytes, tenant_share))
 
     def decide_or_enqueue(self, queued: QueuedRequest) -> Decision | None:
@@ -106,15 +118,23 @@ class RequestQueue:
         self._metrics.decide.observe(self._clock() - began_at)
         return decision
 
-    async def wait(self, queued: QueuedRequest, begin: Callable[[Decision], S], end: Callable[[S], object]) -> S:
+    async def wait(
+        self,
+        queued: QueuedRequest,
+        begin: Callable[[Decision], S],
+        end: Callable[[S], object],
+        check: Callable[[], object] = lambda: None,
+    ) -> S:
         """The dispatched request that `begin` makes of a queued request's decision, as soon as there is room.
 
         end     gives back what a dispatched request counts as, where its coroutine has left meanwhile
-        raises  Displaced, Saturated, DeadlineExceeded
+        check   raises RouterError where a budget of the request has been exhausted meanwhile
+        raises  Displaced, Saturated, DeadlineExceeded, and what `check` does
         """
         waiting = self._scheduler.queue
-        waiter = _Waiter(begin, end)
+        waiter = _Waiter(begin, end, check)
         queued.payload = waiter
+        self._waiters.add(waiter)
         try:
             self._metrics.waiting.set(len(waiting))
             self._is_occupied.set()
@@ -128,8 +148,14 @@ class RequestQueue:
             waiter.undo()
             raise
         finally:
+            self._waiters.discard(waiter)
             waiting.remove(queued)
             self._metrics.waiting.set(len(waiting))
+
+    def refuse_exhausted(self) -> None:
+        """Refuse the queued requests whose budget is exhausted. Call it when one has been."""
+        for waiter in self._waiters:
+            waiter.refuse_exhausted()
 
     async def run(self) -> None:
         """Send queued requests as room appears, until cancelled."""

@@ -101,10 +101,12 @@ class ClientResponse(msgspec.Struct, eq=False):
     def take_quota(self, caller: Caller) -> None:
         """Count the request against the limits of the caller's key and tenant, once.
 
-        Raises RateLimited, and then it does not count.
+        Raises RateLimited, also for an exhausted budget, and then it does not count.
         """
         if self.granted is None and (limited := caller.limited):
-            self.granted = self.services.quotas.take(limited, self.services.clock())
+            now = self.services.clock()
+            self.services.budgets.check(limited, now)
+            self.granted = self.services.quotas.take(limited, now)
 
     @contextmanager
     def counting_wrong_body(self, caller: Caller) -> Iterator[None]:
@@ -158,7 +160,10 @@ class ClientResponse(msgspec.Struct, eq=False):
         if _may_see_predictions(run.caller, dispatched):
             headers += f"x-lorafleet-first-token-s: {dispatched.load.first_token_s:.4f}\r\n"
         if run.granted is not None:
-            headers += header_lines(self.services.quotas.headers(run.granted, self.services.clock()))
+            now = self.services.clock()
+            headers += header_lines(
+                self.services.quotas.headers(run.granted, now) | self.services.budgets.headers(run.caller.limited, now)
+            )
         rewriter: AnswerRewriter = ModelRenamer(model, target.asked if run.request.route.echoes_model else model)
         if run.request.names_weights and run.request.route.signs:
             rewriter = WeightSigner(model, target.asked, target.weights)

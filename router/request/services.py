@@ -17,6 +17,7 @@ from router.core.kv.cache_disclosure import CacheDisclosure
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.core.kv.private_caches import PrivateCaches
 from router.core.kv.tree import SentPrompts
+from router.core.queue.budgets import Budgets
 from router.core.queue.quota import Quotas
 from router.core.scheduler import Scheduler
 from router.fleet.background import Background
@@ -62,6 +63,7 @@ class Services:
     poison_adapters: PoisonRequests
     pauses: PauseGate
     quotas: Quotas = field(default_factory=Quotas)
+    budgets: Budgets = field(default_factory=Budgets)
     requests: RequestLog = field(default_factory=lambda: RequestLog("router"))
     tracer: Tracer | None = None
     private_caches: PrivateCaches = field(default_factory=PrivateCaches)

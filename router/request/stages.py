@@ -390,7 +390,7 @@ async def dispatch(  # noqa: PLR0917  (for each request, and names take time)
 
     began_at  by Services.clock: now
     is_again  an attempt failed before: the request has waited its turn, and is not queued again
-    raises    NoReplica, Saturated and Displaced, see RequestQueue
+    raises    NoReplica, Saturated and Displaced, see RequestQueue; BudgetExhausted
     """
     tenant, adapter = caller.tenant or "", target.adapter
     begin = partial(
@@ -407,10 +407,18 @@ async def dispatch(  # noqa: PLR0917  (for each request, and names take time)
         size_bytes=request.size_bytes,
         deadline_at=request.deadline_at,
     )
+    limited = caller.limited
+    if limited:  # it may have waited for its adapter, or for a pause
+        services.budgets.check_again(limited, services.clock())
     decision = services.queue.decide_or_enqueue(ticket)
     if decision is not None:
         return begin(decision)
-    dispatched: DispatchedRequest = await services.queue.wait(ticket, begin, partial(end_dispatched, services))
+    dispatched: DispatchedRequest = await services.queue.wait(
+        ticket,
+        begin,
+        partial(end_dispatched, services),
+        lambda: services.budgets.check_again(limited, services.clock()),
+    )
     what = "an adapter slot" if ticket.wants_slot else "room"
     dispatched.queued_for = f"{what} at worker {dispatched.replica.id}"
     return dispatched

@@ -1,14 +1,19 @@
 """Usage reports to the orchestrator: what this router has counted, and how it is now."""
 
+from functools import partial
 from importlib.metadata import version
 
 import httpx
+import structlog
 from pydantic import TypeAdapter
 
+from lorafleet.service.times import unix_text
 from orchestrator.model.usage import RouterNow, UsageAnswer, UsageReport
 from router.core.kv.index import WorkerId
 from router.core.scheduler import Scheduler
 from router.request.services import Services
+
+log = structlog.get_logger()
 
 _VERSION = version("lorafleet")
 _REPORT = TypeAdapter(UsageReport)
@@ -18,6 +23,7 @@ _ANSWER = TypeAdapter(UsageAnswer)
 def usage_report(services: Services, now: float, *, is_last: bool = False) -> UsageReport:
     """The next report: all counts that were not accepted yet, and how this router is. `is_last`: the router stops."""
     usage, scheduler, discovery = services.usage, services.scheduler, services.discovery
+    services.budgets.follow(services.keys.budgeted, now)
     in_flight: dict[str, dict[str, int]] = {}
     for worker, engine_name, count in scheduler.load.counts_by_name():
         in_flight.setdefault(worker, {})[engine_name] = count
@@ -35,11 +41,12 @@ def usage_report(services: Services, now: float, *, is_last: bool = False) -> Us
         running_in_pause=services.pauses.running_counts(),
         now=router_now(services),
         limits=services.quotas.uses(now),
+        budgets=() if is_last else services.budgets.asked(),
     )
 
 
 async def send_usage(client: httpx.AsyncClient, url: str, services: Services, *, is_last: bool = False) -> None:
-    """Send one report to the orchestrator, and go by the shares of limits in its answer.
+    """Send one report to the orchestrator; go by the shares of limits, and by what was spent of budgets, in its answer.
 
     Raises httpx.HTTPError if it does not arrive, ValueError for an invalid answer.
     """
@@ -48,9 +55,34 @@ async def send_usage(client: httpx.AsyncClient, url: str, services: Services, *,
     answer = await client.post(f"{url}/v1/usage", content=body, headers={"content-type": "application/json"})
     answer.raise_for_status()
     services.usage.accept(report.batches)
-    limits = _ANSWER.validate_json(answer.content).limits
-    if limits is not None:
-        services.quotas.set_shares(limits, services.clock())
+    found, now = _ANSWER.validate_json(answer.content), services.clock()
+    if found.limits is not None:
+        services.quotas.set_shares(found.limits, now)
+    if found.spent is not None:
+        unaccepted = partial(services.usage.spent_unaccepted, now=now)
+        if services.budgets.tell(report.budgets, found.spent, unaccepted, now):
+            services.queue.refuse_exhausted()
+    if report.budgets:
+        if found.spent is None and services.budgets.has_ledger:
+            log.warning("nobody tells what was spent of budgets", budgets=len(report.budgets))
+        services.budgets.has_ledger = found.spent is not None
+
+
+def note_reached_lines(services: Services) -> None:
+    """Count and log the lines of budgets that were reached since the last call."""
+    for reached in services.budgets.reached_lines(services.clock()):
+        services.metrics.budget_lines.labels(reached.limit, reached.line).inc()
+        budget = reached.spending.budget
+        log.warning(
+            "a budget has reached a line",
+            account=reached.account,
+            limit=reached.limit,
+            line=reached.line,
+            spent=round(reached.spending.spent, 3),
+            soft=budget.soft,
+            hard=budget.hard,
+            resets_at=unix_text(reached.spending.ends_at),
+        )
 
 
 def queue_waits_s(scheduler: Scheduler) -> dict[WorkerId, float]:

@@ -99,6 +99,13 @@ class RouterMetrics(MetricTable):
     kv_sockets_waiting = metric(
         Gauge, "lorafleet_router_kv_sockets_waiting", "Engines with events that wait to be read."
     )
+    budget_lines = metric(
+        Counter,
+        "lorafleet_router_budget_lines",
+        "Budgets of keys and tenants that have reached their soft or hard line, once a day or month each.",
+        "limit",
+        "line",
+    )
     rate_limited = metric(Counter, "lorafleet_router_rate_limited", "Requests rejected by their key's limits.", "limit")
     waiting_bytes = metric(
         Gauge, "lorafleet_router_waiting_bytes", "Size of the bodies of requests that wait for room."

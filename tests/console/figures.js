@@ -3,7 +3,7 @@ async () => {  // figures that pages work out, for made-up answers of the orches
   const { slowParts } = await import("/ui/assets/pages/causes.js");
   const { liveBy } = await import("/ui/assets/pages/aliases.js");
   const { losesAll } = await import("/ui/assets/pages/whatif.js");
-  const { recentUse } = await import("/ui/assets/pages/tenants.js");
+  const { recentUse, budgetUse } = await import("/ui/assets/pages/tenants.js");
   const total = { requests: 12, refusals: 2, prompt_tokens: 40000, hit_real: 0.25, waited_s: 0.5, cold_starts: 1, cold_s: 2, first_token_s: { p50: 4 } };
   const rows = (...kinds) => kinds.map(([kind, actor, body], index) => ({ id: 9 - index, at: `t${9 - index}`, kind, actor, body }));
   const asked = ["alias_rollout", "ann", { what: "began" }], shifted = ["alias_set", "lorafleet", { why: "rollout: watching step 1" }];
@@ -19,6 +19,7 @@ async () => {  // figures that pages work out, for made-up answers of the orches
     live: [rows(["alias_rollout", "lorafleet", { what: "done" }], shifted, asked), rows(watching, shifted, asked, ["alias_set", "bob", {}]),
       rows(back, ["alias_set", "lorafleet", { why: "error rate" }], watching, shifted, asked), rows(["name_published", "trainer", {}])].map(liveBy).map((one) => one.actor),
     lost: losesAll({ gone: ["w2"], actions: [action("load", "a", "w1", "c")] }, adapters),
+    spent: budgetUse({ key_id: "k", tenant: "acme" }, { "key month": { k: { prompt_tokens: 5, completion_tokens: 2, prefill_s: 0.5, decode_s: 1 } }, "tenant month": {}, "tenant day": null }),
     use: recentUse({ requests: 200, codes: { "429 rate_limited": 100 }, prompt_tokens: 400, output_tokens: 100 }),
   };
 }

@@ -16,7 +16,7 @@ from tests.patience import patience, wait_until
 
 OPERATOR, VIEWER, ACME, GLOBEX = "lf-operator", "lf-viewer", "lf-acme", "lf-globex"
 FOREIGN = "scripts-adapter"
-_OF_ACME = "{requests_per_minute: 6000, tokens_per_minute: 600000}"
+_OF_ACME = "{requests_per_minute: 6000, tokens_per_minute: 600000, tokens_per_month: 100000000}"
 _OF_GLOBEX = "{requests_per_minute: 60}"
 _KEYS = f"""keys:
 - {{sha256: {hash_key(OPERATOR)}, scopes: [admin], note: Ann}}

@@ -352,6 +352,9 @@ async def test_figures_that_the_pages_work_out_are_right(scene, browser):
     assert found["live"] == ["ann", "ann", "lorafleet, which rolled back", "trainer"]
     assert found["lost"] == ["b", "c"]  # `a` is loaded elsewhere, `d` has another copy, `e` has none today
     assert found["incidents"] == [["engine_died w1", 1], ["lease_away ", 9], ["circuit_opened w1", 1]]
+    month = {"tokens_per_month": 7, "engine_seconds_per_month": 1.5}
+    month |= {f"soft_{name}": spent for name, spent in month.items()}
+    assert found["spent"] == month | {f"tenant_{name}": 0 for name in month}
     assert found["use"] == {"requests_per_minute": 20, "tokens_per_minute": 100}
 
 

@@ -160,3 +160,16 @@ def test_a_duration_beyond_the_calendar_is_one_line(run: Run, words: list[str], 
     assert result.status == 2
     assert says in result.err
     assert len(result.err.splitlines()) == 1
+
+
+def test_a_new_key_has_the_budgets_that_its_flags_name(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    words = ["keys", "new", "--tenant", "acme", "--file", str(path), "--tokens-per-month", "1000"]
+    assert run(*words, "--soft-tokens-per-month", "800", "--engine-seconds-per-day", "60").status == 0
+    limits = {"tokens_per_month": 1000, "soft_tokens_per_month": 800, "engine_seconds_per_day": 60}
+    assert yaml.safe_load(path.read_text())["keys"][0]["limits"] == limits
+    listed = run("keys", "list", "--file", str(path)).out
+    assert "tokens_per_month 1000" in listed
+    refused = run(*words, "--soft-tokens-per-month", "1001")
+    assert refused.status == 2
+    assert "soft_tokens_per_month must be at most tokens_per_month (1000)" in refused.err

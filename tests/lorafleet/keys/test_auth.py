@@ -109,6 +109,27 @@ def test_limits_of_a_tenant_hold_for_its_keys_of_all_files_and_change_with_their
     assert keys.caller("Bearer two").tenant_limits == AccountLimits(bytes_per_minute=5)
 
 
+def test_accounts_with_budgets_are_those_of_all_files_as_they_are_now(tmp_path):
+    path, now = tmp_path / "k", [0.0]
+    key = hash_key("one")
+
+    def write(limits, tenant):
+        text = (
+            f"keys: [{{sha256: {key}, tenant: acme, scopes: [infer], limits: {limits}}}]\ntenants: {{acme: {tenant}}}"
+        )
+        path.write_text(with_marks(text))
+        now[0] += RECHECK_S
+
+    write("{tokens_per_day: 5}", "{limits: {soft_engine_seconds_per_month: 7}}")
+    keys = ApiKeys([path], clock=lambda: now[0])
+    assert dict(keys.budgeted) == {
+        key[:12]: AccountLimits(tokens_per_day=5),
+        "tenant acme": AccountLimits(soft_engine_seconds_per_month=7),
+    }
+    write("{tokens_per_minute: 5}", "{limits: {tokens_per_day: 9}}")
+    assert dict(keys.budgeted) == {"tenant acme": AccountLimits(tokens_per_day=9)}
+
+
 @pytest.mark.parametrize(
     ("tenants", "says"),
     [
@@ -140,6 +161,9 @@ def test_limits_of_a_tenant_with_a_typo_are_refused_and_named(tmp_path, tenants,
         (f"{{tokens_per_minute: 1{'0' * 400}}}", "at most 2"),
         ("{tokens_per_minute: .nan}", "found nan"),
         ("{concurrent_requests: 1.5}", "whole number"),
+        ("{tokens_per_week: 5}", "tokens_per_day, tokens_per_month, engine_seconds_per_day, engine_seconds_per_month"),
+        ("{tokens_per_day: 0}", "tokens_per_day must be a number of at least 1"),
+        ("{tokens_per_day: 5, soft_tokens_per_day: 6}", "soft_tokens_per_day must be at most tokens_per_day (5)"),
     ],
 )
 def test_a_limit_with_a_typo_is_refused_and_named(tmp_path, limits, says):

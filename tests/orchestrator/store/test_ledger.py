@@ -214,8 +214,7 @@ async def test_an_error_of_the_store_is_answered_and_the_batch_counts_once_when_
     await backend.catch_up()
     for _ in range(2):
         await ledger.add([batch(1)])
-    spent = await ledger.spent(since=AT + 1800.0, tenant="acme", key="k0")
-    assert (spent.requests, (await ledger.spent(since=AT + 3600.0)).requests) == (1, 0)
+    assert await requests(backend, tenant="acme", key="k0") == 1
     await ledger.close()
     backend.close()
 
@@ -226,6 +225,71 @@ async def test_a_store_without_a_ledger_drops_what_it_is_given_and_says_so():
     with pytest.raises(StateConflict) as caught:
         await backend.usage(UsageQuery())
     assert caught.value.code == "no_ledger"
+
+
+BUDGETS = ("day k0", "month k0", "day k1", "month tenant acme", "day tenant other", "year k0", "day")
+
+
+async def spent(ledger, epoch=1, names=BUDGETS):
+    """budget -> (tokens, engine-seconds) that the ledger tells."""
+    found = await ledger.spent(names, epoch)
+    return {name: (each.tokens, each.engine_s) for name, each in found.accounts.items()}
+
+
+async def test_what_was_spent_is_what_the_ledger_holds_of_the_present_day_and_month(backend):
+    now = [AT]
+    ledger = Ledger(backend, wall=lambda: now[0])
+    day_before = HOUR - DAY_S
+    await ledger.add([batch(1, hour=day_before, prompt_tokens=5), batch(2, hour=HOUR - 40 * DAY_S, prompt_tokens=1000)])
+    assert await spent(ledger) == {"month k0": (5, 0.0), "month tenant acme": (5, 0.0)}
+    await ledger.add([batch(3, prompt_tokens=1, cached_tokens=1, completion_tokens=2, prefill_s=0.5, decode_s=0.25)])
+    await ledger.add([batch(3, prompt_tokens=1), batch(1, "b1", key="k1", completion_tokens=7)])
+    whole = {"day k0": (3, 0.75), "month k0": (8, 0.75), "day k1": (7, 0.0), "month tenant acme": (15, 0.75)}
+    assert await spent(ledger) == whole
+    assert await spent(Ledger(backend, wall=lambda: now[0])) == whole, "by an orchestrator that has just started"
+    now[0] += DAY_S
+    month = {name: each for name, each in whole.items() if name.startswith("month")}
+    assert await spent(ledger) == month
+    await ledger.add([batch(4, hour=HOUR + DAY_S, prompt_tokens=100), batch(5, prompt_tokens=1)])  # one comes late
+    assert await spent(ledger) == {
+        "day k0": (100, 0.0),
+        "month k0": (109, 0.75),
+        "month tenant acme": (116, 0.75),
+    }
+    now[0] += 31 * DAY_S
+    assert await spent(ledger) == {}
+    assert len(ledger._spent.by_span) == 2
+    assert await ledger.spent((), 1) is None
+    await ledger.close()
+
+
+async def test_what_was_spent_is_read_anew_in_a_new_term_and_after_a_fault(tmp_path):
+    backends = [SqliteBackend(tmp_path / "s.db") for _ in range(2)]
+    old, new = (Ledger(backend, wall=lambda: AT) for backend in backends)
+    await backends[0].catch_up()
+    IntentStore(backends[0]).raise_epoch(5)
+    await old.add([batch(1, prompt_tokens=1)])
+    assert await spent(old, names=["day k0"]) == {"day k0": (1, 0.0)}
+    await backends[1].catch_up()
+    IntentStore(backends[1]).raise_epoch(6)
+    await new.add([batch(2, prompt_tokens=10)])
+    with pytest.raises(OrchestratorUnavailable):
+        await old.add([batch(2, prompt_tokens=10)])
+    assert await spent(old, names=["day k0"]) == {"day k0": (11, 0.0)}, "after a fault"
+    await new.add([batch(3, prompt_tokens=100)])
+    assert await spent(old, 2, names=["day k0"]) == {"day k0": (111, 0.0)}, "in a new term"
+    for ledger, backend in zip((old, new), backends, strict=True):
+        await ledger.close()
+        backend.close()
+
+
+async def test_what_many_keys_have_spent_is_read_by_pages(backend, monkeypatch):
+    monkeypatch.setattr("orchestrator.store.ledger._PAGE_GROUPS", 2)
+    rows = [batch(at, key=f"k{at}", tenant=f"t{at % 2}", prompt_tokens=1) for at in range(5)]
+    await backend.add_usage(rows, AT)
+    names = [f"day k{at}" for at in range(5)] + ["day tenant t0"]
+    found = await spent(Ledger(backend, wall=lambda: AT), names=names)
+    assert found == dict.fromkeys(names, (1, 0.0)) | {"day tenant t0": (3, 0.0)}
 
 
 class Crash(Exception):

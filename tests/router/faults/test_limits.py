@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lorafleet.keys.key_files import hash_key
+from lorafleet.keys.key_files import hash_key, with_marks
 from lorafleet.service.http import HttpError
 from router.protocols.stored_responses import tagged_response_id
 from tests.patience import patience, until
@@ -88,6 +88,38 @@ async def test_keys_of_a_tenant_have_its_limits_together(tmp_path):
             assert error_of(refused) == (429, "rate_limited")
             assert "all keys of tenant acme together have a limit of 3" in refused.json()["error"]["message"]
         assert counted(router, "rate_limited", "tenant_requests_per_minute") == 2
+
+
+async def test_a_budget_tells_its_soft_line_and_refuses_at_its_hard_line(tmp_path):
+    limits = key_file(tmp_path, soft_tokens_per_day=60, tokens_per_day=120)
+    async with faulty_fleet(1, **limits) as router:
+        router.play.usual = saying(answering(COUNTED))
+        told = []
+        for _ in range(2):
+            answer = await router.ask("x", headers=bearer("a"))
+            assert answer.status_code == 200
+            told.append(answer.headers.get("x-lorafleet-budget", ""))
+        assert told[0] == ""
+        assert told[1].startswith("tokens_per_day; spent=60, soft=60, hard=120, resets=")
+        for body in ("x", "x" * 100_000):
+            refused = await router.ask(body, headers=bearer("a"))
+            assert error_of(refused) == (429, "budget_exhausted")
+            assert 1 <= int(refused.headers["retry-after"]) <= 86_400
+            message = refused.json()["error"]["message"]
+            assert "a budget of 120 tokens a day, of which 120 are spent; it is reset at 20" in message
+        assert router.play.asked["x"] == 2
+        assert (await router.ask("x", headers=bearer("b"))).status_code == 200
+        assert counted(router, "rate_limited", "tokens_per_day") == 2
+        assert counted(router, "requests", COMPLETIONS, 429, "budget_exhausted") == 2
+        for line in ("soft", "hard"):
+            await until(lambda line=line: counted(router, "budget_lines", "tokens_per_day", line) == 1)
+        raised = {"keys": [{"sha256": hash_key("a"), "scopes": ["infer"], "limits": {"tokens_per_day": 121}}]}
+        limits["key_files"][0].write_text(with_marks(json.dumps(raised)))
+
+        async def opens():
+            return (await router.ask("x", headers=bearer("a"))).status_code == 200
+
+        await until(opens)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+import json
 import time
 
 import pytest
 from starlette.responses import JSONResponse
 
+from lorafleet.keys.key_files import hash_key
 from router.request.usage_report import usage_report
 from tests.patience import patience, until
 from tests.router.doubles import BASE, CHAT, DIGEST, AgentDouble, EngineDouble, counted, error_of, fleet, with_sql
@@ -277,3 +279,36 @@ async def test_reported_load_expires_when_its_agent_is_away():
         control.silent = False
         control.tell()
         await until(lambda: parts.scheduler.load.replica_load("w0").others_in_flight == 28)
+
+
+async def test_waiting_requests_are_refused_once_the_budget_of_their_key_is_exhausted(tmp_path):
+    usage = {"prompt_tokens": 20, "completion_tokens": 40, "total_tokens": 60}
+
+    async def slow(engine, body):
+        await engine.go_on.wait()
+        return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
+
+    path = tmp_path / "keys.yaml"
+    limits = {"a": {"tokens_per_day": 50}, "b": {"tokens_per_day": 500}}
+    keys = [{"sha256": hash_key(name), "scopes": ["infer"], "limits": limits[name]} for name in "ab"]
+    path.write_text(json.dumps({"keys": keys}))
+    engine = EngineDouble("w0", slow)
+    engine.go_on.clear()
+    async with fleet(engine, late_binding_s=0.05, key_files=(path,)) as (client, _, parts):
+
+        def ask_by(key):
+            headers = {"authorization": f"Bearer {key}"}
+            body = {**a_prompt(), "stream": False}
+            return asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+
+        asking = [ask_by("a") for _ in range(5)]
+        await until(lambda: len(parts.scheduler.queue) == 3)
+        asking.append(ask_by("b"))
+        await until(lambda: len(parts.scheduler.queue) == 4)
+        engine.go_on.set()
+        answers = await asyncio.gather(*asking)
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert len(refused) == 3
+        assert {error_of(answer) for answer in refused} == {(429, "budget_exhausted")}
+        assert answers[-1].status_code == 200
+        assert len(engine.bodies) == 3

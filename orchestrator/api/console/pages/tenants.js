@@ -37,11 +37,13 @@ function withWaiting(rows, fleet) {
 }
 
 const LIMITS = { requests_per_minute: "requests/min", tokens_per_minute: "tokens/min", bytes_per_minute: "bytes/min", concurrent_requests: "at once" };
+const PERIODS = ["day", "month"], UNITS = ["tokens", "engine_seconds"];
+for (const period of PERIODS) for (const unit of UNITS) { const name = `${unit}_per_${period}`, label = `${unit.replace("_", "-")}/${period}`; LIMITS[name] = label; LIMITS["soft_" + name] = label + " (soft line)"; }
 for (const [name, label] of Object.entries(LIMITS)) LIMITS["tenant_" + name] = label + " of the tenant";
 
 function Keys({ rangeS }) {
-  const found = useLoad((signal) => Promise.all([get("/v1/keys", { signal }), totals("key", rangeS, signal), totals("key", RECENT_S, signal)]), [rangeS], { follow: "ticks" });
-  return html`<${Panel} title="Keys" note="the note in the key file, and the first digits of the key's hash; the keys themselves are known to nobody here"><${Loaded} of=${found}>${([keys, sums, recent]) => {
+  const found = useLoad(async (signal) => { const keys = get("/v1/keys", { signal }); return Promise.all([keys, totals("key", rangeS, signal), totals("key", RECENT_S, signal), keys.then((all) => spentBy(all.data, signal))]); }, [rangeS], { follow: "ticks" });
+  return html`<${Panel} title="Keys" note="the note in the key file, and the first digits of the key's hash; the keys themselves are known to nobody here"><${Loaded} of=${found}>${([keys, sums, recent, spent]) => {
     const lately = new Map(recent.map((row) => [row.name, row])), byId = new Map(sums.map((row) => [row.name, row])), known = new Set(keys.data.map((key) => key.key_id));
     const rows = [...keys.data.map((key) => ({ ...key.spec, key_id: key.key_id, sums: byId.get(key.key_id) })), ...sums.filter((row) => !known.has(row.name)).map((row) => ({ key_id: row.name, tenant: null, scopes: [], limits: {}, expires_at: null, isGone: true, sums: row }))];
     return html`<${Table} label="Keys" name="keys" rows=${rows} rowKey=${(row) => row.key_id} sort="-requests" empty="No key file is set: everybody on this machine may do everything." columns=${[
@@ -50,7 +52,7 @@ function Keys({ rangeS }) {
       { id: "scopes", label: "scopes", hide: "wide", value: (row) => row.scopes.join(", "), cell: (row) => row.scopes.map((scope) => html`<span class="tag">${scope}</span> `) },
       ...totalColumns((row) => row.sums).filter((column) => ["requests", "output", "errors"].includes(column.id)).map((column) => (column.id === "requests" ? column : { ...column, hide: "wide" })),
       { id: "limited", label: "429", numeric: true, value: (row) => refused(row.sums), cell: (row) => html`<span class=${refused(row.sums) ? "warn-text" : ""}>${number(refused(row.sums))}</span>` },
-      { id: "limits", label: "limits, and use of them", title: "mean of the last 5 minutes, without refused requests", value: (row) => Object.keys(row.limits).length, cell: (row) => html`<${Limits} row=${row} lately=${lately.get(row.key_id)}/>` },
+      { id: "limits", label: "limits, and use of them", title: "mean of the last 5 minutes, without refused requests; of budgets, what this day or month in UTC has", value: (row) => Object.keys(row.limits).length, cell: (row) => html`<${Limits} row=${row} lately=${lately.get(row.key_id)} spent=${spent}/>` },
       { id: "expires", label: "expires", hide: "medium", value: (row) => row.expires_at || "", cell: (row) => row.expires_at ? html`<span class=${new Date(row.expires_at) < Date.now() ? "bad-text" : ""}>${clock(row.expires_at, { date: true })}</span>` : "never" },
       { id: "change", label: "actions", cell: (row) => !row.isGone && !row.issuer && html`<${KeyCommands} row=${row}/>` }]}/>`;
   }}<//><//>`;
@@ -75,11 +77,34 @@ export function recentUse(sums) {
   return { requests_per_minute: ((sums?.requests || 0) - refused(sums)) / minutes, tokens_per_minute: ((sums?.prompt_tokens || 0) + (sums?.output_tokens || 0)) / minutes };
 }
 
-function Limits({ row, lately }) {
+const MOST_SPENT = 1000;  // keys or tenants in one answer of the ledger
+
+// "<key|tenant> <day|month>" -> id -> what it has spent, of the periods for which some key or tenant has a budget.
+async function spentBy(keys, signal) {
+  const names = keys.flatMap(({ spec }) => [...Object.keys(spec.limits), ...Object.keys(spec.tenant_limits || {})]), today = new Date().toISOString();
+  const since = { day: today.slice(0, 10) + "T00:00:00Z", month: today.slice(0, 7) + "-01" };
+  const asked = PERIODS.filter((period) => names.some((name) => name.endsWith("_per_" + period))).flatMap((period) => ["key", "tenant"].map((by) => [by, period]));
+  // Without a ledger the meters are left out.
+  return Object.fromEntries(await Promise.all(asked.map(async ([by, period]) => [`${by} ${period}`, await get(`/v1/usage?group_by=${by}&since=${since[period]}&limit=${MOST_SPENT}`, { signal }).then((answer) => Object.fromEntries(answer.data.map((item) => [item.group[by], item.usage])), () => null)])));
+}
+
+// What a key and its tenant have spent of their budgets, by the names that `Limits` shows.
+export function budgetUse(row, spent) {
+  const found = {};
+  for (const [by, id, prefix] of [["key", row.key_id, ""], ["tenant", row.tenant, "tenant_"]]) for (const period of PERIODS) {
+    const all = spent[`${by} ${period}`], usage = all?.[id];
+    if (!all || id === null) continue;
+    const amounts = { tokens: (usage?.prompt_tokens || 0) + (usage?.completion_tokens || 0), engine_seconds: (usage?.prefill_s || 0) + (usage?.decode_s || 0) };
+    for (const unit of UNITS) for (const line of ["", "soft_"]) found[`${prefix}${line}${unit}_per_${period}`] = amounts[unit];
+  }
+  return found;
+}
+
+function Limits({ row, lately, spent }) {
   const ofTenant = Object.entries(row.tenant_limits || {}).map(([name, limit]) => ["tenant_" + name, limit]);
   const entries = [...Object.entries(row.limits), ...ofTenant];
   if (!entries.length) return html`<span class="muted">none</span>`;
-  const used = recentUse(lately);
+  const used = { ...recentUse(lately), ...budgetUse(row, spent) };
   const urgency = ([name, limit]) => byLimit(row.sums, name) || (used[name] ?? 0) / limit - 1, shown = [...entries].sort((left, right) => urgency(right) - urgency(left)).slice(0, 2);
   return html`<span class="limits" title=${entries.map(([name, limit]) => `${number(limit)} ${LIMITS[name] || name}`).join(", ")}>${shown.map(([name, limit]) => { const hits = byLimit(row.sums, name), said = hits ? html` <span class="bad-text">${number(hits)} refused</span>` : ""; return used[name] !== undefined ? html`<span key=${name} class="limit"><${Meter} value=${used[name]} of=${limit} tone=${hits ? "bad" : undefined} format=${(value) => `${number(value)} of ${number(limit)}`} label=${`${number(used[name])} of ${limit} ${LIMITS[name]}`}/> <span class="sub">${LIMITS[name]}</span>${said}</span> ` : html`<span class="limit" key=${name}><span class="tag">${number(limit)} ${LIMITS[name] || name}</span>${said}</span> `; })}</span>${entries.length > shown.length ? html` <span class="sub">+${entries.length - shown.length}</span>` : ""}`;
 }
