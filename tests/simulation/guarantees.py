@@ -43,17 +43,29 @@ def check_run(history: History, scenario: FaultScenario, cut_off: CutOff) -> lis
 
 
 def _names(history: History, scenario: FaultScenario, cut_off: CutOff) -> Iterator[Broken]:
-    """Each name is a register: every answer has the bytes that the name has at some moment during the request.
+    """Each name is a register at each router: an answer has the bytes that it has there at some moment of the request.
 
-    Answers of a router that is cut off do not count: a change waits for such a router only so long.
+    A change reaches the routers one by one, all before it is answered; so at the last question they agree. Answers of a
+    router that is cut off do not count: a change waits for such a router only so long.
     """
     for name in filter(None, history.names):
         if name in scenario.fleet.rolling:
             continue
-        register = Register.of([each for each in history.of(name) if not _is_cut_off(each, cut_off)])
-        if register.explanation() is None:
-            lines = "\n  ".join(map(str, register.operations))
-            yield Broken("names", f"no order of these operations on {name} explains every answer:\n  {lines}")
+        counted = [each for each in history.of(name) if not _is_cut_off(each, cut_off)]
+        for router in range(scenario.fleet.routers):
+            register = Register.of(
+                [
+                    each
+                    for each in counted
+                    if each.kind != "ask" or each.is_final or each.detail.get("router", router) == router
+                ]
+            )
+            if register.explanation() is None:
+                lines = "\n  ".join(map(str, register.operations))
+                yield Broken(
+                    "names", f"no order of these operations on {name} explains router{router}'s answers:\n  {lines}"
+                )
+                break
 
 
 def _is_cut_off(operation: Operation, cut_off: CutOff) -> bool:

@@ -40,6 +40,17 @@ def test_answer_by_the_version_before_breaks_a_promise_unless_the_router_was_cut
     assert broken(*history, cut_off={1: [(3.5, 5.0)]}) == ["names"]
 
 
+def test_routers_may_differ_until_a_change_is_answered_and_agree_in_the_end():
+    two = replace(FLEET, routers=2)
+    new, late = change("write", 2, 2, 4), ask(1, 3, router=1)
+    again = change("write", 1, 2.5, 5)
+    assert broken(WRITE, new, ask(2, 2.2), late, again, ask(2, 3.5), ask(1, 6, router=1), fleet=two) == []
+    assert broken(WRITE, new, ask(1, 4.5, router=1), fleet=two) == ["names"]
+    ends = ask(2, 6), ask(1, 6, router=1)
+    assert broken(WRITE, new, again, *ends, fleet=two) == []
+    assert broken(WRITE, new, again, *[replace(each, is_final=True) for each in ends], fleet=two) == ["names"]
+
+
 @pytest.mark.parametrize("value", [BASE, UNKNOWN])
 def test_answer_of_the_base_model_or_of_bytes_that_nobody_wrote_breaks_a_promise(value):
     assert "never the base model" in broken(ask(value))
