@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from lorafleet.http_server.connection import HIGH_WATER_BYTES
 from lorafleet.http_server.exchange import HttpExchange
@@ -224,6 +225,8 @@ class GatewayStream:
             while (message := await self._call.read()) is not grpc.aio.EOF:
                 self._on_message(message)
                 await self._may_read.wait()
+        except DecodeError as exc:
+            self._failure = CallBroken(f"not a ProcessingRequest of Envoy's external processing: {exc}")
         except Exception as exc:  # noqa: BLE001  (`run` ends the call with it)
             self._failure = exc
         if self._phase != "over":

@@ -23,7 +23,7 @@ from router.gateway.messages import (
 )
 from tests.patience import patience, until
 from tests.router.doubles import CHAT, EngineDouble, chunk, error_of, fleet_and_app, with_sql
-from tests.router.gateway.envoy_client import gateway_of
+from tests.router.gateway.envoy_client import PROCESS, gateway_of
 from tests.router.gateway.envoy_server import config_of, envoy
 
 PATH = "/v1/chat/completions"
@@ -133,6 +133,17 @@ async def test_health_is_that_of_ready_and_liveness_that_of_the_process():
             assert await health_of(port, name) == NOT_SERVING
         assert await health_of(port, "liveness") == SERVING
         assert await health_of(port, "another") == SERVICE_UNKNOWN
+
+
+async def test_bytes_that_are_no_message_end_the_call_as_its_callers_fault():
+    async with fleet_and_app(EngineDouble("w0"), ext_proc=0) as (_, _, _, app):
+        port = app.state.picker.port
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.stream_stream(PROCESS)(timeout=patience(20))
+            await call.write(b"\xff\xff\xff")
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "not a ProcessingRequest" in await call.details()
+        assert await health_of(port, "liveness") == SERVING
 
 
 async def test_calls_in_flight_are_answered_before_the_port_closes():
