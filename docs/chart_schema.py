@@ -40,12 +40,12 @@ _EVERYWHERE |= {"metrics_need_key", "tls_cert", "tls_key", "tls_ca"}
 GIVEN = {
     "router": _EVERYWHERE
     | {"orchestrator_url", "router_id", "state_dir", "zone", "engines", "processes", "drain_s", "grace_s"}
-    | {"kube_selector", "kube_namespaces", "kubeconfig", "engine_key", "engine_salt"},
+    | {"kube_selector", "kube_namespaces", "kubeconfig", "scale_from_zero"} | {"engine_key", "engine_salt"},
     "orchestrator": _EVERYWHERE
     | {"advertise_url", "backend", "lease", "lease_duration_s", "lease_renew_s", "lease_margin_s", "stop_grace_s"}
     | {"peer_fleets", "peer_token_file"}
     | {"store", "store_file", "record", "engines", "engine_slots", "engine_roots", "engine_key", "engine_salt"}
-    | {"kube_selector", "kube_namespaces", "kube_namespace", "kube_name", "kubeconfig"},
+    | {"kube_selector", "kube_namespaces", "kube_namespace", "kube_name", "kubeconfig", "scale_from_zero"},
     "workers": _EVERYWHERE
     | {"instance_id", "zone", "node", "namespace", "pool", "orchestrator_url", "advertise_url", "stop_grace_s"}
     | {"engine", "engine_url", "engine_host", "engine_port", "engine_advertise_url", "engine_args", "engine_shutdown_s"}

@@ -61,6 +61,7 @@ from orchestrator.reconcile.agent_client import AgentClient, ask_for_proof, meet
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.context import PassContext
 from orchestrator.reconcile.file_copies import FileRelay
+from orchestrator.reconcile.pool_starter import PoolStarter
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.residency import ResidencyMeter
 from orchestrator.reconcile.worker_finders import KubeWorkerFinder, StandbyFollower
@@ -184,7 +185,7 @@ def build(
 
     agents = _agent_client(settings, keys, client, epoch_if_leading, clock, tls)
     reconciler = Reconciler(
-        PassContext(
+        context := PassContext(
             settings=settings,
             store=store,
             reports=reports,
@@ -233,6 +234,7 @@ def build(
             agentless.run(reconciler.monitor.record_heartbeat),
             book.run(lambda: leadership.is_leading),
             *([] if finder is None else [finder.run()]),
+            *_pool_starters(context, kube),
             ResidencyMeter(reconciler, ledger, clock=clock, wall=wall).run(),
         )
         loops += [*map(asyncio.create_task, works), *_store_loops(reconciler, record)]
@@ -563,6 +565,15 @@ def _worker_finder(
     )
 
 
+def _pool_starters(context: PassContext, kube: KubeClient | None) -> list[Coroutine[Any, Any, None]]:
+    """The loop that scales pools from zero; none where the settings name no workload of one."""
+    settings = context.settings
+    if not any(pool.workload for pool in settings.scale_from_zero.values()):
+        return []
+    assert kube is not None, "scale_from_zero with a workload needs an API server"
+    return [PoolStarter(context, kube, namespace=settings.kube_namespace or kube.namespace).run()]
+
+
 def _build_leadership(
     settings: OrchestratorSettings,
     kube: KubeClient | None,
@@ -610,8 +621,7 @@ async def main(settings: OrchestratorSettings) -> None:
 
     Raises StoreError, KeyFileError, KubeConfigError, OSError when it cannot start.
     """
-    needs_kube = settings.lease == "kubernetes" or settings.kube_selector
-    kube = await connect(settings.kubeconfig) if needs_kube else None
+    kube = await connect(settings.kubeconfig) if settings.needs_kube else None
     tls = Tls.of_service(settings.tls_files, role_name("orchestrator"), clients=ssl.CERT_OPTIONAL)
     sock = bind(settings.host, settings.port)
     port = sock.getsockname()[1]

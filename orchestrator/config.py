@@ -258,6 +258,12 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         return self
 
     @property
+    def needs_kube(self) -> bool:
+        """Whether the settings need an API server."""
+        has_workload = any(pool.workload for pool in self.scale_from_zero.values())
+        return self.lease == "kubernetes" or bool(self.kube_selector) or has_workload
+
+    @property
     def has_database(self) -> bool:
         """Whether the store is a PostgreSQL database."""
         return self.backend == "store" and (self.store_file is not None or isinstance(self.store, str))

@@ -73,6 +73,9 @@ class OrchestratorMetrics(MetricTable):
     _copies = metric(
         Gauge, "lorafleet_orchestrator_copies", "Adapters whose files only the fleet has, by how they are kept", "state"
     )
+    scaled_from_zero = metric(
+        Counter, "lorafleet_orchestrator_scaled_from_zero", "Pools at zero that were scaled to one worker", "pool"
+    )
     forwarded = metric(
         Counter,
         "lorafleet_orchestrator_forwarded",
@@ -245,19 +248,32 @@ class _PoolCollector(Collector):
         return ()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """The pools' queue waits, slots and wanted slots, as of now."""
+        """The pools' queue waits, slots and wanted slots, and the use of those that may be at zero, as of now."""
         labels = ["base_model", "pool"]
         wait = GaugeMetricFamily(
             "lorafleet_pool_queue_wait_seconds", "Queue wait of a request that comes now, in seconds", labels=labels
         )
         slots = GaugeMetricFamily("lorafleet_pool_slots", "Adapter slots of a pool's ready workers", labels=labels)
         wanted = GaugeMetricFamily("lorafleet_pool_slots_wanted", "Slots that the pool's load needs", labels=labels)
+        held = GaugeMetricFamily(
+            "lorafleet_pool_held_requests",
+            "Requests that routers hold for the pool's first worker",
+            labels=labels,
+        )
+        idle = GaugeMetricFamily(
+            "lorafleet_pool_idle_seconds",
+            "Seconds since a request for the pool's base model was held, ran or ended",
+            labels=labels,
+        )
         for pool in self._pools():
             name = [pool.base_model, pool.name]
+            if pool.use is not None:
+                held.add_metric(name, pool.use.held)
+                idle.add_metric(name, pool.use.idle_s)
             wait.add_metric(name, pool.queue_wait_s)
             slots.add_metric(name, pool.slots)
             wanted.add_metric(name, pool.slots_wanted)
-        yield from (wait, slots, wanted)
+        yield from (wait, slots, wanted, held, idle)
 
 
 class _FleetCollector(Collector):

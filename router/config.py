@@ -100,6 +100,11 @@ class RouterSettings(WorkerDiscoverySettings):
     cold_start_timeout_s: float = Field(
         default=60.0, gt=0, description="how long a request waits for an adapter that no worker has loaded"
     )
+    scale_from_zero_wait_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="how long a request waits for the first worker of a pool of `scale_from_zero`; longer: 503",
+    )
     first_sync_wait_s: float = Field(
         default=10.0,
         ge=0,

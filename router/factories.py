@@ -48,7 +48,7 @@ from router.http.pool_transport import PoolTransport
 from router.kv.feeds import KvFeeds
 from router.processes.shared_quotas import SharedQuotas
 from router.processes.supervisor import ProcessMember
-from router.request.cold_starts import ColdStarts
+from router.request.cold_starts import ColdStarts, ScaleFromZero
 from router.request.engine_body import dialect_of
 from router.request.pauses import PauseGate
 from router.request.queue import RequestQueue
@@ -381,6 +381,9 @@ def make_cold_starts(
     metrics: RouterMetrics,
 ) -> ColdStarts:
     """The queue of requests for cold adapters. Without API keys, a tenant may wait for any number of adapters."""
+    start_s: dict[str, float] = {}
+    for pool in config.scale_from_zero.values():
+        start_s[pool.base_model] = max(pool.start_s, start_s.get(pool.base_model, 0.0))
     return ColdStarts(
         partial(fetch_as_router, agents, call_keys),
         discovery,
@@ -393,6 +396,7 @@ def make_cold_starts(
         tenant_adapters=inf if keys.is_open else config.max_cold_adapters_per_tenant,
         silent_after_s=config.catalog_poll_s + config.control_timeout_s,
         gone_after_s=config.unreachable_after_s + config.failover_wait_s,
+        from_zero=ScaleFromZero(start_s, config.scale_from_zero_wait_s, discovery.confirmation_due),
     )
 
 

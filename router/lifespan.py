@@ -202,7 +202,10 @@ async def _send_last_usage(client: httpx.AsyncClient, services: Services) -> Non
 
 
 async def _report_usage(client: httpx.AsyncClient, url: str, services: Services) -> None:
-    """Send usage to the orchestrator each second, and at once when it waits to hear of something, until cancelled."""
+    """Send usage to the orchestrator each second, and at once when it waits to hear of something, until cancelled.
+
+    That is a confirmation, or a first request for a pool that may be at zero.
+    """
 
     async def step() -> None:
         """Send one usage report."""

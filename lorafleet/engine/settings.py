@@ -3,13 +3,28 @@
 from pathlib import Path
 
 import structlog
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from lorafleet.keys.own_key import OwnKey
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.settings import Key, ServiceSettings
 
 log = structlog.get_logger()
+
+
+class PoolFromZero(BaseModel):
+    """A pool that an autoscaler may scale to zero workers.
+
+    start_s   seconds from that until its first worker is ready
+    workload  the pool's workload in our namespace, as `statefulsets/fleet-lorafleet-l40s`; empty: only an autoscaler
+              scales it from zero
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base_model: str = Field(min_length=1)
+    start_s: float = Field(default=120.0, gt=0, allow_inf_nan=False)
+    workload: str = Field(default="", pattern=r"^((deployments|statefulsets)/[a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$")
 
 
 class WorkerDiscoverySettings(ServiceSettings):
@@ -41,6 +56,11 @@ class WorkerDiscoverySettings(ServiceSettings):
         " empty: none",
     )
     kube_namespaces: tuple[str, ...] = Field(default=(), description="namespaces of those Services; empty: our own")
+    scale_from_zero: dict[str, PoolFromZero] = Field(
+        default={},
+        description="pools that may have no worker, by name: {base_model, start_s, workload}. Routers hold requests for"
+        " their base models, and the orchestrator scales `workload` to one worker, if it is given (docs/kubernetes.md)",
+    )
     kubeconfig: Path | None = Field(
         default=None,
         description="kubeconfig of the API server; default: the files of KUBECONFIG, else the pod's service account",

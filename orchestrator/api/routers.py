@@ -148,8 +148,7 @@ def router_routes(
             book.add_batches(progress.batches)
             reconciler.confirmations.record_report(report.router_id, is_last=report.is_last)
             reconciler.incidents.record_circuits(report.router_id, report.now.circuits, is_last=report.is_last)
-            if reconciler.operations.drains:
-                reconciler.request_pass()  # the report may end a drain
+            reconciler.act_on_report(report)
         reconciler.pauses.reported.notify()
         await ledger.add_counts(report.boot_id, report.batches)
         return UsageAnswer(

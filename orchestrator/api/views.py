@@ -11,7 +11,15 @@ from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound
 from orchestrator.core.placement.context import is_placeable, usable_slots
 from orchestrator.core.placement.load_time import load_s
-from orchestrator.core.placement.pools import AdapterNeed, PoolFigures, PoolMember, engine_wait_s, pool_figures
+from orchestrator.core.placement.pools import (
+    AdapterNeed,
+    PoolFigures,
+    PoolMember,
+    PoolUse,
+    engine_wait_s,
+    pool_figures,
+    with_pools_from_zero,
+)
 from orchestrator.core.placement.what_if import SimulatedStep, WhatIfOutcome
 from orchestrator.core.plan import WorkerAction
 from orchestrator.metrics import Counts
@@ -246,7 +254,7 @@ class WireViews:
         return {lora_id: (len(ready.get(lora_id, ())), self.desired(lora_id)) for lora_id in ids}
 
     def pool_figures(self) -> list[PoolFigures]:
-        """The figures of each pool with a ready worker; empty while another orchestrator leads."""
+        """The figures of each pool with a ready worker, or that may be at zero; empty while another leads."""
         reconciler, now = self._reconciler, self._clock()
         if not reconciler.leadership.is_leading:
             return []
@@ -268,7 +276,24 @@ class WireViews:
                     wait_s=at_engine_s + reconciler.demand.routers.wait_s(worker_id, now),
                 )
             )
-        return pool_figures(members, self._adapter_needs(now))
+        return with_pools_from_zero(pool_figures(members, self._adapter_needs(now)), self._uses_from_zero(now))
+
+    def _uses_from_zero(self, now: float) -> dict[tuple[str, str], PoolUse]:
+        """(base model, pool) -> its use, of each pool that may be at zero."""
+        reconciler = self._reconciler
+        held = reconciler.demand.routers.held_from_zero(now)
+        running = {
+            entry.report.model.base_model
+            for worker_id, entry in reconciler.reports.workers.items()
+            if reconciler.router_in_flight(worker_id)
+        }
+        return {
+            (pool.base_model, name): PoolUse(
+                held=held.get(pool.base_model, 0),
+                idle_s=0.0 if pool.base_model in running else reconciler.demand.idle_s(pool.base_model, now),
+            )
+            for name, pool in reconciler.settings.scale_from_zero.items()
+        }
 
     def _adapter_needs(self, now: float) -> Iterator[AdapterNeed]:
         """Needed copies: the placement's targets, and one copy of every adapter with recent requests."""

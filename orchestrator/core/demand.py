@@ -72,6 +72,7 @@ class DemandBook:
         self._open_wants: dict[str, _OpenWant] = {}
         self._last_load_at: dict[str, float] = {}
         self._asked_at: dict[str, float] = {}
+        self._base_model_used_at: dict[str, float] = {}
         self._current_versions: dict[str, str] = {}
         self._counts_since: float | None = None
         self._listens_since: float | None = None
@@ -99,6 +100,11 @@ class DemandBook:
             self._listens_since = now
         for lora_id, age_s in report.asked_age_s.items():
             self._note_asked(lora_id, now - age_s)
+        self._base_model_used_at |= dict.fromkeys(report.held_from_zero, now)
+        for batch in progress.batches:
+            for row in batch.rows:
+                at = self._base_model_used_at.get(row.base_model, -math.inf)
+                self._base_model_used_at[row.base_model] = max(at, now - batch.age_s)
         for lora_id in report.waiting:
             self._note_asked(lora_id, now)
         for lora_id, _, _ in self.routers.by_id[report.router_id].adapters_in_flight():
@@ -274,7 +280,17 @@ class DemandBook:
             in_use=frozenset(in_use),
             wants=self.open_wants(now),
             last_load_at=dict(self._last_load_at),
+            held_from_zero=self.routers.held_from_zero(now),
         )
+
+    def idle_s(self, base_model: str, now: float) -> float:
+        """Seconds since a request for the base model or its adapters was held or ended, or since we began to listen.
+
+        0.0 while a router may be at work unheard.
+        """
+        if self._listens_since is None or self._has_unheard_routers(now):
+            return 0.0
+        return now - max(self._listens_since, self._base_model_used_at.get(base_model, -math.inf))
 
     def _has_unheard_routers(self, now: float) -> bool:
         """Whether a router may be at work unheard: one is silent and not taken to have ended, or we just began."""
@@ -320,6 +336,8 @@ class DemandBook:
         self._sums = {lora_id: entry for lora_id, entry in self._sums.items() if now - entry.at < keep_s}
         keep_s = max(self.keep_asked_s, _KEEP_S)
         self._asked_at = {lora_id: at for lora_id, at in self._asked_at.items() if now - at < keep_s}
+        used_at = self._base_model_used_at
+        self._base_model_used_at = {name: at for name, at in used_at.items() if now - at < keep_s}
         self.routers.drop_old(now)
 
 

@@ -131,6 +131,13 @@ class RouterBook:
         """Seconds of the longest queue that a live router reports for the worker: routers share the engine's speed."""
         return max((router.report.waits_s.get(worker_id, 0.0) for router in self.live(now)), default=0.0)
 
+    def held_from_zero(self, now: float) -> dict[str, int]:
+        """base model -> requests that live routers hold for its first ready worker, where there are any."""
+        found: Counter[str] = Counter()
+        for router in self.live(now):
+            found.update(router.report.held_from_zero)
+        return {base_model: held for base_model, held in found.items() if held}
+
     def in_flight_at(self, worker_id: str, now: float) -> int:
         """Requests of all live routers at the worker's engine."""
         return sum(router.in_flight_at(worker_id) for router in self.live(now))

@@ -400,6 +400,7 @@ class DemandSnapshot:
     in_use           (lora_id, worker_id) with a request in flight
     wants            lora_id -> replicas asked for and not all ready
     last_load_at     tenant -> when the last load for its waiting requests began
+    held_from_zero   base model -> requests that routers hold for its first ready worker
     """
 
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -414,6 +415,7 @@ class DemandSnapshot:
     in_use: frozenset[Pair] = frozenset()
     wants: Mapping[str, WantedReplicas] = field(default_factory=dict)
     last_load_at: Mapping[str, float] = field(default_factory=dict)
+    held_from_zero: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def hears_every_router(self) -> bool:

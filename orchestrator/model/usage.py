@@ -286,6 +286,8 @@ class UsageReport:
     """worker_id -> engine name -> requests there, where there are any"""
     waiting: Annotated[dict[str, Count], _FirstFault()] = field(default_factory=dict)
     """lora_id -> requests that wait for room on workers that have the adapter"""
+    held_from_zero: NamedCounts = field(default_factory=dict)
+    """base model -> requests that wait for its first ready worker, of base models whose pools may be at zero"""
     asked_age_s: Annotated[dict[str, Seconds], _FirstFault()] = field(default_factory=dict)
     """lora_id -> seconds since a request for it was last counted; of a quarter of an hour"""
     waits_s: Annotated[dict[str, Seconds], _FirstFault(), MaxLen(10_000)] = field(default_factory=dict)

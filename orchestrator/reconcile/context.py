@@ -90,10 +90,11 @@ class FleetOperations:
 class PassContext:
     """What the parts of the loop share. The mutable ones have one writer: the event loop.
 
-    files   what is on the workers' disks
-    tasks   calls to agents in progress
-    due     set: a pass is requested and has not begun
-    clock   seconds of the monotonic clock; `wall`: Unix time
+    files     what is on the workers' disks
+    tasks     calls to agents in progress
+    due       set: a pass is requested and has not begun
+    held_due  set: a router has reported requests that it holds for a pool's first worker
+    clock     seconds of the monotonic clock; `wall`: Unix time
     """
 
     settings: OrchestratorSettings
@@ -108,6 +109,7 @@ class PassContext:
     files: HeldFilesBook = field(default_factory=HeldFilesBook)
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
     due: asyncio.Event = field(default_factory=asyncio.Event)
+    held_due: asyncio.Event = field(default_factory=asyncio.Event)
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     rng: Random = field(default_factory=Random)

@@ -30,6 +30,7 @@ from orchestrator.model.snapshot import (
     PlannedLoad,
     WantedReplicas,
 )
+from orchestrator.model.usage import UsageReport
 from orchestrator.reconcile.actor import ActionRunner
 from orchestrator.reconcile.confirmations import FleetPauses, RouterConfirmations
 from orchestrator.reconcile.context import PassContext
@@ -237,6 +238,13 @@ class Reconciler:
         now = self._context.clock()
         want = WantedReplicas(replicas=replicas, since=now, tenants=frozenset(tenants))
         if self.demand.add_want(lora_id, want, now + self.settings.wanted_for_s):
+            self.request_pass()
+
+    def act_on_report(self, report: UsageReport) -> None:
+        """Begin at once what a router's report makes due: a pass that may end a drain, and a pool's first worker."""
+        if report.held_from_zero:
+            self._context.held_due.set()
+        if self.operations.drains:
             self.request_pass()
 
     def allowed_replicas(self, lora_id: str, replicas: int) -> int:

@@ -238,6 +238,8 @@ def metrics_text(services: Services, clients: HttpListener) -> bytes:
     metrics.paused.set(len(services.pauses.held))
     metrics.waiting_bytes.set(room.size_bytes)
     metrics.held_bytes.set(services.cold_starts.held_bytes)
+    for base_model in services.cold_starts.from_zero.start_s:
+        metrics.held_from_zero.labels(base_model).set(services.cold_starts.held_at_zero(base_model))
     metrics.connections.set(len(clients.connections))
     metrics.engine_connections.set(services.pool.connections)
     metrics.circuit_ignored.labels().set(services.scheduler.breaker.ignored_circuits)
@@ -366,7 +368,7 @@ async def model_card(services: Services, caller: Caller, model: str) -> dict[str
 
 
 def _model_cards(fleet: RouterFleet, caller: Caller) -> dict[str, dict[str, Any]]:
-    """Model cards by name: base models with replicas, and the adapters and aliases that the caller may use."""
+    """Model cards by name: the base models that are offered, and the adapters and aliases that the caller may use."""
 
     def may_use(adapter: CatalogAdapter) -> bool:
         """Whether the caller may use this adapter."""
@@ -387,7 +389,7 @@ def _model_cards(fleet: RouterFleet, caller: Caller) -> dict[str, dict[str, Any]
         } | contexts.get(parent or id_, {})
 
     mine = usable_adapters(fleet, may_use)
-    cards = {name: card(name, name, None) for name, replica in fleet.base_models.items() if replica}
+    cards = {name: card(name, name, None) for name in fleet.base_models if name in fleet.offered}
     cards |= {
         lora_id: card(lora_id, adapter.engine_name or lora_id, adapter.base_model) for lora_id, adapter in mine.items()
     }

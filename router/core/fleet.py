@@ -247,13 +247,17 @@ def with_last_resort(replicas: Mapping[WorkerId, Replica]) -> dict[WorkerId, Rep
 
 @dataclass(frozen=True)  # without slots, for the cached property
 class RouterFleet:
-    """All replicas, adapters and aliases, at one revision of the catalog."""
+    """All replicas, adapters and aliases, at one revision of the catalog.
+
+    from_zero  base models whose pools may have no worker: they exist for every caller, as served ones do
+    """
 
     revision: int = 0
     replicas: Mapping[WorkerId, Replica] = field(default_factory=lambda: MappingProxyType({}))
     adapters: Mapping[str, CatalogAdapter] = field(default_factory=lambda: MappingProxyType({}))
     aliases: Mapping[str, CatalogAlias] = field(default_factory=lambda: MappingProxyType({}))
     cache: CacheScope = "tenant"
+    from_zero: frozenset[str] = frozenset()
 
     def cache_of(self, adapter: CatalogAdapter | None) -> CacheScope:
         """Who shares cached prompts of this adapter; None: of the base model."""
@@ -261,13 +265,19 @@ class RouterFleet:
 
     @cached_property
     def base_models(self) -> dict[str, Replica | None]:
-        """Base models by name, each with one of its replicas, ready if any is; None where adapters alone name it.
+        """Base models by name, each with one of its replicas, ready if any is; None for one without a replica.
 
         Computed once a fleet: it walks every adapter.
         """
         known: dict[str, Replica | None] = {a.base_model: None for a in self.adapters.values() if a.base_model}
+        known |= dict.fromkeys(self.from_zero)
         ready_last = sorted(self.replicas.values(), key=lambda replica: replica.state == "ready")
         return known | {replica.base_model: replica for replica in ready_last}
+
+    @cached_property
+    def offered(self) -> frozenset[str]:
+        """The base models that exist for every caller: those with a replica, and those whose pools may be at zero."""
+        return self.from_zero | {name for name, replica in self.base_models.items() if replica is not None}
 
     @cached_property
     def by_digest(self) -> Mapping[str, tuple[CatalogAdapter, ...]]:

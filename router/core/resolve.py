@@ -264,16 +264,13 @@ def _names_target(fleet: RouterFleet, visible: Visible, model: str, lora_id: str
 
 
 def _is_base(fleet: RouterFleet, visible: Visible, name: str) -> bool:
-    """Whether this base model exists for a caller: a replica serves it, or a visible adapter needs it."""
-    if name not in fleet.base_models:
-        return False
-    return fleet.base_models[name] is not None or name in _visible_bases(fleet, visible)
+    """Whether this base model exists for a caller: it is offered to all, or a visible adapter needs it."""
+    return name in fleet.base_models and (name in fleet.offered or name in _visible_bases(fleet, visible))
 
 
-def _visible_bases(fleet: RouterFleet, visible: Visible) -> set[str]:
-    """The base models that exist for a caller: those served, and those of visible adapters."""
-    served = {name for name, replica in fleet.base_models.items() if replica is not None}
-    return served | {a.base_model for a in fleet.adapters.values() if a.base_model and visible(a)}
+def _visible_bases(fleet: RouterFleet, visible: Visible) -> frozenset[str]:
+    """The base models that exist for a caller: those offered to all, and those of visible adapters."""
+    return fleet.offered | {a.base_model for a in fleet.adapters.values() if a.base_model and visible(a)}
 
 
 def _only_base(fleet: RouterFleet) -> str | None:

@@ -113,7 +113,8 @@ class Discovery:
                           confirms them
         on_failure        counts a failure of a background loop by the loop's name
         """
-        self.fleet = RouterFleet()
+        self._from_zero = frozenset(pool.base_model for pool in settings.scale_from_zero.values())
+        self.fleet = RouterFleet(from_zero=self._from_zero)
         self.changes = ChangeSignal()
         self.confirmation_due = confirmation_due
         self._adopt_pauses = adopt_pauses
@@ -195,10 +196,14 @@ class Discovery:
 
     @property
     def is_starting_up(self) -> bool:
-        """Whether this router just started and has no worker yet, so that a request may wait. False is final."""
+        """Whether this router just started and has no worker yet, so that a request may wait. False is final.
+
+        Not with a pool that may be at zero: a request for its first worker waits elsewhere.
+        """
         if self._is_starting_up:
             is_over = self.clock() - self._began_at >= self._settings.first_sync_wait_s
-            self._is_starting_up = not (is_over or (self.is_synced() and self.fleet.replicas))
+            has_models = self.fleet.replicas or self.fleet.from_zero
+            self._is_starting_up = not (is_over or (self.is_synced() and has_models))
         return self._is_starting_up
 
     async def wait_for_first_worker(self) -> None:
@@ -566,6 +571,7 @@ class Discovery:
             self._all_adapters,
             catalog.aliases,
             catalog.cache if self._url else self._settings.cache,
+            self._from_zero,
         )
         if not self._url and replicas and self._has_polled_all():
             self._has_heard_engines = True

@@ -56,6 +56,7 @@ SUMMED = frozenset(
         "client_connections",
         "engine_connections",
         "held_bytes",
+        "held_from_zero_requests",
         "held_requests",
         "in_flight_requests",
         "kv_bytes",

@@ -1,16 +1,19 @@
 """Cold starts: requests for an adapter that is loaded nowhere wait here, and it is asked for once for all of them.
 
-Requests for a base model of which no replica is ready wait here, too, while one is starting.
+Requests for a base model of which no replica is ready wait here, too, while one is starting, or where its pool may be
+at zero workers: then the orchestrator hears of them at once, and an autoscaler by its metrics.
 """
 
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from math import inf
 from statistics import median
+from types import MappingProxyType
 from typing import Literal, Protocol
 from urllib.parse import quote
 
@@ -50,6 +53,7 @@ _ENSURE_WAIT_S = 3.0
 _SOON_S = 5.0
 # Retry-After until a load was measured: real ones take 4.4 s at the median, 8.2 s at the 99th percentile.
 _DEFAULT_RETRY_S = 5.0
+_AT_ZERO = "its pool has no ready worker, and is scaled from zero"
 _BASE_NOT_KNOWN = "its base model is known once an orchestrator leads and has read its files"
 _MEASURED_LOADS = 50
 # Retry-After until an operator has started a worker that takes the adapter: a guess.
@@ -103,6 +107,20 @@ class _ColdStart:
     troubles: set[tuple[str, ...]] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class ScaleFromZero:
+    """What a router knows of pools that may have no worker.
+
+    start_s     base model -> usual seconds until its first worker is ready
+    wait_s      most seconds that a request waits for that worker
+    report_due  set at a base model's first held request: the next usage report is due now
+    """
+
+    start_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    wait_s: float = 0.0
+    report_due: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 @dataclass(slots=True)
 class ColdStarts:
     """Has adapters loaded for requests that wait for them, see `until_resident`.
@@ -116,6 +134,8 @@ class ColdStarts:
     silent_after_s            an orchestrator that has not confirmed its catalog for so long hangs; an agent without a
                               report, too
     gone_after_s              an unreachable replica without a report for so long is not waited for
+    from_zero                 the pools that may have no worker
+    held_from_zero            waiting requests by base model, of base models in `from_zero`
     """
 
     post: Post
@@ -129,9 +149,11 @@ class ColdStarts:
     tenant_adapters: float = inf
     silent_after_s: float = inf
     gone_after_s: float = 0.0
+    from_zero: ScaleFromZero = field(default_factory=ScaleFromZero)
     clock: Callable[[], float] = time.monotonic
     loading: dict[str, _ColdStart] = field(default_factory=dict)
     held: QueueUsage = field(init=False)
+    held_from_zero: Counter[str] = field(default_factory=Counter)
     wanted: dict[str, Counter[str]] = field(default_factory=dict)
     recently_wanted: dict[str, dict[str, float]] = field(default_factory=dict)
     loads_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED_LOADS))
@@ -145,6 +167,63 @@ class ColdStarts:
     def held_bytes(self) -> int:
         """Bytes of the bodies of all waiting requests."""
         return self.held.size_bytes
+
+    @contextmanager
+    def _holding(self, tenant: str, size_bytes: int, base_model: str) -> Iterator[None]:
+        """Count a request as waiting while the block runs; asks for a usage report at a base model's first one."""
+        is_from_zero = base_model in self.from_zero.start_s
+        self.held.add(tenant, size_bytes)
+        if is_from_zero:
+            self.held_from_zero[base_model] += 1
+            if self.held_from_zero[base_model] == 1:
+                self.from_zero.report_due.set()
+        self.metrics.held.set(len(self.held))
+        try:
+            yield
+        finally:
+            self.held.remove(tenant, size_bytes)
+            if is_from_zero:
+                self.held_from_zero[base_model] -= 1
+            self.metrics.held.set(len(self.held))
+
+    def held_at_zero(self, base_model: str) -> int:
+        """Requests that wait for the first ready worker of a base model; 0 once one is ready."""
+        return self.held_from_zero[base_model] if self._is_at_zero(base_model) else 0
+
+    def _is_at_zero(self, base_model: str) -> bool:
+        """Whether the base model's pool may be at zero, and no replica of it is ready."""
+        return base_model in self.from_zero.start_s and not any(
+            replica.state == "ready" for replica in self.discovery.fleet.roster(base_model).replicas
+        )
+
+    async def _wait_until(
+        self, holds: Callable[[], bool], base_model: str, *, began_at: float, left_s: float = inf
+    ) -> float:
+        """Wait for a condition, at most `timeout_s`, or longer if the base model's pool is at zero then or meanwhile.
+
+        began_at, left_s  when the request's wait began, and the seconds of it that its deadline allows
+        returns           the seconds that it might have waited without a deadline
+        """
+        ends_at, most_s = began_at + min(self.timeout_s, left_s), self.timeout_s
+        if base_model in self.from_zero.start_s:
+
+            def holds_or_at_zero() -> bool:
+                """Whether the condition holds, or the pool is at zero."""
+                return holds() or self._is_at_zero(base_model)
+
+            await self.discovery.changes.until(holds_or_at_zero, timeout_s=max(0.0, ends_at - self.clock()))
+            if not holds() and self._is_at_zero(base_model):
+                most_s = max(self.timeout_s, self.from_zero.wait_s)
+                ends_at = began_at + min(most_s, left_s)
+        await self.discovery.changes.until(holds, timeout_s=max(0.0, ends_at - self.clock()))
+        return most_s
+
+    def _base_model_of(self, lora_id: str) -> str:
+        """The base model of an adapter; "" where it is not known."""
+        fleet = self.discovery.fleet
+        adapter = fleet.adapters.get(lora_id)
+        bases = fleet.base_models
+        return (adapter and adapter.base_model) or (next(iter(bases)) if len(bases) == 1 else "")
 
     async def until_resident(
         self,
@@ -187,14 +266,11 @@ class ColdStarts:
             start.task.add_done_callback(lambda _: self.discovery.changes.notify())
         wanted = self.wanted.setdefault(tenant, Counter())
         wanted[lora_id] += 1
-        self.held.add(tenant, size_bytes)
         start.waiting += 1
-        self.metrics.held.set(len(self.held))
         try:
-            return await self._wait(lora_id, excluded, start, deadline_at)
+            with self._holding(tenant, size_bytes, self._base_model_of(lora_id)):
+                return await self._wait(lora_id, excluded, start, deadline_at)
         finally:
-            self.held.remove(tenant, size_bytes)
-            self.metrics.held.set(len(self.held))
             wanted[lora_id] -= 1
             if not wanted[lora_id]:
                 del wanted[lora_id]
@@ -218,13 +294,14 @@ class ColdStarts:
         deadline_at: float | None,
         grace_s: float = 0.0,
     ) -> None:
-        """Hold a request while no replica may serve its base model and one is starting, or was lost a moment ago.
+        """Hold a request while no replica may serve its base model, and one is expected: see `_is_any_expected`.
 
         Returns at once where a replica may serve it, and where none is expected: then the decision says why.
 
         excluded  the replicas that may not get this request now
         grace_s   the request was admitted before, and every replica failed it or went: it waits at least so long
-        raises    Saturated where too many requests wait; DeadlineExceeded; NoReplica after `timeout_s`
+        raises    Saturated where too many requests wait; DeadlineExceeded; NoReplica after `timeout_s`, or later where
+                  the pool may be at zero
         """
 
         def is_back() -> bool:
@@ -241,32 +318,31 @@ class ColdStarts:
         refusal = None if grace_s else self.held.refusal(tenant, size_bytes)
         if refusal is not None:
             message = f"no replica of {base_model!r} is ready, and this cannot wait for one: {refusal.why}; try again"
-            raise Saturated(message, limit=refusal.limit, retry_after_s=_DEFAULT_RETRY_S)
+            raise Saturated(message, limit=refusal.limit, retry_after_s=self._start_s(base_model))
         left_s = inf if deadline_at is None else deadline_at - self.clock()
-        ends_at = self.clock() + min(self.timeout_s, left_s)
-        self.held.add(tenant, size_bytes)
-        self.metrics.held.set(len(self.held))
-        try:
+        began_at = self.clock()
+        with self._holding(tenant, size_bytes, base_model):
             if grace_s:
                 await self.discovery.changes.until(is_back, timeout_s=min(grace_s, left_s))
-            await self.discovery.changes.until(is_over, timeout_s=ends_at - self.clock())
-        finally:
-            self.held.remove(tenant, size_bytes)
-            self.metrics.held.set(len(self.held))
+            most_s = await self._wait_until(is_over, base_model, began_at=began_at, left_s=left_s)
         if is_over():
             return
-        states = _unready_states_text(self.discovery.fleet.roster(base_model).replicas)
-        if left_s < self.timeout_s:
+        states = self._unready_states(base_model)
+        if left_s < most_s:
             raise DeadlineExceeded(f"the deadline of this request passed before a replica was ready ({states})")
-        message = f"no replica of {base_model!r} was ready within {self.timeout_s:g} s ({states}); try again"
-        raise NoReplica(message, retry_after_s=_DEFAULT_RETRY_S)
+        message = f"no replica of {base_model!r} was ready within {most_s:g} s ({states}); try again"
+        raise NoReplica(message, retry_after_s=self._start_s(base_model))
+
+    def _start_s(self, base_model: str) -> float:
+        """Usual seconds until a worker of the base model is ready; a default where none is configured."""
+        return self.from_zero.start_s.get(base_model, _DEFAULT_RETRY_S)
 
     def _is_any_expected(self, base_model: str, rank: int | None = None) -> bool:
-        """Whether a replica of the base model is starting, or was lost a moment ago. `rank`: that takes such adapters.
+        """Whether a replica of the base model is starting, was lost a moment ago, or its pool may be at zero.
 
-        None: whether or not it takes adapters.
+        rank  that takes adapters of such a rank; None: whether or not it takes adapters
         """
-        return any(
+        return self._is_at_zero(base_model) or any(
             (rank is None or (not replica.refusal and rank <= (replica.max_lora_rank or inf)))
             and (replica.state == "starting" or (replica.state == "unreachable" and self._was_lost_lately(replica)))
             for replica in self.discovery.fleet.roster(base_model).replicas
@@ -316,6 +392,8 @@ class ColdStarts:
         """Wait for a load until the timeout or deadline, and measure it. Raises as `until_resident`."""
 
         left_s = inf if deadline_at is None else deadline_at - self.clock()
+        base_model = self._base_model_of(lora_id)
+        start.is_measured = start.is_measured or self._is_at_zero(base_model)  # most of that is no load
         ends_at = self.clock() + min(self.timeout_s, left_s)
 
         def failed() -> bool:
@@ -331,7 +409,7 @@ class ColdStarts:
                 start.task.done() or self.discovery.fleet.resident_adapter(lora_id, excluded()) is not None or failed()
             )
 
-        await self.discovery.changes.until(settled, timeout_s=min(self.timeout_s, left_s))
+        most_s = await self._wait_until(settled, base_model, began_at=self.clock(), left_s=left_s)
         adapter = self.discovery.fleet.resident_adapter(lora_id, excluded())
         if adapter is not None:
             if not start.is_measured:
@@ -340,17 +418,21 @@ class ColdStarts:
             return adapter
         if start.task.done() and not start.task.cancelled() and (failure := start.task.exception()) is not None:
             raise failure
-        raise self._unloaded_error(lora_id, start, is_deadline=left_s < self.timeout_s and not failed())
+        raise self._unloaded_error(lora_id, start, most_s, is_deadline=left_s < most_s and not failed())
 
-    def _unloaded_error(self, lora_id: str, start: _ColdStart, *, is_deadline: bool) -> RouterError:
-        """The error of a request that waits no longer, with what is known of the load. `is_deadline`: of the client."""
+    def _unloaded_error(self, lora_id: str, start: _ColdStart, most_s: float, *, is_deadline: bool) -> RouterError:
+        """The error of a request that waits no longer, with what is known of the load.
+
+        most_s       seconds that it was to wait at most
+        is_deadline  the client's deadline came first
+        """
         trouble = start.trouble
         why = "" if trouble is None else f": {trouble.text}"
         if is_deadline:
             return DeadlineExceeded(f"the deadline of this request passed before adapter {lora_id!r} was loaded{why}")
         if trouble is not None and trouble.kind == "starting":
-            message = f"no replica for adapter {lora_id!r} was ready within {self.timeout_s:g} s{why}; try again"
-            return NoReplica(message, retry_after_s=_DEFAULT_RETRY_S)
+            message = f"no replica for adapter {lora_id!r} was ready within {most_s:g} s{why}; try again"
+            return NoReplica(message, retry_after_s=self._start_s(self._base_model_of(lora_id)))
         if trouble is not None and trouble.kind == "room":
             return NoCapacity(f"adapter {lora_id!r} has no room{why}", retry_after_s=self._usual_load_s())
         if trouble is not None and trouble.kind == "failure":
@@ -361,7 +443,7 @@ class ColdStarts:
                 retry_after_s=retry_in_s,
             )
         return ColdStartTimeout(
-            f"adapter {lora_id!r} was not loaded within {self.timeout_s:g} s{why}; it may be soon, try again",
+            f"adapter {lora_id!r} was not loaded within {most_s:g} s{why}; it may be soon, try again",
             retry_after_s=start.expected_s or self._usual_load_s(),
         )
 
@@ -418,16 +500,19 @@ class ColdStarts:
                 retry_after_s=_OTHER_WORKER_S,
             )
         trouble = _not_ready_reason(answered, self.clock())
-        if trouble is not None and trouble.kind == "room" and (states := self._unready_states(lora_id)):
+        base_model = self._base_model_of(lora_id)
+        is_any_ready = any(replica.state == "ready" for replica in self.discovery.fleet.roster(base_model).replicas)
+        states = "" if is_any_ready else self._unready_states(base_model)
+        if states and not answered.ready and (trouble is None or trouble.kind == "room"):
             trouble = LoadTrouble("starting", states)
         self._record_progress(lora_id, answered.expected_s, trouble)
         return answered.ready[0] if answered.ready else None
 
-    def _unready_states(self, lora_id: str) -> str:
-        """The states of the replicas of an adapter's base model; empty where one is ready, or none is known."""
-        adapter = self.discovery.fleet.adapters.get(lora_id)
-        replicas = self.discovery.fleet.roster((adapter and adapter.base_model) or "").replicas
-        return "" if any(replica.state == "ready" for replica in replicas) else _unready_states_text(replicas)
+    def _unready_states(self, base_model: str) -> str:
+        """The states of a base model's replicas that are not ready, or that its pool is at zero; "" with neither."""
+        replicas = self.discovery.fleet.roster(base_model).replicas
+        states = ", ".join(f"{replica.id}: {replica.state}" for replica in replicas if replica.state != "ready")
+        return states or (_AT_ZERO if self._is_at_zero(base_model) else "")
 
     async def _answer(self, path: str, body: bytes) -> bytes:
         """Post to the orchestrator; its answer, which may take a while.
@@ -518,7 +603,7 @@ class ColdStarts:
         if not self._is_any_expected(adapter.base_model or "", adapter.rank):
             what = repr(adapter.base_model) if adapter.base_model else "any base model"
             raise NoReplica(f"no replica of {what} is there that could load adapter {adapter.lora_id!r}")
-        return LoadTrouble("starting", self._unready_states(adapter.lora_id))
+        return LoadTrouble("starting", self._unready_states(adapter.base_model or ""))
 
     def _check_accepted(self, adapter: CatalogAdapter) -> None:
         """Raise NoCapacity where no worker of its base model accepts adapters."""
@@ -601,8 +686,3 @@ def _not_ready_reason(answered: EnsureAnswer, now: float) -> LoadTrouble | None:
     if answered.retry_in_s is None:
         return LoadTrouble("room", text)
     return LoadTrouble("failure", text, now + answered.retry_in_s)
-
-
-def _unready_states_text(replicas: Iterable[Replica]) -> str:
-    """The state of each replica that is not ready, in words."""
-    return ", ".join(f"{replica.id}: {replica.state}" for replica in replicas if replica.state != "ready")

@@ -22,7 +22,7 @@ _ANSWER = TypeAdapter(UsageAnswer)
 
 def usage_report(services: Services, now: float, *, is_last: bool = False) -> UsageReport:
     """The next report: all counts that were not accepted yet, and how this router is. `is_last`: the router stops."""
-    usage, scheduler, discovery = services.usage, services.scheduler, services.discovery
+    usage, scheduler, discovery, cold = services.usage, services.scheduler, services.discovery, services.cold_starts
     services.budgets.follow(services.keys.budgeted, now)
     in_flight: dict[str, dict[str, int]] = {}
     for worker, engine_name, count in scheduler.load.counts_by_name():
@@ -36,6 +36,7 @@ def usage_report(services: Services, now: float, *, is_last: bool = False) -> Us
         batches=usage.batches(now),
         in_flight=in_flight,
         waiting=scheduler.queue.waiting_by_adapter(),
+        held_from_zero={name: held for name in cold.from_zero.start_s if (held := cold.held_at_zero(name))},
         asked_age_s=usage.asked_ages_s(now, discovery.is_registered),
         waits_s={str(worker): round(wait_s, 3) for worker, wait_s in queue_waits_s(scheduler).items()},
         running_in_pause=services.pauses.running_counts(),

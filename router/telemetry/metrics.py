@@ -36,6 +36,12 @@ class RouterMetrics(MetricTable):
     )
     cold_starts = metric(Counter, "lorafleet_router_cold_starts", "Requested adapter loads, by outcome.", "outcome")
     held = metric(Gauge, "lorafleet_router_held_requests", "Requests that wait for an adapter.")
+    held_from_zero = metric(
+        Gauge,
+        "lorafleet_router_held_from_zero_requests",
+        "Requests that wait for the first ready worker of a base model whose pools may be at zero.",
+        "base_model",
+    )
     in_flight = metric(Gauge, "lorafleet_router_in_flight_requests", "Requests at engines.")
     waiting = metric(Gauge, "lorafleet_router_waiting_requests", "Requests that wait here for room at an engine.")
     waited = bare_histogram(

@@ -69,6 +69,7 @@ _TRIGGER = _object(
         serverAddress=_TEXT,
         query=_TEXT,
         threshold=_TEXT,
+        activationThreshold=_TEXT,
         ignoreNullValues={"const": "false"},  # KEDA's own default takes an empty answer for 0, and scales down
     ),
 )
@@ -100,6 +101,8 @@ KINDS = {
             scaleTargetRef=_object(("name",), apiVersion=_TEXT, kind=_TEXT, name=_TEXT),
             minReplicaCount=_COUNT,
             maxReplicaCount=_COUNT,
+            pollingInterval=_COUNT,
+            cooldownPeriod=_COUNT,
             advanced=_object((), horizontalPodAutoscalerConfig=_object(
                 (), behavior=_object((), scaleUp=_BEHAVIOUR, scaleDown=_BEHAVIOUR),
             )),

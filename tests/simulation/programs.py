@@ -15,6 +15,7 @@ from uvicorn.server import ServerState
 from lorafleet.engine.vllm_plugin.lora_reports import REPORTS_VARIABLE
 from lorafleet.http_server.listener import listener_for_app
 from lorafleet.http_server.serve import DEFAULT_LIMITS, uvicorn_config
+from lorafleet.kube.client import connect
 from lorafleet.service.settings import load
 from lorafleet.sim.__main__ import handlers_of
 from lorafleet.sim.app import make_app
@@ -164,21 +165,21 @@ def orchestrator(
 
     async def main(node: Node) -> None:
         url = f"http://{node.host}:{port}"
-        built = build_orchestrator(
-            OrchestratorSettings(
-                store=paths.of(node.host) / "store.db",
-                host=node.host,
-                port=port,
-                key_files=paths.key_files,
-                allow_open=not paths.key_files,
-                token=paths.keys["load"],
-                agent_token=paths.keys["agent"],
-                **at_api_server,
-                **settings,
-            ),
-            url=url,
-            kube=None if api_server is None else await api_server.client(),
+        given = OrchestratorSettings(
+            store=paths.of(node.host) / "store.db",
+            host=node.host,
+            port=port,
+            key_files=paths.key_files,
+            allow_open=not paths.key_files,
+            token=paths.keys["load"],
+            agent_token=paths.keys["agent"],
+            **at_api_server,
+            **settings,
         )
+        kube = None if api_server is None else await api_server.client()
+        if kube is None and given.needs_kube:
+            kube = await connect(given.kubeconfig)
+        built = build_orchestrator(given, url=url, kube=kube)
         services.orchestrators[node.name] = built
         listener = listener_for_app(DEFAULT_LIMITS, upload_bytes=built.upload_bytes)
         async with serving(built.app, node, port, listener):

@@ -177,6 +177,27 @@ in values; without a pool that of all. */}}
 {{- end -}}
 {{- end }}
 
+{{/* The base model's name in the fleet and in requests. */}}
+{{- define "lorafleet.baseModel" -}}
+{{- .baseModel | default .servedModelName | default (base (.model | default "tiny-qwen")) -}}
+{{- end }}
+
+{{/* The setting scale_from_zero: JSON {pool: {base_model, start_s, workload}} of the pools that may be at zero. */}}
+{{- define "lorafleet.fromZero" -}}
+{{- $root := . -}}
+{{- $found := dict -}}
+{{- range .Values.pools -}}
+{{- $pool := include "lorafleet.pool" (dict "root" $root "pool" .) | fromYaml -}}
+{{- with $pool.autoscaling -}}
+{{- if and .enabled (not (int .minReplicas)) -}}
+{{- $workload := printf "%ss/%s" (lower $pool.kind) (include "lorafleet.poolName" (dict "root" $root "pool" $pool)) -}}
+{{- $_ := set $found $pool.name (dict "base_model" (include "lorafleet.baseModel" $pool) "start_s" .fromZero.startSeconds "workload" (ternary $workload "" .fromZero.byOrchestrator)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $found -}}{{- toJson $found -}}{{- end -}}
+{{- end }}
+
 {{/* Devices that one worker of a pool needs for its parallelism, by engineArgs; 0 where it has none. */}}
 {{- define "lorafleet.parallelism" -}}
 {{- $count := 1 -}}
@@ -354,6 +375,7 @@ source  kubernetes.io, Server-Side Apply, Transferring ownership; helm 3.17 pkg/
 {{- if and $devices $limited (ne $limited (toString $devices)) }}{{- fail (printf "pool %s: resources.limits has %s of %s, and engineArgs ask for %d (--tensor-parallel-size times --pipeline-parallel-size): give %d, or leave it out" .name $limited $pool.gpuResource $devices $devices) }}{{- end }}
 {{- if gt (int $pool.maxLoras) (int $pool.maxCpuLoras) }}{{- fail (printf "pool %s: maxCpuLoras %d must be at least maxLoras %d: what runs in a batch is held in host memory, too" .name (int $pool.maxCpuLoras) (int $pool.maxLoras)) }}{{- end }}
 {{- if and $pool.autoscaling.enabled (eq $pool.autoscaling.type "keda") (not $.Values.monitoring.prometheusUrl) }}{{- fail (printf "pool %s: autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" .name) }}{{- end }}
+{{- with $pool.autoscaling }}{{- if and .enabled (eq .type "hpa") (not (int .minReplicas)) }}{{- fail (printf "pool %s: autoscaling.minReplicas is 0, and a HorizontalPodAutoscaler scales nothing from zero: use type keda or external, or 1" $pool.name) }}{{- end }}{{- end }}
 {{- with $pool.autoscaling }}{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) }}{{- fail (printf "pool %s: autoscaling.minReplicas %d is more than maxReplicas %d" $pool.name (int .minReplicas) (int .maxReplicas)) }}{{- end }}{{- end }}
 {{- if and (eq $pool.kind "Deployment") $pool.cache.persistent.enabled }}{{- fail (printf "pool %s: a Deployment's pods share their volumes: use cache.existingClaim (ReadWriteMany), or kind StatefulSet for cache.persistent" .name) }}{{- end }}
 {{- if and $pool.settings.max_disk_bytes (not $pool.cache.existingClaim) (gt (int64 $pool.settings.max_disk_bytes) (include "lorafleet.bytes" $pool.cache.size | int64)) }}{{- fail (printf "pool %s: settings.max_disk_bytes %d is more than cache.size %v: the volume would be full, and the pod evicted from an emptyDir, before anything is deleted; raise cache.size" $pool.name (int64 $pool.settings.max_disk_bytes) $pool.cache.size) }}{{- end }}

@@ -1,7 +1,7 @@
 """The figures that autoscalers ask for: slots and queues of each worker pool. Pure."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 _FIRST_REQUEST_S = 1.0
 """Duration of a request where none has ended yet; a guess, nothing measured."""
@@ -38,13 +38,27 @@ class PoolFigures:
     slots         slots of all its workers
     slots_wanted  copies of adapters that should be in the pool, whether or not they have room
     queue_wait_s  wait of a request that comes now, the mean over its workers
+    use           of a pool that may be at zero; None: of another
     """
 
     base_model: str
     name: str
-    slots: int
-    slots_wanted: float
-    queue_wait_s: float
+    slots: int = 0
+    slots_wanted: float = 0.0
+    queue_wait_s: float = 0.0
+    use: "PoolUse | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolUse:
+    """Whether the base model of a pool that may be at zero is in use.
+
+    held    requests that routers hold for its first ready worker
+    idle_s  seconds since any request for it was held, ran or ended
+    """
+
+    held: int
+    idle_s: float
 
 
 def engine_wait_s(running: int, waiting: int, request_s: float) -> float:
@@ -86,3 +100,14 @@ def pool_figures(members: Iterable[PoolMember], needs: Iterable[AdapterNeed]) ->
         )
         for key, found in sorted(by_pool.items())
     ]
+
+
+def with_pools_from_zero(figures: Iterable[PoolFigures], uses: Mapping[tuple[str, str], PoolUse]) -> list[PoolFigures]:
+    """The figures with the use of each pool that may be at zero; such a pool without a worker has figures of 0.
+
+    uses  (base model, pool) -> its use
+    """
+    found = {(pool.base_model, pool.name): pool for pool in figures}
+    for key, use in uses.items():
+        found[key] = replace(found.get(key) or PoolFigures(base_model=key[0], name=key[1]), use=use)
+    return [found[key] for key in sorted(found)]

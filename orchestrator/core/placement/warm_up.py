@@ -38,11 +38,14 @@ def warm_up_loads(
     """worker_id -> loads still missing there, the hottest adapter first; one entry for each warming worker.
 
     A worker's share is the adapters in demand whose home it is: about a fifth beside four other workers. No slot is
-    taken from another adapter, copies elsewhere stay, and an adapter that failed there of late is left out.
+    taken from another adapter, copies elsewhere stay, and an adapter that failed there of late is left out. A worker
+    that requests wait for has no share: it is ready at once, and loads the adapters of those requests first.
     """
     warming = {w.id: w for w in observed.workers.values() if w.state == WARMING}
+    awaited = {w.id: w for w in warming.values() if demand.held_from_zero.get(w.base_model)}
+    warming = {name: w for name, w in warming.items() if name not in awaited}
     if not warming:
-        return {}
+        return dict.fromkeys(awaited, ())
     # Taken as empty, so that adapters loaded already do not change the share.
     supposed = {
         name: replace(w, state="ready", adapters={}) if name in warming else w for name, w in observed.workers.items()
@@ -60,7 +63,8 @@ def warm_up_loads(
                 found[home.id].append(adapter)
         if all(len(share) == room[worker_id] for worker_id, share in found.items()):
             break  # all shares are full: the thousands of colder adapters need no look
-    return {name: _missing_loads(warming[name], share, room[name]) for name, share in found.items()}
+    missing = {name: _missing_loads(warming[name], share, room[name]) for name, share in found.items()}
+    return dict.fromkeys(awaited, ()) | missing
 
 
 def _missing_loads(worker: ObservedWorker, share: list[RegisteredAdapter], room: int) -> tuple[PlannedLoad, ...]:

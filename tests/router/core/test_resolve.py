@@ -89,6 +89,13 @@ def test_every_spelling_finds_its_target(model, lora_id, expected):
     assert resolved(model, lora_id) == expected
 
 
+def test_a_base_model_whose_pool_is_at_zero_exists_for_everybody():
+    fleet = RouterFleet(from_zero=frozenset({"tiny"}))
+    for model in ("tiny", None):
+        target = resolve(fleet, model=model, lora_id=None, visible=lambda _: False, rng=Random(1))
+        assert (target.base_model, target.adapter) == ("tiny", None)
+
+
 @pytest.mark.parametrize(
     ("model", "lora_id"),
     [

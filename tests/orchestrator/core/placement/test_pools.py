@@ -132,3 +132,25 @@ async def test_a_lazy_adapter_needs_a_slot_while_in_demand(service, clock):
     clock.now += 120
     await service.settle()
     assert await needed() == 0.0
+
+
+async def test_a_pool_that_may_be_at_zero_has_figures_without_a_worker(open_service, clock):
+    service = open_service(scale_from_zero={"gold": {"base_model": "tiny-qwen"}, "night": {"base_model": "other"}})
+    await service.join(PooledAgent("w0", slots=3))
+    report = {"router_id": "r", "boot_id": "b", "seq": 1, "revision_seen": 0, "held_from_zero": {"other": 7}}
+    (await service.http.post("/v1/usage", json=report)).raise_for_status()
+    text = (await service.http.get("/metrics")).text
+    gold, night = 'base_model="tiny-qwen",pool="gold"', 'base_model="other",pool="night"'
+    assert series(text, "lorafleet_pool_slots") == {gold: 3.0, night: 0.0}
+    assert series(text, "lorafleet_pool_held_requests") == {gold: 0.0, night: 7.0}
+    assert series(text, "lorafleet_pool_idle_seconds") == {gold: 0.0, night: 0.0}  # a router may be unheard yet
+    for seq in range(2, 5):
+        clock.now += 9
+        (await service.http.post("/v1/usage", json=report | {"seq": seq, "held_from_zero": {}})).raise_for_status()
+    idle = series((await service.http.get("/metrics")).text, "lorafleet_pool_idle_seconds")
+    assert idle[night] == 27.0
+    running = report | {"seq": 5, "held_from_zero": {}, "in_flight": {"w0": {"tiny-qwen": 1}}}
+    (await service.http.post("/v1/usage", json=running)).raise_for_status()
+    assert series((await service.http.get("/metrics")).text, "lorafleet_pool_idle_seconds")[gold] == 0.0
+    clock.now += 11  # the router is silent: what it does is not known
+    assert series((await service.http.get("/metrics")).text, "lorafleet_pool_idle_seconds")[night] == 0.0

@@ -44,6 +44,13 @@ def test_a_warming_worker_gets_its_share_of_adapters_in_demand():
     assert cold <= set(NAMES[:12])
 
 
+def test_a_worker_that_requests_are_held_for_warms_up_with_nothing():
+    asked = demand(*NAMES)
+    base_model = worker("new").base_model
+    assert shares(two_and_a_new_one(), replace(asked, held_from_zero={base_model: 3})) == {"new": ()}
+    assert shares(two_and_a_new_one(), replace(asked, held_from_zero={"another": 3}))["new"]
+
+
 def test_warm_up_fills_usable_slots_hottest_first():
     asked = DemandSnapshot(rates={name: 1.0 + i for i, name in enumerate(NAMES)})
     full = [load.lora_id for load in shares(two_and_a_new_one(slots=16), asked)["new"]]
