@@ -52,7 +52,9 @@ def test_the_quick_rest_benchmark_writes_its_rows(tmp_path):
 
 @pytest.mark.fleet
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["agent", "changes", "decision", "fetch", "isolation", "publish", "sessions"])
+@pytest.mark.parametrize(
+    "name", ["agent", "changes", "decision", "fetch", "isolation", "limits", "publish", "sessions"]
+)
 def test_a_whole_quick_benchmark_writes_its_rows(tmp_path, name):
     check(rows_of(name, tmp_path))
 
