@@ -1,7 +1,8 @@
 """Key files: YAML with the hashes of API keys, read and checked. A key file never holds a key.
 
 `keys: [{sha256: <hex of the key>, tenant: acme, scopes: [infer], expires: 2027-01-01T00:00:00Z, limits:
-{requests_per_minute: 60, tokens_per_minute: 100000, concurrent_requests: 8}}]`; all limits are optional. Keys are
+{requests_per_minute: 60, tokens_per_minute: 100000, concurrent_requests: 8}}]`; all limits are optional, and so are
+budgets among them, such as `tokens_per_month` and its soft line `soft_tokens_per_month`. Keys are
 random (`lorafleet keys new`), so a plain hash is safe. `issuers`, beside `keys`, are whose tokens are taken, and what
 their claims grant: the fields of a key again (`issuers.py`). `tenants: {acme: {limits: {...}}}` are limits of all keys
 and tokens of a tenant together.

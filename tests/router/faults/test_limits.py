@@ -107,9 +107,11 @@ async def test_a_budget_tells_its_soft_line_and_refuses_at_its_hard_line(tmp_pat
             assert 1 <= int(refused.headers["retry-after"]) <= 86_400
             message = refused.json()["error"]["message"]
             assert "a budget of 120 tokens a day, of which 120 are spent; it is reset at 20" in message
-        assert router.play.asked["x"] == 2
+        batch = await router.client.post("/generate", json={"text": ["t0", "t1"]}, headers=bearer("a"))
+        assert error_of(batch) == (429, "budget_exhausted")
+        assert (router.play.asked["x"], router.play.asked["t0"]) == (2, 0)
         assert (await router.ask("x", headers=bearer("b"))).status_code == 200
-        assert counted(router, "rate_limited", "tokens_per_day") == 2
+        assert counted(router, "rate_limited", "tokens_per_day") == 3
         assert counted(router, "requests", COMPLETIONS, 429, "budget_exhausted") == 2
         for line in ("soft", "hard"):
             await until(lambda line=line: counted(router, "budget_lines", "tokens_per_day", line) == 1)
