@@ -11,6 +11,11 @@ Helm takes a default away where a file says null (a section with every line comm
 with --reuse-values has none of a new chart's. files/defaults.json has those of values.yaml, as paths. */}}
 {{- define "lorafleet.completeValues" -}}
 {{- $values := .Values -}}
+{{- /* The former name of poolDefaults.serviceAccount. */ -}}
+{{- with $values.workerServiceAccount -}}
+{{- if not (kindIs "map" $values.poolDefaults) -}}{{- $_ := set $values "poolDefaults" dict -}}{{- end -}}
+{{- $_ := set $values.poolDefaults "serviceAccount" (merge (dict) ($values.poolDefaults.serviceAccount | default dict) .) -}}
+{{- end -}}
 {{- range .Files.Get "files/defaults.json" | fromJsonArray -}}
 {{- $at := $values -}}
 {{- range initial .path -}}
