@@ -53,7 +53,9 @@ class Replaced:
 
 
 def install(seed: int) -> tuple[Replaced, Callable[[], float]]:
-    """Replace time, chance, threads, `os.kill` and file locks in this process. Call once, before other imports.
+    """Replace time, chance, threads, file locks, `os.kill` and `os.close` in this process.
+
+    Call once, before other imports.
 
     returns  what stands in their place, and the real clock
     """
@@ -65,6 +67,7 @@ def install(seed: int) -> tuple[Replaced, Callable[[], float]]:
     os.kill = _kill
     socket.gethostname = _host_name
     fcntl.flock = _recorded_flock(fcntl.flock)
+    os.close = _recorded_close(os.close)
     sqlite3.connect = _recorded_connect(sqlite3.connect)
     return replaced, real_clock
 
@@ -166,14 +169,25 @@ def _kill(pid: int, _signal: int) -> None:
 
 
 def _recorded_flock(flock: Callable[[Any, int], object]) -> Callable[[Any, int], None]:
-    """`flock`, which notes the descriptors that the system would close if the node's process were killed."""
+    """`flock`, which notes the files that the system would close if the node's process were killed."""
 
-    def lock(descriptor: Any, operation: int) -> None:
-        flock(descriptor, operation)
-        if (node := running_node.get()) is not None:
-            node.locks.append(descriptor if isinstance(descriptor, int) else descriptor.fileno())
+    def lock(file: Any, operation: int) -> None:
+        flock(file, operation)
+        if (node := running_node.get()) is not None and file not in node.locks:
+            node.locks.append(file)
 
     return lock
+
+
+def _recorded_close(close: Callable[[int], None]) -> Callable[[int], None]:
+    """`os.close`, after which a node holds no lock by this descriptor: its number is soon another file's."""
+
+    def close_and_note(descriptor: int) -> None:
+        close(descriptor)
+        if (node := running_node.get()) is not None and descriptor in node.locks:
+            node.locks.remove(descriptor)
+
+    return close_and_note
 
 
 def _recorded_connect(connect: Callable[..., sqlite3.Connection]) -> Callable[..., sqlite3.Connection]:

@@ -7,7 +7,7 @@ import sqlite3
 import weakref
 from collections.abc import Awaitable, Callable
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from tests.simulation.determinism import running_node
 
@@ -27,6 +27,7 @@ class Node:
     clock_offset_s  how much the wall clock of its machine is ahead
     slowness        how much longer its callbacks take than on a quiet core
     disk            its machine's; None: a client's, which has none
+    locks           files and descriptors by which it holds locks, or held them: a closed one is none of its own
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Node:
         self.clock_offset_s = 0.0
         self.is_paused = False
         self.is_alive = True
-        self.locks: list[int] = []
+        self.locks: list[int | IO[Any]] = []
         self.databases: list[sqlite3.Connection] = []
         self.listeners: list[SimulatedServer] = []
         self.streams: dict[Stream, None] = {}
@@ -101,9 +102,11 @@ class Node:
             with contextlib.suppress(sqlite3.Error):
                 database.rollback()
                 database.close()
-        for descriptor in self.locks:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        for file in list(self.locks):
+            if isinstance(file, int):
+                os.close(file)
+            else:
+                file.close()
         self.on_end(self)
 
     def _on_main_end(self, task: "asyncio.Task[None]") -> None:

@@ -1,12 +1,38 @@
 """Machines that lose power or have a full disk, and engines in trouble."""
 
 import asyncio
+import fcntl
+import os
 
 import httpx
 import pytest
 
 from tests.simulation.fleet import until
+from tests.simulation.nodes import Node
 from tests.simulation.programs import EngineTrouble
+
+
+async def test_a_killed_process_leaves_files_alone_that_others_have_opened_since(simulation):
+    path = simulation.folder / "lock"
+
+    async def hold_locks(node):
+        kept = os.open(path, os.O_CREAT | os.O_RDWR)
+        fcntl.flock(kept, fcntl.LOCK_EX)
+        released = os.open(simulation.folder / "other", os.O_CREAT | os.O_RDWR)
+        fcntl.flock(released, fcntl.LOCK_EX)
+        os.close(released)
+        await node.stop.wait()
+
+    node = Node(simulation.loop, "holder", "10.0.9.1")
+    node.start(hold_locks)
+    await asyncio.sleep(0.1)
+    again, in_its_place = (os.open(name, os.O_RDWR) for name in (path, os.devnull))
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    node.kill()
+    fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for descriptor in (again, in_its_place):
+        os.close(descriptor)
 
 
 async def test_what_was_registered_outlives_a_power_loss_of_the_orchestrators(simulation):
