@@ -15,6 +15,7 @@ from lorafleet.service.settings import ServiceSettings
 from orchestrator.config import OrchestratorSettings
 from orchestrator.model.adapters import AdapterSpec
 from orchestrator.model.changes import reader_of
+from orchestrator.model.ledger import PriceList
 from orchestrator.model.limits import AccountLimits
 from orchestrator.model.policy import PlacementPolicy
 from orchestrator.model.served_names import AliasSpec
@@ -43,7 +44,7 @@ GIVEN = {
     | {"kube_selector", "kube_namespaces", "kubeconfig", "scale_from_zero"} | {"engine_key", "engine_salt"},
     "orchestrator": _EVERYWHERE
     | {"advertise_url", "backend", "lease", "lease_duration_s", "lease_renew_s", "lease_margin_s", "stop_grace_s"}
-    | {"peer_fleets", "peer_token_file"}
+    | {"peer_fleets", "peer_token_file", "price_file"}
     | {"store", "store_file", "record", "engines", "engine_slots", "engine_roots", "engine_key", "engine_salt"}
     | {"kube_selector", "kube_namespaces", "kube_namespace", "kube_name", "kubeconfig", "scale_from_zero"},
     "workers": _EVERYWHERE
@@ -86,6 +87,7 @@ def schema_with_settings() -> str:
     alias["properties"]["targets"]["items"]["properties"]["lora_id"] |= _LORA_ID
     schema["definitions"]["alias"] = alias | {"type": ["object", "null"]}  # a later file takes one out by null
     schema["definitions"]["policy"] = _body(reader_of(PlacementPolicy).json_schema())
+    schema["definitions"]["prices"] = _prices(reader_of(PriceList).json_schema())
     schema["definitions"]["alert"] = {"enum": [rule["alert"] for rule in yaml.safe_load(_ALERTS.read_text())]}
     schema["definitions"]["grant"] = _grant(schema["definitions"]["key"])
     schema["definitions"]["issuer"] = _issuer(TypeAdapter(Issuer).json_schema())
@@ -115,6 +117,13 @@ def defaults_by_path() -> str:
 
     entries = [entry for name, value in given for entry in walk((name,), value, schema["properties"][name])]
     return "[\n" + ",\n".join(f" {json.dumps(entry)}" for entry in entries) + "\n]\n"
+
+
+def _prices(own: Manifest) -> Manifest:
+    """JSON Schema of a price list. A base model has the fields of `default`; an empty list is none."""
+    short = _body({**own, "required": []})
+    short["properties"]["base_models"]["additionalProperties"] = short["properties"]["default"]
+    return short
 
 
 def _issuer(own: Manifest) -> Manifest:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrator.api.usage import read_prices
 from orchestrator.configmaps.objects import parse_declared
 from orchestrator.model.policy import PlacementPolicy
 from tests.helm.rendering import CHART, Manifest, helm_template
@@ -78,6 +79,33 @@ def test_aliases_and_the_policy_are_intent_that_the_orchestrator_reads(tmp_path)
 )
 def test_wrong_values_are_named(tmp_path, values, message):
     assert message in refusal(tmp_path, values)
+
+
+PRICES = {"currency": "EUR", "base_models": {"m": {"per_engine_second": 0.004}}}
+
+
+@pytest.mark.parametrize(
+    ("prices", "source", "key"),
+    [
+        ({"list": PRICES}, "fleet-lorafleet-prices", "prices.yaml"),
+        ({"configMap": {"name": "ours", "key": "euro"}}, "ours", "euro"),
+    ],
+)
+def test_an_orchestrator_has_the_price_file_of_a_list_or_of_a_configmap(tmp_path, prices, source, key):
+    found = made(tmp_path, {"orchestrator": {"store": DATABASE, "prices": prices}})
+    spec = found["Deployment/fleet-lorafleet-orchestrator"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    (file,) = [each["value"] for each in container["env"] if each["name"] == "LORAFLEET_ORCHESTRATOR_PRICE_FILE"]
+    (mount,) = [each for each in container["volumeMounts"] if each["name"] == "prices"]
+    (volume,) = [each["configMap"] for each in spec["volumes"] if each["name"] == "prices"]
+    assert volume == {"name": source, "items": [{"key": key, "path": Path(file).name}]}
+    assert mount == {"name": "prices", "mountPath": str(Path(file).parent), "readOnly": True}
+    if "list" in prices:
+        price_file = tmp_path / "prices.yaml"
+        price_file.write_text(found[f"ConfigMap/{source}"]["data"][key])
+        assert read_prices(price_file).of("m").per_engine_second == 0.004
+    else:
+        assert f"ConfigMap/{source}" not in found
 
 
 def test_a_pool_may_have_an_account_of_its_own_or_an_existing_one(tmp_path):

@@ -171,7 +171,16 @@ def test_every_value_is_said_in_values_yaml_and_used_by_some_template():
         part = schema["definitions"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
         for name, below in part.get("properties", {}).items():
             yield (*path, name)
-            if name not in {"settings", "resources", "demoModelResources", "image", "global", "overlays", "policy"}:
+            if name not in {
+                "settings",
+                "resources",
+                "demoModelResources",
+                "image",
+                "global",
+                "overlays",
+                "policy",
+                "list",
+            }:
                 yield from allowed(below, (*path, name))
 
     output = {path[:depth] for path in leaves(values) for depth in range(1, len(path) + 1)}

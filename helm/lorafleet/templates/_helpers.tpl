@@ -345,6 +345,11 @@ source  kubernetes.io, Server-Side Apply, Transferring ownership; helm 3.17 pkg/
 {{- with .Values.orchestrator.settings.traffic_max_bytes }}
 {{- if and (not $.Values.orchestrator.traffic.existingClaim) (not (hasKey $.Values.orchestrator.settings "traffic")) (lt (include "lorafleet.bytes" $.Values.orchestrator.traffic.size | int64) (mul 2 (int64 .))) }}{{- fail (printf "orchestrator.traffic.size %v is less than twice settings.traffic_max_bytes %d: a node evicts a pod whose files exceed that; raise the size" $.Values.orchestrator.traffic.size (int64 .)) }}{{- end }}
 {{- end }}
+{{- with .Values.orchestrator.prices }}
+{{- if and .list (not .list.currency) }}{{- fail "orchestrator.prices.list: currency is missing; give one, as EUR" }}{{- end }}
+{{- if and .list .configMap.name }}{{- fail "orchestrator.prices: give a list, or the configMap that has one; leave one out" }}{{- end }}
+{{- if and (or .list .configMap.name) (ne $.Values.orchestrator.store.type "postgresql") }}{{- fail "orchestrator.prices: usage is kept with orchestrator.store.type postgresql alone, so nothing would have a price; use that store, or leave prices out" }}{{- end }}
+{{- end }}
 {{- include "lorafleet.once" (dict "what" "imagePullSecrets" "names" .Values.imagePullSecrets "taken" list) -}}
 {{- include "lorafleet.once" (dict "what" "networkPolicy.engines" "names" (include "lorafleet.each" (dict "items" .Values.networkPolicy.engines "field" "name") | fromJsonArray) "taken" list) -}}
 {{- if and .Values.orchestrator.enabled (eq .Values.orchestrator.store.type "postgresql") }}
