@@ -58,7 +58,7 @@ class UsageSums:
     prefill_s: float = 0.0
     """engine-seconds: each prompt's prefill at its engine's measured rate, without what was predicted to be cached"""
     decode_s: float = 0.0
-    """engine-seconds: each answer's share of its engine's decode steps"""
+    """engine-seconds: each request's share of its engine's time in flight there, beyond the prefills"""
     slot_s: float = 0.0
     """seconds for which engines held an adapter, of all engines together"""
     loads: int = 0

@@ -86,9 +86,9 @@ class RequestCounts:
     """of streamed answers, from their first token to their last, of `decode_tokens` further tokens"""
     decode_tokens: Count = 0
     work_s: Seconds = 0
-    """seconds of engine work: prefill, and each answer's share of its decode steps"""
+    """seconds of engine work: prefill, and each request's share of its engine's other time"""
     decode_work_s: Seconds = 0
-    """of `work_s`, the shares of decode steps"""
+    """of `work_s`, those beyond the prefill"""
     engine_errors: Count = 0
     """requests that an engine failed, also where another one answered: a 5xx, a broken stream, an engine that died"""
     engine_first_token_s: Seconds = 0

@@ -139,8 +139,9 @@ def record(run: RequestRun) -> None:
         usage = dispatched.usage
         if usage is not None:
             output_tokens = usage.completion_tokens or 0
+        dispatched.is_computed = is_served
         decode_s = end_dispatched(services, dispatched, is_error=is_error, output_tokens=output_tokens)
-        if decode_s and services.scheduler.queue:
+        if decode_s and is_served and services.scheduler.queue:
             record_decode_time(services, run.caller, dispatched.target, decode_s)
     if run.granted is not None:
         services.quotas.settle(
@@ -284,13 +285,16 @@ def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
     else:
         counts.waited_s += dispatched.waited_s
         # One that its engine goes on with is counted as sent by `_count_background`.
-        if dispatched.load.ended:
-            counts.sent += 1
-            counts.work_s += dispatched.work_s
-            counts.decode_work_s += dispatched.decode_work_s
-            is_error, output_tokens, work_s = dispatched.is_error, dispatched.output_tokens, dispatched.work_s
         usage = dispatched.usage
         cached_tokens = None if usage is None else dispatched.cached_tokens
+        if dispatched.load.ended:
+            counts.sent += 1
+            is_error, output_tokens = dispatched.is_error, dispatched.output_tokens
+            if dispatched.is_computed:
+                work_s = dispatched.load.work_s
+                counts.work_s += work_s
+                counts.decode_work_s += dispatched.load.decode_s
+                usage = usage or _predicted_usage(dispatched)
         add_tokens(counts, usage, output_tokens, dispatched.predicted_tokens, cached_tokens)
         tokens = output_tokens + (0 if usage is None else usage.prompt_tokens)
         _spend(run.services, caller, tokens, work_s)
@@ -308,6 +312,11 @@ def count_run(run: RequestRun, status: int, code: str, limit: str = "") -> None:
                 counts.decode_tokens += decode_tokens
     if is_error or (run.failures and _blames_adapter(run)):
         counts.engine_errors += 1
+
+
+def _predicted_usage(dispatched: DispatchedRequest) -> EngineUsage:
+    """The usage of a request whose engine did not get to report it: its client left, or its stream broke off."""
+    return EngineUsage(dispatched.decision.request.prompt_tokens, None, dispatched.predicted_tokens)
 
 
 def _blames_adapter(run: RequestRun) -> bool:
@@ -330,11 +339,11 @@ def _count_background(
         key=caller.key_id,
     )
     counts.sent += 1
-    counts.work_s += dispatched.work_s
-    counts.decode_work_s += dispatched.decode_work_s
+    counts.work_s += dispatched.load.work_s
+    counts.decode_work_s += dispatched.load.decode_s
     add_tokens(counts, usage, dispatched.output_tokens, 0, None)
     tokens = dispatched.output_tokens + (0 if usage is None else usage.prompt_tokens)
-    _spend(services, caller, tokens, dispatched.work_s)
+    _spend(services, caller, tokens, dispatched.load.work_s)
 
 
 def _spend(services: Services, caller: Caller, tokens: int, work_s: float) -> None:

@@ -164,7 +164,7 @@ def end_dispatched(
 ) -> float:
     """Give back the load entry and pending blocks, and wake the queue. Safe to call twice.
 
-    Returns the request's share of the engine's seconds of decoding; 0.0: not known.
+    Returns the request's share of the engine's seconds of decoding.
 
     is_error       the engine failed the request
     output_tokens  generated tokens, as far as is known
@@ -172,18 +172,11 @@ def end_dispatched(
     load, first_data_s = dispatched.load, dispatched.first_data_s
     if load.ended:
         return 0.0
-    now, decode_s = services.clock(), 0.0
     dispatched.is_error, dispatched.output_tokens = is_error, output_tokens
-    if first_data_s is not None:
-        report = dispatched.replica.report
-        if report.decode_tokens_per_s:
-            # A step decodes one token of each running request, so each is charged its share.
-            decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
-        dispatched.decode_work_s = decode_s
-        dispatched.work_s = dispatched.decision.score.prefill_s + decode_s
+    services.scheduler.load.remove(load, services.clock(), is_answered=first_data_s is not None)
+    decode_s = load.decode_s
     if load.session is not None:
         load.session.program.service_s += decode_s
-    services.scheduler.load.remove(load, now, is_answered=first_data_s is not None)
     services.queue.poke()
     if dispatched.pending is not None and dispatched.index is not None:
         dispatched.index.remove_pending(dispatched.pending)

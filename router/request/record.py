@@ -43,9 +43,9 @@ class DispatchedRequest(msgspec.Struct, eq=False):
     usage            the engine's; None: it has reported none yet
     cached_tokens    in that usage, where it is about this prompt alone
     lost_tokens      prompt tokens that only other callers' caches held; None: they were not looked up
-    work_s           seconds of engine work that it was, known at its end; `decode_work_s`: of decode steps
     output_tokens    generated, as far as known
     is_error         the engine failed it
+    is_computed      the engine has computed it, though maybe not to its end; it did not refuse it
     """
 
     request_id: str
@@ -72,10 +72,9 @@ class DispatchedRequest(msgspec.Struct, eq=False):
     usage: EngineUsage | None = None
     cached_tokens: int | None = None
     lost_tokens: int | None = None
-    work_s: float = 0.0
-    decode_work_s: float = 0.0
     output_tokens: int = 0
     is_error: bool = False
+    is_computed: bool = False
 
 
 class Decisions(deque[DispatchedRequest]):

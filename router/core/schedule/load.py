@@ -108,6 +108,7 @@ class LoadBook:
         self._update_pace(entry, now)
         if entry.in_prefill:
             book.mark_changed(now)
+            book.charge_prefill(entry)
             book.leave_prefill(entry, now)
 
     def record_data(self, worker: WorkerId, at: float) -> None:
@@ -146,7 +147,7 @@ class LoadBook:
     def remove(self, entry: LoadEntry, now: float, *, is_answered: bool = False) -> None:
         """Forget a request that ended, well or badly. An answered one updates the replica's usual request time.
 
-        Takes it out of prefill and all counts. Safe to call twice.
+        Takes it out of prefill and all counts, and sets the seconds that it was. Safe to call twice.
         is_answered  its whole answer has just arrived, and `record_first_token` was not called for it
         """
         if entry.ended:
@@ -160,8 +161,12 @@ class LoadBook:
         if entry.session is not None:
             entry.session.end_turn(now)
             book.held.end_turn(entry.session)
+        has_prefill = is_answered or not entry.in_prefill
         if entry.in_prefill:
+            if has_prefill:
+                book.charge_prefill(entry)
             book.leave_prefill(entry, now)
+        book.charge_share(entry, has_prefill=has_prefill)
         if is_answered or entry.is_answered:
             # Only of answered requests: a refusal takes no time. The plain mean at first, so that one odd request does
             # not count for ten.
@@ -207,6 +212,7 @@ class LoadBook:
         book.stale.add(book.position)
         if report.at == book.reported_at:
             return
+        book.advance_clock(report.at)
         in_prefill, in_flight = book.sequences_at(report.at)
         in_prefill -= book.apply_report(report.at, report.waiting)
         # The engine counts one of ours in prefill as running: it works on the first while the others wait.

@@ -53,6 +53,8 @@ class LoadEntry(msgspec.Struct, eq=False):
     is_answered      its first token, or its whole answer, has arrived
     first_token_s    predicted seconds from dispatch to its first token; prefill_s of them at this pace
     session          whose turn it is; None: not known
+    work_s           seconds of its engine's time that it was, of these `decode_s` beyond its prefill; known at its end
+    clock_s          the book's work clock when it began
     """
 
     worker: WorkerId
@@ -73,6 +75,9 @@ class LoadEntry(msgspec.Struct, eq=False):
     first_token_s: float = 0.0
     pace: float = 1.0
     session: SessionState | None = None
+    work_s: float = 0.0
+    decode_s: float = 0.0
+    clock_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -100,6 +105,7 @@ class ReplicaBook:
                           is this router's
     stale, position       the set that collects positions of changed replicas, and this one's
     max_loras, max_seqs, kv_tokens, kv_tokens_used, reported_request_s   from the worker's and the engine's reports
+    clock_s, clock_at     the work clock, see `advance_clock`, and the time to which it has been advanced
     """
 
     base_model: str
@@ -144,9 +150,36 @@ class ReplicaBook:
     own_share: float = 1.0
     stale: set[int] = field(default_factory=set)
     position: int = 0
+    clock_s: float = 0.0
+    clock_at: float = -inf
+
+    def advance_clock(self, now: float) -> None:
+        """Advance the work clock: each second of the engine is shared out evenly among all sequences in flight.
+
+        So the shares of all requests add up to the time for which the engine is busy. Call before their number changes.
+        """
+        if now > self.clock_at:
+            if self.sequences:
+                self.clock_s += (now - self.clock_at) / (self.sequences + self.others_in_flight)
+            self.clock_at = now
+
+    def charge_prefill(self, entry: LoadEntry) -> None:
+        """Charge a prefill that is over to its request alone: all of ours in flight get their shares of it back."""
+        entry.work_s = entry.prefill_s
+        self.clock_s -= entry.prefill_s / self.sequences
+
+    def charge_share(self, entry: LoadEntry, *, has_prefill: bool) -> None:
+        """Charge a request that ends with its share of the engine's seconds since it began.
+
+        has_prefill  its prefill was charged before: the share is decoding. Else it left within its prefill
+        """
+        share_s = entry.sequences * (self.clock_s - entry.clock_s)
+        entry.work_s = max(0.0, entry.work_s + share_s)
+        entry.decode_s = max(0.0, share_s) if has_prefill else 0.0
 
     def mark_changed(self, now: float) -> None:
         """Mark the load as stale, and add the sequences until now to the history; call before each change."""
+        self.advance_clock(now)
         self.stale.add(self.position)
         if now - self.noted_at >= _MOMENT_S:
             self.noted_at = now
@@ -160,6 +193,7 @@ class ReplicaBook:
         now, prefill_s, name, names = entry.began_at, entry.prefill_s, entry.engine_name, self.counts_by_name
         sequences = entry.sequences
         self.mark_changed(now)
+        entry.clock_s = self.clock_s
         self.entries.add(entry)
         self.in_prefill[entry] = None
         self.sequences += sequences
@@ -299,6 +333,7 @@ class ReplicaBook:
         self.freed_tokens = 0
         running = self._past_prefill(at, waiting)
         for entry in running:
+            self.charge_prefill(entry)
             self.leave_prefill(entry, at)
         waits = self._without_slot()
         self.passed_over = waits[0] if waits and waits[0].began_at <= at - _PASSED_OVER_S else None

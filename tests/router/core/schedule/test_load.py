@@ -612,3 +612,44 @@ def test_a_router_counts_on_its_share_of_a_cache_that_others_use_too():
     for at in range(1, 200):
         book.apply_report(a_replica("w0", total_kv_blocks=100, report=EngineReport(running=4, at=float(at))))
     assert victim_tokens(book) == [pytest.approx(400, rel=0.01)]
+
+
+WORK_STEPS = st.tuples(st.sampled_from(["begin", "begin", "first_token", "end", "leave"]), st.integers(0, 9))
+
+
+@given(st.lists(WORK_STEPS, max_size=60))
+def test_shares_of_an_engines_time_add_up_to_the_time_for_which_it_is_busy(steps):
+    book, open_, all_, now, busy_s = LoadBook(), [], [], 0.0, 0.0
+    for step, number in [*steps, *[("end", 0)] * len(steps)]:
+        now += 0.5
+        busy_s += 0.5 if open_ else 0.0
+        if step == "begin":
+            open_.append(book.add("w0", SQL, 0.0, now, sequences=1 + number % 3))
+            all_.append(open_[-1])
+        elif open_ and step == "first_token":
+            book.record_first_token(open_[number % len(open_)], now)
+        elif open_:
+            book.remove(open_.pop(number % len(open_)), now, is_answered=step == "end")
+    assert sum(entry.work_s for entry in all_) == pytest.approx(busy_s)
+    assert all(0 <= entry.decode_s <= entry.work_s for entry in all_)
+
+
+def test_a_prefill_is_charged_to_its_request_alone():
+    book = LoadBook()
+    decoding = book.add("w0", "", 0.0, 0.0)
+    book.record_first_token(decoding, 0.0)
+    long = book.add("w0", SQL, 4.0, 1.0)
+    book.record_first_token(long, 6.0)  # four seconds of its prefill, and one of the other's decoding
+    book.remove(long, 8.0)
+    book.remove(decoding, 8.0)
+    assert long.work_s + decoding.work_s == pytest.approx(8.0)
+    assert long.work_s - long.decode_s == pytest.approx(4.0)
+    assert decoding.decode_s == decoding.work_s
+
+
+def test_a_request_that_leaves_within_its_prefill_is_charged_for_its_time_and_an_engine_is_shared_with_others():
+    book = LoadBook()
+    book.apply_report(a_replica("w0", report=EngineReport(at=0.0, running=3)))
+    left = book.add("w0", "", 10.0, 1.0)
+    book.remove(left, 3.0)
+    assert (left.work_s, left.decode_s) == (pytest.approx(0.5), 0.0)
