@@ -46,6 +46,14 @@ async def test_the_token_sweep_has_a_cost_for_each_script_and_length_and_draws_i
 
 
 @pytest.mark.fleet
+@pytest.mark.thorough
+def test_the_quick_gateway_benchmark_has_each_front(tmp_path):
+    rows = {row["what"]: row["value"] for row in rows_of("gateway", tmp_path)}
+    for front in ("engines alone", "router", "picker behind Envoy"):
+        assert 0 < rows[f"p50 of the whole answer, {front}"] <= rows[f"p99 of the whole answer, {front}"]
+
+
+@pytest.mark.fleet
 def test_the_quick_rest_benchmark_writes_its_rows(tmp_path):
     check(rows_of("rest", tmp_path))
 
