@@ -128,6 +128,7 @@ class Clients:
         } | ({"stream_options": {"include_usage": True}} if is_streamed else {})  # fmt: skip
         body |= {"cache_salt": salt} if salt else {}
         operation = self._begin("ask", name, client, is_final=is_final, router=router, tenant=tenant, salt=salt)
+        operation.detail |= {"cached": 0, "prompt": tuple(prompt)}
         status, text, headers = 0, "", {}
         try:
             async with httpx.AsyncClient(verify=False, trust_env=False, timeout=MOST_WAIT_S) as http:
@@ -145,8 +146,7 @@ class Clients:
                 operation.detail["is_broken_stream"] = "stream_broken" in error
             else:
                 operation.value = self._answers.content_of(answered, prompt, tokens)
-                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-                operation.detail |= {"cached": cached, "prompt": tuple(prompt)}
+                operation.detail["cached"] = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         elif status == 404 and is_final:
             status = 200  # an answer, too: the name stands for nothing
         self._end(operation, status, text)

@@ -90,21 +90,33 @@ def _ends(history: History) -> Iterator[Broken]:
 
 
 def _caches(history: History) -> Iterator[Broken]:
-    """A request gets cached tokens of those bytes alone that serve it, of its own salt, and of its own tenant."""
-    asked: dict[tuple[int | None, str, str], list[Operation]] = defaultdict(list)
+    """A request gets cached tokens of those bytes alone that serve it, of its own salt, and of its own tenant.
+
+    A request whose router was killed has no known bytes: an engine may have served it by any of its name's.
+    """
+    asked: dict[tuple[str, str], list[Operation]] = defaultdict(list)
     for each in history.operations:
         if each.kind == "ask" and "prompt" in each.detail:
-            asked[each.value, each.detail["salt"], each.detail.get("tenant", "")].append(each)
+            asked[each.detail["salt"], each.detail.get("tenant", "")].append(each)
     for same in asked.values():
-        for each in same:
+        for each in filter(_is_served, same):
             prompt, cached = each.detail["prompt"], each.detail["cached"]
-            others = (other.detail["prompt"] for other in same if other is not each)
+            others = (
+                other.detail["prompt"]
+                for other in same
+                if other is not each and (other.value == each.value if _is_served(other) else other.name == each.name)
+            )
             longest = max((_common(prompt, other) for other in others), default=0)
             # More than the shared beginning is a prompt's own: the router has sent it a second time.
             if longest < cached <= len(prompt) - OWN_TOKENS:
                 yield Broken(
                     "caches", f"{cached} cached tokens, {longest} were asked of these bytes in this cache: {each}"
                 )
+
+
+def _is_served(operation: Operation) -> bool:
+    """Whether it is known which bytes have served a request, or that none has."""
+    return operation.outcome is not Outcome.UNKNOWN
 
 
 def _holds(history: History, cut_off: CutOff) -> Iterator[Broken]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 from math import inf
 from typing import Any
 
@@ -91,24 +92,37 @@ class Register:
         seen: set[tuple[frozenset[int], int | None]] = set()
         trail: list[int] = []
 
+        def may_be_next(left: frozenset[int]) -> Iterator[int]:
+            first_end = min(_end_of(operations[index]) for index in left)
+            return takewhile(lambda index: operations[index].invoked_at <= first_end, _by_begin(left, operations))
+
         def search(left: frozenset[int], value: int | None) -> bool:
+            length = len(trail)
+            # A read of the present value changes nothing, so each is taken as soon as it may be.
+            while left & must and (reads := [index for index in may_be_next(left) if is_read_of(index, value)]):
+                trail.extend(reads)
+                left -= frozenset(reads)
             if not left & must:
                 return True
-            if (left, value) in seen:
-                return False
-            seen.add((left, value))
-            first_end = min(_end_of(operations[index]) for index in left)
-            for index in _by_begin(left, operations):
-                operation = operations[index]
-                if operation.invoked_at > first_end:
-                    break
-                if operation.kind == "ask" and operation.value != value:
-                    continue
-                trail.append(index)
-                if search(left - {index}, value if operation.kind == "ask" else operation.value):
-                    return True
-                trail.pop()
+            if (left, value) not in seen:
+                seen.add((left, value))
+                # Of writes that may have had no effect the first of each value is enough: the others may come later.
+                tried = {value}
+                for index in may_be_next(left):
+                    written = operations[index].value
+                    if operations[index].kind == "ask" or (index not in must and written in tried):
+                        continue
+                    if index not in must:
+                        tried.add(written)
+                    trail.append(index)
+                    if search(left - {index}, written):
+                        return True
+                    trail.pop()
+            del trail[length:]
             return False
+
+        def is_read_of(index: int, value: int | None) -> bool:
+            return operations[index].kind == "ask" and operations[index].value == value
 
         return [operations[index] for index in trail] if search(everything, None) else None
 
