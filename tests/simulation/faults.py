@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 _CATCH_UP_S = 10.0
 # A change waits `confirm_wait_s`, two seconds, for a router.
 _WAITED_FOR_S = 1.5
+# With as much loss a distant router's answers may take longer than that.
+_CUTS_OFF_LOSS = 0.1
 
 
 class Faults:
@@ -96,6 +98,9 @@ class Faults:
         """So many packets are lost, and sent again."""
         weather = self._loop.network.weather
         weather.loss = loss
+        fleet = self._world.scenario.fleet
+        if loss >= _CUTS_OFF_LOSS and fleet.far_s:
+            self._note_cut_off(for_s, f"router{fleet.routers - 1}")
 
         def clear_up() -> None:
             weather.loss = 0.0
