@@ -3,7 +3,7 @@ import { html, useState } from "../lib.js";
 import { get, save, useLoad } from "../api.js";
 import { Table } from "../table.js";
 import { Choice, Loaded, Panel, say } from "../parts.js";
-import { missing, number, span } from "../format.js";
+import { missing, number, seconds, span } from "../format.js";
 
 const FIELDS = [["tenant", "by tenant"], ["key", "by key"], ["adapter", "by adapter"], ["version", "by version"], ["base_model", "by base model"], ["hour", "by hour"]];
 const NONE = { tenant: "no tenant", key: "no key", adapter: "base models", version: missing, base_model: "unknown model" };
@@ -40,7 +40,7 @@ function columns({ data, currency }) {
   return [
     { id: "group", label: by.replace("_", " "), value: (row) => row.group[by], cell: (row) => html`<span class="name">${row.group[by] || NONE[by]}</span>` },
     sum("requests", "requests"), sum("failed", "failed", number, { hide: "medium" }), sum("prompt_tokens", "prompt tokens"), sum("cached_tokens", "cached", number, { title: "prompt tokens that engines found in their caches" }), sum("completion_tokens", "completion tokens"),
-    sum("prefill_s", "prefill", span, { hide: "medium", title: "engine time of prompts" }), sum("decode_s", "decode", span, { hide: "medium", title: "engine time of answers" }),
+    sum("prefill_s", "prefill", seconds, { hide: "medium", title: "engine time of prompts" }), sum("decode_s", "decode", seconds, { hide: "medium", title: "engine time of answers" }),
     sum("slot_s", "in slots", span, { hide: "medium", title: "time for which engines held adapters, of all engines together" }), sum("loads", "loads", number, { hide: "medium" }),
     ...(currency === null ? [] : [{ id: "cost", label: `cost (${currency})`, numeric: true, value: (row) => row.cost, cell: (row) => row.cost.toFixed(2) }]),
   ];
