@@ -13,7 +13,7 @@ from tests.simulation.programs import EngineFlags
 
 ADAPTERS = ("a", "b", "c")
 CLIENTS = 3
-BETWEEN_REQUESTS_S, BETWEEN_FAULTS_S = 8.0, 120.0
+BETWEEN_REQUESTS_S, BETWEEN_FAULTS_S = 8.0, 60.0
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 LOST_S = 5.0
 """The usage of a killed router that may be lost."""
@@ -112,9 +112,9 @@ async def fail_until(fleet, ends_at, seed, network):
     return kills
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("seed", "minutes"),
-    [(1, 4), *(pytest.param(seed, 60, marks=pytest.mark.thorough) for seed in (2, 3, 4))],
+    ("seed", "minutes"), [(1, 4), *(pytest.param(seed, 12, marks=pytest.mark.thorough) for seed in (2, 3))]
 )
 async def test_the_ledger_agrees_with_the_engines_whatever_is_killed(simulation, seed, minutes):
     flags = EngineFlags(decode_tokens_per_s=20.0, more=("--sim-prefill-tokens-per-s", "1000"))
