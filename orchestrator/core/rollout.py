@@ -169,9 +169,13 @@ def advance(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rol
 
     Adds the observed counts, so use each observation once. It advances by one phase at most; call it again, without
     counts, while the phase changes.
+
+    now  Unix seconds. Where a clock was set back, or a new leader's is behind, a step's time begins anew
     """
     if not rollout.is_active:
         return rollout, None
+    if now < rollout.since:
+        rollout = replace(rollout, since=now, paused_at=None if rollout.paused_at is None else now)
     rollout = replace(rollout, old=rollout.old + seen.old, new=rollout.new + seen.new)
     if rollout.scale is None:
         rollout = replace(rollout, scale=_replicas_for_all_traffic(rollout, seen))

@@ -36,7 +36,7 @@ class Faults:
     def pause(self, *, node: str, for_s: float) -> None:
         """The process stands still."""
         self._processes.pause(node, for_s)
-        self._note_cut_off(for_s, node)
+        self._note_cut_off(for_s, *(self._served_by(node) or [node]))
 
     def engine(self, *, node: str, how: str, path: str, for_s: float) -> None:
         """An engine hangs, refuses or is late: all of it, or the calls whose path begins so."""
@@ -81,8 +81,15 @@ class Faults:
         if one != two:
             network.partition(one, two)
             if "orch" in node + other:
-                self._note_cut_off(for_s, node, other)
+                far = [] if "router" in node + other else self._served_by(node) or self._served_by(other)
+                self._note_cut_off(for_s, node, other, *far)
             self._processes.after(for_s, lambda: network.heal(one, two))
+
+    def _served_by(self, node: str) -> list[str]:
+        """Routers that hear of changes by this process: of several orchestrators each may serve all of them."""
+        fleet = self._world.scenario.fleet
+        is_one_of_several = node.startswith("orch") and fleet.orchestrators > 1
+        return [f"router{number}" for number in range(fleet.routers)] if is_one_of_several else []
 
     def _note_cut_off(self, for_s: float, *nodes: str) -> None:
         """Remember which routers are behind for so long, and for a moment after it; a change waits for short ones."""

@@ -52,6 +52,8 @@ def _names(history: History, scenario: FaultScenario, cut_off: CutOff) -> Iterat
         if name in scenario.fleet.rolling:
             continue
         counted = [each for each in history.of(name) if not _is_cut_off(each, cut_off)]
+        if scenario.fleet.has_api_server:
+            counted += _taken_back(counted)
         for router in range(scenario.fleet.routers):
             register = Register.of(
                 [
@@ -66,6 +68,17 @@ def _names(history: History, scenario: FaultScenario, cut_off: CutOff) -> Iterat
                     "names", f"no order of these operations on {name} explains router{router}'s answers:\n  {lines}"
                 )
                 break
+
+
+def _taken_back(operations: Sequence[Operation]) -> Iterator[Operation]:
+    """Writes that stand for the end of changes that an API server never took: any value before may be back.
+
+    With ConfigMaps a change is in force before the server has taken it, and is answered after that.
+    """
+    writes = [each for each in operations if each.kind != "ask" and each.outcome is not Outcome.REFUSED]
+    for lost in (each for each in writes if each.outcome is Outcome.UNKNOWN):
+        for value in {None, *(each.value for each in writes if each.invoked_at < lost.returned_at)}:
+            yield Operation("write", lost.name, lost.invoked_at, lost.client, value, detail={"taken": "back"})
 
 
 def _is_cut_off(operation: Operation, cut_off: CutOff) -> bool:

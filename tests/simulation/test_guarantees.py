@@ -40,6 +40,16 @@ def test_answer_by_the_version_before_breaks_a_promise_unless_the_router_was_cut
     assert broken(*history, cut_off={1: [(3.5, 5.0)]}) == ["names"]
 
 
+def test_change_that_an_api_server_never_took_may_be_taken_back():
+    lost = replace(change("write", 2, 2, 3), outcome=Outcome.UNKNOWN)
+    history = WRITE, lost, ask(2, 4), ask(1, 5)
+    assert broken(*history) == ["names"]
+    at_api_server = replace(FLEET, has_api_server=True)
+    assert broken(*history, fleet=at_api_server) == []
+    assert broken(*history, ask(3, 6), fleet=at_api_server) == ["names"]
+    assert broken(WRITE, change("write", 2, 2, 3), ask(2, 4), ask(1, 5), fleet=at_api_server) == ["names"]
+
+
 def test_routers_may_differ_until_a_change_is_answered_and_agree_in_the_end():
     two = replace(FLEET, routers=2)
     new, late = change("write", 2, 2, 4), ask(1, 3, router=1)

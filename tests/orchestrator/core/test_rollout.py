@@ -113,6 +113,17 @@ def test_a_paused_rollout_stays_where_it_is_and_still_goes_back():
     assert walked(rollout, [(1051, seen(4, 4))])[1] == [{OLD: 0.5, NEW: 0.5}]
 
 
+def test_a_clock_that_is_set_back_begins_the_time_of_a_step_anew():
+    rollout, _ = walked(a_rollout(), [(5000, seen(4, 4))])
+    rollout, said = walked(rollout, [(1400, seen(4, 4)), (1459, seen(4, 4))])
+    assert (rollout.phase, said) == ("watching", [])
+    assert walked(rollout, [(1461, seen(4, 4))])[1] == [{OLD: 0.5, NEW: 0.5}]
+    rollout, _ = walked(paused_rollout(rollout, 1459.0), [(100, seen(4, 4))])
+    rollout = resumed_rollout(rollout, 900.0)
+    assert walked(rollout, [(959, seen(4, 4))])[1] == []
+    assert walked(rollout, [(961, seen(4, 4))])[1] == [{OLD: 0.5, NEW: 0.5}]
+
+
 def test_a_step_lasts_until_it_has_enough_requests():
     few = RequestTally(10, 0, 10, 1.0)
     rollout, _ = walked(a_rollout(), [(0, seen(4, 4, tally=few))])
