@@ -309,9 +309,12 @@ class ColdStarts:
             replicas, barred = self.discovery.fleet.roster(base_model).replicas, excluded()
             return any(replica.state == "ready" and replica.incarnation not in barred for replica in replicas)
 
+        # The last worker of a pool counts as ready until it has been silent for a while: then the pool is at zero.
+        may_go_to_zero = bool(grace_s) and base_model in self.from_zero.start_s
+
         def is_over() -> bool:
             """Whether a replica may serve the request, or none is expected."""
-            return is_back() or not self._is_any_expected(base_model)
+            return is_back() or not (may_go_to_zero or self._is_any_expected(base_model))
 
         if is_back() or (not grace_s and is_over()):
             return

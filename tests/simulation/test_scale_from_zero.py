@@ -181,3 +181,16 @@ async def test_an_autoscaler_reads_what_is_held_and_how_long_a_pool_is_idle(simu
     idle = await figures()
     assert idle["lorafleet_pool_held_requests"] == 0
     assert 55 < idle["lorafleet_pool_idle_seconds"] < 70
+
+
+async def test_requests_that_the_last_worker_fails_as_it_ends_are_held_for_the_next_one(simulation):
+    fleet, pool = await fleet_at_zero(simulation, 4)
+    assert (await ask(fleet, MODEL)).status_code == 200
+    for name in ("w0", "engine0"):  # an autoscaler takes it away, and no router has heard of that
+        fleet.kill(name, away_s=None)
+    pool.replicas = 0
+    answers = await asyncio.gather(
+        *(ask(fleet, name, router=number) for name in (MODEL, "sql/v1") for number in (0, 1))
+    )
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert pool.replicas == 1
