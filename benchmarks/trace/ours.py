@@ -191,7 +191,7 @@ class LorafleetRouter:
         flight = self._scheduler.record_dispatch(decision, now, hashed)
         hold = self._index.add_pending(decision.replica.id, [BlockHash(key) for key in request.keys])
         self._flights[request] = flight, hold
-        request.predicted_s = flight.first_token_s
+        request.predicted_s = flight.predicted_s
         self._fleet.send(request, decision.position)
 
     def _give_up(self, request: TraceRequest) -> None:

@@ -35,7 +35,7 @@ def dispatched_answer(dispatched: DispatchedRequest, trust: Callable[[WorkerId],
         winner_trust=dispatched.trust,
         engine_cached_tokens=dispatched.cached_tokens,
         waited_s=dispatched.waited_s,
-        first_token_s=dispatched.load.first_token_s,
+        first_token_s=dispatched.load.predicted_s,
         first_data_s=dispatched.first_data_s,
         session=dispatched.load.session,
     )

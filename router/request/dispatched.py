@@ -92,8 +92,8 @@ def record_first_token(services: Services, dispatched: DispatchedRequest) -> Non
     Also sets `first_data_s` and hands over the pending blocks, see `record_whole_answer`.
     """
     entry, now = dispatched.load, services.clock()
-    if entry.first_token_s > 0:
-        services.metrics.first_token_ratio.observe((now - entry.began_at) / entry.first_token_s)
+    if entry.predicted_s > 0:
+        services.metrics.first_token_ratio.observe((now - entry.began_at) / entry.predicted_s)
     services.scheduler.load.record_first_token(entry, now)
     services.queue.poke()
     record_whole_answer(services, dispatched)

@@ -158,7 +158,7 @@ class ClientResponse(msgspec.Struct, eq=False):
         cached_tokens = disclosed_cached_tokens(self.services, run.caller, dispatched) if is_prefilled else 0
         headers = _answer_headers(answer, dispatched, cached_tokens)
         if _may_see_predictions(run.caller, dispatched):
-            headers += f"x-lorafleet-first-token-s: {dispatched.load.first_token_s:.4f}\r\n"
+            headers += f"x-lorafleet-first-token-s: {dispatched.load.predicted_s:.4f}\r\n"
         if run.granted is not None:
             now = self.services.clock()
             headers += header_lines(

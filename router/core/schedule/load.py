@@ -75,7 +75,7 @@ class LoadBook:
 
         prefill_s      seconds of work that it is until its first token
         adapter_s      seconds until its adapter is on the device; counts for the base model's utilisation
-        first_token_s  predicted seconds until its first token
+        first_token_s  seconds until its first token by the cost model
         session        whose turn it is; None: not known
         """
         work = self._models.get(base_model)
@@ -92,19 +92,22 @@ class LoadBook:
         uncached_tokens = prompt_tokens - cached_tokens
         entry = LoadEntry(worker, engine_name, prefill_s, uncached_tokens, prompt_tokens, now, work, book, sequences)
         entry.first_token_s, entry.pace, entry.session = first_token_s, book.prefill_pace, session
+        entry.beyond_s = book.beyond_s
         book.add(entry)
         return entry
 
     def record_first_token(self, entry: LoadEntry, now: float) -> None:
         """Record a request's first token: it leaves prefill, and its engine counts as alive.
 
-        Its duration corrects the replica's prefill pace. Does nothing the second time or after the request's end.
+        Its duration corrects the replica's prefill pace, or what its first tokens take beyond the cost model. Does nothing
+        the second time or after the request's end.
         """
         if entry.is_answered or entry.ended:
             return
         entry.is_answered = True
         book = entry.book
         book.data_at = now
+        book.update_beyond(entry, now)
         self._update_pace(entry, now)
         if entry.in_prefill:
             book.mark_changed(now)

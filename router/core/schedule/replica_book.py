@@ -36,6 +36,10 @@ _LEAST_PACE, _MOST_PACE = 0.001, 100.0
 _LEAST_OWN_SHARE = 0.5
 _LEAST_PREFILL_S = 0.1
 _MOST_OFF = 8.0
+# What a first token takes beyond its prediction moves by this share of itself, and by no less than a millisecond: so
+# half of the first tokens come later, however long the slow ones take.
+_BEYOND_SHARE = 0.1
+_LEAST_BEYOND_S = 0.01
 # Weights of the first prefills, and of all later ones.
 _FIRST_PACES = 4
 _PACE_SHARE = 0.1
@@ -51,7 +55,8 @@ class LoadEntry(msgspec.Struct, eq=False):
                      prefill when a report shows that it runs
     is_exact         what its replica has cached of its prompt was known, not estimated
     is_answered      its first token, or its whole answer, has arrived
-    first_token_s    predicted seconds from dispatch to its first token; prefill_s of them at this pace
+    first_token_s    seconds from dispatch to its first token by the cost model; prefill_s of them at this pace
+    beyond_s         seconds that first tokens usually take beyond that there
     session          whose turn it is; None: not known
     work_s           seconds of its engine's time that it was, of these `decode_s` beyond its prefill; known at its end
     clock_s          the book's work clock when it began
@@ -73,11 +78,17 @@ class LoadEntry(msgspec.Struct, eq=False):
     is_answered: bool = False
     ended: bool = False
     first_token_s: float = 0.0
+    beyond_s: float = 0.0
     pace: float = 1.0
     session: SessionState | None = None
     work_s: float = 0.0
     decode_s: float = 0.0
     clock_s: float = 0.0
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted seconds from dispatch to the first token."""
+        return self.first_token_s + self.beyond_s
 
 
 @dataclass(slots=True)
@@ -98,6 +109,7 @@ class ReplicaBook:
     data_at               when data of any answer last arrived
     history               (until, in prefill, in flight): our sequences until then; `noted_at`: the last entry's time
     reported_at, moved_at  when the engine's counters were read, and when they had last moved
+    beyond_s              seconds that first tokens usually take beyond the cost model
     prefill_pace, paced, has_pace   as in ReplicaLoad; the prefills that it was learned from, and whether there are any:
                           else it is that of another replica of the base model
     rate                  prefill tokens per second, by the engine's agent; 0.0: not known
@@ -143,6 +155,7 @@ class ReplicaBook:
     others_until: float = -inf
     others_in_flight: int = 0
     prefill_pace: float = 1.0
+    beyond_s: float = 0.0
     paced: int = 0
     has_pace: bool = False
     rate: float = 0.0
@@ -261,6 +274,16 @@ class ReplicaBook:
             self.paced, self.has_pace = self.paced + 1, True
             share = max(_PACE_SHARE, 1 / (_FIRST_PACES + self.paced))
             self.prefill_pace = _bounded_pace(self.prefill_pace + share * (entry.pace * off - self.prefill_pace))
+
+    def update_beyond(self, entry: LoadEntry, now: float) -> None:
+        """Correct what first tokens take beyond the cost model, by one whose prefill was too short to correct the pace.
+
+        That is HTTP, tokenizing, the engine's other processes, and requests of other routers.
+        """
+        if entry.is_exact and entry.is_streamed and entry.prefill_s < _LEAST_PREFILL_S * entry.pace:
+            step_s = _BEYOND_SHARE * max(_LEAST_BEYOND_S, self.beyond_s)
+            is_later = now - entry.began_at > entry.first_token_s + self.beyond_s
+            self.beyond_s = self.beyond_s + step_s if is_later else max(0.0, self.beyond_s - step_s)
 
     def apply_rate(self, tokens_per_s: float) -> None:
         """Take over the rate that the engine's agent has learned; the pace goes on meaning the same seconds a token.

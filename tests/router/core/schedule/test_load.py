@@ -517,6 +517,28 @@ def test_short_prefill_says_nothing_about_the_pace_because_http_takes_as_long():
     assert book.replica_load("w0").prefill_pace == 1.0
 
 
+@pytest.mark.parametrize("late_s", [0.004, 0.04, 0.4])
+def test_first_tokens_of_short_prefills_tell_what_they_take_beyond_the_cost_model(late_s):
+    book, now, before = LoadBook(), 0.0, []
+    for number in range(200):
+        entry = book.add("w0", "", 0.02, now, first_token_s=0.02)
+        before.append(entry.predicted_s)
+        took_s = 0.02 + late_s * (3.0 if number % 3 == 0 else 1.0)  # a third of them take much longer
+        now += took_s
+        book.record_first_token(entry, now)
+        book.remove(entry, now)
+    assert before[0] == 0.02  # nothing is known of the first one
+    assert sum(before[100:]) / 100 == pytest.approx(0.02 + late_s, rel=0.4)
+    assert book.add("w0", "", 0.02, now, first_token_s=0.02).first_token_s == 0.02  # what decisions go by
+
+
+def test_what_first_tokens_take_beyond_the_cost_model_is_forgotten_when_they_come_sooner():
+    book, now = LoadBook(), 0.0
+    for took_s in (0.1,) * 60 + (0.02,) * 60:
+        now = prefill(book, now, predicted_s=0.02, took_s=took_s)
+    assert book.add("w0", "", 0.02, now, first_token_s=0.02).predicted_s == pytest.approx(0.02, abs=0.003)
+
+
 def test_first_token_that_mostly_waited_for_others_says_nothing_about_the_pace():
     book, now = LoadBook(), 0.0
     for _ in range(25):
