@@ -99,8 +99,8 @@ class LoadBook:
     def record_first_token(self, entry: LoadEntry, now: float) -> None:
         """Record a request's first token: it leaves prefill, and its engine counts as alive.
 
-        Its duration corrects the replica's prefill pace, or what its first tokens take beyond the cost model. Does nothing
-        the second time or after the request's end.
+        Its duration corrects the replica's prefill pace, or what its first tokens take beyond the cost model. Does
+        nothing the second time or after the request's end.
         """
         if entry.is_answered or entry.ended:
             return
