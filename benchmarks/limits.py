@@ -95,7 +95,7 @@ def _wait_until_ready(url: str) -> None:
 async def offer(
     urls: Sequence[str], key: str, parts: Sequence[float], empty_s: float, measured_s: float
 ) -> list[Counter[int]]:
-    """Of each router status -> answers, to requests that began after `empty_s`."""
+    """For each router, answers by HTTP status; requests that began before `empty_s` are left out."""
     counts: list[Counter[int]] = [Counter() for _ in urls]
     async with httpx.AsyncClient(
         headers={"authorization": f"Bearer {key}"},
@@ -129,7 +129,7 @@ async def offer(
 def demand_rows(
     demand: str, parts: Sequence[float], answers: Sequence[Counter[int]], measured_s: float
 ) -> Iterator[ReportRow]:
-    """What was allowed: at each router, and together beside the limit."""
+    """Rows of the requests that were allowed: at each router, and at both routers together beside the limit."""
     limit = PER_MINUTE * measured_s / 60
     for host, part, counts in zip(HOSTS, parts, answers, strict=True):
         asked = f"{sum(counts.values())} asked, {part:.0%} of all"

@@ -33,7 +33,7 @@ class Plot:
     is_log: bool = False
 
     def lines(self, rows: Iterable[Mapping[str, Any]]) -> Lines:
-        """Of each contender. Of the variable that is not drawn over, the value with the most points counts."""
+        """The line of each contender. Where the other variable differs, too, its value with most rows is drawn."""
         points: dict[str, dict[str, dict[float, list[float]]]] = {}
         for row in rows:
             if (point := self._point(row)) is not None:

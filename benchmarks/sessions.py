@@ -44,7 +44,7 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """What came of a turn. `predicted_s`: its first token, by the router's header."""
+    """The answer to one turn. `predicted_s`: seconds to the first token, as the router's header predicted them."""
 
     prompt_tokens: int
     cached_tokens: int

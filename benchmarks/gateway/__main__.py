@@ -1,4 +1,4 @@
-"""What a router adds to a request: by its own front, and as the endpoint picker of a real Envoy.
+"""Seconds and CPU that a router adds to a request: on its own port, and as the endpoint picker of a real Envoy.
 
 python -m benchmarks.gateway [--rate N] [--seconds S] [--quick] [--json FILE]
 

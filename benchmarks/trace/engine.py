@@ -63,7 +63,7 @@ class Hardware:
         return self.sizes[adapter % len(self.sizes)]
 
     def step_factor(self, adapters: Collection[int]) -> float:
-        """How many times as long a step takes with these adapters in it: a share for each, by the largest rank."""
+        """The factor by which these adapters lengthen a step: each adds a share, which the largest rank decides."""
         if not self.ranks or not adapters:
             return 1.0
         return 1 + RANK_SHARES[max(self.ranks[adapter % len(self.ranks)] for adapter in adapters)] * len(adapters)

@@ -110,7 +110,7 @@ class SimulatedAgent:
         self._slots = self._slots.after_use(self._names[adapter])
 
     def restarted(self) -> None:
-        """Its engine has come back, with all adapters on disk alone."""
+        """Reset the slots of an engine that has started again: all adapters are on disk alone."""
         self._slots = AdapterSlots(self._slots.max_loras, self._slots.max_cpu_loras, frozenset(self._names))
 
     def scrape(self, engine: TraceEngine, now: float) -> None:

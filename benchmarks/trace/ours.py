@@ -131,7 +131,7 @@ class LorafleetRouter:
         self._ready(self._fleet.now)
 
     def lost(self, worker: int) -> None:
-        """Its replica takes no requests until a report comes."""
+        """Mark a worker's replica as unreachable: it gets no requests until its next report."""
         replicas = list(self._roster.replicas)
         replicas[worker] = replace(self._replica(worker), state="unreachable")
         self._roster = Roster(tuple(replicas))
