@@ -18,7 +18,7 @@ from orchestrator.model.ledger import (
     UsageRows,
     UsageSums,
 )
-from orchestrator.model.limits import PeriodSpan, tenant_account
+from orchestrator.model.limits import PeriodSpan, accounts_of
 from orchestrator.model.usage import CountBatch, CountedRow, Spent
 
 _MOST = 10**15
@@ -156,6 +156,6 @@ class SpentSums:
 def _spend(accounts: dict[str, Spent], key: UsageKey, sums: UsageSums) -> None:
     """Add a row to what its key and its tenant have spent."""
     spent = Spent(tokens=sums.tokens, engine_s=sums.engine_s)
-    for account in (key.key, tenant_account(key.tenant) if key.tenant else ""):
-        if account and spent != _NOTHING:
+    if spent != _NOTHING:
+        for account in accounts_of(key.tenant, key.key):
             accounts[account] = accounts.get(account, _NOTHING).plus(spent)

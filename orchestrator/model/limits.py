@@ -112,6 +112,11 @@ def tenant_account(tenant: str) -> str:
     return _TENANT + tenant
 
 
+def accounts_of(tenant: str, key: str) -> tuple[str, ...]:
+    """The accounts that a counted row is charged to: its key's and its tenant's, as far as it has them."""
+    return (*((key,) if key else ()), *((tenant_account(tenant),) if tenant else ()))
+
+
 def account_tenant(account: str) -> str | None:
     """The tenant whose account this is; None: it is a key's."""
     return account.removeprefix(_TENANT) if account.startswith(_TENANT) else None

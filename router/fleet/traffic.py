@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from lorafleet.telemetry.histogram import bucket_of
-from orchestrator.model.limits import tenant_account
+from orchestrator.model.limits import accounts_of
 from orchestrator.model.usage import CountBatch, CountedRow, RequestCounts, Spent
 from router.protocols.usage import EngineUsage
 
@@ -149,9 +149,8 @@ class TrafficLog:
             if (batch.began_at + batch.ended_at) / 2 >= since:
                 for (*_, tenant, key), counts in batch.rows.items():
                     spent = Spent(tokens=counts.prompt_tokens + counts.output_tokens, engine_s=counts.work_s)
-                    for account in (key, tenant_account(tenant) if tenant else ""):
-                        if account:
-                            found[account] = found.get(account, _NOTHING).plus(spent)
+                    for account in accounts_of(tenant, key):
+                        found[account] = found.get(account, _NOTHING).plus(spent)
         return found
 
     def asked_ages_s(self, now: float, is_registered: Callable[[str], bool]) -> dict[str, float]:
